@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from harness.diagnosis.differences import distance, loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, verdict_of
-from harness.diagnosis.words import finding_line, in_order, in_parameters, rank_words, where_text
+from harness.diagnosis.words import Pair, finding_line, in_order, in_parameters, rank_words, where_text
 from harness.evidence.text import ranks_text
 from harness.judge.assembly import misfits
 from harness.judge.result import Cause, Lines, Verdict
@@ -33,7 +33,7 @@ def localise(
     name, text = finding_line(*next(iter(broken.items())))
     none = f"none explains {'the rest' if rest else 'this'}"
     lines = [("tried", f"{tried} {'hypothesis' if tried == 1 else 'hypotheses'}, {none}")] * bool(tried)
-    others = [other for other in broken if other != name]
+    others = [*broken][1:]
     if cause is not None:
         lines += [finding_line(*item) for item in itertools.islice(broken.items(), 2)]
         lines += _another_order(trial, broken)
@@ -44,7 +44,7 @@ def localise(
 
 def _another_order(trial: Trial, broken: Broken) -> Lines:
     """What a model of the trainer's own may leave by its order of operations, which was not measured for the reference's."""
-    if trial.case.exact or trial.traits.own_model or not {*broken} <= BY_ORDER:
+    if trial.traits.own_model or not {*broken} <= BY_ORDER:
         return ()
     try:
         excess = max((one.excess for step in trial.case.steps for one in misfits(trial, step)[0]), default=math.inf)
@@ -62,43 +62,48 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
     """Of loss and gradients, in the first step in which they are wrong."""
     if not {"loss", "gradients"} & set(broken):
         return None
-    held -= set(broken)
-    moved = [finding for finding in (broken["update"].findings if "update" in broken else ()) if finding.step]
-    updated = min(moved, key=lambda finding: finding.step or 0, default=None)
+    findings = broken["update"].findings if "update" in broken else ()
+    moved = {finding.step: finding.where for finding in reversed(findings) if finding.step}
     for step in trial.case.steps:
-        if updated is not None and updated.step is not None and updated.step < step:
-            return Cause(KIND, f"the update is wrong, gradients before clipping are right: first at {updated.where}")
+        if moved and min(moved) < step:
+            where = moved[min(moved)]
+            return Cause(KIND, f"the update is wrong, gradients before clipping are right: first at {where}")
         off, wrong = loss_off(trial, step), wrong_pairs(trial, step)
-        if not off and not wrong:
-            if off_as_a_whole := _off_as_a_whole(trial, step):
-                return off_as_a_whole
-            continue
-        since = "" if step == trial.first_step else f" from step {step} on"
-        where = where_text(trial, wrong) + one_group(trial, {rank for rank, _ in wrong}) if wrong else ""
+        since = _since(trial, step)
         if off and wrong:
             return Cause(KIND, _forward(trial, step, _off(trial, step, off, held), since, held))
+        if wrong:
+            return _wrong_gradients(trial, step, wrong)
+        as_a_whole = _off_as_a_whole(trial, step)
         if off:
-            if as_a_whole := _off_as_a_whole(trial, step):
-                return replace(
-                    as_a_whole, observed=f"the loss of step {step} is off by {off:.1e}, {as_a_whole.observed}"
-                )
+            text = f"the loss of step {step} is off by {off:.1e}"
             close = f"its gradients match within the bound of {trial.bounds.gradient[step]:.1e}"
-            return Cause(KIND, f"the loss of step {step} is off by {off:.1e}, {close}")
-        before = f"right in step {trial.first_step} and " * bool(since)
-        largest = max(distance(trial, rank, fqn, step) for rank, fqn in wrong) if step == 1 else 0.0
-        by = f" by up to {largest:.0e} of the largest entry" if 0 < largest < math.inf else ""
-        matches = f"the loss of step {step} matches within {trial.bounds.loss[step]:.0e}"
-        more = in_common(trial, in_order(trial, (fqn for _, fqn in wrong)))
-        return Cause(KIND, f"gradients are {before}wrong{by}{since}", f"{where}{more}; {matches}")
+            if as_a_whole is None:
+                return Cause(KIND, f"{text}, {close}")
+            return replace(as_a_whole, observed=f"{text}, {as_a_whole.observed}")
+        if as_a_whole is not None:
+            return as_a_whole
     return None
 
 
-BEFORE_FORWARD = (
-    "samples",
-    "positions",
-    "initial_weights",
-    "resume",
-)  # an update that is wrong earlier is told instead
+def _since(trial: Trial, step: int) -> str:
+    return "" if step == trial.first_step else f" from step {step} on"
+
+
+def _wrong_gradients(trial: Trial, step: int, wrong: list[Pair]) -> Cause:
+    """Of a step whose loss is right."""
+    since = _since(trial, step)
+    before = f"right in step {trial.first_step} and " * bool(since)
+    largest = max(distance(trial, rank, fqn, step) for rank, fqn in wrong)
+    by = f" by up to {largest:.0e} of the largest entry" * (step == 1 and largest < math.inf)
+    where = where_text(trial, wrong) + one_group(trial, {rank for rank, _ in wrong})
+    matches = f"the loss of step {step} matches within {trial.bounds.loss[step]:.0e}"
+    more = in_common(trial, in_order(trial, (fqn for _, fqn in wrong)))
+    return Cause(KIND, f"gradients are {before}wrong{by}{since}", f"{where}{more}; {matches}")
+
+
+BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume")
+"""The laws of what goes into the forward pass, but for the update: where that is wrong earlier, it is told instead."""
 
 
 def _forward(trial: Trial, step: int, off: str, since: str, held: frozenset[str]) -> str:
@@ -112,7 +117,7 @@ def _forward(trial: Trial, step: int, off: str, since: str, held: frozenset[str]
 def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
     """In recipes with noise: which gradients are off, though no entry is beyond its own bound."""
     try:
-        wrong = [one for one in misfits(trial, step)[0] if not one.within] if not trial.case.exact else []
+        wrong = [one for one in misfits(trial, step)[0] if not one.within]
     except NoBound:
         return None
     if not wrong:
@@ -123,16 +128,17 @@ def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
         text = f"{worst.fit:.4g} times the reference's by best fit in {worst.fqn} on {rank_words(worst.ranks)}"
     fqns = in_order(trial, (one.fqn for one in wrong))
     hint = f"{text}; no single entry stands out{in_common(trial, fqns)}"
-    since = "" if step == trial.first_step else f" from step {step} on"
     no_factor = ", and no factor explains it" * (not any(one.scaled for one in wrong))
-    return Cause(KIND, f"gradients are off{since}", in_parameters(trial, fqns) + no_factor, hint=hint)
+    return Cause(KIND, f"gradients are off{_since(trial, step)}", in_parameters(trial, fqns) + no_factor, hint=hint)
 
 
 def _off(trial: Trial, step: int, off: float, held: frozenset[str]) -> str:
+    text = f"the loss of step {step} is off by {off:.1e}"
+    if step > 1:
+        return text
     right = [what for law, what in (("initial_weights", "weights"), ("samples", "samples")) if law in held]
-    though = f" though {' and '.join(right)} are right" if right and step == 1 else ""
-    text = f"the loss of step {step} is off by {off:.1e}{though}"
-    return text + (first_wrong_input(trial) + _what_keeps_it(trial) if step == 1 else "")
+    though = f" though {' and '.join(right)} are right" if right else ""
+    return text + though + first_wrong_input(trial) + _what_keeps_it(trial)
 
 
 def _what_keeps_it(trial: Trial) -> str:
