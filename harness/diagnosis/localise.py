@@ -71,7 +71,7 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
         off, wrong = loss_off(trial, step), wrong_pairs(trial, step)
         since = _since(trial, step)
         if off and wrong:
-            return Cause(KIND, _forward(trial, step, _off(trial, step, off, held), since, held))
+            return Cause(KIND, _forward(trial, _off(trial, step, off, held), since, held))
         if wrong:
             return _wrong_gradients(trial, step, wrong)
         as_a_whole = _off_as_a_whole(trial, step)
@@ -106,7 +106,7 @@ BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume")
 """The laws of what goes into the forward pass, but for the update: where that is wrong earlier, it is told instead."""
 
 
-def _forward(trial: Trial, step: int, off: str, since: str, held: frozenset[str]) -> str:
+def _forward(trial: Trial, off: str, since: str, held: frozenset[str]) -> str:
     """Blamed where all that goes into it is right: what is broken and what is not judged (`held`) may be the reason as well."""
     wrong = [law for law in BEFORE_FORWARD if law not in held and verdict_of(trial, law) is Verdict.FAIL]
     if wrong:

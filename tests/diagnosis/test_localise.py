@@ -59,7 +59,7 @@ def test_the_forward_pass_is_blamed_where_no_law_before_it_is_broken(
     held: tuple[str, ...], since: str, told: str
 ) -> None:
     trial = with_parameter(TRIAL, 1, "norm.weight", value=np.full(2, 3.0))
-    assert _forward(trial, 1, "off", since, frozenset(held)) == told
+    assert _forward(trial, "off", since, frozenset(held)) == told
 
 
 def test_of_a_law_without_numbers_the_first_finding_is_told_and_which_others_are_broken() -> None:
