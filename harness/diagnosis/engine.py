@@ -94,11 +94,13 @@ class Search:
             if whole:
                 return both
             best += both
+        # of two that explain as much, what a law has seen goes first
         best.sort(key=lambda proof: (-len(proof.explained), proof.fitted, -proof.seen))
-        alike = [(proof.explained, proof.fitted, proof.seen) for proof in best]  # what a law has seen goes first
-        equal = [proof for proof, of in zip(best, alike, strict=True) if of == alike[0]]
-        said = {frozenset(one.cause.text for one in proof.hypotheses): proof for proof in reversed(equal)}
-        return [*said.values()][::-1]
+        said: dict[frozenset[str], Proof] = {}
+        for proof in best:
+            if (proof.explained, proof.fitted, proof.seen) == (best[0].explained, best[0].fitted, best[0].seen):
+                said.setdefault(frozenset(one.cause.text for one in proof.hypotheses), proof)
+        return [*said.values()]
 
     def _single(self, trial: Trial, results: Sequence[Result]) -> tuple[list[Proof], list[Proof]]:
         """Equally simple ones that explain everything; and the others, those that explain most first."""
@@ -155,7 +157,7 @@ class Search:
             self.raised += [str(error)] * (str(error) not in self.raised)
             return
         where = traceback.extract_tb(error.__traceback__)[-1]
-        said = (str(error).splitlines() or [""])[0][:LONGEST]
+        said = str(error).partition("\n")[0][:LONGEST]
         self.raised.append(f"{who} raised {type(error).__name__}: {said} at {where.name}:{where.lineno}")
 
 

@@ -216,9 +216,10 @@ def one_group(trial: Trial, ranks: set[int]) -> str:
 
 def in_common(trial: Trial, fqns: list[str]) -> str:
     """ ", all norm weights": the one property that these parameters have and no other has."""
-    few = 1 < len(fqns) < len(trial.plan.shapes)
-    text = next((text for text, members in _properties(trial).items() if fqns == members), "") if few else ""
-    return f"; all {text} are wrong, no others" if text else ""
+    for text, members in _properties(trial).items():
+        if fqns == members and len(fqns) > 1:
+            return f"; all {text} are wrong, no others"
+    return ""
 
 
 def _properties(trial: Trial) -> dict[str, list[str]]:

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from literal import tiny_case, trial_of, with_step, with_step_1_gradients
+from noisy import with_noise
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.engine import broken_laws
-from harness.diagnosis.localise import first_wrong_input
+from harness.diagnosis.localise import first_wrong_input, inputs_that_differ
 from harness.judge.trial import Trial
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
@@ -59,6 +60,31 @@ def test_a_difference_of_one_part_in_1e_8_on_one_rank_is_enough() -> None:
     )
 
 
+def test_a_difference_of_a_few_parts_in_1e_10_is_rounding() -> None:
+    for off, told in ((1e-10, ("norm", "")), (1e-8, ("layers.0.attention.wo", "norm"))):
+        assert inputs_that_differ(wrong_forward({"norm": (72 * (1 + off), 8.0)})) == told
+
+
+def test_in_recipes_with_noise_a_difference_within_what_is_allowed_of_the_first_loss_is_noise() -> None:
+    for off, told in ((2e-4, ("norm", "")), (2e-3, ("layers.0.attention.wo", "norm"))):
+        trial = with_noise(wrong_forward({"norm": (72 * (1 + off), 8.0)}), loss=1e-4)
+        noise = trial.golden.noise[trial.case.noise_key]
+        noise = replace(noise, loss=(noise.loss[0], 1.0, 1.0))
+        trial = replace(trial, golden=replace(trial.golden, noise={trial.case.noise_key: noise}))
+        assert inputs_that_differ(trial) == told
+
+
+def test_lengths_are_compared_with_those_that_are_wanted() -> None:
+    trial = wrong_forward({})
+    assert inputs_that_differ(trial) == inputs_that_differ(trial, INPUTS) == ("norm", "")
+    assert inputs_that_differ(trial, INPUTS | {"layers.0.attention.wo": 0.26}) == (
+        "layers.0.attention.wq",
+        "layers.0.attention.wo",
+    )
+    assert inputs_that_differ(trial, {"norm": 9.0, "layers.0": 4.5}) == ("norm", "layers.0")
+    assert inputs_that_differ(trial, {}) == ("", "")
+
+
 def test_attention_itself_is_named_where_what_goes_into_it_is_right_and_what_comes_out_is_not() -> None:
     inner = "layers.0.attention.inner_attention"
     trial = wrong_forward({"layers.0.attention.wo": (2.01, 8.0)})
@@ -77,6 +103,7 @@ def test_attention_itself_is_named_where_what_goes_into_it_is_right_and_what_com
     [
         ("layers.0.ffn_norm", "the input of layers.0.ffn_norm"),
         ("layers.0.ffn_dropout", "the output of layers.0.feed_forward"),
+        ("layers.0.attention_dropout", "the output of layers.0.attention"),
     ],
 )
 def test_tp_ranks_that_do_not_have_one_sum_are_named_where_it_first_goes_wrong(gives: str, words: str) -> None:
@@ -88,6 +115,11 @@ def test_tp_ranks_that_do_not_have_one_sum_are_named_where_it_first_goes_wrong(g
     apart = f"{words} does not, and differs among tp ranks [0,1], which should have the same sum"
     assert first_wrong_input(without_sequence_parallel(wrong)).endswith(apart)
     assert first_wrong_input(wrong).endswith(f"{words} does not")  # each has its part of the sequence
+    activity = trial.ranks[0].steps[0].activity
+    close = with_step(
+        wrong, 0, 1, activity=replace(activity, inputs={**activity.inputs, gives: (16 * (1 + 1e-7), 8.0)})
+    )
+    assert first_wrong_input(without_sequence_parallel(close)).endswith(f"{words} does not")  # but for rounding
 
 
 def test_tp_ranks_that_have_one_sum_and_those_that_have_none_do_not_differ() -> None:
