@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,27 +20,29 @@ from harness.diagnosis.words import groups_text, rank_words, traffic_lines
 from harness.evidence.text import ranks_text
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
-from harness.plan.grid import coordinate, groups
+from harness.plan.grid import coordinate
 from harness.plan.slices import numel
 from harness.plan.traffic.flow import Flow
-from harness.spec.dims import AXES
 
+T = TypeVar("T")
 Flows = Mapping[int, tuple[Flow, ...]]
 
 
 def of_each_rank(trial: Trial, pieces: Pieces, mixture: Mixture, broken: Broken) -> Iterator[Hypothesis]:
     """Of all microbatches or of some, only those that ranks with the same place along some axes received."""
     axes = [axis for axis in (*DATA_AXES, "cp") if getattr(trial.case.dims, axis) > 1]
-    passes = trial.case.passes
-    choices = [m for count in range(1, passes + 1) for m in itertools.combinations(range(passes), count)]
-    left_out = [some for count in range(1, len(axes) + 1) for some in itertools.combinations(axes, count)]
-    for missing, chosen in itertools.product(left_out, choices):
+    for missing, chosen in itertools.product(_some(axes), _some(range(trial.case.passes))):
         table = _own_only(trial, pieces, missing, chosen)
         if (factor := _factor(mixture, table, pieces)) is not None:
             found = list(_not_reduced(trial, pieces, mixture, missing, chosen, factor, table))
             yield from found
             if "traffic" in broken and len(mixture.fqns) < len(trial.plan.shapes):
                 yield from (one.and_then(partial(_moving_less, mixture.fqns)) for one in found)
+
+
+def _some(of: Sequence[T]) -> list[tuple[T, ...]]:
+    """Every choice of one or more of these, the smallest first."""
+    return [chosen for fewer in range(len(of)) for chosen in itertools.combinations(of, fewer + 1)]
 
 
 Table = dict[int, tuple[np.ndarray, np.ndarray]]
@@ -63,7 +66,9 @@ def _factor(mixture: Mixture, table: Table, pieces: Pieces) -> float | None:
     """How often what a rank adds of its own counts; None if weights are not so."""
     counted = pieces.tokens(mixture.step) > 0
     values = np.concatenate([seen[table[rank][0] & counted] for rank, seen in mixture.weights.items()])
-    factor = float(np.median(values)) if values.size else 0.0
+    if not values.size:
+        return None
+    factor = float(np.median(values))
     if abs(factor - round(factor)) <= mixture.close:
         factor = float(round(factor))
     expected = {rank: _weights(table[rank], factor) for rank in mixture.weights}
@@ -87,17 +92,19 @@ def _not_reduced(
 ) -> Iterator[Hypothesis]:
     passes, over, held = trial.case.passes, " and ".join(missing), _holds(trial, missing)
     silent = silent_axes(trial, mixture.step)
-    alone = {axis: op for axis, op in silent.items() if axis.split("_cp")[0] in missing}
-    which = f"microbatch{'es' * (len(chosen) > 1)} {', '.join(str(m + 1) for m in chosen)}" * (len(chosen) < passes)
+    alone = {axis: op for axis, op in silent.items() if axis.removesuffix("_cp") in missing}
+    which = f" of microbatch{'es' * (len(chosen) > 1)} {', '.join(str(m + 1) for m in chosen)}" * (len(chosen) < passes)
+    where = mixture.where(trial)
     if which:
-        text = f"gradients of {which} of {passes} are not reduced over {over}{{when}}: each rank adds only its own"
+        of = f"{which} of {passes}"
+        text = f"gradients{of} are not reduced over {over}{{when}}{where}: each rank adds only its own"
+    elif where:
+        text = f"gradients are not reduced over {over}{{when}}{where}: {held}"
     elif alone:
         texts = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in alone.items()]
         text = f"gradient reduction missing over {over}{{when}}: {', '.join(texts)}"
     else:
         text = f"gradient reduction over {over} has no effect{{when}}: {held}, though collectives ran"
-    if where := mixture.where(trial):
-        text = f"gradients are not reduced over {over}{{when}}{where}: {held}"
     if factor not in (1, math.prod(getattr(trial.case.dims, axis) for axis in missing)):  # not divided either
         text += f"; each rank's own share counts {times_text(factor)}{factor_text(trial, factor, everywhere=False)}"
     weights: Weights = lambda step, rank: _weights(table[rank], factor)  # noqa: E731
@@ -105,7 +112,7 @@ def _not_reduced(
     for when, steps, more in spans(trial, mixture.step):
         cause = Cause(kind, text.format(when=when))
         assume = partial(assuming, pieces=pieces, fqns=mixture.fqns, weights=weights, steps=steps)
-        hypothesis = Hypothesis(cause, assume, 1 + more, _lines(trial, missing, f" of {which}" if which else ""))
+        hypothesis = Hypothesis(cause, assume, 1 + more, _lines(trial, missing, which))
         if alone:
             hypothesis = _without_traffic(hypothesis, tuple(alone), steps)
         yield hypothesis
@@ -134,22 +141,31 @@ def _moving_less(fqns: Sequence[str], trial: Trial) -> Trial:
 
 
 def _reached(trial: Trial, rank: int, missing: tuple[str, ...]) -> list[int]:
-    """The ranks whose samples its gradient holds."""
-    along = [axis for axis in AXES if axis not in missing]
-    peers = next(group for group in groups(trial.case.dims, *along) if rank in group)
-    return [other for other in trial.one_rank_per_share() if other in peers]
+    """The ranks of whose samples its gradient holds some: all tokens, or those of its cp rank."""
+
+    def place(of: int) -> list[int]:
+        return [coordinate(trial.case.dims, of)[axis] for axis in missing if axis != "cp"]
+
+    return [other for other in trial.one_rank_per_share() if place(other) == place(rank)]
+
+
+def _tokens(trial: Trial, rank: int) -> str:
+    return f"the tokens of cp rank {coordinate(trial.case.dims, rank)['cp']} of {trial.case.dims.cp}"
 
 
 def _holds(trial: Trial, missing: tuple[str, ...]) -> str:
     rank = min(trial.ranks)
-    if missing == ("cp",):
-        own = coordinate(trial.case.dims, rank)["cp"]
-        return f"rank {rank}'s gradient holds only the tokens of cp rank {own} of {trial.case.dims.cp}"
-    return f"rank {rank}'s gradient holds only the samples of {rank_words(_reached(trial, rank, missing))}"
+    held = [_tokens(trial, rank)] * ("cp" in missing)
+    if missing != ("cp",):
+        held.append(f"the samples of {rank_words(_reached(trial, rank, missing))}")
+    return f"rank {rank}'s gradient holds only {' in '.join(held)}"
 
 
 def _lines(trial: Trial, missing: tuple[str, ...], which: str) -> Lines:
-    held = {rank: ranks_text(_reached(trial, rank, missing)) for rank in sorted(trial.ranks)[:2]}
-    wanted = f"expected {ranks_text(trial.one_rank_per_share())}"
-    texts = (f"rank {r}'s gradient{which} holds the samples of ranks {ranks}, {wanted}" for r, ranks in held.items())
+    wanted, texts = ranks_text(trial.one_rank_per_share()), []
+    for rank in sorted(trial.ranks)[:2]:
+        held, all_of = f"the samples of ranks {ranks_text(_reached(trial, rank, missing))}", ""
+        if "cp" in missing:
+            held, all_of = f"{_tokens(trial, rank)} in {held}", "all of "
+        texts.append(f"rank {rank}'s gradient{which} holds {held}, expected {all_of}{wanted}")
     return (*(("samples", text) for text in texts), *traffic_lines(trial))
