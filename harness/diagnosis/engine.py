@@ -152,13 +152,13 @@ class Search:
                 self._note(make.__name__, error)
 
     def _note(self, who: str, error: Exception) -> None:
-        """What no bound was measured for says so itself, of all that needs it once."""
-        if isinstance(error, NoBound):
-            self.raised += [str(error)] * (str(error) not in self.raised)
-            return
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        said = str(error).partition("\n")[0][:LONGEST]
-        self.raised.append(f"{who} raised {type(error).__name__}: {said} at {where.name}:{where.lineno}")
+        """Each once, though most are asked again under each assumption. What no bound was measured for says so itself."""
+        text = str(error)
+        if not isinstance(error, NoBound):
+            where, first = traceback.extract_tb(error.__traceback__)[-1], text.partition("\n")[0][:LONGEST]
+            text = f"{who} raised {type(error).__name__}: {first} at {where.name}:{where.lineno}"
+        if text not in self.raised:
+            self.raised.append(text)
 
 
 def broken_laws(results: Sequence[Result]) -> dict[str, Result]:

@@ -233,7 +233,7 @@ def test_facts_are_asked_of_broken_laws_that_say_where() -> None:
 # ---- what is on record besides
 
 
-def test_what_is_raised_is_on_record_with_the_line_and_ends_what_that_suspect_proposes() -> None:
+def test_what_is_raised_is_on_record_once_with_the_line_and_ends_what_that_suspect_proposes() -> None:
     def deeper(run: Run, broken: Broken) -> Iterator[Hypothesis]:
         yield from suspecting(ValueError("first\nsecond"))(run, broken)
 
@@ -244,12 +244,12 @@ def test_what_is_raised_is_on_record_with_the_line_and_ends_what_that_suspect_pr
         f"deeper raised ValueError: first at suspects:{at}",
         f"suspects raised KeyError: 'layers.9' at suspects:{at}",
     ]
-    assert found.raised[:2] == (*texts,) and {*found.raised} == {*texts}
+    assert found.raised == (*texts,)
     assert told(found) == [("a + c", (T, S), (G,))]
 
 
 def test_what_an_error_says_is_cut() -> None:
-    (text,) = {*explained(ValueError("x" * 121)).raised}
+    (text,) = explained(ValueError("x" * 121)).raised
     assert text.startswith(f"suspects raised ValueError: {'x' * 120} at suspects:")
 
 
