@@ -161,6 +161,13 @@ def test_of_two_the_second_is_said_alone_where_it_explains_as_much_without_the_f
     assert told(explain(Run(), results(*ALL), (suspects,), ())) == [("second", ALL, ())]  # type: ignore[arg-type]
 
 
+def test_a_second_that_breaks_what_the_first_explains_is_no_second() -> None:
+    def suspects(run: Run, broken: Broken) -> Iterator[Hypothesis]:
+        yield one("first", G) if G in broken else one("second", T, S, breaks=G)
+
+    assert told(explain(Run(), results(*ALL), (suspects,), ())) == [("first", (G,), (T, S))]  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("before", "expected"), [(5, "half 5 + late"), (6, "half 0")])
 def test_so_many_are_tried_as_one_of_two(before: int, expected: str) -> None:
     """A second one is proposed under the last of those that explain one law each."""
@@ -301,3 +308,18 @@ def test_no_more_are_judged_than_the_bound_says_over_all_searches(
     found = explained(one("a", G), one("b", T, S, fitted=2))
     assert (found.tried, found.ended) == (judged, ended)
     assert [text for text, *_ in told(found)] == [expected]
+
+
+def test_of_more_proposals_than_are_judged_one_is_taken_to_know_that_there_are_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[int] = []
+
+    def many(run: Run, broken: Broken) -> Iterator[Hypothesis]:
+        for number in range(9):
+            taken.append(number)
+            yield one(str(number))
+
+    monkeypatch.setattr(engine, "JUDGED", 3)
+    found = explain(Run(), results(*ALL), (many,), ())  # type: ignore[arg-type]
+    assert (found.tried, found.ended, max(taken)) == (3, "3 hypotheses were judged", 3)
