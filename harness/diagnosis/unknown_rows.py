@@ -160,7 +160,7 @@ def _other_deals(trial: Trial, size: int) -> Iterator[tuple[str, Callable[[int],
     yield "samples in the data set's own order, not shuffled", lambda share: [*range(size)][share::count]
     block = size // count
     text = "each dp rank reads a block of the shuffled samples, requested every n-th sample"
-    yield text, lambda share: usual[share * block :]
+    yield text, lambda share: usual[share * block : (share + 1) * block]
     products = {1}
     for degree in trial.case.dims.degrees:
         products |= {degree * product for product in products}

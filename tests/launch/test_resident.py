@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -240,10 +241,8 @@ def test_one_that_cannot_start_costs_a_line_and_the_command_has_its_own(light, m
         pytest.raises(Exception, match="SystemError: broken build"),
     ):
         server.ready()
-    assert (
-        "harness: no resident rank server, this command starts its own: it ended as it started"
-        in capfd.readouterr().err
-    )
+    told = "harness: no resident rank server, this command starts its own: it (ended as it started|did not start), see "
+    assert re.search(told, capfd.readouterr().err), "it may have ended before anybody reached it"
 
 
 def test_a_folder_that_others_may_look_into_is_not_used(tmp_path, monkeypatch):
