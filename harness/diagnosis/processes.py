@@ -146,10 +146,9 @@ def _silent(trial: Trial) -> str:
 
 
 def _left_behind(trial: Trial) -> str:
-    leaving = [exit for exit in trial.run.exits if exit.left]
-    ranks = [exit.rank for exit in leaving]
-    ended = "which the harness ended"
-    return f"{rank_words(ranks)} left a process behind: {'; '.join(leaving[0].left)}, {ended}" if leaving else ""
+    left = {exit.rank: exit.left for exit in trial.run.exits if exit.left}
+    first = "; ".join(next(iter(left.values()), ()))
+    return f"{rank_words([*left])} left a process behind: {first}, which the harness ended" if left else ""
 
 
 def _missing_steps(trial: Trial) -> str:
@@ -185,23 +184,21 @@ def _held(trial: Trial, rank: int) -> set[str]:
 
 def _cut_elsewhere(trial: Trial) -> str:
     """A pipeline each of whose layers is somewhere, and some on other ranks than planned."""
-    ranks = trial.plan.groups["pp"][0] if trial.case.dims.pp > 1 else ()
-    held = [_layers({tensor.fqn for tensor in trial.ranks[r].parameters}) for r in ranks if r in trial.ranks]
-    wanted = [_layers(trial.plan.slices[rank]) for rank in ranks]
-    if held == wanted or sorted(itertools.chain(*held)) != list(range(trial.case.model.n_layers)):
+    ranks = [rank for rank in trial.plan.groups.get("pp", [()])[0] if rank in trial.ranks]
+    held = {rank: _layers(_held(trial, rank)) for rank in ranks}
+    wanted = {rank: _layers(trial.plan.slices[rank]) for rank in ranks}
+    odd = [rank for rank in ranks if held[rank] != wanted[rank]]
+    if not odd or sorted(itertools.chain(*held.values())) != [*range(trial.case.model.n_layers)]:
         return ""
-    odd = [place for place in zip(ranks, held, wanted, strict=True) if place[1] != place[2]]
-    texts = (
-        f"rank {rank} has layers {layers_text(own)}, requested {layers_text(planned)}" for rank, own, planned in odd
-    )
-    return f"stages are cut at other layers: {'; '.join(itertools.islice(texts, 4))}"
+    texts = [f"rank {r} has layers {_layers_text(held[r])}, requested {_layers_text(wanted[r])}" for r in odd[:4]]
+    return f"stages are cut at other layers: {'; '.join(texts)}"
 
 
 def _layers(fqns: Iterable[str]) -> list[int]:
     return sorted({int(fqn.split(".")[1]) for fqn in fqns if fqn.startswith("layers.")})
 
 
-def layers_text(layers: list[int]) -> str:
+def _layers_text(layers: list[int]) -> str:
     return ranks_text(layers).strip("[]") or "none"
 
 
@@ -210,10 +207,8 @@ def _untrained(trial: Trial) -> str:
     for step in trial.case.steps:
         for what in ("gradients", "parameters"):
             taken = [(rank, getattr(record, what)) for rank, record, _ in trial.steps() if record.step == step]
-            held = {rank: {tensor.fqn for tensor in trial.ranks[rank].parameters} for rank, _ in taken}
-            if ranks := [rank for rank, there in taken if held[rank] - {*there}]:
-                fqns = in_order(trial, (fqn for rank, there in taken for fqn in held[rank] - {*there}))
-                return _without(trial, ranks, what, fqns, step)
+            if missing := {rank: gone for rank, there in taken if (gone := _held(trial, rank) - {*there})}:
+                return _without(trial, [*missing], what, in_order(trial, itertools.chain(*missing.values())), step)
     return ""
 
 
@@ -231,7 +226,7 @@ def _without(trial: Trial, ranks: list[int], what: str, fqns: list[str], step: i
 
 def _holders(trial: Trial, fqns: set[str]) -> str:
     """Of a pipeline: who has them in its place."""
-    there = [rank for rank, evidence in trial.ranks.items() if fqns <= {tensor.fqn for tensor in evidence.parameters}]
+    there = [rank for rank in trial.ranks if fqns <= _held(trial, rank)]
     return f", which {rank_words(there)} hold{'s' * (len(there) == 1)}" if there and trial.case.dims.pp > 1 else ""
 
 

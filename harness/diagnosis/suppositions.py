@@ -17,6 +17,7 @@ import numpy as np
 
 from harness.checks import judge
 from harness.diagnosis.assume import another_case, another_reference, order_of_entries
+from harness.judge.losses import global_loss
 from harness.judge.result import Result
 from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
@@ -32,7 +33,7 @@ SWAPPED = (
     ("attention_norm", "ffn_norm"),
 )
 SQUARE = ("attention.wq", "attention.wo")
-LEAST_HEAD = 4  # entries
+TOO_SMALL = 2  # entries of a head
 MOST_TOGETHER = 2
 
 
@@ -59,7 +60,7 @@ class Supposed:
 
 def suppose(trial: Trial) -> list[Supposed]:
     """The fewest that give the loss of step 1; none where nothing is to be supposed, or no loss was seen."""
-    wanted = first_loss(trial)
+    wanted = global_loss(trial, 1)
     if wanted is None:
         return []
     usual = list(suppositions(trial))
@@ -68,14 +69,6 @@ def suppose(trial: Trial) -> list[Supposed]:
         if chosen:
             return [_judged(trial, each) for each in chosen]
     return []
-
-
-def first_loss(trial: Trial) -> float | None:
-    """The mean over all valid tokens of step 1, of what the ranks computed."""
-    parts = [part for evidence in trial.ranks.values() for step in evidence.steps[:1] for part in step.microbatches]
-    if not parts or any(part.loss_sum is None or not part.valid_tokens for part in parts):
-        return None
-    return sum(part.loss_sum or 0.0 for part in parts) / sum(part.valid_tokens or 0 for part in parts)
 
 
 def suppositions(trial: Trial) -> Iterator[Supposition]:
@@ -87,25 +80,25 @@ def suppositions(trial: Trial) -> Iterator[Supposition]:
     for eps in EPSILONS:
         if eps != model.norm_eps:
             says = f"its norms add {eps:.3g} to the mean square, requested norm_eps {model.norm_eps:.3g}"
-            yield Supposition(says, f"case: model: {{norm_eps: {_float(eps)}}}", "norm", with_eps(eps))
+            yield Supposition(says, f"case: model: {{norm_eps: {as_yaml(eps)}}}", "norm", with_eps(eps))
     for theta in THETAS:
         if theta != model.rope_theta:
             says = f"its rotary embedding has base {theta:.0f}, requested rope_theta {model.rope_theta:.0f}"
             yield Supposition(says, f"case: model: {{rope_theta: {theta}}}", "attention", setting(rope_theta=theta))
-    for heads, kv_heads in _other_heads(model) if "rows" not in order_of_entries(trial) else ():
-        says = f"its attention has {heads} heads and {kv_heads} K/V heads, requested {model.n_heads} and {model.n_kv_heads}"
-        line = f"case: model: {{n_heads: {heads}, n_kv_heads: {kv_heads}}}"
-        yield Supposition(says, line, "attention", setting(n_heads=heads, n_kv_heads=kv_heads))
     if "rows" in order_of_entries(trial):
         says = "its rotary embedding rotates adjacent entries of a head, but the adapter's `rows` say otherwise"
         yield Supposition(says, "adapter: leave out `rows`", "model", otherwise={"rows": {}})
     else:
+        for heads, kv_heads in _other_heads(model):
+            says = f"its attention has {heads} heads and {kv_heads} K/V heads, requested {model.n_heads} and {model.n_kv_heads}"
+            line = f"case: model: {{n_heads: {heads}, n_kv_heads: {kv_heads}}}"
+            yield Supposition(says, line, "attention", setting(n_heads=heads, n_kv_heads=kv_heads))
         says = "its rotary embedding rotates entry i of a head with entry i + head_dim / 2, not with the next one"
         yield Supposition(says, "adapter: def rows(self, case): return halves(case)", "attention", turn_halves)
     for one, other in SWAPPED:
         yield _swapped(one, other, "block", partial(exchange, one=one, other=other))
     yield _swapped("tok_embeddings", "output", "model", ends_exchanged)
-    for names in ((SQUARE[0],), (SQUARE[1],), SQUARE):
+    for names in (SQUARE[:1], SQUARE[1:], SQUARE):
         says = f"it multiplies by {' and '.join(map(_last, names))} from the left: rows are inputs"
         line = "adapter: copy them transposed, and judge with DDP only: no law knows transposed slices"
         yield Supposition(says, line, "block", transposed(names))
@@ -114,16 +107,15 @@ def suppositions(trial: Trial) -> Iterator[Supposition]:
 def _other_heads(model: ModelConfig) -> Iterator[tuple[int, int]]:
     """As many as weights of the same shapes may have, which do not show it; and of keys and values. Of rows that the adapter
     puts in another order, by the heads that it knows, nothing is supposed."""
-    kv_dim = model.n_kv_heads * model.head_dim
-    counts = set(range(1, model.dim // LEAST_HEAD + 1)) - {model.n_heads}
-    for heads, size in ((heads, model.dim // heads) for heads in sorted(counts) if model.dim % heads == 0):
-        if size % 2 == 0 and kv_dim % size == 0 and heads % (kv_dim // size) == 0:
-            yield heads, kv_dim // size
+    kv_dim = model.n_kv_heads * model.head_dim  # which divides dim
+    for size in range(kv_dim, TOO_SMALL, -2):
+        if kv_dim % size == 0 and size != model.head_dim:
+            yield model.dim // size, kv_dim // size
 
 
-def _float(value: float) -> str:
-    """As YAML reads it."""
-    text = f"{value!r}"
+def as_yaml(value: float) -> str:
+    """As YAML reads a number with a fraction."""
+    text = repr(float(value))
     return text if "." in text else text.replace("e", ".0e")
 
 
@@ -155,10 +147,9 @@ def _fits(trial: Trial, chosen: Sequence[Supposition], wanted: float) -> bool:
     """Whether the loss of step 1 is the one that the trainer computed."""
     from harness.diagnosis.forward import bench_of
 
-    rows = {key: rows for each in chosen for key, rows in each.otherwise.items()}
-    bench = bench_of(trial, 1, **rows)
-    found = float(bench.losses(altered_by(chosen)).sum() / (bench.batch.labels >= 0).sum())
-    return abs(found - wanted) <= _close(trial) * abs(wanted)
+    losses = bench_of(trial, 1, **_words(chosen)).losses(altered_by(chosen))
+    found = losses.sum() / trial.reference_step(1).valid_tokens
+    return bool(abs(found - wanted) <= _close(trial) * wanted)
 
 
 def _close(trial: Trial) -> float:
@@ -168,11 +159,14 @@ def _close(trial: Trial) -> float:
         return 1e-6
 
 
+def _words(chosen: Sequence[Supposition]) -> dict[str, Any]:
+    return {key: value for each in chosen for key, value in each.otherwise.items()}
+
+
 def _judged(trial: Trial, chosen: tuple[Supposition, ...]) -> Supposed:
     """With the rates that the optimizer took, whatever they are: they are no mistake of the model."""
-    words = {key: value for each in chosen for key, value in each.otherwise.items()}
     requested = another_case(trial, replace(trial.case, training=with_own_rates(trial)))
-    assumed = another_reference(requested, altered=altered_by(chosen), **words)
+    assumed = another_reference(requested, altered=altered_by(chosen), **_words(chosen))
     return Supposed(chosen, assumed, judge(assumed))
 
 

@@ -15,9 +15,10 @@ from harness import trainers
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.localise import BY_ORDER
-from harness.diagnosis.suppositions import Supposed, first_loss, suppose, with_own_rates
+from harness.diagnosis.suppositions import Supposed, as_yaml, suppose, with_own_rates
 from harness.evidence.store import load
 from harness.judge.judgement import Judgement
+from harness.judge.losses import global_loss
 from harness.judge.result import Result, Verdict
 from harness.judge.stored_trial import load_trial
 from harness.judge.trial import Trial
@@ -222,12 +223,7 @@ def _own_schedule(trial: Trial, rates: Sequence[float], tell: Tell) -> None:
     recipe = ", ".join(f"{trial.reference_step(n).lr:.4g}" for n in trial.case.steps)
     tell("schedule", f"its optimizer takes the rates {', '.join(f'{r:.4g}' for r in rates)}, requested {recipe}")
     tell("", "adapter: pass the recipe's schedule on; or, to keep its own, which is then not under test,")
-    tell("", f"case: training: {{rates: [{', '.join(_yaml(rate) for rate in rates)}]}}")
-
-
-def _yaml(rate: float) -> str:
-    text = repr(rate)
-    return text if "." in text else text.replace("e", ".0e") if "e" in text else f"{text}.0"
+    tell("", f"case: training: {{rates: [{', '.join(as_yaml(rate) for rate in rates)}]}}")
 
 
 def _rest(best: Supposed, broken: set[str], tell: Tell) -> None:
@@ -248,7 +244,7 @@ def _broken(results: Sequence[Result]) -> set[str]:
 
 def _off(trial: Trial, tell: Tell) -> None:
     """How far the first loss is off, where none of the usual explanations gives it."""
-    loss, wanted = first_loss(trial), trial.reference_step(1).loss
+    loss, wanted = global_loss(trial, 1), trial.reference_step(1).loss
     if loss is None:
         return
     off = abs(loss - wanted) / abs(wanted)
