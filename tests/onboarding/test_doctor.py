@@ -1,4 +1,4 @@
-"""`harness doctor`: an adapter that `harness init` began, examined on real ranks; and what is supposed of a model."""
+"""`harness doctor`: an adapter that `harness init` began, examined on real ranks."""
 
 from __future__ import annotations
 
@@ -9,139 +9,17 @@ from typing import Any
 import literal
 import numpy as np
 import pytest
-from expecttest import assert_expected_inline
 from noisy import noise_of, with_noise
 
 from harness import ROOT
 from harness.checks import judge
 from harness.cli import doctor, main
 from harness.cli.exit_codes import INTERRUPTED
-from harness.diagnosis import suppositions
-from harness.diagnosis.assume import retrain
-from harness.diagnosis.suppositions import Supposition, altered_by, suppose
-from harness.evidence.records import Microbatch, RankEvidence, Run, StepEvidence, TensorEvidence
 from harness.judge.judgement import Judgement
-from harness.judge.order import reordered_reference
 from harness.judge.result import Finding, Result, Verdict, one_cause
-from harness.judge.trial import Trial
 from harness.onboarding import examination
-from harness.plan.make_plan import make_plan
-from harness.reference.altered import given
-from harness.reference.config import ModelConfig, TrainingConfig
-from harness.reference.record import ReferenceRun
-from harness.reference.train import train
 from harness.run.options import Options
 from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.traits import USUAL
-
-MODEL = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=32, ffn_dim=24)
-CASE = Case("any", "a test", ParallelDims(), model=MODEL, training=TrainingConfig(steps=2, global_batch=4, seq_len=8))
-
-
-def trial_of(run: ReferenceRun, reference: ReferenceRun, rates: tuple[float, ...]) -> Trial:
-    """One rank that computed what `run` did, with the seed weights of the reference."""
-    labels, tokens = reference.labels, reference.tokens
-    rows = [[reference.sample_ids.index(id_) for id_ in ids] for ids in reference.samples]
-    steps = tuple(
-        StepEvidence(
-            step=step.step,
-            microbatches=(Microbatch(tokens[at], labels[at], step.loss * step.valid_tokens, step.valid_tokens),),
-            reported_loss=None,
-            grad_norm=None,
-            lr=rate,
-            gradients=step.gradients,
-            parameters=step.parameters,
-            optimizer_state=step.optimizer_state,
-            memory={},
-        )
-        for step, at, rate in zip(run.steps, rows, rates, strict=True)
-    )
-    held = tuple(TensorEvidence(f, v.shape, "float64", None, (), v) for f, v in reference.weights.items())
-    evidence = RankEvidence(0, 1, held, (), (), steps, reports=())
-    return Trial(CASE, make_plan(CASE, USUAL), Run("", 1, (), {0: evidence}), reference)
-
-
-def trained_as(*together: Supposition, rates: tuple[float, ...] | None = None) -> Trial:
-    """By a trainer of which these are so, given the seed weights as they are."""
-    reference = train(MODEL, CASE.training)
-    training, altered = replace(CASE.training, rates=rates), altered_by(together)
-    run = retrain(MODEL, training, reference, altered=altered)
-    return trial_of(run, reference, tuple(step.lr for step in run.steps))
-
-
-def all_of() -> list[Supposition]:
-    reference = train(MODEL, CASE.training)
-    return list(suppositions.suppositions(trial_of(reference, reference, (0.1, 0.1))))
-
-
-@pytest.mark.parametrize("number", range(len(all_of())))
-def test_what_is_so_of_a_model_is_said_and_the_numbers_are_right_under_it(number: int) -> None:
-    which = all_of()[number]
-    trial = trained_as(which)
-    found = suppose(trial)
-    assert [[each.says for each in one.suppositions] for one in found] == [[which.says]]
-    verdicts = {result.check: str(result.verdict) for result in found[0].results}
-    assert (verdicts["gradients"], verdicts["loss"]) == ("PASS", "PASS")
-
-
-def test_each_thing_that_may_be_so_has_a_line_to_write_and_where() -> None:
-    lines = [one.line for one in all_of()]
-    assert_expected_inline(
-        "\n".join(lines),
-        """\
-case: model: {norm_eps: 1.0e-06}
-case: model: {norm_eps: 1.0e-08}
-case: model: {norm_eps: 1.0e-12}
-case: model: {norm_eps: 2.220446049250313e-16}
-case: model: {norm_eps: 1.1920928955078125e-07}
-case: model: {rope_theta: 10000.0}
-case: model: {rope_theta: 1000000.0}
-case: model: {n_heads: 4, n_kv_heads: 2}
-adapter: def rows(self, case): return halves(case)
-adapter: exchange w1 and w3 in NAMES
-adapter: exchange wq and wo in NAMES
-adapter: exchange wk and wv in NAMES
-adapter: exchange attention_norm and ffn_norm in NAMES
-adapter: exchange tok_embeddings and output in NAMES
-adapter: copy them transposed, and judge with DDP only: no law knows transposed slices
-adapter: copy them transposed, and judge with DDP only: no law knows transposed slices
-adapter: copy them transposed, and judge with DDP only: no law knows transposed slices""",
-    )
-
-
-def test_of_a_model_that_is_right_nothing_is_supposed_but_its_own_schedule() -> None:
-    trial = trained_as(rates=(0.001, 0.002))
-    found = suppose(trial)
-    assert [one.suppositions for one in found] == [()]
-    assert found[0].trial.case.training.rates == (0.001, 0.002)
-    verdicts = {result.check: str(result.verdict) for result in found[0].results}
-    assert (verdicts["gradients"], verdicts["loss"]) == ("PASS", "PASS")
-
-
-def test_two_things_that_are_so_at_once_are_both_said() -> None:
-    every = all_of()
-    halves, eps = next(s for s in every if "head_dim / 2" in s.says), next(s for s in every if "1e-08" in s.says)
-    trial = trained_as(halves, eps)
-    assert {each.says for each in suppose(trial)[0].suppositions} == {halves.says, eps.says}
-
-
-def test_rows_that_are_not_in_the_order_that_the_adapter_says_are_said() -> None:
-    names = [fqn for fqn in MODEL.parameter_shapes() if fqn.endswith(("wq.weight", "wk.weight"))]
-    rows = {fqn: np.roll(np.arange(MODEL.parameter_shapes()[fqn][0]), 1) for fqn in names}
-    reference = reordered_reference(train(MODEL, CASE.training), rows)
-    run = retrain(MODEL, CASE.training, reference)
-    trial = trial_of(run, reference, tuple(step.lr for step in run.steps))
-    evidence = replace(trial.ranks[0], rows=rows)
-    found = suppose(replace(trial, run=replace(trial.run, ranks={0: evidence})))
-    assert [[each.line for each in one.suppositions] for one in found] == [["adapter: leave out `rows`"]]
-    assert {result.check: str(result.verdict) for result in found[0].results}["gradients"] == "PASS"
-
-
-def test_a_loss_that_none_of_them_gives_supposes_nothing() -> None:
-    trial = trained_as(Supposition("", "", "embedding", given(lambda x: 1.01 * x)))
-    assert suppose(trial) == []
-
 
 EVALUATES = """    with torch.no_grad():
         model(torch.zeros(2, 8, dtype=torch.int64))
@@ -191,20 +69,24 @@ def test_names_that_are_none_of_the_references_stop_the_examination(
 def test_a_script_that_trains_more_steps_than_requested_is_told_which_line_requests_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial, said = trained_as(), list[tuple[str, str]]()
-    fewer = replace(CASE, training=replace(CASE.training, steps=1))
-    monkeypatch.setattr(examination, "load_trial", lambda folder: trial)
-    finding = Finding.at(0, "steps [1]", "steps [1, 2]")
+    case, said = literal.tiny_case("single"), list[tuple[str, str]]()
+    fewer = replace(case, training=replace(case.training, steps=1))
+    monkeypatch.setattr(examination, "load_trial", lambda folder: literal.trial_of(case))
+    finding = Finding.at(0, "steps [1]", "steps [1, 2, 3]")
     judgement = Judgement(fewer, tmp_path, (Result("completed", Verdict.FAIL, 1, (finding,)),), None, 0.0)
     assert not examination._died(judgement, Options(), lambda label, text: said.append((label, text)))
-    assert said[0][1].startswith("it trained 2 steps, requested 1;")
-    assert said[2] == ("", "case: training: {steps: 2}")
+    assert said[0][1].startswith("it trained 3 steps, requested 1;")
+    assert said[2] == ("", "case: training: {steps: 3}")
 
 
 def test_an_average_of_averages_is_answered_with_the_line_for_who_means_it(tmp_path: Path) -> None:
     said: list[tuple[str, str]] = []
     judgement = Judgement(
-        CASE, tmp_path, (), one_cause("the loss is averaged per rank: each divides", kind="averaged locally"), 0.0
+        literal.tiny_case("single"),
+        tmp_path,
+        (),
+        one_cause("the loss is averaged per rank: each divides", kind="averaged locally"),
+        0.0,
     )
     assert examination._diagnosed(judgement, lambda label, text: said.append((label, text)))
     assert said[0] == ("cause", "the loss is averaged per rank: each divides")
