@@ -35,12 +35,12 @@ def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return
 
     def assume(trial: Trial, kept: bool) -> Trial:
-        weights = trial.reference.weights
+        as_they_were = {fqn: trial.reference.weights[fqn] for fqn in left}
         add = adding([*trial.case.steps][1:], sorted(left), trial.case.training.max_norm)
         return another_reference(
             trial,
             gradients=add if kept else lambda step, seen: seen | {fqn: 0 * seen[fqn] for fqn in without},
-            left=lambda step, seen: seen | {fqn: weights[fqn].astype(seen[fqn].dtype) for fqn in left},
+            left=lambda step, seen: seen | as_they_were,
         )
 
     yield Hypothesis(Cause("incomplete", missing_parameters(trial)), partial(assume, kept=False))

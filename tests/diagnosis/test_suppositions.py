@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ from harness.spec.traits import USUAL
 from harness.trainers.support.rows import halves
 
 MODEL = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=32, ffn_dim=24)
-CASE = Case("any", "a test", ParallelDims(), model=MODEL, training=TrainingConfig(steps=2, global_batch=4, seq_len=8))
+RECIPE = TrainingConfig(steps=2, global_batch=4, seq_len=8, seed=1)  # with other numbers of valid tokens in each step
+CASE = Case("any", "a test", ParallelDims(), model=MODEL, training=RECIPE)
 REFERENCE = train(MODEL, CASE.training)
 RATES = tuple(step.lr for step in REFERENCE.steps)
 Trainer = Callable[[ModelConfig, ReferenceRun], ReferenceRun]
@@ -253,6 +255,10 @@ def test_as_many_heads_are_supposed_as_weights_of_these_shapes_may_have(
         )
         for h, kv in others
     ]
+    for each, (h, kv) in zip(found, others, strict=True):
+        attention = SimpleNamespace(config=model)
+        each.alter(attention)
+        assert attention.config == replace(model, n_heads=h, n_kv_heads=kv)
 
 
 def test_what_is_requested_is_not_supposed() -> None:
