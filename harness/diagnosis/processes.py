@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+
+import numpy as np
 
 from harness.checks.completed import why
 from harness.diagnosis.assume import another_case, another_reference
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.scaled import adding
-from harness.diagnosis.words import finding_line, in_order, rank_words, some
+from harness.diagnosis.words import Arrays, finding_line, in_order, rank_words, some
 from harness.evidence.records import AT_WORK, Exit
 from harness.evidence.text import ranks_text
 from harness.judge.result import Cause, Lines
@@ -34,19 +36,19 @@ def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if "completed" not in broken or not steps or not left or held - set(trial.plan.shapes):
         return
 
-    def assume(trial: Trial, kept: bool) -> Trial:
+    def assume(trial: Trial, gradients: Callable[[int, Arrays], Arrays]) -> Trial:
         as_they_were = {fqn: trial.reference.weights[fqn] for fqn in left}
-        add = adding([*trial.case.steps][1:], sorted(left), trial.case.training.max_norm)
-        return another_reference(
-            trial,
-            gradients=add if kept else lambda step, seen: seen | {fqn: 0 * seen[fqn] for fqn in without},
-            left=lambda step, seen: seen | as_they_were,
-        )
+        return another_reference(trial, gradients=gradients, left=lambda step, seen: seen | as_they_were)
 
-    yield Hypothesis(Cause("incomplete", missing_parameters(trial)), partial(assume, kept=False))
+    def none(step: int, seen: Arrays) -> Arrays:
+        return seen | {fqn: np.zeros_like(seen[fqn]) for fqn in without}
+
+    text = missing_parameters(trial)
+    yield Hypothesis(Cause("incomplete", text), partial(assume, gradients=none))
     if not without:
-        text = f"{missing_parameters(trial)}; nothing sets their gradients to zero either, so no optimizer has them"
-        yield Hypothesis(Cause("incomplete", text), partial(assume, kept=True))
+        text += "; nothing sets their gradients to zero either, so no optimizer has them"
+        added = adding([*trial.case.steps][1:], sorted(left), trial.case.training.max_norm)
+        yield Hypothesis(Cause("incomplete", text), partial(assume, gradients=added))
 
 
 def layers_lost(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -199,7 +201,7 @@ def _layers(fqns: Iterable[str]) -> list[int]:
 
 
 def _layers_text(layers: list[int]) -> str:
-    return ranks_text(layers).strip("[]") or "none"
+    return ranks_text(layers)[1:-1] or "none"
 
 
 def _untrained(trial: Trial) -> str:

@@ -8,6 +8,7 @@ import itertools
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from diagnosed import DDP_2, EMBEDDING, NORM, expect, expect_first, first_line, fsdp_4, seen, seen_text
 from literal import (
     ADAMW,
@@ -21,8 +22,11 @@ from literal import (
     without_step,
 )
 
+from harness.checks.completed import why
+from harness.diagnosis.hypothesis import Fact
 from harness.diagnosis.processes import incomplete, process_failed
 from harness.evidence.records import Exit
+from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.spec.case import Saved
 from harness.spec.dims import ParallelDims
@@ -302,3 +306,66 @@ def test_steps_beyond_those_requested_are_told_without_only() -> None:
     trial = fsdp_4()
     longer = with_rank(trial, 1, steps=(*trial.ranks[1].steps, replace(trial.ranks[1].steps[-1], step=4)))
     assert first_line(longer) == "rank 1 took 4 optimizer steps, requested 3 steps"
+
+
+def test_an_error_of_torchs_that_says_no_reason_is_told_with_it_before_all_else() -> None:
+    error = "RuntimeError: linalg.vector_norm: input (Double) must be without narrowing to dtype (Float)"
+    raised = Exit(0, "raised", 1, error=error, blamed=True, last_collective="all_gather", stack="train.py:7 in step")
+    found = seen(process_failed, with_exits(fsdp_4(), raised, *waited(1)))
+    assert found == Fact(
+        Cause("a process failed", f"rank 0 raised: {error}"),
+        ("completed",),
+        (
+            ("why", why(error)),
+            ("rank 0", "last collective all_gather"),
+            ("stack", "train.py:7 in step"),
+            ("not to blame", "rank 1 only waited"),
+        ),
+    )
+    assert why(error)
+
+
+def test_what_did_not_come_through_between_ranks_that_nobody_blames_is_told() -> None:
+    lost = "what rank 1 sent to rank 2 did not arrive"
+    killed = [Exit(rank, "killed", signal="SIGKILL", error="no answer", undelivered=lost) for rank in (1, 2)]
+    found = seen(process_failed, with_exits(fsdp_4(), *killed))
+    assert found == Fact(
+        Cause("a process failed", f"ranks [1,2] did not finish: {lost}"),
+        ("completed",),
+        (("rank 1", "killed: no answer"), ("rank 2", "killed: no answer")),
+    )
+
+
+def left_behind(*ranks: int) -> Trial:
+    left = {rank: (f"python loader.py {rank}", "tee log") for rank in ranks}
+    exits = tuple(replace(exit, left=left.get(exit.rank, ())) for exit in DDP_2.run.exits)
+    return replace(DDP_2, run=replace(DDP_2.run, exits=exits))
+
+
+@pytest.mark.parametrize(("ranks", "who", "which"), [((0, 1), "ranks [0,1]", 0), ((1,), "rank 1", 1)])
+def test_processes_that_ranks_left_behind_are_those_of_the_first(ranks: tuple[int, ...], who: str, which: int) -> None:
+    told = f"{who} left a process behind: python loader.py {which}; tee log, which the harness ended"
+    assert seen_text(incomplete, left_behind(*ranks), "completed") == told
+
+
+FOLLOWING = ("completed", "initial_weights", "checkpoint", "features", "memory", "traffic", "schedule", "resume")
+
+
+@pytest.mark.parametrize(
+    ("trial", "told", "laws"),
+    [
+        (left_behind(1), "rank 1 left a process behind", FOLLOWING),
+        (with_rank(DDP_2, 1, steps=()), "rank 1 trained no step", FOLLOWING),
+        (with_rank(DDP_2, 1, parameters=()), "rank 1 does not hold", FOLLOWING),
+        (without_rank(DDP_2, 1), "rank 1 left no evidence", ("completed", "loss")),
+        (with_rank(DDP_2, 1, world_size=1), "ranks did not find each other", ("completed", "loss")),
+        (trial_of(tiny_case("hsdp_2x2"), tiny_case("fsdp_2")), "2 ranks were launched", ("completed", "loss")),
+    ],
+)
+def test_whole_ranks_that_are_missing_break_every_law_and_what_they_lack_those_of_it(
+    trial: Trial, told: str, laws: tuple[str, ...]
+) -> None:
+    found = seen(incomplete, trial, "completed", "loss")
+    assert found is not None and found.cause.text.startswith(told)
+    assert (found.cause.kind, found.laws) == ("incomplete", laws)
+    assert found.lines == (("completed", "here: expected this, observed that"),)

@@ -122,6 +122,14 @@ def test_a_pipeline_of_which_one_rank_left_nothing_is_told_by_the_others() -> No
             f"rank 0 holds {NORM}, which belongs to rank 1",
         ),
         (
+            piped(2, 2, {0: [FIRST, *layers(0, 1), *ENDS]}),
+            "rank 0 holds layers.1.attention.wk.weight, layers.1.attention.wo.weight and 9 more, which belong to rank 1",
+        ),
+        (
+            piped(2, 2, {0: layers(0), 1: [FIRST]}),
+            f"rank 0 does not hold {EMBEDDING}, which rank 1 holds, requested 10 parameters",
+        ),
+        (
             piped(2, 2, {0: [FIRST, *layers(0), *ENDS], 1: [*layers(1), *ENDS]}),
             f"rank 0 holds {NORM}, {LAST}, which belong to rank 1",
         ),
@@ -171,16 +179,22 @@ def test_of_gradients_and_updates_that_ranks_lack_the_gradients_are_told_and_of_
     assert missing_parameters(trial) == f"ranks [1,3] have no gradient of {EMBEDDING}, {WQ} in step 1: {FROZEN}"
 
 
-@pytest.mark.parametrize(("stages", "told"), [((1,), "stage 1"), ((0, 2), "stages 0 and 2"), ((), "")])
-def test_whole_stages_that_do_not_train_are_named(stages: tuple[int, ...], told: str) -> None:
-    trial = piped(3, 3)
+@pytest.mark.parametrize(
+    ("pp", "stages", "who", "told"),
+    [
+        (3, (1,), "rank 1 does", " (all of stage 1)"),
+        (3, (0, 2), "ranks [0,2] do", " (all of stages 0 and 2)"),
+        (2, (1,), "rank 1 does", " (all of stage 1)"),
+        (2, (), "rank 0 does", ""),
+    ],
+)
+def test_whole_stages_that_do_not_train_are_named(pp: int, stages: tuple[int, ...], who: str, told: str) -> None:
+    trial = piped(pp, pp)
     gone = {fqn for stage in stages for fqn in trial.plan.slices[stage]} or {WQ, WK}
     names = [fqn for fqn in trial.plan.shapes if fqn in gone]
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    whole = f" (all of {told})" if told else ""
-    who = {(1,): "rank 1 does", (0, 2): "ranks [0,2] do", (): "rank 0 does"}[stages]
     found = missing_parameters(lacking(trial, "parameters", gone))
-    assert found == f"{who} not update {names[0]}, {names[1]}{more}{whole} in step 1: {FROZEN}"
+    assert found == f"{who} not update {names[0]}, {names[1]}{more}{told} in step 1: {FROZEN}"
 
 
 def test_without_a_pipeline_no_stage_is_named() -> None:
