@@ -218,6 +218,7 @@ def test_what_has_no_gradient_stays_and_is_in_no_norm() -> None:
     usual, found = trial.reference, only.assume(trial).reference
     for before, step in zip(usual.steps, found.steps, strict=True):
         assert {fqn for fqn, value in step.gradients.items() if not value.any()} == {NORM, WQ}
+        assert all(value.shape == trial.plan.shapes[fqn] for fqn, value in step.gradients.items())
         rest = {fqn: value for fqn, value in before.gradients.items() if fqn not in (NORM, WQ)}
         assert all(np.array_equal(step.gradients[fqn], value) for fqn, value in rest.items())
         same = {fqn for fqn, value in step.parameters.items() if np.array_equal(value, usual.weights[fqn])}
