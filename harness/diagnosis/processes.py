@@ -128,7 +128,8 @@ def incomplete(trial: Trial, broken: Broken) -> Iterator[Fact]:
 def _wrong_world(trial: Trial) -> str:
     dims, ran = trial.plan.dims, trial.run.world_size
     degrees = " x ".join(f"{axis} {getattr(dims, axis)}" for axis in AXES if axis in trial.plan.groups)
-    return f"{ran} ranks were launched, requested {dims.world_size} ({degrees})" if ran != dims.world_size else ""
+    ranks = "1 rank was" if ran == 1 else f"{ran} ranks were"
+    return f"{ranks} launched, requested {dims.world_size} ({degrees})" if ran != dims.world_size else ""
 
 
 def _strangers(trial: Trial) -> str:

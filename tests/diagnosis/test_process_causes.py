@@ -159,6 +159,8 @@ def test_fewer_ranks_than_asked() -> None:
         trial_of(tiny_case("hsdp_2x2"), tiny_case("fsdp_2")),
         """2 ranks were launched, requested 4 (dp_replicate 2 x dp_shard 2)""",
     )
+    alone = trial_of(tiny_case("ddp_2"), tiny_case("single"))
+    assert seen_text(incomplete, alone, "completed") == "1 rank was launched, requested 2 (dp_replicate 2)"
 
 
 def test_ranks_that_each_trained_alone() -> None:
