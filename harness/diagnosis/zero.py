@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from harness.judge.result import Cause
 from harness.judge.traffic import observed, observed_outside, planned, planned_outside
 from harness.judge.trial import Trial
 from harness.plan.slices import BYTES, Slice, local_numel, numel
+from harness.plan.traffic.data_parallel import reductions_per_step
 from harness.plan.traffic.flow import Flow
 
 FOLLOWING = ("loss", "gradients", "grad_norm", "reported_loss")
@@ -33,19 +34,21 @@ def nothing_cut(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 def _as_replicas(trial: Trial) -> Trial:
     """The same vectors, of which each rank has all. What other axes move is moved as ever."""
-    case, plan, size = trial.case, trial.plan, BYTES[trial.case.training.dtype]
-    times = 1 if case.features.defer_sync else case.features.accumulation
+    case, plan = trial.case, trial.plan
     dims = replace(case.dims, dp_shard=1, dp_replicate=case.dims.dp_shard)
-    bytes_of = {rank: times * size * sum(map(numel, held.values())) for rank, held in plan.slices.items()}
+    size = BYTES[case.training.dtype] * reductions_per_step(case)
     groups = {"dp_replicate" if axis == "dp_shard" else axis: lines for axis, lines in plan.groups.items()}
-    apart: dict[str, Any] = dict.fromkeys(("gradient_slices", "state_slices", "gradient_bytes", "state_bytes"), {})
-    for key in ("flows", "even_flows"):
-        others = {rank: [f for f in flows if f.axis != "dp_shard"] for rank, flows in getattr(plan, key).items()}
-        apart[key] = {
-            rank: (*flows, Flow("dp_replicate", "gradients", "all_reduce", "backward", bytes_of[rank]))
-            for rank, flows in others.items()
-        }
-    whole = replace(plan, dims=dims, groups=groups, **apart)
+
+    def reduced(rank: int, flows: tuple[Flow, ...]) -> tuple[Flow, ...]:
+        count = size * sum(map(numel, plan.slices[rank].values()))
+        others = (flow for flow in flows if flow.axis != "dp_shard")
+        return *others, Flow("dp_replicate", "gradients", "all_reduce", "backward", count)
+
+    def of(flows: Mapping[int, tuple[Flow, ...]]) -> dict[int, tuple[Flow, ...]]:
+        return {rank: reduced(rank, own) for rank, own in flows.items()}
+
+    whole = replace(plan, dims=dims, groups=groups, flows=of(plan.flows), even_flows=of(plan.even_flows))
+    whole = replace(whole, gradient_slices={}, state_slices={}, gradient_bytes={}, state_bytes={})
     return replace(trial, plan=whole, case=replace(case, dims=dims, features=replace(case.features, wrapper="ddp")))
 
 
@@ -55,13 +58,14 @@ def not_gathered(trial: Trial, broken: Broken) -> Iterator[Fact]:
         return
     rank, late = min(trial.ranks), trial.plan.traits.zero_gathers_late
     step, ranks = trial.first_step + late, trial.plan.peers(rank, "dp_shard")
-    seen = (observed(trial, trial.ranks[rank], step) if late else observed_outside(trial.ranks[rank], step)).items()
-    wanted = planned(trial, rank, step) if late else planned_outside(trial, rank, step)
-    moved = {key for key, count in seen if count}
-    if any(key[:2] == (ranks, "all_gather") for key in wanted.keys() - moved):
-        where = "in the next step's forward pass" if late else "after the optimizer"
-        text = f"no all_gather ran over {ranks_text(ranks)} {where}"
-        text = f"parameters updated by other ranks are not gathered: {text}"
+    if late:
+        wanted, seen = planned(trial, rank, step), observed(trial, trial.ranks[rank], step)
+        where = "in the next step's forward pass"
+    else:
+        wanted, seen = planned_outside(trial, rank, step), observed_outside(trial.ranks[rank], step)
+        where = "after the optimizer"
+    if any(key[:2] == (ranks, "all_gather") for key in wanted.keys() - seen.keys()):
+        text = f"parameters updated by other ranks are not gathered: no all_gather ran over {ranks_text(ranks)} {where}"
         laws = ("traffic", *FOLLOWING)
         yield stated(broken, "replica_agreement", "parameters not gathered", text, *laws, more=NOT_TESTED)
 
@@ -74,12 +78,13 @@ def shifted_gradients(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if "gradients" not in broken or not trial.plan.gradient_slices:
         return
     vectors = [_vectors(trial, rank) for rank in trial.ranks]
-    near = [sign * count for count in range(1, MOST_ELEMENTS + 1) for sign in (1, -1)]
-    if by := next((by for by in near if all(vector and _shifted(trial, *vector, by) for vector in vectors)), 0):
-        where = "too early" if by > 0 else "too late"
-        far = f"{abs(by)} element{'s' * (abs(by) > 1)} {where}"
-        text = f"each rank takes its part of ZeRO's gradient vector {far}"
-        yield stated(broken, "gradients", "gradients shifted", text, *FOLLOWING, more=NOT_TESTED)
+    ways = ((1, "too early"), (-1, "too late"))
+    for count, (sign, where) in itertools.product(range(1, MOST_ELEMENTS + 1), ways):
+        if all(vector and _shifted(trial, *vector, sign * count) for vector in vectors):
+            far = f"{count} element{'s' * (count > 1)} {where}"
+            text = f"each rank takes its part of ZeRO's gradient vector {far}"
+            yield stated(broken, "gradients", "gradients shifted", text, *FOLLOWING, more=NOT_TESTED)
+            return
 
 
 def _vectors(trial: Trial, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
@@ -88,7 +93,7 @@ def _vectors(trial: Trial, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     held, step = trial.plan.gradient_slices[rank], trial.first_step
     names = [fqn for fqn in held if numel(held[fqn])]
     seen = seen_gradients(trial, rank, step)
-    if any(seen[fqn].size != numel(held[fqn]) for fqn in names if fqn in seen) or not {*names} <= {*seen}:
+    if any(fqn not in seen or seen[fqn].size != numel(held[fqn]) for fqn in names):
         return None
     expected = [take(trial.reference_step(step).gradients[fqn], held[fqn]) for fqn in names]
     places = np.concatenate([_places(trial, fqn, held[fqn]) for fqn in names])
@@ -96,10 +101,10 @@ def _vectors(trial: Trial, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def _places(trial: Trial, fqn: str, held: Slice) -> np.ndarray:
-    """Of each element of a parameter's slice, all vectors one behind the other."""
-    before = np.cumsum([0, *(unit.numel + MOST_ELEMENTS for unit in trial.plan.flat)])
-    first, starts = next((at, u.starts[fqn]) for at, u in zip(before, trial.plan.flat, strict=False) if fqn in u.starts)
-    size = local_numel(fqn, trial.plan.shapes[fqn], trial.plan.dims.tp)
+    """Of each element of a parameter's slice, all vectors one behind the other, too far apart to be taken for each other."""
+    flat, size = trial.plan.flat, local_numel(fqn, trial.plan.shapes[fqn], trial.plan.dims.tp)
+    apart = max(unit.numel for unit in flat) + MOST_ELEMENTS
+    first, starts = next((number * apart, unit.starts[fqn]) for number, unit in enumerate(flat) if fqn in unit.starts)
     places = np.concatenate([first + start + np.arange(size // len(starts)) for start in starts])
     ((begin, end),) = held
     return places[begin % size :][: end - begin]

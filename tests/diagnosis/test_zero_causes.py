@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -22,14 +24,25 @@ from literal import (
 
 from harness.checks import judge
 from harness.diagnosis.engine import broken_laws
-from harness.diagnosis.hypothesis import NOT_TESTED
+from harness.diagnosis.hypothesis import NOT_TESTED, Fact, Hypothesis
 from harness.diagnosis.norms import other_norms
 from harness.diagnosis.optimizer import _rates_and_decays
-from harness.diagnosis.zero import _places, not_gathered, nothing_cut, shifted_gradients
+from harness.diagnosis.words import finding_line
+from harness.diagnosis.zero import (
+    FOLLOWING,
+    _as_replicas,
+    _places,
+    _shifted,
+    not_gathered,
+    nothing_cut,
+    shifted_gradients,
+)
 from harness.evidence.records import Collective
+from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
-from harness.plan.slices import numel
+from harness.plan.slices import FlatUnit, numel
+from harness.spec.case import Case
 from harness.spec.traits import FlatLayout, TrainerTraits
 
 NINE = replace(ADAMW, global_batch=9)
@@ -51,29 +64,37 @@ def test_zero_that_ran_as_ddp_is_named(stage: str) -> None:
     assert proven.endswith("6 of 6 broken laws hold, and none that held breaks")
 
 
-def test_no_other_wrapper_may_have_run_as_zero_0_and_zero_only_where_memory_is_otherwise() -> None:
-    (one,) = nothing_cut(zero("zero2"), broken("memory"))
-    assert (one.fitted, one.lines) == (1, (("memory", "here: expected this, observed that"),))
-    assert list(nothing_cut(zero("zero2"), broken("traffic"))) == []
-    assert list(nothing_cut(trial_of(tiny_case("ddp_2")), broken("memory"))) == []
-
-
-def test_places_of_a_part_are_those_of_its_vector_behind_the_vectors_before() -> None:
-    trial = zero("zero2")
-    (unit,) = trial.plan.flat
-    fqn = "layers.0.attention.wq.weight"
-    size, (start,) = numel(tuple((0, end) for end in trial.plan.shapes[fqn])), unit.starts[fqn]
-    two = replace(trial, plan=replace(trial.plan, flat=(replace(unit, starts={}), unit)))
-    assert _places(trial, fqn, ((3, 5),)).tolist() == [start + 3, start + 4]
-    assert _places(trial, fqn, ((size - 1, size),)).tolist() == [start + size - 1]
-    assert _places(two, fqn, ((3, 5),)).tolist() == [unit.numel + 8 + start + at for at in (3, 4)]
-
-
 def test_zero_beside_tensor_parallel_that_ran_as_ddp_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2_tp_2", wrapper="zero1"), tiny_case(dims(replicate=2, tp=2)))
     told, proven, *_ = diagnosis_text(trial).splitlines()
     assert proven.endswith("6 of 6 broken laws hold, and none that held breaks")
     assert told == "ZeRO-1 ran as ZeRO-0: every rank keeps and updates all of the optimizer's state"
+
+
+@pytest.mark.parametrize(("stage", "which"), [("zero1", "ZeRO-1"), ("zero2", "ZeRO-2"), ("zero3", ""), ("ddp", "")])
+def test_only_of_zero_that_has_whole_parameters_it_is_asked_whether_it_cuts_nothing(stage: str, which: str) -> None:
+    trial = trial_of(tiny_case("ddp_2" if stage == "ddp" else "fsdp_2", wrapper=stage))
+    text = f"{which} ran as ZeRO-0: every rank keeps and updates all of the optimizer's state"
+    lines = (("memory", "here: expected this, observed that"),)
+    wanted = [Hypothesis(Cause("another stage of ZeRO", text), _as_replicas, 1, lines)]
+    assert list(nothing_cut(trial, broken("memory"))) == (wanted if which else [])
+    assert list(nothing_cut(trial, broken("traffic"))) == []
+
+
+@pytest.mark.parametrize("defer_sync", [True, False])
+def test_zero_that_cuts_nothing_has_vectors_of_its_own_and_all_else_of_ddp(defer_sync: bool) -> None:
+    def case_of(wrapper: str, **degrees: int) -> Case:
+        training = replace(ADAMW, variable_length=True)
+        return tiny_case(dims(tp=2, **degrees), training, wrapper=wrapper, accumulation=2, defer_sync=defer_sync)
+
+    trial, ddp = trial_of(case_of("zero1", shard=2)), case_of("ddp", replicate=2)
+    other, wanted = _as_replicas(trial), make_plan(ddp)
+    assert other.case == ddp and other.plan.slices == trial.plan.slices and other.plan.flat == trial.plan.flat
+    for key in ("dims", "groups", "gradient_slices", "state_slices", "gradient_bytes", "state_bytes"):
+        assert getattr(other.plan, key) == getattr(wanted, key), key
+    for rank, step in itertools.product(range(4), (1, 2)):
+        of_zero, of_ddp = (Counter(plan.flows_of(rank, step)) for plan in (other.plan, wanted))
+        assert of_zero == of_ddp, (rank, step)
 
 
 def test_norm_gradients_not_summed_over_tp_are_named_where_a_rank_has_a_part_of_them_or_nothing() -> None:
@@ -116,6 +137,7 @@ def test_parameters_that_stay_with_the_rank_that_stepped_on_them_are_named() -> 
     gathered = "parameters updated by other ranks are not gathered: no all_gather ran over [0-2]"
     assert told.startswith(gathered + " after the optimizer\n")
     assert "not explained" not in told and "also seen" not in told
+    assert seen(not_gathered, zero("zero1"), *OF_OLD_VALUES) is None
 
 
 OF_OLD_VALUES = ("replica_agreement", "traffic", "loss", "gradients", "grad_norm", "reported_loss")
@@ -137,9 +159,34 @@ def test_parameters_are_not_gathered_late_where_the_forward_pass_of_the_second_s
     assert (fact is not None) == told
     if fact is not None:
         where = "no all_gather ran over [0-2] in the next step's forward pass"
-        assert fact.cause.text == f"parameters updated by other ranks are not gathered: {where}"
-        assert fact.laws == OF_OLD_VALUES and [*fact.lines][-1] == NOT_TESTED[0]
+        text = f"parameters updated by other ranks are not gathered: {where}"
+        lines = (("replica_agreement", "here: expected this, observed that"), *NOT_TESTED)
+        assert fact == Fact(Cause("parameters not gathered", text), OF_OLD_VALUES, lines)
     assert seen(not_gathered, trial, "traffic") is seen(not_gathered, trial, "replica_agreement") is None
+
+
+def test_elements_of_the_second_of_two_vectors_lie_too_far_behind_the_first_to_be_taken_for_its() -> None:
+    norm, wq, w1 = "norm.weight", "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight"
+    units = (FlatUnit({norm: (3,)}, 10), FlatUnit({wq: (8,), w1: (0, 16)}, 24))
+    trial = trial_of(tiny_case("fsdp_2_tp_2", wrapper="zero1"))
+    trial = replace(trial, plan=replace(trial.plan, flat=units))
+    for fqn, part, wanted in (
+        (norm, (1, 4), [4, 5, 6]),
+        (wq, (2, 5), [42, 43, 44]),
+        (wq, (10, 16), [42, 43, 44, 45, 46, 47]),
+        (w1, (22, 27), [38, 39, 48, 49, 50]),
+    ):
+        found = _places(trial, fqn, (part,))
+        np.testing.assert_array_equal(found, wanted)
+        assert found.dtype == np.int64
+
+
+def test_gradients_are_known_by_their_place_only_where_there_are_enough_of_them() -> None:
+    trial, places = zero("zero2"), np.arange(17)
+    vector = np.arange(20.0)
+    assert _shifted(trial, vector[3:], vector[:17], places, -3)
+    assert not _shifted(trial, vector[3:], vector[:17], places, 3)
+    assert not _shifted(trial, vector[3:19], vector[:16], places[:16], -3)
 
 
 def test_a_rate_is_told_by_the_part_that_each_rank_steps_on() -> None:
@@ -168,12 +215,13 @@ FUSED = FlatLayout(
 @pytest.mark.parametrize("layout", [FlatLayout(), FUSED])
 @pytest.mark.parametrize(
     ("by", "where"),
-    [(1, "1 element too early"), (-3, "3 elements too late"), (8, "8 elements too early"), (-8, "8 elements too late")],
+    [(1, "1 element too early"), (-3, "3 elements too late"), (8, "8 elements too early"), (-8, "8 elements too late")]
+    + [(9, "")],
 )
 def test_parts_of_the_gradients_that_begin_at_another_place_are_named(by: int, where: str, layout: FlatLayout) -> None:
     def shifted(trial: Trial, rank: int) -> Trial:
         (unit,), held = trial.plan.flat, trial.plan.gradient_slices[rank]
-        vector, place = np.zeros(unit.numel + 8), dict[str, np.ndarray]()
+        vector, place = np.zeros(unit.numel + 9), dict[str, np.ndarray]()
         for fqn, starts in unit.starts.items():
             full = trial.reference_step(1).gradients[fqn]
             place[fqn] = np.concatenate([start + np.arange(full.size // len(starts)) for start in starts])
@@ -183,11 +231,13 @@ def test_parts_of_the_gradients_that_begin_at_another_place_are_named(by: int, w
 
     traits = TrainerTraits(zero_layout=layout)
     trial = with_every_rank(replace(zero("zero2"), plan=make_plan(zero_case("zero2"), traits)), shifted)
-    (fact,) = shifted_gradients(trial, failed := broken_laws(judge(trial)))
-    assert fact.cause.text == f"each rank takes its part of ZeRO's gradient vector {where}"
-    assert fact.laws == ("gradients", "loss", "gradients", "grad_norm", "reported_loss")
-    assert [*fact.lines][-1] == NOT_TESTED[0]
+    failed = broken_laws(judge(trial))
+    text = f"each rank takes its part of ZeRO's gradient vector {where}"
+    lines = (finding_line("gradients", failed["gradients"]), *NOT_TESTED)
+    told = Fact(Cause("gradients shifted", text), ("gradients", *FOLLOWING), lines)
+    assert list(shifted_gradients(trial, failed)) == ([told] if where else [])
     assert list(shifted_gradients(zero("zero2"), failed)) == []
+    assert list(shifted_gradients(trial_of(tiny_case("ddp_2")), failed)) == []
     assert seen(shifted_gradients, trial, "loss") is None
     held = trial.ranks[1].steps[0].gradients
     fqn = next(fqn for fqn, part in trial.plan.gradient_slices[1].items() if numel(part))
