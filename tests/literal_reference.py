@@ -148,7 +148,8 @@ def retrained_apart(
     contribute, those of later steps are as they are."""
     first = reference.steps[0]
     batch = Batch(reference.tokens[: len(reference.samples[0])], reference.labels[: len(reference.samples[0])])
-    parts = [_of_tokens(reference, counts) for counts in shares(1, batch)]
+    assert {*owners} <= {*range(len(otherwise))}
+    parts = [_of_tokens(reference, counts) for _, counts in zip(owners, shares(1, batch), strict=True)]
     reduced = reduce(1, parts)
     return tuple(
         retrained(

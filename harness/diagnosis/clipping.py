@@ -62,7 +62,7 @@ class Clipping:
 
         def given(step: int, gradients: Arrays, norm: float, parameters: object) -> Arrays:
             scaled = {fqn: gradient.copy() for fqn, gradient in gradients.items()}
-            for rank, fqn in ((one, fqn) for one in ranks for fqn in trial.holdings[one]):
+            for rank, fqn in itertools.product(ranks, gradients):
                 if part := trial.gradient_slice_of(rank, fqn):
                     take(scaled[fqn], part)[...] = self.given(rank, step, fqn, take(gradients[fqn], part))
             return scaled
@@ -88,14 +88,12 @@ def _by_norms(trial: Trial, norm: Mapping[int, float], limit: float) -> Iterator
     for whose, norm_of_rank in _norms(trial):
         other = functools.cache(norm_of_rank)
         places = itertools.product(trial.case.steps, sorted(trial.ranks))
-        odd = next((at for at in places if not math.isclose(other(*at[::-1]), norm[at[0]], rel_tol=1e-9)), None)
-        if odd:
-            step, rank = odd
+        odd = ((step, rank) for step, rank in places if not math.isclose(other(rank, step), norm[step]))
+        for step, rank in itertools.islice(odd, 1):
             when = "" if step == first else f" in step {step}"
             seen = f"{other(rank, step):.6g} on rank {rank}{when}, expected {norm[step]:.6g}"
             cause = Cause(kind, f"each rank clips by {whose}, not by the global norm: {seen}")
-            by: Coefficient = lambda rank, step, fqn, norm=other: clip_coefficient(norm(rank, step), limit)  # type: ignore[misc]  # noqa: E731
-            yield Clipping(cause, by, other, 1 + (whose == "the norm it reports"))
+            yield Clipping(cause, partial(_by_norm, limit, other), other, 1 + (whose == "the norm it reports"))
     if low := next((step for step in trial.case.steps if norm[step] < limit), None):
         when = "" if low == first else f" in step {low}"
         text = f"clipping enlarges gradients{when}: it multiplies by {limit / (norm[low] + 1e-6):.4g}"
@@ -104,7 +102,11 @@ def _by_norms(trial: Trial, norm: Mapping[int, float], limit: float) -> Iterator
         yield Clipping(enlarged, lambda rank, step, fqn: limit / (norm[step] + 1e-6))
     expected = "max_norm / (norm + 1e-6), as torch does"
     plain = Cause("clipped without 1e-6", "clipping multiplies by max_norm / norm", "", expected)
-    yield Clipping(plain, lambda rank, step, fqn: min(1.0, limit / norm[step]))
+    yield Clipping(plain, lambda rank, step, fqn: limit / max(norm[step], limit))
+
+
+def _by_norm(limit: float, norm: Norm, rank: int, step: int, fqn: str) -> float:
+    return clip_coefficient(norm(rank, step), limit)
 
 
 def _norms(trial: Trial) -> Iterator[tuple[str, Norm]]:
@@ -115,23 +117,23 @@ def _norms(trial: Trial) -> Iterator[tuple[str, Norm]]:
             "the norm of the step before (in step 1 its own)",
             lambda rank, step: update.observed_norm(trial, max(1, step - 1)),
         )
-    shown = {(rank, step.step): step.grad_norm or 0.0 for rank, step in trial.own_steps()}
-    if set(shown.values()) - {own_norm(step.gradients) for _, step in trial.own_steps()}:
+    shown = {(rank, step.step): step.grad_norm for rank, step in trial.own_steps() if step.grad_norm is not None}
+    if {*shown} >= {*itertools.product(trial.ranks, trial.case.steps)}:
         yield "the norm it reports", lambda rank, step: shown[rank, step]
 
 
 def _in_groups(trial: Trial, limit: float) -> Iterator[Clipping]:
     """Each parameter, layer or kind of parameters by a norm of its own."""
     shapes = trial.case.model.parameter_shapes()
-    groupings: dict[str, Callable[[str], str]] = {
+    groupings: dict[str, Callable[[str], object]] = {
         "parameter": lambda fqn: fqn,
         "layer": lambda fqn: ".".join(fqn.split(".")[:2]),
-        "kind of parameters (matrices, vectors)": lambda fqn: str(len(shapes[fqn])),
+        "kind of parameters (matrices, vectors)": lambda fqn: len(shapes[fqn]),
     }
     if trial.case.dims.tp > 1:
-        groupings["placement over tp (dim 0, dim 1, replicated)"] = lambda fqn: str(tp_dim(fqn))
+        groupings["placement over tp (dim 0, dim 1, replicated)"] = tp_dim
     for name, group in groupings.items():
-        members: dict[str, set[str]] = {}
+        members: dict[object, set[str]] = {}
         for fqn in trial.plan.shapes:
             members.setdefault(group(fqn), set()).add(fqn)
         table = {
@@ -145,18 +147,14 @@ def _in_groups(trial: Trial, limit: float) -> Iterator[Clipping]:
 
 
 def _by_value(trial: Trial, limit: float) -> Iterator[Clipping]:
-    seen = {(rank, step.step): step.gradients for rank, step, _ in trial.steps()}
+    seen = {(rank, step.step): step.gradients for rank, step in trial.own_steps()}
 
     def by(most: float, rank: int, step: int, fqn: str) -> Any:
-        return np.minimum(1.0, most / np.maximum(np.abs(seen[rank, step][fqn].astype(np.float64)), 1e-300))
+        return most / np.maximum(np.abs(seen[rank, step][fqn]), np.float64(most))
 
     for most in dict.fromkeys((limit, 1.0)):
         text = f"gradients are clipped entry by entry, to {most:g}, not by their norm"
         yield Clipping(Cause("clipped by value", text), partial(by, most))
-
-
-def own_norm(gradients: Arrays) -> float:
-    return math.sqrt(math.fsum(float(np.sum(np.square(g, dtype=np.float64))) for g in gradients.values()))
 
 
 def _left_out(trial: Trial, norm: Mapping[int, float], limit: float) -> Iterator[Clipping]:
@@ -206,6 +204,10 @@ def clipped_while_adding_up(trial: Trial, broken: Broken) -> Iterator[Hypothesis
         yield Hypothesis(Cause("clipped in every microbatch", text), partial(_clipping_chains, pieces, chains, twice))
 
 
+def _norm(gradients: Arrays) -> float:
+    return math.sqrt(math.fsum(float(np.sum(np.square(g, dtype=np.float64))) for g in gradients.values()))
+
+
 def _clipping_chains(pieces: Pieces, chains: Sequence[Chain], twice: bool, trial: Trial) -> Trial:
     """Each chain holds its own pieces, microbatch after microbatch, and as much larger as they are averaged over chains.
     twice: their sum is clipped, and what comes of that again, whose norm is reported."""
@@ -223,7 +225,7 @@ def _clipping_chains(pieces: Pieces, chains: Sequence[Chain], twice: bool, trial
         for first in range(0, len(gradients), passes):
             held = gradients[first]
             for more in gradients[first + 1 : first + passes]:
-                by = clip_coefficient(len(chains) * own_norm(held), limit)
+                by = clip_coefficient(len(chains) * _norm(held), limit)
                 held = {fqn: more[fqn] + held[fqn].dtype.type(by) * held[fqn] for fqn in held}
             sums.append(held)
         return [{fqn: np.asarray(sum(held[fqn] for held in sums)) for fqn in sums[0]}]
@@ -237,7 +239,7 @@ def _clipping_chains(pieces: Pieces, chains: Sequence[Chain], twice: bool, trial
 
     norms = {step: update.observed_norm(trial, step) for step in trial.case.steps}
     given = {"given": lambda step, gradients, norm, _: {fqn: by(norm) * g for fqn, g in gradients.items()}}
-    owners = (0,) * (len(chains) * passes)
+    owners = [0] * len(chains) * passes
     other = assume.apart(trial, {}, [given if twice else {}], owners=owners, shares=shares, reduce=reduce)
     if not twice:
         return other

@@ -35,28 +35,33 @@ from resuming import resumed
 
 from harness.diagnosis.algorithms import HALF
 from harness.diagnosis.clipping import clipped_while_adding_up, wrong_clipping
+from harness.judge.result import Cause
 from harness.judge.trial import Trial
+from harness.plan.slices import tp_dim
 
 Arrays = dict[str, np.ndarray]
 
 
 @pytest.mark.parametrize(
-    ("group", "of"),
+    ("group", "of", "layout"),
     [
-        ("parameter", lambda fqn: fqn),
-        ("layer", lambda fqn: ".".join(fqn.split(".")[:2])),
-        ("kind of parameters (matrices, vectors)", lambda fqn: "norm" in fqn),
+        ("parameter", lambda fqn: fqn, "fsdp_2"),
+        ("layer", lambda fqn: ".".join(fqn.split(".")[:2]), "fsdp_2"),
+        ("kind of parameters (matrices, vectors)", lambda fqn: "norm" in fqn, "fsdp_2"),
+        ("placement over tp (dim 0, dim 1, replicated)", tp_dim, "tp_2"),
     ],
 )
-def test_each_group_of_parameters_clipped_by_its_own_norm(group: str, of: Callable[[str], object]) -> None:
+def test_each_group_of_parameters_clipped_by_its_own_norm(group: str, of: Callable[[str], object], layout: str) -> None:
     def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
         def own(fqn: str) -> float:
             return math.sqrt(sum(float(np.sum(g * g)) for other, g in gradients.items() if of(other) == of(fqn)))
 
         return {fqn: clip(own(fqn), LOW_CLIP) * g for fqn, g in gradients.items()}
 
-    trial = trained_otherwise(trial_of(tiny_case("fsdp_2", LOW_CLIP)), given=given)
+    trial = trained_otherwise(trial_of(tiny_case(layout, LOW_CLIP)), given=given)
     expect_first(trial, f"each {group} is clipped by its own norm")
+    whole = Cause("clipped by another norm", f"each {group} is clipped by its own norm")
+    assert whole in [one.cause for one in wrong_clipping(trial, broken("update"))]
 
 
 def squares(gradients: Arrays) -> dict[str, float]:
@@ -87,7 +92,9 @@ def test_gradients_clipped_by_another_norm_than_the_global_one(whose: str, norm_
         return {fqn: clip(norm_of(gradients), low) * g for fqn, g in gradients.items()}
 
     trial = trained_otherwise(trial_of(tiny_case("fsdp_2", low)), given=given)
-    assert first_line(trial).startswith(f"each rank clips by {whose}, not by the global norm: ")
+    own, wanted = norm_of(trial.reference.steps[0].gradients), trial.reference.steps[0].grad_norm
+    instead = f"not by the global norm: {own:.6g} on rank 0, expected {wanted:.6g}"
+    assert first_line(trial) == f"each rank clips by {whose}, {instead}"
 
 
 def test_gradients_clipped_by_the_norm_of_the_step_before() -> None:
@@ -98,7 +105,8 @@ def test_gradients_clipped_by_the_norm_of_the_step_before() -> None:
         return {fqn: clip(norms[step - 1], LOW_CLIP) * g for fqn, g in gradients.items()}
 
     trial = trained_otherwise(trial_of(tiny_case("fsdp_2", LOW_CLIP)), given=given)
-    assert first_line(trial).startswith("each rank clips by the norm of the step before, not by the global norm: ")
+    instead = "not by the global norm: 0 on rank 0, expected 1.62647"
+    assert first_line(trial) == f"each rank clips by the norm of the step before, {instead}"
 
 
 def test_gradients_clipped_by_the_norm_of_the_step_before_and_in_the_first_by_their_own() -> None:
