@@ -36,11 +36,10 @@ def check(trial: Trial) -> Result:
     looked: list[Finding | None] = []
     fused = attention_is_fused(trial)
     for rank, evidence in sorted(trial.ranks.items()):
-        looked += [*_wrappers(trial, rank), *_graphs(trial, rank), *compiled_again(trial, rank)]
+        looked += [*wrapped(trial, rank), *_offloaded(trial, rank), *_graphs(trial, rank), *compiled_again(trial, rank)]
         for step in evidence.steps:
             looked += [*_recomputed_blocks(trial, rank, step), *output_layer.looked_at(trial, rank, step)]
-            looked += _compiled_blocks(trial, rank, step)
-            looked += _products(trial, rank, step)
+            looked += [*_compiled_blocks(trial, rank, step), *_products(trial, rank, step)]
             looked += _quantized_products(trial, rank, step)
             looked += _attention(trial, rank, step) if fused else ()
             looked += [*_beside(trial, rank, step), *_hooks(trial, rank, step)]
@@ -57,15 +56,16 @@ def _expect(rank: int, name: str, expected: object, observed: object, *, step: i
 # ---- wrappers and precision
 
 
-def _wrappers(trial: Trial, rank: int) -> Looked:
-    wrappers = trial.ranks[rank].structure.values()
-    kinds = sorted({wrapper.kind for wrapper in wrappers})
+def wrapped(trial: Trial, rank: int) -> Looked:
+    kinds = sorted({wrapper.kind for wrapper in trial.ranks[rank].structure.values()})
     alone = trial.case.wrapper is None and len(kinds) == 1 and trial.case.dims.dp * trial.case.dims.cp == 1
     wanted = kinds[0] if alone else trial.case.wrapper or "none"  # around one data rank it looks after nobody else
     yield _expect(rank, "data-parallel wrapper", wanted, " and ".join(kinds) or "none")
-    offloading = {wrapper.cpu_offload for wrapper in wrappers}
-    requested = trial.case.features.cpu_offload
-    yield _expect(rank, "CPU offload", {requested} if wrappers else set(), offloading)
+
+
+def _offloaded(trial: Trial, rank: int) -> Looked:
+    seen = {wrapper.cpu_offload for wrapper in trial.ranks[rank].structure.values()}
+    yield _expect(rank, "CPU offload", {trial.case.features.cpu_offload} if seen else set(), seen)
 
 
 def reduced(trial: Trial, rank: int) -> Looked:

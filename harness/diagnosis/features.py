@@ -8,20 +8,20 @@ from functools import partial
 from typing import Any
 
 from harness.checks import features
+from harness.checks.schedule import planned
 from harness.diagnosis.assume import another_case, another_recipe, another_reference
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated, verdict_of
 from harness.diagnosis.words import on_ranks, some, told_first, traffic_lines
-from harness.evidence.records import Wrapper
-from harness.judge.order import as_planned
+from harness.evidence.records import StepEvidence, Wrapper
+from harness.judge.order import flattened
 from harness.judge.result import Cause, Finding, Verdict
 from harness.judge.trial import Trial
-from harness.plan.stages import actions_of_rank
+from harness.reference.config import DTYPES
 from harness.spec import schedule
-from harness.spec.case import Case, CaseError
+from harness.spec.case import Case
 from harness.spec.features import FEATURE_CHOICES, LOOPED
 
-DTYPES = ("float64", "float32", "bfloat16", None)
 CHOICES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("sequence_parallel", "traffic", (True, False)),
     ("loss_parallel", "traffic", (True, False)),
@@ -29,7 +29,7 @@ CHOICES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("cp_load_balance", "samples", (True, False)),
     ("defer_sync", "traffic", (True, False, "all_reduce")),
     ("activation_checkpointing", "features", FEATURE_CHOICES["activation_checkpointing"]),
-    ("reduce_dtype", "features", DTYPES[:-1]),
+    ("reduce_dtype", "features", DTYPES),
     ("compute_dtype", "features", DTYPES),
 )
 """Of features and the recipe: the law that is broken where another value is in force, and the values."""
@@ -47,23 +47,21 @@ class Choice:
 
 def other_features(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Those under which the law that knows the feature's traces holds. Another recipe is another reference too."""
-    kinds = {wrapper.kind for evidence in trial.ranks.values() for wrapper in evidence.structure.values()}
+    kinds = sorted({wrapper.kind for evidence in trial.ranks.values() for wrapper in evidence.structure.values()})
     formats = (None, *features.QUANTIZED_PRODUCTS) if trial.case.training.quantize else ()
-    wrappers = tuple(kinds) if len(kinds) == 1 else ()
-    choices = (*CHOICES, ("quantize", "features", formats), ("wrapper", "features", wrappers))
+    choices = (*CHOICES, ("quantize", "features", formats), ("wrapper", "features", tuple(kinds)))
+    lines = tuple(traffic_lines(trial)) if "traffic" in broken else ()
     for choice in (*_other_values(trial.case, choices), *_other_schedules(trial)):
         if choice.law in broken and verdict_of(_with(trial, choice.case), choice.law) is Verdict.PASS:
-            lines = tuple(traffic_lines(trial)) if "traffic" in broken else ()
-            cause = Cause("another feature", choice.text)
-            yield Hypothesis(cause, lambda t, c=choice.case: _with(t, c, whole=True), choice.fitted, lines)  # type: ignore[misc]
+            assume = partial(_with, case=choice.case, whole=True)
+            yield Hypothesis(Cause("another feature", choice.text), assume, choice.fitted, lines)
 
 
 def _with(trial: Trial, case: Case, *, whole: bool = False) -> Trial:
     """whole: with the reference of the recipe, and the bounds of the one requested where nobody measured others. Traffic and
     traces need neither."""
     assumed = another_case(trial, replace(trial.case, features=case.features, training=case.training))
-    if bool(assumed.plan.flat) != bool(trial.plan.flat):
-        assumed = as_planned(assumed)
+    assumed = assumed if trial.plan.flat else flattened(assumed)
     if not whole:
         return assumed
     if case.training != trial.case.training:
@@ -78,25 +76,23 @@ def _noise(trial: Trial, assumed: Trial) -> Any:
 
 
 def _other_values(case: Case, choices: Iterable[tuple[str, str, tuple[Any, ...]]]) -> Iterator[Choice]:
-    recipe = case.training
+    recipe, requested = case.training, {**vars(case.features)}
     computes_in = recipe.compute_dtype or recipe.dtype
-    chosen = {"wrapper": case.wrapper, "compute_dtype": computes_in, "quantize": recipe.quantize}
-    chosen["reduce_dtype"] = case.features.reduce_dtype or computes_in
+    requested |= {"wrapper": case.wrapper, "compute_dtype": computes_in, "quantize": recipe.quantize}
+    requested |= {"reduce_dtype": case.features.reduce_dtype or computes_in}
     for key, law, values in choices:
-        requested = chosen[key] if key in chosen else getattr(case.features, key)
         for value in values:
-            ran = recipe.dtype if (key, value) == ("compute_dtype", None) else value
-            if ran != requested and (other := _changed(case, **{key: value})):
-                yield Choice(law, _in_words(case, key, requested, ran), other)
+            if value != requested[key] and (other := _changed(case, **{key: value})):
+                yield Choice(law, _in_words(case, key, requested[key], value), other)
 
 
 def _changed(case: Case, **values: Any) -> Case | None:
     """None where there is no such case."""
     try:
-        if not {"compute_dtype", "quantize"}.isdisjoint(values):
+        if {"compute_dtype", "quantize"} & values.keys():
             return replace(case, training=replace(case.training, **values))
         return replace(case, features=replace(case.features, **values))
-    except (CaseError, ValueError):
+    except ValueError:
         return None
 
 
@@ -118,39 +114,36 @@ def _other_schedules(trial: Trial) -> Iterator[Choice]:
         for name in ("GPipe", "1F1B", *LOOPED):
             chunks = case.stages_per_rank
             if schedule.refusal(name, case.dims.pp, chunks, number) is None:
-                other = _changed(case, schedule=name, microbatches=number, stages_per_rank=chunks)
-                if other and all(e.steps[0].actions == _actions(other, rank) for rank, e in trial.ranks.items()):
-                    differences = (name != case.features.schedule) + (number != case.microbatches)
-                    yield Choice("schedule", _schedule_text(case, other), other, differences)
+                ran = replace(case.features, schedule=name, microbatches=number, stages_per_rank=chunks)
+                other = replace(trial, case=replace(case, features=ran))
+                if all(step.actions == planned(other, rank) for rank, step in trial.own_steps()):
+                    texts = _schedule_texts(case, other.case)
+                    yield Choice("schedule", "; ".join(texts), other.case, len(texts))
 
 
-def _actions(case: Case, rank: int) -> tuple[str, ...]:
-    return tuple(map(str, actions_of_rank(case, rank))) * case.features.accumulation
-
-
-def _schedule_text(requested: Case, ran: Case) -> str:
-    other = ran.features.schedule != requested.features.schedule
-    found = [f"schedule {ran.features.schedule} ran, {requested.features.schedule} is requested"] if other else []
-    if ran.microbatches != requested.microbatches:
-        went = f"{ran.microbatches} microbatch{'es' * (ran.microbatches != 1)} went through the pipeline"
-        found.append(f"{went}, {requested.microbatches} {'is' if requested.microbatches == 1 else 'are'} requested")
-    return "; ".join(found)
+def _schedule_texts(requested: Case, ran: Case) -> list[str]:
+    """One for each choice in which they differ."""
+    texts, name, number = [], ran.features.schedule, ran.microbatches
+    if name != requested.features.schedule:
+        texts.append(f"schedule {name} ran, {requested.features.schedule} is requested")
+    if number != requested.microbatches:
+        went = f"{number} microbatch{'es' * (number != 1)} went through the pipeline"
+        texts.append(f"{went}, {requested.microbatches} {'is' if requested.microbatches == 1 else 'are'} requested")
+    return texts
 
 
 def quantized_otherwise(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Other modules in 8 bits than the recipe has; judged by the bounds of the one requested."""
-    text = _quantization(trial) if "features" in broken else None
-    ran, wanted, recipe = _in_8_bits(trial), set(trial.plan.quantized), trial.case.training.quantize
-    if text is None or recipe is None or not ran:
+    ran, wanted, recipe = _in_8_bits(trial), {*trial.plan.quantized}, trial.case.training.quantize
+    text = _quantization(trial)
+    if not ("features" in broken and text and recipe and ran):
         return
     from harness.reference.precision import also_quantized
 
     altered = also_quantized(recipe, sorted(ran.keys() - wanted), sorted(wanted - ran.keys()))
 
     def assume(trial: Trial) -> Trial:
-        return replace(
-            another_reference(trial, altered=altered), plan=replace(trial.plan, quantized=tuple(sorted(ran)))
-        )
+        return replace(another_reference(trial, altered=altered), plan=replace(trial.plan, quantized=tuple(ran)))
 
     yield Hypothesis(Cause("odd traces", text), assume)
 
@@ -171,18 +164,17 @@ def odd_traces(trial: Trial, broken: Broken) -> Iterator[Fact]:
         _checkpointing,
     ]
     looks += [partial(_matmuls_again, broken), partial(_attended_again, broken), _compiled_again, _hooks, _beside]
-    looks += [_fallback, *([] if {"loss", "samples"} & set(broken) or trial.case.dims.cp > 1 else [attended_too_often])]
+    looks += [_fallback, partial(_attended_too_often, broken)]
     if text := next((text for look in looks if (text := look(trial))), None):
         others = ("placements", "shard_contents", "reshard", "traffic") if text == _wrapper(trial) else ()
         yield stated(broken, "features", "odd traces", text, *others)
 
 
 def _wrapper(trial: Trial) -> str | None:
-    kinds = {wrapper.kind for evidence in trial.ranks.values() for wrapper in evidence.structure.values()}
-    requested = trial.case.wrapper
-    if kinds == ({requested} if requested else set()):
-        return None
-    return f"wrapper {requested or 'none'} is requested, {' and '.join(sorted(kinds)) or 'none'} is observed"
+    """Where the law minds it: around one data rank any wrapper is right."""
+    wrong = {rank: one.observed for rank in trial.ranks for one in features.wrapped(trial, rank) if one}
+    seen = f"{' and '.join(sorted({*wrong.values()}))} is observed{on_ranks(trial, wrong)}"
+    return f"wrapper {trial.case.wrapper or 'none'} is requested, {seen}" if wrong else None
 
 
 def _first(findings: Iterator[Finding | None]) -> Finding | None:
@@ -191,14 +183,13 @@ def _first(findings: Iterator[Finding | None]) -> Finding | None:
 
 def _quantization(trial: Trial) -> str | None:
     """Modules that ran in 8 bits and should not, or that should and did not."""
-    recipe, wanted, ran = trial.case.training.quantize, set(trial.plan.quantized), _in_8_bits(trial)
-    if trial.case.features.compile or set(ran) == wanted:
+    recipe, wanted, ran = trial.case.training.quantize, {*trial.plan.quantized}, _in_8_bits(trial)
+    if trial.case.features.compile or ran.keys() == wanted:
         return None
-    if not ran:
-        return f"{recipe} is requested, no matmul ran in that format"
-    if foreign := sorted(set(ran) - wanted):
+    if foreign := sorted(ran.keys() - wanted):
         return f"matmuls of {some(foreign)} run in {ran[foreign[0]]}, not requested"
-    return f"{recipe} is requested, no matmul of {some(sorted(wanted - set(ran)))} ran in that format"
+    which = f" of {some(sorted(wanted - ran.keys()))}" if ran else ""
+    return f"{recipe} is requested, no matmul{which} ran in that format"
 
 
 def _in_8_bits(trial: Trial) -> dict[str, str]:
@@ -210,8 +201,9 @@ def _in_8_bits(trial: Trial) -> dict[str, str]:
 def _buckets(trial: Trial) -> str | None:
     """Larger ones than requested, or all gradients at once."""
     found = _first(one for rank in sorted(trial.ranks) for one in features.buckets_in_force(trial, rank))
-    requested = f"bucket_mb {trial.case.features.bucket_mb} is requested"
-    return None if found is None else f"{requested}, {found.observed} bytes are reduced at once"
+    if found is None:
+        return None
+    return f"bucket_mb {trial.case.features.bucket_mb} is requested, {found.observed} bytes are reduced at once"
 
 
 def _reduction(trial: Trial) -> str | None:
@@ -223,14 +215,14 @@ def _reduction(trial: Trial) -> str | None:
     return f"gradients are reduced in {found.observed}, requested {found.expected}{units}"
 
 
-def attended_too_often(trial: Trial) -> str | None:
-    """Attention is done more or less often in forward, and recomputation is right. In context parallel that follows from
-    what else is wrong there."""
-    for rank, step in trial.own_steps():
-        seen = step.activity.attention.get(features.FUSED, 0)
-        layers = trial.case.passes * features.parts_attended(trial, rank) * len(features.layers_of(trial, rank))
-        if seen not in (0, layers):
-            often = f"{seen / layers:.4g} times in forward (rank {rank}, step {step.step})"
+def _attended_too_often(broken: Broken, trial: Trial) -> str | None:
+    """Attention is done more or less often in forward, and recomputation is right. That follows from a wrong loss or wrong
+    samples, and in context parallel from what else is wrong there."""
+    alone = trial.case.dims.cp == 1 and broken.keys().isdisjoint(("loss", "samples"))
+    for rank, step in trial.own_steps() if alone else ():
+        seen, once = step.activity.attention.get(features.FUSED, 0), features.fused_in_forward(trial, rank)
+        if seen not in (0, once):
+            often = f"{seen / once:.4g} times in forward (rank {rank}, step {step.step})"
             return f"attention is computed {often}, expected once"
     return None
 
@@ -257,29 +249,28 @@ def _beside(trial: Trial) -> str | None:
 
 
 def _hooks(trial: Trial) -> str | None:
-    owners = {rank: owner for rank, step in trial.own_steps() for owner in features.foreign_hooks(step)}
-    who = f"{some(sorted(set(owners.values())))}, not requested{on_ranks(trial, owners)}"
-    return f"activations saved for backward go through {who}" if owners else None
+    found = {(rank, owner) for rank, step in trial.own_steps() for owner in features.foreign_hooks(step)}
+    who = f"{some(sorted({owner for _, owner in found}))}, not requested{on_ranks(trial, (rank for rank, _ in found))}"
+    return f"activations saved for backward go through {who}" if found else None
 
 
 def _compiled_again(trial: Trial) -> str | None:
     wrong = [finding for rank in sorted(trial.ranks) for finding in features.compiled_again(trial, rank) if finding]
     if not wrong:
         return None
-    steps = [f"step {step}" for step in sorted({finding.step or 0 for finding in wrong})]
+    steps = [f"step {step}" for step in trial.case.steps if step in {finding.step for finding in wrong}]
     return f"blocks are recompiled in {some(steps, 3)} (graphs on rank {wrong[0].rank}: {wrong[0].observed})"
 
 
 def _compile(trial: Trial) -> str | None:
-    requested = trial.case.features.compile
-    breaks = {key for evidence in trial.ranks.values() for key in evidence.compiler if key.startswith("graph break")}
-    compiled = [rank for rank, evidence in trial.ranks.items() if evidence.compiler.get("graphs")]
+    requested, ranks = trial.case.features.compile, trial.ranks
+    breaks = {key for evidence in ranks.values() for key in evidence.compiler if key.startswith("graph break")}
+    compiled = [rank for rank, evidence in ranks.items() if evidence.compiler.get("graphs")]
     if breaks:
         return f"compiled blocks break into pieces: {some(sorted(breaks))}"
-    if limits := {reason for rank in trial.ranks for reason in features.gave_up(trial, rank)}:
+    if limits := {reason for rank in ranks for reason in features.gave_up(trial, rank)}:
         return f"torch.compile gave up, blocks run eagerly: {some(sorted(limits))}"
-    if requested and len(compiled) < len(trial.ranks):
-        without = [rank for rank in trial.ranks if rank not in compiled]
+    if requested and (without := ranks.keys() - compiled):
         return f"compile is requested, no block ran compiled{on_ranks(trial, without)}"
     if compiled and not requested:
         return f"compiled code ran{on_ranks(trial, compiled)}, compile is not requested"
@@ -316,10 +307,13 @@ def _matmuls_again(broken: Broken, trial: Trial) -> str | None:
     return f"activation checkpointing: {which} are recomputed, expected {first.expected} ({kind} is requested){kept}"
 
 
+def _step_of(trial: Trial, finding: Finding) -> StepEvidence:
+    return next(step for rank, step in trial.own_steps() if (rank, step.step) == (finding.rank, finding.step))
+
+
 def _of_parts(trial: Trial, finding: Finding) -> str:
     """ ", of attention alone,": where a part of each block was called in backward, and neither the block nor its others."""
-    seen = next(step for rank, step in trial.own_steps() if (rank, step.step) == (finding.rank, finding.step))
-    called = features.recomputations(seen)
+    called = features.recomputations(_step_of(trial, finding))
     parts = {fqn.split(".")[2] if fqn.count(".") > 1 else "" for fqn in called if fqn.startswith("layers.")}
     whole = "" in parts or {"attention", "feed_forward"} <= parts
     return "" if whole or not parts else f", of {' and '.join(sorted(parts))} alone,"
@@ -350,9 +344,9 @@ def sent_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Between pipeline stages. What is rounded there is not what the reference's bounds are for, so numbers are not tested."""
     if "traffic" not in broken:
         return
-    calls = [call for evidence in trial.ranks.values() for call in evidence.collectives if call.op in ("send", "recv")]
+    calls = [call for evidence in trial.ranks.values() for call in evidence.collectives if call.phase == "pipeline"]
     wanted = trial.case.training.compute_dtype or trial.case.training.dtype
-    seen = {call.dtype for call in calls if call.phase == "pipeline" and "float" in call.dtype}
+    seen = {call.dtype for call in calls if call.op in ("send", "recv") and "float" in call.dtype}
     if len(seen) == 1 and wanted not in seen:
         text = f"activations pass between pipeline stages in {seen.pop()}, requested {wanted}"
         yield stated(broken, "traffic", "another feature", text, *OF_GRADIENTS, more=NOT_TESTED)
@@ -372,8 +366,7 @@ def _unlike_others(trial: Trial, wanted: str, name: str, of: Callable[[Wrapper],
 
 def _few(trial: Trial, finding: Finding) -> str:
     """How many of a step's matmuls in forward are not in the dtype requested, where that is not all."""
-    seen = next((step for rank, step in trial.own_steps() if (rank, step.step) == (finding.rank, finding.step)), None)
-    found = features.matmuls(seen, "forward") if seen is not None else {}
+    found = features.matmuls(_step_of(trial, finding), "forward")
     other, whole = sum(n for dtype, n in found.items() if dtype != finding.expected), sum(found.values())
     if not 0 < other < whole:
         return ""
@@ -385,7 +378,7 @@ def other_actions(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if "schedule" not in broken:
         return
     requested, first = trial.case.features.schedule, told_first(broken["schedule"])
-    idle = [rank for rank, evidence in sorted(trial.ranks.items()) if not evidence.steps[0].actions]
+    idle = [rank for rank, evidence in trial.ranks.items() if not evidence.steps[0].actions]
     text = f"the pipeline does not follow schedule {requested}: {first}"
     if idle:
         text = f"no pipeline ran{on_ranks(trial, idle)}, schedule {requested} is requested"

@@ -23,8 +23,13 @@ def as_planned(trial: Trial) -> Trial:
     """The same trial; the reference's rows in the trainer's order, and every tensor as a vector where the plan cuts flattened
     parameters, so that no law need know."""
     rows = {fqn: order for evidence in trial.ranks.values() for fqn, order in evidence.rows.items()}
-    if rows:
-        trial = dataclasses.replace(trial, reference=reordered_reference(trial.reference, rows))
+    return flattened(
+        dataclasses.replace(trial, reference=reordered_reference(trial.reference, rows)) if rows else trial
+    )
+
+
+def flattened(trial: Trial) -> Trial:
+    """The same trial; every tensor as a vector where the plan cuts flattened parameters."""
     if not trial.plan.flat:
         return trial
     run, repeat = _flattened_run(trial.run), trial.repeat and _flattened_run(trial.repeat)

@@ -99,6 +99,13 @@ def test_what_a_rank_computes_from_a_step_on_is_told(
     assert not seen_text(odd_traces, wrong, "traffic")
 
 
+def test_all_hooks_of_a_rank_are_told() -> None:
+    hooks = {SavedTensorsHook("forward", "mine.offload", owner): 1 for owner in ("Pack", "Hook", "Pin")}
+    assert told(computing(DDP_2, also("saved", of=hooks), (0,))) == (
+        "activations saved for backward go through mine.offload.Hook, mine.offload.Pack and 1 more, not requested on rank 0"
+    )
+
+
 def test_attention_that_is_computed_more_often_follows_from_a_loss_or_samples_that_are_wrong() -> None:
     twice = computing(DDP_2, also("attention", of={FUSED: 2}))
     assert (
