@@ -54,7 +54,7 @@ def test_another_dtype_of_matmuls_is_told_with_how_many_where_not_all_have_it(
     by_dtype: dict[str, int], ranks: Sequence[int], text: str
 ) -> None:
     fact = told(computing(by_dtype, ranks))
-    assert fact.cause.text == text
+    assert (fact.cause.kind, fact.cause.text) == ("another feature", text)
     assert fact.laws == ("features", "reshard", "traffic", "memory", *OF_GRADIENTS)
     assert fact.lines[1:] == NOT_TESTED and fact.lines[0][0] == "features"
     assert not list(computed_in_another_dtype(computing(by_dtype, ranks), {}))
@@ -65,7 +65,8 @@ def test_units_that_cast_to_another_dtype_than_the_others_are_named() -> None:
     units = {name: replace(unit, casts_to="float64") for name, unit in trial.ranks[0].structure.items()}
     odd = next(iter(units))
     trial = with_rank(trial, 0, structure=units | {odd: replace(units[odd], casts_to="float32")})
-    assert told(trial).cause.text.endswith(f": FSDP unit {odd} has float32 param_dtype, others float64")
+    computed = "matmuls are computed in float32 and float64 (1 of 8 in forward in float32), requested float64"
+    assert told(trial).cause.text == f"{computed}: FSDP unit {odd} has float32 param_dtype, others float64"
 
 
 def test_another_dtype_in_backward_alone_is_not_counted_in_forward() -> None:

@@ -65,6 +65,16 @@ REPEATED = (
             also("attention", of={FUSED: 0, BATCHED: 2}),
             "attention falls back to plain matmuls: 0 fused kernels in forward, requested 1, and 2 batched matmuls (rank 1, step 2)",
         ),
+        (
+            DDP_2,
+            lambda activity: replace(activity, attention={BATCHED: 2}),
+            "attention falls back to plain matmuls: 0 fused kernels in forward, requested 1, and 2 batched matmuls (rank 1, step 2)",
+        ),
+        (
+            DDP_2,
+            also("attention", of={FUSED: 2, AGAIN: 1}),
+            "attention is computed 2 times in forward (rank 1, step 2), expected once",
+        ),
         (DDP_2, also("attention", of={FUSED: 0}), ""),
         (DDP_2, also("attention", of={BATCHED: 2}), ""),
         (DDP_2, also("attention", of={AGAIN: 1}), ATTENDED.format(1, 0) + " (none is requested)"),
@@ -130,8 +140,9 @@ def test_matmuls_of_one_part_that_are_recomputed_are_told_with_it() -> None:
 
 
 def test_attention_that_is_no_fused_kernel_or_divided_over_cp_is_not_counted() -> None:
-    unfused = computing(accumulating(), lambda activity: replace(activity, attention={}))
-    assert not seen_text(odd_traces, unfused, "features")
+    for attention in ({}, {BATCHED: 8}):
+        unfused = computing(accumulating(), lambda activity, of=attention: replace(activity, attention=of))
+        assert not seen_text(odd_traces, unfused, "features")
     divided = computing(trial_of(tiny_case(ParallelDims(cp=2))), also("attention", of={FUSED: 8}))
     assert not seen_text(odd_traces, divided, "features")
     assert seen_text(odd_traces, computing(accumulating(), also("attention", of={FUSED: 3})), "features") == (

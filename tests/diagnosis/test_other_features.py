@@ -284,6 +284,7 @@ def acting(requested: Case, ran: Case) -> Trial:
         ),
         (pipelined("GPipe", 1), pipelined("GPipe", 8), ["8 microbatches went through the pipeline, 1 is requested"], 1),
         (pipelined("GPipe", 4), pipelined("1F1B", 4), ["schedule 1F1B ran, GPipe is requested"], 1),
+        (pipelined("GPipe", 4), pipelined("LoopedBFS", 4, 1), ["schedule LoopedBFS ran, GPipe is requested"], 1),
         (
             pipelined("LoopedBFS", 4),
             pipelined("Interleaved1F1B", 2),

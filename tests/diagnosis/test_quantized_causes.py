@@ -107,9 +107,10 @@ def test_modules_that_ran_in_8_bits_on_any_rank_ran_so() -> None:
 
 
 def test_a_recipe_without_any_has_no_reference_with_some() -> None:
-    trial = in_8_bits(["output"], trial_of(tiny_case("ddp_2")), "mxfp8")
-    assert told(trial) == ["matmuls of output run in mxfp8, not requested"]
-    assert not list(quantized_otherwise(trial, law(trial))) and not list(other_features(trial, law(trial)))
+    for modules, which in ((["output"], "output"), (MODULES, f"{FIRST}, {SECOND} and {len(MODULES) - 2} more")):
+        trial = in_8_bits(modules, trial_of(tiny_case("ddp_2")), "mxfp8")
+        assert told(trial) == [f"matmuls of {which} run in mxfp8, not requested"]
+        assert not list(quantized_otherwise(trial, law(trial))) and not list(other_features(trial, law(trial)))
 
 
 @pytest.mark.parametrize(
