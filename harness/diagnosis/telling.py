@@ -64,9 +64,8 @@ def _located(trial: Trial, left: Broken, tried: int, held: frozenset[str], rest:
     try:
         return localise(trial, left, tried, held, rest=rest)
     except Exception as error:
-        return Cause(KIND, ": ".join(finding_line(*next(iter(left.items()))))), (
-            ("not located", str(error) or repr(error)),
-        )
+        first = ": ".join(finding_line(*next(iter(left.items()))))
+        return Cause(KIND, first), (("not located", f"{type(error).__name__}: {error}"),)
 
 
 def _assuming(found: Explanation, results: Sequence[Result]) -> Lines:

@@ -1,0 +1,202 @@
+"""What is said of an explanation: causes in their order, what else was seen, what could be meant, and what is left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from diagnosed import NORM, fsdp_4
+from literal import with_step, with_value
+
+from harness.checks import judge
+from harness.diagnosis import telling
+from harness.diagnosis.engine import Explanation
+from harness.diagnosis.hypothesis import Fact, Hypothesis, Proof
+from harness.diagnosis.localise import KIND
+from harness.diagnosis.telling import told, what_weaker_tests_say
+from harness.judge.result import Cause, Finding, Lines, Result, Verdict
+from harness.judge.trial import Trial
+
+RIGHT = fsdp_4()
+
+
+def cause(name: str) -> Cause:
+    return Cause(f"kind of {name}", name)
+
+
+def proof(
+    *names: str,
+    explained: tuple[str, ...] = ("loss",),
+    left: tuple[str, ...] = (),
+    assumed: Trial = RIGHT,
+    renumbers: bool = False,
+) -> Proof:
+    found = tuple(Hypothesis(cause(n), None, 1, ((n, f"seen of {n}"),), renumbers=renumbers) for n in names)
+    return Proof(found, explained, left, assumed)
+
+
+def fact(name: str, *laws: str, symptom: bool = False) -> Fact:
+    return Fact(cause(name), laws, ((name, f"seen of {name}"),), symptom)
+
+
+def result(name: str, verdict: Verdict = Verdict.FAIL, note: str = "") -> Result:
+    findings = (Finding(f"rank 0 of {name}", "1", "2"),) if verdict is Verdict.FAIL else ()
+    return Result(name, verdict, 1, findings, note)
+
+
+def said(found: Explanation, *broken: str, trial: Trial = RIGHT) -> tuple[list[str], Lines]:
+    whole = told(trial, [*map(result, broken), result("update", Verdict.PASS)], found)
+    return [one.observed for one in whole.causes], whole.evidence
+
+
+def of(*names: str) -> Lines:
+    return tuple((name, f"seen of {name}") for name in names)
+
+
+def assuming(explained: int, broken: int, rest: str = "") -> tuple[str, str]:
+    more = f"; seen, not proven: {rest}" if rest else ""
+    return "assuming this", f"{explained} of {broken} broken laws hold, and none that held breaks{more}"
+
+
+# ---- the order of causes
+
+
+def test_what_did_not_complete_goes_first_then_what_is_proven_then_what_was_seen() -> None:
+    facts = (fact("groups", "process_groups"), fact("hang", "completed", "collective_order"))
+    causes, lines = said(
+        Explanation((proof("factor"),), facts), "loss", "process_groups", "completed", "collective_order"
+    )
+    assert causes == ["hang", "factor", "groups"]
+    assert lines == (assuming(1, 4, "process_groups, completed, collective_order"), *of("hang", "factor", "groups"))
+    causes, _ = said(Explanation((proof("factor"),), facts[:1]), "loss", "process_groups")
+    assert causes == ["factor", "groups"]
+
+
+def test_of_two_hypotheses_the_one_that_a_law_has_not_seen_goes_behind() -> None:
+    both = Explanation((proof("one", "two"),), (fact("two", "memory"),))
+    causes, lines = said(both, "loss", "memory")
+    assert causes == ["two", "one"]
+    assert lines == (assuming(1, 2, "memory"), *of("two", "one"))
+
+
+def test_laws_that_are_proven_or_hold_are_not_seen_besides() -> None:
+    facts = (fact("groups", "process_groups", "loss", "update"),)
+    _, lines = said(Explanation((proof("factor"),), facts), "loss", "process_groups")
+    assert lines[0] == assuming(1, 2, "process_groups")
+    assert said(Explanation((), facts), "loss")[1] == of("groups")
+    assert said(Explanation((proof("factor"),)), "loss")[1][0] == assuming(1, 1)
+
+
+def test_a_fact_that_a_proven_cause_contains_is_not_said_again_but_the_same_one_is_kept() -> None:
+    facts = (fact("reduction", "traffic"), fact("factor 2", "memory"), fact("groups", "process_groups"))
+    causes, lines = said(Explanation((proof("no reduction"), proof("x")), facts), "loss")
+    assert causes == ["no reduction", "factor 2", "groups"]
+    assert ("reduction", "seen of reduction") not in lines
+    causes, _ = said(Explanation((proof("reduction", "factor"),), facts[:1]), "loss")
+    assert causes == ["reduction", "factor"]
+
+
+@pytest.mark.parametrize(
+    ("proofs", "named", "causes", "also"),
+    [
+        ((), False, ["memory"], False),
+        ((), True, ["groups"], True),
+        ((proof("factor"),), False, ["factor"], True),
+    ],
+)
+def test_a_symptom_is_a_cause_only_where_there_is_no_other(
+    proofs: tuple[Proof, ...], named: bool, causes: list[str], also: bool
+) -> None:
+    facts = (fact("memory", "memory", symptom=True), *[fact("groups", "process_groups")] * named)
+    found, lines = said(Explanation(proofs, facts), "memory", "process_groups", "loss")
+    assert found == causes
+    assert (("also seen", "memory") in lines) is also and (("memory", "seen of memory") in lines) is not also
+
+
+def test_other_explanations_are_said_once_each_and_never_the_first() -> None:
+    proofs = (proof("one"), proof("two"), proof("one"), proof("three", "four"), proof("two"))
+    _, lines = said(Explanation(proofs), "loss")
+    assert lines == (assuming(1, 1), *of("one"), ("or else", "two"), ("or else", "three; four"))
+
+
+# ---- what is left
+
+
+MEMORY = with_step(RIGHT, 1, 3, memory={"parameters": 1888, "optimizer_state": 944})
+BOTH = with_value(MEMORY, 0, 1, "gradients", NORM, lambda g: 3 * g)
+OF_MEMORY = "rank 1, step 3, parameters: expected 472 B, observed 1.888 kB"
+
+
+def left_of(trial: Trial, *proofs: Proof, left: tuple[str, ...] = ("memory",)) -> tuple[list[str], dict[str, str]]:
+    results = judge(trial)
+    found = told(trial, results, Explanation(proofs, left=left, tried=2, ended="the end", raised=("one", "two")))
+    assert found.evidence[-3:] == (("not tried", "one"), ("not tried", "two"), ("not searched further", "the end"))
+    return [one.text for one in found.causes], dict(found.evidence)
+
+
+def test_what_nothing_explains_is_the_cause_where_it_first_goes_wrong() -> None:
+    causes, lines = left_of(MEMORY)
+    assert causes == [f"memory: {OF_MEMORY}"]
+    assert lines["tried"] == "2 hypotheses, none explains this" and "not explained" not in lines
+
+
+def test_what_a_proven_cause_leaves_is_told_as_it_is_with_that_assumed() -> None:
+    """The first finding of memory alone would be the gradient's, which is assumed."""
+    first = proof("factor", explained=("gradients",), assumed=MEMORY)
+    causes, lines = left_of(BOTH, first, proof("other", assumed=RIGHT, renumbers=True))
+    assert causes == ["factor"]
+    assert lines["not explained"] == f"with that assumed, memory: {OF_MEMORY}"
+    assert lines["tried"] == "2 hypotheses, none explains the rest"
+    less = with_step(BOTH, 1, 3, memory={"parameters": 944, "optimizer_state": 944})
+    _, lines = left_of(less, proof("factor", assumed=MEMORY))
+    assert lines["not explained"] == f"with that assumed, memory: {OF_MEMORY}"
+    _, lines = left_of(less, proof("factor", assumed=RIGHT))
+    assert lines["not explained"].endswith("expected 472 B, observed 944 B"), "as it was, where it holds under that"
+    _, lines = left_of(less, proof("degree", assumed=MEMORY, renumbers=True), proof("other"))
+    assert lines["not explained"].startswith("memory: ") and "observed 944 B" in lines["not explained"]
+
+
+def test_laws_that_hold_say_where_a_wrong_number_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def localise(trial: Trial, left: object, tried: int, held: frozenset[str], *, rest: bool) -> tuple[Cause, Lines]:
+        asked.append((tried, sorted(held), rest))
+        return cause("here"), ()
+
+    monkeypatch.setattr(telling, "localise", localise)
+    told(
+        RIGHT,
+        [result("loss"), result("update", Verdict.PASS), result("memory", Verdict.UNKNOWN)],
+        Explanation(left=("loss",)),
+    )
+    assert asked == [(0, ["update"], False)]
+    told(RIGHT, [result("loss")], Explanation((proof("one"),), left=("loss",), tried=7))
+    assert asked[1:] == [(7, [], True)]
+
+
+def test_where_even_that_raises_the_first_finding_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def localise(*of: object, **more: object) -> None:
+        raise KeyError("layers.7")
+
+    monkeypatch.setattr(telling, "localise", localise)
+    found = told(RIGHT, [result("loss"), result("update")], Explanation(left=("loss", "update")))
+    assert [(one.kind, one.text) for one in found.causes] == [(KIND, "loss: rank 0 of loss: expected 1, observed 2")]
+    assert found.evidence == (("not located", "KeyError: 'layers.7'"),)
+
+
+# ---- what weaker tests say
+
+
+@pytest.mark.parametrize("law", ["shard_contents", "placements", "traffic"])
+def test_a_listing_of_groups_passes_where_contents_placements_or_traffic_are_wrong(law: str) -> None:
+    groups = result("process_groups", Verdict.PASS)
+    assert dict(what_weaker_tests_say([groups, result(law)])).keys() == {"groups"}
+    assert what_weaker_tests_say([groups, result("memory")]) == what_weaker_tests_say([result(law)]) == ()
+
+
+def test_losses_that_are_equal_are_said_to_be_exactly_so() -> None:
+    exactly = replace(result("loss", Verdict.PASS), note="largest difference 0")
+    assert dict(what_weaker_tests_say([exactly, result("update")])) == {
+        "loss": "equal to the reference exactly: a loss-curve test passes here"
+    }
+    assert dict(what_weaker_tests_say([exactly, result("reported_loss")])) == {"loss": "equal to the reference exactly"}
