@@ -33,13 +33,13 @@ def wrong_positions(trial: Trial) -> Cause | None:
     for rank, step, _ in trial.steps():
         found = positions_received(trial, rank, step.step)
         wanted = positions(trial.case, rank, trial.case.seq_len(step.step)) if found is None else found
-        for row in wrong_rows(step.positions, right_rows(trial, wanted, step.step))[:1]:
+        for row in wrong_rows(step.positions, right_rows(trial, wanted, step.step)):
             wrong.setdefault(rank, (row, wanted))
     if not wrong:
         return None
     rank, (row, wanted) = next(iter(wrong.items()))
     text = f"rank {rank} receives positions {positions_text(row)} for its tokens at {positions_text(wanted)}"
-    restarted = trial.case.dims.cp > 1 and all(np.array_equal(r, np.arange(len(r))) for r, _ in wrong.values())
+    restarted = all(np.array_equal(row, np.arange(len(row))) for row, _ in wrong.values())
     every = set(wrong) == {r for r in trial.ranks if positions(trial.case, r, trial.case.seq_len(1))[0] != 0}
     what = "rotary positions restart at 0 on each cp rank" if restarted and every else "wrong rotary positions"
     if not set(wrong) & set(trial.first_stages()):

@@ -84,7 +84,8 @@ def share_of(trial: Trial, ranks: Sequence[int], step: int, shape: tuple[int, ..
 
 def summed(gradients: list[Arrays]) -> list[Arrays]:
     """Every replica has the sum of all."""
-    total = {fqn: np.asarray(sum(own[fqn] for own in gradients)) for fqn in gradients[0]}
+    first, *others = gradients
+    total = {fqn: sum((own[fqn] for own in others), start=value) for fqn, value in first.items()}
     return [total for _ in gradients]
 
 
@@ -97,9 +98,10 @@ Exchanged = Mapping[Pair, tuple[str, float]]
 
 def exchanged_tensors(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Of two replicas."""
-    step = first_wrong_step(trial) if "gradients" in broken and trial.case.dims.dp_replicate == 2 else None
-    ranks = {rank for rank, _ in wrong_pairs(trial, step)} if step is not None else set()
-    if step is None or not ranks or len(ranks) == len(trial.ranks) or not trial.case.exact:
+    if "gradients" not in broken or trial.case.dims.dp_replicate != 2 or not trial.case.exact:
+        return
+    step = first_wrong_step(trial)
+    if step is None or len({rank for rank, _ in wrong_pairs(trial, step)}) == len(trial.ranks):
         return
     if found := _fitted(trial, step, _of_each_replica(trial, step)):
         (rank, fqn), (other, factor) = next(iter(found.items()))

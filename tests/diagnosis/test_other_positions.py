@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from diagnosed import broken
-from literal import ADAMW, tiny_case, trial_of, with_step
+from literal import ADAMW, TINY, tiny_case, trial_of, with_step, without_step
 
 from harness.diagnosis import assume
 from harness.diagnosis.positions import _positions_by_layer, other_positions, wrong_positions
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
 from harness.reference import altered
 from harness.spec.dims import ParallelDims
 
@@ -40,6 +41,7 @@ def test_positions_are_put_together_from_what_the_ranks_of_a_cp_group_are_told_i
     assert by_layer(several, 2) == by_layer(told(trial, 1, 2), 2) == {0: [*range(8)]}
     of_each_row = with_step(trial, 1, 2, positions=(np.array([[3, 2, 1, 0]] * 4),))
     assert by_layer(of_each_row, 2) == {0: [0, 1, 2, 3, 3, 2, 1, 0]}
+    assert by_layer(without_step(trial, 1, 2), 2) == {0: [*range(8)]}
 
 
 def test_of_replicas_the_first_one_tells_the_positions() -> None:
@@ -61,6 +63,10 @@ def test_positions_of_a_shorter_step_are_those_of_its_length() -> None:
         "rotary positions restart at 0 on each cp rank",
         hint="rank 1 receives positions 0-1 for its tokens at 2-3",
     )
+    unknown = with_step(trial, 1, short, positions=(np.array([3, 1]), np.array([0, 1])), microbatches=())
+    assert wrong_positions(unknown) == Cause(
+        "positions", "wrong rotary positions", hint="rank 1 receives positions 3 and 1 for its tokens at 2-3"
+    )
 
 
 def test_positions_of_each_stage_are_those_of_its_layers() -> None:
@@ -68,6 +74,11 @@ def test_positions_of_each_stage_are_those_of_its_layers() -> None:
     wrong = told(trial, 1, 1, [0, 1, 2, 3])
     assert by_layer(replace(wrong, plan=replace(trial.plan, stages={0: (0,), 1: ()})), 1) == {0: [*range(8)]}
     assert by_layer(replace(wrong, plan=replace(trial.plan, stages={0: (), 1: (0,)})), 1) == {0: RESTARTED}
+    case = tiny_case(
+        ParallelDims(pp=2, cp=2), EIGHT, cp_load_balance=False, model=replace(TINY, n_layers=2), microbatches=2
+    )
+    staged = replace(trial_of(tiny_case(ParallelDims(dp_shard=4), EIGHT)), case=case, plan=make_plan(case))
+    assert by_layer(told(staged, 3, 1, [0, 1, 2, 3]), 1) == {0: [*range(8)], 1: RESTARTED}
 
 
 def test_the_model_is_assumed_to_turn_by_the_positions_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from diagnosed import (
     with_own_samples,
 )
 from literal import (
-    judged,
     sum_of_samples,
     tiny_case,
     trained_otherwise,
@@ -38,7 +37,6 @@ from harness.checks import judge
 from harness.diagnosis.backward import _less_than_planned, _other_groups
 from harness.diagnosis.engine import broken_laws, explain
 from harness.diagnosis.mixed_slices import mixed_slices
-from harness.diagnosis.replicas import exchanged_tensors
 from harness.diagnosis.words import Arrays
 from harness.evidence.records import Collective
 from harness.judge.trial import Trial
@@ -244,38 +242,6 @@ def test_where_the_first_rank_moves_less_in_backward_than_planned_the_axes_are_t
     trial = without_rank(trial, 0) if lost else trial
     assert _less_than_planned(trial, 2) == (f"backward moves less than planned over {told}" if told else "")
     assert _less_than_planned(trial, 1) == ""
-
-
-# ---- tensors that change places
-
-
-def with_exchanged(trial: Trial, one: str, other: str) -> Trial:
-    """Rank 1 adds rank 3's `other` to its own share of `one`."""
-    own = {replica: {i: float(i in ids) for i in range(8)} for replica, ids in enumerate((range(4), range(4, 8)))}
-
-    def gradient(rank: int, fqn: str) -> np.ndarray:
-        if (rank, fqn) != (1, one):
-            return reference_gradient(trial, fqn)
-        return sum_of_samples(trial, one, own[0]) + sum_of_samples(trial, other, own[1])
-
-    return with_step_1_gradients(trial, gradient)
-
-
-def test_tensors_that_change_places_in_a_reduction_are_named() -> None:
-    trial = trial_of(tiny_case("hsdp_2x2"))
-    one, other = "layers.0.feed_forward.w1.weight", "layers.0.feed_forward.w3.weight"
-    wrong = with_exchanged(trial, one, other)
-    told = f"tensors are swapped in the reduction over dp_replicate in 1 of 12 parameters ({one}) on rank 1"
-    assert first_line(wrong) == f"{told}: rank 1 adds rank 3's {other} to its {one}"
-
-
-def test_noise_on_one_replica_is_no_exchange() -> None:
-    trial = trial_of(tiny_case("hsdp_2x2"))
-    wrong = with_step_1_gradients(
-        trial,
-        lambda rank, fqn: reference_gradient(trial, fqn) + (np.cos(reference_gradient(trial, fqn)) if rank == 1 else 0),
-    )
-    assert not list(exchanged_tensors(wrong, {"gradients": judged("gradients", wrong)}))
 
 
 # ---- over tp
