@@ -18,7 +18,7 @@ from harness.judge.trial import Trial
 from harness.reference.distance import best_fit
 
 ANEW = "each run draws new ones, as without a seed"
-MULTIPLE, TIMES, FEW = "they are ", " times the seed's", 4
+VALUES, TIMES, FEW = "the values of ", " times the seed's", 4
 
 
 def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -28,16 +28,17 @@ def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     (cause, lines), weights = found, observed_weights(trial)
     seen = ("initial_weights", "shard_contents", *["determinism"] * (cause.hint == ANEW))
     if weights is None:
-        what = "ranks that hold the same slice start from different numbers, and no reference tells what follows"
+        what = "the slices that ranks start from do not fit together, and no reference tells what follows"
         lines, seen = (*lines, no_reference(what)), (*seen, *OF_GRADIENTS)
-    yield Hypothesis(cause, partial(another_reference, weights=weights) if weights else None, 1, lines, seen)
+    assume = partial(another_reference, weights=weights) if weights else None
+    yield Hypothesis(cause, assume, lines=lines, seen=seen)
 
 
 def observed_weights(trial: Trial) -> dict[str, np.ndarray] | None:
     """Whole, from the slices that the plan gives to ranks; None where holders of one slice disagree, or shapes do not fit."""
     whole = {fqn: full.copy() for fqn, full in trial.reference.weights.items()}
     laid: dict[object, bytes] = {}
-    for rank, evidence in sorted(trial.ranks.items()):
+    for rank, evidence in trial.ranks.items():
         for tensor in evidence.parameters:
             part = trial.plan.slices[rank].get(tensor.fqn)
             if part is None or take(whole[tensor.fqn], part).shape != tensor.value.shape:
@@ -56,12 +57,11 @@ def _wrong_weights(trial: Trial) -> tuple[Cause, Lines] | None:
     if not strange:
         return None
     instead = {place: _instead(*_held(trial, place)) or _of_another(trial, place) for place in strange}
-    found = set(instead.values())
-    hint = found.pop() if len(found) == 1 else _several_factors(trial, instead)
-    if all(text.startswith("the values of ") for text in found):
-        hint = hint or _of_another(trial, strange[0])
-    if hint.startswith("the values of "):
-        hint = f"{strange[0][1]} holds {hint}"
+    texts = [*instead.values()]
+    if all(text.startswith(VALUES) for text in texts):
+        hint = f"{strange[0][1]} holds {texts[0]}"
+    else:
+        hint = texts[0] if len({*texts}) == 1 else _several_factors(trial, instead)
     hint = hint or _drawn_anew(trial, strange)
     line = f"rank {strange[0][0]}, {strange[0][1]}: {_how_they_differ(*_held(trial, strange[0]))}"
     text = "training does not start from the seed weights"
@@ -73,13 +73,11 @@ def _several_factors(trial: Trial, instead: Mapping[Pair, str]) -> str:
     by_factor: dict[str, list[str]] = {}
     for (_, fqn), text in instead.items():
         by_factor.setdefault(text, []).append(fqn)
-    if len(by_factor) > FEW or not all(text.startswith(MULTIPLE) and text.endswith(TIMES) for text in by_factor):
+    if len(by_factor) > FEW or not all(text.endswith(TIMES) for text in by_factor):
         return ""
-    texts = (
-        f"{text.removeprefix(MULTIPLE).removesuffix(TIMES)} ({some(in_order(trial, fqns))})"
-        for text, fqns in by_factor.items()
-    )
-    return f"{MULTIPLE}multiples of the seed's: {', '.join(texts)}"
+    factors = {text.removeprefix("they are ").removesuffix(TIMES): fqns for text, fqns in by_factor.items()}
+    texts = (f"{factor} ({some(in_order(trial, fqns))})" for factor, fqns in factors.items())
+    return f"they are multiples of the seed's: {', '.join(texts)}"
 
 
 def _held(trial: Trial, place: Pair) -> tuple[np.ndarray, np.ndarray]:
@@ -93,28 +91,26 @@ def _instead(value: np.ndarray, wanted: np.ndarray) -> str:
     """A constant, or what becomes of the seed weight."""
     if value.size > 1 and np.all(value == value.flat[0]):
         return f"they are all {value.flat[0]:g}"
-    if value.shape != wanted.shape:
-        return ""
     if dtype := rounded_to((value, wanted)):
         return f"they are the seed's rounded to {dtype}"
-    factor = best_fit(value, wanted)
+    factor = best_fit(value, wanted) if value.shape == wanted.shape else 0.0
     if factor and np.allclose(value, factor * wanted, rtol=1e-9, atol=0):
-        return f"{MULTIPLE}{factor:.6g}{TIMES}"
+        return f"they are {factor:.6g}{TIMES}"
     return rearranged(value, wanted)
 
 
 def rounded_to(*pairs: tuple[np.ndarray, np.ndarray]) -> str:
     """The dtype that the first of each two, which is the second otherwise, has been through; empty where there is none."""
     for dtype, rounded in ROUNDED.items():
-        if all(now.shape == was.shape and np.array_equal(now, rounded(was).astype(now.dtype)) for now, was in pairs):
+        if all(now.shape == was.shape and np.array_equal(now, rounded(was)) for now, was in pairs):
             return dtype
     return ""
 
 
 def _to_bfloat16(value: np.ndarray) -> np.ndarray:
     """To the nearest, to even where two are."""
-    bits = np.ascontiguousarray(value, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+    bits = value.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).view(np.float32)
 
 
 ROUNDED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -140,19 +136,18 @@ def rearranged(value: np.ndarray, wanted: np.ndarray) -> str:
 def _of_another(trial: Trial, place: Pair) -> str:
     """The parameter whose values these are."""
     rank, fqn = place
-    value, part, full = _held(trial, place)[0], trial.plan.slices[rank][fqn], trial.reference.weights[fqn]
-    alike = (name for name, other in trial.reference.weights.items() if other.shape == full.shape and name != fqn)
-    same = (name for name in alike if np.array_equal(take(trial.reference.weights[name], part), value))
-    return next((f"the values of {name}" for name in same), "")
+    value, part, weights = _held(trial, place)[0], trial.plan.slices[rank][fqn], trial.reference.weights
+    alike = (name for name, full in weights.items() if full.shape == weights[fqn].shape)
+    return next((f"{VALUES}{name}" for name in alike if np.array_equal(take(weights[name], part), value)), "")
 
 
 def _drawn_anew(trial: Trial, strange: list[Pair]) -> str:
     """Whether a repeat of the run started from others again."""
-    repeats = trial.repeat.ranks if trial.repeat else {}
-    again = {(rank, t.fqn): t.value.tobytes() for rank, e in repeats.items() for t in e.parameters}
-    first = {(rank, t.fqn): t.value.tobytes() for rank, e in trial.ranks.items() for t in e.parameters}
-    anew = bool(again) and all(first[place] != again.get(place) for place in strange)
-    return ANEW if anew else ""
+    again, first = (
+        {(rank, t.fqn): t.value.tobytes() for rank, evidence in run.ranks.items() for t in evidence.parameters}
+        for run in (trial.repeat or trial.run, trial.run)
+    )
+    return ANEW if all(again.get(place, first[place]) != first[place] for place in strange) else ""
 
 
 def _how_they_differ(value: np.ndarray, wanted: np.ndarray) -> str:
@@ -174,21 +169,30 @@ def _same_shard(trial: Trial) -> Cause | None:
         same = [_start_alike(trial, group) for group in groups]
         if all(same):
             one, other = groups[0][:2]
-            cut = [fqn for fqn in trial.plan.shapes if trial.plan.slices[one][fqn] != trial.plan.slices[other][fqn]]
-            where = "" if set(cut) == same[0] else in_parameters(trial, same[0])
+            alike = set().union(*same)
+            where = (
+                "" if alike == set().union(*(_cut(trial, group) for group in groups)) else in_parameters(trial, alike)
+            )
             observed = f"ranks along {axis} start from the same shard"
             return Cause("same shard", f"{observed}: rank {other} holds the values of rank {one}", where)
     return None
 
 
+def _cut(trial: Trial, group: tuple[int, ...]) -> set[str]:
+    """Parameters that the plan cuts between the members."""
+    mine, next_ones = (trial.plan.slices[rank] for rank in group[:2])
+    return {fqn for fqn, part in mine.items() if next_ones.get(fqn, part) != part}
+
+
 def _start_alike(trial: Trial, group: tuple[int, ...]) -> set[str]:
-    """Parameters that the plan cuts between the members, and of which all hold the first one's bytes, not the whole."""
+    """Those of which all hold the first one's bytes, not the whole; a constant has no slices to tell apart."""
     first, *others = [{t.fqn: t.value for t in trial.ranks[rank].parameters} for rank in group]
-    mine, next_ones = trial.plan.slices[group[0]], trial.plan.slices[group[1]]
-    cut = [f for f in first if f in mine and mine[f] != next_ones.get(f, mine[f]) and first[f].size]
-    alike = {f for f in cut if all(f in other and other[f].tobytes() == first[f].tobytes() for other in others)}
-    alike = {f for f in alike if np.any(first[f] != first[f].flat[0])}  # a constant has no slices to tell apart
-    return alike if all(first[f].shape != trial.plan.shapes[f] for f in alike) else set()
+    alike = {
+        fqn
+        for fqn in _cut(trial, group) & first.keys()
+        if all(fqn in other and other[fqn].tobytes() == first[fqn].tobytes() for other in others)
+    }
+    return {f for f in alike if np.unique(first[f]).size > 1 and first[f].shape != trial.plan.shapes[f]}
 
 
 # ---- changed when the optimizer is done
@@ -197,8 +201,9 @@ def _start_alike(trial: Trial, group: tuple[int, ...]) -> set[str]:
 def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """What there was when the next step began, if it has the shape of what the optimizer left."""
     changes = update.changed(trial)
-    if "update" not in broken or not (cause := _cause(trial, changes)):
+    if "update" not in broken or not changes:
         return
+    cause = _cause(trial, changes)
     held = {(rank, step.step): step.changed or {} for rank, step, _ in trial.steps()}
 
     def left(step: int, parameters: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -210,29 +215,27 @@ def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return whole
 
     fits, lines = "shape or dtype" not in cause.observed, (finding_line("update", broken["update"]),)
-    yield Hypothesis(cause, partial(another_reference, left=left) if fits else None, 1, lines, ("update",))
+    yield Hypothesis(cause, partial(another_reference, left=left) if fits else None, lines=lines, seen=("update",))
 
 
-def _cause(trial: Trial, changes: dict[int, list[Pair]]) -> Cause | None:
-    step = next(iter(changes), None)
-    if step is None:
-        return None
+def _cause(trial: Trial, changes: dict[int, list[Pair]]) -> Cause:
+    step, pairs = next(iter(changes.items()))
     observed = f"weights are changed outside the optimizer {update.until(trial, step)}"
-    how = _as_if(trial, step, changes[step])
-    return Cause("weights changed", f"{observed}: {how}{where_text(trial, changes[step])}")
+    return Cause("weights changed", f"{observed}: {_as_if(trial, step, pairs)}{where_text(trial, pairs)}")
 
 
 def _as_if(trial: Trial, step: int, pairs: list[Pair]) -> str:
     """What was done to all of them, if it is something that is easily told."""
     records = {rank: next(s for s in trial.ranks[rank].steps if s.step == step) for rank, _ in pairs}
-    both = [(records[rank].parameters[fqn], (records[rank].changed or {})[fqn]) for rank, fqn in pairs]
-    if any(now.size != left.size or now.dtype != left.dtype for left, now in both):
+    found = {(rank, fqn): (records[rank].changed or {})[fqn] for rank, fqn in pairs}
+    both = [(now, records[rank].parameters[fqn]) for (rank, fqn), now in found.items()]
+    if any(now.size != left.size or now.dtype != left.dtype for now, left in both):
         return "to another shape or dtype, "
-    if not any(now.any() for _, now in both):
+    if not any(now.any() for now in found.values()):
         return "to 0, "
-    if dtype := rounded_to(*((now.reshape(left.shape), left) for left, now in both)):
+    if dtype := rounded_to(*((now.reshape(left.shape), left) for now, left in both)):
         return f"rounded to {dtype}, "
-    return _of_earlier_ones(trial, step, {at: now for at, (_, now) in zip(pairs, both, strict=True)})
+    return _of_earlier_ones(trial, step, found)
 
 
 def _of_earlier_ones(trial: Trial, step: int, found: Mapping[Pair, np.ndarray]) -> str:
@@ -247,14 +250,13 @@ def _of_earlier_ones(trial: Trial, step: int, found: Mapping[Pair, np.ndarray]) 
     fits = (
         np.allclose(shares @ tables[at], now.ravel(), rtol=0, atol=64 * np.finfo(now.dtype).eps * np.abs(now).max())
         for at, now in found.items()
-        if now.size
     )
     if not np.isclose(shares.sum(), 1, rtol=1e-6) or not all(fits):
         return ""
-    some = [(name, share) for name, share in zip(names, shares, strict=True) if abs(share) > 1e-4]
-    if len(some) == 1:
-        return f"to those {some[0][0]}, "
-    return f"to a mean of those {', '.join(f'{name} ({share:.3g})' for name, share in some)}, "
+    told = [(name, share) for name, share in zip(names, shares, strict=True) if abs(share) > 1e-4]
+    if len(told) == 1:
+        return f"to those {told[0][0]}, "
+    return f"to a mean of those {', '.join(f'{name} ({share:.3g})' for name, share in told)}, "
 
 
 def _after_each(trial: Trial, at: Pair, steps: Sequence[int]) -> np.ndarray:
