@@ -391,4 +391,4 @@ def _set_parameters(model: nn.Module, parameters: Arrays, columns: Mapping[str, 
 
 def _tensor(value: np.ndarray, like: Tensor, blocks: int = 1) -> Tensor:
     whole = restored(value, tuple(like.shape), blocks)
-    return torch.from_numpy(np.ascontiguousarray(whole)).to(like.dtype)
+    return torch.tensor(np.ascontiguousarray(whole), dtype=like.dtype)  # a copy: what is stored is read-only

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,7 +11,7 @@ from harness.checks.replica_agreement import replica_families
 from harness.diagnosis.reports import reported_of
 from harness.diagnosis.words import Pair
 from harness.judge import tolerance
-from harness.judge.assembly import misfits
+from harness.judge.assembly import gradient_distance, misfits
 from harness.judge.contents import take
 from harness.judge.losses import global_loss
 from harness.judge.trial import Trial
@@ -55,10 +54,9 @@ def factor_of(trial: Trial, rank: int, fqn: str, step: int) -> float | None:
 
 
 def distance(trial: Trial, rank: int, fqn: str, step: int) -> float:
-    """How far a gradient is from the expected one, relative to the largest entry of the whole parameter's."""
-    seen, expected = seen_gradients(trial, rank, step)[fqn], expected_gradient(trial, rank, fqn, step)
-    largest = float(np.max(np.abs(trial.reference.steps[step - 1].gradients.get(fqn, 0.0)), initial=0.0))
-    return math.inf if expected is None else tolerance.relative_difference(seen, expected, largest)
+    """How far a gradient that has an expected one is from it, relative to the largest entry of the whole parameter's."""
+    full = trial.reference.steps[step - 1].gradients[fqn]
+    return gradient_distance(trial, rank, fqn, seen_gradients(trial, rank, step)[fqn], full)
 
 
 def loss_off(trial: Trial, step: int) -> float | None:

@@ -7,9 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from diagnosed import NORM
-from literal import tiny_case, trial_of, with_step, with_value
+from literal import tiny_case, trial_of, with_step, with_value, without_step
 
-from harness.diagnosis.differences import common_factor, consequences, factor_of, spans
+from harness.diagnosis.differences import (
+    common_factor,
+    consequences,
+    distance,
+    factor_of,
+    loss_off,
+    replicas_agree,
+    seen_gradients,
+    spans,
+    wrong_pairs,
+)
+from harness.judge.trial import Trial
 
 WRONG_IN_STEP_2 = with_value(trial_of(tiny_case("ddp_2")), 1, 2, "gradients", NORM, lambda gradient: 2 * gradient)
 """Of one of two replicas: there is no global norm."""
@@ -31,12 +42,38 @@ def test_updates_do_not_follow_where_replicas_agree_for_they_are_judged_by_the_g
     assert "update" not in consequences(both, 2)
 
 
-def test_a_loss_that_was_wrong_already_does_not_follow() -> None:
-    trial = WRONG_IN_STEP_2
+def with_losses(trial: Trial, number: int, factor: float) -> Trial:
     for rank, step, _ in list(trial.steps()):
-        parts = tuple(replace(part, loss_sum=2 * (part.loss_sum or 0.0)) for part in step.microbatches)
-        trial = with_step(trial, rank, step.step, microbatches=parts) if step.step == 1 else trial
-    assert not {"loss", "reported_loss"} & set(consequences(trial, 2))
+        parts = tuple(replace(part, loss_sum=factor * (part.loss_sum or 0.0)) for part in step.microbatches)
+        trial = with_step(trial, rank, step.step, microbatches=parts) if step.step == number else trial
+    return trial
+
+
+@pytest.mark.parametrize(("step", "follows"), [(1, False), (2, False), (3, True)])
+def test_a_loss_that_was_wrong_before_the_gradients_does_not_follow(step: int, follows: bool) -> None:
+    found = consequences(with_losses(WRONG_IN_STEP_2, step, 2.0), 2)
+    assert ("loss" in found) is follows and (follows or "reported_loss" not in found)
+
+
+def test_a_loss_is_off_by_more_than_its_bound_or_not_at_all() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    bound = trial.bounds.loss[2]
+    assert loss_off(with_losses(trial, 2, 1 + 3 * bound), 2) == pytest.approx(3 * bound, rel=0.2)
+    assert loss_off(with_losses(trial, 2, 1 + 0.5 * bound), 2) is None and loss_off(trial, 2) is None
+
+
+def test_a_rank_that_did_not_come_to_a_step_has_no_gradients_of_it() -> None:
+    trial = without_step(WRONG_IN_STEP_2, 0, 2)
+    assert seen_gradients(trial, 0, 2) == {} and wrong_pairs(trial, 2) == [(1, NORM)]
+    assert distance(trial, 1, NORM, 2) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("times", "off", "agree"), [(1.0, 5e-7, True), (1.0, 3e-6, False), (1e-9, 3e-6, False)])
+def test_replicas_agree_within_a_millionth_of_each_entry_however_small(times: float, off: float, agree: bool) -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    for rank, factor in enumerate((times, times * (1 + off))):
+        trial = with_value(trial, rank, 2, "gradients", NORM, lambda gradient, by=factor: by * gradient)
+    assert replicas_agree(trial, 2) is agree
 
 
 @pytest.mark.parametrize(
@@ -56,6 +93,27 @@ def test_a_factor_is_one_relative_to_what_it_makes_of_the_gradient(factor: float
     assert factor_of(trial, 0, NORM, 1) == pytest.approx(factor, rel=1e-12)
     by_entry = with_value(trial, 0, 1, "gradients", NORM, lambda gradient: gradient * (1 + 1e-8 * np.arange(4)))
     assert (factor_of(by_entry, 0, NORM, 1) is None) is bool(factor)
+
+
+@pytest.mark.parametrize(
+    ("factor", "off", "known"),
+    [(100.0, 5e-8, True), (100.0, 2e-7, False), (0.5, 0.5e-9, True), (0.5, 1.5e-9, False)],
+)
+def test_one_entry_may_be_off_by_a_billionth_of_the_largest_or_of_what_the_factor_makes_of_it(
+    factor: float, off: float, known: bool
+) -> None:
+    expected = WRONG_IN_STEP_2.reference.steps[0].gradients[NORM]
+    one = off * np.abs(expected).max() * (np.arange(expected.size) == np.abs(expected).argmin())
+    trial = with_value(WRONG_IN_STEP_2, 0, 1, "gradients", NORM, lambda gradient: factor * gradient + one)
+    assert (factor_of(trial, 0, NORM, 1) is not None) is known
+
+
+def test_of_another_shape_and_of_what_should_be_zero_there_is_no_factor() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    assert factor_of(with_value(trial, 0, 1, "gradients", NORM, lambda gradient: gradient[:2]), 0, NORM, 1) is None
+    zero, *more = trial.reference.steps
+    zero = replace(zero, gradients=zero.gradients | {NORM: 0 * zero.gradients[NORM]})
+    assert factor_of(replace(trial, reference=replace(trial.reference, steps=(zero, *more))), 0, NORM, 1) is None
 
 
 def test_what_begins_later_is_told_with_the_step_and_the_last_step_has_none_after_it() -> None:
