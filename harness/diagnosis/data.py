@@ -106,8 +106,9 @@ def _cut_otherwise(trial: Trial, step: int) -> Cause | None:
     """Samples that are right, at positions that are not those of the cp rank."""
     case, ranks, when = trial.case, received_samples(trial, step), _when(trial, step)
     wanted = {rank: positions(case, rank, case.seq_len(step)) for rank in ranks}
-    found = {rank: positions_received(trial, rank, step) for rank in ranks if case.dims.cp > 1}
-    odd = {rank: at for rank, at in found.items() if at is not None and not np.array_equal(at, wanted[rank])}
+    received_at = {rank: positions_received(trial, rank, step) for rank in ranks if case.dims.cp > 1}
+    known = {rank: at for rank, at in received_at.items() if at is not None}
+    odd = {rank: at for rank, at in known.items() if not np.array_equal(at, wanted[rank])}
     if not odd:
         return None
     rank, cut = next(iter(odd.items()))
@@ -117,7 +118,7 @@ def _cut_otherwise(trial: Trial, step: int) -> Cause | None:
         return Cause("CP not applied", whole, "", f"cp {case.dims.cp}")
     balance = case.features.cp_load_balance
     other = replace(case, features=replace(case.features, cp_load_balance=not balance))
-    if all(np.array_equal(at, positions(other, rank, case.seq_len(step))) for rank, at in odd.items()):
+    if all(np.array_equal(at, positions(other, rank, case.seq_len(step))) for rank, at in known.items()):
         observed = f"cp_load_balance {balance} is requested, {not balance} is observed"
         return Cause("another load balance", observed, hint=text)
     if len({at.tobytes() for at in odd.values()} | {wanted[rank].tobytes() for rank in set(ranks) - set(odd)}) == 1:
