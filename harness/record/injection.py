@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,7 +74,7 @@ def run(
             its = environment(directory, steps) | dict(more or {})
             process = subprocess.Popen(list(command), env=its, stdout=told, stderr=told, preexec_fn=first)
     except OSError as error:
-        raise CommandError(f"{command[0]}: cannot be run: {error.strerror}") from error
+        raise CommandError(f"{command[0]}: cannot be run: {error.strerror}{_beside_python(command[0])}") from error
     with _signals_for(process) as interrupted:
         try:
             code = process.wait(timeout)
@@ -82,6 +83,13 @@ def run(
             process.wait()
             raise
     return -signal.SIGINT if code and interrupted else code
+
+
+def _beside_python(command: str) -> str:
+    """Where a command that is not on PATH lies, if it belongs to the environment of this Python."""
+    there = Path(sys.executable).parent / command
+    found = os.sep not in command and shutil.which(command) is None and there.exists()
+    return f"; {there} is there: name that, or activate its environment" if found else ""
 
 
 @contextlib.contextmanager
@@ -159,17 +167,20 @@ def why_nothing(directory: Path, command: Sequence[str], code: int = 0) -> str:
         return none + (f"; {_error_of_most(states['raised'])}" if states["raised"] and code else "")
     with_torch = {file.stem for file in states["torch"]}
     if raised := [file for file in states["raised"] if file.stem in with_torch] or states["raised"] * bool(code):
-        return f"{_processes(states['torch'])} imported torch; {_error_of_most(raised)}"
+        silent = with_torch - {file.stem for file in raised}
+        return f"{_processes(states['torch'])} imported torch; {_error_of_most(raised, len(silent))}"
     return (
         f"{_processes(states['torch'])} imported torch, and in none a module with parameters was called while gradients "
         "were recorded: nothing was trained, or the job ended before its first forward pass"
     )
 
 
-def _error_of_most(raised: Sequence[Path]) -> str:
+def _error_of_most(raised: Sequence[Path], silent: int = 0) -> str:
+    """silent: processes that ended without an error."""
     errors = Counter(file.read_text().strip() for file in raised)
     error, count = min(errors.most_common(), key=lambda item: lost_a_peer(item[0]))
-    return f"{count} raised before training anything: {error}"
+    first = f"{silent} ended without an error (sys.exit, or killed: the command's output may say why), then "
+    return f"{first * (silent > 0 and lost_a_peer(error))}{count} raised before training anything: {error}"
 
 
 def _got_to(states: Mapping[str, Sequence[Path]]) -> str:

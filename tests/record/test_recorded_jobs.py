@@ -187,6 +187,25 @@ def test_of_two_ranks_that_raised_the_one_that_lost_its_peer_is_not_the_one_quot
     assert told == "2 Python processes imported torch; 1 raised before training anything: ValueError: no such option"
 
 
+@pytest.mark.parametrize(
+    ("error", "first"),
+    [
+        (
+            "RuntimeError: Connection closed by peer [10.0.0.1]:4242",
+            "1 ended without an error (sys.exit, or killed: the command's output may say why), then ",
+        ),
+        ("ValueError: no such option", ""),
+    ],
+)
+def test_a_rank_that_left_by_itself_is_told_where_others_only_lost_it(tmp_path: Path, error: str, first: str) -> None:
+    (tmp_path / "processes").mkdir()
+    for name in ("a.started", "a.torch", "b.started", "b.torch"):
+        (tmp_path / "processes" / name).touch()
+    (tmp_path / "processes" / "a.raised").write_text(error)
+    told = why_nothing(tmp_path, ["torchrun", "train.py"], 1)
+    assert told == f"2 Python processes imported torch; {first}1 raised before training anything: {error}"
+
+
 MARKS = "open('started', 'w').close()"
 
 
@@ -287,6 +306,23 @@ def test_a_folder_that_is_no_recording_is_not_deleted(tmp_path: Path, capsys: py
     assert record(tmp_path, sys.executable, "-c", "pass") == 2
     assert (tmp_path / "mine.txt").exists()
     assert "no recording; choose another -o" in capsys.readouterr().err
+
+
+def test_a_command_of_the_environment_that_is_not_on_path_is_told_with_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    there = Path(sys.executable).parent / "torchrun"
+    assert record(tmp_path, "torchrun", "train.py") == 2
+    assert "train.py: no such file" in capsys.readouterr().err
+    (tmp_path / "train.py").touch()
+    assert record(tmp_path / "out", "torchrun", str(tmp_path / "train.py")) == 2
+    told = (
+        f"torchrun: cannot be run: No such file or directory; {there} is there: name that, or activate its environment"
+    )
+    assert told in capsys.readouterr().err
+    assert record(tmp_path / "out", "no-such-command") == 2
+    assert capsys.readouterr().err.endswith("no-such-command: cannot be run: No such file or directory\n")
 
 
 def test_how_many_ranks_a_command_starts_is_read_from_it() -> None:
