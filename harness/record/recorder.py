@@ -31,6 +31,7 @@ from harness.probe.samples import leave_pass
 from harness.probe.without_memory import trains
 from harness.record.chosen import Chosen
 from harness.record.compiling import COMPILER, compiler_imported, no_compiler, not_compiled
+from harness.record.errors import in_one_line
 from harness.record.place import claimed, left_at_once, place_of, raised_early, unsaved
 from harness.record.seen import Seen
 from harness.record.trace import TracedCollectives
@@ -190,7 +191,7 @@ class Recorder:
 
         def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if not (issubclass(kind, SystemExit) and not error.args):
-                self.ended, self.error = "raised", f"{kind.__name__}: {error}".splitlines()[0][:300]
+                self.ended, self.error = "raised", in_one_line(kind, error)
             hook(kind, error, trace)
 
         sys.excepthook = raised

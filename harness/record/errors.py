@@ -1,0 +1,19 @@
+"""What an exception says, in one line. It is the standard library's alone: it is used before torch is imported, too."""
+
+from __future__ import annotations
+
+TRACE = "Traceback (most recent call last):"
+LONGEST = 300
+
+
+def in_one_line(kind: type[BaseException], error: BaseException) -> str:
+    """Where another process's traceback is quoted (a loader's worker, a spawned rank), its last line is the cause; where the
+    first line only announces what follows, the next one is."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[:1]
+    if any(line.endswith(TRACE) for line in lines):
+        said = [] if lines[0].endswith(TRACE) else [lines[0].rstrip(".:")]
+        said.append(lines[-1])
+    elif len(lines) > 1 and lines[0].endswith(":"):
+        said = [lines[0].rstrip(":"), lines[1]]
+    return ": ".join([kind.__name__, *said])[:LONGEST]
