@@ -170,7 +170,9 @@ def test_what_a_job_raised_before_it_trained_is_quoted(tmp_path: Path, capsys: p
     assert record(tmp_path / "two", sys.executable, "-c", "import no_such_package, torch") == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "1 Python process ran, and none imported torch; 1 raised before training anything: ModuleNotFound" in printed
-    raises = "import torch; raise RuntimeError('Caught OSError:\\nTraceback (most recent call last):\\nOSError: no data')"
+    raises = (
+        "import torch; raise RuntimeError('Caught OSError:\\nTraceback (most recent call last):\\nOSError: no data')"
+    )
     assert record(tmp_path / "three", sys.executable, "-c", raises) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "1 raised before training anything: RuntimeError: Caught OSError: OSError: no data" in printed
