@@ -89,9 +89,21 @@ TELLING: dict[str, Callable[[str, str], bool]] = {
 """By axis, whether a collective of this phase is none that data parallelism without shards has, too; nor a ring, of tp."""
 
 
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
 def _of_shards(one: Summary, use: Use | Outside, axis: str) -> bool:
-    """Whether a wrapper says that it shards over these ranks, which shows no tensor parallelism. cp may share FSDP's ranks."""
-    return axis == "tp" and one.roles.get(use.ranks, "").startswith("sharded")
+    """Whether it may be what a wrapper moves that says that it shards over these ranks. cp may share FSDP's ranks: then it is
+    what is gathered or scattered in backward, and what is gathered in forward if that is the parameters, once or several
+    times. Who exchanges keys and values there gathers other bytes, or uses another collective."""
+    if not one.roles.get(use.ranks, "").startswith("sharded") or axis == "pp":
+        return False
+    if axis == "tp":
+        return True
+    if use.phase == "backward":
+        return use.op in ("all_gather", "reduce_scatter")
+    whole = one.elements * ITEM_BYTES.get(use.dtype, 0)
+    return (use.op, use.phase) == ("all_gather", "forward") and whole > 0 and use.bytes % whole == 0
 
 
 def _began_alike(judged: Sequence[Summary], lines: dict[int, tuple[int, ...]]) -> list[str]:

@@ -66,6 +66,29 @@ def test_what_fsdp_moves_over_the_ranks_of_a_tp_group_shows_no_tensor_parallelis
     assert told.verdict == Verdict.UNKNOWN
 
 
+def test_what_fsdp_moves_over_the_ranks_of_a_cp_group_shows_no_context_parallelism_unless_more_is_gathered() -> None:
+    def told(*more: Use, gathered: int = 3 * 2 * 100) -> Verdict:
+        moved = (
+            Use("0,1", "all_gather", "forward", "bfloat16", 12, gathered),
+            Use("0,1", "all_gather", "backward", "bfloat16", 8, 148),
+            Use("0,1", "reduce_scatter", "backward", "float32", 12, 4 * 100),
+            Use("0,1", "all_reduce", "forward", "float32", 4, 16),
+        )
+        roles = {"0,1": "sharded by fsdp2"}
+        ranks = [summary(rank, 2, shown=2, roles=roles, elements=100, uses=(*moved, *more)) for rank in range(2)]
+        return exchange(ranks, ParallelDims(cp=2)).verdict
+
+    assert told() == Verdict.UNKNOWN
+    assert told(gathered=3 * 2 * 100 + 64) == Verdict.PASS
+    for op, phase, dtype in (
+        ("all_to_all", "forward", "bfloat16"),
+        ("send", "backward", "bfloat16"),
+        ("all_gather", "forward", "float32"),
+        ("all_gather", "forward", "int64"),
+    ):
+        assert told(Use("0,1", op, phase, dtype, 1, 64)) == Verdict.PASS
+
+
 def test_norms_that_dtensors_copy_over_tensor_parallel_ranks_agree_though_the_rest_is_cut() -> None:
     def tp(rank: int, norms: int) -> Summary:
         return summary(
