@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from harness.evidence.keys import steps_text
 from harness.evidence.lost_peer import lost_a_peer
+from harness.evidence.recording import Last
 from harness.evidence.summary import Summary
 from harness.evidence.text import ranks_text
 from harness.judge.observed import copied, differing, odd_ranks, out_of_order, replicas, together
@@ -59,7 +60,9 @@ def _ended(recording: Recording) -> Rows:
     What came of another's end comes after that."""
     raised = together(recording.summaries.values(), lambda one: one.error if one.ended == "raised" else None)
     causes = sorted(raised.items(), key=lambda item: lost_a_peer(item[0]))[:3]
-    own = [_raised(error, ranks) for error, ranks in causes if not lost_a_peer(error)]
+    stopped = [rank for error, ranks in raised.items() if _by_hand(error) for rank in ranks]
+    own = [_raised(error, ranks) for error, ranks in causes if not lost_a_peer(error) and not _by_hand(error)]
+    own += _interrupted(recording, stopped)
     lost = [_raised(error, ranks) for error, ranks in causes if lost_a_peer(error)]
     quiet = [rank for rank, one in recording.summaries.items() if one.ended != "raised"]
     told = {rank: f"{how}; {_last(recording, rank)}" for rank in quiet if (how := _how(recording, rank))}
@@ -94,12 +97,25 @@ def _last(recording: Recording, rank: int) -> str:
     last = recording.last.get(rank)
     if last is None:
         return "before any collective"
+    return _issued(last)
+
+
+def _by_hand(error: str) -> bool:
+    return error.startswith("KeyboardInterrupt")
+
+
+def _interrupted(recording: Recording, ranks: Sequence[int]) -> Rows:
+    """By what was last on each, for a job that hangs is often ended so. Who waits has issued one more than its peer."""
+    lasts = {rank: recording.summaries[rank].last for rank in ranks}
+    found = _grouped({rank: _issued(last) if last else "" for rank, last in lasts.items()})
+    return [("INTERRUPTED", f"{some_ranks(alike)}, as by Ctrl-C{'; ' * bool(text)}{text}") for text, alike in found[:4]]
+
+
+def _issued(last: Last) -> str:
     return f"last collective: {last.text} over {ranks_text(last.ranks)}, number {last.seq} of that group"
 
 
 def _raised(error: str, ranks: Sequence[int]) -> tuple[str, str]:
-    if error.startswith("KeyboardInterrupt"):
-        return "INTERRUPTED", f"{some_ranks(ranks)}, as by Ctrl-C"
     return "RAISED", f"{some_ranks(ranks)}: {GLOO.sub('', error)}"
 
 

@@ -9,7 +9,7 @@ from literal_recording import hsdp, outside, summary
 
 from harness.evidence.keys import ranks_key
 from harness.evidence.recording import Last
-from harness.evidence.summary import Use
+from harness.evidence.summary import Summary, Use
 from harness.judge.observed_laws import finite, samples
 from harness.judge.stored_recording import Recording
 from harness.report.recording_layout import layout_report
@@ -87,6 +87,19 @@ def test_a_rank_that_never_said_that_it_ended_after_another_raised_was_most_like
 def test_ctrl_c_is_no_mistake_of_the_trainers() -> None:
     (row,) = odd(recording(*[hsdp(rank, ended="raised", error="KeyboardInterrupt: ") for rank in range(4)]))
     assert row == ("INTERRUPTED", "ranks 0-3, as by Ctrl-C")
+
+
+def test_after_ctrl_c_ranks_are_told_apart_by_their_last_collective_for_the_job_may_have_hung() -> None:
+    def stopped(rank: int, number: int) -> Summary:
+        last = Last("all_reduce in step 2, other", (0, 1, 2, 3), "0", number)
+        return hsdp(rank, ended="raised", error="KeyboardInterrupt", last=last)
+
+    text = "as by Ctrl-C; last collective: all_reduce in step 2, other over [0-3], number"
+    assert odd(recording(*[stopped(rank, 137 if rank == 2 else 138) for rank in range(4)])) == [
+        ("INTERRUPTED", f"rank 2, {text} 137 of that group"),
+        ("INTERRUPTED", f"ranks 0, 1, 3, {text} 138 of that group"),
+    ]
+    assert len(odd(recording(*[stopped(rank, 138) for rank in range(4)]))) == 1
 
 
 def test_what_moved_in_one_step_alone_is_not_said_of_each() -> None:
