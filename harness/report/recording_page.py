@@ -182,7 +182,10 @@ def _contents(summaries: Sequence[Summary]) -> str:
 
 
 def _no_replicas(summaries: Sequence[Summary]) -> str:
-    """Tensor parallelism replicates some parameters of ranks that hold other parts of the rest."""
+    """Tensor parallelism replicates some parameters of ranks that hold other parts of the rest. FSDP1 says over which ranks it
+    replicates, and not which parts its vectors are."""
+    if any(role.startswith("replicated") for one in summaries for role in one.roles.values()):
+        return "which parts these are is not claimed"
     some = any("Replicate" in text for one in summaries for text in one.placements)
     return "no two ranks claim the same parts of all of them" if some else "none claimed to be replicas"
 

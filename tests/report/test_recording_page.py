@@ -102,6 +102,14 @@ def test_after_ctrl_c_ranks_are_told_apart_by_their_last_collective_for_the_job_
     assert len(odd(recording(*[stopped(rank, 138) for rank in range(4)]))) == 1
 
 
+def test_where_fsdp1_replicates_its_vectors_nobody_is_told_that_no_replicas_are_claimed() -> None:
+    plain = TOLD | {"slices": 0, "placements": {"plain": 3}}
+    vectors = " ".join(page(recording(*[hsdp(rank, **plain) for rank in range(4)])).split())
+    assert "which parts these are is not claimed" in vectors and "none claimed" not in vectors
+    alone = " ".join(page(recording(*[hsdp(rank, **plain | {"roles": {}}) for rank in range(4)])).split())
+    assert "none claimed to be replicas" in alone
+
+
 def test_what_moved_in_one_step_alone_is_not_said_of_each() -> None:
     once = Use("0-3", "broadcast", "forward", "uint8", 1, 32, "2")
     text = page(recording(*[hsdp(rank, **TOLD | {"uses": (once,)}) for rank in range(4)]))
