@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from harness.probe.structure import stored
 from harness.probe.values import held_bytes
 
+T = TypeVar("T")
 MOST = 3
 """Values of one setting that are told."""
 
@@ -30,14 +32,31 @@ class Settings:
         return f"{self.kind}({', '.join(words)})"
 
 
+class Weakly(Generic[T]):
+    """What is told of each, while it lives. Trap: an optimizer that is a list of others, too, has no hash."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[weakref.ref[Optimizer], T]] = {}
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return (optimizer for ref, _ in self._held.values() if (optimizer := ref()) is not None)
+
+    def get(self, optimizer: Optimizer) -> T | None:
+        """Another may have got the id of one that has gone."""
+        ref, told = self._held.get(id(optimizer), (None, None))
+        return told if ref is not None and ref() is optimizer else None
+
+    def put(self, optimizer: Optimizer, told: T) -> None:
+        self._held[id(optimizer)] = weakref.ref(optimizer), told
+
+
 class Optimizers:
     def __init__(self) -> None:
-        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._settings: weakref.WeakKeyDictionary[Optimizer, Settings] = weakref.WeakKeyDictionary()
+        self._known: Weakly[Settings] = Weakly()
+        self._containers: Weakly[bool] = Weakly()
         self._all: list[Settings] = []
         self._stepping: list[weakref.ref[Optimizer]] = []
         self._stepped: set[int] = set()
-        self._containers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self._known)
@@ -56,15 +75,14 @@ class Optimizers:
 
     def begins(self, optimizer: Optimizer) -> None:
         if self._stepping and (outer := self._stepping[-1]()) is not None:
-            self._containers.add(outer)
+            self._containers.put(outer, True)
         self._stepping.append(weakref.ref(optimizer))
 
     def ended(self, optimizer: Optimizer) -> set[int]:
         """The ids of all parameters that were stepped; of none where another stepped it, which has yet to end."""
         self._stepping = self._stepping[:-1]
         self._stepped |= parameters_of(optimizer)
-        if optimizer not in self._containers:
-            self._known.add(optimizer)
+        if not self._containers.get(optimizer):
             self._note_settings(optimizer)
         if self._stepping:
             return set()
@@ -73,10 +91,10 @@ class Optimizers:
 
     def _note_settings(self, optimizer: Optimizer) -> None:
         values = settings_of(optimizer)
-        if optimizer not in self._settings:
-            self._settings[optimizer] = Settings(type(optimizer).__name__, values)
-            self._all.append(self._settings[optimizer])
-        first = self._settings[optimizer]
+        if (first := self._known.get(optimizer)) is None:
+            first = Settings(type(optimizer).__name__, values)
+            self._known.put(optimizer, first)
+            self._all.append(first)
         first.changed |= {key for key, value in first.values.items() if values.get(key) != value}
 
 

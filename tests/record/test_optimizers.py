@@ -31,6 +31,33 @@ def test_an_optimizer_that_has_others_step_for_it_is_none_itself() -> None:
     assert seen.texts == ("SGD(momentum 0, weight_decay 0)",)
 
 
+class Listed(torch.optim.Optimizer, list[torch.optim.Optimizer]):
+    """As that of Modalities under a pipeline. A list has no hash, and equals another of the same members."""
+
+    def __init__(self, *inner: torch.optim.Optimizer) -> None:
+        list.__init__(self, inner)
+        super().__init__([p for one in inner for group in one.param_groups for p in group["params"]], {})
+
+
+def test_a_container_that_is_a_list_and_so_has_no_hash_is_none_itself() -> None:
+    seen, inner = Optimizers(), sgd()
+    for optimizers in ((Listed(inner), inner), (Listed(inner), inner)):
+        for each in optimizers:
+            seen.begins(each)
+        for each in reversed(optimizers):
+            seen.ended(each)
+    assert [id(each) for each in seen] == [id(inner)]
+    assert seen.texts == ("SGD(momentum 0, weight_decay 0)",)
+
+
+def test_an_optimizer_that_is_a_list_and_steps_by_itself_is_one() -> None:
+    seen, one, other = Optimizers(), Listed(sgd()), Listed(sgd())
+    for each in (one, other, one):
+        seen.begins(each)
+        seen.ended(each)
+    assert [id(each) for each in seen] == [id(one), id(other)]
+
+
 class Broadcasting(torch.optim.Optimizer):
     """As ZeRO: another steps, and then the rank receives what others stepped."""
 
