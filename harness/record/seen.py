@@ -30,6 +30,7 @@ from harness.probe.settings import settings
 from harness.probe.structure import local, named_parameters, sharded_parameters
 from harness.probe.values import held_bytes
 from harness.record.digests import constant, digest, not_finite
+from harness.record.inputs import samples_of
 from harness.record.optimizers import Optimizers, gradient_bytes
 
 
@@ -135,10 +136,8 @@ class Seen:
         self._optimizers.pass_begins()
         step = self._step()
         step.began = step.began or time.perf_counter() - self._own()
-        given = (
-            (*args, *kwargs.values()) if any(part is each for each in self.parts) else ()
-        )  # a loss is fed by a model
-        first = next((value for value in given if torch.is_tensor(value)), None)
+        of_model = any(part is each for each in self.parts)  # a loss is fed by a model
+        first = samples_of(args, kwargs) if of_model else None
         in_training = self._clock.account.kind != "evaluation"
         if first is not None and in_training and self.reads_contents and first.device.type != "meta":
             dtype = str(first.dtype).removeprefix("torch.")

@@ -1,0 +1,63 @@
+"""Which tensor of a call the samples are: of ranks that are fed other samples, it differs."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harness.probe.clock import Clock
+from harness.probe.collectives import CollectiveRecorder
+from harness.probe.pipeline import PipelineRecorder
+from harness.record.inputs import samples_of
+from harness.record.seen import Seen
+
+TOKENS, MASK, ROWS = torch.arange(4).reshape(1, 4), torch.ones(1, 4, dtype=torch.int64), torch.rand(1, 4)
+
+
+@dataclass
+class Batch:
+    attention_mask: torch.Tensor
+    samples: torch.Tensor
+
+
+HOLDS_ITSELF: list[Any] = []
+HOLDS_ITSELF.append(HOLDS_ITSELF)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((TOKENS, MASK), {}),
+        (({"input_ids": TOKENS, "labels": MASK},), {}),
+        ((UserDict(attention_mask=MASK, input_ids=TOKENS),), {}),
+        ((), {"attention_mask": MASK, "input_ids": TOKENS}),
+        ((), {"position_ids": MASK, "batch": [TOKENS, MASK]}),
+        ((Batch(MASK, TOKENS),), {}),
+        ((["a text", (None, [TOKENS])],), {}),
+        (({"batch": MASK}, TOKENS), {}),
+        ((HOLDS_ITSELF, TOKENS), {}),
+    ],
+)
+def test_the_samples_are_the_first_tensor_that_is_no_mask_in_whatever_holds_it(args: Any, kwargs: Any) -> None:
+    assert samples_of(args, kwargs) is TOKENS
+
+
+def test_where_there_is_only_a_mask_it_is_told_and_where_there_is_no_tensor_nothing_is() -> None:
+    assert samples_of(({"mask": MASK, "positions": ROWS},), {}) is MASK
+    assert samples_of((HOLDS_ITSELF, {1: "a text"}, [1] * 100_000), {"use_cache": False}) is None
+
+
+def test_a_model_that_is_called_with_a_batch_of_names_was_fed_its_tokens() -> None:
+    clock, model = Clock(), nn.Linear(4, 4)
+    seen = Seen(clock, CollectiveRecorder(clock.where), PipelineRecorder(clock), lambda: 0.0)
+    assert seen.attach(model)
+    clock.enter_forward()
+    seen.pass_begins(model, ({"attention_mask": MASK.bool(), "input_ids": TOKENS},), {})
+    clock.leave_forward()
+    clock.leave_optimizer()
+    assert [(fed.dtype, fed.shape) for step in seen.steps() for fed in step.fed] == [("int64", (1, 4))]
