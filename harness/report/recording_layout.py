@@ -19,7 +19,7 @@ def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diag
     if diagnosis is not None:
         lines += [*wrapped(diagnosis.cause, "  "), *table(diagnosis.evidence)]
     elif told := next((one for one in results if one.verdict is Verdict.FAIL and one.findings), None):
-        lines += wrapped(f"{told.check}: {finding_text(told.findings[0])}", "  ")
+        lines += wrapped(f"{told.check}: {_first(told)}", "  ")
     explained = diagnosis is not None and any(label == "assuming this" for label, _ in diagnosis.evidence)
     for result in results:
         if result.verdict is not Verdict.NOT_APPLICABLE:
@@ -33,8 +33,13 @@ def _law(result: Result, *, with_finding: bool) -> list[str]:
         first, *rest = wrapped(law_line(result).strip(), "  ", " " * 18)
         return [first, *rest]
     line = law_line(dataclasses.replace(result, note=""))[:WIDTH].rstrip()
-    shown = result.findings[:1] if with_finding else ()
-    return [line, *(text for one in shown for text in wrapped(finding_text(one), "    ", "  "))]
+    return [line, *(wrapped(_first(result), "    ", "  ") if with_finding and result.findings else ())]
+
+
+def _first(result: Result) -> str:
+    """Of the findings, and how many it stands for: who reads of ranks 2-3 alone takes all others to be right."""
+    first, *more = result.findings
+    return finding_text(first) + (f" (and {len(more)} more)" if more else "")
 
 
 def verdict_of_all(results: Sequence[Result]) -> Verdict:

@@ -141,14 +141,14 @@ def test_elements_under_fsdp1_are_said_to_be_those_of_a_ranks_own_part() -> None
     assert "own part" not in page(recording(*(hsdp(rank, elements=80) for rank in range(4))))
 
 
-def test_below_a_layout_that_failed_the_first_law_that_was_broken_says_how_and_only_once() -> None:
+def test_below_a_layout_that_failed_the_first_law_that_was_broken_says_how_and_how_often_and_only_once() -> None:
     fed = [hsdp(rank, fed={1: rank // 2}) for rank in range(4)]
     results = [samples(fed, dims := ParallelDims(dp_shard=4)), finite(fed)]
     lines = layout_report(dims, results, None)
     assert lines[:3] == [
         "FAIL layout dp_shard 4",
         "  samples: ranks [0,1]: expected other samples on each data-parallel rank,",
-        "  observed the same in step 1",
+        "  observed the same in step 1 (and 1 more)",
     ]
     assert "\n".join(lines).count("ranks [0,1]") == 1
 
