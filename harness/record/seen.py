@@ -161,19 +161,26 @@ class Seen:
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         self._optimizers.begins(optimizer)
         self._note_settings()
-        step = self._step()
-        if "lr" in optimizer.param_groups[0]:
-            step.lr = float(optimizer.param_groups[0]["lr"])
-        before = step.ungraded  # that of an optimizer inside backward may have been used up when the next one begins
+        self._note_gradients(self._step(), optimizer)
+
+    def _note_gradients(self, step: Step, optimizer: Optimizer) -> None:
+        """That of an optimizer inside backward may have been used up when the next one begins."""
+        before = step.ungraded
         missing = [fqn for fqn, p in sharded_parameters(self.parts) if p.grad is None and local(p).numel()]
         step.ungraded = tuple(fqn for fqn in missing if before is None or fqn in before)
-        step.memory |= gradient_bytes((p for _, p in named_parameters(self.parts)), optimizer)
+        for what, size in gradient_bytes((p for _, p in named_parameters(self.parts)), optimizer).items():
+            step.memory[what] = max(size, step.memory.get(what, 0))
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
-        """Contents are those after the outermost step: ZeRO's sends to each rank what others stepped."""
+        """Contents are those after the outermost step: ZeRO's sends to each rank what others stepped. Trap: where an optimizer
+        calls a closure, the step's first pass comes after its optimizer begins, and brings the gradients."""
+        step = self._step()
+        if step.ungraded is None or step.ungraded:
+            self._note_gradients(step, optimizer)
+        if "lr" in optimizer.param_groups[0]:
+            step.lr = float(optimizer.param_groups[0]["lr"])
         if not (stepped := self._optimizers.ended(optimizer)):
             return
-        step = self._step()
         self._note_contents(self._clock.step, stepped)
         step.read_late = not step.digests
         step.memory["parameters"] = held_bytes(p for _, p in sharded_parameters(self.parts))

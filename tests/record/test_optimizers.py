@@ -149,3 +149,22 @@ def test_a_gradient_that_an_optimizer_inside_backward_has_used_up_was_there() ->
     clock.leave_forward()
     loss.backward()
     assert [step.ungraded for step in seen.steps() if step.step == 1] == [("1.weight",)]
+
+
+def test_gradients_that_a_closure_brings_inside_the_step_were_found_there() -> None:
+    clock, model = Clock(), nn.Linear(1, 1)
+    seen = Seen(clock, CollectiveRecorder(clock.where), PipelineRecorder(clock), lambda: 0.0)
+    assert seen.attach(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        seen.optimizer_begins(optimizer)
+        clock.enter_optimizer()
+        clock.enter_forward()
+        model(torch.ones(1)).sum().backward()
+        clock.leave_forward()
+        clock.leave_optimizer()
+        seen.optimizer_ended(optimizer)
+        optimizer.zero_grad()
+    told = {step.step: step.ungraded for step in seen.steps() if step.step}
+    assert told == {1: (), 2: ()}
+    assert [step.memory["gradients"] for step in seen.evidence(0, 1).steps] == [8, 8]
