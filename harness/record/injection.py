@@ -26,7 +26,7 @@ BY = "HARNESS_RECORD_BY"
 """The module that hears of a process's imports, where it is another than the recorder; in its environment."""
 SITE = Path(__file__).resolve().parent / "site"
 PROCESSES = "processes"
-STATES = ("started", "torch", "failed", "raised")
+STATES = ("started", "torch", "failed", "raised", "launcher")
 """How far a process got, in names of files."""
 
 
@@ -161,7 +161,12 @@ def why_nothing(directory: Path, command: Sequence[str], code: int = 0) -> str:
     if not states["started"]:
         kept = [word for word in command if word in ("-I", "-E", "-S")]
         why = f"`python {kept[0]}` ignores it" if kept else "python -I, -E or -S, a container, another machine"
-        return f"no Python process of the command took PYTHONPATH from it ({why}, or a script that sets its own)"
+        who = "of the command"
+        if states["launcher"]:
+            if errors := [text for file in states["launcher"] if (text := file.read_text().strip())]:
+                return f"the launcher raised before any rank was started: {errors[0]}"
+            who = "that the launcher started, if it did start any,"
+        return f"no Python process {who} took PYTHONPATH from it ({why}, or a script that sets its own)"
     if not states["torch"]:
         none = f"{_processes(states['started'])} ran, and none imported torch"
         return none + (f"; {_error_of_most(states['raised'])}" if states["raised"] and code else "")

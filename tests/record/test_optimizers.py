@@ -168,3 +168,12 @@ def test_gradients_that_a_closure_brings_inside_the_step_were_found_there() -> N
     told = {step.step: step.ungraded for step in seen.steps() if step.step}
     assert told == {1: (), 2: ()}
     assert [step.memory["gradients"] for step in seen.evidence(0, 1).steps] == [8, 8]
+
+
+def test_settings_that_come_back_from_a_checkpoint_as_lists_are_the_same() -> None:
+    seen, optimizer = Optimizers(), torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.1)
+    for betas in ((0.9, 0.999), [0.9, 0.999]):
+        optimizer.param_groups[0]["betas"] = betas
+        seen.begins(optimizer)
+        seen.ended(optimizer)
+    assert seen.texts == ("AdamW(betas (0.9, 0.999), weight_decay 0.01, amsgrad False)",)

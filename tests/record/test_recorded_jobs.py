@@ -178,6 +178,25 @@ def test_what_a_job_raised_before_it_trained_is_quoted(tmp_path: Path, capsys: p
     assert "1 raised before training anything: RuntimeError: Caught OSError: OSError: no data" in printed
 
 
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (
+            "raise ValueError('no such setting')",
+            "the launcher raised before any rank was started: ValueError: no such setting",
+        ),
+        ("raise SystemExit(2)", "no Python process that the launcher started, if it did start any, took PYTHONPATH"),
+    ],
+)
+def test_a_launcher_that_ends_before_it_starts_a_rank_did_take_its_environment(
+    source: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher = tmp_path / "accelerate"
+    launcher.write_text(source)
+    assert record(tmp_path / "out", sys.executable, str(launcher), "launch", "train") == 1
+    assert told in " ".join(capsys.readouterr().out.split())
+
+
 def test_of_two_ranks_that_raised_the_one_that_lost_its_peer_is_not_the_one_quoted(tmp_path: Path) -> None:
     (tmp_path / "processes").mkdir()
     for name, text in {

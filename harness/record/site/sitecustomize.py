@@ -90,6 +90,8 @@ def hear_of_ranks() -> None:
     def raised(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if kind.__name__ == "ChildFailedError":
             note_ends({rank: failure.exitcode for rank, failure in getattr(error, "failures", {}).items()})
+        else:
+            write("launcher", f"{kind.__name__}: {error}".splitlines()[0][:300])
         hook(kind, error, trace)
 
     sys.excepthook = raised
@@ -129,6 +131,7 @@ def launches_ranks() -> bool:
 
 if os.environ.get("HARNESS_RECORD"):
     if launches_ranks():
+        write("launcher", "")
         hear_of_ranks()
     else:
         note("started")
