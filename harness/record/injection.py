@@ -181,8 +181,11 @@ def why_nothing(directory: Path, command: Sequence[str], code: int = 0) -> str:
 
 
 def _error_of_most(raised: Sequence[Path], silent: int = 0) -> str:
-    """silent: processes that ended without an error."""
-    errors = Counter(file.read_text().strip() for file in raised)
+    """Those that are alike but for numbers (their rank, port or process) count together. silent: processes that ended without
+    an error."""
+    texts = sorted(file.read_text().strip() for file in raised)
+    alike = {re.sub(r"\d+", "", text): text for text in reversed(texts)}
+    errors = Counter(alike[re.sub(r"\d+", "", text)] for text in texts)
     error, count = min(errors.most_common(), key=lambda item: lost_a_peer(item[0]))
     first = f"{silent} ended without an error (sys.exit, or killed: the command's output may say why), then "
     return f"{first * (silent > 0 and lost_a_peer(error))}{count} raised before training anything: {error}"
