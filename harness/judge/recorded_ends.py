@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from harness.evidence.lost_peer import lost_a_peer
 from harness.evidence.records import Exit
 from harness.evidence.summary import Summary
 from harness.evidence.text import ranks_text
@@ -14,9 +15,10 @@ NOTHING_HEARD = "how it ended is unknown"
 
 
 def exits_of(recording: Recording, world: int) -> tuple[Exit, ...]:
+    """Who only lost a peer is not to blame where somebody else is."""
     found = [_exit(rank, recording.summaries.get(rank), recording) for rank in range(world)]
     to_blame = any(one.blamed for one in found)
-    return tuple(one if to_blame or one.how != "killed" else replace(one, blamed=True) for one in found)
+    return tuple(one if to_blame or one.how not in ("killed", "raised") else replace(one, blamed=True) for one in found)
 
 
 def not_heard(exits: tuple[Exit, ...], recording: Recording) -> str:
@@ -39,7 +41,7 @@ def not_heard(exits: tuple[Exit, ...], recording: Recording) -> str:
 def _exit(rank: int, left: Summary | None, recording: Recording) -> Exit:
     code = recording.exits.get(rank)
     if left is not None and left.ended == "raised":
-        return Exit(rank, "raised", 1, error=left.error, blamed=True)
+        return Exit(rank, "raised", 1, error=left.error, blamed=not lost_a_peer(left.error))
     if code is not None and code < 0:
         signal, last = exit_text(code), _last(rank, recording)
         if only_waited(recording, rank):

@@ -56,6 +56,14 @@ def test_an_exit_code_that_the_launcher_tells_is_the_ranks_own() -> None:
     ]
 
 
+def test_who_raised_is_blamed_and_who_lost_that_peer_is_not_unless_there_is_nobody_else() -> None:
+    job = ended("raised", "raised", code=1)
+    assert [one.blamed for one in exits(job)] == [True, True]
+    own = summary(1, 2, ended="raised", error="RuntimeError: data is broken")
+    job = Recording(Path("run"), job.summaries | {1: own}, code=1)
+    assert [one.blamed for one in exits(job)] == [False, True]
+
+
 def test_who_died_by_a_signal_is_blamed_with_the_collective_that_it_was_in_and_comes_before_who_lost_it() -> None:
     job = ended("", "raised", code=1, exits={0: -11, 1: 1}, last={0: LAST})
     first, other = exits(job)
