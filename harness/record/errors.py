@@ -1,4 +1,4 @@
-"""What an exception says, in one line. It is the standard library's alone: it is used before torch is imported, too."""
+"""What an exception says, in one line."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ def odd(recording: Recording) -> Rows:
         *[
             ("UNLIKE OTHERS", f"{one.what} on {some_ranks(one.ranks)}: {one.theirs}; on most: {one.most}")
             for one in odd_ranks(summaries)[:4]
+            if one.what != "steps" or (recording.code or 0) >= 0  # a signal meets each rank in a step of its own
         ],
     ]
 

@@ -110,6 +110,12 @@ def test_where_fsdp1_replicates_its_vectors_nobody_is_told_that_no_replicas_are_
     assert "none claimed to be replicas" in alone
 
 
+def test_a_signal_meets_ranks_in_different_steps_and_that_is_not_said_of_them() -> None:
+    ranks = [hsdp(rank, ended="ok", steps_seen=8 + rank // 3) for rank in range(4)]
+    assert [what for what, _ in odd(recording(*ranks, code=-2))] == ["ENDED"]
+    assert [what for what, _ in odd(recording(*ranks))] == ["UNLIKE OTHERS"]
+
+
 def test_what_moved_in_one_step_alone_is_not_said_of_each() -> None:
     once = Use("0-3", "broadcast", "forward", "uint8", 1, 32, "2")
     text = page(recording(*[hsdp(rank, **TOLD | {"uses": (once,)}) for rank in range(4)]))
