@@ -29,6 +29,7 @@ from literal import (
     with_collectives,
     with_every_rank,
     with_rank,
+    with_step,
     with_step_1_gradients,
     without_rank,
 )
@@ -273,6 +274,28 @@ def test_gradients_that_are_reduced_over_tp_too_are_named_with_what_each_rank_ha
 
 def test_from_the_step_on_in_which_gradients_are_reduced_over_tp_they_are_named_so() -> None:
     assert "also reduced over tp" in first_line(reduced_over_tp(trial_of(tiny_case(dims(tp=2))), 0.5, since=2))
+
+
+def test_what_is_reduced_over_tp_besides_is_all_of_a_ranks_gradients_once() -> None:
+    right = trial_of(tiny_case(dims(shard=2, tp=2)))
+    wrong = reduced_over_tp(right, 0.5)
+    (one,) = mixed_slices(wrong, broken_laws(judge(wrong)))
+    assert one.assume is not None
+    for rank, most in one.assume(wrong).plan.outside_bytes.items():
+        own = sum(gradient.nbytes for gradient in right.ranks[rank].steps[0].gradients.values())
+        assert most == right.plan.outside_bytes[rank] + own
+
+
+def test_slices_that_have_other_multiples_are_not_mixed_by_one_reduction() -> None:
+    wrong = reduced_over_tp(trial_of(tiny_case(dims(shard=2, tp=2))), 0.5)
+    fqn = "layers.0.attention.wq.weight"
+    for off, known in ((0.0, True), (5e-8, True), (1e-3, False)):
+        trial = wrong
+        for rank in (0, 1):
+            gradients = trial.ranks[rank].steps[0].gradients
+            changed = gradients | {fqn: (1 + off) * gradients[fqn]}
+            trial = with_step(trial, rank, 1, gradients=changed)
+        assert bool(list(mixed_slices(trial, broken_laws(judge(trial))))) is known
 
 
 def test_gradients_of_one_tp_rank_alone_or_at_random_are_no_mixed_slices() -> None:
