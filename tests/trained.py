@@ -10,12 +10,14 @@ from typing import Any
 import literal
 import literal_ranks
 import pytest
-from literal import ADAMW, TINY, tiny_case, trial_of
+from literal import ADAMW, TINY, tiny_case, trial_of, with_step
 
 from harness.checks import judge
 from harness.diagnosis import assume, diagnose
+from harness.diagnosis.forward import bench_of
 from harness.judge.result import Diagnosis
 from harness.judge.trial import Trial
+from harness.reference.altered import Alter
 from harness.reference.counterfactual import Batch, Bench, Otherwise, retrain
 from harness.reference.record import ReferenceRun
 from harness.reference.train import train
@@ -85,3 +87,11 @@ def proven(trial: Trial) -> tuple[str, str]:
     """The kinds of causes, and how many laws hold under them."""
     found = diagnosed(trial)
     return ", ".join(found.kinds), dict(found.evidence).get("assuming this", "")
+
+
+def with_inputs(trial: Trial, alter: Alter) -> Trial:
+    """What went into each module in step 1, as the probe sees it."""
+    seen = {fqn: (mean, 1) for fqn, mean in bench_of(trial, 1).inputs(alter).items()}
+    for rank, evidence in trial.ranks.items():
+        trial = with_step(trial, rank, 1, activity=replace(evidence.steps[0].activity, inputs=seen))
+    return trial

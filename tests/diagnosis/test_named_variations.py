@@ -14,14 +14,14 @@ from diagnosed import broken
 from literal import judged, with_step, with_value
 from noisy import with_noise
 from torch import Tensor
-from trained import MODEL, RECIPE, Ran, _ran, case_of  # noqa: F401
+from trained import MODEL, RECIPE, Ran, _ran, case_of, with_inputs  # noqa: F401
 
 from harness.diagnosis import forward
-from harness.diagnosis.forward import Tries, _both, bench_of, other_forward
+from harness.diagnosis.forward import Tries, _both, other_forward
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.reference import fitted, rounding, variations
-from harness.reference.altered import Alter, Variation, altering, put_instead
+from harness.reference.altered import Variation, altering, put_instead
 from harness.reference.data import IGNORED
 from harness.spec.dims import ParallelDims
 
@@ -49,14 +49,6 @@ def hypotheses(trial: Trial, *laws: str) -> list[tuple[str, int, tuple[tuple[str
         assert isinstance(one.assume, partial) and None not in one.assume.keywords.values()
         assert judged("loss", one.assume(trial)).verdict is Verdict.PASS
     return [(one.cause.text, one.fitted, one.lines) for one in found]
-
-
-def with_inputs(trial: Trial, alter: Alter) -> Trial:
-    """What went into each module in step 1, as the probe sees it."""
-    seen = {fqn: (mean, 1) for fqn, mean in bench_of(trial, 1).inputs(alter).items()}
-    for rank, evidence in trial.ranks.items():
-        trial = with_step(trial, rank, 1, activity=replace(evidence.steps[0].activity, inputs=seen))
-    return trial
 
 
 # ---- where and since when

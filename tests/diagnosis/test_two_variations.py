@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from literal import with_step
-from trained import MODEL, RECIPE, Ran, _ran, case_of, diagnosed, reference  # noqa: F401
+from trained import MODEL, RECIPE, Ran, _ran, case_of, diagnosed, reference, with_inputs  # noqa: F401
 
-from harness.diagnosis.forward import _both, bench_of
-from harness.judge.trial import Trial
+from harness.diagnosis.forward import _both
 from harness.reference.altered import Alter, Variation, altering
 from harness.reference.variations import variations
 
@@ -23,14 +19,6 @@ MODULES = {
 
 def altered(variation: Variation) -> Alter:
     return altering(variation, MODULES[variation.part], 1)
-
-
-def with_inputs(trial: Trial, alter: Alter) -> Trial:
-    """What went into each module of step 1, as the probe sees it."""
-    seen = {fqn: (mean, 1) for fqn, mean in bench_of(trial, 1).inputs(alter).items()}
-    for rank, evidence in trial.ranks.items():
-        trial = with_step(trial, rank, 1, activity=replace(evidence.steps[0].activity, inputs=seen))
-    return trial
 
 
 @pytest.mark.parametrize(
