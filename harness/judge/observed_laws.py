@@ -14,6 +14,7 @@ from harness.judge.observed_order import other_order
 from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
 from harness.judge.separate_models import joined_sets
 from harness.plan.grid import coordinate
+from harness.plan.slices import BYTES
 from harness.spec.dims import ParallelDims
 
 NOTHING = "nothing was examined"
@@ -89,7 +90,8 @@ TELLING: dict[str, Callable[[str, str], bool]] = {
 """By axis, whether a collective of this phase is none that data parallelism without shards has, too; nor a ring, of tp."""
 
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+GATHERED = BYTES | {"float16": 2}
+"""Of a number that FSDP gathers, which may be in a dtype that no case requests."""
 
 
 def _of_shards(one: Summary, use: Use | Outside, axis: str) -> bool:
@@ -102,7 +104,7 @@ def _of_shards(one: Summary, use: Use | Outside, axis: str) -> bool:
         return True
     if use.phase == "backward":
         return use.op in ("all_gather", "reduce_scatter")
-    whole = one.elements * ITEM_BYTES.get(use.dtype, 0)
+    whole = one.elements * GATHERED.get(use.dtype, 0)
     return (use.op, use.phase) == ("all_gather", "forward") and whole > 0 and use.bytes % whole == 0
 
 

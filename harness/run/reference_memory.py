@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 
 from harness.launch import machine
+from harness.plan.slices import BYTES
 from harness.spec.case import Case
 
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 LAYER = (12, 4)
 """Numbers that a layer keeps of a token until backward, in dim and ffn_dim. Measured: 14 (float64) or 20 (float32), and 4."""
 LOGITS = 3

@@ -71,13 +71,17 @@ def write(state: str, text: str) -> None:
         print(f"harness: {folder} cannot be written: {error}", file=sys.stderr)
 
 
+def first_line(kind: type[BaseException], error: BaseException) -> str:
+    return f"{kind.__name__}: {error}".splitlines()[0][:300]
+
+
 def hear_of_errors() -> None:
     """Before torch is imported, from when on the recorder hears of them."""
     hook = sys.excepthook
 
     def raised(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if "torch" not in sys.modules:
-            write("raised", f"{kind.__name__}: {error}".splitlines()[0][:300])
+            write("raised", first_line(kind, error))
         hook(kind, error, trace)
 
     sys.excepthook = raised
@@ -91,7 +95,7 @@ def hear_of_ranks() -> None:
         if kind.__name__ == "ChildFailedError":
             note_ends({rank: failure.exitcode for rank, failure in getattr(error, "failures", {}).items()})
         else:
-            write("launcher", f"{kind.__name__}: {error}".splitlines()[0][:300])
+            write("launcher", first_line(kind, error))
         hook(kind, error, trace)
 
     sys.excepthook = raised
