@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from harness.evidence.text import ranks_text
+from harness.evidence.text import number_text, ranks_text
 from harness.judge import tolerance
 from harness.judge.assembly import Misfit, gradient_distance, misfits
 from harness.judge.clipping import clipped_unseen
@@ -61,6 +61,6 @@ def _finding(trial: Trial, misfit: Misfit) -> Finding:
     where = f"ranks {ranks_text(misfit.ranks)}, step {misfit.step}, {misfit.fqn}"
     if misfit.scaled:
         bound = trial.bounds.text(misfit.fit_bound, tolerance.FIT_FACTOR)
-        return Finding(where, "the reference's", f"{misfit.fit:.4g} times it by best fit", bound)
+        return Finding(where, "the reference's", f"{number_text(misfit.fit, 4)} times it by best fit", bound)
     bound = trial.bounds.text(misfit.distance_bound, tolerance.distance_factor(trial.case, misfit.step))
     return Finding(where, "the reference's", f"off by {misfit.distance:.2e} of its norm", bound)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from harness.evidence.records import Resumed
+from harness.evidence.text import number_text
 from harness.judge.contents import take
 from harness.judge.received_samples import received_samples
 from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
@@ -140,7 +141,7 @@ def _difference(held: np.ndarray | None, wanted: np.ndarray) -> str:
     if held.shape != wanted.shape:
         return f"shape {held.shape} instead of {wanted.shape}"
     if not wanted.ndim:
-        return f"{float(held):g} instead of {float(wanted):g}"
+        return f"{number_text(float(held))} instead of {number_text(float(wanted))}"
     if held.size and not held.any():
         return "zeros"
     return f"{int(np.sum(held != wanted))} of {held.size} entries differ"

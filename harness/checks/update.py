@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 
 from harness.evidence.records import RankEvidence, StepEvidence, TensorEvidence
+from harness.evidence.text import number_text
 from harness.judge import tolerance
 from harness.judge.clipping import clipped_unseen
 from harness.judge.result import Finding, Result, Verdict, verdict_of
@@ -238,8 +239,8 @@ def _compare(
     at = np.unravel_index(np.argmax(np.abs(observed - expected) / np.maximum(bound, 1e-300)), observed.shape)
     moved, should = float(observed[at] - before[at]), float(expected[at] - before[at])
     ratio = moved / should if should else math.inf
-    found = f"moved by {moved:.6g} (ratio {ratio:.10g}); {int(wrong.sum())} of {wrong.size} entries wrong"
-    return here(f"entry {tuple(map(int, at))} moved by {should:.6g}", found, f"{float(bound[at]):.1e}")
+    found = f"moved by {number_text(moved)} (ratio {number_text(ratio, 10)}); {int(wrong.sum())} of {wrong.size} entries wrong"
+    return here(f"entry {tuple(map(int, at))} moved by {number_text(should)}", found, f"{float(bound[at]):.1e}")
 
 
 def _compare_with_what_was_left(here: Here, trial: Trial, step: StepEvidence, fqn: str) -> Finding | None:
@@ -252,7 +253,9 @@ def _compare_with_what_was_left(here: Here, trial: Trial, step: StepEvidence, fq
         return here(f"unchanged {when}", f"{left.dtype} {left.shape} became {now.dtype} {now.shape}")
     differing = now.reshape(-1) != left.reshape(-1)
     most = np.max(np.abs(now.reshape(-1) - left.reshape(-1)), initial=0.0)
-    return here(f"unchanged {when}", f"{int(differing.sum())} of {now.size} entries changed, by up to {most:.2g}")
+    return here(
+        f"unchanged {when}", f"{int(differing.sum())} of {now.size} entries changed, by up to {number_text(most, 2)}"
+    )
 
 
 def _compare_moments(here: Here, trial: Trial, fqn: str, seen: dict[str, np.ndarray], state: _State) -> Finding | None:

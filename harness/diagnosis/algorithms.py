@@ -15,6 +15,7 @@ from harness.diagnosis import assume
 from harness.diagnosis.hypothesis import Hypothesis
 from harness.diagnosis.words import Arrays, Pair
 from harness.evidence.records import RankEvidence
+from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
@@ -103,8 +104,8 @@ def _changes(requested: TrainingConfig) -> Iterator[dict[str, Any]]:
 
 def _changed(requested: TrainingConfig, changes: Mapping[str, float]) -> Cause:
     """Of one number it is the kind."""
-    seen = " and ".join(f"{WORDS.get(name, name)} is {value:g}" for name, value in changes.items())
-    wanted = " and ".join(f"{getattr(requested, name):g}" for name in changes)
+    seen = " and ".join(f"{WORDS.get(name, name)} is {number_text(value)}" for name, value in changes.items())
+    wanted = " and ".join(number_text(getattr(requested, name)) for name in changes)
     exchanged = [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
     hint = "the two are swapped" * exchanged
     return Cause(next(iter(changes)), f"{seen} in the optimizer", "", wanted, hint)
@@ -167,7 +168,7 @@ def _of_adamw(trial: Trial) -> Iterator[Algorithm]:
 
 def _of_sgd(trial: Trial) -> Iterator[Algorithm]:
     for momentum, nesterov in itertools.product((0.9, 0.95, 0.99, 0.8, 0.5), (False, True)):
-        text = f"SGD has {'Nesterov ' * nesterov}momentum {momentum:g}"
+        text = f"SGD has {'Nesterov ' * nesterov}momentum {number_text(momentum)}"
         yield _given(trial, Cause("momentum", text, "", "none"), momentum, nesterov=nesterov, copies=1)
 
 

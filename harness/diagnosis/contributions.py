@@ -20,6 +20,7 @@ from harness.diagnosis.mixture import DATA_AXES, Mixture, Piece, Pieces, assumin
 from harness.diagnosis.reductions import of_each_rank
 from harness.diagnosis.reports import Number, assuming_reports, reported_of
 from harness.diagnosis.words import Arrays
+from harness.evidence.text import number_text
 from harness.judge.losses import losses
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
@@ -145,7 +146,7 @@ def _by_microbatch(fit: Fit) -> Iterator[Counting]:
     if not fit.mixture.same(fit.seen[counted], each[numbers][counted]):
         return
     each = np.where(np.abs(each - each.round()) <= close, each.round() + 0.0, each)
-    shown, lost = ", ".join(f"{weight:.4g}" for weight in each), np.flatnonzero(each == 0).tolist()
+    shown, lost = ", ".join(number_text(weight, 4) for weight in each), np.flatnonzero(each == 0).tolist()
     text = f"microbatches contribute to the gradient with weights {shown}, requested 1 each"
     if lost:
         text = f"{_lost_text(lost, passes)} (weights {shown})"
@@ -273,10 +274,9 @@ def _unequal_text(fit: Fit) -> str:
     places = np.array([piece.place for piece in fit.pieces.all])[fit.counted]
     each = {place: seen[places == place].mean() for place in np.unique(places)}
     if len(each) > 1 and fit.mixture.same(seen, np.array([each[place] for place in places])):
-        shown = ", ".join(f"{weight:.4g}" for weight in each.values())
+        shown = ", ".join(number_text(weight, 4) for weight in each.values())
         return f"tokens count unequally in the gradient: weights {shown} by cp rank, requested 1 each"
     none = int(np.sum(seen == 0))
     more = f", {none} of {len(seen)} do not count at all" if none else ""
-    return (
-        f"samples count unequally in the gradient: weights {seen.min():.4g} to {seen.max():.4g}{more}, requested 1 each"
-    )
+    least, most = number_text(seen.min(), 4), number_text(seen.max(), 4)
+    return f"samples count unequally in the gradient: weights {least} to {most}{more}, requested 1 each"

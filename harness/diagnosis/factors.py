@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 
+from harness.evidence.text import number_text
 from harness.judge.losses import losses
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
@@ -17,7 +18,7 @@ ByStep = Callable[[int], float]
 
 def times_text(factor: float) -> str:
     """0.25 times."""
-    return f"{factor:.6g} times"
+    return f"{number_text(factor)} times"
 
 
 def factor_text(trial: Trial, factor: float, everywhere: bool = True) -> str:

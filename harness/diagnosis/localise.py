@@ -10,7 +10,7 @@ from dataclasses import replace
 from harness.diagnosis.differences import distance, loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, verdict_of
 from harness.diagnosis.words import Pair, finding_line, in_order, in_parameters, rank_words, where_text
-from harness.evidence.text import ranks_text
+from harness.evidence.text import number_text, ranks_text
 from harness.judge.assembly import misfits
 from harness.judge.result import Cause, Lines, Verdict
 from harness.judge.tolerance import NoBound
@@ -125,7 +125,9 @@ def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
     worst = max(wrong, key=lambda one: one.excess)
     text = f"by {worst.distance:.1e} of its norm in {worst.fqn}, noise explains {worst.distance_bound:.1e}"
     if worst.scaled:
-        text = f"{worst.fit:.4g} times the reference's by best fit in {worst.fqn} on {rank_words(worst.ranks)}"
+        text = (
+            f"{number_text(worst.fit, 4)} times the reference's by best fit in {worst.fqn} on {rank_words(worst.ranks)}"
+        )
     fqns = in_order(trial, (one.fqn for one in wrong))
     hint = f"{text}; no single entry stands out{in_common(trial, fqns)}"
     no_factor = ", and no factor explains it" * (not any(one.scaled for one in wrong))

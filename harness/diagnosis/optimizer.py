@@ -25,6 +25,7 @@ from harness.diagnosis.differences import OF_GRADIENTS, loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.replicas import optimizer_of_ranks, replicas_differ
 from harness.diagnosis.words import Arrays, in_order, on_ranks, where_text
+from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
 from harness.judge.result import Cause
@@ -79,9 +80,11 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
     for which, fqns in _parts(trial):
         rates = partial(_rate_of, fqns, shown, usual)
         of_ranks = partial(_rates_of_ranks, trial, rates)
-        text = f"learning rate of step {first}{which}{on_ranks(trial, ranks)} is {rate:.6g}{noted}"
+        text = f"learning rate of step {first}{which}{on_ranks(trial, ranks)} is {number_text(rate)}{noted}"
         instead = partial(optimizer_of_ranks, assumed=AssumedOptimizer(rate=rates), of_ranks=of_ranks, differ=differ)
-        hypothesis = Hypothesis(Cause("learning rate", text, "", f"{usual[first]:.6g}", rule), instead, 1 + bool(which))
+        hypothesis = Hypothesis(
+            Cause("learning rate", text, "", number_text(usual[first]), rule), instead, 1 + bool(which)
+        )
         yield hypothesis.and_then(lambda other: replace(other, reports={**other.reports, **reports}))
 
 
@@ -208,12 +211,12 @@ def _another_rate(trial: Trial, fqns: list[str], where: str, factor: float) -> I
     """Where it makes up for the schedule, without it; and by that factor in every step."""
     usual, peak = {step.step: step.lr for step in trial.reference.steps}, trial.case.training.lr
     requested = usual[trial.first_step]
-    rate, times = factor * requested, f"{factor:.6g} times"
-    text = f"the learning rate of {where} is {rate:.6g} in step {trial.first_step}"
+    rate, times = factor * requested, f"{number_text(factor)} times"
+    text = f"the learning rate of {where} is {number_text(rate)} in step {trial.first_step}"
     if math.isclose(rate, peak):
-        constant = Cause("learning rate", f"{text}, the peak, as without a schedule", "", f"{requested:.6g}")
+        constant = Cause("learning rate", f"{text}, the peak, as without a schedule", "", number_text(requested))
         yield Hypothesis(constant, partial(_by_rates, fqns, dict.fromkeys(usual, peak), usual))
-    cause, fitted = Cause("learning rate", text, "", f"{requested:.6g}"), 1
+    cause, fitted = Cause("learning rate", text, "", number_text(requested)), 1
     if len(fqns) == len(trial.plan.shapes):
         every = f"every optimizer step is {times} what it should be, as with {times} the learning rate"
         cause, fitted = Cause("learning rate", every), 3  # whatever number of the recipe gives the same says more
@@ -240,7 +243,10 @@ def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> I
     elif not matrices and set(fqns) == vectors and not decay:
         text, expected = "weight decay is applied to matrices only", "all parameters"
     else:
-        text, expected = f"weight decay{of} is {decay:g}", f"{update.recipe_of(trial, fqns[0]).weight_decay:g}"
+        text, expected = (
+            f"weight decay{of} is {number_text(decay)}",
+            number_text(update.recipe_of(trial, fqns[0]).weight_decay),
+        )
         divided = math.isclose(decay * trial.case.training.lr, requested)
         text += ", the requested one divided by the learning rate" * divided
         text = text if decay else f"weight decay is not applied{of.replace(' of ', ' to ', 1)}"
@@ -365,4 +371,4 @@ def _rules(training: TrainingConfig) -> Iterator[tuple[str, Rate]]:
         if value >= 0 and value != (requested := getattr(training, name)):
             changes: dict[str, Any] = {name: value}
             rate = partial(learning_rate, training=replace(training, **changes))
-            yield f"as with {name} {value:g}, not {requested:g}", rate
+            yield f"as with {name} {number_text(value)}, not {number_text(requested)}", rate

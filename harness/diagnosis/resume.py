@@ -17,7 +17,7 @@ from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.weights import rearranged, rounded_to
 from harness.diagnosis.words import Arrays, Pair, finding_line, in_order, in_parameters, on_ranks, some, where_text
 from harness.evidence.checkpoint_index import Checkpoint
-from harness.evidence.text import counted
+from harness.evidence.text import counted, number_text
 from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
@@ -178,7 +178,7 @@ def _changed(trial: Trial, names: list[str]) -> str:
     if arranged == {"they are transposed"}:
         return "parameters come back transposed from the checkpoint"
     if factor := _common_factor(pairs):
-        return f"parameters are {factor:.9g} times the saved ones after resuming"
+        return f"parameters are {number_text(factor, 9)} times the saved ones after resuming"
     if "" not in arranged:
         return "entries are in another order after resuming"
     return f"parameters after resuming are not those of step {trial.case.steps.start - 1}"
@@ -241,9 +241,10 @@ def _counter_lost(trial: Trial, wrong: Wrong, name: str) -> str:
     places = _places(wrong, {name})
     rank, fqn = places[0]
     held, saved = held_state(trial, rank).get((name, fqn)), saved_state(trial.saved[-1])[name, fqn]
-    seen = "missing" if held is None else f"{float(held):g}"
+    seen = "missing" if held is None else number_text(float(held))
     why = ": AdamW's bias correction restarts" if name == "step" and not held else ""
-    return f"the optimizer's {name} counter is {seen} after resuming, saved {float(saved):g} {where_text(trial, places)}{why}"
+    wanted = number_text(float(saved))
+    return f"the optimizer's {name} counter is {seen} after resuming, saved {wanted} {where_text(trial, places)}{why}"
 
 
 def _places(wrong: Wrong, names: Collection[str]) -> list[Pair]:
@@ -262,7 +263,7 @@ def _schedule(trial: Trial, wrong: Wrong) -> Cause | None:
     if step is None or not all(math.isclose(lr, rates[n - saved], rel_tol=1e-12) for n, lr in seen if n >= step):
         return None
     text = f"the schedule restarts after resuming: the learning rate of step {step} is that of step {step - saved}"
-    return Cause("schedule starts anew", text, expected=f"{rates[step]:.6g}")
+    return Cause("schedule starts anew", text, expected=number_text(rates[step]))
 
 
 WAYS: tuple[tuple[Name, tuple[str, ...]], ...] = (

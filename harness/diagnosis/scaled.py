@@ -31,6 +31,7 @@ from harness.diagnosis.factors import factor_text, times_text, token_factors
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.reports import assuming_reports, reported_of
 from harness.diagnosis.words import Arrays, in_order, in_parameters, on_ranks, some
+from harness.evidence.text import number_text
 from harness.judge.assembly import Misfit, misfits
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.result import Cause, Lines
@@ -128,7 +129,7 @@ def _noisy_fits(trial: Trial, step: int) -> Iterator[Fit]:
 def _misfit_lines(wrong: list[Misfit]) -> Lines:
     """The worst ones: numbers that a person can check."""
     texts = (
-        f"{one.fqn}: {one.fit:.4g} times the reference's by best fit (bound {one.fit_bound:.1e}),"
+        f"{one.fqn}: {number_text(one.fit, 4)} times the reference's by best fit (bound {one.fit_bound:.1e}),"
         f" off by {one.distance:.1e} of its norm (bound {one.distance_bound:.1e})"
         for one in sorted(wrong, key=lambda one: -one.excess)[:3]
     )
@@ -199,7 +200,7 @@ def _sentence(trial: Trial, fit: Fit, factor: float, *, alone: bool = False) -> 
     since = f"are right in step {trial.first_step} and {when}" if later else "are"
     if abs(factor) < 1e-12:
         return f"gradients {since} zero {_where(trial, fit)}"
-    times = times_text(factor) if trial.case.exact else f"{factor:.3g} times"
+    times = times_text(factor) if trial.case.exact else f"{number_text(factor, 3)} times"
     return f"gradients {since} {times} what they should be {_where(trial, fit)}"
 
 
@@ -214,11 +215,11 @@ def _with_several(trial: Trial, fit: Fit) -> Iterator[Hypothesis]:
 def _by_kind(trial: Trial, fit: Fit) -> str:
     factors = fit.factors
     if not trial.case.exact:
-        shown = f"{min(factors.values()):.3g} to {max(factors.values()):.3g} times"
+        shown = f"{number_text(min(factors.values()), 3)} to {number_text(max(factors.values()), 3)} times"
     else:
         kinds = sorted({round(factor, 9) for factor in factors.values()})
         members = {kind: [fqn for fqn, factor in factors.items() if round(factor, 9) == kind] for kind in kinds[:4]}
-        shown = ", ".join(f"{kind:.4g} ({some(fqns, 1)})" for kind, fqns in members.items())
+        shown = ", ".join(f"{number_text(kind, 4)} ({some(fqns, 1)})" for kind, fqns in members.items())
     return f"gradients are scaled by different factors {_where(trial, fit)}: {shown}"
 
 
@@ -230,7 +231,7 @@ def _by_stage(trial: Trial, factors: Mapping[str, float]) -> str:
         if len(kinds) > 1:
             return ""
         shown[stage] = kinds.pop()
-    texts = ", ".join(f"{factor:.6g} times in stage {stage}" for stage, factor in shown.items())
+    texts = ", ".join(f"{number_text(factor)} times in stage {stage}" for stage, factor in shown.items())
     return f"gradients are scaled by stage: {texts}" if shown else ""
 
 
@@ -269,7 +270,7 @@ def _longer(trial: Trial) -> Iterator[Hypothesis]:
     """By what factor all gradients are longer, where noise hides it of each."""
     first = trial.first_step
     ratio = observed_norm(trial, first) / trial.reference_step(first).grad_norm
-    text = f"the gradient norm is {ratio:.3g} times the reference's, though no entry is beyond its noise"
+    text = f"the gradient norm is {number_text(ratio, 3)} times the reference's, though no entry is beyond its noise"
     yield _hypothesis(text, lambda step: dict.fromkeys(trial.plan.shapes, ratio) if step >= first else {}, ())
 
 

@@ -12,6 +12,7 @@ from harness.diagnosis.assume import another_reference
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import Broken, Hypothesis, no_reference
 from harness.diagnosis.words import Pair, finding_line, in_order, in_parameters, some, where_text
+from harness.evidence.text import number_text
 from harness.judge.contents import take
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
@@ -90,12 +91,12 @@ def _held(trial: Trial, place: Pair) -> tuple[np.ndarray, np.ndarray]:
 def _instead(value: np.ndarray, wanted: np.ndarray) -> str:
     """A constant, or what becomes of the seed weight."""
     if value.size > 1 and np.all(value == value.flat[0]):
-        return f"they are all {value.flat[0]:g}"
+        return f"they are all {number_text(value.flat[0])}"
     if dtype := rounded_to((value, wanted)):
         return f"they are the seed's rounded to {dtype}"
     factor = best_fit(value, wanted) if value.shape == wanted.shape else 0.0
     if factor and np.allclose(value, factor * wanted, rtol=1e-9, atol=0):
-        return f"they are {factor:.6g}{TIMES}"
+        return f"they are {number_text(factor)}{TIMES}"
     return rearranged(value, wanted)
 
 
@@ -256,7 +257,7 @@ def _of_earlier_ones(trial: Trial, step: int, found: Mapping[Pair, np.ndarray]) 
     told = [(name, share) for name, share in zip(names, shares, strict=True) if abs(share) > 1e-4]
     if len(told) == 1:
         return f"to those {told[0][0]}, "
-    return f"to a mean of those {', '.join(f'{name} ({share:.3g})' for name, share in told)}, "
+    return f"to a mean of those {', '.join(f'{name} ({number_text(share, 3)})' for name, share in told)}, "
 
 
 def _after_each(trial: Trial, at: Pair, steps: Sequence[int]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Ranks, bytes and positions as a person writes them."""
+"""Ranks, bytes, numbers and positions as a person writes them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ def bytes_text(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1000
     return f"{count:.4g} GB"
+
+
+def number_text(value: float, digits: int = 6) -> str:
+    """Return the number with that many significant digits. A zero has no sign: which one it gets depends on the processor."""
+    text = f"{value:.{digits}g}"
+    return "0" if text == "-0" else text
 
 
 def counted(count: int, one: str) -> str:

@@ -77,7 +77,7 @@ def test_gradients_that_are_no_mixture_are_none_of_unequal_samples() -> None:
 def test_weights_of_no_rule_are_proposed_where_no_noise_can_have_made_them() -> None:
     uneven = with_scaled_samples(accumulating(), {0: 0.0, 1: 1.5, 7: 0.5})
     told = "samples count unequally in the gradient: weights 0 to 1.5, 1 of 7 do not count at all, requested 1 each"
-    found = list(_of_all_ranks(fit_of(uneven, np.array([0.0, 1.5, 1, 1, 1, 1, 1, 0.5]))))
+    found = list(_of_all_ranks(fit_of(uneven, np.array([-0.0, 1.5, 1, 1, 1, 1, 1, 0.5]))))
     assert of_gradients(uneven) == [told, f"{told} in step 1 alone"]
     assert [(one.cause.text, one.fitted) for one in found] == [(told, 4), (f"{told} in step 1 alone", 5)]
     assert of_gradients(in_noise_alike(uneven)) == []
