@@ -107,6 +107,7 @@ def cause_of(found: Diagnosis | None) -> str:
         "",
         "also broken",
         "also seen",
+        "if intended",
         "groups",
         "loss, gradients",
         "not diagnosed",

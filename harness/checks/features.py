@@ -12,20 +12,19 @@ once a pass, or as often as the trainer's traits say.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator
 from functools import partial
 
 from harness.evidence.records import Attention, QuantizedMatmul, StepEvidence
-from harness.judge import output_layer
+from harness.judge import compiled_code, output_layer
 from harness.judge.result import Finding, Result, verdict_of
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
 from harness.plan.slices import BYTES
 from harness.plan.stages import layers_of_stage, recomputed_layers
-from harness.spec.allowance import allowed_matmuls
+from harness.spec.allowance import allowed_matmuls, said
 
 STAGE = "structure"
 
@@ -36,7 +35,7 @@ def check(trial: Trial) -> Result:
     looked: list[Finding | None] = []
     fused = attention_is_fused(trial)
     for rank, evidence in sorted(trial.ranks.items()):
-        looked += [*wrapped(trial, rank), *_offloaded(trial, rank), *_graphs(trial, rank), *compiled_again(trial, rank)]
+        looked += [*wrapped(trial, rank), *_offloaded(trial, rank), *compiled_code.looked_at(trial, rank)]
         for step in evidence.steps:
             looked += [*_recomputed_blocks(trial, rank, step), *output_layer.looked_at(trial, rank, step)]
             looked += [*_compiled_blocks(trial, rank, step), *_products(trial, rank, step)]
@@ -218,7 +217,7 @@ def batched_matmuls(step: StepEvidence, phases: Collection[str] = ()) -> int:
 def batched_in_training(trial: Trial, step: StepEvidence) -> int:
     """Without those that are allowed besides."""
     besides = batched_matmuls(step, BESIDE)
-    return batched_matmuls(step) - (besides if 0 < _computed(step) <= most_computed(trial, step) else 0)
+    return batched_matmuls(step) - (besides if 0 < computed_beside(step) <= most_computed(trial, step) else 0)
 
 
 def attention_is_fused(trial: Trial) -> bool:
@@ -252,12 +251,12 @@ BESIDE = ("pipeline", "optimizer", "other")
 def beside(trial: Trial, rank: int, step: StepEvidence) -> int:
     """Matmuls outside of forward and backward, where they are more than is allowed. Of a loss that projects to the vocabulary
     itself, which forward then lacks, those are right that no block does."""
-    if 0 < _computed(step) <= most_computed(trial, step):
+    if 0 < computed_beside(step) <= most_computed(trial, step):
         return 0
     return matmuls_beside(step) if projects_inside(trial, rank, step) or blocks_beside(step) else 0
 
 
-def _computed(step: StepEvidence) -> int:
+def computed_beside(step: StepEvidence) -> int:
     """Matmuls besides training passes, batched ones among them."""
     return matmuls_beside(step) + batched_matmuls(step, BESIDE)
 
@@ -269,9 +268,13 @@ def most_computed(trial: Trial, step: StepEvidence) -> int:
 
 
 def _allowances_text(trial: Trial) -> str:
-    stale = "" if any(_computed(step) for _, step in trial.own_steps()) else ", not used"
-    computed = (one for one in trial.allow if one.what == "computed")
-    return "; ".join(f"allowed: computed {one.matmuls} ({one.reason}){stale}" for one in computed)
+    hooks = {name for _, step in trial.own_steps() for name in all_hooks(step)}
+    used = {
+        "computed": any(computed_beside(step) for _, step in trial.own_steps()),
+        "compiled": any(evidence.compiler.get("graphs") for evidence in trial.ranks.values()),
+    }
+    kinds = (*used, "hooks")
+    return said({one: one.name in hooks or used.get(one.what, False) for one in trial.allow if one.what in kinds})
 
 
 def matmuls_beside(step: StepEvidence) -> int:
@@ -303,15 +306,18 @@ HOOKS_OF = ("torch.utils.checkpoint", "torch._functorch", "torch._dynamo", "torc
 """Recomputation's are judged by what is recomputed; a compiler's are there while it traces."""
 
 
-def foreign_hooks(step: StepEvidence) -> list[str]:
-    """Whose hooks were put on tensors saved for backward, besides those of recomputation."""
-    return sorted(
-        {f"{hook.module}.{hook.owner}" for hook in step.activity.saved if not hook.module.startswith(HOOKS_OF)}
-    )
+def all_hooks(step: StepEvidence) -> set[str]:
+    """Return whose hooks were put on tensors saved for backward, besides those of recomputation."""
+    return {f"{hook.module}.{hook.owner}" for hook in step.activity.saved if not hook.module.startswith(HOOKS_OF)}
+
+
+def foreign_hooks(trial: Trial, step: StepEvidence) -> list[str]:
+    """Return those that neither the case nor the trainer allows."""
+    return sorted(all_hooks(step) - {one.name for one in trial.allow})
 
 
 def _hooks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    hooks = " and ".join(foreign_hooks(step)) or "none"
+    hooks = " and ".join(foreign_hooks(trial, step)) or "none"
     yield _expect(rank, "hooks on tensors saved for backward", "none", hooks, step=step.step)
 
 
@@ -353,7 +359,7 @@ def _planned_products(trial: Trial, rank: int, seen: dict[QuantizedMatmul, int])
     return wanted
 
 
-# ---- compile
+# ---- modules called
 
 
 def _compiled_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
@@ -364,31 +370,6 @@ def _compiled_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
         inside = {count for call, count in calls if call.fqn.startswith(f"layers.{layer}.")}
         called = " or ".join(map(str, sorted(inside))) if len(inside) > 1 else max(inside, default=0)
         yield _expect(rank, f"calls of each module of layers.{layer}", wanted, called, step=step.step)
-
-
-def _graphs(trial: Trial, rank: int) -> Looked:
-    compiler = trial.ranks[rank].compiler
-    breaks = sorted(key for key in compiler if key.startswith("graph break"))
-    graphs = compiler.get("graphs", 0)
-    wanted = "compiled graphs" if trial.case.features.compile else "no compiled graph"
-    yield _expect(rank, "torch.compile", wanted, "compiled graphs" if graphs else "no compiled graph")
-    yield _expect(rank, "torch.compile", "no graph break", breaks[0] if breaks else "no graph break")
-    yield _expect(rank, "torch.compile", "no limit reached", next(gave_up(trial, rank), "no limit reached"))
-
-
-def gave_up(trial: Trial, rank: int) -> Iterator[str]:
-    """Why code that was compiled once now runs eagerly."""
-    return (key.removeprefix("gave up: ") for key in trial.ranks[rank].compiler if key.startswith("gave up: "))
-
-
-def compiled_again(trial: Trial, rank: int) -> Looked:
-    """In the first two steps of a launch compilers settle; later only a length that is new is compiled anew."""
-    steps = trial.ranks[rank].steps
-    for before, step in itertools.pairwise(steps):
-        seen = {trial.case.seq_len(earlier.step) for earlier in steps if earlier.step < before.step}
-        lengths = {trial.case.seq_len(before.step), trial.case.seq_len(step.step)}
-        if step.graphs is not None and before.graphs is not None and lengths <= seen:
-            yield _expect(rank, "graphs recompiled", 0, step.graphs - before.graphs, step=step.step)
 
 
 # ---- dropout

@@ -20,7 +20,7 @@ from harness.evidence.text import bytes_text, counted
 from harness.judge.result import Finding, Result, Verdict, verdict_of
 from harness.judge.trial import Recorded, Trial
 from harness.plan.slices import BYTES, numel
-from harness.spec.allowance import allowed
+from harness.spec.allowance import allowed, said
 from harness.spec.case import Case
 
 STAGE = "structure"
@@ -89,10 +89,10 @@ def allowed_bytes(trial: Trial, rank: int, what: str) -> int:
 
 
 def most_kept(trial: Trial, rank: int) -> int:
-    return _spare(trial, rank) + allowed_bytes(trial, rank, "kept")
+    return spare(trial, rank) + allowed_bytes(trial, rank, "kept")
 
 
-def _spare(trial: Trial, rank: int) -> int:
+def spare(trial: Trial, rank: int) -> int:
     """Around a single rank, too, DDP has its buckets, though no case requests it there."""
     requested = trial.case.wrapper in BUCKETED
     unrequested = not requested and any(one.kind in BUCKETED for one in trial.ranks[rank].structure.values())
@@ -100,17 +100,15 @@ def _spare(trial: Trial, rank: int) -> int:
 
 
 def _allowances_text(trial: Trial) -> str:
-    """What is allowed, and whether anything of it was used: an allowance that nobody needs any more goes."""
     used = {
-        "kept": any(sum(t.bytes for t in copies_kept(trial, r)) > _spare(trial, r) for r in trial.ranks),
+        "kept": any(sum(t.bytes for t in copies_kept(trial, r)) > spare(trial, r) for r in trial.ranks),
         "copied": any(
             size > most_copied(trial, rank, phase) - allowed_bytes(trial, rank, "copied")
             for rank, evidence in trial.ranks.items()
             for _, phase, size in copied_at_once(evidence)
         ),
     }
-    found = [(one, "" if used[one.what] else ", not used") for one in trial.allow if one.what in used]
-    return "; ".join(f"allowed: {one.what} {one.bytes} ({one.reason}){stale}" for one, stale in found)
+    return said({one: used[one.what] for one in trial.allow if one.what in used})
 
 
 def _beside(trial: Trial, rank: int) -> list[Finding]:

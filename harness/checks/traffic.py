@@ -28,8 +28,10 @@ from harness.judge.traffic import (
 from harness.judge.trial import Trial
 from harness.judge.units_seen import untold_units
 from harness.plan.slices import BYTES
+from harness.spec.allowance import said
 
 STAGE = "structure"
+OUTSIDE_PASSES = "outside forward and backward"
 
 
 def check(trial: Trial) -> Result:
@@ -87,12 +89,10 @@ def _allowed(trial: Trial, rank: int) -> dict[Key, int]:
 
 
 def _allowances_text(trial: Trial, used: set[Key]) -> str:
-    texts = []
-    for one in trial.allow:
-        if one.what == "moved":
-            stale = "" if any(key[1:] == (one.op, one.phase) for key in used) else ", not used"
-            texts.append(f"allowed: {one.op} over {one.axis} in {one.phase} {one.bytes} ({one.reason}){stale}")
-    return "; ".join(texts)
+    """Return what is allowed to be moved. Outside of passes any collective of that kind uses it."""
+    used |= {key for rank, step in trial.own_steps() for key in observed_outside(trial.ranks[rank], step.step)}
+    seen = {key[1:] for key in used}
+    return said({one: (one.op, one.phase) in seen for one in trial.allow if one.what == "moved"})
 
 
 def _by_evaluation(trial: Trial, rank: int, step: int, wanted: dict[Key, int], seen: dict[Key, int]) -> dict[Key, int]:
@@ -123,15 +123,12 @@ def _of_buffers(trial: Trial, rank: int, wanted: dict[Key, int], seen: dict[Key,
 
 
 def _outside(trial: Trial, rank: int, step: int) -> list[Finding]:
-    moved = sum(
-        collective.bytes
-        for collective in trial.ranks[rank].collectives
-        if collective.step == step and collective.phase in ("optimizer", "other") and len(collective.ranks) > 1
-    )
+    seen, allowed = observed_outside(trial.ranks[rank], step), _allowed(trial, rank)
+    moved = sum(max(count - allowed.get(key, 0), 0) for key, count in seen.items())
     most = trial.plan.outside_bytes[rank] + sum(planned_outside(trial, rank, step).values())
     if moved <= most:
         return []
-    return [Finding.at(rank, f"at most {amount(most)}", amount(moved), step=step, name="outside forward and backward")]
+    return [Finding.at(rank, f"at most {amount(most)}", amount(moved), step=step, name=OUTSIDE_PASSES)]
 
 
 def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
@@ -152,12 +149,12 @@ def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
 
 def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:
     """Truth values and bytes among them. Stages of a pipeline tell each other their shapes by send and receive."""
-    moved = sum(
-        call.bytes
-        for call in trial.ranks[rank].collectives
-        if call.step == step and "float" not in call.dtype and call.op not in ("send", "recv")
-        if call.phase in INSIDE and len(call.ranks) > 1
-    )
+    seen, allowed = Counter[Key](), _allowed(trial, rank)
+    for call in trial.ranks[rank].collectives:
+        here = call.step == step and call.phase in INSIDE and len(call.ranks) > 1
+        if here and "float" not in call.dtype and call.op not in ("send", "recv"):
+            seen[call.ranks, call.op, call.phase] += call.bytes
+    moved = sum(max(count - allowed.get(key, 0), 0) for key, count in seen.items())
     finds_unused = any(wrapper.find_unused_parameters for wrapper in trial.ranks[rank].structure.values())
     later = trial.plan.used_bytes if finds_unused else 0
     most = trial.plan.integer_bytes if step <= trial.first_step + 1 else later

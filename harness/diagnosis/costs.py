@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from harness.checks import memory, settings
+from harness.checks import memory, settings, traffic
 from harness.checks.traffic import waits
+from harness.diagnosis import declarable
 from harness.diagnosis.hypothesis import Broken, Fact, stated
 from harness.diagnosis.words import on_ranks, told_first, traffic_lines
 from harness.evidence.records import RankEvidence
@@ -33,7 +34,8 @@ def memory_kept(trial: Trial, broken: Broken) -> Iterator[Fact]:
         found = {rank: text for rank in ranks if (text := look(trial, rank))}
         if found:
             (first, more), kind = next(iter(found.values())), look.__name__.strip("_").replace("_", " ")
-            yield stated(broken, "memory", kind, f"{first}{on_ranks(trial, found)}{more}")
+            lines = declarable.lines(declarable.held(trial, kind, found))
+            yield stated(broken, "memory", kind, f"{first}{on_ranks(trial, found)}{more}", more=lines)
 
 
 def _growing(trial: Trial, rank: int) -> tuple[str, str] | None:
@@ -51,7 +53,7 @@ def _retained(trial: Trial, rank: int) -> tuple[str, str] | None:
         return None
     held = memory.copies_kept(trial, rank)
     size, dtypes = bytes_text(sum(tensor.bytes for tensor in held)), " and ".join(sorted({t.dtype for t in held}))
-    kept = f": {_as_large_as(trial, rank)} (if intended, declare it with `allow` in the case or the adapter)"
+    kept = f": {_as_large_as(trial, rank)}"
     return f"{size} of {dtypes} are retained in unaccounted tensors", kept
 
 
@@ -126,19 +128,24 @@ def of_no_plan(trial: Trial, broken: Broken) -> Iterator[Fact]:
         if law in broken:
             first = broken[law].findings[0]
             line = told_first(broken[law]) + _mostly(trial, first) + _crossings(trial, law, first)
-            lines = tuple(traffic_lines(trial)) if law == "traffic" else ()
+            lines = (
+                (*traffic_lines(trial), *declarable.lines(declarable.moved(trial, first))) if law == "traffic" else ()
+            )
             yield Fact(Cause(f"{law} of no plan", f"{text}: {line}"), (law,), lines, symptom=True)
 
 
 def _mostly(trial: Trial, finding: Finding) -> str:
-    """Of what is moved outside forward and backward, the collective that moves most."""
-    if finding.name != "outside forward and backward" or finding.rank is None or finding.step is None:
+    """Of what is moved outside forward and backward, each collective, the most first."""
+    if finding.name != traffic.OUTSIDE_PASSES or finding.rank is None or finding.step is None:
         return ""
-    outside = observed_outside(trial.ranks[finding.rank], finding.step)
-    (ranks, op, _), moved = max(outside.items(), key=lambda item: item[1])
     whole = sum(map(prod, trial.plan.shapes.values())) * BYTES[trial.case.training.dtype]
-    as_many = ", the size of all parameters or all gradients" * (moved == whole)
-    return f", {bytes_text(moved)} of it by {op} over {axis_text(trial, ranks)}{as_many}"
+    outside = observed_outside(trial.ranks[finding.rank], finding.step)
+    texts = (
+        f"{bytes_text(moved)} by {op} over {axis_text(trial, ranks)}"
+        + ", the size of all parameters or all gradients" * (moved == whole)
+        for (ranks, op, _), moved in sorted(outside.items(), key=lambda item: -item[1])
+    )
+    return f": {'; '.join(texts)}"
 
 
 def _crossings(trial: Trial, law: str, finding: Finding) -> str:

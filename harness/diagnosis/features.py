@@ -9,11 +9,13 @@ from typing import Any
 
 from harness.checks import features
 from harness.checks.schedule import planned
+from harness.diagnosis import declarable
 from harness.diagnosis.assume import another_case, another_recipe, another_reference
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated, verdict_of
 from harness.diagnosis.words import on_ranks, some, told_first, traffic_lines
 from harness.evidence.records import StepEvidence, Wrapper
+from harness.judge import compiled_code
 from harness.judge.order import flattened
 from harness.judge.result import Cause, Finding, Verdict
 from harness.judge.trial import Trial
@@ -165,9 +167,12 @@ def odd_traces(trial: Trial, broken: Broken) -> Iterator[Fact]:
     ]
     looks += [partial(_matmuls_again, broken), partial(_attended_again, broken), _compiled_again, _hooks, _beside]
     looks += [_fallback, partial(_attended_too_often, broken)]
-    if text := next((text for look in looks if (text := look(trial))), None):
-        others = ("placements", "shard_contents", "reshard", "traffic") if text == _wrapper(trial) else ()
-        yield stated(broken, "features", "odd traces", text, *others)
+    look, text = next(((look, text) for look in looks if (text := look(trial))), (None, ""))
+    if look is not None:
+        others = ("placements", "shard_contents", "reshard", "traffic") if look is _wrapper else ()
+        choices = {_compile: declarable.graphs, _hooks: declarable.hooks, _beside: declarable.matmuls}
+        more = declarable.lines(choices[look](trial)) if look in choices else ()
+        yield stated(broken, "features", "odd traces", text, *others, more=more)
 
 
 def _wrapper(trial: Trial) -> str | None:
@@ -249,13 +254,15 @@ def _beside(trial: Trial) -> str | None:
 
 
 def _hooks(trial: Trial) -> str | None:
-    found = {(rank, owner) for rank, step in trial.own_steps() for owner in features.foreign_hooks(step)}
+    found = {(rank, owner) for rank, step in trial.own_steps() for owner in features.foreign_hooks(trial, step)}
     who = f"{some(sorted({owner for _, owner in found}))}, not requested{on_ranks(trial, (rank for rank, _ in found))}"
     return f"activations saved for backward go through {who}" if found else None
 
 
 def _compiled_again(trial: Trial) -> str | None:
-    wrong = [finding for rank in sorted(trial.ranks) for finding in features.compiled_again(trial, rank) if finding]
+    wrong = [
+        finding for rank in sorted(trial.ranks) for finding in compiled_code.compiled_again(trial, rank) if finding
+    ]
     if not wrong:
         return None
     steps = [f"step {step}" for step in trial.case.steps if step in {finding.step for finding in wrong}]
@@ -265,15 +272,17 @@ def _compiled_again(trial: Trial) -> str | None:
 def _compile(trial: Trial) -> str | None:
     requested, ranks = trial.case.features.compile, trial.ranks
     breaks = {key for evidence in ranks.values() for key in evidence.compiler if key.startswith("graph break")}
-    compiled = [rank for rank, evidence in ranks.items() if evidence.compiler.get("graphs")]
-    if breaks:
+    graphs = {rank: found for rank, evidence in ranks.items() if (found := evidence.compiler.get("graphs"))}
+    most = compiled_code.most_graphs(trial)
+    if not requested and (more := [rank for rank in graphs if graphs[rank] > most]):
+        allowed = f", {compiled_code.counted_graphs(most)} allowed" if most else ""
+        return f"compiled code ran{on_ranks(trial, more)}, compile is not requested{allowed}"
+    if breaks and requested:
         return f"compiled blocks break into pieces: {some(sorted(breaks))}"
-    if limits := {reason for rank in ranks for reason in features.gave_up(trial, rank)}:
+    if limits := {reason for rank in ranks for reason in compiled_code.gave_up(trial, rank)}:
         return f"torch.compile gave up, blocks run eagerly: {some(sorted(limits))}"
-    if requested and (without := ranks.keys() - compiled):
+    if requested and (without := ranks.keys() - graphs):
         return f"compile is requested, no block ran compiled{on_ranks(trial, without)}"
-    if compiled and not requested:
-        return f"compiled code ran{on_ranks(trial, compiled)}, compile is not requested"
     return None
 
 

@@ -10,6 +10,8 @@ import numpy as np
 
 from harness.evidence.checkpoint_index import Checkpoint
 
+CHECKPOINT = "checkpoint"
+"""The phase of what torch's and Megatron's checkpointing issues between passes."""
 BACKGROUND = "background"
 """The phase of what belongs to no step, whatever the thread that trains does meanwhile."""
 
@@ -22,7 +24,8 @@ class Collective:
     ranks: global ranks of the group it really ran over, ascending as the group lists them.
     bytes: size of the unsharded tensor: all_gather's output, reduce_scatter's input, otherwise what this rank passed.
     phase: "forward", "backward", "pipeline" (inside a schedule, between the two), "optimizer", "evaluation" (inside a pass
-    that trains nothing), "background" (in a thread that Python code started beside the one that trains) or "other".
+    that trains nothing), "checkpoint" (between passes, while one is written or read), "background" (in a thread that Python
+    code started beside the one that trains) or "other".
     step: 0 before the first step, and in the background; in evaluation that before it.
     seq: position among this rank's collectives of this group, from 0; of a send or receive, among those to or from `peer`,
     which is the other side.

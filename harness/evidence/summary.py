@@ -42,7 +42,7 @@ class Use:
 @dataclass(frozen=True)
 class Outside:
     """What a rank moved outside of forward and backward, over one group, by one collective: the same in each of these steps.
-    phase: "optimizer", "evaluation" or "other". steps: in the words of ranks_key."""
+    phase: "optimizer", "evaluation", "checkpoint" or "other". steps: in the words of ranks_key."""
 
     ranks: str
     op: str

@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.evidence.keys import ranks_key, ranks_of, steps_text
+from harness.evidence.records import CHECKPOINT
 from harness.evidence.summary import POINT_TO_POINT, Summary
 
 SECTION = "outside of forward and backward"
-PHASES = {"optimizer": " in an optimizer's step", "evaluation": " in evaluation"}
+PHASES = {
+    "optimizer": " in an optimizer's step",
+    "evaluation": " in evaluation",
+    CHECKPOINT: " of a checkpoint",
+}
 OBJECTS = "not compared, for they may be of pickled objects"
 NONE = "none"
 Kind = tuple[str, str, str, str]  # op, dtype, phase, whose groups

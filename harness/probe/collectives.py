@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import sys
 import threading
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.evidence.records import BACKGROUND, Collective
+from harness.evidence.records import BACKGROUND, CHECKPOINT, Collective
 from harness.probe.clock import Account
 
 # name of the c10d operator -> (canonical name, position of the argument that is the unsharded tensor).
@@ -115,6 +117,7 @@ class CollectiveRecorder:
         name, ranks = group.group_name, members(group)
         tensors = list(_tensors(payload))
         step, phase = self._where()
+        phase = CHECKPOINT if phase in ("optimizer", "other") and saves_or_loads() else phase
         lane = (name, op, peer) if op in ("send", "recv") else (name, "", None)
         with self._lock:
             record = Collective(
@@ -148,6 +151,27 @@ def members(group: dist.ProcessGroup) -> tuple[int, ...]:
             dist.distributed_c10d._resolve_process_group(group.group_name)
         ]
     return tuple(sorted(rank for rank in ranks if rank >= 0))
+
+
+CHECKPOINTING = (
+    *(
+        "torch.distributed.checkpoint",
+        "torch.distributed._state_dict_utils",
+        "torch.distributed.fsdp._state_dict_utils",
+    ),
+    "megatron.core.dist_checkpointing",
+)
+"""Modules that write and read checkpoints, or gather what goes into them."""
+
+
+def saves_or_loads() -> bool:
+    """Return whether one of these modules called, from wherever, what runs now."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(CHECKPOINTING):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from harness.checks import law
+from harness.diagnosis import declarable
 from harness.judge.result import Finding, Result, Verdict
 from harness.reference.config import TrainingConfig
 from harness.spec import case_files
@@ -152,6 +153,9 @@ def table(rows: Sequence[tuple[str, str]]) -> list[str]:
     lines: list[str] = []
     before = None
     for label, text in rows:
+        if label == declarable.LABEL:
+            lines += _to_copy([(label, text)])
+            continue
         first, *rest = [line for part in _parts(text) for line in wrapped(part, INDENT, "  ")] or [INDENT]
         lines += [_labelled("" if label == before else label, first[len(INDENT) :]), *rest]
         before = label

@@ -1,47 +1,63 @@
-"""What a trainer may keep, copy, move or compute besides what the plan knows: declared by a case or an adapter, with a reason.
+"""What a trainer may do besides what the plan knows: declared by a case or an adapter, with a reason.
 
-An allowance is reviewed in git and shown in the report. What exceeds it is a finding; one that nothing uses is said to be.
+An allowance is reviewed in git and shown in the report. What exceeds it is a finding; one that nothing uses is reported.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-KINDS = ("kept", "copied", "moved", "computed")
-PHASES = ("forward", "backward", "pipeline")  # those of which the plan knows every byte
-MULTIPLE = re.compile(r"([1-9]) x parameters")
-PASSES = re.compile(r"([1-9]) x forward")
+AMOUNTS = {
+    "kept": "bytes",
+    "copied": "bytes",
+    "moved": "bytes",
+    "computed": "matmuls",
+    "compiled": "graphs",
+    "hooks": "name",
+}
+"""By kind, the key that says how much, or which."""
+ELSEWHERE = "outside"
+"""The phase of all that a step moves outside of forward, backward and a pipeline's schedule."""
+PHASES = ("forward", "backward", "pipeline", ELSEWHERE)
+MULTIPLE = {"bytes": re.compile(r"([1-9]) x parameters"), "matmuls": re.compile(r"([1-9]) x forward")}
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """what: "kept" when training has ended, "copied" at once within a step, "moved" in each step by collectives of this op, in
-    this phase, over this axis, or "computed" in each step outside of training passes, as by a moving average of the model.
-
-    bytes: a number, or "N x parameters", of as many as the rank's slices have. matmuls, of what is computed: a number, or
-    "N x forward", of as many as the step's own forward passes have.
-    """
+    """One thing that is allowed, up to an amount, for a reason."""
 
     what: str = ""
+    """kept: when training has ended. copied: at once within a step. moved: in each step, by collectives. computed: in each
+    step, outside of training passes. compiled: code that torch.compile runs. hooks: on tensors saved for backward."""
     bytes: int | str = 0
+    """Of kept, copied and moved: a number, or "N x parameters", of the rank's own slices."""
     reason: str = ""
+    """One sentence that says why the trainer needs it."""
     op: str = ""
+    """Of moved: the collective, such as broadcast."""
     phase: str = ""
+    """Of moved: forward, backward, pipeline or outside."""
     axis: str = ""
+    """Of moved: the axis whose ranks take part, or world."""
     matmuls: int | str = 0
+    """Of computed: a number, or "N x forward", of the step's own forward passes."""
+    graphs: int = 0
+    """Of compiled: the most graphs that a rank compiles in a launch."""
+    name: str = ""
+    """Of hooks: the function or class that sets them, with its module, such as torch.autograd.graph.save_on_cpu."""
 
     def __post_init__(self) -> None:
-        if self.what not in KINDS:
-            raise ValueError(f"what {self.what!r}: choose one of {', '.join(KINDS)}")
+        if self.what not in AMOUNTS:
+            raise ValueError(f"what {self.what!r}: choose one of {', '.join(AMOUNTS)}")
         if not self.reason.strip():
             raise ValueError("reason is missing: one sentence that says why this trainer needs it")
         self._check_amount()
         where = (self.op, self.phase, self.axis)
         if self.what == "moved" and not all(where):
             raise ValueError(
-                "moved needs op, phase and axis: which collective, in forward or backward, over which ranks"
+                f"moved needs op, phase and axis: which collective, in which of {', '.join(PHASES)}, over which ranks"
             )
         if self.what == "moved" and self.phase not in PHASES:
             raise ValueError(f"phase {self.phase!r}: choose one of {', '.join(PHASES)}")
@@ -49,14 +65,30 @@ class Allowance:
             raise ValueError(f"{self.what} has no op, phase or axis: they are for what is moved")
 
     def _check_amount(self) -> None:
-        key, multiple, other = (
-            ("matmuls", PASSES, "bytes") if self.what == "computed" else ("bytes", MULTIPLE, "matmuls")
-        )
-        given, unit = getattr(self, key), multiple.pattern.rpartition(" ")[2]
-        if getattr(self, other):
+        key = AMOUNTS[self.what]
+        given, multiple = getattr(self, key), MULTIPLE.get(key)
+        if other := next((name for name in AMOUNTS.values() if name != key and getattr(self, name)), None):
             raise ValueError(f"{self.what} has no {other}: say {key}")
-        if not (multiple.fullmatch(given) if isinstance(given, str) else given > 0):
-            raise ValueError(f"{key} {given!r}: a number above 0, or 'N x {unit}' with N from 1 to 9")
+        if key == "name":
+            if not given.strip():
+                raise ValueError("name is missing: whose hooks, as the finding names them")
+        elif not (given > 0 if isinstance(given, int) else multiple and multiple.fullmatch(given)):
+            unit = f", or 'N x {multiple.pattern.rpartition(' ')[2]}' with N from 1 to 9" if multiple else ""
+            raise ValueError(f"{key} {given!r}: a number above 0{unit}")
+
+    @property
+    def text(self) -> str:
+        """Return what is allowed, without the reason."""
+        moved = f" by {self.op} over {self.axis} ({self.phase})" if self.what == "moved" else ""
+        unit = " graphs" if self.what == "compiled" else ""
+        return f"{self.what} {getattr(self, AMOUNTS[self.what])}{unit}{moved}"
+
+    @property
+    def line(self) -> str:
+        """Return the line that declares it in a case."""
+        keys = ("what", "op", "phase", "axis", AMOUNTS[self.what], "reason")
+        given = (f"{key}: {getattr(self, key)}" for key in keys if getattr(self, key))
+        return f"allow: [{{{', '.join(given)}}}]"
 
     def amount(self, parameters: int) -> int:
         """Bytes. parameters: those of the rank's slices."""
@@ -75,3 +107,9 @@ def allowed(allowances: Iterable[Allowance], what: str, parameters: int) -> int:
 def allowed_matmuls(allowances: Iterable[Allowance], forward: int) -> int:
     """Matmuls that are allowed in a step besides training passes. forward: those of its forward passes."""
     return sum(one.computed(forward) for one in allowances)
+
+
+def said(used: Mapping[Allowance, bool]) -> str:
+    """Return a note of what is allowed, and which of it nothing uses: an allowance that nobody needs any more goes."""
+    stale = {True: "", False: ", not used"}
+    return "; ".join(f"allowed: {one.text} ({one.reason}){stale[needed]}" for one, needed in used.items())

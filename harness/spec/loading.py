@@ -281,13 +281,16 @@ def _expected_failure(value: Any, where: str) -> ExpectedFailure | None:
     return expected
 
 
+ALLOWED_TYPES = {"bytes": "int | str", "matmuls": "int | str", "graphs": "int"}
+
+
 def _allowances(value: Any, where: str) -> tuple[Allowance, ...]:
     found = []
     for number, entry in enumerate(_list(list(value) if isinstance(value, tuple) else value, where), start=1):
         here, entry = f"{where}: entry {number}", as_mapping(entry, f"{where}: entry {number}")
         refuse_unknown(entry, [f.name for f in dataclasses.fields(Allowance)], here)
         for key, given in entry.items():
-            _check_type(given, "", "int | str" if key in ("bytes", "matmuls") else "str", f"{here}: {key}")
+            _check_type(given, "", ALLOWED_TYPES.get(key, "str"), f"{here}: {key}")
         try:
             found.append(Allowance(**entry))
         except ValueError as error:

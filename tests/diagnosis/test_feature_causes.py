@@ -387,4 +387,4 @@ def test_copies_are_told_by_whose_shapes_they_have(shapes: tuple[tuple[int, ...]
     line = first_line(with_rank(trial, 1, held=held))
     size = "600 B" if len(shapes) == 1 else "1.2 kB"
     kept = f"{size} of float32 are retained in unaccounted tensors on rank 1"
-    assert line.startswith(kept) and f"{told} (if intended, declare it with `allow`" in line
+    assert line.startswith(kept) and f"{told}" in line

@@ -6,13 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 from checked import with_activity
 from literal import judged, tiny_case, trial_of, with_rank, with_step
 from literal_ranks import APART
 
 from harness import trainers
-from harness.evidence.records import Attention, Collective, HeldTensor, Matmul
+from harness.evidence.records import Attention, Collective, HeldTensor, Matmul, SavedTensorsHook
 from harness.judge.result import Finding, Verdict
+from harness.judge.traffic import observed_outside
 from harness.judge.trial import Trial
 from harness.spec.allowance import Allowance
 from harness.spec.case import Case, CaseError, to_json
@@ -71,12 +73,72 @@ def test_a_logging_all_reduce_inside_forward_is_moved_where_that_is_allowed_and_
     passed = judged("traffic", allowing(logging(8), LOGGED))
     assert (passed.verdict, passed.note) == (
         Verdict.PASS,
-        "allowed: all_reduce over world in forward 8 (the loss is logged)",
+        "allowed: moved 8 by all_reduce over world (forward) (the loss is logged)",
     )
     assert judged("traffic", allowing(logging(16), LOGGED)).findings[0] == Finding(
         "rank 0, step 2, forward all_reduce over dp_shard [0,1]", "nothing", "16 B (16)"
     )
     assert judged("traffic", allowing(logging(8), replace(LOGGED, phase="backward"))).verdict is Verdict.FAIL
+
+
+def sending_batches(size: int, phase: str = "other") -> Trial:
+    """In step 2 the first rank sends integers to the other, beside as many bytes as losses and norms may take."""
+    trial = trial_of(tiny_case("fsdp_2"))
+    for rank, evidence in trial.ranks.items():
+        room = trial.plan.outside_bytes[rank] - sum(observed_outside(evidence, 2).values())
+        usual = Collective("all_reduce", (0, 1), "(0, 1)", "float64", room, "other", 2, 998)
+        call = Collective("broadcast", (0, 1), "(0, 1)", "int64", size, phase, 2, 999)
+        trial = with_rank(trial, rank, collectives=(*evidence.collectives, usual, call))
+    return trial
+
+
+@pytest.mark.parametrize(("phase", "where"), [("other", "outside"), ("optimizer", "outside"), ("forward", "forward")])
+def test_a_batch_that_is_sent_to_peers_is_moved_where_that_is_allowed_and_no_more(phase: str, where: str) -> None:
+    allow = Allowance("moved", 64, "the first rank reads the batch", op="broadcast", phase=where, axis="dp_shard")
+    assert judged("traffic", sending_batches(64, phase)).verdict is Verdict.FAIL
+    assert judged("traffic", allowing(sending_batches(64, phase), allow)).verdict is Verdict.PASS
+    assert judged("traffic", allowing(sending_batches(65, phase), allow)).verdict is Verdict.FAIL
+    assert (
+        judged("traffic", allowing(sending_batches(64, phase), replace(allow, op="all_gather"))).verdict is Verdict.FAIL
+    )
+
+
+def test_what_a_checkpoint_moves_between_passes_is_no_part_of_a_step() -> None:
+    assert judged("traffic", sending_batches(10_000, "checkpoint")).verdict is Verdict.PASS
+
+
+def test_graphs_are_compiled_where_that_is_allowed_and_no_more() -> None:
+    trial = with_rank(trial_of(tiny_case("fsdp_2")), 1, compiler={"graphs": 2, "graph break: call to print": 1})
+    assert judged("features", trial).verdict is Verdict.FAIL
+    allow = Allowance("compiled", graphs=2, reason="the activation is one kernel")
+    assert judged("features", allowing(trial, allow)).verdict is Verdict.PASS
+    (finding,) = judged("features", allowing(trial, replace(allow, graphs=1))).findings
+    assert (finding.rank, finding.name) == (1, "torch.compile")
+
+
+def test_hooks_on_saved_tensors_are_allowed_by_name() -> None:
+    hook = SavedTensorsHook("forward", "torch.autograd.graph", "save_on_cpu")
+    trial = with_activity(trial_of(tiny_case("fsdp_2")), 1, 2, saved={hook: 3})
+    assert [finding.rank for finding in judged("features", trial).findings] == [1]
+    allow = Allowance("hooks", name="torch.autograd.graph.save_on_cpu", reason="activations wait in host memory")
+    assert judged("features", allowing(trial, allow)).verdict is Verdict.PASS
+    assert judged("features", allowing(trial, replace(allow, name="other.hooks"))).verdict is Verdict.FAIL
+
+
+@pytest.mark.parametrize(
+    "allow",
+    [
+        Allowance("kept", 8, "why"),
+        Allowance("copied", "2 x parameters", "why"),
+        replace(LOGGED, reason="why", phase="outside"),
+        Allowance("computed", matmuls=4, reason="why"),
+        Allowance("compiled", graphs=2, reason="why"),
+        Allowance("hooks", name="torch.autograd.graph.save_on_cpu", reason="why"),
+    ],
+)
+def test_the_line_that_declares_an_allowance_is_read_as_that(allow: Allowance) -> None:
+    stored = to_json(tiny_case("fsdp_2")) | yaml.safe_load(allow.line)
+    assert from_json(stored).allow == (allow,)
 
 
 def averaged_model(matmuls: int, batched: int = 0) -> Trial:
@@ -146,10 +208,13 @@ def test_allowances_are_stored_with_the_case() -> None:
         ({"what": "computed", "matmuls": "all", "reason": "why"}, "matmuls 'all': a number above 0, or 'N x forward'"),
         ({"what": "moved", "bytes": 8, "reason": "why", "op": "all_reduce"}, "moved needs op, phase and axis"),
         (
-            {"what": "moved", "bytes": 8, "reason": "why", "op": "all_gather", "phase": "outside", "axis": "dp_shard"},
-            "phase 'outside': choose one of forward, backward, pipeline",
+            {"what": "moved", "bytes": 8, "reason": "why", "op": "all_gather", "phase": "other", "axis": "dp_shard"},
+            "phase 'other': choose one of forward, backward, pipeline, outside",
         ),
         ({"what": "kept", "bytes": 8, "reason": "why", "op": "all_reduce"}, "kept has no op, phase or axis"),
+        ({"what": "hooks", "reason": "why"}, "entry 1: name is missing"),
+        ({"what": "compiled", "graphs": 0, "reason": "why"}, "graphs 0: a number above 0"),
+        ({"what": "compiled", "bytes": 8, "graphs": 1, "reason": "why"}, "compiled has no bytes: say graphs"),
         ({"what": "kept", "byte": 8, "reason": "why"}, "entry 1: unknown key 'byte'; did you mean 'bytes'?"),
     ],
 )

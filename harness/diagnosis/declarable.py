@@ -1,0 +1,66 @@
+"""What of a failure a trainer may do by choice, as the line that declares it.
+
+No line is printed for traffic inside of forward and backward: HSDP that runs as FSDP moves other bytes there, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from harness.checks import features, memory, traffic
+from harness.judge.result import Finding, Lines
+from harness.judge.traffic import axis_of, observed_outside
+from harness.judge.trial import Trial
+from harness.spec.allowance import ELSEWHERE, Allowance
+
+LABEL = "if intended"
+WHY = "WHY"  # the reason, which only the author of the line knows
+
+
+def lines(allowances: Iterable[Allowance]) -> Lines:
+    return tuple((LABEL, one.line) for one in allowances)
+
+
+def graphs(trial: Trial) -> Iterator[Allowance]:
+    """Yield the most graphs that a rank compiled, where the case does not request compiled blocks."""
+    if not trial.case.features.compile:
+        yield Allowance(
+            "compiled", graphs=max(one.compiler.get("graphs", 0) for one in trial.ranks.values()), reason=WHY
+        )
+
+
+def hooks(trial: Trial) -> Iterator[Allowance]:
+    names = {name for _, step in trial.own_steps() for name in features.foreign_hooks(trial, step)}
+    yield from (Allowance("hooks", name=name, reason=WHY) for name in sorted(names))
+
+
+def matmuls(trial: Trial) -> Iterator[Allowance]:
+    """Yield the most that a rank computed in a step outside of training passes."""
+    most = max(features.computed_beside(step) for _, step in trial.own_steps())
+    yield Allowance("computed", matmuls=most, reason=WHY)
+
+
+def held(trial: Trial, kind: str, ranks: Collection[int]) -> Iterator[Allowance]:
+    """Yield the most that one of these ranks keeps ("retained") or copies ("copied") besides what the plan knows."""
+    if kind == "retained":
+        kept = (sum(one.bytes for one in memory.copies_kept(trial, r)) - memory.spare(trial, r) for r in ranks)
+        yield Allowance("kept", max(kept), WHY)
+    if kind == "copied":
+        copied = (
+            size - memory.most_copied(trial, rank, phase) + memory.allowed_bytes(trial, rank, "copied")
+            for rank in ranks
+            for size, _, phase in memory.copied_too_much(trial, rank)
+        )
+        yield Allowance("copied", max(copied), WHY)
+
+
+def moved(trial: Trial, finding: Finding) -> Iterator[Allowance]:
+    """Yield each collective outside of passes, without the all_reduce of losses and norms where there is any other."""
+    if finding.name != traffic.OUTSIDE_PASSES or finding.rank is None or finding.step is None:
+        return
+    seen = observed_outside(trial.ranks[finding.rank], finding.step)
+    unusual = {key: size for key, size in seen.items() if key[1] != "all_reduce"} or seen
+    for (ranks, op, _), size in sorted(unusual.items()):
+        world = len(ranks) == trial.plan.dims.world_size
+        if axis := axis_of(trial, ranks) or "world" * world:
+            yield Allowance("moved", size, WHY, op=op, phase=ELSEWHERE, axis=axis)
