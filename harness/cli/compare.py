@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,7 @@ def _said(one: Path, other: Path) -> int:
     found = differences(a, b)
     say("\n".join(compared(str(one), str(other), found, (a_costs, b_costs), compared_outside(a, b))))
     if not (a and b):
-        print("harness: nothing to compare", file=sys.stderr)
+        complain("nothing to compare")
         return NOT_JUDGED
     return BROKEN if found else PASSED
 

@@ -32,6 +32,17 @@ def number_text(value: float, digits: int = 6) -> str:
     return "0" if text == "-0" else text
 
 
+def visible(text: str) -> str:
+    """Return the text with each character that is obeyed rather than shown as its escape, such as \\x1b."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else _escape(letter) for letter in text)
+
+
+def _escape(letter: str) -> str:
+    return letter.encode("unicode_escape").decode()
+
+
 def counted(count: int, one: str) -> str:
     """1 tensor, 2 tensors."""
     return f"{count} {one}" + "s" * (count != 1)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from harness.evidence.text import visible
 from harness.launch.identity import circumstances, folder, identity
 from harness.launch.own_server import Link, OwnServer
 from harness.launch.process import peer
@@ -201,7 +202,7 @@ def kill(pid: int) -> None:
 
 
 def note(text: str) -> None:
-    print(f"harness: {text}", file=sys.stderr, flush=True)
+    print(visible(f"harness: {text}"), file=sys.stderr, flush=True)
 
 
 # ---- all of this user's

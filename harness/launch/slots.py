@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.evidence.text import visible
 from harness.launch.job import Job, LaunchError
 from harness.launch.machine import core_slots, gpus
 
@@ -98,7 +99,9 @@ class Pool:
         others = {text for text in others if text.partition(" ")[0] != str(os.getpid())}
         if others:
             told = "; ".join(f"pid {text}" for text in sorted(others))
-            print(f"harness: waits for {wanted - len(found)} of {wanted} slots, held by {told}", file=sys.stderr)
+            print(
+                visible(f"harness: waits for {wanted - len(found)} of {wanted} slots, held by {told}"), file=sys.stderr
+            )
         return time.monotonic()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from harness.checks import all_checks
 from harness.evidence.store import EvidenceError, load
+from harness.evidence.text import visible
 from harness.judge import golden
 from harness.judge.golden import GoldenError
 from harness.judge.judgement import Judgement
@@ -84,22 +85,22 @@ class Law(pytest.Item):
         try:
             judgement = self.parent.judgement()
         except Unsupported as reason:
-            pytest.skip(f"not run: {reason}")
+            pytest.skip(visible(f"not run: {reason}"))
         result = next(result for result in judgement.results if result.check == self.name)
         expected = self.parent.case.expected_failure
         if judgement.verdict is Verdict.XFAIL and result.verdict in (Verdict.FAIL, Verdict.UNKNOWN) and expected:
-            pytest.xfail(f"{expected.because}; see {expected.script}")
+            pytest.xfail(visible(f"{expected.because}; see {expected.script}"))
         if expected and judgement.verdict is Verdict.FAIL and self.name in expected.laws.split():
-            raise Broken(check_text(judgement, result))
+            raise Broken(visible(check_text(judgement, result)))
         if result.verdict is Verdict.NOT_APPLICABLE:
             self.not_applicable = True
-            pytest.skip(f"{self.name} not applicable: {result.note}")
+            pytest.skip(visible(f"{self.name} not applicable: {result.note}"))
         if result.verdict is not Verdict.PASS:
-            raise Broken(check_text(judgement, result))
+            raise Broken(visible(check_text(judgement, result)))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         if isinstance(excinfo.value, (Broken, *EXPECTED)):
-            return str(excinfo.value)
+            return visible(str(excinfo.value))
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[os.PathLike[str], int | None, str]:

@@ -6,16 +6,25 @@ import os
 import sys
 from typing import TextIO
 
+from harness.evidence.text import visible
+
 
 class OutputError(Exception):
     """What was found cannot be shown. The message says why."""
 
 
 def say(*parts: object, to: TextIO | None = None, sep: str = "\n", end: str = "\n") -> None:
-    """Prints at once, to stdout if nothing else is said. Raises OutputError where that cannot take it: a full disk."""
-    stream = sys.stdout if to is None else to
+    """Print at once, to stdout by default, what a trainer, a file or git wrote never as a command to the terminal.
+
+    Raises OutputError where the stream cannot take it: a full disk.
+    """
+    write(visible(sep.join(map(str, parts))) + end, sys.stdout if to is None else to)
+
+
+def write(text: str, stream: TextIO) -> None:
+    """Print text as it is, with the sequences that a terminal obeys. Raises OutputError."""
     try:
-        print(*parts, sep=sep, end=end, file=stream, flush=True)
+        print(text, end="", file=stream, flush=True)
     except BrokenPipeError:
         _silence(stream)
     except OSError as error:

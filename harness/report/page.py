@@ -12,7 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from harness.evidence.text import bytes_text
+from harness.evidence.text import bytes_text, visible
 from harness.judge.measures import HELD, MOVED, PARAMETERS, PEAK, SECONDS
 from harness.judge.result import Verdict
 from harness.report.causes import causes, laws_text, why
@@ -77,6 +77,7 @@ def html(page: Page) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
+        finalize=lambda value: visible(value) if type(value) is str else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -7,7 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
-from harness.report.output import say
+from harness.evidence.text import visible
+from harness.report.output import say, write
 
 INTERVAL = 0.5  # seconds between two drawings of the line
 
@@ -34,11 +35,11 @@ class Progress:
     def draw(self) -> None:
         if self.terminal:
             width = shutil.get_terminal_size().columns - 1
-            say("\r" + self.line()[:width].ljust(width), to=self.stream, end="")
+            write("\r" + visible(self.line())[:width].ljust(width), self.stream)
 
     def clear(self) -> None:
         if self.terminal:
-            say("\r\033[K", to=self.stream, end="")
+            write("\r\033[K", self.stream)
 
     def line(self) -> str:
         return f"{self.count()}  {self.elapsed():.0f} s{self.left()}  running: {', '.join(self.running)}"

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from harness.evidence.text import visible
+
 WIDTH = 360  # a phone's; on wide screens drawings stand beside each other
 LEFT, RIGHT, ROW, HEIGHT = 92, 78, 18, 190
 
@@ -99,9 +101,9 @@ def _some(steps: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(visible(text))}</text>'
 
 
 def _svg(title: str, height: int, parts: Sequence[str]) -> str:
-    head = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
+    head = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(visible(title))}">'
     return head + "".join(parts) + "</svg>"
