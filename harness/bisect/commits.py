@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +25,7 @@ from pathlib import Path
 from harness.bisect import BisectError
 from harness.bisect.checkouts import JudgedAt, how_to_judge
 from harness.bisect.search import Found, Judged, Tell, both_sides, line_of, read, relative
+from harness.evidence.git import git as quiet_git
 from harness.run.folders import fresh_folder, without_source
 from harness.run.options import Options, Unsupported
 from harness.spec.case import Case
@@ -119,10 +118,7 @@ class Judge:
 
 def git(folder: Path, *arguments: str, ok: tuple[int, ...] = (0,)) -> str:
     """What it says, in English whatever the user speaks. Raises BisectError with its complaint."""
-    words = ["git", "-C", str(folder), *arguments]
-    done = subprocess.run(
-        words, env=os.environ | {"LC_ALL": "C"}, capture_output=True, encoding="utf-8", errors="replace"
-    )
+    done = quiet_git(folder, *arguments)
     if done.returncode not in ok:
         raise BisectError(f"git {' '.join(arguments[:2])}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout

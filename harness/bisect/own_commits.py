@@ -6,13 +6,13 @@ that it does not know the words of, a record it cannot write) is a reason to ski
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from harness.evidence.reading import read_json
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict, one_cause
 from harness.run.folders import folder_of, fresh_folder
@@ -37,7 +37,7 @@ def judged_at(case: Case, checkout: Path, options: Options) -> Judgement:
     if not verdict.exists():
         said = done.stderr.strip().splitlines()
         raise Unsupported(said[-1].removeprefix("harness: ") if said else f"exit code {done.returncode}")
-    return _judgement(case, folder, json.loads(verdict.read_text(encoding="utf-8")), time.monotonic() - began)
+    return _judgement(case, folder, read_json(verdict), time.monotonic() - began)
 
 
 def _typed(case: Case, options: Options) -> list[str]:

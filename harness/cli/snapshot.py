@@ -11,12 +11,14 @@ import yaml
 
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
 from harness.cli.options import add_command
+from harness.evidence.reading import read_text
 from harness.evidence.store import EvidenceError, write_text
 from harness.judge.outside_passes import SECTION
 from harness.judge.stored_recording import load_recording
 from harness.judge.structure import compared_outside, differences, structure
 from harness.report.compared import compared
 from harness.report.output import say
+from harness.spec.loading import document_of
 
 
 def add(commands: Any) -> None:
@@ -49,10 +51,10 @@ def command(args: argparse.Namespace) -> int:
 def load_snapshot(path: Path) -> Mapping[str, Any]:
     """Raises EvidenceError."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = document_of(read_text(path))
     except OSError as error:
         raise EvidenceError(f"{path}: cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise EvidenceError(f"{path}: not a snapshot, nor valid YAML: {error}") from error
     if not isinstance(found, dict) or "ranks" not in found:
         raise EvidenceError(f"{path}: not a snapshot; `harness snapshot DIR {path} --accept` makes one")

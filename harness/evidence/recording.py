@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from harness.evidence.format import version_of
+from harness.evidence.reading import MOST, decompressed, json_of, regular
 from harness.evidence.records import RankEvidence
 from harness.evidence.store import EvidenceError, decoded_without_values, encoded_without_values
 from harness.evidence.whole_file import whole_file
@@ -111,8 +112,8 @@ def head(summary: object) -> bytes:
 
 def load_summary(path: Path, kind: type[S]) -> S:
     """Raises EvidenceError."""
-    with _said(path), open(path, "rb") as file:
-        head = json.loads(file.readline())
+    with _said(path), regular(path) as file:
+        head = json_of(file.readline(MOST + 1))
         if head["format"] != _version(kind):
             raise EvidenceError(f"{path}: written by another version of the harness; record the job again")
         return decoded_without_values(kind, head["summary"])
@@ -120,9 +121,9 @@ def load_summary(path: Path, kind: type[S]) -> S:
 
 def load_record(path: Path) -> RankRecord:
     """Raises EvidenceError. Who calls this has read the summary, which tells the version."""
-    with _said(path), open(path, "rb") as file:
-        file.readline()
-        plain, meshes = json.loads(zlib.decompress(file.read()))
+    with _said(path), regular(path) as file:
+        file.readline(MOST + 1)
+        plain, meshes = json_of(decompressed(file.read(MOST + 1)))
         return _with_meshes(decoded_without_values(RankRecord, plain), [*map(_long, meshes)])
 
 

@@ -15,14 +15,16 @@ import json
 import math
 import types
 import typing
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
 from harness.evidence.checkpoint_index import Checkpoint
 from harness.evidence.format import other_version, version_of
+from harness.evidence.reading import MOST, json_of, read_json, regular
 from harness.evidence.records import Exit, RankEvidence, Run
 from harness.evidence.whole_file import whole_file
 
@@ -38,6 +40,8 @@ def save(path: Path, record: Any) -> None:
     arrays: list[np.ndarray] = []
     kind = type(record)
     header = json.dumps({"format": version_of(kind), "type": kind.__name__, "record": _encode(record, arrays)})
+    if len(header) > MOST:
+        raise EvidenceError(f"{path}: {len(header)} bytes of records, at most {MOST} are read; train fewer steps")
     try:
         with whole_file(path) as file:
             np.savez(file, header=np.frombuffer(header.encode(), np.uint8), blob=_join(arrays))
@@ -48,8 +52,10 @@ def save(path: Path, record: Any) -> None:
 def load(path: Path, kind: type[T]) -> T:
     """Reads what save wrote. Raises EvidenceError for a missing, damaged or foreign file."""
     try:
-        with np.load(path, allow_pickle=False) as parts:
-            header, blob = json.loads(parts["header"].tobytes()), parts["blob"].tobytes()
+        with regular(path) as file:
+            _refuse_bombs(file)
+            with np.load(file, allow_pickle=False) as parts:
+                header, blob = json_of(parts["header"].tobytes()), parts["blob"].tobytes()
         found, other = str(header["type"]), other_version(str(header["format"]), kind)
         record = _decode(kind, header["record"], blob) if found == kind.__name__ and not other else None
     except FileNotFoundError as error:
@@ -60,6 +66,16 @@ def load(path: Path, kind: type[T]) -> T:
         problem = other if found == kind.__name__ else f"holds {found}, expected {kind.__name__}"
         raise EvidenceError(f"{path}: {problem}; run the case again")
     return record
+
+
+def _refuse_bombs(file: BinaryIO) -> None:
+    """What this harness writes is not compressed, so that a file holds no more than its size."""
+    with zipfile.ZipFile(file) as parts:
+        if any(
+            part.compress_type != zipfile.ZIP_STORED or part.file_size > part.compress_size for part in parts.filelist
+        ):
+            raise ValueError("its parts are compressed")
+    file.seek(0)
 
 
 def _unwritable(path: Path, error: OSError) -> str:
@@ -168,11 +184,13 @@ def load_run(directory: Path) -> Run:
     """A launch as it was stored. A rank file that is damaged or missing is not fatal: `unreadable` says why, laws judge it."""
     path = directory / RUN_FILE
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
         if other := other_version(str(record["format"]), Exit):
             raise EvidenceError(f"{path}: {other}; run the case again")
         exits = tuple(Exit(**{**exit, "left": tuple(exit.get("left", ()))}) for exit in record["exits"])
-        run = Run(str(directory), int(record["world_size"]), exits, {}, record["seconds"], fault=record["fault"])
+        if len(exits) != record["world_size"]:
+            raise ValueError(f"exits of {len(exits)} ranks, world_size {record['world_size']!r}")
+        run = Run(str(directory), len(exits), exits, {}, record["seconds"], fault=record["fault"])
         run = dataclasses.replace(run, trainer=record.get("trainer", run.trainer), made=record.get("made", run.made))
     except FileNotFoundError as error:
         began = "this launch did not end, or still runs; run the case again"

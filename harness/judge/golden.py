@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import BUILTIN, ROOT
+from harness.evidence.reading import read_json
 from harness.evidence.store import write_text
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.record import Noise, ReferenceRun
@@ -84,7 +85,7 @@ def load(case: Case, folder: Path | None = None) -> Golden:
     path, ours = path_of(case, folder), path_of(case, FOLDER)
     path = ours if folder is None and not path.exists() and ours.exists() else path
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
         steps = record["steps"]
         golden = Golden(
             tuple(float(step["loss"]) for step in steps),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.evidence.keys import ranks_of
+from harness.evidence.reading import read_json
 from harness.evidence.recording import Last, load_summary
 from harness.evidence.store import EvidenceError
 from harness.evidence.summary import Summary
@@ -86,7 +87,7 @@ def _exits(folder: Path) -> dict[int, int]:
     found: dict[int, int] = {}
     for file in sorted(folder.glob("*.ends")):
         try:
-            found |= {int(rank): int(code) for rank, code in json.loads(file.read_text(encoding="utf-8")).items()}
+            found |= {int(rank): int(code) for rank, code in read_json(file).items()}
         except (OSError, ValueError) as error:
             raise EvidenceError(f"{file}: damaged ({error}); record the job again") from error
     return found
@@ -94,7 +95,7 @@ def _exits(folder: Path) -> dict[int, int]:
 
 def _started(directory: Path) -> dict[str, Any]:
     try:
-        return json.loads((directory / STARTED).read_text(encoding="utf-8"))
+        return read_json(directory / STARTED)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

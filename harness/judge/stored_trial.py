@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from harness.evidence.reading import read_json
 from harness.evidence.records import Run
 from harness.evidence.store import CASE_FILE, TRAITS_FILE, EvidenceError, load, load_run
 from harness.judge import golden
@@ -66,7 +66,7 @@ def load_case(folder: Path) -> tuple[Case, dict[str, TrainerTraits]]:
 def _read(path: Path, build: Callable[[Any], T]) -> T:
     """What `harness run` wrote beside the launches. Raises EvidenceError."""
     try:
-        return build(json.loads(path.read_text(encoding="utf-8")))
+        return build(read_json(path))
     except FileNotFoundError as error:
         raise EvidenceError(f"{path}: no such file; a folder that `harness run` wrote is wanted") from error
     except CaseError as error:

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.evidence.reading import json_of, read_bytes
 from harness.evidence.whole_file import whole_file
 
 SUFFIXES = {"logs": "log", "failures": "json", "stacks": "txt", "inflight": "bin", "exits": "json"}
@@ -99,4 +100,4 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """The value, or None where the file was never finished."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return json_of(read_bytes(path)) if path.exists() else None

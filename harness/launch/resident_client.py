@@ -30,6 +30,7 @@ KIND = "HARNESS_SERVER"
 
 IDLE = 300.0  # seconds without a command, after which a server ends
 START_PATIENCE = 100.0  # importing torch takes 3 s, on a cold disk a minute
+LARGEST_ANSWER = 10_000  # bytes; what writes more is no server of ours
 ANSWER_PATIENCE = 10.0  # of a server that has imported all: it only forks
 GLANCE = 0.5
 
@@ -192,6 +193,8 @@ def heard(connection: socket.socket, path: Path) -> dict[str, Any] | None:
         if not more:
             return {}
         data += more
+        if len(data) > LARGEST_ANSWER:
+            return None
     connection.settimeout(None)
     return json.loads(data)
 

@@ -6,7 +6,6 @@ line that puts it right. Explanations are tried by judging the stored evidence a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.localise import BY_ORDER
 from harness.diagnosis.suppositions import Supposed, as_yaml, suppose, with_own_rates
+from harness.evidence.reading import read_json
 from harness.evidence.store import load
 from harness.judge.judgement import Judgement
 from harness.judge.losses import global_loss
@@ -114,7 +114,7 @@ def _died(judgement: Judgement, options: Options, tell: Tell) -> bool:
     path = judgement.folder / "run" / SHAPES_FILE
     if path.exists():
         adapter = trainers.load(options.trainer)
-        shapes = {name: tuple(shape) for name, shape in json.loads(path.read_text(encoding="utf-8")).items()}
+        shapes = {name: tuple(shape) for name, shape in read_json(path).items()}
         told, fused = (shapes, judgement.case, adapter.fqn), adapter.fused(judgement.case)
         for sentence in names.unfit(*told, fused):
             tell("names", sentence)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from harness.evidence.reading import read_text
 from harness.preflight.request import LLAMA_3
 from harness.reference.config import PRESETS, ModelConfig
 from harness.spec.case import Case, CaseError
@@ -47,8 +48,8 @@ class FromFile:
 def read(path: Path, world: int) -> FromFile:
     """world: how many ranks it is for, which the file does not say. Raises CaseError."""
     try:
-        told: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        told: dict[str, Any] = tomllib.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise CaseError(f"--config {path}: {error}") from error
     model = told.get("model", {})
     flavor = "debug" if model.get("flavor") == "debugmodel" else model.get("flavor")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness import trainers
+from harness.evidence.reading import read_json
 from harness.evidence.records import AT_LIMIT, Exit, RankEvidence, Run
 from harness.evidence.store import decoded_without_values
 from harness.launch import Job, default_server, launch
@@ -69,7 +69,7 @@ def _read(folder: Path, ranks: Sequence[int]) -> tuple[dict[int, RankEvidence], 
     found, used = {}, {}
     for rank in ranks:
         if evidence_file(folder, rank).exists():
-            record = json.loads(evidence_file(folder, rank).read_text(encoding="utf-8"))
+            record = read_json(evidence_file(folder, rank))
             found[rank] = decoded_without_values(RankEvidence, record["evidence"])
             used[rank] = Used(**record["used"])
     return found, used

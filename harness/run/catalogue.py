@@ -11,7 +11,6 @@ the fault. A run that crashes or hangs is noticed by any of them.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 from harness import ROOT, trainers
 from harness.checks import all_checks
+from harness.evidence.reading import read_json
 from harness.faults import Fault, FaultError, load_fault
 from harness.faults.attempt import STEPS, Attempt, Outcome
 from harness.judge.judgement import Judgement
@@ -253,9 +253,7 @@ def _broken(judgement: Judgement) -> tuple[str, ...]:
 def _exits(judgement: Judgement) -> Sequence[Any]:
     """How the ranks of all launches ended."""
     folders = [judgement.folder / name for name in judgement.case.launches]
-    return [
-        exit for folder in folders for exit in json.loads((folder / "run.json").read_text(encoding="utf-8"))["exits"]
-    ]
+    return [exit for folder in folders for exit in read_json(folder / "run.json")["exits"]]
 
 
 def _ended_well(judgement: Judgement) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import subprocess
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from harness import BUILTIN, ROOT, trainers
+from harness.evidence.git import git
+from harness.evidence.reading import read_json
 from harness.evidence.records import Run
 from harness.evidence.store import save_run
 from harness.launch import Exit, Job, launch
@@ -82,7 +82,7 @@ def reported_losses(case: Case, options: Options, folder: Path, *, steps: int) -
         exits = _launch_ranks(launched, folder / name, weights, options, entry=UNWATCHED_ENTRY)
         if any(exit.how != "ok" for exit in exits):
             return ()
-        losses = dict(json.loads((folder / name / "losses.json").read_text(encoding="utf-8"))) | losses
+        losses = dict(read_json(folder / name / "losses.json")) | losses
     return tuple(losses[step] for step in sorted(losses)[-steps:])
 
 
@@ -142,11 +142,8 @@ def commit_of(source: str) -> str:
     into OUT is not of the commit around it."""
     if ".environments" in Path(source).parts:
         return ""
-    words = ("git", "-C", source, "describe", "--always", "--dirty", "--exclude=*")
     try:
-        return subprocess.run(
-            words, capture_output=True, encoding="utf-8", errors="replace", check=False
-        ).stdout.strip()
+        return git(source, "describe", "--always", "--dirty", "--exclude=*").stdout.strip()
     except OSError:
         return ""
 

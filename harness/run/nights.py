@@ -6,11 +6,11 @@ It is small, for evidence lies elsewhere, and only grows: one keeps it in a bran
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.evidence.reading import json_of, read_bytes
 from harness.evidence.store import EvidenceError
 from harness.report import outcome as outcomes
 from harness.run import verdicts
@@ -74,12 +74,12 @@ def keep_culprits(folder: Path, found: Sequence[Culprit]) -> None:
 def culprits_in(folders: Sequence[Path]) -> Culprits:
     """Of all culprits.jsonl below folders. Raises EvidenceError for a line that is none."""
     files = [file for folder in folders if folder.is_dir() for file in sorted(folder.rglob(CULPRITS))]
-    return by_case(_culprit(line, file) for file in files for line in file.read_bytes().splitlines() if line)
+    return by_case(_culprit(line, file) for file in files for line in read_bytes(file).splitlines() if line)
 
 
 def _culprit(line: bytes, file: Path) -> Culprit:
     try:
-        value = json.loads(line)
+        value = json_of(line)
         return Culprit(**(value | {"cases": tuple(value["cases"])}))
     except (ValueError, TypeError, KeyError) as error:
         raise EvidenceError(f"{file}: not a line of what was searched for: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from harness import trainers
+from harness.evidence.reading import read_json
 from harness.evidence.store import CASE_FILE, EvidenceError
 from harness.judge.judgement import Judgement
 from harness.run.communication import backend
@@ -25,7 +26,7 @@ def judged_again(case: Case, options: Options) -> Judgement | None:
         return None
     with only_one(options.out / ".locks" / f"{folder.name}.lock"):
         try:
-            stored = json.loads((folder / CASE_FILE).read_text(encoding="utf-8"))
+            stored = read_json(folder / CASE_FILE)
             settled = traits.settled(case, trainers.traits_by_launch(case, options.trainer))
             if stored != json.loads(json.dumps(to_json(settled))):
                 return None

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from harness.evidence.reading import json_of, read_bytes
 from harness.evidence.store import EvidenceError
 from harness.report import outcome as outcomes
 from harness.report.outcome import Outcome
@@ -31,6 +32,7 @@ from harness.spec import case as requested
 from harness.spec.case import Case
 
 FILE = "verdicts.jsonl"
+MOST_OF_A_RUN = 128_000_000  # bytes
 SAME = ("trainer", "device", "launcher", "torch", "commit", "sources", "shard")
 """What a run must have in common with the one it resumes."""
 
@@ -59,7 +61,7 @@ def read(path: Path) -> tuple[list[RecordedRun], list[str]]:
     runs: dict[str, RecordedRun] = {}
     unread: list[str] = []
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_bytes(path, MOST_OF_A_RUN).split(b"\n")
     except OSError as error:
         raise EvidenceError(f"{path}: cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines, 1):
@@ -71,7 +73,7 @@ def read(path: Path) -> tuple[list[RecordedRun], list[str]]:
 def _add(line: bytes, runs: dict[str, RecordedRun], path: Path) -> bool:
     """Whether it is a line of a run."""
     try:
-        value = json.loads(line)
+        value = json_of(line)
         if "begins" in value:
             begins = value["begins"]
             runs[value["run"]] = RecordedRun(

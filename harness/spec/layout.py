@@ -12,8 +12,10 @@ from typing import Any
 
 import yaml
 
+from harness.evidence.reading import read_text
 from harness.spec.case import CaseError
 from harness.spec.dims import AXES, ParallelDims
+from harness.spec.loading import document_of
 
 TITAN = {
     "data_parallel_replicate_degree": "dp_replicate",
@@ -107,7 +109,7 @@ def _of_titan(source: str, told: Mapping[str, Any], world_size: int) -> dict[str
 
 def _of_accelerate(file: str, world_size: int) -> dict[str, int]:
     try:
-        told = yaml.safe_load(_read(file))
+        told = document_of(_read(file))
     except (yaml.YAMLError, ValueError) as error:
         raise CaseError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(told, dict) or "distributed_type" not in told:
@@ -142,7 +144,7 @@ def _section(file: str, told: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _read(file: str) -> str:
     try:
-        return Path(file).read_text(encoding="utf-8")
+        return read_text(Path(file))
     except OSError as error:
         raise CaseError(f"{file}: {error.strerror}") from error
 

@@ -20,6 +20,7 @@ from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
 from harness import BUILTIN
+from harness.evidence.reading import read_text
 from harness.reference.config import PRESETS, ModelConfig, RopeScaling, TrainingConfig
 from harness.spec import case_files, limits, releases
 from harness.spec.allowance import Allowance
@@ -129,11 +130,9 @@ for _loader in (_UniqueKeyLoader, _FastLoader):
 
 def _read_yaml(path: Path, shown: str) -> dict[str, Any]:
     try:
-        document = _document(path.read_text(encoding="utf-8"))
+        document = document_of(read_text(path))
     except OSError as error:
         raise CaseError(f"{shown}: cannot be read: {error.strerror}") from error
-    except RecursionError as error:
-        raise CaseError(f"{shown}: not valid YAML: nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:  # the second: no UTF-8, a number of 5000 digits, the 32nd of May
         raise CaseError(f"{shown}: not valid YAML: {error}") from error
     if not isinstance(document, dict):
@@ -141,12 +140,19 @@ def _read_yaml(path: Path, shown: str) -> dict[str, Any]:
     return document
 
 
-def _document(text: str) -> Any:
-    """What is wrong is told by the slow loader, in the same words with and without libyaml."""
+def document_of(text: str) -> Any:
+    """Return what a YAML file holds. Raises yaml.YAMLError or ValueError, also for one that is nested too deeply.
+
+    The slow loader says what is wrong, in the same words with and without libyaml.
+    """
     try:
         return _loaded(_FastLoader(text))
     except (yaml.YAMLError, ValueError, RecursionError):
+        pass
+    try:
         return _loaded(_UniqueKeyLoader(text))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _loaded(loader: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from harness.evidence.reading import read_bytes
 from harness.spec.case import Case
 from harness.spec.loading import find_case, load_all, of_files
 
@@ -23,6 +24,6 @@ def load_one(name: str, folder: Path) -> Case:
 def _may_hold(path: Path, name: str) -> bool:
     """What cannot be read is for load_cases to refuse."""
     try:
-        return os.fsencode(name) in path.read_bytes()
+        return os.fsencode(name) in read_bytes(path)
     except OSError:
         return True

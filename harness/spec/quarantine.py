@@ -19,8 +19,9 @@ from typing import Any
 
 import yaml
 
+from harness.evidence.reading import read_text
 from harness.spec.case import CaseError
-from harness.spec.loading import as_mapping, refuse_unknown
+from harness.spec.loading import as_mapping, document_of, refuse_unknown
 
 KEYS = ("case", "cause", "reason", "person", "until")
 
@@ -45,8 +46,8 @@ class Quarantine:
 def load(path: Path) -> tuple[Quarantine, ...]:
     """Raises CaseError for what a person got wrong in it."""
     try:
-        written = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        written = document_of(read_text(path))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise CaseError(f"{path}: cannot be read: {error}") from error
     if not isinstance(written, list | None):
         raise CaseError(f"{path}: expected a list of entries with {', '.join(KEYS)}")

@@ -1,0 +1,39 @@
+"""git of somebody else's repository, read without running any program that its configuration names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+HARMLESS = {
+    "core.fsmonitor": "false",
+    "core.hooksPath": os.devnull,
+    "core.pager": "cat",
+    "log.showSignature": "false",
+    "diff.external": "",
+    "protocol.ext.allow": "never",
+}
+FILTER = r"^filter\..*\.(clean|smudge|process|required)$"
+
+
+def git(folder: Path | str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run git in a folder, in English, with no filter, hook or fsmonitor of that repository. Raises OSError without git."""
+    return _git(folder, HARMLESS | _filters(folder), arguments)
+
+
+def _filters(folder: Path | str) -> dict[str, str]:
+    """Return what switches off each filter that is configured there. Reading the configuration runs nothing."""
+    listed = _git(folder, {}, ("config", "--null", "--name-only", "--get-regexp", FILTER))
+    names = {name for name in listed.stdout.split("\0") if name}
+    return {name: "false" if name.endswith(".required") else "" for name in names}
+
+
+def _git(folder: Path | str, settings: dict[str, str], arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Settings go through the environment: on the command line a "=" in a filter's name would end it."""
+    environment = os.environ | {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+    environment["GIT_CONFIG_COUNT"] = str(len(settings))
+    for number, (key, value) in enumerate(settings.items()):
+        environment |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    words = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(words, env=environment, capture_output=True, encoding="utf-8", errors="replace", check=False)

@@ -1,0 +1,68 @@
+"""Files that somebody else may have written: read only if they are regular files of a bounded size and depth."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MOST = 32_000_000  # bytes; plain JSON takes up to twenty times as much memory
+
+
+def read_bytes(path: Path, most: int = MOST) -> bytes:
+    """Return what a file holds. Raises OSError for a pipe, a device, a folder, and a file of more bytes than `most`."""
+    with regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return data
+
+
+@contextlib.contextmanager
+def regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to read it. Raises OSError for a pipe, a device or a folder; a pipe without a writer would block."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        kind = os.fstat(file.fileno()).st_mode
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", str(path))
+        if not stat.S_ISREG(kind):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        yield file
+
+
+def read_text(path: Path) -> str:
+    """Raises OSError as read_bytes does, and ValueError for what is not UTF-8."""
+    return read_bytes(path).decode("utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """Raises OSError as read_bytes does, and ValueError for what is not JSON."""
+    return json_of(read_bytes(path))
+
+
+def json_of(text: str | bytes) -> Any:
+    """Raises ValueError for what is not JSON, is nested too deeply, or is larger than a file may be."""
+    if len(text) > MOST:
+        raise ValueError(f"more than {MOST} bytes of JSON")
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def decompressed(data: bytes, most: int = MOST) -> bytes:
+    """Raises ValueError for what is not compressed by zlib, or grows beyond `most` bytes."""
+    reader = zlib.decompressobj()
+    try:
+        text = reader.decompress(data, most)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if not reader.eof:
+        raise ValueError(f"cut short, or more than {most} bytes")
+    return text
