@@ -44,8 +44,8 @@ def _facts(script: Path) -> ScriptFacts:
         return read(script)
     except OSError as error:
         raise BadInput(f"{script}: cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, SyntaxError) as error:
-        raise BadInput(f"{script}: cannot be read as Python: {error}") from error
+    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        raise BadInput(f"{script}: cannot be read as Python: {error or type(error).__name__}") from error
 
 
 def told(facts: ScriptFacts) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.evidence.reading import read_text
 from harness.onboarding import constructors, optimizers, overrides, unlike_llama
 
 MADE = {
@@ -128,7 +129,7 @@ def _with_imports(path: Path) -> dict[Path, str]:
         file = waiting.pop(0)
         if file in sources:
             continue
-        sources[file] = file.read_text(encoding="utf-8")
+        sources[file] = read_text(file)
         for node in ast.walk(ast.parse(sources[file], str(file))):
             level = node.level if isinstance(node, ast.ImportFrom) else 0
             folders = [file.parents[level - 1]] if 0 < level <= len(file.parents) else [path.parent, root, root / "src"]

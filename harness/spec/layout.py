@@ -72,9 +72,10 @@ def _of_words(text: str, _world_size: int) -> dict[str, int]:
 
 
 def _of_toml(file: str, world_size: int) -> dict[str, int]:
+    text = _read(file)
     try:
-        told = tomllib.loads(_read(file))
-    except ValueError as error:
+        told = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
         raise CaseError(f"{file}: {error}") from error
     words = {word: degree for name in SECTIONS for word, degree in _section(file, told, name).items()}
     return _of_titan(file, words, world_size)
@@ -108,8 +109,9 @@ def _of_titan(source: str, told: Mapping[str, Any], world_size: int) -> dict[str
 
 
 def _of_accelerate(file: str, world_size: int) -> dict[str, int]:
+    text = _read(file)
     try:
-        told = document_of(_read(file))
+        told = document_of(text)
     except (yaml.YAMLError, ValueError) as error:
         raise CaseError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(told, dict) or "distributed_type" not in told:
