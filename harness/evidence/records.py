@@ -26,6 +26,7 @@ class Collective:
     step: 0 before the first step, and in the background; in evaluation that before it.
     seq: position among this rank's collectives of this group, from 0; of a send or receive, among those to or from `peer`,
     which is the other side.
+    root: global rank from which a broadcast or scatter comes, or to which a reduce or gather goes.
     """
 
     op: str
@@ -37,6 +38,7 @@ class Collective:
     step: int
     seq: int
     peer: int | None = None
+    root: int | None = None
 
 
 @dataclass(frozen=True)

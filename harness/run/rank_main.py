@@ -196,6 +196,7 @@ def _note_inflight() -> Callable[[Collective], None]:
 
     def note(call: Collective) -> None:
         if record is not None:
-            record.issue(call.group, call.ranks, call.seq, call.op, call.bytes, call.step, call.phase, call.peer)
+            what = (call.group, call.ranks, call.seq, call.op, call.bytes, call.step, call.phase)
+            record.issue(*what, call.peer, call.root, call.dtype)
 
     return note

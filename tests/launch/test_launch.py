@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -343,10 +344,13 @@ def test_the_record_holds_the_last_two_collectives_of_each_group(tmp_path):
     for seq in range(3):
         record.issue("world", [0, 1], seq, "all_reduce", 100 + seq, seq, "backward")
     record.issue("pp", (0, 4), 0, "send", 64, 2, "forward", peer=4)
-    assert read_inflight(tmp_path / "rank_00.bin") == [
-        Issued("world", (0, 1), 1, "all_reduce", 101, 1, "backward", order=2),
+    record.issue("world", (0, 1), 3, "broadcast", 64, 2, "forward", root=1, dtype="float8_e4m3fn")
+    found = read_inflight(tmp_path / "rank_00.bin")
+    assert sorted(each.time for each in found) == [each.time for each in found] and found[0].time > 0
+    assert [replace(each, time=0.0) for each in found] == [
         Issued("world", (0, 1), 2, "all_reduce", 102, 2, "backward", order=3),
         Issued("pp", (0, 4), 0, "send", 64, 2, "forward", peer=4, order=4),
+        Issued("world", (0, 1), 3, "broadcast", 64, 2, "forward", order=5, root=1, dtype="float8_e4m3fn"),
     ]
 
 
