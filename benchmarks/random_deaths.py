@@ -90,7 +90,7 @@ def rank(options: dict[str, Any]) -> None:
     if mine and drawn.step == 0:
         happens(drawn)
     place = {"init_method": os.environ.get("INIT_METHOD", "env://"), "rank": this, "world_size": world}
-    dist.init_process_group("gloo", **place)  # type: ignore[arg-type]
+    dist.init_process_group("gloo", **place)
     groups = [dist.group.WORLD, *made_groups(drawn if mine else None, world)]
     threads = drawn.what == "thread_skips"
     for step in range(1, STEPS + 1):
@@ -197,7 +197,7 @@ def happens(drawn: Drawn) -> None:
         "exits_5": lambda: sys.exit(5),
         "exits_at_once_5": lambda: os._exit(5),
         "comes_late": lambda: time.sleep(drawn.group_timeout + 0.5),
-        "joins_late": lambda: time.sleep(drawn.group_timeout + 0.5),
+        "joins_late": lambda: time.sleep(2 * drawn.group_timeout + 1.0),
     }.get(drawn.what, lambda: None)()
 
 

@@ -40,6 +40,11 @@ class Collective:
     peer: int | None = None
     root: int | None = None
 
+    @property
+    def root_place(self) -> int | None:
+        """Which of `ranks` the root is: the same in groups that do alike."""
+        return None if self.root is None else self.ranks.index(self.root)
+
 
 @dataclass(frozen=True)
 class Group:

@@ -185,12 +185,11 @@ def undelivered(fates: Sequence[Fate]) -> str:
 
 
 def issued_by_all(fate: Fate, fates: Sequence[Fate]) -> bool:
-    """What this rank issued last, before it gave up; of a send or receive nothing is said."""
+    """What this rank issued last, before the first of all gave up; of a send or receive nothing is said."""
     if not fate.issued or fate.issued[-1].op in POINT_TO_POINT:
         return False
-    mine = fate.issued[-1]
-    there = (position(peer, place(mine), gave_up(fate)) for peer in members(place(mine), fates))
-    return all(each >= mine.seq for each in there)
+    mine, first = fate.issued[-1], min(map(gave_up, fates))
+    return all(position(peer, place(mine), first) >= mine.seq for peer in members(place(mine), fates))
 
 
 def first_failed(fates: Sequence[Fate]) -> dict[int, str]:

@@ -37,7 +37,7 @@ def sequenced(fates: Iterable[Fate]) -> list[Place]:
 
 def disagreeing(fates: Sequence[Fate]) -> dict[int, str]:
     """At the first place, in time, where members issued different collectives: the minority. If there is none, the ranks that
-    torch's monitored_barrier named there; else all."""
+    torch's monitored_barrier named there, or the one that most others wait for; else all."""
     found: list[tuple[float, int, dict[int, Issued]]] = []
     for group in sequenced(fates):
         mine = {fate.rank: [each for each in collectives(fate) if place(each) == group] for fate in fates}
@@ -50,7 +50,16 @@ def disagreeing(fates: Sequence[Fate]) -> dict[int, str]:
     _, _, issued = min(found, key=lambda each: each[:2])
     odd = minority({rank: signature(each) for rank, each in issued.items()})
     missed = {rank for fate in fates for rank, each in missed_barrier(fate).items() if each == issued.get(fate.rank)}
-    return {rank: against(rank, issued) for rank in [rank for rank in odd if rank in missed] or odd}
+    odd = [rank for rank in odd if rank in missed] or most_awaited(odd, fates)
+    return {rank: against(rank, issued) for rank in odd}
+
+
+def most_awaited(ranks: list[int], fates: Sequence[Fate]) -> list[int]:
+    """Return the one of these for which most of the other ranks wait; all of them if there is none."""
+    others = [waiting(fate, fates) for fate in fates if fate.rank not in ranks]
+    counts = Counter(rank for waits in others for rank in waits if rank in ranks).most_common()
+    clear = counts and (len(counts) == 1 or counts[0][1] > counts[1][1])
+    return [counts[0][0]] if clear else ranks
 
 
 def mismatched_sends(fates: Sequence[Fate]) -> dict[int, str]:
@@ -104,9 +113,30 @@ def waited_for(fates: Sequence[Fate]) -> dict[int, str]:
     ring = cycle(waits)
     computing = [fate.rank for fate in fates if fate.rank in ring and busy(fate)]
     stuck_in = {rank: next(each for peer, each in waits[rank].items() if peer in ring) for rank in ring}
-    elsewhere = minority({r: (place(each), each.op in POINT_TO_POINT) for r, each in stuck_in.items()})
+    jumped = [rank for rank, here in stuck_in.items() if left_out(rank, here, waits, fates)]
+    elsewhere = jumped or minority({r: (place(each), each.op in POINT_TO_POINT) for r, each in stuck_in.items()})
     text = "; ".join(f"rank {rank} in {describe(each)} named {each.group!r}" for rank, each in stuck_in.items())
     return {rank: f"each waits for the other: {text}" for rank in computing or elsewhere or ring}
+
+
+def left_out(rank: int, here: Issued, waits: dict[int, dict[int, Issued]], fates: Sequence[Fate]) -> bool:
+    """Whether others wait for this rank in what most ranks issued before the collective that it is in."""
+    missed = [peers[rank] for peers in waits.values() if rank in peers]
+    votes = [[before(fate, each, here, fates) for fate in fates] for each in missed]
+    return any(some.count(True) > some.count(False) for some in votes)
+
+
+def before(fate: Fate, first: Issued, second: Issued, fates: Sequence[Fate]) -> bool | None:
+    """Whether this rank issued `first` and not `second` before it; None if it issued neither, or cannot be asked."""
+    if any(each.op in POINT_TO_POINT or fate not in members(place(each), fates) for each in (first, second)):
+        return None
+    orders = [
+        next((e.order for e in fate.issued if (place(e), e.seq) == (place(x), x.seq)), 0) for x in (first, second)
+    ]
+    there = [position(fate, place(x)) >= x.seq for x in (first, second)]
+    if all(there):
+        return orders[0] < orders[1] if all(orders) else None
+    return there[0] if any(there) else None
 
 
 def why_waited_for(peer: int, fates: Sequence[Fate], waits: dict[int, dict[int, Issued]]) -> str:

@@ -17,6 +17,7 @@ import pytest
 
 from harness.evidence.records import Exit
 from harness.launch import Inflight, Issued, Job, LaunchError, RankServer, default_server, launch, read_inflight
+from harness.launch.job import LONGEST
 from harness.launch.leftovers import leftovers
 
 ROOT = Path(__file__).parents[2]
@@ -187,6 +188,26 @@ def test_a_full_disk_is_named_with_the_arithmetic(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 5}))
     with pytest.raises(LaunchError, match="5 bytes free, 2 ranks need 2000000: make room there"):
         launch(job(tmp_path, "reduces"))
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan"), 1e300])
+@pytest.mark.parametrize("name", ["timeout", "group_timeout"])
+def test_a_time_limit_that_no_launch_can_have_is_named_before_anything_starts(tmp_path, name, seconds):
+    with pytest.raises(LaunchError, match=f"^{name}: .*, got {seconds:g}".replace("+", r"\+")):
+        launch(job(tmp_path, "reduces", **{name: seconds}))
+    assert not (tmp_path / "job").exists()
+
+
+def test_the_longest_time_limit_is_one_that_torch_takes(tmp_path):
+    longest = {"timeout": 5 * LONGEST, "group_timeout": 5 * LONGEST / 2}  # of a case that compiles
+    exits = launch(job(tmp_path, "tells_timeouts", 4, **longest))
+    assert [Path(exit.log).read_text() for exit in exits] == [f"timeouts [{5 * LONGEST / 2}]\n"] * 4
+
+
+def test_a_limit_on_the_size_of_files_is_named_with_the_arithmetic(tmp_path, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (5000, 5000))
+    with pytest.raises(LaunchError, match=r"job: a file may have 5000 bytes \(ulimit -f\).* 1000000: raise"):
+        launch(job(tmp_path, "reduces"), server=object())
 
 
 def test_a_directory_of_an_earlier_launch_is_refused(tmp_path):
