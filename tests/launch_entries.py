@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -204,3 +205,32 @@ def meets_other_jobs(options: dict[str, Any]) -> None:
     while len(list(here.iterdir())) < options["ranks"]:
         time.sleep(0.01)
     print(os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"])
+
+
+def leaves_before_joining(_: dict[str, Any]) -> None:
+    if os.environ["RANK"] != "1":
+        join()
+
+
+def sleeps_in_c(_: dict[str, Any]) -> None:
+    rank = join()
+    all_reduce()
+    if rank == 1:
+        ctypes.CDLL(None).sleep(600)
+    all_reduce()
+
+
+def holds_the_gil(_: dict[str, Any]) -> None:
+    rank = join()
+    all_reduce()
+    if rank == 1:
+        ctypes.PyDLL(None).sleep(600)
+    all_reduce()
+
+
+def raises_oddly(_: dict[str, Any]) -> None:
+    rank = join()
+    all_reduce()
+    if rank == 1:
+        raise OSError("no such file: a\udc80b")
+    all_reduce()

@@ -49,7 +49,12 @@ def known_sequence(options: dict[str, Any]) -> None:
     dist.all_reduce(ones, group=half)
     dist.all_gather_into_tensor(torch.empty(16), ones, group=half)
     dist.reduce_scatter_tensor(torch.empty(4), ones, group=half)
-    dist.broadcast(ones.double(), src=2 * (_rank() // 2), group=half)
+    first = 2 * (_rank() // 2)
+    dist.broadcast(ones.double(), src=first, group=half)
+    parts = [torch.empty(8), torch.empty(8)] if _rank() == first else None
+    dist.reduce(ones.clone(), dst=first, group=half)
+    dist.gather(ones, parts, dst=first, group=half)
+    dist.scatter(torch.empty(8), parts, src=first, group=half)
     dist.all_gather([torch.empty(8), torch.empty(8)], ones, group=half)
     thread = threading.Thread(target=lambda: dist.all_reduce(ones, group=half))
     thread.start()

@@ -203,7 +203,8 @@ def test_a_mistake_in_a_file_is_its_message_and_nothing_else(in_project: Pytest,
     ("arguments", "problem"),
     [
         (("--harness-trainer", "lama"), "--harness-trainer: no trainer is named 'lama'; known: "),
-        (("--harness-timeout", "0"), "--harness-timeout must be above 0, got 0"),
+        (("--harness-timeout", "0"), "--harness-timeout must be above 0"),
+        (("--harness-timeout", "inf"), "--harness-timeout must be above 0"),
     ],
 )
 def test_a_wrong_option_is_a_usage_error(in_project: Pytest, arguments: tuple[str, ...], problem: str) -> None:

@@ -78,9 +78,9 @@ def call_text(sequence: list[Collective], index: int) -> str:
     if index >= len(sequence):
         return "nothing"
     call = sequence[index]
-    if call.op in UNEVEN:
-        return f"{call.op} of {call.dtype} (step {call.step}, {call.phase})"
-    return f"{call.op} of {bytes_text(call.bytes)} {call.dtype} (step {call.step}, {call.phase})"
+    many = "" if call.op in UNEVEN else f"{bytes_text(call.bytes)} "
+    root = "" if call.root is None else f", root {call.root_place} of the group"
+    return f"{call.op} of {many}{call.dtype} (step {call.step}, {call.phase}{root})"
 
 
 def _unmatched(whole: Mapping[int, list[Collective]]) -> list[Finding]:

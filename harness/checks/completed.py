@@ -7,6 +7,8 @@ contents.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,8 +18,11 @@ from harness.evidence.store import EvidenceError
 from harness.judge.result import Finding, Result, Verdict, verdict_of
 from harness.judge.trial import Trial
 from harness.plan.slices import numel
+from harness.trainers import CannotStart
 
 STAGE = "process"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a write meets where the machine, and no trainer, has set a limit."""
 
 
 def check(trial: Trial) -> Result:
@@ -54,10 +59,14 @@ def check(trial: Trial) -> Result:
 
 def _not_the_trainers(run: Run) -> str:
     """What the harness lacked, so that nothing is known of the trainer; empty where some rank failed by itself."""
-    ours = re.compile(rf"(.*; raised again as )?{EvidenceError.__name__}: ")
-    unsaved = [exit for exit in run.exits if exit.blamed and ours.match(exit.error)]
-    if unsaved:
-        return f"rank {unsaved[0].rank} could not leave its evidence: {unsaved[0].error}"
+    blamed = [exit for exit in run.exits if exit.blamed]
+    for exit in blamed:
+        if re.match(rf"(.*; raised again as )?{EvidenceError.__name__}: ", exit.error):
+            return f"rank {exit.rank} could not leave its evidence: {exit.error}"
+        if re.match(rf"(.*; raised again as )?{CannotStart.__name__}: ", exit.error):
+            return f"rank {exit.rank} ran nothing of the trainer: {exit.error}"
+        if any(os.strerror(number) in exit.error for number in FULL):
+            return f"rank {exit.rank} could not write: {exit.error}; free the disk, or raise the quota or ulimit -f"
     failed = [exit for exit in run.exits if exit.how != "ok" or exit.blamed]
     if failed and all(exit.how == "lost" for exit in failed):
         return f"rank {failed[0].rank} was lost: {failed[0].error}"

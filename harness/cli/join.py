@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.cli.exit_codes import NOT_JUDGED, PASSED
-from harness.cli.options import add_command, positive
+from harness.cli.options import add_command, seconds
 from harness.launch.torchrun import join
 from harness.report.output import complain
 
@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="OUT/CASE on the shared disk")
     parser.add_argument(
-        "--timeout", type=positive, default=600.0, metavar="S", help="seconds to wait for the first node"
+        "--timeout", type=seconds, default=600.0, metavar="S", help="seconds to wait for the first node"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
+import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from harness import trainers
 from harness.evidence.errors import error_in
 from harness.faults import FaultError, load_fault
 from harness.launch import resident_client
+from harness.launch.job import LONGEST
 from harness.reference.config import DTYPES
 from harness.run.options import Options
 from harness.spec import case_files, random_cases
@@ -116,7 +118,7 @@ def add_how_to_run(parser: argparse.ArgumentParser, usual: str = OURS) -> None:
         help="on GPUs; default nccl, gloo where ranks share one it cannot",
     )
     add_out(how, help="where evidence goes; default out")
-    how.add_argument("--timeout", type=positive, default=120.0, metavar="S", help="seconds for one launch; default 120")
+    how.add_argument("--timeout", type=seconds, default=120.0, metavar="S", help="seconds for one launch; default 120")
 
 
 def add_out(parser: Any, help: str) -> None:
@@ -125,8 +127,15 @@ def add_out(parser: Any, help: str) -> None:
 
 def positive(text: str) -> float:
     value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    return value
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= LONGEST:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most {LONGEST:g} seconds, got {text}")
     return value
 
 

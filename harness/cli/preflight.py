@@ -21,8 +21,8 @@ from harness.cli.options import (
     add_jobs,
     add_out,
     checked_fault,
-    positive,
     positive_int,
+    seconds,
 )
 from harness.evidence.store import CASE_FILE, write_text
 from harness.plan.figures.rank_bytes import GPUS
@@ -59,7 +59,7 @@ def add(commands: Any) -> None:
     how.add_argument("--seed", type=int, default=0, metavar="N", help="of the ranks that are drawn")
     how.add_argument("--gpu", default="H100", choices=GPUS, help="whose memory is compared; default H100 of 80 GB")
     how.add_argument("--fault", metavar="NAME", help="a deliberate mistake to make")
-    how.add_argument("--timeout", type=positive, default=600.0, metavar="S", help="seconds for one rank; default 600")
+    how.add_argument("--timeout", type=seconds, default=600.0, metavar="S", help="seconds for one rank; default 600")
     add_jobs(how, "ranks at a time; default as many as there are cores")  # type: ignore[arg-type]
     add_out(how, help="where evidence goes; default out")
 

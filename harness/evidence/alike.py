@@ -81,7 +81,7 @@ def _thread(call: Collective) -> tuple[str, ...]:
 def _call(call: Collective, places: Places) -> list[Any]:
     peer = None if call.peer is None else places.of((call.peer,))
     group = places.of(call.ranks, call.group)
-    return [group, peer, call.op, call.dtype, call.bytes, call.phase, call.step, call.seq]
+    return [group, peer, call.op, call.dtype, call.bytes, call.phase, call.step, call.seq, call.root_place]
 
 
 def _parameters(evidence: RankEvidence, places: Places) -> list[Any]:

@@ -29,6 +29,7 @@ class Collective:
     step: 0 before the first step, and in the background; in evaluation that before it.
     seq: position among this rank's collectives of this group, from 0; of a send or receive, among those to or from `peer`,
     which is the other side.
+    root: global rank from which a broadcast or scatter comes, or to which a reduce or gather goes.
     """
 
     op: str
@@ -40,6 +41,12 @@ class Collective:
     step: int
     seq: int
     peer: int | None = None
+    root: int | None = None
+
+    @property
+    def root_place(self) -> int | None:
+        """Which of `ranks` the root is: the same in groups that do alike."""
+        return None if self.root is None else self.ranks.index(self.root)
 
 
 @dataclass(frozen=True)

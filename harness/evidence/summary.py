@@ -272,7 +272,7 @@ def _by_steps(calls: Sequence[Any]) -> dict[int, int]:
 
 
 def _as_issued(call: Collective) -> list[Any]:
-    return [call.op, call.dtype, 0 if call.op in UNEVEN else call.bytes, call.step]
+    return [call.op, call.dtype, 0 if call.op in UNEVEN else call.bytes, call.root_place, call.step]
 
 
 def _idle(evidence: RankEvidence) -> list[Any]:

@@ -22,11 +22,33 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness.evidence.lost_peer import tells_of_lost_peer
 from harness.evidence.records import AT_WORK, Exit
 from harness.evidence.text import ranks_text
-from harness.launch.rank_exit import Fate, busy, failed, frames, in_collective, moment, render, useful, winding_up
-from harness.launch.sequences import POINT_TO_POINT, describe, disagreeing, place, position, waited_for
+from harness.launch.rank_exit import (
+    Fate,
+    busy,
+    failed,
+    frames,
+    in_collective,
+    last_words,
+    lost_peer,
+    moment,
+    render,
+    thrown,
+    timed_out,
+    useful,
+    winding_up,
+)
+from harness.launch.sequences import (
+    POINT_TO_POINT,
+    describe,
+    disagreeing,
+    gave_up,
+    members,
+    place,
+    position,
+    waited_for,
+)
 
 
 def judge(fates: Sequence[Fate]) -> list[Exit]:
@@ -102,13 +124,6 @@ def without_tracebacks(text: str) -> str:
     return ": ".join(dict.fromkeys(line for line in lines if not line.startswith("Traceback")))
 
 
-def last_words(fate: Fate) -> str:
-    """What C++ says when it terminates, or the last line of the log."""
-    lines = [line.strip() for line in fate.log_tail.splitlines() if line.strip()]
-    thrown = [line for line in lines if line.startswith("what():")]
-    return (thrown or lines or [""])[-1]
-
-
 # --- the rules -------------------------------------------------------------------------------------------------------
 
 
@@ -150,12 +165,6 @@ def aborted(fates: Sequence[Fate]) -> dict[int, str]:
     return {fate.rank: "" for fate in fates if thrown(fate) and not lost_peer(fate)}
 
 
-def thrown(fate: Fate) -> str:
-    """What the C++ exception says that nobody caught and that ended the rank."""
-    words = last_words(fate) if fate.status == -signal.SIGABRT else ""
-    return words if words.startswith("what():") else ""
-
-
 def undelivered(fates: Sequence[Fate]) -> str:
     """In words, where all had issued what timed out and still nothing came: the network, not a rank. "" where that was not
     seen."""
@@ -168,24 +177,19 @@ def undelivered(fates: Sequence[Fate]) -> str:
     if issued is None:
         return ""
     hosts: dict[str, list[int]] = defaultdict(list)
-    for fate in fates:
-        if fate.rank in issued.ranks:
-            hosts[fate.host].append(fate.rank)
+    for fate in members(place(issued), fates):
+        hosts[fate.host].append(fate.rank)
     ends = " and ".join(f"{host} (ranks {ranks_text(ranks)})" for host, ranks in sorted(hosts.items()))
     between = f"between {ends}" if len(hosts) > 1 else "between them"
     return f"nothing came through {between} in {describe(issued)}, which all of them had issued"
 
 
-def timed_out(fate: Fate) -> bool:
-    return lost_peer(fate) and bool(TIMED_OUT.search((fate.failure or {}).get("message", "")))
-
-
 def issued_by_all(fate: Fate, fates: Sequence[Fate]) -> bool:
-    """What this rank issued last; of a send or receive nothing is said."""
+    """What this rank issued last, before the first of all gave up; of a send or receive nothing is said."""
     if not fate.issued or fate.issued[-1].op in POINT_TO_POINT:
         return False
-    mine = fate.issued[-1]
-    return all(position(peer, place(mine)) >= mine.seq for peer in fates if peer.rank in mine.ranks)
+    mine, first = fate.issued[-1], min(map(gave_up, fates))
+    return all(position(peer, place(mine), first) >= mine.seq for peer in members(place(mine), fates))
 
 
 def first_failed(fates: Sequence[Fate]) -> dict[int, str]:
@@ -212,18 +216,3 @@ def stuck_words(fate: Fate) -> str:
     if winding_up(fate):
         return "its work was done, and a thread or something registered with atexit kept it from exiting"
     return "still running, and no other rank is known to be the cause"
-
-
-TIMED_OUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
-
-
-def lost_peer(fate: Fate) -> bool:
-    """It failed because another rank did not answer, also if what it raised was caught and raised again as something else.
-
-    NCCL's watchdog says so by SIGABRT.
-    """
-    if fate.failure:
-        links = [(fate.failure["type"], fate.failure["message"]), *fate.failure.get("chain", ())]
-        return any(tells_of_lost_peer(*link) for link in links)
-    watchdog = "Watchdog caught collective operation timeout" in fate.log_tail
-    return fate.status == -signal.SIGABRT and (watchdog or tells_of_lost_peer("", thrown(fate)))

@@ -5,6 +5,8 @@ every group have two cells, written in turn; so have its sends to, and its recei
 and ends with the same stamp, the rank's running number of collectives: a cell torn by a kill has different ones and is
 skipped, and the cell before it still stands. Group members are long and never change, so they go once into a text file
 beside it, `rank_00.groups`.
+
+Making groups is on record too, as one sequence of all ranks: torch requires that all of them make the same groups.
 """
 
 from __future__ import annotations
@@ -13,29 +15,34 @@ import json
 import mmap
 import os
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CELL = struct.Struct("<QIqqqi24s12sQ")  # stamp, group, seq, bytes, step, peer, op, phase, stamp
+CELL = struct.Struct("<QIqqqiid24s12s16sQ")  # stamp, group, seq, bytes, step, peer, root, time, op, phase, dtype, stamp
 LANES = 1024  # with more sequences than this the oldest cells are overwritten; the reader then knows fewer
 SIZE = LANES * 2 * CELL.size
 NO_PEER = -1
+MAKING = ("init_process_group", "new_group")
 
 
 @dataclass(frozen=True)
 class Issued:
-    """A collective as one rank issued it. seq: as in evidence.Collective. order: its place in all that this rank issued."""
+    """A collective as one rank issued it, or the making of a group."""
 
     group: str
     ranks: tuple[int, ...]
-    seq: int
+    seq: int  # as in evidence.Collective
     op: str
     bytes: int
     step: int = 0
     phase: str = ""
     peer: int | None = None
-    order: int = 0
+    order: int = 0  # its place in all that this rank issued
+    root: int | None = None
+    dtype: str = ""
+    time: float = 0.0  # when it was about to be issued, seconds since 1970
 
 
 class Inflight:
@@ -52,7 +59,7 @@ class Inflight:
         self.order = 0
 
     def issue(self, group_name: str, ranks: Sequence[int], seq: int, op: str, bytes: int, step: int, phase: str,
-              peer: int | None = None) -> None:  # fmt: skip
+              peer: int | None = None, root: int | None = None, dtype: str = "") -> None:  # fmt: skip
         """Note a collective that is about to be issued. `peer`: the other rank of a send or recv.
 
         Threads may call it: a cell is written by one C call under the interpreter's lock.
@@ -62,12 +69,12 @@ class Inflight:
         if index is None:
             index = self.add_group(key)
         self.order = stamp = self.order + 1
-        peer = NO_PEER if peer is None else peer
-        lane = self.lanes.setdefault(
-            (index, op, peer) if op in ("send", "recv") else (index, "", NO_PEER), len(self.lanes)
-        )
+        peer, root = (NO_PEER if rank is None else rank for rank in (peer, root))
+        key_of_lane = (index, op, peer) if op in ("send", "recv") else (NO_PEER if op in MAKING else index, "", NO_PEER)
+        lane = self.lanes.setdefault(key_of_lane, len(self.lanes))
         cell = 2 * (lane % LANES) + (seq & 1)
-        fields = (stamp, index, seq, bytes, step, peer, op.encode(), phase.encode(), stamp)
+        texts = (op.encode(), phase.encode(), dtype.encode())
+        fields = (stamp, index, seq, bytes, step, peer, root, time.time(), *texts, stamp)
         CELL.pack_into(self.memory, cell * CELL.size, *fields)
 
     def add_group(self, key: tuple[str, tuple[int, ...]]) -> int:
@@ -111,7 +118,8 @@ def whole(cell: tuple, groups: list) -> bool:
 
 
 def issued(cell: tuple, groups: list[tuple[str, tuple[int, ...]]]) -> Issued:
-    stamp, index, seq, size, step, peer, op, phase, _ = cell
+    stamp, index, seq, size, step, *others, when, op, phase, dtype, _ = cell
     name, ranks = groups[index]
-    text = [field.rstrip(b"\0").decode(errors="replace") for field in (op, phase)]
-    return Issued(name, ranks, seq, text[0], size, step, text[1], None if peer == NO_PEER else peer, stamp)
+    op, phase, dtype = (field.rstrip(b"\0").decode(errors="replace") for field in (op, phase, dtype))
+    peer, root = (None if rank == NO_PEER else rank for rank in others)
+    return Issued(name, ranks, seq, op, size, step, phase, peer, stamp, root, dtype, when)

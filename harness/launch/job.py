@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import sys
 from dataclasses import asdict, dataclass, field
@@ -24,6 +25,11 @@ from harness.evidence.whole_file import whole_file
 
 SUFFIXES = {"logs": "log", "failures": "json", "stacks": "txt", "inflight": "bin", "exits": "json"}
 BYTES_PER_RANK = 1_000_000  # log, stacks and in-flight record of a short job; evidence is not counted
+
+LONGEST = 604_800.0
+"""Seconds that a person may give a launch: a week. One that compiles is given five times as many."""
+GROUPS = 2**31 / 1000
+"""Seconds that groups may take: torch counts them in milliseconds, in 32 bits."""
 
 
 class LaunchError(Exception):
@@ -85,6 +91,13 @@ def refuse_unusable(job: Job, directory: Path) -> None:
         raise LaunchError(f"{directory}: holds the records of an earlier launch: choose a fresh directory")
     if set("?#;") & set(str(directory)):
         raise LaunchError(f"{directory}: torch cuts a file:// store's path at '?', '#' and ';': choose another name")
+    for name, seconds, most in (("timeout", job.timeout, 5 * LONGEST), ("group_timeout", job.group_timeout, GROUPS)):
+        if not 0 < seconds <= most:  # nan is not above 0
+            raise LaunchError(f"{name}: expected seconds above 0 and at most {most:g}, got {seconds:g}")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and limit < BYTES_PER_RANK:
+        least = f"a rank's log and records need {BYTES_PER_RANK}"
+        raise LaunchError(f"{directory}: a file may have {limit} bytes (ulimit -f), {least}: raise that limit")
 
 
 def absolute_sys_path() -> list[str]:

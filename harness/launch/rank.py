@@ -6,9 +6,11 @@ behind only to write down how it ended: torchrun neither tells exit statuses nor
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import faulthandler
 import importlib
+import itertools
 import json
 import logging
 import os
@@ -69,6 +71,7 @@ def run(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoRet
         dump_stacks_to(rank_file(directory, "stacks", rank))
         inflight.open_current(rank_file(directory, "inflight", rank))
         set_up_torch(job)
+        note_groups(job["world_size"])
         _held = resolve(job["entry"])(job["options"])  # until the end: freeing process groups may hang
         code = 0
     except BaseException as error:
@@ -92,12 +95,31 @@ def wind_up() -> None:
 
 
 def dump_stacks_to(path: Path) -> None:
-    """On SIGUSR1 and on fatal signals. faulthandler writes from C, so also while Python waits inside gloo or NCCL."""
+    """On SIGUSR1 and on fatal signals. faulthandler writes from C, so also while Python waits inside gloo or NCCL.
+
+    A thread that does nothing else takes SIGUSR1. In any other one the signal could end a call early, as sleep(3) of C, and
+    the rank would go on with what it had not done.
+    """
     global _stacks
     _stacks = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open until the end
     print(f"main thread {threading.main_thread().ident:#018x}", file=_stacks, flush=True)
     faulthandler.enable(file=_stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=_stacks, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # threads and processes to come inherit it
+    os.register_at_fork(after_in_child=take_dump_signal)
+    _thread.start_new_thread(wait_to_be_asked, ())
+
+
+def take_dump_signal() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+
+
+def wait_to_be_asked() -> None:
+    """Until the end, with SIGUSR1 let in. `threading` does not list this thread, and waits for it nowhere."""
+    take_dump_signal()
+    never = _thread.allocate_lock()
+    never.acquire()
+    never.acquire()
 
 
 def set_up_torch(job: dict[str, Any]) -> None:
@@ -135,6 +157,26 @@ def limit_groups(seconds: float) -> None:
                 setattr(module, name, timedelta(seconds=seconds))
 
 
+def note_groups(world_size: int) -> None:
+    """Put on record that this rank begins to make a group, as a collective of all ranks: some of them may never come.
+
+    torch 2.11 to 2.14 ask for a name first, before any rank waits for another. The making of a group that only its
+    members take part in is not on record, and its name is a digest.
+    """
+    from torch.distributed import distributed_c10d
+
+    name_of, record, made = distributed_c10d._process_group_name, inflight.current(), itertools.count()
+
+    def named(ranks: Any, use_hashed_name: bool) -> Any:
+        name = name_of(ranks, use_hashed_name)
+        if record is not None and not use_hashed_name:
+            op = inflight.MAKING[bool(ranks)]
+            record.issue(str(name), tuple(ranks) or tuple(range(world_size)), next(made), op, 0, 0, "")
+        return name
+
+    distributed_c10d._process_group_name = named
+
+
 def resolve(entry: str) -> Callable[[dict[str, Any]], Any]:
     module, colon, name = entry.partition(":")
     if not colon:
@@ -146,19 +188,40 @@ def note_failure(error: BaseException, path: Path) -> int:
     """Write the exception to `path` and to the log; return the exit code. sys.exit(0) is not a failure."""
     code = exit_code(error)
     if code:
-        traceback.print_exception(error)
-        record = {"type": type(error).__name__, "message": str(error), "inside": inside(error), "time": time.time()}
-        record |= {"module": module_of(error), "cause": first_cause(error)}
-        record |= {"chain": [[type(link).__name__, str(link)] for link in links(error)]}
-        write_json(path, {**record, "traceback": "".join(traceback.format_exception(error))})
+        record = {"type": type(error).__name__, "message": text_of(error), "time": time.time()}
+        record |= {"inside": [], "traceback": "", "module": "", "cause": None, "chain": []}
+        for name, read in DETAILS.items():
+            try:
+                record[name] = read(error)
+            except Exception as another:  # of the trainer's own classes, which a detail asks
+                record["traceback"] = f"{name} cannot be read: {type(another).__name__}"
+        print(record["traceback"], file=sys.stderr)
+        write_json(path, printable(record))
     return code
+
+
+def text_of(error: BaseException) -> str:
+    """Return str(error), or what that raised."""
+    try:
+        return str(error)
+    except BaseException as another:
+        return f"no text: its __str__ raised {type(another).__name__}"
+
+
+def printable(value: Any) -> Any:
+    """Return JSON in which every text can be encoded: a lone surrogate is written as \\udc80."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list | tuple):
+        return [printable(each) for each in value]
+    return {name: printable(each) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def links(error: BaseException) -> list[BaseException]:
     """What it was raised from, or while that was handled, and what that was; a circle is followed once."""
     found: list[BaseException] = []
     link = error.__cause__ or error.__context__
-    while link is not None and link is not error and link not in found:
+    while link is not None and link is not error and all(link is not each for each in found):
         found.append(link)
         link = link.__cause__ or link.__context__
     return found
@@ -167,14 +230,18 @@ def links(error: BaseException) -> list[BaseException]:
 def causes(error: BaseException) -> list[BaseException]:
     """It, what it was said to be raised from, and so on: `raise ... from`."""
     found = [error]
-    while found[-1].__cause__ is not None and found[-1].__cause__ not in found:
-        found.append(found[-1].__cause__)
+    while (link := found[-1].__cause__) is not None and all(link is not each for each in found):
+        found.append(link)
     return found
 
 
 def first_cause(error: BaseException) -> list[str] | None:
     first = causes(error)[-1]
-    return None if first is error else [type(first).__name__, str(first)]
+    return None if first is error else [type(first).__name__, text_of(first)]
+
+
+def chain(error: BaseException) -> list[list[str]]:
+    return [[type(link).__name__, text_of(link)] for link in links(error)]
 
 
 def inside(error: BaseException) -> list[list[Any]]:
@@ -192,10 +259,20 @@ def module_of(error: BaseException) -> str:
     return next((names[id(each)] for each in reversed(entered) if id(each) in names), "")
 
 
+DETAILS: dict[str, Callable[[BaseException], Any]] = {
+    "inside": inside,
+    "traceback": lambda error: "".join(traceback.format_exception(error)),
+    "module": module_of,
+    "cause": first_cause,
+    "chain": chain,
+}
+
+
 def exit_code(error: BaseException) -> int:
+    """Return what the system makes of it: eight bits."""
     if not isinstance(error, SystemExit):
         return 1
-    return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
 
 
 def flush() -> None:

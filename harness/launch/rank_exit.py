@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import re
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from harness.evidence.lost_peer import tells_of_lost_peer
 from harness.launch.inflight import Issued
 
 
@@ -58,6 +61,7 @@ LIBRARY = re.compile(
 )
 LAUNCH = re.compile(r"/harness/launch/|<frozen|/runpy\.py$")
 MAY_WAIT = re.compile(r"/torch/distributed/|/torch/autograd/graph\.py$|/torch/nn/parallel/|/torch/cuda/")
+WAITS = ("wait", "synchronize")
 SHOWN = 8
 
 
@@ -71,10 +75,18 @@ def frames(fate: Fate) -> list[Frame]:
 def parse_stack(text: str) -> list[Frame]:
     """The main thread's frames in the last dump of a stacks file, whose first line names that thread."""
     main = re.match(r"main thread (0x[0-9a-f]+)", text)
+    return threads(text).get(main.group(1), []) if main else []
+
+
+def threads(text: str) -> dict[str, list[Frame]]:
+    """Return the frames of each thread in its last dump, by the thread's number."""
     parts = re.split(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*$", text, flags=re.MULTILINE)
-    threads = dict(zip(parts[1::2], parts[2::2], strict=True))
-    body = threads.get(main.group(1), "") if main else ""
-    return [Frame(file, int(line), name) for file, line, name in re.findall(r'File "(.+)", line (\d+) in (.+)', body)]
+    bodies = dict(zip(parts[1::2], parts[2::2], strict=True))
+    frame = r'File "(.+)", line (\d+) in (.+)'
+    return {
+        number: [Frame(file, int(line), name) for file, line, name in re.findall(frame, body)]
+        for number, body in bodies.items()
+    }
 
 
 def useful(stack: Sequence[Frame]) -> list[Frame]:
@@ -92,18 +104,58 @@ def render(stack: Iterable[Frame]) -> str:
 
 
 def busy(fate: Fate) -> bool:
-    """Its stack says that it computes or sleeps in its own code, so it waits for no rank. False without a stack."""
-    calls = called(fate)
-    return bool(calls) and not any(MAY_WAIT.search(e.file) or e.function in ("wait", "synchronize") for e in calls)
+    """Its stacks say that it computes or sleeps in its own code, so it waits for no rank. False without a stack."""
+    calls = called(frames(fate))
+    others = [called(stack) for stack in threads(fate.stack).values()] if not fate.failure else []
+    in_torch = any("/torch/distributed/" in each.file for other in others for each in other)
+    waits = (MAY_WAIT.search(each.file) or each.function in WAITS or calls_wait(each) for each in calls)
+    return bool(calls) and not in_torch and not any(waits)
+
+
+def calls_wait(frame: Frame) -> bool:
+    """Whether the line of source is one that waits: torch's Work.wait() is written in C++, and in no stack."""
+    return bool(re.search(rf"\.({'|'.join(WAITS)})\(", linecache.getline(frame.file, frame.line)))
 
 
 def in_collective(fate: Fate) -> bool:
     """Its stack says that it is in torch.distributed, so it waits for others. False without a stack."""
-    return not winding_up(fate) and any("/torch/distributed/" in frame.file for frame in called(fate))
+    return not winding_up(fate) and any("/torch/distributed/" in frame.file for frame in called(frames(fate)))
 
 
-def called(fate: Fate) -> list[Frame]:
-    """The calls that it is in, innermost first, up to the first one in code of its own."""
-    stack = frames(fate)
+def called(stack: Sequence[Frame]) -> Sequence[Frame]:
+    """Return the calls that a thread is in, innermost first, up to the first one in code of its own."""
     own = (number for number, frame in enumerate(stack) if not LIBRARY.search(frame.file))
     return stack[: next(own, len(stack)) + 1]
+
+
+def last_words(fate: Fate) -> str:
+    """What C++ says when it terminates, or the last line of the log."""
+    lines = [line.strip() for line in fate.log_tail.splitlines() if line.strip()]
+    thrown = [line for line in lines if line.startswith("what():")]
+    return (thrown or lines or [""])[-1]
+
+
+def thrown(fate: Fate) -> str:
+    """What the C++ exception says that nobody caught and that ended the rank."""
+    words = last_words(fate) if fate.status == -signal.SIGABRT else ""
+    return words if words.startswith("what():") else ""
+
+
+TIMED_OUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
+
+
+def lost_peer(fate: Fate) -> bool:
+    """It failed because another rank did not answer, also if what it raised was caught and raised again as something else.
+
+    NCCL's watchdog says so by SIGABRT.
+    """
+    if fate.failure:
+        links = [(fate.failure["type"], fate.failure["message"]), *fate.failure.get("chain", ())]
+        within = next((frame.file for frame in frames(fate)), "")
+        return any(tells_of_lost_peer(*link, within=within) for link in links)
+    watchdog = "Watchdog caught collective operation timeout" in fate.log_tail
+    return fate.status == -signal.SIGABRT and (watchdog or tells_of_lost_peer("", thrown(fate)))
+
+
+def timed_out(fate: Fate) -> bool:
+    return lost_peer(fate) and bool(TIMED_OUT.search((fate.failure or {}).get("message", "")))

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from harness.evidence.text import ranks_text
-from harness.launch.inflight import Issued
-from harness.launch.rank_exit import Fate, busy
+from harness.launch.inflight import MAKING, Issued
+from harness.launch.rank_exit import Fate, busy, moment, timed_out
 
 Place = tuple[str, tuple[int, ...]]  # a group, by name and members: two groups of one split can share a name
 EQUAL_BYTES = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}  # every member passes as many
 POINT_TO_POINT = {"send": "recv", "recv": "send"}  # and what the other side does
+MAKING_GROUPS: Place = ("the making of groups", ())
 
 
 def place(issued: Issued) -> Place:
-    return issued.group, issued.ranks
+    return MAKING_GROUPS if issued.op in MAKING else (issued.group, issued.ranks)
+
+
+def members(group: Place, fates: Sequence[Fate]) -> list[Fate]:
+    """Return those who take part in a sequence: all ranks in the making of groups."""
+    return [fate for fate in fates if group == MAKING_GROUPS or fate.rank in group[1]]
 
 
 def collectives(fate: Fate) -> list[Issued]:
@@ -29,14 +36,30 @@ def sequenced(fates: Iterable[Fate]) -> list[Place]:
 
 
 def disagreeing(fates: Sequence[Fate]) -> dict[int, str]:
-    """At the first place where members issued different collectives: the minority, or all if there is none."""
+    """At the first place, in time, where members issued different collectives: the minority. If there is none, the ranks that
+    torch's monitored_barrier named there, or the one that most others wait for; else all."""
+    found: list[tuple[float, int, dict[int, Issued]]] = []
     for group in sequenced(fates):
         mine = {fate.rank: [each for each in collectives(fate) if place(each) == group] for fate in fates}
-        for seq in sorted({each.seq for some in mine.values() for each in some}):
+        for seq in {each.seq for some in mine.values() for each in some}:
             issued = {rank: each for rank, some in mine.items() for each in some if each.seq == seq}
-            if odd := minority({rank: signature(each) for rank, each in issued.items()}):
-                return {rank: against(rank, issued) for rank in odd}
-    return mismatched_sends(fates)
+            if minority({rank: signature(each) for rank, each in issued.items()}):
+                found.append((max(each.time for each in issued.values()), seq, issued))
+    if not found:
+        return mismatched_sends(fates)
+    _, _, issued = min(found, key=lambda each: each[:2])
+    odd = minority({rank: signature(each) for rank, each in issued.items()})
+    missed = {rank for fate in fates for rank, each in missed_barrier(fate).items() if each == issued.get(fate.rank)}
+    odd = [rank for rank in odd if rank in missed] or most_awaited(odd, fates)
+    return {rank: against(rank, issued) for rank in odd}
+
+
+def most_awaited(ranks: list[int], fates: Sequence[Fate]) -> list[int]:
+    """Return the one of these for which most of the other ranks wait; all of them if there is none."""
+    others = [waiting(fate, fates) for fate in fates if fate.rank not in ranks]
+    counts = Counter(rank for waits in others for rank in waits if rank in ranks).most_common()
+    clear = counts and (len(counts) == 1 or counts[0][1] > counts[1][1])
+    return [counts[0][0]] if clear else ranks
 
 
 def mismatched_sends(fates: Sequence[Fate]) -> dict[int, str]:
@@ -44,7 +67,7 @@ def mismatched_sends(fates: Sequence[Fate]) -> dict[int, str]:
     for fate in fates:
         for sent in (each for each in fate.issued if each.op == "send"):
             received = next((each for each in other_side(fate, sent, fates) if each.seq == sent.seq), None)
-            if received is not None and received.bytes != sent.bytes:
+            if received is not None and (received.bytes, received.dtype) != (sent.bytes, sent.dtype):
                 issued = {fate.rank: sent, sent.peer: received}
                 return {rank: against(rank, issued) for rank in issued}  # type: ignore[misc, arg-type]
     return {}
@@ -58,11 +81,16 @@ def other_side(fate: Fate, issued: Issued, fates: Sequence[Fate]) -> list[Issued
     return [e for e in found if e.op == answer and place(e) == place(issued) and e.peer in (fate.rank, None)]
 
 
-def signature(issued: Issued) -> tuple[str, int]:
-    return issued.op, issued.bytes if issued.op in EQUAL_BYTES or issued.op in POINT_TO_POINT else 0
+def signature(issued: Issued) -> Hashable:
+    """What all members of a group must have in common."""
+    if issued.op in MAKING:
+        return issued.op, issued.ranks
+    alike = issued.op in EQUAL_BYTES or issued.op in POINT_TO_POINT
+    return issued.op, issued.root, (issued.bytes, issued.dtype) if alike else None
 
 
-def minority(signatures: dict[int, tuple[str, int]]) -> list[int]:
+def minority(signatures: Mapping[int, Hashable]) -> list[int]:
+    """Return the ranks that differ from most; all of them where two answers are as frequent, [] where all are alike."""
     counts = Counter(signatures.values()).most_common()
     if len(counts) < 2:
         return []
@@ -76,7 +104,8 @@ def against(rank: int, issued: dict[int, Issued]) -> str:
 
 
 def waited_for(fates: Sequence[Fate]) -> dict[int, str]:
-    """Follow who waits for whom to those that wait for nobody."""
+    """Follow who waits for whom to those that wait for nobody. Of ranks that wait for each other, those that are elsewhere
+    than most."""
     waits = {fate.rank: waiting(fate, fates) for fate in fates}
     ends = {peer for peers in waits.values() for peer in peers if not waits[peer]}
     if ends:
@@ -84,8 +113,30 @@ def waited_for(fates: Sequence[Fate]) -> dict[int, str]:
     ring = cycle(waits)
     computing = [fate.rank for fate in fates if fate.rank in ring and busy(fate)]
     stuck_in = {rank: next(each for peer, each in waits[rank].items() if peer in ring) for rank in ring}
+    jumped = [rank for rank, here in stuck_in.items() if left_out(rank, here, waits, fates)]
+    elsewhere = jumped or minority({r: (place(each), each.op in POINT_TO_POINT) for r, each in stuck_in.items()})
     text = "; ".join(f"rank {rank} in {describe(each)} named {each.group!r}" for rank, each in stuck_in.items())
-    return {rank: f"each waits for the other: {text}" for rank in computing or ring}
+    return {rank: f"each waits for the other: {text}" for rank in computing or elsewhere or ring}
+
+
+def left_out(rank: int, here: Issued, waits: dict[int, dict[int, Issued]], fates: Sequence[Fate]) -> bool:
+    """Whether others wait for this rank in what most ranks issued before the collective that it is in."""
+    missed = [peers[rank] for peers in waits.values() if rank in peers]
+    votes = [[before(fate, each, here, fates) for fate in fates] for each in missed]
+    return any(some.count(True) > some.count(False) for some in votes)
+
+
+def before(fate: Fate, first: Issued, second: Issued, fates: Sequence[Fate]) -> bool | None:
+    """Whether this rank issued `first` and not `second` before it; None if it issued neither, or cannot be asked."""
+    if any(each.op in POINT_TO_POINT or fate not in members(place(each), fates) for each in (first, second)):
+        return None
+    orders = [
+        next((e.order for e in fate.issued if (place(e), e.seq) == (place(x), x.seq)), 0) for x in (first, second)
+    ]
+    there = [position(fate, place(x)) >= x.seq for x in (first, second)]
+    if all(there):
+        return orders[0] < orders[1] if all(orders) else None
+    return there[0] if any(there) else None
 
 
 def why_waited_for(peer: int, fates: Sequence[Fate], waits: dict[int, dict[int, Issued]]) -> str:
@@ -100,8 +151,22 @@ def waiting(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
     if fate.status == 0:
         return {}
     ahead = {peer.rank: each for group in sequenced(fates) for peer, each in behind(fate, group, fates)}
-    ahead |= {} if busy(fate) else {rank: each for rank, each in unanswered(fate, fates).items() if rank not in ahead}
+    ahead = missed_barrier(fate) | unanswered(fate, fates) | ahead
     return {rank: each for rank, each in ahead.items() if rank in {fate.rank for fate in fates}}
+
+
+BARRIER_MISSED = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
+
+
+def missed_barrier(fate: Fate) -> dict[int, Issued]:
+    """Return the ranks that torch's monitored_barrier named, by their position in the group, as not having come."""
+    named = BARRIER_MISSED.search(fate.failure["message"]) if fate.failure else None
+    barriers = [each for each in fate.issued if each.op == "barrier"]
+    if not named or not barriers:
+        return {}
+    ranks = barriers[-1].ranks
+    places = [int(number) for number in re.findall(r"\d+", named.group(1))]
+    return {ranks[place]: barriers[-1] for place in places if place < len(ranks)}
 
 
 def unanswered(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
@@ -117,10 +182,14 @@ def unanswered(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
 
 
 def behind(fate: Fate, group: Place, fates: Sequence[Fate]) -> list[tuple[Fate, Issued]]:
-    """Members of `group` that have yet to issue what this rank issued last in it."""
+    """Members of `group` that had yet to issue what this rank issued last in it, when it gave up."""
     mine = last(fate, group)
-    members = [peer for peer in fates if peer.rank in group[1] and mine]
-    return [(peer, mine) for peer in members if mine and position(peer, group) < mine.seq]
+    return [(peer, mine) for peer in members(group, fates) if mine and position(peer, group, gave_up(fate)) < mine.seq]
+
+
+def gave_up(fate: Fate) -> float:
+    """When it had waited for as long as it would: what a rank issues after that comes too late."""
+    return moment(fate) if timed_out(fate) else float("inf")
 
 
 def last(fate: Fate, group: Place) -> Issued | None:
@@ -128,9 +197,11 @@ def last(fate: Fate, group: Place) -> Issued | None:
     return max(mine, key=lambda each: each.seq, default=None)
 
 
-def position(fate: Fate, group: Place) -> int:
-    found = last(fate, group)
-    return found.seq if found else -1
+def position(fate: Fate, group: Place, until: float = float("inf")) -> int:
+    """Return how far it had come in the sequence of a group by then; -1 if it had issued nothing."""
+    mine = [each for each in collectives(fate) if place(each) == group]
+    first = min((each.seq for each in mine), default=0)
+    return max((each.seq for each in mine if each.time <= until), default=first - 1)
 
 
 def cycle(waits: dict[int, dict[int, Issued]]) -> list[int]:
@@ -143,8 +214,12 @@ def cycle(waits: dict[int, dict[int, Issued]]) -> list[int]:
 
 def describe(issued: Issued) -> str:
     """`all_reduce #12 of group [0-3] (step 2, backward, 16.4 KB)`"""
+    if issued.op in MAKING:
+        return f"{issued.op} #{issued.seq} of group {ranks_text(issued.ranks)}"
     peer = "" if issued.peer is None else f" {'to' if issued.op == 'send' else 'from'} rank {issued.peer}"
-    about = ", ".join(filter(None, [f"step {issued.step}", issued.phase, size(issued.bytes)]))
+    root = "" if issued.root is None else f"root {issued.root}"
+    many = f"{size(issued.bytes)} {issued.dtype}".strip()
+    about = ", ".join(filter(None, [f"step {issued.step}", issued.phase, root, many]))
     return f"{issued.op} #{issued.seq}{peer} of group {ranks_text(issued.ranks)} ({about})"
 
 

@@ -58,9 +58,14 @@ class Pool:
         """That many slots, waited for; all of them where more are wanted, but no GPU carries two ranks (LaunchError)."""
         if self.gpus and wanted > len(self.slots):
             raise LaunchError(f"{wanted} GPUs are wanted on this machine, {len(self.slots)} are visible")
-        own_folder(self.folder)
         with ExitStack() as held:
-            yield self._take(min(wanted, len(self.slots)), held)
+            try:
+                own_folder(self.folder)
+                taken = self._take(min(wanted, len(self.slots)), held)
+            except OSError as error:
+                why = f"cannot keep slots ({error.strerror}): name another folder in {FOLDER}"
+                raise LaunchError(f"{self.folder}: {why}") from error
+            yield taken
 
     def _take(self, wanted: int, held: ExitStack) -> Taken:
         found: dict[str, Path] = {}
@@ -147,10 +152,11 @@ def ranks_here(torchrun_args: tuple[str, ...]) -> int:
 
 
 def hold_mine() -> None:
-    """To be called by a rank: its slots are taken as long as it lives."""
+    """To be called by a rank: its slots are taken as long as it lives. The harness holds them too, so one whose file is gone
+    or closed to us is taken as long as the harness lives."""
     for path in filter(None, os.environ.get(HELD, "").split(os.pathsep)):
-        with contextlib.suppress(FileNotFoundError):
-            _held.append(open(path, "a", encoding="utf-8"))  # noqa: SIM115 - held until the end
+        with contextlib.suppress(OSError):
+            _held.append(open(path, encoding="utf-8"))  # noqa: SIM115 - held until the end
             fcntl.flock(_held[-1], fcntl.LOCK_SH)
 
 

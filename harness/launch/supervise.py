@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -62,19 +63,33 @@ def supervise(job: Job, ranks: Ranks) -> tuple[Fate, ...]:
         ranks.wait(over, GRACE)
     killed: dict[int, str] = {}
     stopped: list[int] = []
+    issued: dict[int, tuple[Issued, ...]] = {}
     if not over():
         reason = why_kill(job, ranks)
         killed = dict.fromkeys(set(range(job.world_size)) - set(ranks.statuses), reason)
         stopped = [rank for rank in killed if rank in ranks.pids and is_stopped(ranks.pids[rank])]
+        issued = {rank: issued_by(job, rank) for rank in killed}  # before they are disturbed
         collect_stacks(job, ranks, [rank for rank in killed if rank not in stopped])
         ranks.signal(signal.SIGKILL)
         if not ranks.wait(over, KILL_PATIENCE):
             ranks.give_up()
     outlived = left_by(job, ranks)
     return tuple(
-        fate(job, ranks, rank, killed.get(rank, ""), stopped=rank in stopped, left=outlived.get(rank, ()))
+        replace(
+            fate(job, ranks, rank),
+            killed=killed.get(rank, "")
+            if ranks.statuses.get(rank) == -signal.SIGKILL
+            else "",  # it may have come too late
+            issued=issued[rank] if rank in issued else issued_by(job, rank),
+            stopped=rank in stopped,
+            left=outlived.get(rank, ()),
+        )
         for rank in range(job.world_size)
     )
+
+
+def issued_by(job: Job, rank: int) -> tuple[Issued, ...]:
+    return tuple(read_inflight(rank_file(job.directory, "inflight", rank)))
 
 
 def left_by(job: Job, ranks: Ranks) -> dict[int, tuple[str, ...]]:
@@ -103,13 +118,9 @@ def flooding(job: Job) -> int | None:
 
 def advances(job: Job) -> bool:
     """Whether any rank issues a collective while one looks on."""
-
-    def issued() -> list[list[Issued]]:
-        return [read_inflight(rank_file(job.directory, "inflight", rank)) for rank in range(job.world_size)]
-
-    before = issued()
+    before = [issued_by(job, rank) for rank in range(job.world_size)]
     time.sleep(GLANCE)
-    return issued() != before
+    return [issued_by(job, rank) for rank in range(job.world_size)] != before
 
 
 def collect_stacks(job: Job, ranks: Ranks, alive: list[int]) -> None:
@@ -126,23 +137,19 @@ def dumped(file: Path) -> bool:
     return file.exists() and "most recent call first" in file.read_text(encoding="utf-8", errors="replace")
 
 
-def fate(job: Job, ranks: Ranks, rank: int, killed: str, *, stopped: bool, left: tuple[str, ...]) -> Fate:
-    """All that is known of one rank, as plain data. A kill that came too late is not a kill."""
+def fate(job: Job, ranks: Ranks, rank: int) -> Fate:
+    """What a rank left in files and its launcher reported, as plain data."""
     status, stack = ranks.statuses.get(rank), rank_file(job.directory, "stacks", rank)
     log = rank_file(job.directory, "logs", rank)
     return Fate(
         rank=rank,
         status=status,
         ended=ranks.ended.get(rank, 0.0),
-        killed=killed if status == -signal.SIGKILL else "",
         failure=read_json(rank_file(job.directory, "failures", rank)),
-        issued=tuple(read_inflight(rank_file(job.directory, "inflight", rank))),
         stack=stack.read_text(encoding="utf-8", errors="replace") if stack.exists() else "",
         log=str(log),
         log_tail=tail_of(end_of(log)) if log.exists() else "",
         trouble=ranks.trouble,
-        stopped=stopped,
-        left=left,
         host=ranks.hosts.get(rank, ""),
     )
 

@@ -16,6 +16,7 @@ from _pytest.runner import runtestprotocol
 
 from harness import trainers
 from harness.launch import default_server, resident_client
+from harness.launch.job import LONGEST
 from harness.plugin.items import MARK, CaseFile, Law, tier_mark
 from harness.run.options import Options
 from harness.spec.case import TIERS
@@ -142,8 +143,8 @@ def add_to_testpaths(config: pytest.Config, folders: Sequence[Path]) -> None:
 def options_of(config: pytest.Config) -> Options:
     """Raises pytest.UsageError."""
     timeout, out = config.getoption("--harness-timeout"), Path(config.getoption("--harness-out"))
-    if timeout <= 0:
-        raise pytest.UsageError(f"--harness-timeout must be above 0, got {timeout:g}")
+    if not 0 < timeout <= LONGEST:
+        raise pytest.UsageError(f"--harness-timeout must be above 0 and at most {LONGEST:g}, got {timeout:g}")
     try:
         trainer = trainers.spec(trainer_of(config), config.getoption("--harness-source"), out)
         trainers.load(trainer)

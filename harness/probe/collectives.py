@@ -49,6 +49,10 @@ OPERATORS: dict[str, tuple[str, int]] = {
 }
 
 
+ROOTS = {"broadcast": 2, "reduce": 3, "gather": 3, "scatter": 3}
+"""Position of the argument that is the root's place in the group."""
+
+
 class CollectiveRecorder:
     """Records while installed. `where` answers (step, phase) at the moment of a call, `account` on whose account it is;
     `on_issue` hears of every record before the collective starts, so that a rank which never returns from it still leaves
@@ -100,7 +104,7 @@ class CollectiveRecorder:
     def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
         group = _group_of(args)
         self.keep(group)
-        self.note(op, payload, group, _peer(op, args, members(group)))
+        self.note(op, payload, group, _peer(op, args, group), _root(op, args, group))
 
     def keep(self, group: dist.ProcessGroup) -> bool:
         """As long as the process; whether it is a new one. Trap: who frees a gloo group last in C++, such as DDP's reducer,
@@ -112,7 +116,9 @@ class CollectiveRecorder:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         return True
 
-    def note(self, op: str, payload: Any, group: dist.ProcessGroup, peer: int | None = None) -> None:
+    def note(
+        self, op: str, payload: Any, group: dist.ProcessGroup, peer: int | None = None, root: int | None = None
+    ) -> None:
         """payload: the unsharded tensor, or tensors."""
         name, ranks = group.group_name, members(group)
         tensors = list(_tensors(payload))
@@ -130,6 +136,7 @@ class CollectiveRecorder:
                 step=step,
                 seq=self._sequence[lane],
                 peer=peer,
+                root=root,
             )
             self._sequence[lane] += 1
             account = self._account()
@@ -144,13 +151,23 @@ _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect
 
 
 def members(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Global ranks of a group. Trap: the map holds -100 for groups this rank is not a member of."""
+    """Return the global ranks of a group."""
+    return tuple(sorted(_places(group)))
+
+
+def _places(group: dist.ProcessGroup) -> dict[int, int]:
+    """Return by global rank its position in the group. Trap: the map holds -100 for groups this rank is not a member of."""
     ranks = dist.distributed_c10d._world.pg_group_ranks.get(group)
     if ranks is None:  # a view of the group made by C++ is another Python object: look it up by name
         ranks = dist.distributed_c10d._world.pg_group_ranks[
             dist.distributed_c10d._resolve_process_group(group.group_name)
         ]
-    return tuple(sorted(rank for rank in ranks if rank >= 0))
+    return {rank: place for rank, place in ranks.items() if rank >= 0}
+
+
+def _member_at(place: int, group: dist.ProcessGroup) -> int:
+    """Return the global rank at this position of a group, whose ranks may be in any order."""
+    return next(rank for rank, there in _places(group).items() if there == place)
 
 
 CHECKPOINTING = (
@@ -190,6 +207,11 @@ def _tensors(payload: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _peer(op: str, args: tuple[Any, ...], ranks: tuple[int, ...]) -> int | None:
+def _peer(op: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> int | None:
     """Global rank of the other side of a send or receive; torch passes its position in the group."""
-    return ranks[args[2]] if op in ("send", "recv") and isinstance(args[2], int) else None
+    return _member_at(args[2], group) if op in ("send", "recv") and isinstance(args[2], int) else None
+
+
+def _root(op: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> int | None:
+    """Global rank of the root of a collective that has one; torch passes its position in the group."""
+    return _member_at(args[ROOTS[op]], group) if op in ROOTS else None

@@ -50,7 +50,8 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
     checkpoints = Path(options["checkpoints"])
     this, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     _share_compiled_code(options.get("compile_cache"))
-    adapter.importable()
+    with trainers.starting(options["trainer"]):
+        adapter.importable()
     fired = _apply_fault(options, this)
     row_length = functools.partial(_row_length, case)
     probe = Probe(this, world_size, on_issue=_note_inflight(), row_length=row_length)
@@ -94,7 +95,8 @@ def _fused(adapter: trainers.Adapter, case: Case) -> dict[str, tuple[Block, ...]
 def _started(adapter: trainers.Adapter, case: Case, options: dict[str, Any]) -> StartedTrainer:
     """Of a model whose parameters do not fit the seed weights, rank 0 leaves the shapes."""
     try:
-        return adapter.start(case, Path(options["weights"]), options["device"])
+        with trainers.starting(options["trainer"]):
+            return adapter.start(case, Path(options["weights"]), options["device"])
     except ValueError as error:
         if hasattr(error, "shapes") and int(os.environ.get("RANK", 0)) == 0:
             write_text(Path(options["directory"]) / SHAPES_FILE, json.dumps(error.shapes))
@@ -153,9 +155,10 @@ def unwatched(options: dict[str, Any]) -> StartedTrainer:
     case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
     this, directory = int(os.environ.get("RANK", 0)), Path(options["directory"])
     _share_compiled_code(options.get("compile_cache"))
-    adapter.importable()
+    with trainers.starting(options["trainer"]):
+        adapter.importable()
     _apply_fault(options, this)
-    trainer = adapter.start(case, Path(options["weights"]), options["device"])
+    trainer = _started(adapter, case, options)
     if case.resume:
         trainer.resume(Path(options["checkpoints"]))
     _train(trainer, case, Path(options["checkpoints"]))
@@ -196,6 +199,7 @@ def _note_inflight() -> Callable[[Collective], None]:
 
     def note(call: Collective) -> None:
         if record is not None:
-            record.issue(call.group, call.ranks, call.seq, call.op, call.bytes, call.step, call.phase, call.peer)
+            what = (call.group, call.ranks, call.seq, call.op, call.bytes, call.step, call.phase)
+            record.issue(*what, call.peer, call.root, call.dtype)
 
     return note

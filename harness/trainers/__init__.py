@@ -53,13 +53,14 @@ Examples: `transformers.py` in this folder (transformers' Trainer under accelera
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import pkgutil
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -212,6 +213,10 @@ def traits_by_launch(case: Case, spec: str) -> dict[str, TrainerTraits]:
     return {name: adapter.traits(launched) for name, launched in case.launches.items()}
 
 
+class CannotStart(ValueError):
+    """An adapter, or what it imports, cannot be loaded: nothing of its trainer has run, and nothing can be said of it."""
+
+
 def load(spec: str) -> Adapter:
     """The adapter of NAME or FILE.py, or of NAME@SOURCE. Raises ValueError with the known ones."""
     wanted = TrainerSpec.parse(spec)
@@ -222,12 +227,23 @@ def load(spec: str) -> Adapter:
     elif name in known:
         adapter = importlib.import_module(f"{__name__}.{name}").adapter
     else:
-        raise ValueError(f"no trainer is named {name!r}; known: {', '.join(known)}, or the path of a FILE.py")
+        raise CannotStart(f"no trainer is named {name!r}; known: {', '.join(known)}, or the path of a FILE.py")
     if not wanted.source:
         return adapter
     if not hasattr(adapter, "of"):
-        raise ValueError(f"trainer {name} has no other sources; leave out @{wanted.source}")
+        raise CannotStart(f"trainer {name} has no other sources; leave out @{wanted.source}")
     return adapter.of(wanted.source)
+
+
+@contextlib.contextmanager
+def starting(spec: str) -> Iterator[None]:
+    """Raises CannotStart where a module is missing, or an adapter cannot be loaded."""
+    try:
+        yield
+    except ImportError as error:
+        raise CannotStart(
+            f"{spec} cannot be started: {error}; install what it imports, or name another --trainer"
+        ) from error
 
 
 def reload(spec: str) -> Adapter:
@@ -240,7 +256,7 @@ def reload(spec: str) -> Adapter:
 def _of_file(path: Path) -> Adapter:
     """What lies beside it can be imported."""
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; an adapter is given as FILE.py, `harness init train.py` begins one")
+        raise CannotStart(f"{path}: no such file; an adapter is given as FILE.py, `harness init train.py` begins one")
     found = importlib.util.spec_from_file_location(f"trainer_{path.stem}", path)
     assert found is not None and found.loader is not None
     module = sys.modules[found.name] = importlib.util.module_from_spec(found)
@@ -248,15 +264,15 @@ def _of_file(path: Path) -> Adapter:
     try:
         found.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{path}: cannot be loaded: {error_in(path, error)}") from error
+        raise CannotStart(f"{path}: cannot be loaded: {error_in(path, error)}") from error
     adapter: Any = getattr(module, "adapter", None)
     if hasattr(adapter, "own") or hasattr(adapter, "allow"):
-        raise ValueError(
+        raise CannotStart(
             f"{path}: its `adapter` has `own` or `allow`: it says that in `traits`; see harness/spec/traits.py"
         )
     if lacking := [
         name for name in ("name", "unsupported", "start", "stop", "fqn", "rows") if not hasattr(adapter, name)
     ]:
         problem = f"its `adapter` has no {', '.join(lacking)}" if adapter is not None else "has no `adapter`"
-        raise ValueError(f"{path}: {problem}; see harness/trainers/__init__.py")
+        raise CannotStart(f"{path}: {problem}; see harness/trainers/__init__.py")
     return adapter

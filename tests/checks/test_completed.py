@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 
+import pytest
 from checked import EMBEDDING, findings
 from literal import (
     tiny_case,
@@ -126,3 +129,19 @@ def test_a_disk_that_took_no_evidence_is_no_verdict_on_the_trainer_however_it_wa
     for error in ("EvidenceError: full", "OSError: [Errno 28] no space; raised again as EvidenceError: full"):
         full = with_exit(trial, Exit(1, "raised", error=error, blamed=True))
         assert completed.check(without_rank(full, 1)).verdict is Verdict.UNKNOWN
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_limit_of_the_machine_on_what_is_written_is_no_verdict_on_the_trainer(number: int) -> None:
+    error = f"OSError: {OSError(number, os.strerror(number), 'model.pt')}"
+    full = with_exit(trial_of(tiny_case("fsdp_2")), Exit(1, "raised", error=error, blamed=True))
+    result = completed.check(without_rank(full, 1))
+    assert result.verdict is Verdict.UNKNOWN and error in result.note
+    other = with_exit(full, Exit(1, "raised", error="OSError: [Errno 2] No such file: 'x'", blamed=True))
+    assert completed.check(without_rank(other, 1)).verdict is Verdict.FAIL
+
+
+def test_an_adapter_that_ranks_cannot_load_is_no_verdict_on_the_trainer() -> None:
+    for error in ("CannotStart: mine.py: cannot be loaded", "ImportError: x; raised again as CannotStart: mine"):
+        ended = with_exit(trial_of(tiny_case("fsdp_2")), Exit(0, "raised", error=error, blamed=True))
+        assert completed.check(without_rank(ended, 0)).verdict is Verdict.UNKNOWN

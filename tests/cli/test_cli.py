@@ -102,8 +102,14 @@ def test_a_usage_error_can_not_be_taken_for_a_broken_law(capsys: Any) -> None:
     assert "harness run: error: unrecognized arguments: --bis; did you mean --bisect?" in capsys.readouterr().err
     assert main(["--nothing", "run", "single"]) == 2
     assert "harness: error: unrecognized arguments: --nothing" in capsys.readouterr().err
-    assert main(["run", "single", "--timeout", "-1"]) == 2
-    assert "argument --timeout: must be above 0, got -1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "inf", "nan", "1e400", "1e300", "604801"])
+@pytest.mark.parametrize("command", [("run", "single"), ("matrix",), ("join", "out"), ("preflight", "single")])
+def test_a_time_limit_that_no_launch_can_have_is_refused(command: tuple[str, ...], seconds: str, capsys: Any) -> None:
+    assert main([*command, "--timeout", seconds]) == 2
+    said = capsys.readouterr().err
+    assert "argument --timeout: " in said and said.rstrip().endswith(f"got {seconds}")
 
 
 def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: Any) -> None:

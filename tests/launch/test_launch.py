@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness.evidence.records import Exit
 from harness.launch import Inflight, Issued, Job, LaunchError, RankServer, default_server, launch, read_inflight
+from harness.launch.job import LONGEST
 from harness.launch.leftovers import leftovers
 
 ROOT = Path(__file__).parents[2]
@@ -188,6 +190,26 @@ def test_a_full_disk_is_named_with_the_arithmetic(tmp_path, monkeypatch):
         launch(job(tmp_path, "reduces"))
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan"), 1e300])
+@pytest.mark.parametrize("name", ["timeout", "group_timeout"])
+def test_a_time_limit_that_no_launch_can_have_is_named_before_anything_starts(tmp_path, name, seconds):
+    with pytest.raises(LaunchError, match=f"^{name}: .*, got {seconds:g}".replace("+", r"\+")):
+        launch(job(tmp_path, "reduces", **{name: seconds}))
+    assert not (tmp_path / "job").exists()
+
+
+def test_the_longest_time_limit_is_one_that_torch_takes(tmp_path):
+    longest = {"timeout": 5 * LONGEST, "group_timeout": 5 * LONGEST / 2}  # of a case that compiles
+    exits = launch(job(tmp_path, "tells_timeouts", 4, **longest))
+    assert [Path(exit.log).read_text() for exit in exits] == [f"timeouts [{5 * LONGEST / 2}]\n"] * 4
+
+
+def test_a_limit_on_the_size_of_files_is_named_with_the_arithmetic(tmp_path, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (5000, 5000))
+    with pytest.raises(LaunchError, match=r"job: a file may have 5000 bytes \(ulimit -f\).* 1000000: raise"):
+        launch(job(tmp_path, "reduces"), server=object())
+
+
 def test_a_directory_of_an_earlier_launch_is_refused(tmp_path):
     launch(job(tmp_path, "says_its_environment"))
     with pytest.raises(LaunchError, match="holds the records of an earlier launch"):
@@ -343,10 +365,13 @@ def test_the_record_holds_the_last_two_collectives_of_each_group(tmp_path):
     for seq in range(3):
         record.issue("world", [0, 1], seq, "all_reduce", 100 + seq, seq, "backward")
     record.issue("pp", (0, 4), 0, "send", 64, 2, "forward", peer=4)
-    assert read_inflight(tmp_path / "rank_00.bin") == [
-        Issued("world", (0, 1), 1, "all_reduce", 101, 1, "backward", order=2),
+    record.issue("world", (0, 1), 3, "broadcast", 64, 2, "forward", root=1, dtype="float8_e4m3fn")
+    found = read_inflight(tmp_path / "rank_00.bin")
+    assert sorted(each.time for each in found) == [each.time for each in found] and found[0].time > 0
+    assert [replace(each, time=0.0) for each in found] == [
         Issued("world", (0, 1), 2, "all_reduce", 102, 2, "backward", order=3),
         Issued("pp", (0, 4), 0, "send", 64, 2, "forward", peer=4, order=4),
+        Issued("world", (0, 1), 3, "broadcast", 64, 2, "forward", order=5, root=1, dtype="float8_e4m3fn"),
     ]
 
 

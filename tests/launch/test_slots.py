@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 
 from harness import ROOT
-from harness.launch import Job, LaunchError, Pool, launch, machine
-from harness.launch.slots import HELD, ranks_here
+from harness.launch import Job, LaunchError, Pool, launch, machine, slots
+from harness.launch.slots import FOLDER, HELD, hold_mine, ranks_here
 
+needs_other_user = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 EIGHT = tuple(f"GPU-{number}" for number in range(8))
 
 
@@ -35,6 +36,35 @@ def eventually(condition: Any, seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("place", ["file/slots", "file", "/proc/no/slots"])
+def test_a_folder_that_cannot_keep_slots_is_named_with_the_variable_that_names_another(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / place
+    monkeypatch.setenv(FOLDER, str(folder))
+    with pytest.raises(LaunchError) as raised:
+        launch(Job(tmp_path / "job", 2, "tests.launch_entries:reduces"))
+    assert str(folder) in str(raised.value) and FOLDER in str(raised.value)
+    assert not (tmp_path / "job").exists()
+
+
+@needs_other_user
+def test_a_folder_of_slots_that_is_read_only_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(LaunchError, match=FOLDER), Pool(tmp_path, EIGHT).taken(1):
+        pass
+
+
+def test_a_rank_whose_slots_are_gone_runs_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    held = [str(tmp_path / name) for name in ("gone", "file/slot")]
+    monkeypatch.setenv(HELD, os.pathsep.join([*held, str(tmp_path / "file")]))
+    hold_mine()
+    assert is_locked(tmp_path / "file")
+    slots._held.pop().close()
 
 
 def free(pool: Pool, wanted: int) -> bool:

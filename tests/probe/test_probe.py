@@ -33,6 +33,9 @@ def test_every_collective_is_seen_with_the_ranks_it_ran_over(tmp_path: Path) -> 
         ("all_gather", "half", "float32", 64),
         ("reduce_scatter", "half", "float32", 32),
         ("broadcast", "half", "float64", 64),
+        ("reduce", "half", "float32", 32),
+        ("gather", "half", "float32", 32),
+        ("scatter", "half", "float32", 32),
         ("all_gather", "half", "float32", 64),
         ("all_reduce", "half", "float32", 32),  # from another thread
         ("all_reduce", "half", "float32", 8),  # in inference mode
@@ -50,8 +53,10 @@ def test_every_collective_is_seen_with_the_ranks_it_ran_over(tmp_path: Path) -> 
             assert dtype in (record["dtype"], "any")
             assert (record["step"], record["phase"]) == (7, "other")
         assert [r["peer"] for r in records if r["op"] in ("send", "recv")] == [rank ^ 1]
+        roots = {(r["op"], r["root"]) for r in records if r["root"] is not None}
+        assert roots == {(op, ranks_of["half"][0]) for op in ("broadcast", "reduce", "gather", "scatter")}
         of_half = [r["seq"] for r in records if r["ranks"] == ranks_of["half"]]
-        assert of_half == list(range(9))
+        assert of_half == list(range(12))
 
 
 def test_a_group_that_ddp_outlives_is_not_freed_for_that_can_hang_a_rank(tmp_path: Path) -> None:

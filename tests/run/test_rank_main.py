@@ -10,6 +10,18 @@ import pytest
 from harness.run import rank_main
 from harness.spec.case import Case, to_json
 from harness.spec.dims import ParallelDims
+from harness.trainers import CannotStart
+
+MINE = """
+from harness.trainers import Adapter
+class Mine(Adapter):
+    name = "mine"
+    def unsupported(self, case):
+        return None
+    def start(self, case, weights, device):
+        {}
+adapter = Mine()
+"""
 
 
 @pytest.mark.parametrize("begin", [rank_main.rank, rank_main.unwatched])
@@ -29,3 +41,24 @@ def test_a_fault_is_put_into_the_source_that_was_named_not_into_what_is_installe
     with pytest.raises(KeyboardInterrupt):
         begin({"case": case, "trainer": "", "fault": "any", "directory": str(tmp_path), "checkpoints": ""})  # type: ignore[operator]
     assert order == ["importable", "fault"]
+
+
+@pytest.mark.parametrize("begin", [rank_main.rank, rank_main.unwatched])
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import not_there_at_all", "not_there_at_all"),
+        ("raise ValueError('at import')", "at import"),
+        ("x = 1", "adapter"),
+        (MINE.format("from harness import not_there_at_all"), "not_there_at_all"),
+    ],
+)
+def test_an_adapter_that_cannot_start_is_told_apart_from_a_trainer_that_failed(
+    begin: object, source: str, reason: str, tmp_path: Path
+) -> None:
+    adapter = tmp_path / "mine.py"
+    adapter.write_text(source)
+    options = {"case": to_json(Case("any", "a test", ParallelDims())), "trainer": str(adapter), "weights": "none"}
+    with pytest.raises(CannotStart) as raised:
+        begin({**options, "device": "cpu", "directory": str(tmp_path), "checkpoints": ""})  # type: ignore[operator]
+    assert str(adapter) in str(raised.value) and reason in str(raised.value)
