@@ -3,26 +3,29 @@
 A slot is a file in one folder; it is taken while anybody holds a shared lock on it: the harness that took it, each rank
 that runs on it, what such a rank forked. So it is free when all these are dead, however they died, and not before.
 
-Who takes slots stands in the gate, one at a time and in the order of coming, until it has all that it wants. Two takers
-that have half each cannot be, and a launch of many ranks is not overtaken for ever by launches of few.
+Who takes slots stands in the gate, one at a time, until it has all that it wants. Two takers that have half each cannot be,
+and a launch of many ranks is not overtaken by launches of few that come later.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from harness.evidence.text import visible
 from harness.launch.job import Job, LaunchError
 from harness.launch.machine import core_slots, gpus
+from harness.launch.process import is_stopped
 
 HELD = "HARNESS_HELD_SLOTS"  # in the environment of a rank: the files of the slots it runs on
 FOLDER = "HARNESS_SLOTS_FOLDER"
@@ -68,35 +71,36 @@ class Pool:
             yield taken
 
     def _take(self, wanted: int, held: ExitStack) -> Taken:
-        found: dict[str, Path] = {}
+        """All at once or none: who waits holds no slot, so that one that is stopped meanwhile keeps none from others."""
         began = time.monotonic()
-        with locked(self.folder / "gate"):
-            while len(found) < wanted:
-                for name in (name for name in self.slots if name not in found):
-                    if len(found) < wanted and self._is_mine(name, held):
-                        found[name] = self.folder / name
-                if len(found) < wanted:
-                    time.sleep(POLL)
-                    began = self._say_who(wanted, found, began)
-        ordered = tuple(name for name in self.slots if name in found)
-        return Taken(ordered, tuple(found[name] for name in ordered), self.gpus)
+        with standing_in(self.folder / "gate"):
+            while True:
+                with ExitStack() as tried:
+                    free = (name for name in self.slots if self._is_mine(name, tried))
+                    found = list(itertools.islice(free, wanted))
+                    if len(found) == wanted:
+                        held.enter_context(tried.pop_all())
+                        break
+                time.sleep(POLL)
+                began = self._say_who(wanted, found, began)
+        return Taken(tuple(found), tuple(self.folder / name for name in found), self.gpus)
 
     def _is_mine(self, name: str, held: ExitStack) -> bool:
-        """A slot nobody holds. Nobody can come between the two locks: only who stands in the gate asks for the first."""
+        """A slot nobody holds: only then is the first lock had. Between the two locks it may be lost to another."""
         file = open(self.folder / name, "a+", encoding="utf-8")  # noqa: SIM115 - held while the caller works
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            file.write(own_words())
+            file.flush()
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
             return False
-        file.truncate(0)
-        file.write(f"{os.getpid()} {shlex.join(sys.argv)[:200]}")
-        file.flush()
-        fcntl.flock(file, fcntl.LOCK_SH)
         held.enter_context(file)
         return True
 
-    def _say_who(self, wanted: int, found: dict[str, Path], since: float) -> float:
+    def _say_who(self, wanted: int, found: Sequence[str], since: float) -> float:
         """Once in PATIENCE, if others than this process hold what is waited for."""
         if time.monotonic() - since < PATIENCE:
             return since
@@ -110,11 +114,47 @@ class Pool:
         return time.monotonic()
 
 
+def own_words() -> str:
+    """Return what a lock's file says of its holder: pid and command."""
+    return f"{os.getpid()} {shlex.join(sys.argv)[:200]}"
+
+
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    with open(path, "a", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def standing_in(gate: Path) -> Iterator[None]:
+    """One process at a time. One that is stopped in the gate (Ctrl-Z, SIGSTOP) loses its place to the next."""
+    while (file := entered(gate)) is None:
+        time.sleep(POLL)
+    with file:
         yield
+
+
+def entered(gate: Path) -> IO[str] | None:
+    """Return the locked file, or None while another process that is not stopped stands in the gate."""
+    file = open(gate, "a+", encoding="utf-8")  # noqa: SIM115 - held while the caller stands there
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().partition(" ")[0]
+        if holder.isdecimal() and is_stopped(int(holder)) and is_at(gate, file):
+            gate.unlink(missing_ok=True)
+        file.close()
+        return None
+    if not is_at(gate, file):
+        file.close()
+        return None
+    file.truncate(0)
+    file.write(own_words())
+    file.flush()
+    return file
+
+
+def is_at(path: Path, file: IO[str]) -> bool:
+    """Return whether the name still is this file's."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def own_folder(folder: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from harness import ROOT
 from harness.launch import Job, LaunchError, Pool, launch, machine, slots
+from harness.launch.process import is_stopped
 from harness.launch.slots import FOLDER, HELD, hold_mine, ranks_here
 
 needs_other_user = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -171,6 +172,23 @@ def test_a_folder_in_which_others_can_write_is_refused(pool: Pool) -> None:
     pool.folder.chmod(0o777)
     with pytest.raises(LaunchError, match="slots: not a folder that is yours alone"), pool.taken(1):
         pass
+
+
+def test_a_waiter_that_is_stopped_blocks_nobody(pool: Pool) -> None:
+    code = (
+        "import threading; from pathlib import Path; from harness.launch import Pool\n"
+        "print('waits', flush=True)\n"
+        f"with Pool(Path({str(pool.folder)!r}), {EIGHT}, True).taken(8): print('has them', flush=True)"
+    )
+    with pool.taken(1), other_process(code) as waiter:
+        eventually(lambda: (pool.folder / "gate").read_text().partition(" ")[0] == str(waiter.pid))
+        waiter.send_signal(signal.SIGSTOP)
+        eventually(lambda: is_stopped(waiter.pid))
+        with pool.taken(7):
+            pass
+        waiter.send_signal(signal.SIGCONT)
+        eventually(lambda: free(pool, 7))
+        assert waiter.poll() is None
 
 
 def test_slots_of_a_process_that_was_killed_are_free_again(pool: Pool) -> None:
