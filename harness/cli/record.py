@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import signal
+import uuid
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,14 @@ def record(args: argparse.Namespace, directory: Path) -> int:
     except ValueError as error:
         raise BadInput(f"--steps: {error}") from error
     injection.fresh(directory)
+    launch = uuid.uuid4().hex[:12]
     try:
         ends_too = partial(die_with_parent, os.getpid(), by=signal.SIGTERM)  # and its launcher ends the ranks
-        code = injection.run(words, directory, steps, first=ends_too)
+        code = injection.run(words, directory, steps, more={injection.LAUNCH: launch}, first=ends_too)
     except injection.CommandError as error:
         raise BadInput(str(error)) from error
-    told = {"command": shlex.join(words), "code": code, "steps": steps, "ranks": injection.requested_ranks(words)}
+    told = {"launch": launch, "command": shlex.join(words), "code": code, "steps": steps}
+    told["ranks"] = injection.requested_ranks(words)
     write_text(directory / STARTED, json.dumps(told | {"nothing": _why(directory, words, code)}, indent=1))
     return code
 

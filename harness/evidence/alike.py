@@ -44,6 +44,7 @@ def alike(record: RankRecord) -> tuple[int, tuple[tuple[str, str], ...]]:
     rest = replace(
         evidence,
         rank=0,
+        launch="",
         groups=(),
         structure={},
         parameters=(),

@@ -316,6 +316,8 @@ class RankEvidence:
     reports_every: int = 1
     after_evaluation: tuple[AfterEvaluation, ...] = ()
     joined: int | None = None
+    launch: str = ""
+    """The id of the launch that this is evidence of; run.json or recording.json has the same."""
 
 
 AT_LIMIT = "at the time limit"
@@ -354,9 +356,9 @@ class Run:
     cannot be read is in `unreadable`, with the reason.
 
     trainer: as harness.trainers.load takes it, NAME, FILE.py or NAME@SOURCE. made: of how it came about what reads well in
-    a report, "started", "torch", "commit" of the trainer's sources, "device", "launcher", "replaced" (what of the trainer does
-    not run as its users run it, a line each), and "sources", a digest of all that the harness and its own trainer consist of,
-    empty for another trainer; no law reads it.
+    a report, "launch", its id, "started", "torch", "commit" of the trainer's sources, "device", "launcher", "replaced" (what
+    of the trainer does not run as its users run it, a line each), and "sources", a digest of all that the harness and its own
+    trainer consist of, empty for another trainer; no law reads it.
     checkpoint: what the one that it left holds; None if it left none, or nobody looked.
     """
 

@@ -200,12 +200,21 @@ def load_run(directory: Path) -> Run:
         raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
     for rank in filter(lambda rank: evidence_file(directory, rank).exists(), range(run.world_size)):
         try:
-            run.ranks[rank] = load(evidence_file(directory, rank), RankEvidence)
+            run.ranks[rank] = _of_launch(run, load(evidence_file(directory, rank), RankEvidence))
         except EvidenceError as error:
             run.unreadable[rank] = str(error)
     if (directory / CHECKPOINT_FILE).exists():
         run = dataclasses.replace(run, checkpoint=load(directory / CHECKPOINT_FILE, Checkpoint))
     return run
+
+
+def _of_launch(run: Run, evidence: RankEvidence) -> RankEvidence:
+    """Raises EvidenceError for evidence of another launch: copied there, or left by one that was killed."""
+    if evidence.launch != run.made.get("launch", ""):
+        ids = f"{evidence.launch or 'none'}, and run.json of {run.made.get('launch') or 'none'}"
+        path = evidence_file(Path(run.directory), evidence.rank)
+        raise EvidenceError(f"{path}: belongs to another launch (it is of {ids}); run the case again")
+    return evidence
 
 
 def evidence_file(directory: Path, rank: int) -> Path:

@@ -124,6 +124,8 @@ class Summary:
     joined: int | None = None
     failed: tuple[str, ...] = ()
     idle_steps: tuple[int, ...] = ()
+    launch: str = ""
+    """The id of the recording that the rank left this in."""
 
 
 COPIED = ("ended", "error", "host", "steps_seen", "last", "parts", "optimizers", "argv", "left_out", "failed", "own")
@@ -146,6 +148,7 @@ def summary_of(record: RankRecord) -> Summary:
         copies=copies(record),
         ignored=ignored(record),
         joined=evidence.joined,
+        launch=evidence.launch,
         idle_steps=idle_steps(record),
         outside=outside(evidence, whole_steps(record)),
         whole=whole_steps(record),

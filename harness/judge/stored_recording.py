@@ -47,10 +47,13 @@ def load_recording(directory: Path) -> Recording:
     told = _started(directory)
     if not files and not told:
         raise EvidenceError(f"{directory}: no recording; `harness record -o {directory} -- COMMAND` makes one")
-    summaries, unreadable = {}, {}
+    summaries, unreadable, launch = {}, {}, ""
     for file in files:
         try:
             one = load_summary(file, Summary)
+            if one.launch != (launch := told.get("launch", launch or one.launch)):
+                ids = f"{one.launch or 'none'}, the recording is {launch or 'none'}"
+                raise EvidenceError(f"{file}: belongs to another recording (it is of {ids}); record the job again")
             summaries[one.rank] = one
         except EvidenceError as error:
             unreadable[int(file.stem.removeprefix("rank_"))] = str(error)

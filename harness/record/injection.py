@@ -22,6 +22,8 @@ from harness import ROOT
 from harness.evidence.lost_peer import lost_a_peer
 from harness.evidence.store import EvidenceError
 
+LAUNCH = "HARNESS_RECORD_LAUNCH"
+"""The id of this recording, in the environment of its processes: what each leaves carries it."""
 BY = "HARNESS_RECORD_BY"
 """The module that hears of a process's imports, where it is another than the recorder; in its environment."""
 SITE = Path(__file__).resolve().parent / "site"

@@ -8,6 +8,7 @@ the next forward pass begins another. In steps that are not chosen nothing is co
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import os
 import sys
@@ -233,7 +234,9 @@ class Recorder:
 
     def _record(self, rank: int, world: int) -> RankRecord:
         return RankRecord(
-            evidence=self.seen.evidence(rank, world),
+            evidence=dataclasses.replace(
+                self.seen.evidence(rank, world), launch=os.environ.get("HARNESS_RECORD_LAUNCH", "")
+            ),
             steps=self.seen.steps(),
             parts=self.seen.classes,
             optimizers=self.seen.optimizers,

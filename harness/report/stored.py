@@ -17,6 +17,7 @@ def store_report(judgement: Judgement) -> None:
         "case": judgement.case.name,
         "verdict": judgement.verdict,
         "cause": judgement.diagnosis.cause if judgement.diagnosis else None,
+        "launch": judgement.made.get("launch", ""),
         "fault": judgement.fault,
         "fired": judgement.fired,
         "replaced": judgement.replaced,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
+import uuid
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -88,8 +89,8 @@ def reported_losses(case: Case, options: Options, folder: Path, *, steps: int) -
 
 def launch_and_keep(case: Case, folder: Path, weights: Path, options: Options) -> bool:
     """Whether all ranks ended well."""
-    watch, made = Stopwatch(), _made(case, options)
-    exits = _launch_ranks(case, folder, weights, options, entry=RANK_ENTRY, watch=watch)
+    watch, made = Stopwatch(), {"launch": uuid.uuid4().hex[:12], **_made(case, options)}
+    exits = _launch_ranks(case, folder, weights, options, entry=RANK_ENTRY, watch=watch, launch_id=made["launch"])
     run = Run(
         str(folder),
         case.dims.world_size,
@@ -170,14 +171,21 @@ def _slots(case: Case, options: Options) -> int | None:
 
 
 def _launch_ranks(
-    case: Case, folder: Path, weights: Path, options: Options, *, entry: str, watch: Stopwatch | None = None
+    case: Case,
+    folder: Path,
+    weights: Path,
+    options: Options,
+    *,
+    entry: str,
+    watch: Stopwatch | None = None,
+    launch_id: str = "",
 ) -> list[Exit]:
     timeout = options.timeout * (COMPILING if case.features.compile else 1)
     job = Job(
         folder,
         case.dims.world_size,
         entry,
-        _wanted(case, folder, weights, options),
+        _wanted(case, folder, weights, options) | {"launch": launch_id},
         timeout=timeout,
         device=options.device,
         group_timeout=max(10.0, timeout / 2),

@@ -39,7 +39,7 @@ SHAPES_FILE = "parameters.json"  # of a model that does not fit: {name of the tr
 
 def rank(options: dict[str, Any]) -> StartedTrainer:
     """options: case, trainer, weights, device, fault ("FILE.py:NAME" or None), directory (of the evidence), checkpoints,
-    compile_cache (a directory, or None).
+    compile_cache (a directory, or None), launch (its id).
 
     What a launch writes into checkpoints the next one continues from; both happen while the probe watches.
     Trap: the trainer must not be freed. Its destructor may wait, holding the GIL, for a thread of gloo that wants the GIL.
@@ -67,7 +67,8 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
         reported = {one.step: (one.loss, one.grad_norm, one.lr, one.largest) for one in trainer.metrics}
         evidence = probe.evidence(reported, fault=bool(fired) if options.get("fault") else None)
         evidence = in_the_references_words(evidence, adapter, case)
-        evidence = dataclasses.replace(evidence, reports=getattr(trainer, "reports", adapter.reports))
+        reports = getattr(trainer, "reports", adapter.reports)
+        evidence = dataclasses.replace(evidence, reports=reports, launch=options.get("launch", ""))
     finally:
         probe.remove()
     save(evidence_file(Path(options["directory"]), this), evidence)
