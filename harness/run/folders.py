@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.evidence.store import EvidenceError
+from harness.evidence.store import CASE_FILE, EvidenceError
 from harness.reference.config import TrainingConfig
 from harness.spec.case import Case
 from harness.spec.trainer_spec import TrainerSpec
@@ -54,13 +54,22 @@ def case_folders(folders: Sequence[Path]) -> list[Path]:
 
 
 def fresh_folder(folder: Path) -> Path:
-    """Empty, and ours. Refuses to delete a folder that this harness did not write."""
+    """Empty, and ours. Refuses to delete a folder that this harness did not write.
+
+    case.json is what makes a folder ours. It is written first and deleted last, so that whoever is killed in between leaves a
+    folder that the next run takes: one with case.json, or one with nothing but a part of it.
+    """
+    case, part = folder / CASE_FILE, f".{CASE_FILE}.*.partial"
     try:
-        if folder.exists():
-            if any(folder.iterdir()) and not (folder / "case.json").exists():
-                raise EvidenceError(f"{folder}: not empty and not written by this harness; choose another --out")
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = set(folder.glob(part))
+        others = [path for path in folder.iterdir() if path != case and path not in parts]
+        if others and not case.exists():
+            raise EvidenceError(f"{folder}: not empty and not written by this harness; choose another --out")
+        for path in others:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        for path in (*parts, case):
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise EvidenceError(f"{folder}: cannot be written: {error.strerror}; choose another --out") from error
     return folder

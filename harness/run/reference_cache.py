@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ from pathlib import Path
 
 from harness import ROOT, trainers
 from harness.evidence.format import version_of
-from harness.evidence.store import EvidenceError
+from harness.evidence.reading import read_json
+from harness.evidence.store import EvidenceError, write_text
 from harness.judge import golden
 from harness.launch import Exit, Job, launch, machine
 from harness.reference.kernels import kind_of_cpu, noise_alike
@@ -22,6 +24,7 @@ from harness.run.reference_memory import does_not_fit_now
 from harness.spec.case import Case, to_json
 
 REFERENCE_ENTRY = "harness.run.rank_main:reference"
+FILES, WHOLE = ("reference.npz", "weights.npz"), "whole.json"
 REFERENCE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, besides its sources
 
 
@@ -43,7 +46,7 @@ def reference_folder(case: Case, options: Options, noise: Sequence[str] | None =
     device = "cpu" if options.device == "cpu" else f"{options.device}-{machine.kind_of_gpu()}"
     folder = options.out / ".reference" / f"{golden.recipe_name(case)}-{_reference_key(case)}-{device}{measured}"
     with only_one(folder.with_suffix(".lock")):
-        if not (folder / "reference.npz").exists():
+        if not is_whole(folder):
             _launch_reference(case, folder, options, noise)
     return folder
 
@@ -109,8 +112,24 @@ def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequenc
         raise EvidenceError(
             f"the reference run of case {case.name!r} failed, nothing can be judged: {why_failed(ended)}"
         )
+    write_text(fresh / WHOLE, json.dumps({name: state_of(fresh / name) for name in FILES}))
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether the files are as they were made. Case folders have links to them, so that who damages one there would
+    damage the cache."""
+    try:
+        return all(state_of(folder / name) == state for name, state in read_json(folder / WHOLE).items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def state_of(file: Path) -> list[int]:
+    """Return what changes when the file's bytes do: its size, and when it was written, in nanoseconds."""
+    found = file.stat()
+    return [found.st_size, found.st_mtime_ns]
 
 
 def why_failed(ended: Exit) -> str:

@@ -27,13 +27,13 @@ from harness.report.outcome import Outcome
 from harness.run.communication import device_text
 from harness.run.launches import commit_of_trainer
 from harness.run.options import Options
-from harness.run.sources import sources_anywhere
+from harness.run.sources import digest_of_adapter, sources_anywhere
 from harness.spec import case as requested
 from harness.spec.case import Case
 
 FILE = "verdicts.jsonl"
 MOST_OF_A_RUN = 128_000_000  # bytes
-SAME = ("trainer", "device", "launcher", "torch", "commit", "sources", "shard")
+SAME = ("trainer", "device", "launcher", "torch", "commit", "sources", "adapter", "shard")
 """What a run must have in common with the one it resumes."""
 
 
@@ -128,7 +128,7 @@ def resume(cases: Sequence[Case], options: Options, shard: str | None) -> tuple[
     of cases that are not among these."""
     run, unread = last(options.out)
     now = beginning(cases, options, run.begins["shard"] if shard is None else shard)
-    different = [name for name in SAME if run.begins.get(name) != now[name]]
+    different = [name for name in SAME if (run.begins.get(name) or "") != now[name]]
     if different:
         shown = "; ".join(f"{name} {run.begins.get(name) or 'none'}, now {now[name] or 'none'}" for name in different)
         raise EvidenceError(f"--resume: the last run in {options.out} was another one: {shown}")
@@ -155,6 +155,7 @@ def beginning(cases: Sequence[Case], options: Options, shard: str) -> dict[str, 
         "torch": importlib.metadata.version("torch"),
         "commit": commit_of_trainer(options.trainer),
         "sources": sources_anywhere()[:12],
+        "adapter": digest_of_adapter(options.trainer),
         "shard": shard,
         "cases": {case.name: _digest(case) for case in cases},
     }
