@@ -33,6 +33,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "-o", "--out", type=Path, default=Path("out/recording"), metavar="DIR", help="default out/recording"
     )
+    parser.add_argument("--force", action="store_true", help="put it in the place of the recording that is there")
     add_layout(parser)
 
 
@@ -47,6 +48,8 @@ def command(args: argparse.Namespace) -> int:
     that cannot be read is refused before the command trains to its end. Raises CaseError."""
     if args.layout is not None:
         layout.layout(args.layout, injection.requested_ranks(args.words) or MANY)
+    if injection.is_recording(args.out) and not args.force:
+        raise BadInput(f"{args.out}: a recording is there already; choose another -o, or --force to overwrite it")
     code = record(args, args.out)
     if code in (-signal.SIGINT, INTERRUPTED):
         shown(args.out, None)
@@ -80,4 +83,4 @@ def record(args: argparse.Namespace, directory: Path) -> int:
 
 
 def _why(directory: Path, words: list[str], code: int) -> str:
-    return "" if any((directory / "ranks").glob("*.record")) else injection.why_nothing(directory, words, code)
+    return "" if injection.is_recording(directory) else injection.why_nothing(directory, words, code)

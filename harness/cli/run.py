@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from harness.cli.exit_codes import exit_code
-from harness.cli.options import add_cases, add_command, add_how_to_run, add_recipe, case_of, options_of, other_trainers
+from harness.cli.options import add_cases, add_command, add_how_to_run, add_recipe, case_of, options_of, which_trainer
 from harness.report.output import say
 from harness.report.text import case_report
 from harness.run.folders import folder_of
@@ -36,5 +36,5 @@ def command(args: argparse.Namespace) -> int:
     if options.torchrun_args:
         say(f"on every other node: harness join {shlex.quote(str(folder_of(case, options)))}", to=sys.stderr)
     judgement = run_case(case, options)
-    say(case_report(judgement), *other_trainers(args))
+    say(case_report(judgement), *which_trainer(args))
     return exit_code(judgement)

@@ -7,25 +7,32 @@ from typing import Any
 
 from harness.cli.exit_codes import PASSED
 from harness.cli.options import add_command
-from harness.launch.resident_client import status_of_all, stop_all
+from harness.launch import resident_client
 from harness.report.output import say
 
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "server", command, "show or end the processes that stay to fork the next ranks")
     parser.add_argument("what", choices=("status", "stop"), metavar="status|stop")
+    parser.add_argument("--all", action="store_true", help="stop also those of other environments, of this user")
 
 
 def command(args: argparse.Namespace) -> int:
-    stop = args.what == "stop"
-    found = stop_all() if stop else status_of_all()
-    say(*([line(server, stop) for server in found] or ["no rank server stays here"]))
+    """Of other environments' servers `stop` says that they stay."""
+    ended = resident_client.stop(every=args.all) if args.what == "stop" else []
+    pids = {server["pid"] for server in ended}
+    stay = [server for server in resident_client.status_of_all() if server["pid"] not in pids]
+    lines = [line(server, stop=True) for server in ended] + [line(server, stop=False) for server in stay]
+    if args.what == "stop" and stay:
+        lines.append("what stays is of other environments; `harness server stop --all` ends it too")
+    say(*(lines or ["no rank server stays here"]))
     return PASSED
 
 
-def line(server: dict[str, Any], stop: bool) -> str:
+def line(server: dict[str, Any], *, stop: bool) -> str:
     if "commands" not in server:
-        return f"pid {server['pid']} does not answer" + (": killed" if stop else "; `harness server stop` kills it")
+        ends = ": killed" if stop else "; `harness server stop` of its environment kills it"
+        return f"pid {server['pid']} does not answer{ends}"
     served = f"{server['commands']} command{'s' * (server['commands'] != 1)}"
     if stop:
         state = f"ends with the {served} that it serves" if server["commands"] else "ended"

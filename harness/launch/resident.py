@@ -137,6 +137,7 @@ class Resident:
         return {
             "pid": os.getppid(),
             "root": str(ROOT),
+            "prefix": sys.prefix,
             "torch": importlib.metadata.version("torch"),
             "commands": len(self.commands),
             "idle": time.monotonic() - self.latest,

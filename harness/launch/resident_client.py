@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from harness import ROOT
 from harness.launch.identity import circumstances, folder, identity
 from harness.launch.own_server import Link, OwnServer
 from harness.launch.process import peer
@@ -212,9 +213,11 @@ def status_of_all() -> list[dict[str, Any]]:
     return [status for _, status in ask_all({"status": True})]
 
 
-def stop_all() -> list[dict[str, Any]]:
-    """The same. One that serves commands ends with them; one that is silent is killed."""
-    asked = ask_all({"stop": True})
+def stop(*, every: bool = False) -> list[dict[str, Any]]:
+    """End the servers of this environment, or every one of this user, and return what each says of itself. One that serves
+    commands ends with them; one that is silent is killed."""
+    ours = [path for path, status in ask_all({"status": True}) if every or is_ours(status)]
+    asked = ask_all({"stop": True}, ours)
     for path, status in asked:
         if "commands" not in status:
             kill(status["pid"])
@@ -224,9 +227,22 @@ def stop_all() -> list[dict[str, Any]]:
     return [status for _, status in asked]
 
 
-def ask_all(request: dict[str, Any]) -> list[tuple[Path, dict[str, Any]]]:
+def is_ours(status: Mapping[str, Any]) -> bool:
+    """Return whether a server is of this environment: its interpreter and its harness. The kernel has the interpreter of one
+    that is silent."""
+    if "prefix" in status:
+        return (status["prefix"], status["root"]) == (sys.prefix, str(ROOT))
+    try:
+        interpreter = os.fsdecode(Path(f"/proc/{status['pid']}/cmdline").read_bytes().split(b"\0")[0])
+    except OSError:  # it has ended
+        return False
+    return Path(interpreter).parent == Path(sys.executable).parent
+
+
+def ask_all(request: dict[str, Any], paths: Iterable[Path] | None = None) -> list[tuple[Path, dict[str, Any]]]:
+    """paths: of the sockets; None: of all of this user."""
     found = []
-    for path in sorted(folder().glob("*.sock")):
+    for path in sorted(folder().glob("*.sock")) if paths is None else paths:
         if connection := reached(path):
             with connection:
                 found.append((path, asked(connection, path, request) or {"pid": peer(connection)[0]}))

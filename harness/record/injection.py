@@ -53,6 +53,11 @@ def fresh(directory: Path) -> None:
         raise EvidenceError(f"{directory}: cannot be written: {error.strerror}; choose another -o") from error
 
 
+def is_recording(directory: Path) -> bool:
+    """Return whether ranks of an earlier job left evidence there."""
+    return any((directory / "ranks").glob("*.record"))
+
+
 def run(
     command: Sequence[str],
     directory: Path,

@@ -8,14 +8,15 @@ from harness.report.outcome import Outcome
 from harness.run.packing import parsed
 from harness.run.verdicts import RecordedRun
 
-ALIKE = ("trainer", "device", "launcher")
+ALIKE = ("device", "launcher")
 
 
 def merged(runs: Sequence[RecordedRun]) -> list[Outcome]:
     """The outcome of each case in the last run that has one, in the order of the first. ValueError for runs of other things."""
     first, *rest = runs
     for run in rest:
-        if different := [name for name in ALIKE if run.begins.get(name) != first.begins.get(name)]:
+        different = ["trainer"] * (run.trainer != first.trainer)
+        if different := different + [name for name in ALIKE if run.begins.get(name) != first.begins.get(name)]:
             raise ValueError(f"{first.file} and {run.file} are of another {different[0]}: show them one by one")
     return list({name: one for run in _by_beginning(runs) for name, one in run.outcomes.items()}.values())
 

@@ -344,6 +344,24 @@ def test_a_folder_that_is_no_recording_is_not_deleted(tmp_path: Path, capsys: py
     assert "no recording; choose another -o" in capsys.readouterr().err
 
 
+def test_a_recording_is_overwritten_only_where_that_is_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "one"
+    (out / "ranks").mkdir(parents=True)
+    (out / "processes").mkdir()
+    record_file(out, 0).write_bytes(b"an earlier job")
+    assert record_file(out, 0).suffix == ".record"
+    words = ["--", sys.executable, "-c", "open('ran', 'w')"]
+    assert main(["record", "-o", str(out), *words]) == 2
+    assert record_file(out, 0).read_bytes() == b"an earlier job" and not Path("ran").exists()
+    assert "--force" in capsys.readouterr().err
+    main(["record", "-o", str(out), "--force", "--", sys.executable, "-c", "pass"])
+    assert not record_file(out, 0).exists()
+    assert main(["record", "-o", str(out), "--", sys.executable, "-c", "pass"]) == 2  # no rank left evidence there
+    assert "is there already" not in capsys.readouterr().err
+
+
 def test_a_command_of_the_environment_that_is_not_on_path_is_told_with_its_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
