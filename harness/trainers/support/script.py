@@ -80,8 +80,23 @@ class Script:
         self._model = model
         self._function.wait()
 
+    def hold(self, name: str) -> None:
+        """Stop the script where it calls the function of this name, and again behind the call. The call itself is run by `run`
+        in between: what it moves, as a checkpoint does, belongs to no step."""
+
+        def held(original: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._function.pause()
+                answer = original(*args, **kwargs)
+                self._function.pause()
+                return answer
+
+            return call
+
+        self.wrap(name, held)
+
     def run(self) -> None:
-        """On to its end. Raises what the script raises."""
+        """On to where it is held, or to its end. Raises what the script raises."""
         self._function.train()
 
     def _run(self) -> None:
