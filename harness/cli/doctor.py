@@ -50,11 +50,12 @@ def command(args: argparse.Namespace) -> int:
         tell_line("cases", f"none of one or two ranks; the smallest has {ranks}: {cases[0].name}")
     try:
         found = examine(cases, options, tell_line, judged)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if not judged:
             raise
         ended = ", ".join(f"{case} {verdict}" for case, verdict in judged.items())
-        complain(f"interrupted after {len(judged)} of {len(cases)} cases ({ended}); the ranks are killed")
+        first = f"interrupted after {len(judged)} of {len(cases)} cases ({ended}); the ranks are killed"
+        complain("\n  ".join([first, *map(str, stop.args)]))
         return INTERRUPTED
     say(*_then(found, cases, args))
     return max((CODES[verdict] for verdict in found.judged.values()), default=NOT_JUDGED)
