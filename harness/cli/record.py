@@ -47,7 +47,7 @@ def command(args: argparse.Namespace) -> int:
     """The command's own exit code where that is not 0, for what fails has not become another job by being recorded. A layout
     that cannot be read is refused before the command trains to its end. Raises CaseError."""
     if args.layout is not None:
-        layout.layout(args.layout, injection.requested_ranks(args.words) or MANY)
+        checked_layout(args.layout, injection.requested_ranks(args.words))
     if injection.is_recording(args.out) and not args.force:
         raise BadInput(f"{args.out}: a recording is there already; choose another -o, or --force to overwrite it")
     code = record(args, args.out)
@@ -59,6 +59,14 @@ def command(args: argparse.Namespace) -> int:
         return INTERRUPTED
     found = shown(args.out, args.layout)
     return found if code == 0 else (code if 0 < code < 126 else BROKEN)
+
+
+def checked_layout(text: str, ranks: int | None) -> None:
+    """ranks: those that the command asks for, None where it does not say. Raises CaseError for a layout that cannot be read,
+    and BadInput for one of another number of ranks."""
+    dims = layout.layout(text, ranks or MANY)
+    if ranks is not None and dims.world_size != ranks:
+        raise BadInput(f"--layout: {dims} = {dims.world_size} ranks, but the command starts {ranks}")
 
 
 def record(args: argparse.Namespace, directory: Path) -> int:
