@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.spec.trainer_spec import CHECKOUT
+
 OURS = "llama3"
 """The trainer that comes with the harness."""
 KEY = "harness_trainer"
@@ -45,7 +47,9 @@ def adapters_here() -> list[str]:
 
 
 def typed(name: str) -> list[str]:
-    """Return the words of a command line here that select the trainer: none if it is the usual one."""
+    """Return the words of a command line here that select the trainer: none if it is the usual one. An adapter in a checkout
+    of `harness nightly` is the repository's."""
+    name = name.rpartition(f"/{CHECKOUT}/")[2]
     try:
         found = usual_trainer().name
     except ValueError:

@@ -307,6 +307,12 @@ def test_the_command_that_runs_it_again_is_one_that_does(
     assert f"harness {again}" in capsys.readouterr().out
 
 
+def test_torchrun_arguments_of_another_number_of_ranks_are_refused_before_the_launch(cases: Any, capsys: Any) -> None:
+    typed = ["run", "pair", *cases(PAIR), "--launcher", "torchrun"]
+    assert main([*typed, "--torchrun-args", "--nnodes 2 --nproc-per-node 2"]) == 2
+    assert "start 4 ranks" in capsys.readouterr().err and not Path("out").exists()
+
+
 def test_a_fault_that_did_not_fire_proves_nothing(cases: Any, capsys: Any) -> None:
     assert main(["run", "pair", *cases(PAIR), "--fault", "wrong.py:silent"]) == 2
     assert "UNFIRED" in capsys.readouterr().out

@@ -20,6 +20,7 @@ from harness.plugin import laws
 from harness.run.options import Options
 from harness.spec import usual_trainer
 from harness.spec.case import Case
+from harness.spec.trainer_spec import CHECKOUT
 
 CASES = "cases: {single: {why: a test}}"
 IN_PYPROJECT = '[tool.pytest.ini_options]\nharness_trainer = "{}"\n'
@@ -179,6 +180,7 @@ def test_the_plugin_takes_the_same_trainer(repository: Path) -> None:
 def test_what_is_typed_to_run_it_again_selects_the_same_trainer(repository: Path) -> None:
     mine = str(repository / "adapters" / "mine.py")
     assert usual_trainer.typed(mine) == []
+    assert usual_trainer.typed(str(repository / "out" / CHECKOUT / "adapters" / "mine.py")) == []
     assert usual_trainer.typed("llama3") == ["--trainer", "llama3"]
     (repository / "pyproject.toml").unlink()
     assert usual_trainer.typed(mine) == ["--trainer", mine]

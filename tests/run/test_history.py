@@ -196,7 +196,7 @@ def test_history_says_what_broke_with_both_nights_and_the_command_that_finds_the
     assert main(["history", str(tmp_path)]) == 1
     shown, complained = capsys.readouterr()
     assert shown.splitlines() == [
-        "torchtitan@/titan on cpu by local: 2 nights",
+        "torchtitan@titan on cpu by local: 2 nights",
         "  first  night 1, commit c1, torch 2.13.0",
         "  last   night 2, commit c2, torch 2.14.1",
         "",
