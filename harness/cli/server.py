@@ -19,11 +19,10 @@ def add(commands: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Of other environments' servers `stop` says that they stay."""
-    ended = resident_client.stop(every=args.all) if args.what == "stop" else []
-    pids = {server["pid"] for server in ended}
-    stay = [server for server in resident_client.status_of_all() if server["pid"] not in pids]
-    lines = [line(server, stop=True) for server in ended] + [line(server, stop=False) for server in stay]
-    if args.what == "stop" and stay:
+    stop = args.what == "stop"
+    found = resident_client.stop(every=args.all) if stop else resident_client.status_of_all()
+    lines = [line(server, stop=stop and not server.get("stays")) for server in found]
+    if stop and any(server.get("stays") for server in found):
         lines.append("what stays is of other environments; `harness server stop --all` ends it too")
     say(*(lines or ["no rank server stays here"]))
     return PASSED

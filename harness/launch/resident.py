@@ -9,7 +9,8 @@ A command says, in one line of JSON with two file descriptors (working directory
     {"modules", "environment", "umask", "limits", "processors"}   ->  {"server": pid}, from then on as in server.py; or
                                                                       {"changed": file}, and this process retires
     {"status": true}                                              ->  {"pid", "root", "torch", "commands", "idle", "ends"}
-    {"stop": true}                                                ->  the same, and this process retires
+    {"stop": true, or [prefix, root] of an environment}           ->  the same and "stays": false, and this process retires if it
+                                                                      is of that environment; else "stays": true
 
 Who retires answers nobody else, and ends with its last command.
 """
@@ -123,8 +124,9 @@ class Resident:
         command = os.pidfd_open(pid)
         request, descriptors = greeting(connection)
         if "status" in request or "stop" in request:
-            say(connection, self.status())
-            return RETIRE if "stop" in request else 0
+            stays = request.get("stop", True) not in (True, [sys.prefix, str(ROOT)])
+            say(connection, self.status() | {"stays": stays})
+            return RETIRE if "stop" in request and not stays else 0
         if file := changed(self.files, self.began):
             say(connection, {"changed": file})
             return RETIRE
@@ -137,7 +139,6 @@ class Resident:
         return {
             "pid": os.getppid(),
             "root": str(ROOT),
-            "prefix": sys.prefix,
             "torch": importlib.metadata.version("torch"),
             "commands": len(self.commands),
             "idle": time.monotonic() - self.latest,

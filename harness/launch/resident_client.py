@@ -214,35 +214,44 @@ def status_of_all() -> list[dict[str, Any]]:
 
 
 def stop(*, every: bool = False) -> list[dict[str, Any]]:
-    """End the servers of this environment, or every one of this user, and return what each says of itself. One that serves
-    commands ends with them; one that is silent is killed."""
-    ours = [path for path, status in ask_all({"status": True}) if every or is_ours(status)]
-    asked = ask_all({"stop": True}, ours)
-    for path, status in asked:
-        if "commands" not in status:
-            kill(status["pid"])
-        give_up = time.monotonic() + ANSWER_PATIENCE
-        while path.exists() and "commands" in status and time.monotonic() < give_up:
-            time.sleep(0.02)
-    return [status for _, status in asked]
-
-
-def is_ours(status: Mapping[str, Any]) -> bool:
-    """Return whether a server is of this environment: its interpreter and its harness. The kernel has the interpreter of one
-    that is silent."""
-    if "prefix" in status:
-        return (status["prefix"], status["root"]) == (sys.prefix, str(ROOT))
-    try:
-        interpreter = os.fsdecode(Path(f"/proc/{status['pid']}/cmdline").read_bytes().split(b"\0")[0])
-    except OSError:  # it has ended
-        return False
-    return Path(interpreter).parent == Path(sys.executable).parent
-
-
-def ask_all(request: dict[str, Any], paths: Iterable[Path] | None = None) -> list[tuple[Path, dict[str, Any]]]:
-    """paths: of the sockets; None: of all of this user."""
+    """End the servers of this environment, or every one of this user, and return what each says of itself; one of another
+    environment "stays". One that serves commands ends with them; one that is silent is killed."""
     found = []
-    for path in sorted(folder().glob("*.sock")) if paths is None else paths:
+    for path, status in ask_all({"stop": True if every else environment_of_ours()}):
+        if "commands" not in status:
+            status |= {} if every or interpreter_of(status["pid"]) == Path(sys.executable).parent else {"stays": True}
+        if status.get("stays"):
+            pass
+        elif "commands" not in status:
+            kill(status["pid"])
+        else:
+            wait_for_the_end(path)
+        found.append(status)
+    return found
+
+
+def environment_of_ours() -> list[str]:
+    """Return what servers of one environment have in common."""
+    return [sys.prefix, str(ROOT)]
+
+
+def interpreter_of(pid: int) -> Path | None:
+    """Return the folder of the interpreter of a server that is silent; None if it has ended."""
+    try:
+        return Path(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])).parent
+    except OSError:
+        return None
+
+
+def wait_for_the_end(path: Path) -> None:
+    give_up = time.monotonic() + ANSWER_PATIENCE
+    while path.exists() and time.monotonic() < give_up:
+        time.sleep(0.02)
+
+
+def ask_all(request: dict[str, Any]) -> list[tuple[Path, dict[str, Any]]]:
+    found = []
+    for path in sorted(folder().glob("*.sock")):
         if connection := reached(path):
             with connection:
                 found.append((path, asked(connection, path, request) or {"pid": peer(connection)[0]}))
