@@ -9,8 +9,8 @@ A command says, in one line of JSON with two file descriptors (working directory
     {"modules", "environment", "umask", "limits", "processors"}   ->  {"server": pid}, from then on as in server.py; or
                                                                       {"changed": file}, and this process retires
     {"status": true}                                              ->  {"pid", "root", "torch", "commands", "idle", "ends"}
-    {"stop": true, or [prefix, root] of an environment}           ->  the same and "stays": false, and this process retires if it
-                                                                      is of that environment; else "stays": true
+    {"stop": true, or [prefix, root] of an environment}           ->  the same and "stays": false, and this process retires; or
+                                                                      "stays": true, if it is of another environment
 
 Who retires answers nobody else, and ends with its last command.
 """
