@@ -21,8 +21,8 @@ def command(args: argparse.Namespace) -> int:
     """Of other environments' servers `stop` says that they stay."""
     stop = args.what == "stop"
     found = resident_client.stop(every=args.all) if stop else resident_client.status_of_all()
-    lines = [line(server, stop=stop and not server.get("stays")) for server in found]
-    if stop and any(server.get("stays") for server in found):
+    lines = [line(server, stop=stop and (args.all or not server.get("stays"))) for server in found]
+    if stop and not args.all and any(server.get("stays") for server in found):
         lines.append("what stays is of other environments; `harness server stop --all` ends it too")
     say(*(lines or ["no rank server stays here"]))
     return PASSED

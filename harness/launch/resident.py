@@ -9,8 +9,9 @@ A command says, in one line of JSON with two file descriptors (working directory
     {"modules", "environment", "umask", "limits", "processors"}   ->  {"server": pid}, from then on as in server.py; or
                                                                       {"changed": file}, and this process retires
     {"status": true}                                              ->  {"pid", "root", "torch", "commands", "idle", "ends"}
-    {"stop": true, or [prefix, root] of an environment}           ->  the same and "stays": false, and this process retires; or
-                                                                      "stays": true, if it is of another environment
+    {"stop": true}                                                ->  the same, and this process retires
+    {"status": true, "stop_if": [prefix, root]}                   ->  the same, and this process retires and says "stays": false
+                                                                      if it is of that environment
 
 Who retires answers nobody else, and ends with its last command.
 """
@@ -124,9 +125,9 @@ class Resident:
         command = os.pidfd_open(pid)
         request, descriptors = greeting(connection)
         if "status" in request or "stop" in request:
-            stays = request.get("stop", True) not in (True, [sys.prefix, str(ROOT)])
-            say(connection, self.status() | {"stays": stays})
-            return RETIRE if "stop" in request and not stays else 0
+            ends = "stop" in request or request.get("stop_if") == [sys.prefix, str(ROOT)]
+            say(connection, self.status() | {"stays": not ends})
+            return RETIRE if ends else 0
         if file := changed(self.files, self.began):
             say(connection, {"changed": file})
             return RETIRE

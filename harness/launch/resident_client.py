@@ -217,16 +217,18 @@ def stop(*, every: bool = False) -> list[dict[str, Any]]:
     """End the servers of this environment, or every one of this user, and return what each says of itself; one of another
     environment "stays". One that serves commands ends with them; one that is silent is killed."""
     found = []
-    for path, status in ask_all({"stop": True if every else environment_of_ours()}):
-        if "commands" not in status:
-            status |= {} if every or interpreter_of(status["pid"]) == Path(sys.executable).parent else {"stays": True}
-        if status.get("stays"):
-            pass
-        elif "commands" not in status:
+    request = {"stop": True} if every else {"status": True, "stop_if": environment_of_ours()}  # others' may be older
+    for path, status in ask_all(request):
+        silent = "commands" not in status
+        ours = interpreter_of(status["pid"]) == Path(sys.executable).parent if silent else not status.get("stays", True)
+        if not (every or ours):
+            found.append(status | {"stays": True})
+            continue
+        found.append(status)
+        if silent:
             kill(status["pid"])
         else:
             wait_for_the_end(path)
-        found.append(status)
     return found
 
 

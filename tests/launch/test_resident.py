@@ -225,6 +225,15 @@ def test_a_server_that_hangs_is_killed_when_it_is_told_to_stop(light, monkeypatc
     wait_for(lambda: not Path(f"/proc/{first}").exists())
 
 
+def test_stop_leaves_a_server_of_a_version_that_does_not_say_whose_it_is(monkeypatch):
+    """It ends for any request with "stop"."""
+    asked = []
+    older = (Path("x.sock"), {"pid": 1, "commands": 0, "root": "/elsewhere", "idle": 0.0, "ends": 300.0, "torch": ""})
+    monkeypatch.setattr(resident_client, "ask_all", lambda request: asked.append(request) or [older])
+    assert [status["stays"] for status in stop()] == [True]
+    assert "stop" not in asked[0]
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_stop_leaves_the_servers_of_other_environments(light, monkeypatch, hangs):
     monkeypatch.setattr(resident_client, "ANSWER_PATIENCE", 0.5)
