@@ -35,7 +35,7 @@ from harness.judge.result import Verdict
 from harness.launch import default_server
 from harness.launch.leftovers import leftovers
 from harness.launch.local import LocalRanks
-from harness.launch.resident_client import KINDS, stop_all
+from harness.launch.resident_client import KINDS, stop
 from harness.report.text import headline
 from harness.run.options import Options
 from harness.run.run_case import run_case
@@ -269,7 +269,7 @@ def main() -> None:
             if not kill.right or kill.left:
                 print(f"{kill.number.name}, {kill.where}, left {kill.left}: {kill.told}", flush=True)
         print(table(kills))
-        stop_all()
+        stop()
 
 
 if __name__ == "__main__":

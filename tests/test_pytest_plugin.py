@@ -104,7 +104,7 @@ def test_testpaths_need_not_name_the_cases(in_project: Pytest, tmp_path: Path) -
 def test_the_configuration_may_name_the_trainer_beside_it(in_project: Pytest, tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text(CONFIGURATION + "harness_trainer = adapters/mine.py\n")
     done = in_project("--collect-only")
-    assert done.returncode == 4 and f"--harness-trainer: {tmp_path}/adapters/mine.py: " in done.stderr, cause(done)
+    assert done.returncode == 4 and f"--harness-trainer: {tmp_path}/pytest.ini: " in done.stderr, cause(done)
 
 
 def test_a_folder_of_cases_that_is_not_there_is_a_usage_error(in_project: Pytest, tmp_path: Path) -> None:

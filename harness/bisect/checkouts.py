@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -44,14 +46,42 @@ def trainer_of(trainer: str, repo: Path) -> Callable[[Path], str]:
         raise BisectError(
             f"trainer {adapter.name} has no other sources: its adapter has no `of`, and is no file in {repo}"
         )
-    return lambda checkout: str(checkout / file.relative_to(repo))
+    return functools.partial(adapter_in, file, file.relative_to(repo))
+
+
+def adapter_in(file: Path, relative: Path, checkout: Path) -> str:
+    """Return the commit's own adapter; today's file is laid there if the commit is older than its adoption."""
+    there = checkout / relative
+    if not there.exists():
+        there.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, there)
+    return str(there)
 
 
 def _judged_at(of_checkout: Callable[[Path], str], case: Case, checkout: Path, options: Options) -> Judgement:
     """By this harness. Raises Unsupported where the commit has no adapter that can be loaded, and as run_case does."""
     trainer = of_checkout(checkout)
+    file = Path(TrainerSpec.parse(trainer).name)
+    laid = file.is_relative_to(checkout) and not commit_has(checkout, file)
+    try:
+        reloaded(trainer)
+        judgement = run_case(case, dataclasses.replace(options, trainer=trainer))
+    finally:
+        if laid:  # else it would be in the way of the next commit's
+            file.unlink()
+    note = {"adapter": "by today's adapter: the commit has none"} if laid else {}
+    return dataclasses.replace(judgement, made=judgement.made | note)
+
+
+def reloaded(trainer: str) -> None:
+    """Load it anew. Raises Unsupported."""
     try:
         trainers.reload(trainer)
     except (ValueError, OSError) as error:
         raise Unsupported(str(error)) from error
-    return run_case(case, dataclasses.replace(options, trainer=trainer))
+
+
+def commit_has(checkout: Path, file: Path) -> bool:
+    """Return whether the file is of the commit that is checked out."""
+    words = ["git", "-C", str(checkout), "cat-file", "-e", f"HEAD:{file.relative_to(checkout)}"]
+    return subprocess.run(words, capture_output=True, check=False).returncode == 0

@@ -34,6 +34,8 @@ class Judged:
     problem: str = ""
     folders: dict[str, Path] = field(default_factory=dict)
     seconds: float = 0.0
+    note: str = ""
+    """How it was judged, if not as the others."""
 
     @property
     def raised(self) -> str:
@@ -110,6 +112,7 @@ def relative(found: Judged, good: Judged, bad: Judged) -> Judged:
 def read(found: Judged, case: Case, folder: Path, judgement: Judgement) -> Judged:
     """With what was judged of this case, whose evidence lies in folder."""
     cause = judgement.diagnosis.cause if judgement.diagnosis else ""
+    found = dataclasses.replace(found, note=judgement.made.get("adapter", found.note))
     if not set_up(folder / "run", case):
         return dataclasses.replace(
             found,
@@ -141,4 +144,5 @@ def not_judged(judgement: Judgement) -> str:
 def line_of(found: Judged) -> str:
     """And below it a line for each different cause."""
     why = [found.problem] if found.problem else list(dict.fromkeys(found.causes.values()))
+    why += [found.note] if found.note else []
     return "\n".join([f"{found.verdict:<4}  {found.name}  ({found.seconds:.0f} s)", *(f"{'':9}  {one}" for one in why)])

@@ -24,6 +24,8 @@ def bisect_report(found: Found) -> str:
         "",
         f"  {len(judged)} {found.what}s judged, {len(skipped)} skipped, in {found.seconds:.0f} s",
     ]
+    noted = [one for one in found.judged if one.note]
+    lines += [f"  {len(noted)} of them {noted[0].note}"] if noted else []
     lines += [line for one in skipped for line in (f"  skipped  {one.name}", f"           {one.problem}")]
     return "\n".join(lines)
 

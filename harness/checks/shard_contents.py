@@ -1,6 +1,7 @@
 """Each rank holds, byte for byte, the slice of every seed weight that the plan gives it.
 
-Found by comparing bytes, so no metadata can flatter; the slices of the plan tile a tensor once per replica.
+Found by comparing bytes, so no metadata can flatter; the slices of the plan tile a tensor once per replica. A launch that
+has resumed before it could be looked at is compared with what was saved.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def guarded(args: argparse.Namespace) -> int:
         complain(str(error))
     except Unsupported as reason:
         complain(f"skipped, nothing was judged: {reason}")
-    except KeyboardInterrupt:
-        complain("interrupted; nothing was judged, the ranks are killed")
+    except KeyboardInterrupt as stop:
+        complain("\n  ".join(["interrupted; nothing was judged, the ranks are killed", *map(str, stop.args)]))
         return INTERRUPTED
     except (Exception, SystemExit):  # a mistake of ours, or an exit of a trainer's, must look like no verdict
         traceback.print_exc()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.cli.exit_codes import NOT_JUDGED, exit_code, worst
-from harness.cli.options import add_command
+from harness.cli.options import add_command, other_trainers
 from harness.evidence.store import EvidenceError
 from harness.report.output import complain, say
 from harness.report.stored import store_report
@@ -33,7 +33,8 @@ def command(args: argparse.Namespace) -> int:
             complain(str(error))
             codes.append(NOT_JUDGED)
     if judgements:
-        say(*(f"{case_report(judgement)}\n" for judgement in judgements), provenance(judgements))
+        others = other_trainers(judgement.trainer for judgement in judgements)
+        say(*(f"{case_report(judgement)}\n" for judgement in judgements), provenance(judgements), *others)
     for judgement in judgements:
         try:
             store_report(judgement)

@@ -9,13 +9,13 @@ from typing import Any
 from harness.cli.exit_codes import BROKEN, INTERRUPTED, NOT_JUDGED, PASSED
 from harness.cli.options import (
     BadInput,
-    adapters_here,
     add_cases,
     add_command,
     add_how_to_run,
     add_selection,
     cases_of,
     options_of,
+    usual,
 )
 from harness.judge import golden
 from harness.judge.result import Verdict
@@ -25,6 +25,7 @@ from harness.report.output import complain, say
 from harness.report.text import wrapped
 from harness.run.selection import matching
 from harness.spec.case import Case
+from harness.spec.usual_trainer import Usual
 from harness.spec.variants import in_dtype
 
 MOST_RANKS = 2
@@ -38,37 +39,36 @@ def add(commands: Any) -> None:
     add_cases(parser)
     add_selection(parser)
     parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help="for a trainer that computes in no other")
-    add_how_to_run(parser, usual="")
+    add_how_to_run(parser)
 
 
 def command(args: argparse.Namespace) -> int:
-    named, args.trainer = args.trainer, args.trainer or _the_one_here()
+    why = "" if args.trainer else f", {_of_this_repository().because}"
     cases, options, judged = _small_ones(args), options_of(args), dict[str, Verdict]()
-    tell_line("adapter", f"{options.trainer} loads" + ("" if named else ", the only one of this folder"))
+    tell_line("adapter", f"{options.trainer} loads{why}")
     if (ranks := cases[0].dims.world_size) > MOST_RANKS:
         tell_line("cases", f"none of one or two ranks; the smallest has {ranks}: {cases[0].name}")
     try:
         found = examine(cases, options, tell_line, judged)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         if not judged:
             raise
         ended = ", ".join(f"{case} {verdict}" for case, verdict in judged.items())
-        complain(f"interrupted after {len(judged)} of {len(cases)} cases ({ended}); the ranks are killed")
+        first = f"interrupted after {len(judged)} of {len(cases)} cases ({ended}); the ranks are killed"
+        complain("\n  ".join([first, *map(str, stop.args)]))
         return INTERRUPTED
     say(*_then(found, cases, args))
     return max((CODES[verdict] for verdict in found.judged.values()), default=NOT_JUDGED)
 
 
-def _the_one_here() -> str:
-    """The adapter of this folder. Raises BadInput where there is none, or more than one: which is meant nobody said."""
-    here = adapters_here()
-    if len(here) > 1:
-        raise BadInput(f"--trainer: name one of the adapters of this folder: {', '.join(here)}")
-    if not here:
+def _of_this_repository() -> Usual:
+    """Return the trainer that nobody typed. Raises BadInput if there is only the harness's own, which needs no doctor."""
+    found = usual()
+    if not found.because:
         raise BadInput(
             "--trainer: this folder has no *_adapter.py, nor adapter.py; `harness init train.py` begins one, or name yours"
         )
-    return here[0]
+    return found
 
 
 def _small_ones(args: argparse.Namespace) -> list[Case]:
@@ -85,14 +85,14 @@ def tell_line(label: str, text: str) -> None:
 
 def _then(found: Examination, cases: list[Case], args: argparse.Namespace) -> list[str]:
     if not found.stopped and all(verdict is Verdict.PASS for verdict in found.judged.values()):
-        judge = shlex.join(["harness", "matrix", "--trainer", str(args.trainer), *_as_typed(args)])
+        judge = shlex.join(["harness", "matrix", *_as_typed(args)])
         return ["", f"all is well in {', '.join(found.judged)}; all cases: {judge}", *_goldens(found)]
     left = [case.name for case in cases if case.name not in found.judged]
     return ["", f"not run after this: {', '.join(left)}"] if left else []
 
 
 def _as_typed(args: argparse.Namespace) -> list[str]:
-    told = {"--cases": args.cases, "--dtype": args.dtype}
+    told = {"--trainer": args.trainer, "--cases": args.cases, "--dtype": args.dtype}
     return [word for option, value in told.items() if value for word in (option, value)]
 
 

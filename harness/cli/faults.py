@@ -11,7 +11,16 @@ from typing import Any
 from harness import faults, trainers
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
 from harness.cli.interrupt import abandon
-from harness.cli.options import BadInput, add_cases, add_command, add_how_to_run, add_jobs, cases_of, options_of
+from harness.cli.options import (
+    BadInput,
+    add_cases,
+    add_command,
+    add_how_to_run,
+    add_jobs,
+    cases_of,
+    options_of,
+    trainer_under_test,
+)
 from harness.evidence.store import write_text
 from harness.faults import Fault, all_faults, faults_of_file
 from harness.faults.attempt import Attempt, Outcome, accepted, to_json
@@ -24,6 +33,7 @@ from harness.run.selection import weight
 from harness.spec import case_files
 from harness.spec.case import Case
 from harness.spec.loading import load_all
+from harness.spec.usual_trainer import OURS
 from harness.spec.variants import in_dtype
 
 
@@ -50,6 +60,7 @@ def add(commands: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """0: every fault caught as it should be. 1: one is not. 2: one never fired or was not tried, or the control fails."""
+    args.trainer = args.trainer or (trainer_under_test(args) if args.file else OURS)
     own = Path(faults.__file__).parent / f"{args.trainer}.py"
     file = args.file or (own if own.is_file() else None)
     control, known = catalogue.with_control(faults_of_file(file) if file else all_faults())

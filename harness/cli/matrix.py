@@ -22,8 +22,9 @@ from harness.cli.options import (
     add_selection,
     cases_of,
     options_of,
-    other_trainers,
     positive_int,
+    trainer_under_test,
+    which_trainer,
 )
 from harness.launch import pool_of
 from harness.report.grid import matrix_report
@@ -94,7 +95,7 @@ def add_parts(parser: argparse.ArgumentParser) -> None:
 
 def command(args: argparse.Namespace) -> int:
     if args.all:
-        return pairs_code(coverage.pairs(cases_of(args), trainers.load(args.trainer).unsupported))
+        return pairs_code(coverage.pairs(cases_of(args), trainers.load(trainer_under_test(args)).unsupported))
     cases, more = selected(args)
     if not args.resume:
         cases = part_of(cases, args)
@@ -108,7 +109,7 @@ def command(args: argparse.Namespace) -> int:
     found, seconds = run(todo, options, record, jobs=args.jobs, most=args.max_failures, cluster=cluster)
     done = before | {one.case: one for one in found}
     outcomes = [done[case.name] for case in cases if case.name in done]
-    say(matrix_report(outcomes, seconds), *other_trainers(args))
+    say(matrix_report(outcomes, seconds), *which_trainer(args))
     if len(outcomes) < len(cases):
         say(f"{len(cases) - len(outcomes)} more were not run after {args.max_failures} failures: --resume runs them")
     if more:
@@ -165,7 +166,9 @@ def ordered(cases: Sequence[Case], options: Options, slots: int) -> list[Load]:
     """Largest first, by how long they took when they were last run here."""
     file = verdicts.file_in(options.out)
     runs, _ = verdicts.read(file) if file else ([], [])
-    seconds = remembered(runs, trainer=options.trainer, device=device_text(options), machine=platform.node())
+    seconds = remembered(
+        runs, trainer=verdicts.name_of_trainer(options.trainer), device=device_text(options), machine=platform.node()
+    )
     return in_order(loads(cases, seconds, slots), slots)
 
 
@@ -191,7 +194,7 @@ def common_durations(args: argparse.Namespace) -> dict[str, float]:
     if not args.durations:
         return {}
     runs = [run for file in args.durations for run in verdicts.read(file)[0]]
-    return remembered(runs, trainer=options_of(args).trainer, device=args.device)
+    return remembered(runs, trainer=verdicts.name_of_trainer(options_of(args).trainer), device=args.device)
 
 
 def selected(args: argparse.Namespace) -> tuple[list[Case], int]:

@@ -29,6 +29,7 @@ from harness.cli.options import (
     add_recipe,
     add_selection,
     options_of,
+    trainer_under_test,
 )
 from harness.cli.report import last_runs, shown_as_markdown
 from harness.evidence.store import write_text
@@ -42,9 +43,7 @@ from harness.run.page import page_of
 from harness.run.verdicts import RecordedRun
 from harness.spec import quarantine
 from harness.spec.case import Case
-from harness.spec.trainer_spec import TrainerSpec
-
-CHECKOUT = ".trainer"
+from harness.spec.trainer_spec import CHECKOUT, TrainerSpec
 
 
 def add(commands: Any) -> None:
@@ -83,6 +82,7 @@ def add(commands: Any) -> None:
 def command(args: argparse.Namespace) -> int:
     """As `harness history` of the nights with this one; 2 also where every case was skipped."""
     set_aside = quarantine.load(args.quarantine) if args.quarantine else ()
+    args.trainer = trainer_under_test(args)
     named = trainers.spec(args.trainer, None)
     options = prepared(args, named)
     cases, more = matrix.of_files(args)
@@ -103,7 +103,8 @@ def command(args: argparse.Namespace) -> int:
     return worst([code(one), NOT_JUDGED if stale or not judged else PASSED])
 
 
-tell = functools.partial(say, to=sys.stderr)
+def tell(text: str) -> None:
+    say(text, to=sys.stderr)
 
 
 def prepared(args: argparse.Namespace, named: str) -> Options:

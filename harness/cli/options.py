@@ -7,7 +7,7 @@ import difflib
 import importlib.util
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,15 @@ from harness.faults import FaultError, load_fault
 from harness.launch import resident_client
 from harness.launch.job import LONGEST
 from harness.reference.config import DTYPES
+from harness.run.folders import trainer_label
 from harness.run.options import Options
 from harness.spec import case_files, random_cases
 from harness.spec.case import Case
 from harness.spec.loading import load_all
 from harness.spec.named_case import load_one
+from harness.spec.usual_trainer import Usual, configured, usual_trainer
 
 Command = Callable[[argparse.Namespace], int]
-
-OURS = "llama3"
-"""The trainer that comes with the harness, and is judged by most commands where none is named."""
 
 
 class BadInput(Exception):
@@ -91,11 +90,9 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_how_to_run(parser: argparse.ArgumentParser, usual: str = OURS) -> None:
-    """usual: the trainer under test where none is named; "" if the command chooses."""
+def add_how_to_run(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how ranks are started")
-    which = usual or "the one *_adapter.py, or adapter.py, of this folder"
-    how.add_argument("--trainer", default=usual, metavar="NAME", help=f"the trainer under test; default {which}")
+    add_trainer(how)
     how.add_argument(
         "--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release that pip brings"
     )
@@ -119,6 +116,15 @@ def add_how_to_run(parser: argparse.ArgumentParser, usual: str = OURS) -> None:
     )
     add_out(how, help="where evidence goes; default out")
     how.add_argument("--timeout", type=seconds, default=120.0, metavar="S", help="seconds for one launch; default 120")
+
+
+def add_trainer(parser: Any) -> None:
+    parser.add_argument(
+        "--trainer",
+        metavar="NAME|FILE.py",
+        help="the trainer under test; default harness_trainer of the pytest configuration, else the one *_adapter.py or "
+        "adapter.py of this folder, else llama3, which comes with the harness",
+    )
 
 
 def add_out(parser: Any, help: str) -> None:
@@ -146,19 +152,42 @@ def positive_int(text: str) -> int:
 # ---- what it means
 
 
-def adapters_here() -> list[str]:
-    """Files of this folder that are called as `harness init` calls adapters."""
-    return sorted(str(file) for file in Path().glob("*.py") if file.stem == "adapter" or file.stem.endswith("_adapter"))
+def trainer_under_test(args: argparse.Namespace) -> str:
+    """Return the trainer under test, as it is typed or as the repository has it. Raises BadInput."""
+    return args.trainer or usual().name
 
 
-def other_trainers(args: argparse.Namespace) -> list[str]:
-    """A line for who has adapters here, and was told of the harness' own trainer."""
-    here = adapters_here() if args.trainer == OURS else []
-    return (
-        [f"judged was {OURS}, which comes with the harness, not {' or '.join(here)}: --trainer {here[0]}"]
-        if here
-        else []
-    )
+def usual() -> Usual:
+    """Return the trainer for who types none. Raises BadInput."""
+    try:
+        return usual_trainer()
+    except ValueError as error:
+        raise BadInput(f"--trainer: {error}") from error
+
+
+def which_trainer(args: argparse.Namespace) -> list[str]:
+    """Return a line on the trainer that was judged, for who did not type it and has one of their own."""
+    found = Usual(args.trainer) if args.trainer else usual()
+    return [f"judged was {shown(found.name)}, {found.because}"] if found.because else []
+
+
+def other_trainers(judged: Iterable[str]) -> list[str]:
+    """Return a line on each trainer of stored evidence that is another than the configuration names."""
+    try:
+        found = configured(Path.cwd())
+    except ValueError as error:
+        return [str(error)]
+    if found is None:
+        return []
+    own = Path(found.name).stem if found.name.endswith(".py") else found.name
+    names = dict.fromkeys(trainer_label(trainer).partition("@")[0] for trainer in judged)
+    return [f"judged was {name}, not {shown(found.name)} ({found.because})" for name in names if name != own]
+
+
+def shown(trainer: str) -> str:
+    """Return it as a person reads it here."""
+    path, here = Path(trainer), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else trainer
 
 
 def needs_matplotlib() -> None:
@@ -184,7 +213,7 @@ def case_of(args: argparse.Namespace) -> Case:
 def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Options:
     """Raises BadInput and FaultError, before anything is started."""
     try:
-        trainer = trainers.spec(args.trainer, args.source, args.out)
+        trainer = trainers.spec(trainer_under_test(args), args.source, args.out)
         trainers.load(trainer)
     except ValueError as error:
         raise BadInput(f"--trainer: {error}") from error
@@ -197,7 +226,8 @@ def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Optio
         raise BadInput("--torchrun-args: other nodes join one launch of one case; use `harness run`")
     _check_sharing(args)
     shared = {"ranks_per_gpu": args.ranks_per_gpu, "backend": args.backend}
-    return Options(args.out, trainer, args.launcher, args.device, args.timeout, fault, torchrun_args, **shared)
+    how = (args.launcher, args.device, args.timeout, fault, torchrun_args)
+    return Options(args.out, trainer, *how, cases=getattr(args, "cases", None) or "", **shared)
 
 
 def _check_sharing(args: argparse.Namespace) -> None:

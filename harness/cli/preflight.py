@@ -20,9 +20,11 @@ from harness.cli.options import (
     add_command,
     add_jobs,
     add_out,
+    add_trainer,
     checked_fault,
     positive_int,
     seconds,
+    trainer_under_test,
 )
 from harness.evidence.store import CASE_FILE, write_text
 from harness.plan.figures.rank_bytes import GPUS
@@ -52,7 +54,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--world", type=positive_int, metavar="N", help="how many ranks --config or a command is for")
     parser.add_argument("--layout", metavar="DEGREES", help=f"of a command: dp_shard=512, or {layout.FILES}")
     how = parser.add_argument_group("how")
-    how.add_argument("--trainer", default="llama3", metavar="NAME", help="the trainer under test; default llama3")
+    add_trainer(how)
     how.add_argument("--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release")
     how.add_argument("--steps", type=positive_int, default=1, metavar="N", help="default 1; what grows shows in 3")
     how.add_argument("--ranks", default="auto", metavar="LIST", help="auto, or such as 0-7,512")
@@ -140,7 +142,7 @@ def _configured(args: argparse.Namespace) -> config_file.FromFile:
 def _trainer(args: argparse.Namespace) -> str:
     """Raises BadInput."""
     try:
-        return trainers.spec(args.trainer, args.source, args.out)
+        return trainers.spec(trainer_under_test(args), args.source, args.out)
     except ValueError as error:
         raise BadInput(f"--trainer: {error}") from error
 

@@ -34,6 +34,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "-o", "--out", type=Path, default=Path("out/recording"), metavar="DIR", help="default out/recording"
     )
+    parser.add_argument("--force", action="store_true", help="put it in the place of the recording that is there")
     add_layout(parser)
 
 
@@ -47,7 +48,9 @@ def command(args: argparse.Namespace) -> int:
     """The command's own exit code where that is not 0, for what fails has not become another job by being recorded. A layout
     that cannot be read is refused before the command trains to its end. Raises CaseError."""
     if args.layout is not None:
-        layout.layout(args.layout, injection.requested_ranks(args.words) or MANY)
+        checked_layout(args.layout, injection.requested_ranks(args.words))
+    if injection.is_recording(args.out) and not args.force:
+        raise BadInput(f"{args.out}: a recording is there already; choose another -o, or --force to overwrite it")
     code = record(args, args.out)
     if code in (-signal.SIGINT, INTERRUPTED):
         shown(args.out, None)
@@ -57,6 +60,14 @@ def command(args: argparse.Namespace) -> int:
         return INTERRUPTED
     found = shown(args.out, args.layout)
     return found if code == 0 else (code if 0 < code < 126 else BROKEN)
+
+
+def checked_layout(text: str, ranks: int | None) -> None:
+    """ranks: those that the command asks for, None where it does not say. Raises CaseError for a layout that cannot be read,
+    and BadInput for one of another number of ranks."""
+    dims = layout.layout(text, ranks or MANY)
+    if ranks is not None and dims.world_size != ranks:
+        raise BadInput(f"--layout: {dims} = {dims.world_size} ranks, but the command starts {ranks}")
 
 
 def record(args: argparse.Namespace, directory: Path) -> int:
@@ -83,4 +94,4 @@ def record(args: argparse.Namespace, directory: Path) -> int:
 
 
 def _why(directory: Path, words: list[str], code: int) -> str:
-    return "" if any((directory / "ranks").glob("*.record")) else injection.why_nothing(directory, words, code)
+    return "" if injection.is_recording(directory) else injection.why_nothing(directory, words, code)

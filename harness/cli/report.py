@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.cli.exit_codes import NOT_JUDGED, PASSED, code_of, worst
-from harness.cli.options import BadInput, add_command, needs_matplotlib
+from harness.cli.options import BadInput, add_command, needs_matplotlib, other_trainers
 from harness.evidence.store import write_text
 from harness.report.grid import matrix_report
 from harness.report.markdown import annotated, markdown
@@ -103,9 +103,9 @@ def show(folders: Sequence[Path]) -> int:
     except ValueError as error:
         raise BadInput(str(error)) from error
     lacking, told = problems(runs)
-    say(
-        matrix_report(outcomes, None) if outcomes else "no case came to its end", "", *provenance(runs), *lacking, *told
-    )
+    told = [*told, *other_trainers(run.begins.get("trainer", "") for run in runs)]
+    grid = matrix_report(outcomes, None) if outcomes else "no case came to its end"
+    say(grid, "", *provenance(runs), *lacking, *told)
     return code_of_all(outcomes, lacking=bool(lacking))
 
 

@@ -8,7 +8,17 @@ import sys
 from typing import Any
 
 from harness.cli.exit_codes import exit_code
-from harness.cli.options import add_cases, add_command, add_how_to_run, add_recipe, case_of, options_of, other_trainers
+from harness.cli.options import (
+    BadInput,
+    add_cases,
+    add_command,
+    add_how_to_run,
+    add_recipe,
+    case_of,
+    options_of,
+    which_trainer,
+)
+from harness.record.injection import requested_ranks
 from harness.report.output import say
 from harness.report.text import case_report
 from harness.run.folders import folder_of
@@ -33,8 +43,13 @@ def add(commands: Any) -> None:
 def command(args: argparse.Namespace) -> int:
     case, options = case_of(args), options_of(args)
     case = in_dtype(case if args.seed is None else reseeded(case, args.seed), args.dtype)
+    ranks, degrees = requested_ranks(["torchrun", *options.torchrun_args]), case.dims
+    if ranks not in (None, degrees.world_size):
+        raise BadInput(
+            f"--torchrun-args: they start {ranks} ranks, but {case.name} is {degrees} = {degrees.world_size} ranks"
+        )
     if options.torchrun_args:
         say(f"on every other node: harness join {shlex.quote(str(folder_of(case, options)))}", to=sys.stderr)
     judgement = run_case(case, options)
-    say(case_report(judgement), *other_trainers(args))
+    say(case_report(judgement), *which_trainer(args))
     return exit_code(judgement)

@@ -47,11 +47,13 @@ def read(folder: Path, fqns: Collection[str], fqn: Callable[[str], str]) -> Chec
     if not complete:
         seen = sorted(path.name for path in folder.rglob("*") if path.is_file())
         named = f"{len(seen)} files, {seen[0]} among them" if seen else "no file"
-        return Checkpoint(unread=f"not complete in torch's distributed format, the only one read here: {named}")
+        return Checkpoint(
+            unread=f"{folder}: not complete in torch's distributed format, the only one read here: {named}"
+        )
     try:
         index = _index(complete[-1].parent)
     except Exception as error:  # unpickling raises almost anything
-        return Checkpoint(unread=f"its index {complete[-1].parent.name}/.metadata cannot be read: {error!r}")
+        return Checkpoint(unread=f"its index {complete[-1]} cannot be read: {error!r}")
     lengths: Counter[str] = Counter()
     for place, stored in (index.storage_data or {}).items():
         lengths[place.fqn] += stored.length

@@ -17,7 +17,7 @@ from harness.evidence.records import RankEvidence, Run, StepEvidence
 from harness.judge import tolerance
 from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
 from harness.judge.claims import claimed_slice
-from harness.judge.contents import locate
+from harness.judge.contents import locate, take
 from harness.judge.golden import Golden
 from harness.judge.tolerance import Bounds
 from harness.plan.grid import coordinate
@@ -150,7 +150,28 @@ class Trial:
             full = self.reference.weights.get(tensor.fqn)
             guess = self.plan.slices[rank].get(tensor.fqn)
             held[tensor.fqn] = None if full is None else locate(tensor.value, full, guess)
+            if held[tensor.fqn] is None and self._began_resumed(evidence) and tensor.fqn in self.saved_weights:
+                held[tensor.fqn] = locate(tensor.value, self.saved_weights[tensor.fqn], guess)
         return held
+
+    def _began_resumed(self, evidence: RankEvidence) -> bool:
+        """Whether it had read its checkpoint as soon as it was built, as a script does: it never held the seed weights."""
+        resumed = evidence.resumed.parameters if evidence.resumed is not None else {}
+        both = [(tensor.value, resumed.get(tensor.fqn)) for tensor in evidence.parameters]
+        return bool(resumed) and all(b is not None and a.tobytes() == b.tobytes() for a, b in both)
+
+    @functools.cached_property
+    def saved_weights(self) -> dict[str, np.ndarray]:
+        """Whole parameters as the launch that saved held them then, NaN where no rank did; nothing if this one resumes none."""
+        whole: dict[str, np.ndarray] = {}
+        for launch in self.saved[-1:]:
+            for rank, step in launch.own_steps():
+                for fqn, value in step.parameters.items() if step.step == launch.case.saved_step else ():
+                    full = whole.setdefault(fqn, np.full(launch.plan.shapes[fqn], np.nan, value.dtype))
+                    part = launch.slice_of(rank, fqn)
+                    if part is not None and take(full, part).shape == value.shape:
+                        take(full, part)[...] = value
+        return {fqn: full.reshape(self.plan.shapes[fqn]) for fqn, full in whole.items()}
 
     def slice_of(self, rank: int, fqn: str) -> Slice | None:
         """Where a rank's local part belongs: where its bytes were found, else where the plan puts it."""

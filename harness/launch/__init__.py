@@ -17,7 +17,9 @@ from harness.launch.inflight import Inflight, Issued, current, read_inflight
 from harness.launch.job import Job, LaunchError, prepare
 from harness.launch.leftovers import end_leftovers
 from harness.launch.local import LocalRanks, RankServer, default_server, importable
+from harness.launch.rank_exit import Fate
 from harness.launch.slots import Pool, Taken, pool_of, wanted_by
+from harness.launch.standing import standing, under_way
 from harness.launch.supervise import supervise
 from harness.launch.torchrun import TorchrunRanks
 
@@ -34,6 +36,7 @@ __all__ = [
     "launch",
     "pool_of",
     "read_inflight",
+    "standing",
 ]
 
 
@@ -57,6 +60,14 @@ def launch(
         return run(job, launcher, server, taken)
 
 
+def ended_or_interrupted(job: Job, ranks: LocalRanks | TorchrunRanks) -> tuple[Fate, ...]:
+    """Return how every rank ended. An interrupt says where the ranks are, while they still are there."""
+    try:
+        return supervise(job, ranks)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(*standing()) from None
+
+
 def run(job: Job, launcher: str, server: RankServer | None, taken: Taken) -> list[Exit]:
     if launcher == "torchrun":
         ranks: LocalRanks | TorchrunRanks = TorchrunRanks(job, prepare(job), taken.environment)
@@ -65,8 +76,8 @@ def run(job: Job, launcher: str, server: RankServer | None, taken: Taken) -> lis
         modules = importable(job.preload, job.device)
         ranks = LocalRanks(server or default_server(modules), prepare(job), job.world_size, modules)
     try:
-        with ranks:
+        with ranks, under_way(job, ranks):
             ranks.start()
-            return judge(supervise(job, ranks))
+            return judge(ended_or_interrupted(job, ranks))
     finally:
         end_leftovers(job.directory, range(job.world_size))

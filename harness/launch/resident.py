@@ -10,6 +10,8 @@ A command says, in one line of JSON with two file descriptors (working directory
                                                                       {"changed": file}, and this process retires
     {"status": true}                                              ->  {"pid", "root", "torch", "commands", "idle", "ends"}
     {"stop": true}                                                ->  the same, and this process retires
+    {"status": true, "stop_if": [prefix, root]}                   ->  the same, and this process retires and says "stays": false
+                                                                      if it is of that environment
 
 Who retires answers nobody else, and ends with its last command.
 """
@@ -123,8 +125,9 @@ class Resident:
         command = os.pidfd_open(pid)
         request, descriptors = greeting(connection)
         if "status" in request or "stop" in request:
-            say(connection, self.status())
-            return RETIRE if "stop" in request else 0
+            ends = "stop" in request or request.get("stop_if") == [sys.prefix, str(ROOT)]
+            say(connection, self.status() | {"stays": not ends})
+            return RETIRE if ends else 0
         if file := changed(self.files, self.began):
             say(connection, {"changed": file})
             return RETIRE

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from harness import ROOT
 from harness.evidence.text import visible
 from harness.launch.identity import circumstances, folder, identity
 from harness.launch.own_server import Link, OwnServer
@@ -216,16 +217,42 @@ def status_of_all() -> list[dict[str, Any]]:
     return [status for _, status in ask_all({"status": True})]
 
 
-def stop_all() -> list[dict[str, Any]]:
-    """The same. One that serves commands ends with them; one that is silent is killed."""
-    asked = ask_all({"stop": True})
-    for path, status in asked:
-        if "commands" not in status:
+def stop(*, every: bool = False) -> list[dict[str, Any]]:
+    """End the servers of this environment, or every one of this user, and return what each says of itself; one of another
+    environment "stays". One that serves commands ends with them; one that is silent is killed."""
+    found = []
+    request = {"stop": True} if every else {"status": True, "stop_if": environment_of_ours()}  # others' may be older
+    for path, status in ask_all(request):
+        silent = "commands" not in status
+        ours = interpreter_of(status["pid"]) == Path(sys.executable).parent if silent else not status.get("stays", True)
+        if not (every or ours):
+            found.append(status | {"stays": True})
+            continue
+        found.append(status)
+        if silent:
             kill(status["pid"])
-        give_up = time.monotonic() + ANSWER_PATIENCE
-        while path.exists() and "commands" in status and time.monotonic() < give_up:
-            time.sleep(0.02)
-    return [status for _, status in asked]
+        else:
+            wait_for_the_end(path)
+    return found
+
+
+def environment_of_ours() -> list[str]:
+    """Return what servers of one environment have in common."""
+    return [sys.prefix, str(ROOT)]
+
+
+def interpreter_of(pid: int) -> Path | None:
+    """Return the folder of the interpreter of a server that is silent; None if it has ended."""
+    try:
+        return Path(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])).parent
+    except OSError:
+        return None
+
+
+def wait_for_the_end(path: Path) -> None:
+    give_up = time.monotonic() + ANSWER_PATIENCE
+    while path.exists() and time.monotonic() < give_up:
+        time.sleep(0.02)
 
 
 def ask_all(request: dict[str, Any]) -> list[tuple[Path, dict[str, Any]]]:

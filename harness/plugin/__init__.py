@@ -22,7 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("harness_cases", "folders of cases whose laws are items; without it there are none", "paths", [])
     parser.addini("harness_trainer", "the trainer under test where --harness-trainer does not say: NAME or FILE.py")
     group = parser.getgroup("harness", "cases of distributed training; see harness_cases")
-    group.addoption("--harness-trainer", metavar="NAME|FILE.py", help="the trainer under test; default llama3")
+    group.addoption(
+        "--harness-trainer", metavar="NAME|FILE.py", help="the trainer under test; default as of `harness run`"
+    )
     group.addoption(
         "--harness-source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release that pip brings"
     )

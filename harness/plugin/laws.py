@@ -20,6 +20,7 @@ from harness.launch.job import LONGEST
 from harness.plugin.items import MARK, CaseFile, Law, tier_mark
 from harness.run.options import Options
 from harness.spec.case import TIERS
+from harness.spec.usual_trainer import KEY, of_configuration, usual_trainer
 
 NOT_APPLICABLE = "harness_not_applicable"
 
@@ -159,8 +160,8 @@ def options_of(config: pytest.Config) -> Options:
 
 
 def trainer_of(config: pytest.Config) -> str:
-    """What is typed; else what the configuration says, a path in it being relative to its file."""
-    typed, configured = config.getoption("--harness-trainer"), config.getini("harness_trainer")
-    if typed or not configured.endswith(".py"):
-        return typed or configured or "llama3"
-    return str((config.inipath or config.rootpath / "x").parent / configured)
+    """What is typed; else what the configuration says, a path in it being relative to its file. Raises ValueError."""
+    typed, written = config.getoption("--harness-trainer"), config.getini(KEY)
+    if typed or not written:
+        return typed or usual_trainer().name
+    return of_configuration(written, config.inipath or config.rootpath / "x").name

@@ -55,6 +55,11 @@ def fresh(directory: Path) -> None:
         raise EvidenceError(f"{directory}: cannot be written: {error.strerror}; choose another -o") from error
 
 
+def is_recording(directory: Path) -> bool:
+    """Return whether ranks of an earlier job left evidence there."""
+    return any((directory / "ranks").glob("*.record"))
+
+
 def run(
     command: Sequence[str],
     directory: Path,
@@ -127,11 +132,12 @@ def has_terminal() -> bool:
 
 
 def requested_ranks(command: Sequence[str]) -> int | None:
-    """Of one node of torchrun, where the command says it in numbers."""
-    text = " ".join(command)
-    ranks = re.search(r"--nproc[-_]per[-_]node[= ](\d+)|--num[-_]processes[= ](\d+)", text)
-    nodes = re.search(r"--nnodes[= ](\d+)", text)
-    if ranks is None:
+    """Of all nodes of torchrun, where the command says it in numbers. What the script is given says nothing."""
+    script = next((number for number, word in enumerate(command) if word.endswith(".py")), len(command))
+    text = " ".join(command[:script]) + " "
+    ranks = re.search(r"--nproc[-_]per[-_]node[= ](\d+) |--num[-_]processes[= ](\d+) ", text)
+    nodes = re.search(r"--nnodes[= ](\S+)", text)
+    if ranks is None or (nodes and not nodes.group(1).isdecimal()):
         return None
     return int(ranks.group(1) or ranks.group(2)) * (int(nodes.group(1)) if nodes and ranks.group(1) else 1)
 

@@ -64,6 +64,7 @@ def _ended(recording: Recording) -> Rows:
     stopped = [rank for error, ranks in raised.items() if _by_hand(error) for rank in ranks]
     own = [_raised(error, ranks) for error, ranks in causes if not lost_a_peer(error) and not _by_hand(error)]
     own += _interrupted(recording, stopped)
+    own += _waits(recording) if stopped or (recording.code or 0) < 0 else []
     lost = [_raised(error, ranks) for error, ranks in causes if lost_a_peer(error)]
     quiet = [rank for rank, one in recording.summaries.items() if one.ended != "raised"]
     told = {rank: f"{how}; {_last(recording, rank)}" for rank in quiet if (how := _how(recording, rank))}
@@ -110,6 +111,20 @@ def _interrupted(recording: Recording, ranks: Sequence[int]) -> Rows:
     lasts = {rank: recording.summaries[rank].last for rank in ranks}
     found = _grouped({rank: _issued(last) if last else "" for rank, last in lasts.items()})
     return [("INTERRUPTED", f"{some_ranks(alike)}, as by Ctrl-C{'; ' * bool(text)}{text}") for text, alike in found[:4]]
+
+
+def _waits(recording: Recording) -> Rows:
+    """Who had issued more in one group than others, of a job that was ended from outside: these are waited for."""
+    lasts = {rank: recording.last.get(rank) or one.last for rank, one in recording.summaries.items()}
+    rows: Rows = []
+    for group in dict.fromkeys((last.group, last.ranks) for last in lasts.values() if last):
+        members = {rank: last for rank, last in lasts.items() if last and (last.group, last.ranks) == group}
+        most = max(members.values(), key=lambda last: last.seq)
+        ahead = [rank for rank, last in members.items() if last.seq == most.seq]
+        if behind := [rank for rank in members if rank not in ahead]:
+            what = f"{most.text} over {ranks_text(most.ranks)}, number {most.seq} of that group"
+            rows.append(("WAITED FOR", f"{some_ranks(behind)}, by {some_ranks(ahead)} in {what}"))
+    return rows[:4]
 
 
 def _issued(last: Last) -> str:

@@ -6,13 +6,14 @@ import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.checks import law
 from harness.diagnosis import declarable
 from harness.judge.result import Finding, Result, Verdict
 from harness.reference.config import TrainingConfig
-from harness.spec import case_files
+from harness.spec import case_files, usual_trainer
 from harness.spec.trainer_spec import TrainerSpec
 
 if TYPE_CHECKING:
@@ -66,9 +67,11 @@ def _expectation(judgement: Judgement) -> str:
 def case_report(judgement: Judgement) -> str:
     lines = _head(judgement)
     if judgement.fired and judgement.verdict is Verdict.PASS:
-        lines.append("  MISSED            the fault's code ran, and every law holds")
+        lines.append("  MISSED            the change ran and every check passes")
+    if judgement.fired and judgement.verdict is Verdict.UNKNOWN:
+        lines.append("  RAN               the change ran and no check fails; not every check could be judged")
     if judgement.fired is False:
-        lines.append("  UNFIRED           the fault's code ran on no rank: it proves nothing about the laws")
+        lines.append("  UNFIRED           the change ran on no rank: this run proves nothing about it")
     if judgement.diagnosis:
         lines += table(judgement.diagnosis.evidence)
         lines += _to_copy([("again", command(judgement)), ("evidence", str(judgement.folder))])
@@ -85,29 +88,36 @@ def _replaced(judgement: Judgement) -> list[str]:
 
 
 def command(judgement: Judgement) -> str:
-    """What shows it again."""
+    """Return the command that shows it again, as it is typed here."""
     recipe, usual = judgement.case.training, TrainingConfig()
     given = {"fault": judgement.fault}
     if not judgement.case.file:
         given |= {"seed": str(recipe.seed)} if recipe.seed != usual.seed else {}
         given |= {"dtype": recipe.dtype} if recipe.dtype != usual.dtype else {}
-    typed = (word for key, value in (given | _how(judgement)).items() if value for word in (f"--{key}", value))
-    return shlex.join(["harness", "run", judgement.case.name, *case_files.typed(judgement.case.file), *typed])
+    typed = [word for key, value in (given | _how(judgement)).items() if value for word in (f"--{key}", value)]
+    nodes = [f"--torchrun-args={value}"] if (value := judgement.made.get("torchrun-args")) else []
+    cases, folder = case_files.typed(judgement.case.file), judgement.made.get("cases")
+    cases = case_files.typed_folder(Path(folder)) if folder else cases
+    return shlex.join(["harness", "run", judgement.case.name, *cases, *_trainer(judgement), *typed, *nodes])
 
 
 def pytest_command(judgement: Judgement) -> str:
     tier = judgement.case.tier
     marked = ["-m", f"harness_{tier}"] if tier != "default" else []
-    typed = (f"--harness-{key}={value}" for key, value in _how(judgement).items() if value)
+    given = dict(zip(("trainer",), _trainer(judgement)[1:], strict=False)) | _how(judgement)
+    typed = (f"--harness-{key}={value}" for key, value in given.items() if value)
     return shlex.join(["pytest", "-k", judgement.case.name, *marked, *typed])
+
+
+def _trainer(judgement: Judgement) -> list[str]:
+    return usual_trainer.typed(TrainerSpec.parse(judgement.trainer).name)
 
 
 def _how(judgement: Judgement) -> dict[str, str]:
     """The options, which all commands share, that were not the usual ones."""
-    trainer = TrainerSpec.parse(judgement.trainer)
-    given = {"trainer": trainer.name, "source": trainer.source}
-    given |= {key: judgement.made.get(key, "") for key in ("device", "launcher", "ranks-per-gpu")}
-    return {key: value for key, value in given.items() if value not in ("llama3", "cpu", "local")}
+    given = {"source": TrainerSpec.parse(judgement.trainer).source}
+    given |= {key: judgement.made.get(key, "") for key in ("device", "launcher", "ranks-per-gpu", "timeout")}
+    return {key: value for key, value in given.items() if value not in ("cpu", "local")}
 
 
 def provenance(judgements: Sequence[Judgement]) -> str:

@@ -108,9 +108,8 @@ def _flaky(name: str, nights: Sequence[Night], tables: Sequence[dict[str, Outcom
 
 def differs(one: Night, other: Night) -> str:
     """In what the nights differ, as far as it is recorded."""
-    pairs = {
-        key: (one.of(key) or "unknown", other.of(key) or "unknown") for key in ("commit", "torch", "sources", "trainer")
-    }
+    pairs = {key: (one.of(key) or "unknown", other.of(key) or "unknown") for key in ("commit", "torch", "sources")}
+    pairs["trainer"] = (one.runs[0].trainer, other.runs[0].trainer)
     names = {"sources": "harness"}
     parts = [f"{names.get(key, key)} {was}, now {now}" for key, (was, now) in pairs.items() if was != now]
     return "; ".join(parts) or "nothing that is recorded"

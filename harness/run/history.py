@@ -18,7 +18,7 @@ from harness.run.packing import parsed
 from harness.run.verdicts import RecordedRun
 from harness.spec.trainer_spec import TrainerSpec
 
-ALIKE = ("trainer", "device", "launcher", "torch", "commit", "sources")
+ALIKE = ("device", "launcher", "torch", "commit", "sources")
 """What shards of one night have in common."""
 
 
@@ -90,15 +90,17 @@ def series(runs: Sequence[RecordedRun]) -> dict[tuple[str, str, str], list[Night
 
 
 def kind(run: RecordedRun) -> tuple[str, str, str]:
-    """What runs must have in common to be compared: trainer, device, launcher."""
+    """What runs must have in common to be compared: the trainer's name, device, launcher."""
     begins = run.begins
-    return TrainerSpec.parse(begins.get("trainer", "")).name, begins.get("device", ""), begins.get("launcher", "")
+    return TrainerSpec.parse(run.trainer).name, begins.get("device", ""), begins.get("launcher", "")
 
 
 def _is_shard_of(run: RecordedRun, night: Night) -> bool:
     """Whether it is another part of the same run."""
     shards = [other.begins.get("shard", "") for other in night.runs]
     mine = run.begins.get("shard", "")
-    if not mine or not all(shards) or any(run.begins.get(key) != night.runs[0].begins.get(key) for key in ALIKE):
+    first = night.runs[0]
+    other = run.trainer != first.trainer or any(run.begins.get(key) != first.begins.get(key) for key in ALIKE)
+    if not mine or not all(shards) or other:
         return False
     return mine not in shards and parsed(mine)[1] == parsed(shards[0])[1]

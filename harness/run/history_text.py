@@ -11,6 +11,7 @@ from harness.report.text import wrapped
 from harness.run.changes import Change, More, State, changes, differs, grown
 from harness.run.history import Night
 from harness.run.nights import Culprit, Culprits, of_night
+from harness.spec import usual_trainer
 from harness.spec.quarantine import Quarantine
 from harness.spec.trainer_spec import TrainerSpec
 
@@ -77,7 +78,7 @@ def lapsed(quarantine: Sequence[Quarantine], every: Sequence[Told], day: datetim
 def lines(one: Told) -> list[str]:
     """Of one series."""
     first, last = one.nights[0], one.nights[-1]
-    title = f"{last.of('trainer')} on {last.of('device')} by {last.of('launcher')}"
+    title = f"{last.runs[0].trainer} on {last.of('device')} by {last.of('launcher')}"
     nights = f"{len(one.nights)} night{'s' * (len(one.nights) > 1)}"
     head = [f"{title}: {nights}", f"  first  {first}", f"  last   {last}"]
     head += [f"  lacking in the last: {text}" for text in last.lacking]
@@ -134,15 +135,15 @@ def bisect_command(change: Change) -> str:
         return ""
     good, bad = (night.of("commit").removesuffix("-dirty") for night in (before, now))
     trainer = TrainerSpec.parse(now.of("trainer"))
+    named = usual_trainer.typed(trainer.name)
     if good and bad and good != bad:
-        named = [] if trainer.name == "llama3" else ["--trainer", trainer.name]
         words = [*named, "--repo", trainer.source or ".", "--good", good, "--bad", bad, "-k", change.case]
         return f"harness bisect {shlex.join(words)}"
     older, newer = (night.of("torch").partition("+")[0] for night in (before, now))
     if older == newer or not older:
         return ""
     source = ["--source", trainer.source] if trainer.source else []
-    words = ["--over", f"torch=={older},{newer}", "--trainer", trainer.name, *source, "-k", change.case]
+    words = ["--over", f"torch=={older},{newer}", *named, *source, "-k", change.case]
     return f"harness bisect {shlex.join(words)}"
 
 

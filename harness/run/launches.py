@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import shlex
 import time
 import uuid
 from dataclasses import replace
@@ -19,6 +20,7 @@ from harness.run import communication
 from harness.run.options import Options
 from harness.run.reference_cache import reference_folder
 from harness.run.sources import digest
+from harness.spec import case_files
 from harness.spec.case import Case, to_json
 from harness.spec.trainer_spec import TrainerSpec
 
@@ -121,9 +123,20 @@ def _made(case: Case, options: Options) -> dict[str, str]:
         **({"backend": communication.backend(options)} if options.device == "cuda" else {}),
         **({"ranks-per-gpu": str(options.ranks_per_gpu)} if options.ranks_per_gpu > 1 else {}),
         "launcher": options.launcher,
+        **_typed(case, options),
         "sources": digest(options),
         **({"replaced": "\n".join(replaced)} if replaced else {}),
     }
+
+
+def _typed(case: Case, options: Options) -> dict[str, str]:
+    """Return what a command has to say besides to run the case like this again, where it is not the usual."""
+    usual = Options()
+    given = {"timeout": f"{options.timeout:g}"} if options.timeout != usual.timeout else {}
+    given |= {"torchrun-args": shlex.join(options.torchrun_args)} if options.torchrun_args else {}
+    if not case.file and options.cases:  # a case with a file has its folder
+        given |= {"cases": str(case_files.folder_of(options.cases))}
+    return given
 
 
 def commit_of_trainer(spec: str) -> str:

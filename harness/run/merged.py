@@ -8,15 +8,16 @@ from harness.report.outcome import Outcome
 from harness.run.packing import parsed
 from harness.run.verdicts import RecordedRun
 
-ALIKE = ("trainer", "device", "launcher", "torch", "commit", "sources", "adapter")
-"""What all shards of a run have in common: verdicts of two versions are no verdict of either."""
+ALIKE = ("device", "launcher", "torch", "commit", "sources", "adapter")
+"""What all shards of a run have in common, with the trainer: verdicts of two versions are no verdict of either."""
 
 
 def merged(runs: Sequence[RecordedRun]) -> list[Outcome]:
     """The outcome of each case in the last run that has one, in the order of the first. ValueError for runs of other things."""
     first, *rest = runs
     for run in rest:
-        if different := [name for name in ALIKE if (run.begins.get(name) or "") != (first.begins.get(name) or "")]:
+        different = [name for name in ALIKE if (run.begins.get(name) or "") != (first.begins.get(name) or "")]
+        if different := ["trainer"] * (run.trainer != first.trainer) + different:
             one, other = (of.begins.get(different[0]) or "unknown" for of in (first, run))
             raise ValueError(
                 f"{first.file} and {run.file} are of another {different[0]} ({one}, {other}): show them one by one"

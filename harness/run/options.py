@@ -12,6 +12,7 @@ class Options:
 
     torchrun_args: for several nodes, in place of "--standalone --nproc-per-node WORLD_SIZE"; `out` must be shared.
     ranks_per_gpu: how many may share a GPU. backend: on GPUs, "nccl" or "gloo"; empty: as run/communication.py chooses.
+    cases: the folder of cases as it was typed, for the command that runs it again; empty: the usual one.
     waits: its ranks will hang until the time limit, which takes no core meanwhile.
     """
 
@@ -25,6 +26,7 @@ class Options:
     waits: bool = False
     ranks_per_gpu: int = 1
     backend: str = ""
+    cases: str = ""
 
 
 class Unsupported(Exception):

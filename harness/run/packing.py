@@ -26,8 +26,9 @@ class Load:
 
 
 def remembered(runs: Iterable[RecordedRun], *, trainer: str, device: str, machine: str = "") -> dict[str, float]:
-    """How many seconds each case took when it last ended, on this machine rather than on others."""
-    mine = [run for run in runs if (run.begins.get("trainer"), run.begins.get("device")) == (trainer, device)]
+    """trainer: its name (`verdicts.name_of_trainer`). How many seconds each case took when it last ended, on this machine
+    rather than on others."""
+    mine = [run for run in runs if (run.trainer, run.begins.get("device")) == (trainer, device)]
     here = sorted(
         mine, key=lambda run: run.begins.get("machine") == machine
     )  # it is stable: the latest of ours comes last

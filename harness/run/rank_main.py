@@ -28,6 +28,7 @@ from harness.launch import inflight
 from harness.spec.case import Case
 from harness.spec.loading import from_json
 from harness.trainers import StartedTrainer
+from harness.trainers.support import checkpoints as checkpoints_of_case
 
 if TYPE_CHECKING:
     from harness.probe import Probe
@@ -49,6 +50,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
     case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
     checkpoints = Path(options["checkpoints"])
     this, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    checkpoints_of_case.tell(checkpoints)
     _share_compiled_code(options.get("compile_cache"))
     with trainers.starting(options["trainer"]):
         adapter.importable()
@@ -155,6 +157,7 @@ def unwatched(options: dict[str, Any]) -> StartedTrainer:
     """The trainer alone, as a user sees it: rank 0 leaves the losses that it reports in losses.json. Options as above."""
     case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
     this, directory = int(os.environ.get("RANK", 0)), Path(options["directory"])
+    checkpoints_of_case.tell(Path(options["checkpoints"]))
     _share_compiled_code(options.get("compile_cache"))
     with trainers.starting(options["trainer"]):
         adapter.importable()

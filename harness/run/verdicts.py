@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from harness import trainers
 from harness.evidence.reading import json_of, read_bytes
 from harness.evidence.store import EvidenceError
 from harness.report import outcome as outcomes
@@ -30,6 +31,7 @@ from harness.run.options import Options
 from harness.run.sources import digest_of_adapter, sources_anywhere
 from harness.spec import case as requested
 from harness.spec.case import Case
+from harness.spec.trainer_spec import TrainerSpec
 
 FILE = "verdicts.jsonl"
 MOST_OF_A_RUN = 128_000_000  # bytes
@@ -48,9 +50,24 @@ class RecordedRun:
     twice: list[str] = field(default_factory=list)
 
     @property
+    def trainer(self) -> str:
+        """Its name, and the last part of its source's path: a clone may lie anywhere."""
+        return self.begins.get("name") or _name(TrainerSpec.parse(self.begins.get("trainer", "")))
+
+    @property
     def missing(self) -> list[str]:
         """The cases that never ended."""
         return [name for name in self.begins["cases"] if name not in self.outcomes]
+
+
+def name_of_trainer(spec: str) -> str:
+    """Return what a run of that trainer is of, wherever its adapter and its source lie."""
+    return str(TrainerSpec(trainers.load(spec).name, Path(TrainerSpec.parse(spec).source).name))
+
+
+def _name(trainer: TrainerSpec) -> str:
+    """Return it for a run that was recorded without it."""
+    return str(TrainerSpec(Path(trainer.name).stem if trainer.is_file else trainer.name, Path(trainer.source).name))
 
 
 # ---- reading
@@ -150,6 +167,7 @@ def beginning(cases: Sequence[Case], options: Options, shard: str) -> dict[str, 
         "began": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
         "machine": platform.node(),
         "trainer": options.trainer,
+        "name": name_of_trainer(options.trainer),
         "device": device_text(options),
         "launcher": options.launcher,
         "torch": importlib.metadata.version("torch"),

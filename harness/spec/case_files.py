@@ -52,7 +52,10 @@ def shown(file: str) -> str:
 
 def typed(file: str) -> list[str]:
     """What selects the file's folder on a command line here: nothing where it is the usual one, or of no file."""
-    folder = path_of(file).parent
-    if not file or folder == Path.cwd() / USUAL:
+    return typed_folder(path_of(file).parent) if file else []
+
+
+def typed_folder(folder: Path) -> list[str]:
+    if folder == Path.cwd() / USUAL:
         return []
     return ["--cases", OURS if folder == BUILTIN / USUAL else str(folder)]

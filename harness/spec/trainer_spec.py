@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+CHECKOUT = ".trainer"
+"""The folder of OUT into which `harness nightly --commit` clones the trainer's repository, with its adapter."""
 WRITTEN = re.compile(r"(?P<name>[\w-]+|.+?\.py|[^@]*)(@(?P<source>.*))?", re.DOTALL)
 
 

@@ -24,6 +24,18 @@ def fatal(fired):
     raise RuntimeError("on purpose")
 
 @fault(**told)
+def late(fired):
+    import os
+    import torch.distributed as dist
+    original = dist.all_reduce
+    def all_reduce(*args, **kwargs):
+        if os.environ["RANK"] == "1":
+            Path("alive").touch()
+            time.sleep(600)
+        return original(*args, **kwargs)
+    dist.all_reduce = all_reduce
+
+@fault(**told)
 def endless(fired):
     Path("alive").touch()
     time.sleep(600)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from interrupting import interrupt
+
+from harness import ROOT
 
 PAIR = "cases: {pair: {why: a test, dims: {dp_replicate: 2}}}"
 
@@ -13,7 +17,35 @@ PAIR = "cases: {pair: {why: a test, dims: {dp_replicate: 2}}}"
 def test_ctrl_c_pressed_several_times_in_a_run_leaves_no_process_and_no_traceback(cases: Any, tmp_path: Path) -> None:
     arguments = ["run", "pair", *cases(PAIR), "--fault", "wrong.py:endless"]
     code, told = interrupt(arguments, when=(tmp_path / "alive").exists, cwd=tmp_path, times=3)
-    assert (code, told) == (130, "harness: interrupted; nothing was judged, the ranks are killed\n")
+    first, *more = told.splitlines()
+    assert (code, first) == (130, "harness: interrupted; nothing was judged, the ranks are killed")
+    assert all(line.startswith("  pair+endless: rank") for line in more)
+
+
+LATE = """
+        if os.environ["RANK"] == "1":
+            Path("alive").touch()
+            __import__("time").sleep(600)
+        dist.all_reduce(valid)
+"""
+
+
+@pytest.mark.parametrize("command", [["run", "pair", "--fault", "wrong.py:late"], ["matrix"]])
+def test_ctrl_c_says_which_rank_the_others_wait_for(cases: Any, tmp_path: Path, command: list[str]) -> None:
+    where = cases(PAIR)
+    if command == ["matrix"]:
+        text = (ROOT / "tests" / "own_trainer.py").read_text()
+        Path("late_adapter.py").write_text(text.replace("\n        dist.all_reduce(valid)\n", LATE))
+
+    def hangs() -> bool:
+        return (tmp_path / "alive").exists() and time.time() - (tmp_path / "alive").stat().st_mtime > 2
+
+    code, told = interrupt([*command, *where], when=hangs, cwd=tmp_path)
+    lines = [line.split(": ", 1)[1] for line in told.splitlines() if line.startswith("  pair+")]
+    late, waits = (next(line for line in lines if line.startswith(f"rank [{rank}]")) for rank in (1, 0))
+    assert code == 130 and len(lines) == 2
+    assert "waiting for [1]" in waits and "all_reduce" in waits
+    assert "waiting" not in late and ("wrong.py" in late or "late_adapter.py" in late)
 
 
 def test_ctrl_c_in_a_matrix_says_what_was_finished_and_leaves_no_process(cases: Any, tmp_path: Path) -> None:
@@ -21,7 +53,6 @@ def test_ctrl_c_in_a_matrix_says_what_was_finished_and_leaves_no_process(cases: 
     code, told = interrupt(
         arguments, when=lambda: any(tmp_path.glob("out/.reference/*.partial/logs/*.log")), cwd=tmp_path
     )
-    assert (code, told) == (
-        130,
-        "harness: interrupted after 0 of 1 cases; the same command with --resume runs the rest\n",
-    )
+    first, *more = told.splitlines()
+    assert code == 130 and more[:1] == [line for line in more if line.startswith("  reference: rank [0] ")]
+    assert first == "harness: interrupted after 0 of 1 cases; the same command with --resume runs the rest"

@@ -245,8 +245,8 @@ def test_an_older_checkpoint_beside_it_is_another_matter(folder: Path) -> None:
 
 def test_what_cannot_be_read_says_why(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     (folder / "step_1" / ".metadata").write_bytes(b"garbage")
-    assert told(folder).unread.startswith("its index step_1/.metadata cannot be read: ")
+    assert told(folder).unread.startswith(f"its index {folder}/step_1/.metadata cannot be read: ")
     other = tmp_path_factory.mktemp("other")
-    assert told(other).unread == "not complete in torch's distributed format, the only one read here: no file"
+    assert told(other).unread == f"{other}: not complete in torch's distributed format, the only one read here: no file"
     (other / "model.safetensors").touch()
     assert told(other).unread.endswith("read here: 1 files, model.safetensors among them")

@@ -20,7 +20,7 @@ import pytest
 from harness import ROOT
 from harness.launch import Job, RankServer, identity, launch, resident_client
 from harness.launch.leftovers import leftovers
-from harness.launch.resident_client import ResidentServer, connect, status_of_all, stop_all
+from harness.launch.resident_client import ResidentServer, connect, status_of_all, stop
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="a kernel that tells when a command has died")
 LIGHT = ("json",)  # beside a torch that is empty
@@ -34,7 +34,7 @@ def sockets() -> Iterator[Path]:
         patch.setenv("XDG_RUNTIME_DIR", str(folder))
         yield folder / "harness"
         wait_for(lambda: not any(status.get("commands") for status in status_of_all()))
-        stop_all()
+        stop()
     shutil.rmtree(folder)
 
 
@@ -120,7 +120,7 @@ def test_two_commands_at_once_have_servers_of_their_own(sockets, tmp_path):
 def test_the_end_of_the_resident_server_ends_no_command(sockets, tmp_path):
     with RankServer((), connect) as server:
         server.ready()
-        assert {status["pid"] for status in stop_all()} >= {resident_of(server.link)}
+        assert {status["pid"] for status in stop()} >= {resident_of(server.link)}
         assert [exit.how for exit in launch(job(tmp_path / "a", "reduces"), server=server)] == ["ok"] * 2
     wait_for(lambda: not Path(f"/proc/{server.pid}").exists())
 
@@ -221,8 +221,32 @@ def test_a_server_that_hangs_is_killed_when_it_is_told_to_stop(light, monkeypatc
     monkeypatch.setattr(resident_client, "ANSWER_PATIENCE", 0.5)
     first = met()
     os.kill(first, signal.SIGSTOP)
-    assert {"pid": first} in stop_all()
+    assert {"pid": first} in stop()
     wait_for(lambda: not Path(f"/proc/{first}").exists())
+
+
+def test_stop_leaves_a_server_of_a_version_that_does_not_say_whose_it_is(monkeypatch):
+    """It ends for any request with "stop"."""
+    asked = []
+    older = (Path("x.sock"), {"pid": 1, "commands": 0, "root": "/elsewhere", "idle": 0.0, "ends": 300.0, "torch": ""})
+    monkeypatch.setattr(resident_client, "ask_all", lambda request: asked.append(request) or [older])
+    assert [status["stays"] for status in stop()] == [True]
+    assert "stop" not in asked[0]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_stop_leaves_the_servers_of_other_environments(light, monkeypatch, hangs):
+    monkeypatch.setattr(resident_client, "ANSWER_PATIENCE", 0.5)
+    other = met()
+    if hangs:
+        os.kill(other, signal.SIGSTOP)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(sys, "prefix", "/elsewhere")
+        elsewhere.setattr(sys, "executable", "/elsewhere/bin/python")
+        assert [status["stays"] for status in stop() if status["pid"] == other] == [True]
+        assert Path(f"/proc/{other}").exists()
+        assert [status.get("stays", False) for status in stop(every=True) if status["pid"] == other] == [False]
+    wait_for(lambda: not Path(f"/proc/{other}").exists())
 
 
 def test_a_server_ends_when_no_command_comes(light, sockets, monkeypatch):

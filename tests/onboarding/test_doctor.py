@@ -112,8 +112,8 @@ def test_the_one_adapter_of_the_folder_is_examined_and_never_the_harness_own_tra
     Path("mine_adapter.py").write_text(own)
     assert main(["doctor", "--cases", "builtin", "-k", "single"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert said.startswith(f"adapter {tmp_path / 'mine_adapter.py'} loads, the only one of this folder")
-    assert said.endswith("all cases: harness matrix --trainer mine_adapter.py --cases builtin")
+    assert said.startswith(f"adapter {tmp_path / 'mine_adapter.py'} loads, the only adapter of this folder")
+    assert said.endswith("all cases: harness matrix --cases builtin")
     Path("adapter.py").write_text(own)
     assert main(["doctor", "--cases", "builtin", "-k", "single"]) == 2
     assert "name one of the adapters of this folder: adapter.py, mine_adapter.py" in capsys.readouterr().err
@@ -137,16 +137,6 @@ def test_where_no_case_has_one_or_two_ranks_the_smallest_is_examined(
     assert len(examined) == 1 and examined[0].startswith("hsdp_2x2_valid")
     assert f"cases           none of one or two ranks; the smallest has 4: {examined[0]}\n" in capsys.readouterr().out
     assert main(["doctor", "--cases", "builtin", "-k", "no_such_case"]) == 2
-
-
-def test_who_judges_the_harness_own_trainer_beside_an_adapter_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("my_adapter.py").touch()
-    line = "judged was llama3, which comes with the harness, not my_adapter.py: --trainer my_adapter.py\n"
-    assert main(["run", "single", "--cases", "builtin"]) == 0
-    assert capsys.readouterr().out.endswith(line)
 
 
 def test_ctrl_c_after_a_case_says_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -247,6 +247,25 @@ def test_a_layout_that_cannot_be_read_is_refused_before_the_job_starts(
     assert "Errno" not in said
 
 
+@pytest.mark.parametrize(
+    ("layout", "command"),
+    [
+        ("dp_replicate=2,dp_shard=4", ["torchrun", "--nproc-per-node", "2"]),
+        ("dp_shard=2", [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4"]),
+        ("dp_shard=2", ["torchrun", "--nnodes", "2", "--nproc-per-node", "2"]),
+        ("some.toml", ["accelerate", "launch", "--num_processes", "4"]),
+    ],
+)
+def test_a_layout_of_another_number_of_ranks_is_refused_before_the_job_starts(
+    layout: str, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("some.toml").write_text("[parallelism]\ntensor_parallel_degree = 3\n")
+    Path("marks.py").write_text(MARKS)
+    assert main(["record", "-o", "one", "--layout", layout, "--", *command, "marks.py"]) == 2
+    assert not Path("started").exists() and not Path("one").exists()
+
+
 def test_steps_that_are_no_numbers_are_told_what_they_should_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,6 +363,24 @@ def test_a_folder_that_is_no_recording_is_not_deleted(tmp_path: Path, capsys: py
     assert "no recording; choose another -o" in capsys.readouterr().err
 
 
+def test_a_recording_is_overwritten_only_where_that_is_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "one"
+    (out / "ranks").mkdir(parents=True)
+    (out / "processes").mkdir()
+    record_file(out, 0).write_bytes(b"an earlier job")
+    assert record_file(out, 0).suffix == ".record"
+    words = ["--", sys.executable, "-c", "open('ran', 'w')"]
+    assert main(["record", "-o", str(out), *words]) == 2
+    assert record_file(out, 0).read_bytes() == b"an earlier job" and not Path("ran").exists()
+    assert "--force" in capsys.readouterr().err
+    main(["record", "-o", str(out), "--force", "--", sys.executable, "-c", "pass"])
+    assert not record_file(out, 0).exists()
+    assert main(["record", "-o", str(out), "--", sys.executable, "-c", "pass"]) == 2  # no rank left evidence there
+    assert "is there already" not in capsys.readouterr().err
+
+
 def test_a_command_of_the_environment_that_is_not_on_path_is_told_with_its_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +402,9 @@ def test_how_many_ranks_a_command_starts_is_read_from_it() -> None:
     assert requested_ranks(["torchrun", "--nnodes", "2", "--nproc-per-node=8", "train.py"]) == 16
     assert requested_ranks(["accelerate", "launch", "--num_processes", "4", "train.py"]) == 4
     assert requested_ranks(["python", "train.py"]) is None
+    assert requested_ranks(["torchrun", "--nnodes=1:4", "--nproc-per-node=8", "train.py"]) is None
+    assert requested_ranks(["torchrun", "--nproc-per-node", "auto", "train.py"]) is None
+    assert requested_ranks(["python", "train.py", "--num_processes", "4"]) is None
 
 
 def test_a_command_that_cannot_run_has_bisecting_skip_the_commit(

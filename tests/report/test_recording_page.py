@@ -98,8 +98,25 @@ def test_after_ctrl_c_ranks_are_told_apart_by_their_last_collective_for_the_job_
     assert odd(recording(*[stopped(rank, 137 if rank == 2 else 138) for rank in range(4)])) == [
         ("INTERRUPTED", f"rank 2, {text} 137 of that group"),
         ("INTERRUPTED", f"ranks 0, 1, 3, {text} 138 of that group"),
+        ("WAITED FOR", "rank 2, by ranks 0, 1, 3 in all_reduce in step 2, other over [0-3], number 138 of that group"),
     ]
     assert len(odd(recording(*[stopped(rank, 138) for rank in range(4)]))) == 1
+
+
+def test_after_a_signal_who_issued_less_in_a_group_is_waited_for_and_other_groups_say_nothing() -> None:
+    def waited_for(code: int, *lasts: Last) -> list[str]:
+        ranks = [hsdp(rank, ended="") for rank in range(4)]
+        rows = odd(recording(*ranks, last=dict(enumerate(lasts)), code=code))
+        return [text.partition(", by ")[0] for label, text in rows if label == "WAITED FOR"]
+
+    def last(number: int, *ranks: int) -> Last:
+        return Last("all_reduce in step 2, backward", ranks, "g", number)
+
+    assert waited_for(-2, last(7, 0, 1), last(8, 0, 1), last(3, 2, 3), last(3, 2, 3)) == ["rank 0"]
+    assert waited_for(-2, last(7, 0, 1), last(8, 1, 0), last(3, 2, 3), last(2, 2, 3)) == ["rank 3"]
+    assert (
+        waited_for(1, last(7, 0, 1), last(8, 0, 1), last(3, 2, 3), last(3, 2, 3)) == []
+    )  # its own end, and its own row
 
 
 def test_where_fsdp1_replicates_its_vectors_nobody_is_told_that_no_replicas_are_claimed() -> None:

@@ -204,8 +204,23 @@ def test_a_fault_that_did_not_fire() -> None:
     report = case_report(judgement_of(trial_of(tiny_case("fsdp_2")), "mine.py:never_fires", False))
     assert report.splitlines()[:2] == [
         "PASS tiny+never_fires",
-        "  UNFIRED           the fault's code ran on no rank: it proves nothing about the laws",
+        "  UNFIRED           the change ran on no rank: this run proves nothing about it",
     ]
+
+
+def test_a_change_that_ran_and_broke_nothing_is_told_from_one_that_did_not_run() -> None:
+    def labels(trial: Trial, *fault: object) -> list[str]:
+        lines = case_report(judgement_of(trial, *fault)).splitlines()
+        return [
+            line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in ("MISSED", "RAN", "UNFIRED")
+        ]
+
+    passes, fault = trial_of(tiny_case("fsdp_2")), "mine.py:changes_nothing"
+    assert labels(passes, fault, True) == ["MISSED"]
+    assert "the change ran and every check passes" in case_report(judgement_of(passes, fault, True))
+    assert labels(passes, fault, False) == ["UNFIRED"]
+    assert labels(replace(passes, golden=None, golden_problem="none"), fault, True) == ["RAN"]
+    assert labels(hsdp_as_fsdp(), fault, True) == labels(passes) == []
 
 
 def test_a_case_that_could_not_be_judged_says_why_in_its_first_line() -> None:
@@ -294,6 +309,8 @@ def test_what_shows_it_again_names_every_option_that_is_not_the_usual_one() -> N
         pytest_command(other)
         == "pytest -k tiny --harness-trainer=torchtitan --harness-source=/src --harness-device=cuda --harness-launcher=torchrun"
     )
+    slow = made_with(timeout="600", **{"torchrun-args": "--nnodes 2", "ranks-per-gpu": "2"})
+    assert command(slow) == "harness run tiny --ranks-per-gpu 2 --timeout 600 '--torchrun-args=--nnodes 2'"
     nightly = replace(usual, case=replace(usual.case, tier="nightly"))
     assert pytest_command(nightly) == "pytest -k tiny -m harness_nightly"
 

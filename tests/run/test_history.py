@@ -13,9 +13,10 @@ from literal_nights import nights, run
 from harness.cli import main
 from harness.report import outcome as outcomes
 from harness.report.outcome import Outcome
-from harness.run.changes import State, changes, grown
+from harness.run.changes import State, changes, differs, grown
 from harness.run.history import runs_in, series
 from harness.run.history_text import bisect_command, lapsed, lines, told
+from harness.run.merged import merged
 from harness.run.page import page_of
 from harness.run.verdicts import RecordedRun
 from harness.spec import quarantine
@@ -93,6 +94,25 @@ def test_shards_of_a_night_are_one_night_and_trainers_stand_apart() -> None:
     assert len(nights(first, run(2, case("PASS", "a"), shard="1/2", commit="c1"))) == 2
     assert nights(first)[0].lacking == ["shard 2/2 is not among these"]
     assert len(series([first, run(2, case("PASS"), trainer="mine.py")])) == 2
+
+
+def test_nights_of_one_trainer_are_one_series_wherever_its_adapter_and_its_source_lie(monkeypatch: Any) -> None:
+    def night(number: int, trainer: str, verdict: str = "PASS", **more: str) -> RecordedRun:
+        return run(number, case(verdict), trainer=trainer, **more)
+
+    cloned = night(2, "/work/tonight/.trainer/adapters/mine.py", "FAIL", name="mine")
+    found = nights(night(1, "/work/last/.trainer/adapters/mine.py", name="mine"), cloned)
+    (one,) = changes(found)
+    assert (one.state, one.before) == (State.BROKEN, found[0])
+    assert "trainer" not in differs(*found)
+    assert bisect_command(one) == "harness bisect --trainer adapters/mine.py --repo . --good c1 --bad c2 -k hsdp"
+    assert len(series([cloned, night(3, "/work/adapters/mine.py", name="other")])) == 2
+    assert len(series([cloned, night(3, "/a/mine.py")])) == 1  # recorded by a version that wrote no name
+    parts = [run(1, case("PASS", "a"), trainer="/a/mine.py", shard="1/2", commit="c1")]
+    parts += [run(2, case("PASS", "b"), trainer="/b/mine.py", shard="2/2", commit="c1")]
+    assert sorted(one.case for one in merged(parts)) == ["a", "b"] and len(nights(*parts)) == 1
+    with pytest.raises(ValueError, match="another trainer"):
+        merged([parts[0], run(2, case("PASS", "b"), trainer="/b/other.py", shard="2/2")])
 
 
 def test_bytes_that_grew_are_told_and_seconds_only_on_gpus_beyond_those_of_several_nights() -> None:
@@ -176,7 +196,7 @@ def test_history_says_what_broke_with_both_nights_and_the_command_that_finds_the
     assert main(["history", str(tmp_path)]) == 1
     shown, complained = capsys.readouterr()
     assert shown.splitlines() == [
-        "torchtitan@/titan on cpu by local: 2 nights",
+        "torchtitan@titan on cpu by local: 2 nights",
         "  first  night 1, commit c1, torch 2.13.0",
         "  last   night 2, commit c2, torch 2.14.1",
         "",

@@ -149,3 +149,56 @@ seen = [model(torch.ones(1, 2)).item()]
         assert sys.modules["little_script"].seen == [2.0]
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("folder", "own"),
+    [
+        ("helpers", True),
+        ("lib", True),
+        (".venv/lib/python3/site-packages", False),
+        ("env/lib/python3/dist-packages/deep", False),
+        ("prefix/lib/python3", False),
+        ("made_by_venv/lib", False),
+        ("vendored", False),
+        ("out/.inductor/ab", False),
+    ],
+)
+def test_what_is_installed_below_the_scripts_folder_is_not_the_scripts(
+    folder: str, own: bool, script_of: Callable[[str], Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
+    (tmp_path / "made_by_venv").mkdir()
+    (tmp_path / "made_by_venv" / "pyvenv.cfg").touch()
+    (tmp_path / "vendored" / "package-1.0.dist-info").mkdir(parents=True)
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    (tmp_path / folder / "some_package.py").write_text("made = 'its own'")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / folder), *sys.path])
+    monkeypatch.delitem(sys.modules, "some_package", raising=False)
+    script = script_of("""
+import torch, some_package
+made = None
+torch.nn.Linear(1, 1)(torch.ones(1))
+""")
+    script.replace("made", "replaced")
+    try:
+        script.set_up([], lambda _: None)
+        assert sys.modules["some_package"].made == ("replaced" if own else "its own")
+        assert sys.modules["little_script"].made == "replaced"
+        script.run()
+    finally:
+        del sys.modules["some_package"]
+
+
+def test_a_prefix_that_holds_the_scripts_folder_hides_none_of_it(
+    script_of: Callable[[str], Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import ModuleType
+
+    from harness.trainers.support.script import _is_beside
+
+    module = ModuleType("helper")
+    module.__file__ = str(tmp_path / "src" / "app" / "helper.py")
+    for prefix in (tmp_path, tmp_path / "src", tmp_path / "src" / "app"):
+        monkeypatch.setattr(sys, "prefix", str(prefix))
+        assert _is_beside(module, tmp_path / "src" / "app" / "train.py")

@@ -7,6 +7,7 @@ process_group.py       where the ranks of a launch meet
 weights.py             each rank's slices of the seed weights
 samples.py             a data-parallel rank's samples of a step
 learning_rate.py       the recipe's schedule in the place of a trainer's own
+checkpoints.py         the folder of a case's checkpoints, for an argument
 float64.py             casts to float32 leave a float64 recipe's values alone
 cpu_attention.py       ring attention on CPU
 script.py              a trainer that is a script, which is run as it is

@@ -7,6 +7,7 @@ as scripts do: the process group is left by the adapter, once all has been read.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import sys
 import threading
@@ -79,8 +80,23 @@ class Script:
         self._model = model
         self._function.wait()
 
+    def hold(self, name: str) -> None:
+        """Stop the script where it calls the function of this name, and again behind the call. The call itself is run by `run`
+        in between: what it moves, as a checkpoint does, belongs to no step."""
+
+        def held(original: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._function.pause()
+                answer = original(*args, **kwargs)
+                self._function.pause()
+                return answer
+
+            return call
+
+        self.wrap(name, held)
+
     def run(self) -> None:
-        """On to its end. Raises what the script raises."""
+        """On to where it is held, or to its end. Raises what the script raises."""
         self._function.train()
 
     def _run(self) -> None:
@@ -167,8 +183,20 @@ def _module(path: Path) -> ModuleType:
 
 
 def _is_beside(module: ModuleType, path: Path) -> bool:
-    file = getattr(module, "__file__", None)
-    return file is not None and Path(file).resolve().is_relative_to(path.resolve().parent)
+    """Return whether the module is the script's own, in its folder or below. What is installed there is not."""
+    file, folder = getattr(module, "__file__", None), path.resolve().parent
+    if not isinstance(file, str) or not (found := Path(file).resolve()).is_relative_to(folder):
+        return False
+    between = [folder / part for part in found.relative_to(folder).parents]
+    return not any(_is_installed(each) for each in between if each != folder)
+
+
+@functools.cache
+def _is_installed(folder: Path) -> bool:
+    """Return whether packages are installed into this folder, or it is an environment's, or hidden, as caches are."""
+    named = folder.name in ("site-packages", "dist-packages") or folder.name.startswith(".")
+    prefixes = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
+    return named or folder in prefixes or (folder / "pyvenv.cfg").exists() or any(folder.glob("*.dist-info"))
 
 
 def _before_fsdp1(load: Load) -> list[nn.Module]:

@@ -17,7 +17,7 @@ class TrainingFunction:
     def __init__(self, function: Callable[[TrainingFunction], None]) -> None:
         self._ready, self._go = threading.Event(), threading.Event()
         self._error: BaseException | None = None
-        self._waited = False
+        self._waited, self._ended = False, False
         self._modes = _get_current_dispatch_mode_stack()  # a thread has its own
         self._thread = threading.Thread(target=self._run, args=(function,), name="trainer", daemon=True)
 
@@ -31,15 +31,23 @@ class TrainingFunction:
             raise RuntimeError("the trainer ended before its first step")
 
     def train(self) -> None:
-        """Run on to its end. Raises what the function raises."""
-        self._go.set()
-        self._thread.join()
+        """Run on to where it pauses, or to its end. Raises what the function raises."""
+        if not self._ended:
+            self._ready.clear()
+            self._go.set()
+            self._ready.wait()
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        """To be called by the function itself."""
-        self._waited = True
+        """To be called by the function itself; only the first call stops it."""
+        if not self._waited:
+            self._waited = True
+            self.pause()
+
+    def pause(self) -> None:
+        """To be called by the function itself: it stops until `train` is called again."""
+        self._go.clear()
         self._ready.set()
         self._go.wait()
 
@@ -53,4 +61,5 @@ class TrainingFunction:
         except BaseException as error:
             self._error = error
         finally:
+            self._ended = True
             self._ready.set()
