@@ -108,6 +108,7 @@ def cause_of(found: Diagnosis | None) -> str:
         "also broken",
         "also seen",
         "groups",
+        "if that is meant",
         "loss, gradients",
         "not diagnosed",
         "not seen",
