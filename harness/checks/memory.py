@@ -6,8 +6,8 @@ rank's slice of one, and flat buffers, of floating-point numbers. Allowed are th
 as much as tables of positions take, which may have such a shape. Other tensors (a mask, logits) are the trainer's business,
 and so is what a pipeline's stages hand on, which has a parameter's shape by chance where samples lie end to end in a row.
 But nothing grows from step to step, whatever its shape, except single numbers; within a step there are copies of no more
-weights at once than of two parameters; and no autograd graph that backward was told to retain lives on in the next forward
-pass. What a case or an adapter allows besides is added, and said.
+weights at once than of two parameters, also of those made before its forward pass; and no autograd graph that backward was
+told to retain lives on in the next forward pass. What a case or an adapter allows besides is added, and said.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from harness.spec.case import Case
 
 STAGE = "structure"
 
+BEFORE_FORWARD = "before forward"
+"""Stands for a phase: copies that were there when a step began, and were given up in it."""
 COPIES = {"adamw": 2, "sgd": 0}
 BUCKETED = ("ddp", "replicate")
 """Wrappers that reduce gradients in buckets, which they keep."""
@@ -186,9 +188,10 @@ def most_copied(trial: Trial, rank: int, phase: str) -> int:
     """Twice the largest parameter: who copies one after the other has two while the second is made. Outside of forward and
     backward, where nothing is gathered, twice the largest slice."""
     inside = phase in ("forward", "backward", "pipeline")
+    kept = allowed_bytes(trial, rank, "kept") * (phase == BEFORE_FORWARD)  # which may be replaced in each step
     parts = trial.plan.slices[rank]
     largest = max(math.prod(trial.plan.shapes[fqn]) if inside else numel(part) for fqn, part in parts.items())
-    return 2 * largest * BYTES[trial.case.training.dtype] + allowed_bytes(trial, rank, "copied")
+    return 2 * largest * BYTES[trial.case.training.dtype] + allowed_bytes(trial, rank, "copied") + kept
 
 
 def copied_too_much(trial: Trial, rank: int) -> list[tuple[int, int, str]]:

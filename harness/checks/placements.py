@@ -1,7 +1,9 @@
 """What parameters and parallel wrappers claim (mesh ranks, placements, groups in use) is what the plan says.
 
-A claim is judged by its ranks, never by the names of its axes, and an FSDP unit by the parameters that it gathers. Where a
-case leaves the units to the trainer, each parameter is in one of them, and ranks that hold the same parameters agree on them.
+A claim is judged by its ranks, never by the names of its axes, and an FSDP unit by the parameters that it gathers. Of the
+slice that a rank holds its DTensor claims that it is this one: a mesh that lists its ranks in another order claims others, and
+a checkpoint written by those claims is torn. Where a case leaves the units to the trainer, each parameter is in one of them,
+and ranks that hold the same parameters agree on them.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ import numpy as np
 
 from harness.evidence.records import TensorEvidence, Wrapper
 from harness.evidence.text import ranks_text
+from harness.judge.claims import claimed_slice
+from harness.judge.contents import is_at
 from harness.judge.result import Finding, Result, Verdict, verdict_of
 from harness.judge.trial import Trial
 from harness.judge.units_seen import units_seen, untold_rank
 from harness.plan.grid import coordinate
 from harness.plan.observed_units import Unit, units_text
-from harness.plan.slices import tp_dim
+from harness.plan.slices import slice_text, tp_dim
 
 STAGE = "structure"
 Claim = set[tuple[str, tuple[int, ...]]]
@@ -85,9 +89,25 @@ def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Fi
         return _over_stages(trial, rank, tensor)
     wanted = planned_shards(trial, rank, tensor.fqn)
     claimed = {(kind, ranks) for kind, ranks in claims(rank, tensor) if kind.startswith("dim ")}
-    if claimed == wanted or _claims_nothing(trial, rank, tensor):
+    if claimed == wanted:
+        return _another_slice(trial, rank, tensor)
+    if _claims_nothing(trial, rank, tensor):
         return []
     return [Finding.at(rank, _text(wanted), _text(claimed), name=tensor.fqn)]
+
+
+def _another_slice(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
+    """Of a slice that is where the plan puts it, the claim that it is another one, which has other contents."""
+    full = trial.reference.weights.get(tensor.fqn)
+    if trial.plan.flat or full is None or len(tensor.global_shape) != full.ndim:
+        return []  # of a part of a flattened vector no mesh claims which
+    held, claim = trial.holdings[rank].get(tensor.fqn), claimed_slice(rank, tensor)
+    if tensor.mesh is None or claim is None or held != trial.plan.slices[rank][tensor.fqn]:
+        return []
+    if claim == held or is_at(tensor.value, full, claim):
+        return []
+    expected, observed = (slice_text(part, trial.plan.shapes[tensor.fqn]) for part in (held, claim))
+    return [Finding.at(rank, f"{expected} claimed, as it is held", observed, name=tensor.fqn)]
 
 
 def _over_stages(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:

@@ -1,8 +1,9 @@
-"""After forward each rank keeps of every parameter what the policy keeps, no more in memory, and gathers the rest again.
+"""After forward each rank keeps of every parameter what the policy keeps and gathers the rest again; after backward, its slice.
 
 What is kept is read from storages at the end of every forward pass; what is gathered again, from the bytes of all_gather
-in backward. A unit freed on paper only, whose memory is still there, is a unit that was kept. After a pass that trains
-nothing no backward frees what it left: then a rank has what the policy keeps after forward, and no more.
+in backward. A unit freed on paper only, whose memory is still there, is a unit that was kept. When the optimizer steps no
+unit is gathered: the next forward pass would compute with weights from before the step. After a pass that trains nothing no
+backward frees what it left: then a rank has what the policy keeps after forward, and no more.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ def check(trial: Trial) -> Result:
             for record in step.after_forward:
                 examined += len(record.bytes)
                 findings += _kept(trial, here, rank, record)
+            left = left_by_backward(trial, evidence, step.step)
+            findings += [here("freed", "still gathered", name=f"{fqn} after backward") for fqn in left]
             findings += _gathered_again(trial, evidence, step.step)
         findings += [
             Finding.at(
@@ -90,6 +93,12 @@ def _kept_text(trial: Trial) -> str:
     """What evaluation left, if it is what the policy keeps."""
     left = sorted({fqn for rank in trial.ranks for _, fqn, _ in still_gathered(trial, rank)})
     return f"evaluation leaves {', '.join(left)} gathered until the next step, as the policy keeps it" if left else ""
+
+
+def left_by_backward(trial: Trial, evidence: RankEvidence, step: int) -> list[str]:
+    """Parameters, of those that a rank gathers, that are still gathered after the backward pass of a step."""
+    left = next(({*one.gathered} for one in evidence.steps if one.step == step and one.gathered), set())
+    return [fqn for fqn in trial.plan.after_forward[evidence.rank] if fqn in left]
 
 
 def left_by_evaluation(trial: Trial, rank: int) -> list[tuple[int, str, int]]:

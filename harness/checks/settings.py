@@ -1,7 +1,8 @@
 """In every step, torch's settings are those the rank started with or the trainer declared, and the same on all ranks.
 
-Anomaly detection, deterministic algorithms and a distributed debug level cost time; TF32 changes numbers; other switches
-are set for good reasons, but not in some steps or on some ranks only. A case that runs twice may be deterministic.
+They are first read before any module of the trainer is imported. Anomaly detection, deterministic algorithms and a
+distributed debug level cost time; TF32 changes numbers; other switches are set for good reasons, but not in some steps or on
+some ranks only. A case that runs twice may be deterministic.
 """
 
 from __future__ import annotations

@@ -42,7 +42,14 @@ from harness.diagnosis.reports import odd_reports, wrong_reports
 from harness.diagnosis.resume import resumed_otherwise, wrong_checkpoint
 from harness.diagnosis.scaled import gradients_not_zeroed, scaled_gradients
 from harness.diagnosis.telling import broken_elsewhere, told, what_weaker_tests_say
-from harness.diagnosis.units import kept_otherwise, left_by_evaluation, other_flat_units, other_units, units_disagree
+from harness.diagnosis.units import (
+    kept_otherwise,
+    left_by_backward,
+    left_by_evaluation,
+    other_flat_units,
+    other_units,
+    units_disagree,
+)
 from harness.diagnosis.weights import changed_weights, other_weights
 from harness.diagnosis.zero import not_gathered, nothing_cut, shifted_gradients
 from harness.judge.result import Diagnosis, Result, Verdict, one_cause
@@ -98,6 +105,7 @@ FACTS: tuple[Facts, ...] = (
     wrong_backward,
     odd_reports,
     left_by_evaluation,
+    left_by_backward,
     kept_otherwise,
     units_disagree,
     odd_traces,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 
 from harness.checks import memory, settings, traffic
 from harness.checks.traffic import waits
 from harness.diagnosis import declarable
 from harness.diagnosis.hypothesis import Broken, Fact, stated
-from harness.diagnosis.words import on_ranks, told_first, traffic_lines
+from harness.diagnosis.words import from_step, of_first, told_first, traffic_lines
 from harness.evidence.records import RankEvidence
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.result import Cause, Finding
-from harness.judge.traffic import INSIDE, axis_text, observed, observed_outside, planned
+from harness.judge.traffic import INSIDE, Key, axis_text, observed, observed_outside, planned
 from harness.judge.trial import Trial
 from harness.plan.slices import BYTES
 from harness.plan.stages import layers_of_stage
-from harness.plan.traffic.tensor_parallel import activation_bytes
+from harness.plan.traffic.tensor_parallel import activation_bytes, logits_bytes
 
 NUMBERS = {"loss", "gradients", "grad_norm", "update", "samples", "positions", "initial_weights", "schedule"}
 
@@ -33,9 +33,10 @@ def memory_kept(trial: Trial, broken: Broken) -> Iterator[Fact]:
     for look in looks:
         found = {rank: text for rank in ranks if (text := look(trial, rank))}
         if found:
-            (first, more), kind = next(iter(found.values())), look.__name__.strip("_").replace("_", " ")
+            more, kind = next(iter(found.values()))[1], look.__name__.strip("_").replace("_", " ")
+            said = of_first(trial, {rank: text for rank, (text, _) in found.items()})
             lines = declarable.lines(declarable.held(trial, kind, found))
-            yield stated(broken, "memory", kind, f"{first}{on_ranks(trial, found)}{more}", more=lines)
+            yield stated(broken, "memory", kind, "".join(said) + more, more=lines)
 
 
 def _growing(trial: Trial, rank: int) -> tuple[str, str] | None:
@@ -75,7 +76,9 @@ def _retained_graph(trial: Trial, rank: int) -> tuple[str, str] | None:
     if not steps:
         return None
     why = "backward is called with retain_graph=True, and the loss or something else still holds the graph"
-    return "activations of a pass are still there in the next forward pass", f", from step {steps[0]} on: {why}"
+    lasts = len(steps) > 1 and steps == [step for step in trial.case.steps if step >= steps[0]]
+    when = f"from step {steps[0]} on" if lasts else f"in step {', '.join(map(str, steps))}"
+    return "activations of a pass are still there in the next forward pass", f", {when}: {why}"
 
 
 def _copied(trial: Trial, rank: int) -> tuple[str, str] | None:
@@ -83,6 +86,7 @@ def _copied(trial: Trial, rank: int) -> tuple[str, str] | None:
         return None
     size, step, phase = found[0]
     where = "outside forward and backward" if phase in ("other", "optimizer") else f"in {phase}"
+    where = "from before forward on, until they are given up," if phase == memory.BEFORE_FORWARD else where
     return f"{bytes_text(size)} of copies of weights exist at once {where} in step {step}", ""
 
 
@@ -94,11 +98,21 @@ def other_settings(trial: Trial, broken: Broken) -> Iterator[Fact]:
     numbers = (*settings.FLOAT32, "default dtype")
     found = sorted(settings.findings(trial) if "settings" in broken else (), key=lambda one: one.name not in numbers)
     if found:
-        first, ranks = found[0], [one.rank for one in found if one.name == found[0].name and one.rank is not None]
-        verb = "are" if first.name.endswith("s") else "is"
-        where = f"{on_ranks(trial, ranks)} from step {first.step} on".lstrip()
+        first, verb = found[0], "are" if found[0].name.endswith("s") else "is"
+        alike = [one for one in found if one.name == first.name and one.rank is not None]
+        texts = {one.rank: f"{one.observed} {one.step}" for one in reversed(alike) if one.rank is not None}
+        _, ranks, others = of_first(trial, texts)
+        where = f"{ranks} {_since(trial, first)}{others}".lstrip()
         text = f"{first.name} {verb} {first.observed}, requested {first.expected} ({where})"
         yield stated(broken, "settings", "another setting", text)
+
+
+def _since(trial: Trial, finding: Finding) -> str:
+    """From a step on, where the switch is as found in each later step of that rank as well."""
+    assert finding.rank is not None and finding.step is not None
+    later = [step for step in trial.ranks[finding.rank].steps if step.step > finding.step]
+    lasts = all(" and ".join(step.settings.get(finding.name, ())) == finding.observed for step in later)
+    return from_step(trial, finding.step) if lasts else f"in step {finding.step}"
 
 
 # ---- collectives
@@ -154,11 +168,14 @@ def _crossings(trial: Trial, law: str, finding: Finding) -> str:
     if law != "traffic" or case.dims.tp == 1 or rank is None or step is None:
         return ""
     layers = sum(len(layers_of_stage(case, stage)) for stage in trial.plan.stages[rank])
-    size, group = layers * activation_bytes(case, case.seq_len(step)), trial.plan.group_of(rank, "tp")
+    crossing, group = activation_bytes(case, case.seq_len(step)), trial.plan.group_of(rank, "tp")
+    size = layers * crossing
     seen, wanted = observed(trial, trial.ranks[rank], step), planned(trial, rank, step)
     may_lack = planned(trial, rank, step, optional_only=True)
     more = {key: seen.get(key, 0) - wanted.get(key, 0) for key in sorted({*seen, *wanted}) if key[0] == group}
     odd = {key: count for key, count in more.items() if count and -count != may_lack.get(key)}
+    if at_once := _at_once(trial, trial.ranks[rank], step, odd):
+        return at_once
     if not size or any(count % size for count in odd.values()):
         return ""
     texts = (f"{abs(n) // size} {'more' if n > 0 else 'fewer'} {op} in {phase}" for (_, op, phase), n in odd.items())
@@ -170,6 +187,25 @@ def _crossings(trial: Trial, law: str, finding: Finding) -> str:
     ):
         hint = ", as where recomputation issues it again"
     return f", as with {', '.join(texts)} in each layer{hint}" * bool(odd)
+
+
+def _at_once(trial: Trial, evidence: RankEvidence, step: int, odd: Mapping[Key, int]) -> str:
+    """What is moved besides, where that is one call a microbatch, of more than an activation has; whether it is logits."""
+    case, passes = trial.case, trial.case.passes
+    crossing = activation_bytes(case, case.seq_len(step)) // passes
+    calls = [call for call in evidence.collectives if call.step == step]
+    for key, count in odd.items():
+        sizes = {call.bytes for call in calls if (call.ranks, call.op, call.phase) == key}
+        if count > crossing * passes and count % passes == 0 and count // passes in sizes:
+            once = f", as by one {key[1]} of {bytes_text(count // passes)} in {key[2]} of each microbatch"
+            whole = (
+                case.features.loss_parallel
+                and key[1:] == ("all_gather", "forward")
+                and count == logits_bytes(case, case.seq_len(step))
+            )
+            hint = ": the logits, whole on every tp rank; if that is meant, request loss_parallel: false"
+            return once + hint * whole
+    return ""
 
 
 # ---- replicas, repeats, the golden

@@ -56,9 +56,10 @@ def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     elif len(by_step) < len(trial.case.steps):
         yield Hypothesis(cause, None, 1, lines, seen)
     else:
-        yield Hypothesis(cause, lambda t: trained_on(t, by_step), 1, lines, seen)
+        given = ("samples",)
+        yield Hypothesis(cause, lambda t: trained_on(t, by_step), 1, lines, seen, given=given)
         if share:
-            yield Hypothesis(cause, lambda t: trained_on(t, by_step, share), 2, lines)
+            yield Hypothesis(cause, lambda t: trained_on(t, by_step, share), 2, lines, given=given)
 
 
 def _whole_sequences(trial: Trial) -> Trial:

@@ -9,7 +9,7 @@ import numpy as np
 from harness.checks import update
 from harness.checks.replica_agreement import replica_families
 from harness.diagnosis.reports import reported_of
-from harness.diagnosis.words import Pair
+from harness.diagnosis.words import Pair, from_step
 from harness.judge import tolerance
 from harness.judge.assembly import gradient_distance, misfits
 from harness.judge.contents import take
@@ -84,7 +84,7 @@ def first_wrong_step(trial: Trial) -> int | None:
 def spans(trial: Trial, step: int) -> Iterator[tuple[str, list[int], int]]:
     """From the first wrong step on, and in it alone: words, steps, how many more choices that is."""
     later = [other for other in trial.case.steps if other >= step]
-    yield f" from step {step} on" if step > trial.first_step else "", later, 0
+    yield f" {from_step(trial, step)}" if step > trial.first_step else "", later, 0
     if len(later) > 1:
         yield f" in step {step} alone", [step], 1
 

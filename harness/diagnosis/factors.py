@@ -39,9 +39,14 @@ def factor_text(trial: Trial, factor: float, everywhere: bool = True) -> str:
 
 
 def token_factors(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, ByStep]]:
-    """Numbers of tokens that the factor may be in this step, and that differ from step to step."""
+    """Numbers of tokens that the factor may be in this step, and that differ from step to step. step: the first that is wrong.
+
+    One step is no proof: what would be wrong before, and what shows in no other step, is a coincidence.
+    """
     for name, by_step in _of_tokens(trial, step, factor):
-        if not _constant(trial, by_step):
+        before, after = ([n for n in trial.case.steps if n < step], [n for n in trial.case.steps if n > step])
+        shown = any(not _near(by_step(number), 1) for number in after)
+        if not _constant(trial, by_step) and shown and all(_near(by_step(number), 1) for number in before):
             yield f": {name}", by_step
 
 

@@ -13,7 +13,7 @@ from harness.diagnosis import declarable
 from harness.diagnosis.assume import another_case, another_recipe, another_reference
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated, verdict_of
-from harness.diagnosis.words import on_ranks, some, told_first, traffic_lines
+from harness.diagnosis.words import by_rank, of_first, on_ranks, some, told_first, traffic_lines
 from harness.evidence.records import StepEvidence, Wrapper
 from harness.judge import compiled_code
 from harness.judge.order import flattened
@@ -35,16 +35,20 @@ CHOICES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("compute_dtype", "features", DTYPES),
 )
 """Of features and the recipe: the law that is broken where another value is in force, and the values."""
+SPLITS = ("sequence_parallel", "loss_parallel")
+"""Features that many trainers leave out for good: it is said how to request that."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """law: the one that is broken where this is so. text: how it is said. fitted: how many features differ."""
+    """law: the one that is broken where this is so. text: how it is said. fitted: how many features differ. line: what requests
+    it in a case, where that may be what is meant."""
 
     law: str
     text: str
     case: Case
     fitted: int = 1
+    line: str = ""
 
 
 def other_features(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -56,7 +60,8 @@ def other_features(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     for choice in (*_other_values(trial.case, choices), *_other_schedules(trial)):
         if choice.law in broken and verdict_of(_with(trial, choice.case), choice.law) is Verdict.PASS:
             assume = partial(_with, case=choice.case, whole=True)
-            yield Hypothesis(Cause("another feature", choice.text), assume, choice.fitted, lines)
+            meant = (("if that is meant", f"case: {choice.line}"),) if choice.line else ()
+            yield Hypothesis(Cause("another feature", choice.text), assume, choice.fitted, (*lines, *meant))
 
 
 def _with(trial: Trial, case: Case, *, whole: bool = False) -> Trial:
@@ -85,7 +90,8 @@ def _other_values(case: Case, choices: Iterable[tuple[str, str, tuple[Any, ...]]
     for key, law, values in choices:
         for value in values:
             if value != requested[key] and (other := _changed(case, **{key: value})):
-                yield Choice(law, _in_words(case, key, requested[key], value), other)
+                line = f"features: {{{key}: {str(value).lower()}}}" if key in SPLITS else ""
+                yield Choice(law, _in_words(case, key, requested[key], value), other, line=line)
 
 
 def _changed(case: Case, **values: Any) -> Case | None:
@@ -157,16 +163,9 @@ def odd_traces(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """The first that is seen, in the order in which one follows from another."""
     if "features" not in broken:
         return
-    looks: list[Callable[[Trial], str | None]] = [
-        _wrapper,
-        _compile,
-        _quantization,
-        _reduction,
-        _buckets,
-        _checkpointing,
-    ]
-    looks += [partial(_matmuls_again, broken), partial(_attended_again, broken), _compiled_again, _hooks, _beside]
-    looks += [_fallback, partial(_attended_too_often, broken)]
+    looks: list[Callable[[Trial], str | None]] = [_wrapper, _compile, _quantization, _reduction, _buckets]
+    looks += [_checkpointing, partial(_matmuls_again, broken), partial(_attended_again, broken), _compiled_again]
+    looks += [_hooks, _beside, _fallback, partial(_attended_too_often, broken)]
     look, text = next(((look, text) for look in looks if (text := look(trial))), (None, ""))
     if look is not None:
         others = ("placements", "shard_contents", "reshard", "traffic") if look is _wrapper else ()
@@ -178,7 +177,7 @@ def odd_traces(trial: Trial, broken: Broken) -> Iterator[Fact]:
 def _wrapper(trial: Trial) -> str | None:
     """Where the law minds it: around one data rank any wrapper is right."""
     wrong = {rank: one.observed for rank in trial.ranks for one in features.wrapped(trial, rank) if one}
-    seen = f"{' and '.join(sorted({*wrong.values()}))} is observed{on_ranks(trial, wrong)}"
+    seen = by_rank(trial, {rank: f"{kind} is observed" for rank, kind in wrong.items()})
     return f"wrapper {trial.case.wrapper or 'none'} is requested, {seen}" if wrong else None
 
 
@@ -254,9 +253,12 @@ def _beside(trial: Trial) -> str | None:
 
 
 def _hooks(trial: Trial) -> str | None:
-    found = {(rank, owner) for rank, step in trial.own_steps() for owner in features.foreign_hooks(trial, step)}
-    who = f"{some(sorted({owner for _, owner in found}))}, not requested{on_ranks(trial, (rank for rank, _ in found))}"
-    return f"activations saved for backward go through {who}" if found else None
+    found: dict[int, set[str]] = {}
+    for rank, step in trial.own_steps():
+        found.setdefault(rank, set()).update(features.foreign_hooks(trial, step))
+    texts = {rank: some(sorted(owners)) for rank, owners in found.items() if owners}
+    who = ", not requested".join(of_first(trial, texts)[:2]) + of_first(trial, texts)[2] if texts else ""
+    return f"activations saved for backward go through {who}" if texts else None
 
 
 def _compiled_again(trial: Trial) -> str | None:
@@ -296,9 +298,9 @@ def _checkpointing(trial: Trial) -> str | None:
     wrong = [rank for rank in found if found[rank] != wanted[rank]]
     if not wrong or trial.case.features.compile:
         return None
-    seen, meant = (some(sorted(blocks[wrong[0]]), 4) or "none" for blocks in (found, wanted))
-    where = f"activation checkpointing {kind} recomputes the wrong blocks{on_ranks(trial, wrong)}"
-    return f"{where}: {seen}, requested {meant}"
+    seen, meant = ({rank: some(sorted(blocks[rank]), 4) or "none" for rank in wrong} for blocks in (found, wanted))
+    text, ranks, others = of_first(trial, {rank: f"{seen[rank]}, requested {meant[rank]}" for rank in wrong})
+    return f"activation checkpointing {kind} recomputes the wrong blocks{ranks}: {text}{others}"
 
 
 def _of(broken: Broken, what: str) -> list[Finding]:
@@ -342,8 +344,8 @@ def computed_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """What memory, traffic and numbers show then follows from that."""
     found = _of(broken, features.DTYPE) if "features" in broken else []
     if found:
-        where = _few(trial, found[0]) + on_ranks(trial, {one.rank for one in found if one.rank is not None})
-        text = f"matmuls are computed in {found[0].observed}{where}, requested {found[0].expected}"
+        seen = {one.rank: one.observed + _few(trial, one) for one in reversed(found) if one.rank is not None}
+        text = f"matmuls are computed in {''.join(of_first(trial, seen))}, requested {found[0].expected}"
         text += _unlike_others(trial, found[0].expected, "param_dtype", lambda unit: unit.casts_to)
         laws = ("reshard", "traffic", "memory", *OF_GRADIENTS)
         yield stated(broken, "features", "another feature", text, *laws, more=NOT_TESTED)

@@ -20,7 +20,7 @@ from harness.diagnosis.differences import loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.localise import first_wrong_input, inputs_that_differ
 from harness.diagnosis.positions import wrong_positions
-from harness.diagnosis.words import fed_with, on_ranks, some
+from harness.diagnosis.words import fed_with, from_step, on_ranks, some
 from harness.judge.losses import losses
 from harness.judge.received_samples import shares_of_samples
 from harness.judge.result import Cause
@@ -233,7 +233,7 @@ class Tries:
         if len(ranks) < len(self.rows):
             members = {r for r in self.trial.ranks if self.trial.feeder(r) in fed_with(self.trial.plan, ranks)}
             where += on_ranks(self.trial, members).removeprefix(" " * (not where))
-        since = f"from step {self.step} on" * (self.step > self.trial.first_step)
+        since = from_step(self.trial, self.step) * (self.step > self.trial.first_step)
         where = " ".join(filter(None, (where, since)))
         return Cause(variation.name, variation.observed, where, variation.expected)
 

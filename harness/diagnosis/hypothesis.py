@@ -22,7 +22,8 @@ class Hypothesis:
 
     fitted: of how many numbers or choices it was fitted; simpler ones are tried first. lines: what was seen of it. seen: the
     laws that have seen it themselves, of which it is said even where it is not proven. renumbers: ranks have other numbers
-    in the trial assumed, so that nothing that is found there can be told by them.
+    in the trial assumed, so that nothing that is found there can be told by them. given: laws of what the trainer received.
+    They hold because the hypothesis takes that as its assumption, and are no part of the proof.
     """
 
     cause: Cause
@@ -31,6 +32,7 @@ class Hypothesis:
     lines: Lines = ()
     seen: tuple[str, ...] = ()
     renumbers: bool = False
+    given: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert all_checks().keys() >= set(self.seen), self.seen

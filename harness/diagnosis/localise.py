@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from harness.diagnosis.differences import distance, loss_off, wrong_pairs
+from harness.diagnosis.differences import distance, expected_gradient, loss_off, seen_gradients, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, verdict_of
 from harness.diagnosis.words import Pair, finding_line, in_order, in_parameters, rank_words, where_text
 from harness.evidence.text import number_text, ranks_text
 from harness.judge.assembly import misfits
+from harness.judge.losses import global_loss
 from harness.judge.result import Cause, Lines, Verdict
 from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
@@ -66,52 +67,67 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
     moved = {finding.step: finding.where for finding in reversed(findings) if finding.step}
     for step in trial.case.steps:
         if moved and min(moved) < step:
-            where = moved[min(moved)]
-            return Cause(KIND, f"the update is wrong, gradients before clipping are right: first at {where}")
+            right = ", gradients before clipping are right" * _saw_gradients(trial, min(moved))
+            return Cause(KIND, f"the update is wrong{right}: first at {moved[min(moved)]}")
         off, wrong = loss_off(trial, step), wrong_pairs(trial, step)
-        since = _since(trial, step)
         if off and wrong:
-            return Cause(KIND, _forward(trial, _off(trial, step, off, held), since, held))
+            return Cause(KIND, _forward(trial, _off(trial, step, off, held), step, held))
         if wrong:
             return _wrong_gradients(trial, step, wrong)
         as_a_whole = _off_as_a_whole(trial, step)
         if off:
             text = f"the loss of step {step} is off by {off:.1e}"
-            close = f"its gradients match within the bound of {trial.bounds.gradient[step]:.1e}"
+            close = f", its gradients match within the bound of {trial.bounds.gradient[step]:.1e}"
             if as_a_whole is None:
-                return Cause(KIND, f"{text}, {close}")
+                return Cause(KIND, text + close * _saw_gradients(trial, step))
             return replace(as_a_whole, observed=f"{text}, {as_a_whole.observed}")
         if as_a_whole is not None:
             return as_a_whole
     return None
 
 
-def _since(trial: Trial, step: int) -> str:
-    return "" if step == trial.first_step else f" from step {step} on"
+def _since(trial: Trial, step: int, is_wrong: Callable[[int], bool]) -> str:
+    """From a step on, if it is wrong in every later one as well; nothing of the first step."""
+    if step == trial.first_step:
+        return ""
+    later = [other for other in trial.case.steps if other > step]
+    return f" from step {step} on" if later and all(map(is_wrong, later)) else f" in step {step}"
+
+
+def _saw_gradients(trial: Trial, step: int) -> bool:
+    """Whether each rank's gradient of each parameter that it holds was seen, and could be compared."""
+    held = ((rank, one.fqn) for rank, e in trial.ranks.items() for one in e.parameters if one.value.size)
+    seen = {rank: seen_gradients(trial, rank, step) for rank in trial.ranks}
+    return all(fqn in seen[rank] and expected_gradient(trial, rank, fqn, step) is not None for rank, fqn in held)
 
 
 def _wrong_gradients(trial: Trial, step: int, wrong: list[Pair]) -> Cause:
-    """Of a step whose loss is right."""
-    since = _since(trial, step)
-    before = f"right in step {trial.first_step} and " * bool(since)
+    """Of a step whose loss is right, or was not seen."""
+    since = _since(trial, step, lambda other: bool(wrong_pairs(trial, other)))
+    before = f"right in step {trial.first_step} and " * (bool(since) and _saw_gradients(trial, trial.first_step))
     largest = max(distance(trial, rank, fqn, step) for rank, fqn in wrong)
     by = f" by up to {largest:.0e} of the largest entry" * (step == 1 and largest < math.inf)
     where = where_text(trial, wrong) + one_group(trial, {rank for rank, _ in wrong})
-    matches = f"the loss of step {step} matches within {trial.bounds.loss[step]:.0e}"
+    matches = f"; the loss of step {step} matches within {trial.bounds.loss[step]:.0e}"
+    matches *= global_loss(trial, step) is not None
     more = in_common(trial, in_order(trial, (fqn for _, fqn in wrong)))
-    return Cause(KIND, f"gradients are {before}wrong{by}{since}", f"{where}{more}; {matches}")
+    return Cause(KIND, f"gradients are {before}wrong{by}{since}", f"{where}{more}{matches}")
 
 
 BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume")
 """The laws of what goes into the forward pass, but for the update: where that is wrong earlier, it is told instead."""
 
 
-def _forward(trial: Trial, off: str, since: str, held: frozenset[str]) -> str:
+def _forward(trial: Trial, off: str, step: int, held: frozenset[str]) -> str:
     """Blamed where all that goes into it is right: what is broken and what is not judged (`held`) may be the reason as well."""
     wrong = [law for law in BEFORE_FORWARD if law not in held and verdict_of(trial, law) is Verdict.FAIL]
     if wrong:
         return f"{off}; broken before the forward pass: {', '.join(wrong)}"
-    return f"the forward pass is {f'right in step {trial.first_step} and ' * bool(since)}wrong{since}: {off}"
+    since = _since(trial, step, lambda other: loss_off(trial, other) is not None)
+    right = f"right in step {trial.first_step} and " * (
+        bool(since) and global_loss(trial, trial.first_step) is not None
+    )
+    return f"the forward pass is {right}wrong{since}: {off}"
 
 
 def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
@@ -131,7 +147,12 @@ def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
     fqns = in_order(trial, (one.fqn for one in wrong))
     hint = f"{text}; no single entry stands out{in_common(trial, fqns)}"
     no_factor = ", and no factor explains it" * (not any(one.scaled for one in wrong))
-    return Cause(KIND, f"gradients are off{_since(trial, step)}", in_parameters(trial, fqns) + no_factor, hint=hint)
+    return Cause(
+        KIND,
+        f"gradients are off{f' in step {step}' * (step > trial.first_step)}",
+        in_parameters(trial, fqns) + no_factor,
+        hint=hint,
+    )
 
 
 def _off(trial: Trial, step: int, off: float, held: frozenset[str]) -> str:

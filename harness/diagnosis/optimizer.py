@@ -24,7 +24,7 @@ from harness.diagnosis.algorithms import (
 from harness.diagnosis.differences import OF_GRADIENTS, loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.replicas import optimizer_of_ranks, replicas_differ
-from harness.diagnosis.words import Arrays, in_order, on_ranks, where_text
+from harness.diagnosis.words import Arrays, in_order, of_first, where_text
 from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
@@ -67,8 +67,9 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
     if not wrong:
         return
     first = min(step for _, step in wrong)
-    ranks = [rank for rank, step in wrong if step == first]
-    rate = wrong[ranks[0], first]
+    rate = next(lr for (_, step), lr in wrong.items() if step == first)
+    seen = {rank: number_text(lr) for (rank, step), lr in wrong.items() if step == first}
+    shown_rate, ranks, others = of_first(trial, seen)
     like = [str(step) for step, lr in usual.items() if math.isclose(lr, rate, rel_tol=1e-12)]
     rule = schedule_of(trial, wrong, shown)
     hidden = _requested_rates_reported(trial, usual)
@@ -80,7 +81,7 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
     for which, fqns in _parts(trial):
         rates = partial(_rate_of, fqns, shown, usual)
         of_ranks = partial(_rates_of_ranks, trial, rates)
-        text = f"learning rate of step {first}{which}{on_ranks(trial, ranks)} is {number_text(rate)}{noted}"
+        text = f"learning rate of step {first}{which}{ranks} is {shown_rate}{others}{noted}"
         instead = partial(optimizer_of_ranks, assumed=AssumedOptimizer(rate=rates), of_ranks=of_ranks, differ=differ)
         hypothesis = Hypothesis(
             Cause("learning rate", text, "", number_text(usual[first]), rule), instead, 1 + bool(which)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from harness.checks.completed import why
 from harness.diagnosis.assume import another_case, another_reference
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.scaled import adding
-from harness.diagnosis.words import Arrays, finding_line, in_order, rank_words, some
+from harness.diagnosis.words import MOST_TEXTS, Arrays, finding_line, in_order, rank_words, some
 from harness.evidence.records import AT_WORK, Exit
 from harness.evidence.text import ranks_text
 from harness.judge.result import Cause, Lines
@@ -206,13 +206,27 @@ def _layers_text(layers: list[int]) -> str:
 
 
 def _untrained(trial: Trial) -> str:
-    """In the first step in which some rank lacks a gradient or an update: the parameters of all ranks that do."""
+    """In the first step in which some rank lacks a gradient or an update: the parameters of each rank that does."""
     for step in trial.case.steps:
         for what in ("gradients", "parameters"):
             taken = [(rank, getattr(record, what)) for rank, record, _ in trial.steps() if record.step == step]
             if missing := {rank: gone for rank, there in taken if (gone := _held(trial, rank) - {*there})}:
-                return _without(trial, [*missing], what, in_order(trial, itertools.chain(*missing.values())), step)
+                alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+                for rank, gone in missing.items():
+                    alike[tuple(in_order(trial, gone))].append(rank)
+                return _each_without(trial, alike, what, step)
     return ""
+
+
+def _each_without(trial: Trial, alike: Mapping[tuple[str, ...], list[int]], what: str, step: int) -> str:
+    """alike: by the parameters that they lack, the ranks. One text says all where ranks lack what they hold of one list."""
+    everyone = sorted(itertools.chain(*alike.values()))
+    every = in_order(trial, itertools.chain(*alike))
+    if all(set(gone) == _held(trial, rank) & set(every) for gone, ranks in alike.items() for rank in ranks):
+        return _without(trial, everyone, what, every, step)
+    texts = [_without(trial, ranks, what, [*gone], step) for gone, ranks in alike.items()]
+    more = f"; {len(texts) - MOST_TEXTS} other sets of ranks lack others" * (len(texts) > MOST_TEXTS)
+    return "; ".join(texts[:MOST_TEXTS]) + more
 
 
 def _without(trial: Trial, ranks: list[int], what: str, fqns: list[str], step: int) -> str:
@@ -222,9 +236,12 @@ def _without(trial: Trial, ranks: list[int], what: str, fqns: list[str], step: i
     )
     stages = [stage for stage in every if set(parameters_of_stage(trial.case, stage)) <= set(fqns)]
     whole = f" (all of stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))})" if stages else ""
-    return (
-        f"{rank_words(ranks)} {lacks} {some(fqns)}{whole} in step {step}: frozen, unused, or in no optimizer that steps"
+    why = (
+        "none was in place as the optimizer stepped"
+        if what == "gradients"
+        else "frozen, unused, or in no optimizer that steps"
     )
+    return f"{rank_words(ranks)} {lacks} {some(fqns)}{whole} in step {step}: {why}"
 
 
 def _holders(trial: Trial, fqns: set[str]) -> str:

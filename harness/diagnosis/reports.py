@@ -142,11 +142,15 @@ def _seen(trial: Trial, law: str, rank: int, step: int) -> float | None:
     if law == "reported_rate":
         planned = (one.lr for one in trial.reference.steps if one.step == step)
         return record.lr if record else next(planned, None)
-    if record is None:
+    if record is None or (law == "grad_norm" and not _has_gradients(trial, step)):
         return None
     if law == "reported_loss":
         return _loss_of(trial, tuple(trial.ranks), rank, step)
     return observed_norm(trial, step, (rank, *_replica(trial, rank), *sorted(trial.ranks)))  # its own numbers first
+
+
+def _has_gradients(trial: Trial, step: int) -> bool:
+    return any(record.gradients for _, record in trial.own_steps() if record.step == step)
 
 
 def _replica(trial: Trial, rank: int) -> list[int]:
@@ -325,9 +329,10 @@ def _below(trial: Trial) -> str:
     wrong = [at for at, step in shown.items() if below(step.reported_loss or 0.0, step.reported_largest) > CLOSE]
     if not wrong or reported_of(trial, "reported_loss"):
         return ""
+    rank, others = wrong[0][0], len({rank for rank, _ in wrong}) - 1
     mean, largest = shown[wrong[0]].reported_loss, shown[wrong[0]].reported_largest
-    ranks = sorted({rank for rank, _ in wrong})
-    return f"{rank_words(ranks)} report{'s' * (len(ranks) == 1)} {largest:.6g}, below the mean {mean:.6g}"
+    more = f", and {others} more rank{'s' * (others > 1)} one below theirs" * bool(others)
+    return f"rank {rank} reports {largest:.6g}, below the mean {mean:.6g}{more}"
 
 
 def _silent(trial: Trial, what: str, read: Read) -> str:

@@ -15,7 +15,16 @@ from harness.checks.resume import Key, held_state, put_together, same, saved_sta
 from harness.diagnosis.assume import another_optimizer
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
 from harness.diagnosis.weights import rearranged, rounded_to
-from harness.diagnosis.words import Arrays, Pair, finding_line, in_order, in_parameters, on_ranks, some, where_text
+from harness.diagnosis.words import (
+    Arrays,
+    Pair,
+    finding_line,
+    in_order,
+    in_parameters,
+    on_their_ranks,
+    some,
+    where_text,
+)
 from harness.evidence.checkpoint_index import Checkpoint
 from harness.evidence.text import counted, number_text
 from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
@@ -140,7 +149,7 @@ def _parameters(trial: Trial, wrong: Wrong) -> Cause | None:
     places = _places(wrong, {PARAMETER})
     if not places:
         return None
-    names, ranks = in_order(trial, (fqn for _, fqn in places)), on_ranks(trial, (rank for rank, _ in places))
+    names, ranks = in_order(trial, (fqn for _, fqn in places)), on_their_ranks(trial, places)
     if _holds(trial, wrong, _seed(trial)):
         were = "was" if len(names) == 1 else "were"
         text = f"{some(names)} {were} not loaded from the checkpoint{ranks}: still the seed's values"
@@ -230,7 +239,7 @@ def _moments_lost(trial: Trial, wrong: Wrong, moments: list[str]) -> str:
     if not any(one is None or one.any() for one in held):
         return f"resumed without optimizer state: {what} {are} zero {where}, after {steps} steps"
     if pair := _exchanged(trial, wrong, moments, in_order(trial, (fqn for _, fqn in places))):
-        lost, ranks = {name for _, (name, fqn) in keys if fqn == pair[0]}, on_ranks(trial, (rank for rank, _ in places))
+        lost, ranks = {name for _, (name, fqn) in keys if fqn == pair[0]}, on_their_ranks(trial, places)
         return f"optimizer state is swapped: {pair[0]} resumed with {' and '.join(sorted(lost))} of {pair[1]}{ranks}"
     if dtype := rounded_to(*_held_and_saved(trial, {key for _, key in keys})):
         return f"optimizer state comes back rounded to {dtype} from the checkpoint: {what} {where}"
@@ -239,10 +248,10 @@ def _moments_lost(trial: Trial, wrong: Wrong, moments: list[str]) -> str:
 
 def _counter_lost(trial: Trial, wrong: Wrong, name: str) -> str:
     places = _places(wrong, {name})
-    rank, fqn = places[0]
-    held, saved = held_state(trial, rank).get((name, fqn)), saved_state(trial.saved[-1])[name, fqn]
-    seen = "missing" if held is None else number_text(float(held))
-    why = ": AdamW's bias correction restarts" if name == "step" and not held else ""
+    every = [held_state(trial, rank).get((name, fqn)) for rank, fqn in places]
+    seen = " or ".join(dict.fromkeys("missing" if held is None else number_text(float(held)) for held in every))
+    saved = saved_state(trial.saved[-1])[name, places[0][1]]
+    why = ": AdamW's bias correction restarts" if name == "step" and not any(every) else ""
     wanted = number_text(float(saved))
     return f"the optimizer's {name} counter is {seen} after resuming, saved {wanted} {where_text(trial, places)}{why}"
 

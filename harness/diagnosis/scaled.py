@@ -30,7 +30,7 @@ from harness.diagnosis.differences import (
 from harness.diagnosis.factors import factor_text, times_text, token_factors
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.reports import assuming_reports, reported_of
-from harness.diagnosis.words import Arrays, in_order, in_parameters, on_ranks, some
+from harness.diagnosis.words import Arrays, from_step, in_order, in_parameters, on_ranks, some
 from harness.evidence.text import number_text
 from harness.judge.assembly import Misfit, misfits
 from harness.judge.assumed import AssumedOptimizer
@@ -148,10 +148,10 @@ def _with_one_factor(trial: Trial, fit: Fit, broken: Broken) -> Iterator[Hypothe
     name = factor_text(trial, factor, everywhere) if trial.case.exact else ""
     if trial.case.model.tied_embeddings and list(fit.factors) == [TIED] and math.isclose(factor, 2, rel_tol=1e-6):
         name = f": counted for the embedding and again for the output, which share it{name.replace(':', ', or', 1)}"
-    if everywhere and name:
+    if everywhere:
         yield _counted(trial, fit, broken, name, lambda step: factor)
     for when, scale, fitted in _spans(trial, fit):
-        if not (everywhere and name) or when:
+        if not everywhere or when:
             yield _hypothesis(_sentence(trial, fit, factor) + when + name, scale, fit.lines, fitted)
     if everywhere and not trial.case.exact:
         yield _in_the_loss(trial, fit, _sentence(trial, fit, factor))
@@ -196,7 +196,7 @@ def _counted(trial: Trial, fit: Fit, broken: Broken, hint: str, by_step: Callabl
 
 def _sentence(trial: Trial, fit: Fit, factor: float, *, alone: bool = False) -> str:
     """alone: the factor is that step's, and others have their own."""
-    later, when = fit.step > trial.first_step, f"in step {fit.step}" if alone else f"from step {fit.step} on"
+    later, when = fit.step > trial.first_step, f"in step {fit.step}" if alone else from_step(trial, fit.step)
     since = f"are right in step {trial.first_step} and {when}" if later else "are"
     if abs(factor) < 1e-12:
         return f"gradients {since} zero {_where(trial, fit)}"
@@ -207,7 +207,7 @@ def _sentence(trial: Trial, fit: Fit, factor: float, *, alone: bool = False) -> 
 def _with_several(trial: Trial, fit: Fit) -> Iterator[Hypothesis]:
     """Each parameter is a multiple of what it should be, but not all the same one: some were scaled more often."""
     text = _by_stage(trial, fit.factors) or _by_kind(trial, fit)
-    since = f"from step {fit.step} on " if fit.step > trial.first_step else ""
+    since = f"{from_step(trial, fit.step)} " if fit.step > trial.first_step else ""
     for when, scale, fitted in _spans(trial, fit):
         yield _hypothesis(since + text + when, scale, fit.lines, fitted + 1)
 

@@ -71,10 +71,13 @@ def _located(trial: Trial, left: Broken, tried: int, held: frozenset[str], rest:
 def _assuming(found: Explanation, results: Sequence[Result]) -> Lines:
     if not found.proofs:
         return ()
-    broken, proven = sum(result.verdict is Verdict.FAIL for result in results), found.proofs[0].explained
-    failed = {result.check for result in results if result.verdict is Verdict.FAIL} - set(proven)
+    failed = {result.check for result in results if result.verdict is Verdict.FAIL}
+    given = {law for one in found.proofs[0].hypotheses for law in one.given} & failed
+    broken, proven = len(failed - given), [law for law in found.proofs[0].explained if law not in given]
+    failed -= {*proven, *given}
     seen = dict.fromkeys(law for fact in found.facts for law in fact.laws if law in failed)
-    rest = f"; seen, not proven: {', '.join(seen)}" * bool(seen)
+    rest = f"; taken as given: {', '.join(sorted(given))}" * bool(given)
+    rest += f"; seen, not proven: {', '.join(seen)}" * bool(seen)
     return (("assuming this", f"{len(proven)} of {broken} broken laws hold, and none that held breaks{rest}"),)
 
 

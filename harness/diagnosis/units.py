@@ -5,7 +5,7 @@ Shows in no number: found from what wrappers claim, and judged by memory and by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from harness.diagnosis.assume import another_feature
 from harness.diagnosis.differences import consequences, first_wrong_step, wrong_pairs
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated, verdict_of
 from harness.diagnosis.layout import wrong_parts
-from harness.diagnosis.words import on_ranks, some, traffic_lines
+from harness.diagnosis.words import by_rank, finding_line, of_first, on_ranks, some, traffic_lines
 from harness.judge.result import Cause, Verdict
 from harness.judge.trial import Trial
 from harness.judge.units_seen import units_seen
@@ -62,10 +62,11 @@ def _units_text(trial: Trial) -> str:
         return _with_the_root(trial) or _kept_text(trial)
     if left_out := _in_no_unit(trial, wrong[0]):
         which = f"{len(left_out)} of {len(trial.plan.shapes)} parameters ({some(left_out)})"
-        ranks = on_ranks(trial, wrong)
+        ranks = on_ranks(trial, [rank for rank in wrong if _in_no_unit(trial, rank) == left_out])
         return f"{wrapper} leaves out {which}{ranks}: no unit shards them or reduces their gradients"
     requested = [frozenset(unit) for unit in trial.plan.units[wrong[0]]]
-    seen, ranks = units_seen(trial, wrong[0]), on_ranks(trial, wrong)
+    seen = units_seen(trial, wrong[0])
+    ranks = on_ranks(trial, [rank for rank in wrong if units_seen(trial, rank) == seen])
     counts = f"parameters are gathered in {len(seen)} piece{'s' * (len(seen) > 1)}, requested {len(requested)}{ranks}"
     if len(seen) == 1 < len(requested):
         return f"the whole model is one {wrapper} unit{ranks}: {counts}"
@@ -97,10 +98,13 @@ def _with_the_root(trial: Trial) -> str:
     roots = {rank: wrapper.parameters if wrapper else () for rank, wrapper in wrappers.items()}
     freed = {fqn for of in trial.plan.after_forward.values() for fqn, kept in of.items() if kept.degree > 1}
     own = {fqn for fqn in freed if trial.plan.observed is None or fqn.startswith("layers.")}
-    blocks = sorted({unit_of(fqn) for names in roots.values() for fqn in names if fqn in own})
-    text = "is no unit of its own, it is" if len(blocks) == 1 else "are no units of their own, they are"
-    ranks = on_ranks(trial, [rank for rank, names in roots.items() if names])
-    return f"{some(blocks, 3)} {text} gathered with the root{ranks}" if blocks else ""
+    found = {rank: sorted({unit_of(fqn) for fqn in names if fqn in own}) for rank, names in roots.items()}
+    texts = {rank: some(blocks, 3) for rank, blocks in found.items() if blocks}
+    if not texts:
+        return ""
+    blocks, ranks, others = of_first(trial, texts)
+    text = "are no units of their own, they are" if "," in blocks else "is no unit of its own, it is"
+    return f"{blocks} {text} gathered with the root{ranks}{others}"
 
 
 # ---- what is seen of memory
@@ -114,20 +118,27 @@ def kept_otherwise(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _kept_text(trial: Trial) -> str:
-    """By what should be and what is, the blocks and other modules of which something else is kept than planned."""
-    units: dict[tuple[str, str], list[str]] = {}
-    wrong = {rank: _kept_by(trial, rank) for rank in sorted(trial.ranks)}
-    for found in wrong.values():
-        for fqn, states in found.items():
-            units.setdefault(states, []).append(unit_of(fqn))
-    named = [(some([*dict.fromkeys(names)], 3), states) for states, names in units.items()]
-    texts = [f"{names} {state}, should be {wanted}" for names, (wanted, state) in named]
-    ranks = on_ranks(trial, [rank for rank, found in wrong.items() if found])
+    """By what should be and what is, the blocks and other modules of which something else is kept than planned: of the pipeline
+    stages together where all ranks of a stage have the same, else of each rank."""
+    wrong = {rank: found for rank in sorted(trial.ranks) if (found := _kept_by(trial, rank))}
+    every = {fqn: states for found in wrong.values() for fqn, states in found.items()}
+    held = {rank: {fqn: every[fqn] for fqn in every if fqn in trial.plan.after_forward[rank]} for rank in wrong}
+    texts = [by_rank(trial, dict.fromkeys(wrong, _states_text(every)))] * bool(wrong)
+    if held != wrong:
+        texts = [by_rank(trial, {rank: _states_text(found) for rank, found in wrong.items()})]
     asked, pipelined = trial.case.features.reshard_after_forward, trial.case.dims.pp > 1
     policy = (
         f"reshard_after_forward {asked} is requested{', which is never under pp' * (asked == 'default' and pipelined)}"
     )
-    return f"after forward: {'; '.join(texts)}{ranks}; {policy}" if texts else ""
+    return f"after forward: {'; '.join(texts)}; {policy}" if texts else ""
+
+
+def _states_text(found: Mapping[str, tuple[str, str]]) -> str:
+    units: dict[tuple[str, str], list[str]] = {}
+    for fqn, states in found.items():
+        units.setdefault(states, []).append(unit_of(fqn))
+    named = [(some([*dict.fromkeys(names)], 3), states) for states, names in units.items()]
+    return "; ".join(f"{names} {state}, should be {wanted}" for names, (wanted, state) in named)
 
 
 def unit_of(fqn: str) -> str:
@@ -180,8 +191,28 @@ def left_by_evaluation(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """What a pass that trains nothing gathered and nobody freed: the next step does not gather it, or there it stays."""
     left = {rank: found for rank in sorted(trial.ranks) if (found := reshard.left_by_evaluation(trial, rank))}
     if "reshard" in broken and left:
-        first = next(iter(left.values()))
-        names, when = sorted({fqn for _, fqn, _ in first}), reshard.until(trial, first[0][0])
-        text = f"evaluation left {some(names, 3)} gathered {when}{on_ranks(trial, left)}"
+        texts = {
+            rank: f"{some(sorted({fqn for _, fqn, _ in found}), 3)} gathered {reshard.until(trial, found[0][0])}"
+            for rank, found in left.items()
+        }
+        text = f"evaluation left {by_rank(trial, texts)}"
         text, more = f"{text}: no backward follows that would reshard them", traffic_lines(trial)
         yield stated(broken, "reshard", "left gathered by evaluation", text, "traffic", more=more)
+
+
+def left_by_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Units that no backward freed. The next forward pass does not gather them, and computes with what was there before the
+    step; numbers that are wrong for it have no reference."""
+    seen = {
+        rank: (step.step, [*dict.fromkeys(map(unit_of, left))])
+        for rank, evidence in sorted(trial.ranks.items())
+        for step in reversed(evidence.steps)
+        if (left := reshard.left_by_backward(trial, evidence, step.step))
+    }
+    if "reshard" in broken and seen:
+        texts = {
+            rank: f"{some(units, 3)} still gathered after the backward of step {n}" for rank, (n, units) in seen.items()
+        }
+        kind, text = "left gathered by backward", by_rank(trial, texts)
+        again = [finding_line("traffic", broken["traffic"])] if "traffic" in broken else []
+        yield stated(broken, "reshard", kind, text, "traffic", "memory", more=(*again, *NOT_TESTED))

@@ -17,6 +17,7 @@ from harness.plan.traffic.flow import OUTSIDE, Flow
 Broken = Mapping[str, Result]
 """The results of the laws that are broken and say where, by name, in the order of display."""
 Pair = tuple[int, str]  # rank, fqn
+MOST_TEXTS = 3
 Arrays = dict[str, np.ndarray]  # by fqn
 
 
@@ -49,9 +50,43 @@ def in_parameters(trial: Trial, fqns: Iterable[str]) -> str:
 
 
 def where_text(trial: Trial, pairs: Iterable[Pair]) -> str:
-    """in 2 of 12 parameters (a, b) on ranks [0,1]."""
-    pairs = list(pairs)
-    return in_parameters(trial, (fqn for _, fqn in pairs)) + on_ranks(trial, (rank for rank, _ in pairs))
+    """in 2 of 12 parameters (a, b) on ranks [0,1]. Says so where that is a union: where a rank holds more of them than it has
+    in `pairs`."""
+    pairs = set(pairs)
+    return in_parameters(trial, (fqn for _, fqn in pairs)) + on_their_ranks(trial, pairs)
+
+
+def on_their_ranks(trial: Trial, pairs: Iterable[Pair]) -> str:
+    """on_ranks, and whether some of these ranks hold more of these parameters than they have in `pairs`."""
+    pairs = set(pairs)
+    fqns, ranks = {fqn for _, fqn in pairs}, {rank for rank, _ in pairs}
+    held = {(rank, one.fqn) for rank in ranks for one in trial.ranks[rank].parameters if one.value.size}
+    union = not trial.plan.state_slices and any(pair not in pairs for pair in held if pair[1] in fqns)
+    return on_ranks(trial, ranks) + ", on some ranks only in a part of them" * union
+
+
+def from_step(trial: Trial, step: int) -> str:
+    """From step 2 on; "in step 3" of the last, after which there is none to show it."""
+    return f"in step {step}" if step >= trial.case.steps[-1] else f"from step {step} on"
+
+
+def of_first(trial: Trial, texts: Mapping[int, str]) -> tuple[str, str, str]:
+    """What is said of the first rank; " on ranks [0,1]", of which the same is said; and which have something else."""
+    first = texts[min(texts)]
+    others = sorted(rank for rank, text in texts.items() if text != first)
+    same = on_ranks(trial, [rank for rank, text in texts.items() if text == first])
+    return first, same, f", others on {rank_words(others)}" * bool(others)
+
+
+def by_rank(trial: Trial, texts: Mapping[int, str]) -> str:
+    """What is said of each rank, once for all of which it is the same: "a on rank 0; b on ranks [1,2]"."""
+    alike: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        alike.setdefault(text, []).append(rank)
+    told = [text + on_ranks(trial, ranks) for text, ranks in alike.items()]
+    return "; ".join(told[:MOST_TEXTS]) + f"; something else on {len(told) - MOST_TEXTS} more" * (
+        len(told) > MOST_TEXTS
+    )
 
 
 def fed_with(plan: Plan, ranks: Sequence[int]) -> set[int]:

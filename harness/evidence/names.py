@@ -51,6 +51,7 @@ def _renamed_step(step: StepEvidence, fqn: Callable[[str], str]) -> StepEvidence
         ),
         changed=None if step.changed is None else keys(step.changed),
         after_forward=tuple(dataclasses.replace(after, bytes=keys(after.bytes)) for after in step.after_forward),
+        gathered=None if step.gathered is None else tuple(map(fqn, step.gathered)),
     )
 
 

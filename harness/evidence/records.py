@@ -223,6 +223,8 @@ class StepEvidence:
     unwaited: int | None = None
     reported_largest: float | None = None
     graphs_retained: int | None = None
+    gathered: tuple[str, ...] | None = None
+    """Parameters of which more than this rank's slice was still there when backward had ended; None if nobody looked."""
 
     @functools.cached_property
     def squares(self) -> dict[str, float]:

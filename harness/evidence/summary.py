@@ -124,8 +124,7 @@ class Summary:
     joined: int | None = None
     failed: tuple[str, ...] = ()
     idle_steps: tuple[int, ...] = ()
-    launch: str = ""
-    """The id of the recording that the rank left this in."""
+    launch: str = ""  # the id of the recording
 
 
 COPIED = ("ended", "error", "host", "steps_seen", "last", "parts", "optimizers", "argv", "left_out", "failed", "own")

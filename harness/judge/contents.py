@@ -16,7 +16,7 @@ def locate(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> S
     if value.size == 0:
         return guess if guess is not None and numel(guess) == 0 else tuple((0, size) for size in value.shape)
     places = (_from(corner, value.shape) for corner in _corners(value, full, guess))
-    return next((place for place in places if _is_at(value, full, place)), None)
+    return next((place for place in places if is_at(value, full, place)), None)
 
 
 def _corners(value: np.ndarray, full: np.ndarray, guess: Slice | None) -> Iterator[Iterable[int]]:
@@ -30,7 +30,7 @@ def _from(corner: Iterable[int], shape: tuple[int, ...]) -> Slice:
     return tuple((int(start), int(start) + size) for start, size in zip(corner, shape, strict=True))
 
 
-def _is_at(value: np.ndarray, full: np.ndarray, place: Slice) -> bool:
+def is_at(value: np.ndarray, full: np.ndarray, place: Slice) -> bool:
     region = take(full, place)
     return region.shape == value.shape and region.dtype == value.dtype and region.tobytes() == value.tobytes()
 

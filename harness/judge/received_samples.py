@@ -11,11 +11,11 @@ from harness.plan.stages import positions
 
 
 def received_samples(trial: Trial, step: int) -> dict[int, list[int | None]]:
-    """The sample ids each first stage received in a step, in order; None for tokens that are no sample of the recipe, or
-    not those at this rank's positions."""
+    """The sample ids each first stage received in a step, in order, at whatever positions its rows stand in their samples; None
+    for tokens that are no sample of the recipe, or where rows stand at different positions."""
     found = {}
     for rank, rows in rows_received(trial, step).items():
-        known = rows_of(trial, rank, step)
+        known = rows_of(trial, rank, step, positions_received(trial, rank, step))
         found[rank] = [known.get(row.tobytes()) for row in rows]
     return found
 
@@ -30,9 +30,10 @@ def rows_received(trial: Trial, step: int) -> dict[int, list[np.ndarray]]:
     }
 
 
-def rows_of(trial: Trial, rank: int, step: int) -> dict[bytes, int]:
-    """The sample id by the tokens at the positions that this rank receives."""
-    reference, at = trial.reference, positions(trial.case, rank, trial.case.seq_len(step))
+def rows_of(trial: Trial, rank: int, step: int, at: np.ndarray | None = None) -> dict[bytes, int]:
+    """The sample id by the tokens at these positions, by default at those that this rank is to receive."""
+    reference = trial.reference
+    at = positions(trial.case, rank, trial.case.seq_len(step)) if at is None else at
     return {row[at].tobytes(): id_ for id_, row in zip(reference.sample_ids, reference.tokens, strict=True)}
 
 
@@ -47,13 +48,22 @@ def positions_received(trial: Trial, rank: int, step: int) -> np.ndarray | None:
 
 
 def ways_to_cut(trial: Trial, rank: int, step: int) -> list[np.ndarray]:
-    """Positions by the plan, balanced the other way, of the cp peers, and the whole sequence: most likely first."""
+    """Positions by the plan, balanced the other way, of the cp peers, the whole sequence, and those that the rank was given:
+    most likely first."""
     case, length = trial.case, trial.case.seq_len(step)
     peers = (rank, *(peer for peer in trial.plan.peers(rank, "cp") if peer != rank))
     balances = (case.features.cp_load_balance, not case.features.cp_load_balance)
     cases = [replace(case, features=replace(case.features, cp_load_balance=balance)) for balance in balances]
     even = [other for other in cases if not other.features.cp_load_balance or length % (2 * case.dims.cp) == 0]
-    return [positions(other, peer, length) for peer in peers for other in even] + [np.arange(length)]
+    cut = [positions(other, peer, length) for peer in peers for other in even]
+    return [*cut, np.arange(length), *_given_positions(trial, rank, step)]
+
+
+def _given_positions(trial: Trial, rank: int, step: int) -> list[np.ndarray]:
+    """One position a token, the same for all samples, within the whole sequence."""
+    given = next((record.positions for record in trial.ranks[rank].steps if record.step == step), ())
+    rows = [row.reshape(-1) for row in given if row.ndim == 1 or len(row) == 1]
+    return [row for row in rows if row.size and row.min() >= 0 and row.max() < trial.reference.tokens.shape[1]]
 
 
 def shares_of_samples(trial: Trial, step: int) -> dict[int, list[int | None]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 
 from harness.evidence.text import ranks_text
 from harness.launch.job import Job
 from harness.launch.process import is_stopped
 from harness.launch.rank_exit import Fate, frames, in_collective, render, useful
 from harness.launch.sequences import describe, waiting
-from harness.launch.supervise import Ranks, collect_stacks, fate
+from harness.launch.supervise import Ranks, collect_stacks, fate, issued_by
 
 _under_way: list[tuple[Job, Ranks]] = []
 
@@ -37,8 +38,9 @@ def _of_job(one: tuple[Job, Ranks]) -> list[str]:
     job, ranks = one
     stopped = [rank for rank, pid in ranks.pids.items() if rank not in ranks.statuses and is_stopped(pid)]
     alive = [rank for rank in ranks.pids if rank not in ranks.statuses and rank not in stopped]
+    issued = {rank: issued_by(job, rank) for rank in range(job.world_size)}  # before they are disturbed
     collect_stacks(job, ranks, alive)
-    fates = [fate(job, ranks, rank, "", stopped=rank in stopped, left=()) for rank in range(job.world_size)]
+    fates = [replace(fate(job, ranks, rank), stopped=rank in stopped, issued=issued[rank]) for rank in issued]
     return [f"{label(job)}: {text}" for text in words(fates)]
 
 

@@ -58,8 +58,10 @@ class Probe:
         world_size: int,
         on_issue: Callable[[Collective], None] | None = None,
         row_length: Callable[[int], int] | None = None,
+        settings: dict[str, str] | None = None,
     ) -> None:
-        """row_length: how many tokens of each sample this rank receives in a step, for trainers that lay them end to end."""
+        """row_length: how many tokens of each sample this rank receives in a step, for trainers that lay them end to end.
+        settings: torch's switches as they were before the trainer's code ran; by default as `install` finds them."""
         self.rank, self.world_size = rank, world_size
         self.clock = Clock()
         self.collectives = CollectiveRecorder(self.clock.where, on_issue, lambda: self.clock.account)
@@ -71,7 +73,7 @@ class Probe:
         self.quantized = QuantizedRecorder(self.clock)
         self.compiler = CompilerRecorder(self.clock)
         self.saved = SavedTensorsRecorder(self.clock)
-        self.settings = SettingsRecorder(self.clock)
+        self.settings = SettingsRecorder(self.clock, settings)
         self.activity.on_phase = self.settings.look
         self.clock.between_steps = self._between_steps
         self._parameters: tuple[TensorEvidence, ...] = ()
@@ -210,6 +212,7 @@ class Probe:
             unwaited=self.growth.unwaited(step),
             graphs_retained=self.graphs.of_step(step),
             copied=self.copies.of_step(step),
+            gathered=self.gathered.after_backward(step),
         )
 
     def _activity(self, step: int) -> Activity:

@@ -1,4 +1,5 @@
-"""Copies of weights that are made in a step and given up before it ends, and how many bytes of them there are at once.
+"""Copies of weights that are given up before a step ends, and how many bytes of them there are at once: those made in the step,
+and those made between two steps that last into the second.
 
 A kernel sits in front of the two operators that all copying comes down to, on any device: copy_ (clone, deepcopy, contiguous,
 conversions) and cat (stack, parameters_to_vector). Whether the source is a weight shows in its storage: a parameter's, or
@@ -28,6 +29,7 @@ from harness.probe.structure import fsdp2_groups, local, named_parameters
 from harness.probe.without_memory import is_computed, is_without_memory
 
 OWN = (__package__, "torch.distributed.fsdp", "torch.distributed._composable", "torch.distributed.utils")  # not counted
+AT_BEGIN = "before forward"  # beside the phases in which copies are made
 FINENESS = 16  # copies are counted to a 16th of all weights, so that one of many is not looked for each time
 
 
@@ -39,7 +41,7 @@ class CopyRecorder:
         self._grain = 0.0
         self._step = 0
         self._alive: dict[StorageWeakRef, int] = {}
-        self._kept: set[StorageWeakRef] = set()
+        self._kept: dict[StorageWeakRef, int] = {}
         self._total = 0
         self._steps: dict[int, dict[str, int]] = {}
         self._library: torch.library.Library | None = None
@@ -66,7 +68,8 @@ class CopyRecorder:
             self._library = None
 
     def of_step(self, step: int) -> dict[str, int] | None:
-        """Most bytes at once, by phase; None if the probe was not there."""
+        """Most bytes at once, by phase, and in AT_BEGIN what was there before and given up since; None if the probe was not
+        there."""
         self._enter(0)
         return dict(self._steps.get(step, {})) if self._parts else None
 
@@ -101,7 +104,9 @@ class CopyRecorder:
         self._forget()
         most = self._steps.get(self._step, {})
         most.update({phase: max(0, size - self._total) for phase, size in most.items()})
-        self._kept = {storage for storage in self._kept if not storage.expired()} | set(self._alive)
+        if given_up := sum(size for storage, size in self._kept.items() if storage.expired()):
+            self._steps.setdefault(self._step, {})[AT_BEGIN] = given_up
+        self._kept = {storage: size for storage, size in self._kept.items() if not storage.expired()} | self._alive
         self._alive, self._total, self._step = {}, 0, step
         weights = weight_storages(self._parts) if step else ()
         self._weights = {storage._cdata: StorageWeakRef(storage) for storage in weights}

@@ -1,4 +1,5 @@
-"""What stays gathered: the bytes of every parameter that are in memory when a model part's forward pass has ended.
+"""What stays gathered: the bytes of every parameter that are in memory when a model part's forward pass has ended, and the
+parameters that are still gathered when backward has, as the first optimizer steps.
 
 Read from storages, not from states: what a module registers as its parameter, and what FSDP keeps aside. FSDP1 shows
 slices of a unit whose whole vector is still there; FSDP2 could register slices and not free the rest.
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.evidence.records import AfterEvaluation, AfterForward
@@ -38,11 +40,15 @@ class GatheredRecorder:
         self._seen: list[tuple[Account, AfterForward]] = []
         self.after_evaluation: list[AfterEvaluation] = []
         self._hooks: list[Any] = []
+        self._parts: tuple[nn.Module, ...] = ()
+        self._after_backward: dict[int, tuple[str, ...]] = {}
         self._last: nn.Module | None = None
 
     def attach(self, parts: Iterable[nn.Module]) -> None:
         """Forward hooks run in the order in which they were registered: FSDP's own, which frees, is there before."""
-        self._hooks = [part.register_forward_hook(Hook(self._note)) for part in parts]
+        self._parts = tuple(parts)
+        self._hooks = [part.register_forward_hook(Hook(self._note)) for part in self._parts]
+        self._hooks.append(torch_optimizer.register_optimizer_step_pre_hook(self._optimizer_steps))
         _installed.append(self)
 
     def remove(self) -> None:
@@ -55,6 +61,19 @@ class GatheredRecorder:
     def of_step(self, step: int) -> tuple[AfterForward, ...]:
         return tuple(after for account, after in self._seen if account.of(step))
 
+    def after_backward(self, step: int) -> tuple[str, ...] | None:
+        return self._after_backward.get(step)
+
+    def _optimizer_steps(self, *_: Any) -> None:
+        """One that steps inside backward comes too early: then the look is made when the step is over."""
+        if self._clock.phase() != "backward":
+            self._look_after_backward(self._clock.step)
+
+    def _look_after_backward(self, step: int) -> None:
+        if step not in self._after_backward:
+            left = (name for part in self._parts for name in _gathered(part))
+            self._after_backward[step] = tuple(dict.fromkeys(left))  # modules may share a unit
+
     def _note(self, part: nn.Module, *_: Any) -> None:
         self._last = part
         if self._clock.account.kind != "evaluation":
@@ -62,6 +81,8 @@ class GatheredRecorder:
 
     def see_what_was_left(self, parts: Iterable[nn.Module]) -> None:
         """Nothing follows a pass that trains nothing: what it gathered and did not free is there when the next step begins."""
+        if not self._clock.evaluated:
+            self._look_after_backward(self._clock.step)
         for part in parts if self._clock.evaluated else ():
             left, step = after_forward(part), self._clock.finished
             self.after_evaluation.append(AfterEvaluation(step, left.bytes, left.storage, tuple(_gathered(part))))

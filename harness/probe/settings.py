@@ -1,4 +1,4 @@
-"""Torch's switches: as this process was started with them, and as they are while a step is at work.
+"""Torch's switches: as they are before any code of a trainer has run, and as they are while a step is at work.
 
 Looked at where phases of a step begin: at the first matmul of each forward and backward pass, and as an optimizer steps.
 What is switched on and off again within a phase is not seen.
@@ -49,7 +49,7 @@ def _switch(on: bool) -> str:
     return "on" if on else "off"
 
 
-READERS: dict[str, Callable[[], str]] = {
+SWITCHES: dict[str, Callable[[], str]] = {
     "autograd anomaly detection": lambda: _switch(torch.is_anomaly_enabled()),
     "deterministic algorithms": _deterministic,
     "cudnn.deterministic": lambda: _switch(torch.backends.cudnn.deterministic),
@@ -60,6 +60,8 @@ READERS: dict[str, Callable[[], str]] = {
         bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
     ),
     "default dtype": lambda: str(torch.get_default_dtype()).removeprefix("torch."),
+}
+READERS: dict[str, Callable[[], str]] = SWITCHES | {
     "torch.distributed debug level": lambda: dist.get_debug_level().name if dist.is_available() else "OFF",
     "threads": lambda: str(torch.get_num_threads()),
 }
@@ -70,15 +72,26 @@ def settings() -> dict[str, str]:
     return {name: read() for name, read in READERS.items()}
 
 
+_as_torch_has_them = {name: read() for name, read in SWITCHES.items()}
+"""Read as this module is imported. The rank server does that right after torch: what it preloads then may set some."""
+
+
+def settings_before_the_trainer() -> dict[str, str]:
+    """To be called before a trainer's first module is imported: the environment and threads are a rank's own."""
+    return settings() | _as_torch_has_them
+
+
 class SettingsRecorder:
-    def __init__(self, clock: Clock) -> None:
-        self.started: dict[str, str] = {}
+    """started: as they were before the trainer's code ran, if that was read then; else as they are when this is installed."""
+
+    def __init__(self, clock: Clock, started: dict[str, str] | None = None) -> None:
+        self.started = started or {}
         self._clock = clock
         self._steps: dict[int, dict[str, set[str]]] = {}
         self._hook: Any = None
 
     def install(self) -> None:
-        self.started = settings()
+        self.started = self.started or settings()
         self._hook = torch_optimizer.register_optimizer_step_pre_hook(self.look)
 
     def remove(self) -> None:

@@ -162,7 +162,7 @@ class ValueRecorder:
         return self.steps.setdefault(self._clock.step if step is None else step, StepValues())
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        own = {fqn: p.grad for fqn, p in named_parameters(self._whole_parts()) if p.grad is not None}
+        own = {fqn: p.grad for fqn, p in sharded_parameters(self._whole_parts()) if p.grad is not None}
         return own | {fqn: gradient for shards in noted(self.parts) for fqn, gradient in shards.gradients()}
 
     def _whole_parts(self) -> list[nn.Module]:
@@ -210,7 +210,11 @@ class ValueRecorder:
         owned = self._owned(optimizer)
         for fqn, parameter in owned:
             step.parameters[fqn] = copied(parameter)
-        step.memory["parameters"] = held_bytes(p for _, p in named_parameters(self.parts))
+        held = (
+            *named_parameters(self.parts),
+            *sharded_parameters(self.parts),
+        )  # whole ones beside slices, where units stay gathered
+        step.memory["parameters"] = held_bytes(p for _, p in held)
         states = [v for _, p in owned for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v) and v.dim()]
         step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + held_bytes(states)
 

@@ -46,7 +46,9 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
     Trap: the trainer must not be freed. Its destructor may wait, holding the GIL, for a thread of gloo that wants the GIL.
     """
     from harness.probe import Probe
+    from harness.probe.settings import settings_before_the_trainer
 
+    settings = settings_before_the_trainer()
     case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
     checkpoints = Path(options["checkpoints"])
     this, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -56,7 +58,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
         adapter.importable()
     fired = _apply_fault(options, this)
     row_length = functools.partial(_row_length, case)
-    probe = Probe(this, world_size, on_issue=_note_inflight(), row_length=row_length)
+    probe = Probe(this, world_size, on_issue=_note_inflight(), row_length=row_length, settings=settings)
     probe.install()
     try:
         trainer = _started(adapter, case, options)

@@ -213,7 +213,7 @@ def _of_model() -> Iterator[Option]:
     yield Option(
         "RoPE scaling",
         "RoPE",
-        {"model": {"rope_scaling": {"factor": 8.0, "original_max_position": 64}}},
+        {"model": {"rope_scaling": {"factor": 8.0, "original_max_position": 256}}},
         lambda case: case.model.rope_scaling is not None,
     )
     yield Option(

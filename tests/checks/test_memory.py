@@ -155,6 +155,22 @@ def test_what_outlives_its_step_is_kept_and_not_copied(watched) -> None:
     assert (recorder.of_step(1), recorder.of_step(2)) == ({"other": 0}, {})
 
 
+def test_copies_made_before_a_step_and_given_up_in_it_are_counted_in_it(watched) -> None:
+    model, recorder, clock = watched
+    for step in (2, 3):
+        copies = [p.detach().clone() for p in model.parameters()]  # step by step anew, before forward
+        clock.step = step
+        model[0].weight.detach().clone()  # the first copy that is made in the step
+        del copies
+    assert [recorder.of_step(step).get("before forward") for step in (1, 2, 3)] == [None, WHOLE, WHOLE]
+
+
+def test_copies_before_forward_are_bounded_as_all_others_and_by_what_may_be_kept() -> None:
+    trial = copying("before forward", 10**6)
+    (finding,) = judged("memory", trial).findings
+    assert (finding.rank, finding.step) == (1, 2)
+
+
 def test_casts_in_forward_are_how_mixed_precision_computes(watched) -> None:
     model, recorder, clock = watched
     clock.enter_forward()

@@ -73,6 +73,16 @@ def test_evaluation_may_leave_gathered_what_the_policy_keeps_and_nothing_else() 
     assert finding.where == "rank 0, between steps 1 and 2, tok_embeddings.weight after evaluation"
 
 
+def test_nothing_is_gathered_when_backward_is_over() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    assert judged("reshard", with_step(trial, 1, 2, gathered=())).verdict is Verdict.PASS
+    left = with_step(trial, 1, 2, gathered=("output.weight", "not.sharded"))
+    (finding,) = judged("reshard", left).findings
+    assert (finding.rank, finding.step, finding.name) == (1, 2, "output.weight after backward")
+    found = diagnose(left, judge(left))
+    assert found is not None and found.kinds == ("left gathered by backward",)
+
+
 def kept_ways(dims: ParallelDims, **features) -> dict[str, int]:
     return {fqn: kept.degree for fqn, kept in make_plan(tiny_case(dims, **features)).after_forward[0].items()}
 

@@ -40,7 +40,7 @@ def test_anomaly_detection_left_on_is_named() -> None:
 
 def test_a_switch_that_is_on_for_a_part_of_one_step_is_a_finding() -> None:
     trial = with_setting(trial_of(tiny_case("fsdp_2")), "autograd anomaly detection", "off", "on", at=((1, 2),))
-    assert cause(trial) == "autograd anomaly detection is off and on, requested off (on rank 1 from step 2 on)"
+    assert cause(trial) == "autograd anomaly detection is off and on, requested off (on rank 1 in step 2)"
     (finding,) = judged("settings", trial).findings
     assert (finding.rank, finding.step, finding.name) == (1, 2, "autograd anomaly detection")
 
@@ -80,7 +80,7 @@ def test_what_a_trainer_may_choose_is_chosen_by_all_ranks_and_in_all_steps() -> 
     assert cause(with_setting(trial, "cudnn.benchmark", "on")) == ""
     trial = with_setting(trial, "cudnn.benchmark", "on", at=((1, 3),))
     assert judged("settings", trial).findings == (Finding("rank 1, step 3, cudnn.benchmark", "off as elsewhere", "on"),)
-    assert cause(trial) == "cudnn.benchmark is on, requested off as elsewhere (on rank 1 from step 3 on)"
+    assert cause(trial) == "cudnn.benchmark is on, requested off as elsewhere (on rank 1 in step 3)"
 
 
 def test_the_recipes_dtype_may_be_the_default_of_tensors_everywhere_and_no_other() -> None:

@@ -83,6 +83,24 @@ def test_swapped_mesh_axes_are_named_by_the_ranks_they_join() -> None:
     assert findings("placements", trial) == (Finding(f"rank 0, {EMBEDDING}", "dim 0 over [0,1]", "dim 0 over [0,2]"),)
 
 
+def test_a_mesh_that_lists_ranks_in_another_order_claims_slices_that_others_hold() -> None:
+    trial = trial_of(tiny_case(ParallelDims(dp_shard=4)))
+    trial = with_every_rank(trial, lambda t, rank: with_parameter(t, rank, EMBEDDING, mesh=[0, 2, 1, 3]))
+    assert [(found.rank, found.name) for found in judged("placements", trial).findings] == [
+        (1, EMBEDDING),
+        (2, EMBEDDING),
+    ]
+    same = np.ones_like(trial.reference.weights[EMBEDDING])  # whose slices are all alike
+    trial = replace(trial, reference=replace(trial.reference, weights=trial.reference.weights | {EMBEDDING: same}))
+    for rank in trial.ranks:
+        trial = with_parameter(trial, rank, EMBEDDING, value=np.ones_like(value_of(trial, rank)))
+    assert judged("placements", trial).verdict is Verdict.PASS
+
+
+def value_of(trial: Trial, rank: int) -> np.ndarray:
+    return next(one.value for one in trial.ranks[rank].parameters if one.fqn == EMBEDDING)
+
+
 def test_a_mesh_axis_of_one_rank_claims_nothing() -> None:
     claim = {"mesh": [[[0], [1]]], "placements": ("Shard(0)", "Shard(0)", "Shard(1)")}
     trial = with_parameter(trial_of(tiny_case("fsdp_2")), 0, EMBEDDING, **claim)

@@ -120,4 +120,4 @@ def test_what_begins_later_is_told_with_the_step_and_the_last_step_has_none_afte
     trial = trial_of(tiny_case("ddp_2"))
     assert [*spans(trial, 1)] == [("", [1, 2, 3], 0), (" in step 1 alone", [1], 1)]
     assert [*spans(trial, 2)] == [(" from step 2 on", [2, 3], 0), (" in step 2 alone", [2], 1)]
-    assert [*spans(trial, 3)] == [(" from step 3 on", [3], 0)]
+    assert [*spans(trial, 3)] == [(" in step 3", [3], 0)]

@@ -11,7 +11,7 @@ from literal import TINY, judged, tiny_case, trial_of, with_every_rank, with_ran
 from harness.diagnosis.costs import of_no_plan
 from harness.evidence.records import Collective
 from harness.judge.trial import Trial
-from harness.plan.traffic.tensor_parallel import activation_bytes
+from harness.plan.traffic.tensor_parallel import activation_bytes, logits_bytes
 
 
 def with_more(calls: dict[tuple[str, str], float], **features: Any) -> Trial:
@@ -23,10 +23,33 @@ def with_more(calls: dict[tuple[str, str], float], **features: Any) -> Trial:
         group, found = trial.plan.group_of(rank, "tp"), list(trial.ranks[rank].collectives)
         for (op, phase), count in calls.items():
             for step in trial.case.steps:
-                found.append(Collective(op, group, "0", "float64", int(count * size), phase, step, 99))
+                parts = [size // TINY.n_layers] * (int(count) * TINY.n_layers) or [int(count * size)]  # one call each
+                found += [Collective(op, group, "0", "float64", part, phase, step, 99) for part in parts]
         return with_rank(trial, rank, collectives=tuple(found))
 
     return with_every_rank(trial_of(case), more)
+
+
+def with_one_gather(size: int, **features: Any) -> Trial:
+    """In each forward pass one more all_gather over tp, of so many bytes."""
+    case = tiny_case(dims(shard=2, tp=2), **features)
+
+    def more(trial: Trial, rank: int) -> Trial:
+        group, found = trial.plan.group_of(rank, "tp"), list(trial.ranks[rank].collectives)
+        found += [Collective("all_gather", group, "0", "float64", size, "forward", n, 99) for n in trial.case.steps]
+        return with_rank(trial, rank, collectives=tuple(found))
+
+    return with_every_rank(trial_of(case), more)
+
+
+def test_one_gather_of_the_logits_is_not_told_as_activations_that_cross_in_each_layer() -> None:
+    case = tiny_case(dims(shard=2, tp=2))
+    size, logits = (of(case, case.training.seq_len) for of in (activation_bytes, logits_bytes))
+    assert logits % (size * TINY.n_layers) == 0  # as much as several activations in each layer
+    text = of_traffic(with_one_gather(logits))
+    assert "in each layer" not in text and "logits" in text and "loss_parallel: false" in text
+    other = of_traffic(with_one_gather(6 * size * TINY.n_layers))
+    assert "in each layer" not in other and "logits" not in other
 
 
 RECOMPUTED = {"activation_checkpointing": "full"}

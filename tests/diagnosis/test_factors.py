@@ -68,13 +68,24 @@ def test_a_factor_is_told_by_the_numbers_of_tokens_whose_quotient_it_is(
 
 
 def test_a_number_that_differs_from_step_to_step_is_told_with_what_it_is_in_each() -> None:
-    told = [(text, by_step(1)) for text, by_step in token_factors(trial_with(), 2, 20)]
-    assert told == [(": not divided by the number of valid tokens (20)", 10)]
+    told = [(text, by_step(2)) for text, by_step in token_factors(trial_with(), 1, 10)]
+    assert told == [(": not divided by the number of valid tokens (10)", 20)]
     assert factor_text(trial_with(), 10) == ""
     same = trial_with({1: 10, 2: 10})
     assert list(token_factors(same, 2, 10)) == []
     assert factor_text(same, 10) == ": as if not divided by the number of valid tokens (10)"
     assert factor_text(same, 10, everywhere=False) == ""
+
+
+def test_one_step_is_no_proof_of_a_number_of_tokens() -> None:
+    """What would be wrong in a step before the first wrong one, and what no later step shows, is a coincidence."""
+    trial = trial_with({1: 10, 2: 20, 3: 40})
+    last = [text for text, _ in token_factors(trial, 3, 2)]
+    assert last == [] and {*said(3, 2)} != set()
+    before = [text for text, _ in token_factors(trial, 2, 20)]
+    assert before == [] and {*said(2, 20)} != set()
+    (as_of_step_1, *_) = [by_step for _, by_step in token_factors(trial, 2, 2)]
+    assert [as_of_step_1(step) for step in (1, 2, 3)] == [1, 2, 4]
 
 
 def test_a_factor_may_be_a_degree_or_a_product_of_few_or_the_samples() -> None:

@@ -122,7 +122,7 @@ def test_gradients_that_go_wrong_later_by_no_factor() -> None:
     trial = with_value(trial_of(tiny_case("fsdp_2")), 0, 3, "gradients", NORM, lambda g: g + 0.1)
     expect_first(
         with_updates_that_follow(trial),
-        """gradients are right in step 1 and wrong from step 3 on in 1 of 12 parameters (norm.weight) on rank 0; the loss of step 3 matches within 2e-14""",
+        """gradients are right in step 1 and wrong in step 3 in 1 of 12 parameters (norm.weight) on rank 0; the loss of step 3 matches within 2e-14""",
     )
 
 
@@ -134,7 +134,7 @@ def test_a_forward_pass_that_goes_wrong_later() -> None:
         trial = with_step(trial, rank, 2, gradients=wrong, microbatches=batches)
     expect_first(
         with_updates_that_follow(trial),
-        """the forward pass is right in step 1 and wrong from step 2 on: the loss of step 2 is off by 1.0e-02""",
+        """the forward pass is right in step 1 and wrong in step 2: the loss of step 2 is off by 1.0e-02""",
     )
 
 

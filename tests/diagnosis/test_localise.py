@@ -48,18 +48,18 @@ def test_ranks_that_are_a_group_of_the_plan_are_told_as_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "since", "told"),
+    ("held", "step", "told"),
     [
-        ((), "", "off; broken before the forward pass: initial_weights"),
-        (("initial_weights",), "", "the forward pass is wrong: off"),
-        (("initial_weights",), " from step 2 on", "the forward pass is right in step 1 and wrong from step 2 on: off"),
+        ((), 1, "off; broken before the forward pass: initial_weights"),
+        (("initial_weights",), 1, "the forward pass is wrong: off"),
+        (("initial_weights",), 2, "the forward pass is right in step 1 and wrong in step 2: off"),
     ],
 )
 def test_the_forward_pass_is_blamed_where_no_law_before_it_is_broken(
-    held: tuple[str, ...], since: str, told: str
+    held: tuple[str, ...], step: int, told: str
 ) -> None:
     trial = with_parameter(TRIAL, 1, "norm.weight", value=np.full(2, 3.0))
-    assert _forward(trial, "off", since, frozenset(held)) == told
+    assert _forward(trial, "off", step, frozenset(held)) == told
 
 
 def test_of_a_law_without_numbers_the_first_finding_is_told_and_which_others_are_broken() -> None:

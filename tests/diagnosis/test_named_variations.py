@@ -60,7 +60,7 @@ def hypotheses(trial: Trial, *laws: str) -> list[tuple[str, int, tuple[tuple[str
         (ParallelDims(dp_shard=2), EACH, 1, None, "", 1),
         (ParallelDims(dp_shard=2), EACH[1:2], 1, None, " in layers.1.feed_forward", 1),
         (ParallelDims(dp_shard=2), EACH, 2, None, " from step 2 on", 1),
-        (ParallelDims(dp_shard=2), EACH[2:], 3, None, " in layers.2.feed_forward from step 3 on", 1),
+        (ParallelDims(dp_shard=2), EACH[2:], 3, None, " in layers.2.feed_forward in step 3", 1),
         (ParallelDims(dp_shard=2), EACH, 1, LAST_ROWS, " on rank 1", 2),
         (ParallelDims(dp_shard=2), EACH[:1], 1, ~LAST_ROWS, " in layers.0.feed_forward on rank 0", 2),
         (ParallelDims(dp_shard=2), EACH, 2, LAST_ROWS, " on rank 1 from step 2 on", 2),

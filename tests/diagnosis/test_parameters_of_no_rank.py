@@ -91,16 +91,16 @@ def test_a_layer_that_a_stage_does_not_hold_is_told_with_who_has_it() -> None:
 
 def test_whole_stages_that_do_not_train_are_told_by_their_numbers() -> None:
     trial = staged((0, 1), (2, 3))
-    why = ": frozen, unused, or in no optimizer that steps"
+    none, why = ": none was in place as the optimizer stepped", ": frozen, unused, or in no optimizer that steps"
     first, last = (with_step(trial, rank, 2, gradients={}) for rank in (0, 1))
     both = with_step(first, 1, 2, gradients={})
     assert missing_parameters(first) == (
         "rank 0 has no gradient of tok_embeddings.weight, layers.0.attention.wq.weight and 17 more (all of stage 0) in step 2"
-        + why
+        + none
     )
-    assert missing_parameters(last).endswith("and 18 more (all of stage 1) in step 2" + why)
+    assert missing_parameters(last).endswith("and 18 more (all of stage 1) in step 2" + none)
     assert missing_parameters(both).startswith("ranks [0,1] have no gradient of tok_embeddings.weight")
-    assert missing_parameters(both).endswith("and 37 more (all of stages 0 and 1) in step 2" + why)
+    assert missing_parameters(both).endswith("and 37 more (all of stages 0 and 1) in step 2" + none)
     still = with_step(trial, 1, 3, parameters={NORM: trial.ranks[1].steps[2].parameters[NORM]})
     assert missing_parameters(still).startswith("rank 1 does not update layers.2.attention.wq.weight, ")
     assert missing_parameters(still).endswith("and 17 more in step 3" + why)
@@ -172,7 +172,10 @@ WHY = "in step 1: frozen, unused, or in no optimizer that steps"
 def test_parameters_that_are_not_trained_stay_and_without_a_gradient_are_in_no_norm() -> None:
     trial = untrained(trial_of(tiny_case("ddp_2")), NORM, gradients=False)
     (one,) = not_trained(trial, broken("completed"))
-    assert one.cause == Cause("incomplete", f"ranks [0,1] have no gradient of norm.weight {WHY}")
+    assert one.cause == Cause(
+        "incomplete",
+        "ranks [0,1] have no gradient of norm.weight in step 1: none was in place as the optimizer stepped",
+    )
     assert one.assume is not None
     steps, usual = one.assume(trial).reference.steps, trial.reference.steps
     assert not steps[0].gradients[NORM].any() and steps[0].grad_norm < usual[0].grad_norm

@@ -187,7 +187,7 @@ def test_a_parameter_that_is_frozen() -> None:
         rest = {f: g for f, g in trial.ranks[rank].steps[step - 1].gradients.items() if f != NORM}
         trial = with_step(trial, rank, step, gradients=rest)
     assert first_line(trial) == (
-        "ranks [0-3] have no gradient of norm.weight in step 1: frozen, unused, or in no optimizer that steps"
+        "ranks [0-3] have no gradient of norm.weight in step 1: none was in place as the optimizer stepped"
     )
 
 

@@ -230,6 +230,7 @@ def test_a_cp_ranks_tokens_are_looked_for_where_anybody_would_cut_them() -> None
         [2, 3, 4, 5],
         [4, 5, 6, 7],
         [0, 1, 2, 3, 4, 5, 6, 7],
+        [0, 1, 6, 7],  # those that it was given
     ]
 
 

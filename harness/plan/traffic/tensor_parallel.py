@@ -45,8 +45,7 @@ def tensor_parallel_flows(
         yield Flow("tp", "activations", "all_reduce", "forward", (2 * layers + first) * activation)
         yield Flow("tp", "activations", "all_reduce", "backward", (2 * layers + last) * activation)
     if not case.features.loss_parallel and last:
-        vocabulary = -(-model.vocab_size // dims.tp) * dims.tp  # gathered in equal parts
-        yield Flow("tp", "logits", "all_gather", "forward", activation // model.dim * vocabulary)
+        yield Flow("tp", "logits", "all_gather", "forward", logits_bytes(case, length))
     elif traits.loss_in_forward and last:
         yield Flow("tp", "loss", "all_reduce", "forward", loss_bytes(case, length))
 
@@ -55,6 +54,12 @@ def activation_bytes(case: Case, length: int) -> int:
     """Of the residual stream of all of a rank's microbatches."""
     size = BYTES[case.training.compute_dtype or case.training.dtype]
     return case.local_batch * (length // case.dims.cp) * case.model.dim * size * case.passes
+
+
+def logits_bytes(case: Case, length: int) -> int:
+    """Of the logits of all of a rank's microbatches, gathered over tp in equal parts."""
+    vocabulary = -(-case.model.vocab_size // case.dims.tp) * case.dims.tp
+    return activation_bytes(case, length) // case.model.dim * vocabulary
 
 
 def loss_bytes(case: Case, length: int) -> int:

@@ -1,0 +1,115 @@
+"""Mistakes on real ranks that were once passed, or told wrongly: which checks fail, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import wrong_trainers
+
+from harness.judge.judgement import Judgement
+from harness.judge.result import Diagnosis, Result, Verdict
+from harness.judge.stored_trial import load_trial
+from harness.reference.model import Llama, kept_share
+from harness.run.options import Options
+from harness.run.run_case import run_case
+from harness.spec.loading import find_case, load_all
+
+
+@dataclass(frozen=True)
+class Ran:
+    judgement: Judgement
+    results: dict[str, Result]
+    diagnosis: Diagnosis
+
+    @property
+    def broken(self) -> set[str]:
+        return {name for name, result in self.results.items() if result.verdict is Verdict.FAIL}
+
+    @property
+    def said(self) -> dict[str, str]:
+        return dict(self.diagnosis.evidence)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("wrong")
+
+
+def run(name: str, out: Path) -> Ran:
+    case = getattr(wrong_trainers, name).case
+    options = Options(out=out, fault=f"{wrong_trainers.__file__}:{name}", timeout=60)
+    judgement = run_case(find_case(case, load_all()), options)
+    assert judgement.verdict is Verdict.FAIL and judgement.diagnosis is not None
+    assert "not tried" not in dict(judgement.diagnosis.evidence)
+    return Ran(judgement, {result.check: result for result in judgement.results}, judgement.diagnosis)
+
+
+def test_units_that_no_backward_freed_are_found_and_so_are_their_gradients(out: Path) -> None:
+    ran = run("units_stay_gathered", out)
+    assert {"reshard", "memory", "traffic", "loss", "gradients"} <= ran.broken
+    assert ran.results["completed"].verdict is Verdict.PASS
+    assert ran.results["gradients"].examined == 2 * 3 * 21
+    assert ran.diagnosis.kinds[0] == "left gathered by backward"
+    first = load_trial(ran.judgement.folder).ranks[0].steps[0]
+    assert first.gathered is not None and len({*first.gathered}) == len(first.gathered) == 21
+    lacking = {(f.step, f.observed) for f in ran.results["traffic"].findings}
+    assert lacking == {(2, "nothing"), (3, "nothing")}
+
+
+def test_a_factor_of_one_step_is_no_proof_of_where_it_comes_from(out: Path) -> None:
+    ran = run("rounded_token_count", out)
+    assert ran.broken == {"gradients", "grad_norm", "reported_loss"}
+    assert ran.diagnosis.kinds == ("gradients scaled",)
+    assert "tokens" not in ran.diagnosis.cause and "step 3 on" not in ran.diagnosis.cause
+
+
+def test_what_each_rank_lacks_is_said_of_that_rank(out: Path) -> None:
+    ran = run("each_rank_steps_on_a_half", out)
+    assert ran.diagnosis.kinds[0] == "incomplete" and "completed" in ran.broken
+    of_rank_0, of_rank_1 = ran.diagnosis.cause.split("; rank 1 does not update ")
+    assert of_rank_0.startswith("rank 0 does not update ") and "layers.0.attention.wq.weight" in of_rank_0
+    assert "tok_embeddings.weight" in of_rank_1 and "tok_embeddings.weight" not in of_rank_0
+
+
+def test_tokens_and_positions_that_are_cut_alike_are_no_wrong_positions(out: Path) -> None:
+    ran = run("short_step_is_cut_after_sharding", out)
+    assert "samples" in ran.broken
+    assert {"peers differ", "positions"}.isdisjoint(ran.diagnosis.kinds)
+    assert ran.diagnosis.kinds[0] == "sequence cut otherwise"
+    assert "assuming this" not in ran.said  # what was received is no cause of itself
+    (finding,) = ran.results["samples"].findings
+    assert (finding.rank, finding.step) == (1, 2) and "16-23" in finding.observed and "8-15" in finding.expected
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("anomaly_detection_from_the_start", {"settings"}),
+        ("copies_for_the_time_of_a_step", {"memory"}),
+        ("mesh_in_another_order", {"placements"}),
+    ],
+)
+def test_what_no_number_shows_is_caught_by_one_check(name: str, broken: set[str], out: Path) -> None:
+    ran = run(name, out)
+    assert ran.broken == broken
+    assert ran.results["loss"].verdict is ran.results["gradients"].verdict is Verdict.PASS
+
+
+def test_the_interpolated_band_of_rope_scaling_is_under_test(out: Path) -> None:
+    assert {"loss", "gradients"} <= run("interpolated_band_is_a_step", out).broken
+
+
+def test_each_case_that_rescales_has_frequencies_in_all_three_bands() -> None:
+    scaled = [case for case in load_all() if case.model.rope_scaling is not None]
+    assert scaled
+    for case in scaled:
+        share = kept_share(_frequencies(case.model), case.model.rope_scaling)
+        assert (share >= 1).any() and (share <= 0).any() and ((share > 0) & (share < 1)).any(), case.name
+
+
+def _frequencies(model: Llama) -> torch.Tensor:
+    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float64) / model.head_dim
+    return 1.0 / model.rope_theta**exponents
