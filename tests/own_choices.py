@@ -54,6 +54,39 @@ def _sent_to_peers(original: Any, tokens: Any, labels: Any, mesh: Any, case: Any
 batch_sent_to_peers = choice(op.instead(".trainer:sequence_part", _sent_to_peers))
 
 
+_optimizers: list[Any] = []
+
+
+def _noted(original: Any, *args: Any, **rest: Any) -> Any:
+    _optimizers.append(original(*args, **rest))
+    return _optimizers[-1]
+
+
+def _clip_the_optimizers(original: Any, parameters: Any, *rest: Any, **more: Any) -> Any:
+    return original([p for o in _optimizers for group in o.param_groups for p in group["params"]], *rest, **more)
+
+
+def _stay_gathered(model: Any, *_: Any) -> None:
+    model.set_reshard_after_backward(False)
+
+
+def _free(trainer: Any) -> None:
+    for part in trainer.model_parts:
+        for module in part.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+
+
+gathered_until_freed_by_hand = choice(
+    op.together(
+        op.after_call(".parallelize:apply_fsdp", _stay_gathered),
+        op.instead(".recipe:build_optimizer", _noted),
+        op.instead(".clip:clip_gradients", _clip_the_optimizers),
+        op.after_call(".trainer:Trainer.optimizer_step", _free),
+    )
+)
+
+
 def _saves(original: Any, self: Any) -> Any:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp

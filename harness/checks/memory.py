@@ -56,7 +56,7 @@ def planned(trial: Trial, rank: int) -> dict[str, tuple[int, int]]:
     _, gradients = trial.plan.gradient_bytes.get(rank, (least, most))
     of_state = trial.plan.state_bytes.get(rank, (least, most))
     return {
-        "parameters": (least, most),
+        "parameters": (least, most + allowed_bytes(trial, rank, "gathered")),
         "gradients": (0, gradients + trial.plan.gradient_spare.get(rank, 0)),
         "optimizer_state": (copies * of_state[0], copies * of_state[1]),
     }

@@ -19,6 +19,7 @@ from harness.judge.traffic import Key, amount, axis_text, observed, own_bytes, p
 from harness.judge.trial import Trial
 from harness.judge.units_seen import untold_units
 from harness.plan.slices import BYTES, numel
+from harness.spec.allowance import Allowance, said
 
 STAGE = "structure"
 
@@ -39,7 +40,7 @@ def check(trial: Trial) -> Result:
             for record in step.after_forward:
                 examined += len(record.bytes)
                 findings += _kept(trial, here, rank, record)
-            left = left_by_backward(trial, evidence, step.step)
+            left = [] if gathered_by_choice(trial) else left_by_backward(trial, evidence, step.step)
             findings += [here("freed", "still gathered", name=f"{fqn} after backward") for fqn in left]
             findings += _gathered_again(trial, evidence, step.step)
         findings += [
@@ -52,7 +53,9 @@ def check(trial: Trial) -> Result:
             for step, fqn, held in left_by_evaluation(trial, rank)
         ]
     findings.sort(key=lambda finding: (finding.rank, finding.step) != (0, 1))
-    return verdict_of("reshard", findings, examined, _kept_text(trial))
+    used = any(left_by_backward(trial, trial.ranks[rank], step.step) for rank, step in trial.own_steps())
+    allowed = said(dict.fromkeys(gathered_by_choice(trial), used))
+    return verdict_of("reshard", findings, examined, "; ".join(filter(None, [_kept_text(trial), allowed])))
 
 
 def _of_recorded(trial: Trial) -> Result:
@@ -99,6 +102,12 @@ def left_by_backward(trial: Trial, evidence: RankEvidence, step: int) -> list[st
     """Parameters, of those that a rank gathers, that are still gathered after the backward pass of a step."""
     left = next(({*one.gathered} for one in evidence.steps if one.step == step and one.gathered), set())
     return [fqn for fqn in trial.plan.after_forward[evidence.rank] if fqn in left]
+
+
+def gathered_by_choice(trial: Trial) -> list[Allowance]:
+    """Return the allowances for what stays gathered until the optimizer has stepped: `memory` judges how much that may be,
+    `traffic` that the next forward pass gathers it anew."""
+    return [one for one in trial.allow if one.what == "gathered"]
 
 
 def left_by_evaluation(trial: Trial, rank: int) -> list[tuple[int, str, int]]:

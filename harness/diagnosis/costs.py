@@ -8,6 +8,7 @@ from math import prod
 from harness.checks import memory, settings, traffic
 from harness.checks.traffic import waits
 from harness.diagnosis import declarable
+from harness.diagnosis.differences import NUMBERS
 from harness.diagnosis.hypothesis import Broken, Fact, stated
 from harness.diagnosis.words import from_step, of_first, told_first, traffic_lines
 from harness.evidence.records import RankEvidence
@@ -18,9 +19,6 @@ from harness.judge.trial import Trial
 from harness.plan.slices import BYTES
 from harness.plan.stages import layers_of_stage
 from harness.plan.traffic.tensor_parallel import activation_bytes, logits_bytes
-
-NUMBERS = {"loss", "gradients", "grad_norm", "update", "samples", "positions", "initial_weights", "schedule"}
-
 
 # ---- memory
 

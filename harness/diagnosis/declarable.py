@@ -40,6 +40,16 @@ def matmuls(trial: Trial) -> Iterator[Allowance]:
     yield Allowance("computed", matmuls=most, reason=WHY)
 
 
+def gathered(trial: Trial) -> Iterator[Allowance]:
+    """Yield the most that a rank has of parameters beside its slices as the optimizer steps."""
+    more = (
+        step.memory.get("parameters", 0) - memory.planned(trial, rank)["parameters"][1]
+        for rank, step in trial.own_steps()
+    )
+    if (most := max(more)) > 0:
+        yield Allowance("gathered", most, WHY)
+
+
 def held(trial: Trial, kind: str, ranks: Collection[int]) -> Iterator[Allowance]:
     """Yield the most that one of these ranks keeps ("retained") or copies ("copied") besides what the plan knows."""
     if kind == "retained":

@@ -96,6 +96,7 @@ def holders_of(trial: Trial, fqn: str) -> list[int]:
 
 # ---- what follows of gradients that are wrong, as far as what came before is right
 
+NUMBERS = {"loss", "gradients", "grad_norm", "update", "samples", "positions", "initial_weights", "schedule"}
 OF_GRADIENTS = frozenset({"grad_norm", "gradients", "loss", "reported_loss", "update", "replica_agreement"})
 """Laws of numbers that may be broken because gradients are wrong."""
 

@@ -11,8 +11,9 @@ from functools import partial
 
 from harness.checks import reshard
 from harness.checks.placements import disagreements
+from harness.diagnosis import declarable
 from harness.diagnosis.assume import another_feature
-from harness.diagnosis.differences import consequences, first_wrong_step, wrong_pairs
+from harness.diagnosis.differences import NUMBERS, consequences, first_wrong_step, wrong_pairs
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated, verdict_of
 from harness.diagnosis.layout import wrong_parts
 from harness.diagnosis.words import by_rank, finding_line, of_first, on_ranks, some, traffic_lines
@@ -215,4 +216,6 @@ def left_by_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
         }
         kind, text = "left gathered by backward", by_rank(trial, texts)
         again = [finding_line("traffic", broken["traffic"])] if "traffic" in broken else []
-        yield stated(broken, "reshard", kind, text, "traffic", "memory", more=(*again, *NOT_TESTED))
+        chosen = () if again else declarable.lines(declarable.gathered(trial))
+        more = (*again, *(NOT_TESTED if NUMBERS & {*broken} else ()), *chosen)
+        yield stated(broken, "reshard", kind, text, "traffic", "memory", more=more)

@@ -75,8 +75,7 @@ class Summary:
     `outside` is of. background: what other threads moved than the one that trains, as far as it is on record; of no step.
     kind, places: as evidence.alike has them; 0 where nobody looked. tokens: as `fed`, of inputs that are integers.
     ignored: by fqn, the contents by step of parameters that a wrapper ignores, but for those that begin as constants.
-    joined: as in RankEvidence. failed: as in RankRecord. idle_steps: those in which optimizers of its parameters found no
-    gradient in any.
+    joined, failed: as in RankEvidence and RankRecord. idle_steps: those in which optimizers found no gradient of its own.
     """
 
     rank: int

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 AMOUNTS = {
     "kept": "bytes",
+    "gathered": "bytes",
     "copied": "bytes",
     "moved": "bytes",
     "computed": "matmuls",
@@ -29,10 +30,11 @@ class Allowance:
     """One thing that is allowed, up to an amount, for a reason."""
 
     what: str = ""
-    """kept: when training has ended. copied: at once within a step. moved: in each step, by collectives. computed: in each
-    step, outside of training passes. compiled: code that torch.compile runs. hooks: on tensors saved for backward."""
+    """kept: when training has ended. gathered: of parameters, from backward until the optimizer has stepped. copied: at once
+    within a step. moved: in each step, by collectives. computed: in each step, outside of training passes. compiled: code
+    that torch.compile runs. hooks: on tensors saved for backward."""
     bytes: int | str = 0
-    """Of kept, copied and moved: a number, or "N x parameters", of the rank's own slices."""
+    """Of kept, gathered, copied and moved: a number, or "N x parameters", of the rank's own slices."""
     reason: str = ""
     """One sentence that says why the trainer needs it."""
     op: str = ""

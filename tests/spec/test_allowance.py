@@ -202,7 +202,10 @@ def test_allowances_are_stored_with_the_case() -> None:
         ({"what": "kept", "reason": "why"}, "entry 1: bytes 0: a number above 0, or 'N x parameters'"),
         ({"what": "kept", "bytes": "all", "reason": "why"}, "entry 1: bytes 'all': a number above 0"),
         ({"what": "kept", "bytes": True, "reason": "why"}, "entry 1: bytes: expected int | str, got True"),
-        ({"what": "any", "bytes": 8, "reason": "why"}, "what 'any': choose one of kept, copied, moved, computed"),
+        (
+            {"what": "any", "bytes": 8, "reason": "why"},
+            "what 'any': choose one of kept, gathered, copied, moved, computed",
+        ),
         ({"what": "computed", "bytes": 8, "reason": "why"}, "entry 1: computed has no bytes: say matmuls"),
         ({"what": "kept", "bytes": 8, "matmuls": 8, "reason": "why"}, "entry 1: kept has no matmuls: say bytes"),
         ({"what": "computed", "matmuls": "all", "reason": "why"}, "matmuls 'all': a number above 0, or 'N x forward'"),

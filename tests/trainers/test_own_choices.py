@@ -21,7 +21,12 @@ CHOICES = ROOT / "tests" / "own_choices.py"
 
 @pytest.mark.parametrize(
     ("case", "choice"),
-    [("fsdp_2", "compiled_product"), ("fsdp_2", "saved_on_the_host"), ("tp_2", "batch_sent_to_peers")],
+    [
+        ("fsdp_2", "compiled_product"),
+        ("fsdp_2", "saved_on_the_host"),
+        ("tp_2", "batch_sent_to_peers"),
+        ("fsdp_4_reshard_never", "gathered_until_freed_by_hand"),
+    ],
 )
 def test_a_choice_passes_once_the_line_that_the_report_prints_declares_it(
     tmp_path: Path, case: str, choice: str
