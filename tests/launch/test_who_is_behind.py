@@ -79,9 +79,19 @@ def test_who_made_no_group_is_blamed_also_where_most_only_passed_by(culprit: int
     assert blamed(*(fate(rank, *there[rank]) for rank in WORLD)) == [culprit]
 
 
-def test_groups_made_in_another_order_are_a_disagreement() -> None:
-    usual, other = (making(1, (0, 1)), making(2, (1, 2))), (making(1, (1, 2)), making(2, (0, 1)))
-    assert blamed(fate(0, *usual), fate(1, *other), fate(2, *usual)) == [1]
+def test_who_makes_groups_in_another_order_than_most_is_blamed() -> None:
+    """Rank 2 is no member of the first one, and passed by."""
+    usual = (making(1, (0, 1)), making(2, (1, 2)))
+    assert blamed(fate(0, usual[0]), fate(1, making(1, (1, 2))), fate(2, *usual)) == [1]
+
+
+def test_groups_that_only_their_members_make_are_no_disagreement() -> None:
+    """Rank 3 made the group of its own, and sleeps; ranks 0 and 1 wait in the next one, rank 2 for it."""
+    four = (0, 1, 2, 3)
+    begun = {rank: (making(0, four), making(1, (0, 1) if rank < 2 else (2, 3))) for rank in four}
+    waits = {rank: (*begun[rank], call("0", 0, ranks=four)) for rank in (0, 1)}
+    waits |= {2: (*begun[2], making(2, (2, 3))), 3: begun[3]}
+    assert blamed(*(fate(rank, *waits[rank]) for rank in four)) == [3]
 
 
 @pytest.mark.parametrize("op", ["broadcast", "reduce", "gather", "scatter"])
