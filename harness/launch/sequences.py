@@ -198,10 +198,12 @@ def not_come(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
 
 
 def has_come(peer: Fate, making: Issued, until: float = float("inf")) -> bool:
-    """Whether a rank had begun to make a group by then. All ranks make groups in one order, or else only their members do:
-    so one that made later ones may have come."""
+    """Whether a rank had begun to make a group by then. All ranks make groups in one order, or else only their members do: so
+    one that made later ones may have come, unless it is making one of the same ranks by another name."""
     made = [each for each in peer.issued if each.op in MAKING and each.time <= until]
-    return any(place(each) == place(making) or each.seq > making.seq for each in made)
+    if any(place(each) == place(making) for each in made):
+        return True
+    return any(each.seq > making.seq for each in made) and not same(made[-1], making)
 
 
 def behind(fate: Fate, group: Place, fates: Sequence[Fate]) -> list[tuple[Fate, Issued]]:

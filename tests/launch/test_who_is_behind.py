@@ -85,6 +85,15 @@ def test_who_makes_groups_in_another_order_than_most_is_blamed() -> None:
     assert blamed(fate(0, usual[0]), fate(1, making(1, (1, 2))), fate(2, *usual)) == [1]
 
 
+@pytest.mark.parametrize("culprit", WORLD)
+def test_who_counts_one_group_more_than_most_when_it_makes_the_same_is_blamed(culprit: int) -> None:
+    """Torch names groups by their number: they do not find each other."""
+    more = (making(1, (0, 1)), making(2))
+    assert blamed(*(fate(r, making(0), *(more if r == culprit else (making(1),))) for r in WORLD)) == [culprit]
+    exits = judge([gave_up(r, making(0), *(more if r == culprit else (making(1),))) for r in WORLD])
+    assert [(exit.blamed, exit.undelivered) for exit in exits] == [(r == culprit, "") for r in WORLD]
+
+
 def test_groups_that_only_their_members_make_are_no_disagreement() -> None:
     """Rank 3 made the group of its own, and sleeps; ranks 0 and 1 wait in the next one, rank 2 for it."""
     four = (0, 1, 2, 3)
