@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from harness.evidence.records import Exit
-from harness.launch import Issued, Job, launch
+from harness.launch import Inflight, Issued, Job, launch
 from harness.launch.blame import judge
+from harness.launch.job import rank_file
 from harness.launch.rank import note_failure
 from harness.launch.rank_exit import Fate
+from harness.launch.supervise import advances
 
 LIMIT = "killed by the harness at the time limit of 5 s"
 WORLD = (0, 1, 2)
@@ -164,6 +166,19 @@ def test_a_rank_that_waits_in_c_plus_plus_for_what_it_sent_does_not_compute(tmp_
     sends = call("a", 0, "send", ranks=(0, 1), peer=1)
     sleeps = stack.format(source, 3)
     assert blamed(fate(0, sends, stack=stack.format(source, 2)), fate(1, stack=sleeps)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("phase", "ranks", "works"), [("forward", (0, 1), True), ("background", (0, 1), False), ("forward", (0,), False)]
+)
+def test_a_job_goes_on_where_ranks_issue_collectives_with_others_that_belong_to_a_step(
+    phase: str, ranks: tuple[int, ...], works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = rank_file(tmp_path, "inflight", 0)
+    path.parent.mkdir()
+    record = Inflight(path)
+    monkeypatch.setattr("time.sleep", lambda _: record.issue("g", ranks, 0, "all_reduce", 4, 1, phase))
+    assert advances(Job(tmp_path, 1, "package:entry")) is works
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
