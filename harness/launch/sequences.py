@@ -117,8 +117,10 @@ def waited_for(fates: Sequence[Fate]) -> dict[int, str]:
 
 
 def left_out(rank: int, here: Issued, waits: dict[int, dict[int, Issued]], fates: Sequence[Fate]) -> bool:
-    """Whether others wait for this rank in what most ranks issued before the collective that it is in."""
-    missed = [peers[rank] for peers in waits.values() if rank in peers]
+    """Whether others wait for this rank in what it did not issue, and most ranks issued before the collective that it is in."""
+    mine = [fate for fate in fates if fate.rank == rank]
+    awaited = [peers[rank] for peers in waits.values() if rank in peers]
+    missed = [each for each in awaited if [before(fate, each, here, fates) for fate in mine] == [False]]
     votes = [[before(fate, each, here, fates) for fate in fates] for each in missed]
     return any(some.count(True) > some.count(False) for some in votes)
 

@@ -96,6 +96,12 @@ def test_who_counts_one_group_more_than_most_when_it_makes_the_same_is_blamed(cu
     assert [(exit.blamed, exit.undelivered) for exit in exits] == [(r == culprit, "") for r in WORLD]
 
 
+def test_who_made_a_group_by_another_name_did_not_leave_it_out() -> None:
+    """Rank 1 made [0,1] first, so [0-2] has another name there; the others have come to the first collective."""
+    usual = (making(1), making(2, (0, 1)), call("0", 0))
+    assert blamed(fate(0, *usual), fate(1, making(1, (0, 1)), making(2)), fate(2, *usual)) == [1]
+
+
 def test_groups_that_only_their_members_make_are_no_disagreement() -> None:
     """Rank 3 made the group of its own, and sleeps; ranks 0 and 1 wait in the next one, rank 2 for it."""
     four = (0, 1, 2, 3)
