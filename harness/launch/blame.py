@@ -24,6 +24,7 @@ from typing import Any
 
 from harness.evidence.records import AT_WORK, Exit
 from harness.evidence.text import ranks_text
+from harness.launch.inflight import MAKING
 from harness.launch.rank_exit import (
     Fate,
     busy,
@@ -44,6 +45,7 @@ from harness.launch.sequences import (
     describe,
     disagreeing,
     gave_up,
+    has_come,
     members,
     place,
     position,
@@ -177,7 +179,7 @@ def undelivered(fates: Sequence[Fate]) -> str:
     if issued is None:
         return ""
     hosts: dict[str, list[int]] = defaultdict(list)
-    for fate in members(place(issued), fates):
+    for fate in members(issued, fates):
         hosts[fate.host].append(fate.rank)
     ends = " and ".join(f"{host} (ranks {ranks_text(ranks)})" for host, ranks in sorted(hosts.items()))
     between = f"between {ends}" if len(hosts) > 1 else "between them"
@@ -189,7 +191,9 @@ def issued_by_all(fate: Fate, fates: Sequence[Fate]) -> bool:
     if not fate.issued or fate.issued[-1].op in POINT_TO_POINT:
         return False
     mine, first = fate.issued[-1], min(map(gave_up, fates))
-    return all(position(peer, place(mine), first) >= mine.seq for peer in members(place(mine), fates))
+    if mine.op in MAKING:
+        return all(has_come(peer, mine, first) for peer in members(mine, fates))
+    return all(position(peer, place(mine), first) >= mine.seq for peer in members(mine, fates))
 
 
 def first_failed(fates: Sequence[Fate]) -> dict[int, str]:

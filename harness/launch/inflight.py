@@ -6,7 +6,7 @@ and ends with the same stamp, the rank's running number of collectives: a cell t
 skipped, and the cell before it still stands. Group members are long and never change, so they go once into a text file
 beside it, `rank_00.groups`.
 
-Making groups is on record too, as one sequence of all ranks: torch requires that all of them make the same groups.
+Making groups is on record too, as a sequence of its own, for a rank that never comes to it issues no collective either.
 """
 
 from __future__ import annotations

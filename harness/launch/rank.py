@@ -158,7 +158,7 @@ def limit_groups(seconds: float) -> None:
 
 
 def note_groups(world_size: int) -> None:
-    """Put on record that this rank begins to make a group, as a collective of all ranks: some of them may never come.
+    """Put on record that this rank begins to make a group, in which it waits for others: some of them may never come.
 
     torch 2.11 to 2.14 ask for a name first, before any rank waits for another. The making of a group that only its
     members take part in is not on record, and its name is a digest.

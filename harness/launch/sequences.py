@@ -13,21 +13,20 @@ from harness.launch.rank_exit import Fate, busy, moment, timed_out
 Place = tuple[str, tuple[int, ...]]  # a group, by name and members: two groups of one split can share a name
 EQUAL_BYTES = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}  # every member passes as many
 POINT_TO_POINT = {"send": "recv", "recv": "send"}  # and what the other side does
-MAKING_GROUPS: Place = ("the making of groups", ())
 
 
 def place(issued: Issued) -> Place:
-    return MAKING_GROUPS if issued.op in MAKING else (issued.group, issued.ranks)
+    return issued.group, issued.ranks
 
 
-def members(group: Place, fates: Sequence[Fate]) -> list[Fate]:
-    """Return those who take part in a sequence: all ranks in the making of groups."""
-    return [fate for fate in fates if group == MAKING_GROUPS or fate.rank in group[1]]
+def members(issued: Issued, fates: Sequence[Fate]) -> list[Fate]:
+    """Return those who take part: all ranks in init_process_group."""
+    return [fate for fate in fates if issued.op == MAKING[0] or fate.rank in issued.ranks]
 
 
 def collectives(fate: Fate) -> list[Issued]:
-    """Without sends and receives, which are counted apart, for each pair of ranks."""
-    return [each for each in fate.issued if each.op not in POINT_TO_POINT]
+    """Without sends and receives, which are counted apart, for each pair of ranks, and without the making of groups."""
+    return [each for each in fate.issued if each.op not in POINT_TO_POINT and each.op not in MAKING]
 
 
 def sequenced(fates: Iterable[Fate]) -> list[Place]:
@@ -83,8 +82,6 @@ def other_side(fate: Fate, issued: Issued, fates: Sequence[Fate]) -> list[Issued
 
 def signature(issued: Issued) -> Hashable:
     """What all members of a group must have in common."""
-    if issued.op in MAKING:
-        return issued.op, issued.ranks
     alike = issued.op in EQUAL_BYTES or issued.op in POINT_TO_POINT
     return issued.op, issued.root, (issued.bytes, issued.dtype) if alike else None
 
@@ -120,23 +117,36 @@ def waited_for(fates: Sequence[Fate]) -> dict[int, str]:
 
 
 def left_out(rank: int, here: Issued, waits: dict[int, dict[int, Issued]], fates: Sequence[Fate]) -> bool:
-    """Whether others wait for this rank in what most ranks issued before the collective that it is in."""
-    missed = [peers[rank] for peers in waits.values() if rank in peers]
+    """Whether others wait for this rank in what it did not issue, and most ranks issued before the collective that it is in."""
+    mine = [fate for fate in fates if fate.rank == rank]
+    awaited = [peers[rank] for peers in waits.values() if rank in peers]
+    missed = [each for each in awaited if [before(fate, each, here, fates) for fate in mine] == [False]]
     votes = [[before(fate, each, here, fates) for fate in fates] for each in missed]
     return any(some.count(True) > some.count(False) for some in votes)
 
 
 def before(fate: Fate, first: Issued, second: Issued, fates: Sequence[Fate]) -> bool | None:
     """Whether this rank issued `first` and not `second` before it; None if it issued neither, or cannot be asked."""
-    if any(each.op in POINT_TO_POINT or fate not in members(place(each), fates) for each in (first, second)):
+    both = (first, second)
+    others = any(each.op not in MAKING and fate not in members(each, fates) for each in both)
+    if others or same(first, second) or any(each.op in POINT_TO_POINT for each in both):
         return None
-    orders = [
-        next((e.order for e in fate.issued if (place(e), e.seq) == (place(x), x.seq)), 0) for x in (first, second)
-    ]
-    there = [position(fate, place(x)) >= x.seq for x in (first, second)]
+    orders = [next((each.order for each in fate.issued if same(each, wanted)), 0) for wanted in both]
+    there = [bool(order) or past(fate, wanted) for order, wanted in zip(orders, both, strict=True)]
     if all(there):
         return orders[0] < orders[1] if all(orders) else None
     return there[0] if any(there) else None
+
+
+def same(one: Issued, other: Issued) -> bool:
+    """Whether two ranks issued one and the same: a group that is made may have got another name."""
+    if one.op in MAKING or other.op in MAKING:
+        return (one.op, one.ranks) == (other.op, other.ranks)
+    return (place(one), one.seq) == (place(other), other.seq)
+
+
+def past(fate: Fate, wanted: Issued) -> bool:
+    return has_come(fate, wanted) if wanted.op in MAKING else position(fate, place(wanted)) >= wanted.seq
 
 
 def why_waited_for(peer: int, fates: Sequence[Fate], waits: dict[int, dict[int, Issued]]) -> str:
@@ -151,7 +161,7 @@ def waiting(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
     if fate.status == 0:
         return {}
     ahead = {peer.rank: each for group in sequenced(fates) for peer, each in behind(fate, group, fates)}
-    ahead = missed_barrier(fate) | unanswered(fate, fates) | ahead
+    ahead = missed_barrier(fate) | unanswered(fate, fates) | ahead | not_come(fate, fates)
     return {rank: each for rank, each in ahead.items() if rank in {fate.rank for fate in fates}}
 
 
@@ -181,10 +191,28 @@ def unanswered(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
     return found
 
 
+def not_come(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
+    """Return the ranks that this one waits for in the making of a group, which is the last that it began."""
+    mine = fate.issued[-1] if fate.issued and fate.issued[-1].op in MAKING else None
+    if mine is None:
+        return {}
+    return {peer.rank: mine for peer in members(mine, fates) if not has_come(peer, mine, gave_up(fate))}
+
+
+def has_come(peer: Fate, making: Issued, until: float = float("inf")) -> bool:
+    """Whether a rank had begun to make a group by then. All ranks make groups in one order, or else only their members do: so
+    one that made later ones may have come, unless it is making one of the same ranks by another name."""
+    made = [each for each in peer.issued if each.op in MAKING and each.time <= until]
+    if any(place(each) == place(making) for each in made):
+        return True
+    return any(each.seq > making.seq for each in made) and not same(made[-1], making)
+
+
 def behind(fate: Fate, group: Place, fates: Sequence[Fate]) -> list[tuple[Fate, Issued]]:
     """Members of `group` that had yet to issue what this rank issued last in it, when it gave up."""
     mine = last(fate, group)
-    return [(peer, mine) for peer in members(group, fates) if mine and position(peer, group, gave_up(fate)) < mine.seq]
+    peers = members(mine, fates) if mine else []
+    return [(peer, mine) for peer in peers if mine and position(peer, group, gave_up(fate)) < mine.seq]
 
 
 def gave_up(fate: Fate) -> float:
@@ -218,7 +246,7 @@ def describe(issued: Issued) -> str:
         return f"{issued.op} #{issued.seq} of group {ranks_text(issued.ranks)}"
     peer = "" if issued.peer is None else f" {'to' if issued.op == 'send' else 'from'} rank {issued.peer}"
     root = "" if issued.root is None else f"root {issued.root}"
-    many = f"{size(issued.bytes)} {issued.dtype}".strip()
+    many = size(issued.bytes) + f" {issued.dtype}" * bool(issued.bytes and issued.dtype)
     about = ", ".join(filter(None, [f"step {issued.step}", issued.phase, root, many]))
     return f"{issued.op} #{issued.seq}{peer} of group {ranks_text(issued.ranks)} ({about})"
 

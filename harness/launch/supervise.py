@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from harness.evidence.records import AT_LIMIT, AT_WORK
+from harness.evidence.records import AT_LIMIT, AT_WORK, BACKGROUND
 from harness.launch.inflight import Issued, read_inflight
 from harness.launch.job import Job, rank_file, read_json
 from harness.launch.leftovers import outliving
@@ -117,10 +117,15 @@ def flooding(job: Job) -> int | None:
 
 
 def advances(job: Job) -> bool:
-    """Whether any rank issues a collective while one looks on."""
-    before = [issued_by(job, rank) for rank in range(job.world_size)]
+    """Whether any rank issues a collective with others while one looks on; those of threads in the background do not count."""
+
+    def issued() -> list[list[Issued]]:
+        found = (issued_by(job, rank) for rank in range(job.world_size))
+        return [[each for each in some if each.phase != BACKGROUND and len(each.ranks) > 1] for some in found]
+
+    before = issued()
     time.sleep(GLANCE)
-    return [issued_by(job, rank) for rank in range(job.world_size)] != before
+    return issued() != before
 
 
 def collect_stacks(job: Job, ranks: Ranks, alive: list[int]) -> None:

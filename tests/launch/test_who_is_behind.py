@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from harness.evidence.records import Exit
-from harness.launch import Issued, Job, launch
+from harness.launch import Inflight, Issued, Job, launch
 from harness.launch.blame import judge
+from harness.launch.job import rank_file
 from harness.launch.rank import note_failure
 from harness.launch.rank_exit import Fate
+from harness.launch.supervise import advances
 
 LIMIT = "killed by the harness at the time limit of 5 s"
 WORLD = (0, 1, 2)
@@ -79,9 +81,34 @@ def test_who_made_no_group_is_blamed_also_where_most_only_passed_by(culprit: int
     assert blamed(*(fate(rank, *there[rank]) for rank in WORLD)) == [culprit]
 
 
-def test_groups_made_in_another_order_are_a_disagreement() -> None:
-    usual, other = (making(1, (0, 1)), making(2, (1, 2))), (making(1, (1, 2)), making(2, (0, 1)))
-    assert blamed(fate(0, *usual), fate(1, *other), fate(2, *usual)) == [1]
+def test_who_makes_groups_in_another_order_than_most_is_blamed() -> None:
+    """Rank 2 is no member of the first one, and passed by."""
+    usual = (making(1, (0, 1)), making(2, (1, 2)))
+    assert blamed(fate(0, usual[0]), fate(1, making(1, (1, 2))), fate(2, *usual)) == [1]
+
+
+@pytest.mark.parametrize("culprit", WORLD)
+def test_who_counts_one_group_more_than_most_when_it_makes_the_same_is_blamed(culprit: int) -> None:
+    """Torch names groups by their number: they do not find each other."""
+    more = (making(1, (0, 1)), making(2))
+    assert blamed(*(fate(r, making(0), *(more if r == culprit else (making(1),))) for r in WORLD)) == [culprit]
+    exits = judge([gave_up(r, making(0), *(more if r == culprit else (making(1),))) for r in WORLD])
+    assert [(exit.blamed, exit.undelivered) for exit in exits] == [(r == culprit, "") for r in WORLD]
+
+
+def test_who_made_a_group_by_another_name_did_not_leave_it_out() -> None:
+    """Rank 1 made [0,1] first, so [0-2] has another name there; the others have come to the first collective."""
+    usual = (making(1), making(2, (0, 1)), call("0", 0))
+    assert blamed(fate(0, *usual), fate(1, making(1, (0, 1)), making(2)), fate(2, *usual)) == [1]
+
+
+def test_groups_that_only_their_members_make_are_no_disagreement() -> None:
+    """Rank 3 made the group of its own, and sleeps; ranks 0 and 1 wait in the next one, rank 2 for it."""
+    four = (0, 1, 2, 3)
+    begun = {rank: (making(0, four), making(1, (0, 1) if rank < 2 else (2, 3))) for rank in four}
+    waits = {rank: (*begun[rank], call("0", 0, ranks=four)) for rank in (0, 1)}
+    waits |= {2: (*begun[2], making(2, (2, 3))), 3: begun[3]}
+    assert blamed(*(fate(rank, *waits[rank]) for rank in four)) == [3]
 
 
 @pytest.mark.parametrize("op", ["broadcast", "reduce", "gather", "scatter"])
@@ -145,6 +172,19 @@ def test_a_rank_that_waits_in_c_plus_plus_for_what_it_sent_does_not_compute(tmp_
     sends = call("a", 0, "send", ranks=(0, 1), peer=1)
     sleeps = stack.format(source, 3)
     assert blamed(fate(0, sends, stack=stack.format(source, 2)), fate(1, stack=sleeps)) == [1]
+
+
+@pytest.mark.parametrize(
+    ("phase", "ranks", "works"), [("forward", (0, 1), True), ("background", (0, 1), False), ("forward", (0,), False)]
+)
+def test_a_job_goes_on_where_ranks_issue_collectives_with_others_that_belong_to_a_step(
+    phase: str, ranks: tuple[int, ...], works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = rank_file(tmp_path, "inflight", 0)
+    path.parent.mkdir()
+    record = Inflight(path)
+    monkeypatch.setattr("time.sleep", lambda _: record.issue("g", ranks, 0, "all_reduce", 4, 1, phase))
+    assert advances(Job(tmp_path, 1, "package:entry")) is works
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
