@@ -15,9 +15,18 @@ from harness import ROOT
 
 
 def interrupt(
-    arguments: list[str], *, when: Callable[[], bool], cwd: Path, module: str = "harness", times: int = 1
+    arguments: list[str],
+    *,
+    when: Callable[[], bool],
+    cwd: Path,
+    module: str = "harness",
+    times: int = 1,
+    by: int = signal.SIGINT,
 ) -> tuple[int, str]:
-    """Ctrl-C once `when` is true. Exit code and stderr; fails if a process of this run is left in /proc."""
+    """Ctrl-C once `when` is true, or another signal, which the command alone receives.
+
+    Exit code and stderr; fails if a process of this run is left in /proc.
+    """
     mark = f"HARNESS_TEST={uuid.uuid4()}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), mark.split("=")[0]: mark.split("=")[1]}
     command = [sys.executable, "-m", module, *arguments]
@@ -34,7 +43,7 @@ def interrupt(
         assert eventually(when, seconds=100)
         assert len(marked(mark)) >= 3  # the harness, its server, a rank
         for _ in range(times):
-            os.killpg(process.pid, signal.SIGINT)
+            os.killpg(process.pid, by) if by == signal.SIGINT else process.send_signal(by)
             time.sleep(0.05)
         _, told = process.communicate(timeout=60)
         assert eventually(lambda: not marked(mark), seconds=10), marked(mark)

@@ -1,4 +1,4 @@
-"""Ctrl-C: what is under way ends, the ranks are killed, and nothing that was not judged gets a verdict."""
+"""Ctrl-C and SIGTERM: what is under way ends, the ranks are killed, and nothing that was not judged gets a verdict."""
 
 from __future__ import annotations
 
@@ -7,28 +7,39 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from harness.cli.exit_codes import INTERRUPTED
 from harness.launch import standing
 from harness.report.output import complain
 from harness.report.progress import Progress
 
+ENDS: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+"""What ends a command, with what Python does by itself: after two of them it would leave clones and half of a folder."""
+
 
 @contextmanager
 def one_interrupt() -> Iterator[None]:
-    """The first Ctrl-C ends what is under way; while that is cleaned up, another would leave a traceback and processes."""
+    """The first Ctrl-C, SIGTERM or lost terminal ends what is under way; while that is cleaned up, another would leave a
+    traceback and processes."""
 
     def interrupted(*_: object) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in mine:
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if usual and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, interrupted)
+    main = threading.current_thread() is threading.main_thread()
+    mine = [number for number, usual in ENDS.items() if main and signal.getsignal(number) == usual]
+    for number in mine:
+        signal.signal(number, interrupted)
     yield
-    if signal.getsignal(signal.SIGINT) is interrupted:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in mine:
+        if signal.getsignal(number) is interrupted:
+            signal.signal(number, ENDS[number])
 
 
 def abandon(progress: Progress, what: str, remedy: str = "") -> NoReturn:

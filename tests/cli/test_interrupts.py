@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -10,16 +13,33 @@ import pytest
 from interrupting import interrupt
 
 from harness import ROOT
+from harness.cli.interrupt import ENDS, one_interrupt
 
 PAIR = "cases: {pair: {why: a test, dims: {dp_replicate: 2}}}"
 
 
-def test_ctrl_c_pressed_several_times_in_a_run_leaves_no_process_and_no_traceback(cases: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_pressed_several_times_in_a_run_leaves_no_process_and_no_traceback(
+    cases: Any, tmp_path: Path, by: signal.Signals
+) -> None:
     arguments = ["run", "pair", *cases(PAIR), "--fault", "wrong.py:endless"]
-    code, told = interrupt(arguments, when=(tmp_path / "alive").exists, cwd=tmp_path, times=3)
+    code, told = interrupt(arguments, when=(tmp_path / "alive").exists, cwd=tmp_path, times=3, by=by)
     first, *more = told.splitlines()
     assert (code, first) == (130, "harness: interrupted; nothing was judged, the ranks are killed")
     assert all(line.startswith("  pair+endless: rank") for line in more)
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_a_command_lets_it_remove_its_temporary_folders(by: signal.Signals, tmp_path: Path) -> None:
+    before = {number: signal.getsignal(number) for number in ENDS}
+    try:
+        with pytest.raises(KeyboardInterrupt), one_interrupt(), tempfile.TemporaryDirectory(dir=tmp_path):
+            os.kill(os.getpid(), by)
+            time.sleep(60)
+    finally:
+        for number, usual in before.items():
+            signal.signal(number, usual)
+    assert list(tmp_path.iterdir()) == []
 
 
 LATE = """
