@@ -44,9 +44,19 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
             "whole",
             "background",
             "idle_steps",
+            "places",
         )
     }
-    plain |= {"rank": rank, "world": world, "ended": "ok", "error": "", "host": "h", "last": None, "joined": None}
+    plain |= {
+        "rank": rank,
+        "world": world,
+        "ended": "ok",
+        "error": "",
+        "host": "h",
+        "last": None,
+        "joined": None,
+        "launch": "",
+    }
     plain["steps_seen"] = 3
     return Summary(**plain | changes)
 

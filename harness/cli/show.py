@@ -12,7 +12,7 @@ from harness.judge.result import Verdict
 from harness.judge.stored_recording import Recording, load_recording
 from harness.report.output import say
 from harness.report.recording_layout import layout_report, verdict_of_all
-from harness.report.recording_odd import odd
+from harness.report.recording_odd import OF_RECORDER, odd
 from harness.report.recording_page import page
 from harness.run.recorded_layout import judged
 from harness.spec import layout as spec
@@ -49,7 +49,10 @@ def shown(directory: Path, layout: str | None, *, whole: bool = False) -> int:
 
 
 def exit_code(recording: Recording) -> int:
-    """Broken where something is odd that no job means to have; not judged where no rank left evidence."""
+    """Broken where something is odd that no job means to have; not judged where evidence is missing or cannot be read."""
     if not recording.summaries:
         return NOT_JUDGED
-    return BROKEN if odd(recording) or recording.code else PASSED
+    labels = {label for label, _ in odd(recording)}
+    if labels - OF_RECORDER or recording.code:
+        return BROKEN
+    return NOT_JUDGED if labels else PASSED

@@ -7,8 +7,10 @@ written complete or not at all.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +26,7 @@ from harness.evidence.store import EvidenceError, decoded_without_values, encode
 from harness.evidence.whole_file import whole_file
 
 S = TypeVar("S")
+RANKS = 2**20  # of any job, and steps that are named as one range
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,13 @@ def save_record(path: Path, summary: object, record: RankRecord) -> None:
 
 
 def packed(summary: object, record: RankRecord) -> bytes:
+    """Raises OSError for more than would be read again."""
     meshes: list[Any] = []
     body = json.dumps(
         [encoded_without_values(_with_numbers(record, meshes)), [*map(_short, meshes)]], separators=(",", ":")
     ).encode()
+    if len(body) > MOST:
+        raise OSError(errno.EFBIG, f"{len(body)} bytes of records, at most {MOST} are read; choose fewer --steps")
     return head(summary) + zlib.compress(body, 1)
 
 
@@ -110,10 +116,21 @@ def head(summary: object) -> bytes:
     return json.dumps(told, separators=(",", ":")).encode() + b"\n"
 
 
+RANGE = re.compile(rb'"(\d+)-(\d+)(?::\d+)?"')
+
+
+def refuse_endless(line: bytes) -> None:
+    """Raises ValueError where a range of ranks or steps is longer than any job's: each would be written out."""
+    if any(int(last) - int(first) > RANKS for first, last in RANGE.findall(line)):
+        raise ValueError(f"a range of more than {RANKS} numbers")
+
+
 def load_summary(path: Path, kind: type[S]) -> S:
     """Raises EvidenceError."""
     with _said(path), regular(path) as file:
-        head = json_of(file.readline(MOST + 1))
+        line = file.readline(MOST + 1)
+        refuse_endless(line)
+        head = json_of(line)
         if head["format"] != _version(kind):
             raise EvidenceError(f"{path}: written by another version of the harness; record the job again")
         return decoded_without_values(kind, head["summary"])

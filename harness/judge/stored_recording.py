@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.evidence.keys import ranks_of
 from harness.evidence.reading import read_json
-from harness.evidence.recording import Last, load_summary
+from harness.evidence.recording import RANKS, Last, load_summary, record_file
 from harness.evidence.store import EvidenceError
 from harness.evidence.summary import Summary
 from harness.record.injection import PROCESSES
@@ -51,6 +51,8 @@ def load_recording(directory: Path) -> Recording:
     for file in files:
         try:
             one = load_summary(file, Summary)
+            if not 0 <= one.rank < one.world <= RANKS or file != record_file(directory, one.rank):
+                raise EvidenceError(f"{file}: damaged: rank {one.rank} of {one.world}; record the job again")
             if one.launch != (launch := told.get("launch", launch or one.launch)):
                 ids = f"{one.launch or 'none'}, the recording is {launch or 'none'}"
                 raise EvidenceError(f"{file}: belongs to another recording (it is of {ids}); record the job again")

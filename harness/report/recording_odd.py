@@ -39,6 +39,10 @@ def odd(recording: Recording) -> Rows:
     ]
 
 
+OF_RECORDER = {"UNREADABLE", "NOT RECORDED"}
+"""Labels of what is wrong with a recording, and not with the job."""
+
+
 def _no_evidence(recording: Recording) -> Rows:
     rows = [("NO EVIDENCE", recording.nothing)] if recording.nothing else []
     missing = sorted(set(range(recording.world)) - set(recording.summaries) - set(recording.unreadable))
