@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness import trainers
 from harness.bisect import BisectError, own_commits
+from harness.evidence.git import git
 from harness.judge.judgement import Judgement
 from harness.run.options import Options, Unsupported
 from harness.run.run_case import run_case
@@ -83,5 +83,4 @@ def reloaded(trainer: str) -> None:
 
 def commit_has(checkout: Path, file: Path) -> bool:
     """Return whether the file is of the commit that is checked out."""
-    words = ["git", "-C", str(checkout), "cat-file", "-e", f"HEAD:{file.relative_to(checkout)}"]
-    return subprocess.run(words, capture_output=True, check=False).returncode == 0
+    return git(checkout, "cat-file", "-e", f"HEAD:{file.relative_to(checkout)}").returncode == 0
