@@ -122,8 +122,8 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys
 
 
 def test_a_full_disk_is_a_message_and_not_a_verdict(tmp_path: Path) -> None:
-    """A limit on file sizes stands for the full disk: both fail in the middle of a write."""
-    small = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
+    """A limit on file sizes stands for the full disk: both fail in the middle of a write. A smaller one is refused before."""
+    small = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_100_000, 1_100_000))  # noqa: E731
     done = harness("run", "single", "--out", str(tmp_path), preexec_fn=small)
     assert done.returncode == 2
     assert done.stderr.startswith("harness: ") and "File too large" in done.stderr

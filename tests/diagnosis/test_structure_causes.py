@@ -51,8 +51,9 @@ def test_of_all_that_is_kept_what_is_retained_is_told_first() -> None:
     expect(
         trial,
         """\
-1.2 kB of float32 are retained in unaccounted tensors on rank 0: 1 tensor with no parameter's shape (if intended, declare it with `allow` in the case or the adapter)
+1.2 kB of float32 are retained in unaccounted tensors on rank 0: 1 tensor with no parameter's shape
   memory: rank 0, after the last step, unaccounted tensors: expected at most 128 B, observed 1.2 kB in 1 tensor: float32 [300]
+  if intended: allow: [{what: kept, bytes: 1072, reason: WHY}]
   loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
     )
     assert not seen_text(memory_kept, trial, "traffic")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from literal import tiny_case, trial_of
 
+from harness import ROOT
 from harness.evidence.store import EvidenceError, evidence_file, load_run, save, save_run
 from harness.run.folders import fresh_folder
 from harness.run.merged import ALIKE, merged
@@ -29,6 +30,9 @@ def written(folder: Path) -> Path:
     for name in ("case.json", "traits.json", "reference.npz", "run/run.json", "run/ranks/rank_00.npz"):
         (folder / name).write_text("{}")
     return folder
+
+
+OWN = ROOT / "tests" / "own_trainer.py"
 
 
 class Killed(BaseException):
@@ -97,10 +101,11 @@ def test_shards_that_differ_in_what_they_ran_are_not_merged(name: str) -> None:
 
 def test_a_run_is_not_resumed_with_another_adapter(tmp_path: Path) -> None:
     adapter, options = tmp_path / "adapter.py", Options(out=tmp_path / "out", trainer=str(tmp_path / "adapter.py"))
-    adapter.write_text("adapter = 1\n")
+    text = OWN.read_text()
+    adapter.write_text(text)
     begin([Case("first", "a test")], options, "")
     resume([Case("first", "a test")], options, None)
-    adapter.write_text("adapter = 2\n")
+    adapter.write_text(text + "\n")
     with pytest.raises(EvidenceError, match="adapter"):
         resume([Case("first", "a test")], options, None)
 
