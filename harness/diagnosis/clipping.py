@@ -20,7 +20,7 @@ from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.mixture import Piece, Pieces
 from harness.diagnosis.norms import Norm, norm_of, other_norms
 from harness.diagnosis.replicas import optimizer_of_ranks, replicas_differ
-from harness.diagnosis.words import Arrays, where_text
+from harness.diagnosis.words import Arrays, rank_words, where_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
 from harness.judge.result import Cause
@@ -92,7 +92,10 @@ def _by_norms(trial: Trial, norm: Mapping[int, float], limit: float) -> Iterator
         for step, rank in itertools.islice(odd, 1):
             when = "" if step == first else f" in step {step}"
             seen = f"{other(rank, step):.6g} on rank {rank}{when}, expected {norm[step]:.6g}"
-            cause = Cause(kind, f"each rank clips by {whose}, not by the global norm: {seen}")
+            others = [one for one in sorted(trial.ranks) if not math.isclose(other(one, step), norm[step])]
+            some = f"{rank_words(others)} clip{'s' * (len(others) == 1)}"
+            who = "each rank clips" if len(others) == len(trial.ranks) else some
+            cause = Cause(kind, f"{who} by {whose}, not by the global norm: {seen}")
             yield Clipping(cause, partial(_by_norm, limit, other), other, 1 + (whose == "the norm it reports"))
     if low := next((step for step in trial.case.steps if norm[step] < limit), None):
         when = "" if low == first else f" in step {low}"
