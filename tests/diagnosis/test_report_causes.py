@@ -324,7 +324,7 @@ def test_what_is_gathered_between_backward_and_the_optimizer_is_told_by_its_coll
         trial = with_rank(trial, rank, collectives=(*trial.ranks[rank].collectives, outside))
     told = "by all_gather over dp_shard [0-3], the size of all parameters or all gradients"
     assert first_line(trial).startswith("traffic differs from the plan: rank 0, step 1, outside forward and backward: ")
-    assert first_line(trial).endswith(told)
+    assert told in first_line(trial)
 
 
 # ---- the rest

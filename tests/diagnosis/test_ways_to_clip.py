@@ -114,14 +114,26 @@ def test_a_norm_that_ranks_do_not_report_is_none_that_they_clip_by(silent: tuple
     assert (told in proposed(wrong_clipping, trial, "update")) == is_told
 
 
-def test_a_norm_that_one_rank_alone_clips_by_is_told_of_that_rank() -> None:
+def by_norms(trial: Trial) -> dict[str, Cause]:
+    """By the beginning of what is said of each."""
+    norms, limit = {step: observed_norm(trial, step) for step in trial.case.steps}, LOW_CLIP.max_norm
+    assert limit is not None
+    return {way.cause.text.split(",")[0]: way.cause for way in _by_norms(trial, norms, limit)}
+
+
+def test_replicas_whose_gradients_differ_each_clip_rightly_by_their_own_norm() -> None:
     trial = trial_of(tiny_case("ddp_2", LOW_CLIP))
     seen = {fqn: g for fqn, g in trial.ranks[1].steps[1].gradients.items() if fqn != NORM}
-    trial, limit = with_step(trial, 1, 2, gradients=seen), LOW_CLIP.max_norm
-    assert limit is not None
-    norms = {step: observed_norm(trial, step) for step in trial.case.steps}
-    own = [way.cause.text for way in _by_norms(trial, norms, limit) if "its own gradients" in way.cause.text]
-    assert len(own) == 1 and "each rank" not in own[0] and "rank 0" not in own[0] and "step 2" in own[0]
+    trial = with_step(
+        trial, 1, 2, gradients=seen, grad_norm=observed_norm(with_step(trial, 1, 2, gradients=seen), 2, [1])
+    )
+    assert not any("its own gradients" in text or "it reports" in text for text in by_norms(trial))
+
+
+def test_a_norm_that_one_rank_alone_clips_by_is_told_of_that_rank() -> None:
+    trial = trial_of(tiny_case("fsdp_2", LOW_CLIP))
+    (told,) = (text for text in by_norms(with_step(trial, 1, 2, grad_norm=7.0)) if "it reports" in text)
+    assert told == "rank 1 clips by the norm it reports"
 
 
 def test_some_parameters_that_are_not_clipped_are_told_with_the_norm_of_the_others() -> None:
