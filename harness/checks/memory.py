@@ -42,11 +42,26 @@ def check(trial: Trial) -> Result:
         findings += _held(evidence, wanted)
         findings += _beside(trial, rank) + _growing(trial, rank) + _copied(trial, rank) + _graphs(evidence)
         examined += sum(len(looked) for looked in (looks(evidence), copied_at_once(evidence)))
+    if findings:
+        return verdict_of("memory", findings, examined, note=_allowances_text(trial))
+    if unlooked := _unlooked(trial):
+        note = f"what rank {unlooked[0][0]} holds after step {unlooked[0][1]} was not observed: no optimizer stepped"
+        return Result("memory", Verdict.UNKNOWN, examined, note=note)
     unseen = [rank for rank, evidence in sorted(trial.ranks.items()) if evidence.held is None]
-    if unseen and not findings:
+    if unseen:
         note = f"what rank {unseen[0]} keeps besides parameters, gradients and optimizer state was not observed"
         return Result("memory", Verdict.UNKNOWN, examined, note=note)
     return verdict_of("memory", findings, examined, note=_allowances_text(trial))
+
+
+def _unlooked(trial: Trial) -> list[tuple[int, int]]:
+    """Ranks and steps that nobody looked at: that is done as an optimizer has stepped."""
+    return [
+        (rank, step.step)
+        for rank, evidence in sorted(trial.ranks.items())
+        for step in evidence.steps
+        if "parameters" not in step.memory
+    ]
 
 
 def planned(trial: Trial, rank: int) -> dict[str, tuple[int, int]]:
@@ -63,12 +78,12 @@ def planned(trial: Trial, rank: int) -> dict[str, tuple[int, int]]:
 
 
 def _held(evidence: RankEvidence, wanted: dict[str, tuple[int, int]]) -> list[Finding]:
-    """wanted: by kind, the least and the most bytes."""
+    """wanted: by kind, the least and the most bytes. What was not looked at is no 0."""
     findings = []
     for step in evidence.steps:
         for kind, (low, high) in wanted.items():
-            held = step.memory.get(kind, 0)
-            if not low <= held <= high:
+            held = step.memory.get(kind)
+            if held is not None and not low <= held <= high:
                 planned = bytes_text(low) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"
                 findings.append(Finding.at(evidence.rank, planned, bytes_text(held), step=step.step, name=kind))
     return findings
@@ -83,6 +98,9 @@ def _of_recorded(trial: Trial, recorded: Recorded) -> Result:
         wanted |= {} if recorded.copies is None else {"optimizer_state": (0, recorded.copies * most)}
         examined += len(evidence.steps) * len(wanted)
         findings += _held(evidence, wanted)
+    if (unlooked := _unlooked(trial)) and not findings:
+        rank, step = unlooked[0]
+        return Result("memory", Verdict.UNKNOWN, examined, note=f"rank {rank}, step {step}: no optimizer stepped")
     return verdict_of("memory", findings, examined, note="other tensors are not recorded")
 
 

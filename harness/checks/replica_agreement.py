@@ -84,7 +84,11 @@ def _differing(trial: Trial, step: int, what: str, fqn: str, ranks: list[int]) -
     if not odd:
         return []
     where = f"step {step}, {what} of {fqn}, ranks {ranks_text(ranks)}"
-    observed = f"rank {odd[0]} differs by {_distance(values[odd[0]], first)}"
+    other = values[odd[0]]
+    if other is None or first is None:
+        observed = f"none of rank {odd[0] if other is None else ranks[0]} was seen"
+    else:
+        observed = f"rank {odd[0]} differs by {_distance(other, first)}"
     return [Finding(where, f"the bytes of rank {ranks[0]}", observed)]
 
 
@@ -98,9 +102,7 @@ def _same_bytes(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     return one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
-def _distance(one: np.ndarray | None, other: np.ndarray | None) -> str:
-    if one is None or other is None:
-        return "having one, where the other has none"
+def _distance(one: np.ndarray, other: np.ndarray) -> str:
     if one.shape != other.shape:
         return "its shape"
     scale = float(np.max(np.abs(other))) or 1.0

@@ -15,6 +15,8 @@ from harness.judge.result import Finding, Result, verdict_of
 from harness.judge.trial import Trial
 
 STAGE = "structure"
+ELSEWHERE = " as elsewhere"
+"""Behind what most ranks and steps have, where a trainer may choose."""
 
 DETERMINISM = ("deterministic algorithms", "cudnn.deterministic")
 TF32 = "TF32 in CUDA matmuls"
@@ -70,7 +72,7 @@ def _unlike(trial: Trial) -> Iterator[Finding]:
         ((usual, _),) = Counter(seen.values()).most_common(1)
         for (rank, step), values in seen.items():
             if values != usual:
-                yield Finding.at(rank, f"{_words(usual)} as elsewhere", _words(values), step=step, name=name)
+                yield Finding.at(rank, _words(usual) + ELSEWHERE, _words(values), step=step, name=name)
                 break
 
 

@@ -122,7 +122,8 @@ def _wrong_lr(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> lis
     rates = {_rate(trial, rank, step.step, fqn, wanted) for fqn in step.gradients} | {wanted}
     if step.lr is not None and any(math.isclose(step.lr, rate, rel_tol=1e-12) for rate in rates):
         return []
-    return [Finding.at(rank, repr(wanted), repr(step.lr), step=step.step, name="learning rate")]
+    seen = "none seen" if step.lr is None else repr(step.lr)
+    return [Finding.at(rank, repr(wanted), seen, step=step.step, name="learning rate")]
 
 
 def _replay(

@@ -20,7 +20,7 @@ from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.mixture import Piece, Pieces
 from harness.diagnosis.norms import Norm, norm_of, other_norms
 from harness.diagnosis.replicas import optimizer_of_ranks, replicas_differ
-from harness.diagnosis.words import Arrays, where_text
+from harness.diagnosis.words import Arrays, rank_words, where_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
 from harness.judge.result import Cause
@@ -83,16 +83,22 @@ def wrong_clipping(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _by_norms(trial: Trial, norm: Mapping[int, float], limit: float) -> Iterator[Clipping]:
-    """By another one, each computed once; or otherwise by the global one."""
+    """By another one, each computed once; or otherwise by the global one. Of a rank that holds all, its own is no other one:
+    where replicas have other gradients, that is the mistake."""
     first, kind = trial.first_step, "clipped by another norm"
     for whose, norm_of_rank in _norms(trial):
         other = functools.cache(norm_of_rank)
         places = itertools.product(trial.case.steps, sorted(trial.ranks))
         odd = ((step, rank) for step, rank in places if not math.isclose(other(rank, step), norm[step]))
         for step, rank in itertools.islice(odd, 1):
+            if _has_all(trial) and math.isclose(other(rank, step), update.observed_norm(trial, step, (rank,))):
+                continue
             when = "" if step == first else f" in step {step}"
             seen = f"{other(rank, step):.6g} on rank {rank}{when}, expected {norm[step]:.6g}"
-            cause = Cause(kind, f"each rank clips by {whose}, not by the global norm: {seen}")
+            others = [one for one in sorted(trial.ranks) if not math.isclose(other(one, step), norm[step])]
+            some = f"{rank_words(others)} clip{'s' * (len(others) == 1)}"
+            who = "each rank clips" if len(others) == len(trial.ranks) else some
+            cause = Cause(kind, f"{who} by {whose}, not by the global norm: {seen}")
             yield Clipping(cause, partial(_by_norm, limit, other), other, 1 + (whose == "the norm it reports"))
     if low := next((step for step in trial.case.steps if norm[step] < limit), None):
         when = "" if low == first else f" in step {low}"
@@ -103,6 +109,11 @@ def _by_norms(trial: Trial, norm: Mapping[int, float], limit: float) -> Iterator
     expected = "max_norm / (norm + 1e-6), as torch does"
     plain = Cause("clipped without 1e-6", "clipping multiplies by max_norm / norm", "", expected)
     yield Clipping(plain, lambda rank, step, fqn: limit / max(norm[step], limit))
+
+
+def _has_all(trial: Trial) -> bool:
+    """Whether each rank holds every parameter whole."""
+    return trial.case.dims.dp_replicate == trial.case.dims.world_size
 
 
 def _by_norm(limit: float, norm: Norm, rank: int, step: int, fqn: str) -> float:

@@ -106,11 +106,15 @@ def other_settings(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _since(trial: Trial, finding: Finding) -> str:
-    """From a step on, where the switch is as found in each later step of that rank as well."""
+    """From a step on, where the switch is as found in each later step of that rank as well; "first" where it is in some."""
     assert finding.rank is not None and finding.step is not None
-    later = [step for step in trial.ranks[finding.rank].steps if step.step > finding.step]
-    lasts = all(" and ".join(step.settings.get(finding.name, ())) == finding.observed for step in later)
-    return from_step(trial, finding.step) if lasts else f"in step {finding.step}"
+    evidence = trial.ranks[finding.rank]
+    later = [step.settings.get(finding.name, ()) for step in evidence.steps if step.step > finding.step]
+    if all(" and ".join(values) == finding.observed for values in later):
+        return from_step(trial, finding.step)
+    usual = finding.expected.removesuffix(settings.ELSEWHERE)
+    right = settings.allowed(trial, evidence, finding.name) if usual == finding.expected else usual.split(" and ")
+    return f"{'first ' * any(set(values) - set(right) for values in later)}in step {finding.step}"
 
 
 # ---- collectives

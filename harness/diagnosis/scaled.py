@@ -152,7 +152,8 @@ def _with_one_factor(trial: Trial, fit: Fit, broken: Broken) -> Iterator[Hypothe
         yield _counted(trial, fit, broken, name, lambda step: factor)
     for when, scale, fitted in _spans(trial, fit):
         if not everywhere or when:
-            yield _hypothesis(_sentence(trial, fit, factor) + when + name, scale, fit.lines, fitted)
+            text = _sentence(trial, fit, factor, since_then=not when) + when + name
+            yield _hypothesis(text, scale, fit.lines, fitted)
     if everywhere and not trial.case.exact:
         yield _in_the_loss(trial, fit, _sentence(trial, fit, factor))
     clipped = "update" in broken and fit.step == trial.first_step and trial.case.training.max_norm
@@ -194,10 +195,10 @@ def _counted(trial: Trial, fit: Fit, broken: Broken, hint: str, by_step: Callabl
     return replace(usual, cause=Cause(KIND, text)).and_then(partial(assuming_reports, reported=reported, number=shown))
 
 
-def _sentence(trial: Trial, fit: Fit, factor: float, *, alone: bool = False) -> str:
-    """alone: the factor is that step's, and others have their own."""
+def _sentence(trial: Trial, fit: Fit, factor: float, *, alone: bool = False, since_then: bool = True) -> str:
+    """alone: the factor is that step's, and others have their own. since_then: later steps have it as well."""
     later, when = fit.step > trial.first_step, f"in step {fit.step}" if alone else from_step(trial, fit.step)
-    since = f"are right in step {trial.first_step} and {when}" if later else "are"
+    since = f"are right in step {trial.first_step} and {when}" if later and since_then else "are"
     if abs(factor) < 1e-12:
         return f"gradients {since} zero {_where(trial, fit)}"
     times = times_text(factor) if trial.case.exact else f"{number_text(factor, 3)} times"
@@ -209,7 +210,7 @@ def _with_several(trial: Trial, fit: Fit) -> Iterator[Hypothesis]:
     text = _by_stage(trial, fit.factors) or _by_kind(trial, fit)
     since = f"{from_step(trial, fit.step)} " if fit.step > trial.first_step else ""
     for when, scale, fitted in _spans(trial, fit):
-        yield _hypothesis(since + text + when, scale, fit.lines, fitted + 1)
+        yield _hypothesis(text + when if when else since + text, scale, fit.lines, fitted + 1)
 
 
 def _by_kind(trial: Trial, fit: Fit) -> str:

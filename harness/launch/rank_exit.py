@@ -60,6 +60,7 @@ LIBRARY = re.compile(
     r"/(site|dist)-packages/(torch|numpy|torchao)/|/lib/python3\.\d+/(?!(site|dist)-packages/)|^<|/harness/probe/"
 )
 LAUNCH = re.compile(r"/harness/launch/|<frozen|/runpy\.py$")
+OWN_THREAD = re.compile(r"/harness/trainers/support/training_function\.py$")
 MAY_WAIT = re.compile(r"/torch/distributed/|/torch/autograd/graph\.py$|/torch/nn/parallel/|/torch/cuda/")
 WAITS = ("wait", "synchronize")
 SHOWN = 8
@@ -73,9 +74,18 @@ def frames(fate: Fate) -> list[Frame]:
 
 
 def parse_stack(text: str) -> list[Frame]:
-    """The main thread's frames in the last dump of a stacks file, whose first line names that thread."""
-    main = re.match(r"main thread (0x[0-9a-f]+)", text)
-    return threads(text).get(main.group(1), []) if main else []
+    """The main thread's frames in the last dump of a stacks file, whose first line names that thread. Where it only waits
+    for a trainer that has a thread of its own, that one's."""
+    main, found = re.match(r"main thread (0x[0-9a-f]+)", text), threads(text)
+    stack = found.get(main.group(1), []) if main else []
+    if not any(OWN_THREAD.search(frame.file) for frame in stack):
+        return stack
+    others = (one for one in found.values() if any(_begins_own_thread(frame) for frame in one))
+    return next(others, stack)
+
+
+def _begins_own_thread(frame: Frame) -> bool:
+    return bool(OWN_THREAD.search(frame.file)) and frame.function == "_run"
 
 
 def threads(text: str) -> dict[str, list[Frame]]:

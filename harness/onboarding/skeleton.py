@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from harness.onboarding.constructors import SIZES
+from harness.onboarding.constructors import AMBIGUOUS, SIZES
 from harness.onboarding.script_facts import Flag, ScriptFacts
 from harness.onboarding.spellings import FLAGS, PARAMETERS, by_spelling
 from harness.reference.config import ModelConfig
@@ -110,7 +110,7 @@ ROWS = """
 
 
 def adapter(facts: ScriptFacts) -> str:
-    stem, known = facts.path.stem, by_spelling(FLAGS)
+    stem, known = facts.path.stem, _meanings(facts)
     names = [f"{name}={ours}" for name, ours in _names(facts)]
     passed = {_key(known[word]) for word in passed_on(facts)}
     passed |= {_word(flag) for flag in facts.flags if flag.is_switch and _word(flag) in SWITCHES}
@@ -150,7 +150,7 @@ def sizes(facts: ScriptFacts) -> dict[str, int]:
 
 
 def _is_passed(facts: ScriptFacts, field: str) -> bool:
-    return field in {_key(by_spelling(FLAGS)[word]) for word in passed_on(facts)}
+    return field in {_key(_meanings(facts)[word]) for word in passed_on(facts)}
 
 
 def _seed(facts: ScriptFacts) -> list[str]:
@@ -164,9 +164,17 @@ def _shuffles(facts: ScriptFacts) -> bool:
     return any("shuffle=False" not in place.text for place in facts.at("sampler"))
 
 
+def _meanings(facts: ScriptFacts) -> dict[str, str]:
+    """What flags are spelled like: a hidden size is the feed-forward's where another flag is the model's."""
+    known, words = by_spelling(FLAGS), {_word(flag) for flag in facts.flags}
+    said = {known.get(word) for word in words - {*AMBIGUOUS}}
+    other = "model.dim" in said and "model.ffn_dim" not in said
+    return known | dict.fromkeys(AMBIGUOUS if other else (), "model.ffn_dim")
+
+
 def passed_on(facts: ScriptFacts) -> list[str]:
     """The flags that are spelled like something of a case."""
-    return [word for flag in facts.flags if (word := _word(flag)) in by_spelling(FLAGS)]
+    return [word for flag in facts.flags if (word := _word(flag)) in _meanings(facts)]
 
 
 def cases(facts: ScriptFacts) -> str:
@@ -238,13 +246,13 @@ def _dims(facts: ScriptFacts) -> list[str]:
     """The axes that its wrappers speak of; degrees that no flag tells follow from the number of ranks."""
     of = {"fully_shard": "dp_shard", "FSDP": "dp_shard", "FullyShardedDataParallel": "dp_shard"}
     of |= {"DDP": "dp_replicate", "DistributedDataParallel": "dp_replicate", "parallelize_module": "tp"}
-    flags = {by_spelling(FLAGS).get(_word(flag), "") for flag in facts.flags}
+    flags = {_meanings(facts).get(_word(flag), "") for flag in facts.flags}
     told = [key for key in ("dp_replicate", "dp_shard", "tp") if f"dims.{key}" in flags]
     return list(dict.fromkeys([*told, *(of[name] for name in sorted(facts.wrappers()) if name in of)]))
 
 
 def _arguments(facts: ScriptFacts) -> Iterator[str]:
-    known = by_spelling(FLAGS)
+    known = _meanings(facts)
     for flag in facts.flags:
         if flag.is_switch and _word(flag) in SWITCHES:
             yield f'        *(["{flag.name}"] if case.features.{_word(flag)} else []),'
@@ -339,9 +347,7 @@ def _recipe(facts: ScriptFacts) -> dict[str, object]:
     if found is None or found["optimizer"] != "adamw":
         return recipe | ({"optimizer": "sgd"} if found else {})
     betas, eps = found.get("betas", (0.9, 0.999)), found.get("eps", 1e-8)
-    told = facts.spares_vectors or "training.weight_decay" in {
-        by_spelling(FLAGS).get(word) for word in passed_on(facts)
-    }
+    told = facts.spares_vectors or "training.weight_decay" in {_meanings(facts).get(word) for word in passed_on(facts)}
     decay = found.get("weight_decay", None if told else 0.01)
     recipe |= {"beta1": betas[0], "beta2": betas[1]} if isinstance(betas, tuple) and betas != (0.9, 0.95) else {}
     recipe |= {"weight_decay": decay} if decay not in (None, 0.1) else {}

@@ -117,15 +117,13 @@ def test_how_far_a_replica_is_from_one_that_is_zero_is_told_as_it_is() -> None:
     assert findings("replica_agreement", trial)[0].observed == "rank 1 differs by 5.00e-01 of the largest entry"
 
 
-def test_a_replica_without_a_gradient_does_not_agree() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_replica_without_a_gradient_does_not_agree_and_is_the_one_that_is_named(rank: int) -> None:
     trial = trial_of(tiny_case("ddp_2"))
-    rest = {fqn: g for fqn, g in trial.ranks[1].steps[0].gradients.items() if fqn != WQ}
-    assert findings("replica_agreement", with_step(trial, 1, 1, gradients=rest)) == (
-        Finding(
-            f"step 1, gradients of {WQ}, ranks [0,1]",
-            "the bytes of rank 0",
-            "rank 1 differs by having one, where the other has none",
-        ),
+    rest = {fqn: g for fqn, g in trial.ranks[rank].steps[0].gradients.items() if fqn != WQ}
+    where = f"step 1, gradients of {WQ}, ranks [0,1]"
+    assert findings("replica_agreement", with_step(trial, rank, 1, gradients=rest)) == (
+        Finding(where, "the bytes of rank 0", f"none of rank {rank} was seen"),
     )
 
 

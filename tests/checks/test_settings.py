@@ -45,6 +45,12 @@ def test_a_switch_that_is_on_for_a_part_of_one_step_is_a_finding() -> None:
     assert (finding.rank, finding.step, finding.name) == (1, 2, "autograd anomaly detection")
 
 
+def test_a_switch_that_is_set_within_a_step_and_stays_is_not_told_as_of_that_step_only() -> None:
+    trial = with_setting(trial_of(tiny_case("fsdp_2")), "deterministic algorithms", "off", "on", at=((1, 2),))
+    trial = with_setting(trial, "deterministic algorithms", "on", at=((1, 3),))
+    assert "first in step 2" in cause(trial)
+
+
 def test_what_a_rank_was_started_with_or_an_adapter_declares_is_right() -> None:
     trial = with_setting(trial_of(tiny_case("fsdp_2")), "threads", "4")
     assert cause(trial) == "threads are 4, requested 1 (from step 1 on)"

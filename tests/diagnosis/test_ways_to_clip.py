@@ -12,8 +12,9 @@ from diagnosed import LOW_CLIP, NORM, broken, expect_first, proposed, trained_as
 from literal import tiny_case, trained_otherwise, trial_of, with_every_rank, with_step
 from literal_reference import clip
 
+from harness.checks.update import observed_norm
 from harness.diagnosis.algorithms import HALF
-from harness.diagnosis.clipping import Clipping, clipped_while_adding_up, wrong_clipping
+from harness.diagnosis.clipping import Clipping, _by_norms, clipped_while_adding_up, wrong_clipping
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 
@@ -111,6 +112,28 @@ def test_a_norm_that_ranks_do_not_report_is_none_that_they_clip_by(silent: tuple
     told = "each rank clips by the norm it reports, not by the global norm: 0 on rank 0, expected 1.62647"
     trial = with_every_rank(trained_as(NEVER, "ddp_2", LOW_CLIP), reporting)
     assert (told in proposed(wrong_clipping, trial, "update")) == is_told
+
+
+def by_norms(trial: Trial) -> dict[str, Cause]:
+    """By the beginning of what is said of each."""
+    norms, limit = {step: observed_norm(trial, step) for step in trial.case.steps}, LOW_CLIP.max_norm
+    assert limit is not None
+    return {way.cause.text.split(",")[0]: way.cause for way in _by_norms(trial, norms, limit)}
+
+
+def test_replicas_whose_gradients_differ_each_clip_rightly_by_their_own_norm() -> None:
+    trial = trial_of(tiny_case("ddp_2", LOW_CLIP))
+    seen = {fqn: g for fqn, g in trial.ranks[1].steps[1].gradients.items() if fqn != NORM}
+    trial = with_step(
+        trial, 1, 2, gradients=seen, grad_norm=observed_norm(with_step(trial, 1, 2, gradients=seen), 2, [1])
+    )
+    assert not any("its own gradients" in text or "it reports" in text for text in by_norms(trial))
+
+
+def test_a_norm_that_one_rank_alone_clips_by_is_told_of_that_rank() -> None:
+    trial = trial_of(tiny_case("fsdp_2", LOW_CLIP))
+    (told,) = (text for text in by_norms(with_step(trial, 1, 2, grad_norm=7.0)) if "it reports" in text)
+    assert told == "rank 1 clips by the norm it reports"
 
 
 def test_some_parameters_that_are_not_clipped_are_told_with_the_norm_of_the_others() -> None:

@@ -241,6 +241,33 @@ def test_only_the_main_threads_last_dump_is_shown_and_the_launchers_frames_are_n
     assert render(useful(parse_stack(text))) == "torch/distributed/distributed_c10d.py:5 in f\n/t/train.py:7 in f"
 
 
+OF_THREADS = {
+    "00bb": (
+        ("/t/train.py", 7, "main"),
+        ("/repo/harness/trainers/support/training_function.py", 60, "_run"),
+        ("/usr/lib/python3.11/threading.py", 975, "run"),
+    ),
+    "00cc": (("/usr/lib/python3.11/queue.py", 1, "get"), ("/t/loader.py", 2, "work")),
+    "00aa": (
+        ("/usr/lib/python3.11/threading.py", 327, "wait"),
+        ("/repo/harness/trainers/support/training_function.py", 38, "train"),
+        ("/t/train_adapter.py", 84, "train"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("own", "first"), [(True, "/t/train.py:7"), (False, "/usr/lib/python3.11/threading.py:327")])
+def test_a_trainer_in_a_thread_of_its_own_is_shown_where_it_is(own: bool, first: str) -> None:
+    parts = []
+    for number, stack in OF_THREADS.items():
+        frames = "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in stack)
+        if own or number != "00bb":
+            parts.append(f"Thread 0x{number} (most recent call first):\n{frames}")
+    shown = render(useful(parse_stack("main thread 0x00aa\n" + "\n".join(parts))))
+    assert shown.startswith(first) and "loader" not in shown
+    assert ("train_adapter" in shown) is not own
+
+
 def test_a_collective_is_told_in_one_phrase():
     assert describe(all_reduce(12, (0, 1, 2, 3), 16_400)) == (
         "all_reduce #12 of group [0-3] (step 2, backward, 16.4 KB)"

@@ -97,6 +97,15 @@ def test_sizes_that_a_constructor_has_are_requested_by_the_cases_and_alone_known
     assert "model: {norm_eps" in cases and "(128,)" not in adapter  # a flag tells, or what no literal tells
 
 
+@pytest.mark.parametrize(("other", "field"), [("dim", "ffn_dim"), ("heads", "dim")])
+def test_a_flag_for_a_hidden_size_is_the_feed_forwards_beside_one_for_the_models(
+    other: str, field: str, tmp_path: Path
+) -> None:
+    flags = "\n".join(f'p.add_argument("--{name}", type=int)' for name in ("hidden", other))
+    adapter, _ = begun(f"{FLAT}\n{flags}", tmp_path)
+    assert f'f"--hidden={{case.model.{field}}}"' in adapter
+
+
 def test_sizes_are_read_of_calls_constants_and_configurations() -> None:
     tree = ast.parse("H = 4\nclass Net(Module):\n  def __init__(self, d_model, n_head=8): pass\nNet(32, n_head=H)")
     assert constructors.sizes([tree], ["Net"]) == {"dim": 32, "n_heads": 4}
