@@ -128,13 +128,13 @@ def left_out(rank: int, here: Issued, waits: dict[int, dict[int, Issued]], fates
 
 def misnamed(waits: dict[int, dict[int, Issued]], fates: Sequence[Fate]) -> list[int]:
     """Return the ranks that gave a group, for whose making others wait, another name than most: torch counts groups, so they
-    left one out, added one, or made them in another order."""
+    left one out, added one, or made them in another order. Of several such groups, the one that tells most."""
     awaited = {each.ranks: each for peers in waits.values() for each in peers.values() if each.op in MAKING}
-    names = [
-        {fate.rank: made.group for fate in fates for made in fate.issued if same(made, awaited[ranks])}
-        for ranks in sorted(awaited)
-    ]
-    return next((odd for some in names if (odd := minority(some))), [])
+    names = (
+        {fate.rank: made.group for fate in fates for made in fate.issued if same(made, each)}
+        for _, each in sorted(awaited.items())
+    )
+    return min(filter(None, map(minority, names)), key=len, default=[])
 
 
 def before(fate: Fate, first: Issued, second: Issued, fates: Sequence[Fate]) -> bool | None:

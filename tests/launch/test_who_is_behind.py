@@ -112,6 +112,13 @@ def test_who_makes_groups_in_another_order_is_blamed_alone_also_where_another_ra
     assert blamed(*(fate(rank, *there[rank]) for rank in four)) == [culprit]
 
 
+def test_the_group_that_most_ranks_made_tells_who_made_them_in_another_order() -> None:
+    """Of [0,1] only two names are known, and of [0-2] three."""
+    usual = (making(0), making(1), making(2, (0, 1)))
+    swapped = fate(0, making(0), making(1, (0, 1)), making(2))
+    assert blamed(swapped, fate(1, *usual), fate(2, *usual[:2])) == [0]
+
+
 def test_groups_that_only_their_members_make_are_no_disagreement() -> None:
     """Rank 3 made the group of its own, and sleeps; ranks 0 and 1 wait in the next one, rank 2 for it."""
     four = (0, 1, 2, 3)
