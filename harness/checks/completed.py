@@ -61,16 +61,31 @@ def _not_the_trainers(run: Run) -> str:
     """What the harness lacked, so that nothing is known of the trainer; empty where some rank failed by itself."""
     blamed = [exit for exit in run.exits if exit.blamed]
     for exit in blamed:
-        if re.match(rf"(.*; raised again as )?{EvidenceError.__name__}: ", exit.error):
+        if _raised(EvidenceError, exit):
             return f"rank {exit.rank} could not leave its evidence: {exit.error}"
-        if re.match(rf"(.*; raised again as )?{CannotStart.__name__}: ", exit.error):
-            return f"rank {exit.rank} ran nothing of the trainer: {exit.error}"
         if any(os.strerror(number) in exit.error for number in FULL):
             return f"rank {exit.rank} could not write: {exit.error}; free the disk, or raise the quota or ulimit -f"
+    if unable := _unable_to_start(run):
+        return f"rank {unable[0].rank} ran nothing of the trainer: {unable[0].error}"
     failed = [exit for exit in run.exits if exit.how != "ok" or exit.blamed]
     if failed and all(exit.how == "lost" for exit in failed):
         return f"rank {failed[0].rank} was lost: {failed[0].error}"
     return ""
+
+
+def _unable_to_start(run: Run) -> list[Exit]:
+    """The ranks that could not start; none where another got further, for what they lack may be the trainer's own mistake."""
+    unable = [exit for exit in run.exits if _raised(CannotStart, exit)]
+    reached = {"", *(exit.last_collective for exit in unable)}
+    others = [exit for exit in run.exits if exit not in unable]
+    further = [
+        exit for exit in others if exit.how == "ok" or exit.rank in run.ranks or exit.last_collective not in reached
+    ]
+    return [] if further or any(exit.blamed for exit in others) else unable
+
+
+def _raised(kind: type[Exception], exit: Exit) -> bool:
+    return re.match(rf"(.*; raised again as )?{kind.__name__}: ", exit.error) is not None
 
 
 def _exit_finding(exit: Exit) -> Finding:

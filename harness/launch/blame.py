@@ -5,7 +5,8 @@ disagreeing    at one place of a group's sequence it issued another collective t
 aborted        C++ ended it for an exception, which is gloo's way of finding out about the above
 nobody         all lost their peers, one of them in what every member of the group had issued: nothing came through between
                them. Who is ahead then, has received before the link went down what others still wait for
-waited_for     others are ahead of it in a group's sequence, while it waits for nobody; in a cycle, all of it
+waited_for     others are ahead of it in a group's sequence, while it waits for nobody; in a cycle, who left out what most
+               issued, or made groups in another order; else those elsewhere than most, or all of it
 left_early     it exited 0 before the others lost their connection
 stuck          it was killed while computing, the others while waiting; if no stack tells, all that were killed
 nobody         the first to fail timed out in what every member of the group had issued, or those that were killed waited

@@ -111,7 +111,8 @@ def waited_for(fates: Sequence[Fate]) -> dict[int, str]:
     computing = [fate.rank for fate in fates if fate.rank in ring and busy(fate)]
     stuck_in = {rank: next(each for peer, each in waits[rank].items() if peer in ring) for rank in ring}
     jumped = [rank for rank, here in stuck_in.items() if left_out(rank, here, waits, fates)]
-    elsewhere = jumped or minority({r: (place(each), each.op in POINT_TO_POINT) for r, each in stuck_in.items()})
+    places = {rank: (place(each), each.op in POINT_TO_POINT) for rank, each in stuck_in.items()}
+    elsewhere = jumped or misnamed(waits, fates) or minority(places)
     text = "; ".join(f"rank {rank} in {describe(each)} named {each.group!r}" for rank, each in stuck_in.items())
     return {rank: f"each waits for the other: {text}" for rank in computing or elsewhere or ring}
 
@@ -123,6 +124,17 @@ def left_out(rank: int, here: Issued, waits: dict[int, dict[int, Issued]], fates
     missed = [each for each in awaited if [before(fate, each, here, fates) for fate in mine] == [False]]
     votes = [[before(fate, each, here, fates) for fate in fates] for each in missed]
     return any(some.count(True) > some.count(False) for some in votes)
+
+
+def misnamed(waits: dict[int, dict[int, Issued]], fates: Sequence[Fate]) -> list[int]:
+    """Return the ranks that gave a group, for whose making others wait, another name than most: torch counts groups, so they
+    left one out, added one, or made them in another order. Of several such groups, the one that tells most."""
+    awaited = {each.ranks: each for peers in waits.values() for each in peers.values() if each.op in MAKING}
+    names = (
+        {fate.rank: made.group for fate in fates for made in fate.issued if same(made, each)}
+        for _, each in sorted(awaited.items())
+    )
+    return min(filter(None, map(minority, names)), key=len, default=[])
 
 
 def before(fate: Fate, first: Issued, second: Issued, fates: Sequence[Fate]) -> bool | None:

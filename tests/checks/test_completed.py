@@ -141,7 +141,40 @@ def test_a_limit_of_the_machine_on_what_is_written_is_no_verdict_on_the_trainer(
     assert completed.check(without_rank(other, 1)).verdict is Verdict.FAIL
 
 
-def test_an_adapter_that_ranks_cannot_load_is_no_verdict_on_the_trainer() -> None:
-    for error in ("CannotStart: mine.py: cannot be loaded", "ImportError: x; raised again as CannotStart: mine"):
-        ended = with_exit(trial_of(tiny_case("fsdp_2")), Exit(0, "raised", error=error, blamed=True))
-        assert completed.check(without_rank(ended, 0)).verdict is Verdict.UNKNOWN
+UNABLE = {"how": "raised", "error": "ImportError: x; raised again as CannotStart: mine.py", "blamed": True}
+MADE = "init_process_group #0 of group [0,1]"
+
+
+@pytest.mark.parametrize(
+    ("exits", "verdict"),
+    [
+        ((Exit(0, **UNABLE), Exit(1, **UNABLE)), Verdict.UNKNOWN),
+        (
+            (Exit(0, **{**UNABLE, "error": "CannotStart: mine.py: cannot be loaded"}), Exit(1, "killed")),
+            Verdict.UNKNOWN,
+        ),
+        ((Exit(0, "killed", last_collective=MADE), Exit(1, **UNABLE, last_collective=MADE)), Verdict.UNKNOWN),
+        (
+            (Exit(0, "raised", error="E: closed", last_collective=MADE), Exit(1, **UNABLE, last_collective=MADE)),
+            Verdict.UNKNOWN,
+        ),
+        ((Exit(0, "killed", last_collective=MADE), Exit(1, **UNABLE)), Verdict.FAIL),
+        ((Exit(0, "killed", last_collective="all_reduce #0"), Exit(1, **UNABLE, last_collective=MADE)), Verdict.FAIL),
+        ((Exit(0, "raised", error="ValueError: x", blamed=True), Exit(1, **UNABLE)), Verdict.FAIL),
+        ((Exit(0, "ok"), Exit(1, **UNABLE)), Verdict.FAIL),
+    ],
+)
+def test_what_keeps_all_ranks_from_starting_is_no_verdict_on_the_trainer(
+    exits: tuple[Exit, ...], verdict: Verdict
+) -> None:
+    """Where one rank got further than the others, it may be the trainer that keeps them from it."""
+    trial = without_rank(without_rank(trial_of(tiny_case("fsdp_2")), 0), 1)
+    for some in (exits, exits[::-1]):
+        assert completed.check(with_exit(with_exit(trial, some[0]), some[1])).verdict is verdict
+
+
+def test_a_rank_that_left_evidence_had_started() -> None:
+    trial = with_exit(trial_of(tiny_case("fsdp_2")), Exit(1, **UNABLE))
+    ended = with_exit(without_rank(trial, 1), Exit(0, "killed"))
+    assert completed.check(ended).verdict is Verdict.FAIL
+    assert completed.check(without_rank(ended, 0)).verdict is Verdict.UNKNOWN

@@ -102,6 +102,23 @@ def test_who_made_a_group_by_another_name_did_not_leave_it_out() -> None:
     assert blamed(fate(0, *usual), fate(1, making(1, (0, 1)), making(2)), fate(2, *usual)) == [1]
 
 
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_who_makes_groups_in_another_order_is_blamed_alone_also_where_another_rank_went_on(culprit: int) -> None:
+    """Gloo pairs what has one name: the other member of [0,1] comes to the first collective, and the rest wait."""
+    four = (0, 1, 2, 3)
+    made = (making(0, four), making(1, four), making(2, (0, 1)), call("0", 0, ranks=four))
+    there = {rank: made[: 4 if rank < 2 else 2] for rank in four}
+    there[culprit] = (making(0, four), making(1, (0, 1)), making(2, four))
+    assert blamed(*(fate(rank, *there[rank]) for rank in four)) == [culprit]
+
+
+def test_the_group_that_most_ranks_made_tells_who_made_them_in_another_order() -> None:
+    """Of [0,1] only two names are known, and of [0-2] three."""
+    usual = (making(0), making(1), making(2, (0, 1)))
+    swapped = fate(0, making(0), making(1, (0, 1)), making(2))
+    assert blamed(swapped, fate(1, *usual), fate(2, *usual[:2])) == [0]
+
+
 def test_groups_that_only_their_members_make_are_no_disagreement() -> None:
     """Rank 3 made the group of its own, and sleeps; ranks 0 and 1 wait in the next one, rank 2 for it."""
     four = (0, 1, 2, 3)
