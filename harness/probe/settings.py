@@ -7,6 +7,7 @@ What is switched on and off again within a phase is not seen.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,9 @@ SWITCHES: dict[str, Callable[[], str]] = {
     "bfloat16 sums in CUDA matmuls": lambda: _switch(
         bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
     ),
+    "mkldnn": lambda: _switch(bool(torch.backends.mkldnn.enabled)),
+    "cudnn": lambda: _switch(bool(torch.backends.cudnn.enabled)),
+    "denormal numbers": lambda: "kept" if sys.float_info.min / 2 else "flushed to 0",  # torch has no other way to ask
     "default dtype": lambda: str(torch.get_default_dtype()).removeprefix("torch."),
 }
 READERS: dict[str, Callable[[], str]] = SWITCHES | {

@@ -186,6 +186,18 @@ def test_a_switch_that_is_on_in_backward_only_is_seen(recorder: ActivityRecorder
     assert settings.of_step(2) == {}
 
 
+def test_kernels_and_small_numbers_that_are_switched_off_are_seen() -> None:
+    before = settings_now()
+    with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
+        switched = settings_now()
+    assert {name for name in before if before[name] != switched[name]} == {"mkldnn", "cudnn"}
+    if torch.set_flush_denormal(True):  # False where the processor cannot
+        flushed = settings_now()["denormal numbers"]
+        torch.set_flush_denormal(False)
+        assert (before["denormal numbers"], flushed) == ("kept", "flushed to 0")
+    assert settings_now() == before
+
+
 def test_every_switch_has_one_value_in_words() -> None:
     assert all(isinstance(value, str) and value for value in settings_now().values())
     torch.use_deterministic_algorithms(True, warn_only=True)
