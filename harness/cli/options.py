@@ -172,11 +172,12 @@ def which_trainer(args: argparse.Namespace) -> list[str]:
 
 
 def other_trainers(judged: Iterable[str]) -> list[str]:
-    """Return a line on each trainer of stored evidence that is another than the configuration names."""
+    """Return a line on each trainer of stored evidence that is another than the configuration names. Raises BadInput for a
+    configuration that names none: then whose verdict is wanted is not known."""
     try:
         found = configured(Path.cwd())
     except ValueError as error:
-        return [str(error)]
+        raise BadInput(str(error)) from error
     if found is None:
         return []
     own = Path(found.name).stem if found.name.endswith(".py") else found.name

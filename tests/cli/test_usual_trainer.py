@@ -194,3 +194,16 @@ def test_the_action_leaves_the_trainer_to_the_repository() -> None:
     assert action["inputs"]["trainer"]["default"] == ""
     (words,) = [step["run"] for step in action["runs"]["steps"] if "harness matrix" in step.get("run", "")]
     assert 'if [ -n "$TRAINER" ]; then words+=(--trainer "$TRAINER"); fi' in words
+
+
+@pytest.mark.parametrize("command", [["check", "x"], ["report", "out"]])
+def test_stored_evidence_is_not_judged_where_the_configuration_cannot_be_read(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, used: list[str], command: list[str], capsys: Any
+) -> None:
+    judgement = Judgement(Case("x", ""), Path("x"), (Result("loss", Verdict.PASS, 1),), None, 1.0)
+    monkeypatch.setattr(check, "judge_folder", lambda _: judgement)
+    assert main([*MATRIX, "--trainer", "llama3"]) == 0
+    (repository / "pyproject.toml").write_text(IN_PYPROJECT.format("adapters/gone.py"))
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "adapters/gone.py" in capsys.readouterr().err
