@@ -22,6 +22,7 @@ from harness.plan.slices import BYTES, numel
 from harness.spec.allowance import Allowance, said
 
 STAGE = "structure"
+AFTER_FORWARD = " after forward"
 
 
 def check(trial: Trial) -> Result:
@@ -74,7 +75,7 @@ def _of_recorded(trial: Trial) -> Result:
 def _more_than_kept(trial: Trial, here: Callable[..., Finding], rank: int, record: AfterForward) -> list[Finding]:
     wanted = trial.plan.after_forward[rank]
     return [
-        here(kept_text(trial, wanted[fqn].degree), observed_text(trial, rank, fqn, held), name=f"{fqn} after forward")
+        here(kept_text(trial, wanted[fqn].degree), observed_text(trial, rank, fqn, held), name=fqn + AFTER_FORWARD)
         for fqn, held in record.bytes.items()
         if fqn in wanted and held > wanted[fqn].bytes
     ]
@@ -139,7 +140,7 @@ def _kept(trial: Trial, here: Callable[..., Finding], rank: int, record: AfterFo
     """One model part after one forward pass: each parameter, and the memory behind all of them."""
     wanted = trial.plan.after_forward[rank]
     findings = [
-        here(kept_text(trial, wanted[fqn].degree), observed_text(trial, rank, fqn, held), name=f"{fqn} after forward")
+        here(kept_text(trial, wanted[fqn].degree), observed_text(trial, rank, fqn, held), name=fqn + AFTER_FORWARD)
         for fqn, held in record.bytes.items()
         if fqn in wanted and held != wanted[fqn].bytes
     ]

@@ -17,7 +17,7 @@ from harness.diagnosis.differences import NUMBERS, consequences, first_wrong_ste
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated, verdict_of
 from harness.diagnosis.layout import wrong_parts
 from harness.diagnosis.words import by_rank, finding_line, of_first, on_ranks, some, traffic_lines
-from harness.judge.result import Cause, Verdict
+from harness.judge.result import Cause, Result, Verdict
 from harness.judge.trial import Trial
 from harness.judge.units_seen import units_seen
 from harness.plan.make_plan import make_plan
@@ -210,7 +210,8 @@ def left_by_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
         for step in reversed(evidence.steps)
         if (left := reshard.left_by_backward(trial, evidence, step.step))
     }
-    if "reshard" in broken and seen:
+    first = min((step for step, _ in seen.values()), default=0)
+    if "reshard" in broken and seen and not _kept_after_forward(broken["reshard"], first):
         texts = {
             rank: f"{some(units, 3)} still gathered after the backward of step {n}" for rank, (n, units) in seen.items()
         }
@@ -219,3 +220,8 @@ def left_by_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
         chosen = () if again else declarable.lines(declarable.gathered(trial))
         more = (*again, *(NOT_TESTED if NUMBERS & {*broken} else ()), *chosen)
         yield stated(broken, "reshard", kind, text, "traffic", "memory", more=more)
+
+
+def _kept_after_forward(result: Result, step: int) -> bool:
+    """Whether it was not freed after forward already, in that step or before: then backward is not what kept it."""
+    return any(one.name.endswith(reshard.AFTER_FORWARD) and (one.step or 0) <= step for one in result.findings)
