@@ -11,6 +11,7 @@ from harness.diagnosis import declarable
 from harness.diagnosis.differences import NUMBERS
 from harness.diagnosis.hypothesis import Broken, Fact, stated
 from harness.diagnosis.words import from_step, of_first, told_first, traffic_lines
+from harness.evidence.keys import steps_text
 from harness.evidence.records import RankEvidence
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.result import Cause, Finding
@@ -82,10 +83,11 @@ def _retained_graph(trial: Trial, rank: int) -> tuple[str, str] | None:
 def _copied(trial: Trial, rank: int) -> tuple[str, str] | None:
     if not (found := memory.copied_too_much(trial, rank)):
         return None
-    size, step, phase = found[0]
+    size, _, phase = found[0]
+    steps = steps_text(tuple(sorted(step for most, step, at in found if (most, at) == (size, phase))))
     where = "outside forward and backward" if phase in ("other", "optimizer") else f"in {phase}"
     where = "from before forward on, until they are given up," if phase == memory.BEFORE_FORWARD else where
-    return f"{bytes_text(size)} of copies of weights exist at once {where} in step {step}", ""
+    return f"{bytes_text(size)} of copies of weights exist at once {where} in {steps}", ""
 
 
 # ---- switches
