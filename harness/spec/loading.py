@@ -146,11 +146,10 @@ def document_of(text: str) -> Any:
     The slow loader says what is wrong, in the same words with and without libyaml.
     """
     try:
-        return _loaded(_FastLoader(text))
-    except (yaml.YAMLError, ValueError, RecursionError):
-        pass
-    try:
-        return _loaded(_UniqueKeyLoader(text))
+        try:
+            return _loaded(_FastLoader(text))
+        except (yaml.YAMLError, ValueError, RecursionError):
+            return _loaded(_UniqueKeyLoader(text))
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
