@@ -1,15 +1,18 @@
-"""Which faults of the catalogue a recording with a layout notices: `python -m benchmarks.recorded_faults OUT [-k WORDS]`.
+"""Which faults of the catalogue a recording with a layout notices.
+
+    python -m benchmarks.recorded_faults OUT [-k WORDS] [--json FILE]
 
 OUT is a folder that `harness faults --out OUT` wrote. What its ranks left is cut down to what a recording has of a rank: no
 values, no recipe and no reference, digests of parameters and of inputs. Those laws judge it that judge a recording, told the
 degrees of the case and nothing else. Faults count that change structure: that break, in the matrix, a law that is judged of
-recordings as well. Starts no ranks.
+recordings as well. FILE gets the verdicts. Starts no ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import time
 import zlib
 from collections import Counter
@@ -31,6 +34,7 @@ from harness.report.recording_odd import odd
 from harness.report.recording_page import costs
 from harness.run.recorded_layout import judged_by
 from harness.spec.case import Case
+from tools.said import said_of
 
 ADAMW = "AdamW(betas (0.9, 0.95), weight_decay 0.1, amsgrad False)"
 
@@ -89,11 +93,12 @@ def _digest(value: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Noticed:
-    """broken: laws, and what the page calls odd. unknown: laws that could not be judged."""
+    """broken: laws, and what the page calls odd. unknown: laws that could not be judged. said: all of it, as data."""
 
     broken: tuple[str, ...]
     unknown: tuple[str, ...]
     cause: str
+    said: dict[str, Any]
 
 
 def noticed(folder: Path) -> Noticed:
@@ -107,15 +112,18 @@ def noticed(folder: Path) -> Noticed:
     results, diagnosis = judged_by(recording, launched.dims, records.__getitem__)
     broken = [r.check for r in results if r.verdict is Verdict.FAIL]
     unknown = tuple(r.check for r in results if r.verdict is Verdict.UNKNOWN)
-    said = dict.fromkeys([*broken, *(label for label, _ in [*odd(recording), *costs(summaries)])])
-    return Noticed(tuple(said), unknown, diagnosis.cause if diagnosis else "")
+    labels = [label for label, _ in [*odd(recording), *costs(summaries)]]
+    said = said_of(folder.name, results, diagnosis, labels)
+    return Noticed(tuple(dict.fromkeys([*broken, *labels])), unknown, diagnosis.cause if diagnosis else "", said)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("-k", default="", help="a part of the folder's name, or several separated by commas")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where verdicts, causes and findings go, as data")
     args = parser.parse_args()
+    said: list[dict[str, Any]] = []
     began, count = time.process_time(), Counter[str]()
     folders = [f for f in sorted(args.out.iterdir()) if any(word in f.name for word in args.k.split(","))]
     attempts = {f"{one.case}+{one.fault}": one for one in accepted()}
@@ -123,7 +131,9 @@ def main() -> None:
         if "+" not in folder.name and (folder / "case.json").exists():
             count[_of_correct(folder)] += 1
         elif folder.name in attempts:
-            count[_of_faulty(folder, attempts[folder.name])] += 1
+            count[_of_faulty(folder, attempts[folder.name], said)] += 1
+    if args.json:
+        args.json.write_text(json.dumps(said, indent=1), encoding="utf-8")
     structural = sum(count[key] for key in ("named", "in part", "noticed", "missed"))
     whole, correct = structural - count["missed"], count["false"] + count["right"]
     print(
@@ -145,13 +155,15 @@ def _of_correct(folder: Path) -> str:
     return "false" if found.broken else "right"
 
 
-def _of_faulty(folder: Path, attempt: Attempt) -> str:
-    """What became of a fault, in a word."""
+def _of_faulty(folder: Path, attempt: Attempt, said: list[dict[str, Any]]) -> str:
+    """What became of a fault, in a word. What is said of it is added to `said`."""
     try:
         found = noticed(folder)
     except (EvidenceError, ValueError) as error:
         print(f"unread    {folder.name}: {error}")
+        said.append({"name": folder.name, "verdict": "unread", "kinds": [], "results": []})
         return "unread"
+    said.append(found.said)
     word = _word(found, attempt)
     if word != "neither":
         told = " ".join(found.broken) or f"in the matrix {' '.join(attempt.broken)}"

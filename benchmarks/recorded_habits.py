@@ -1,7 +1,7 @@
-"""Correct jobs with the habits of real trainers, recorded: `python -m benchmarks.recorded_habits [-k WORDS]`.
+"""Correct jobs with the habits of real trainers, recorded: `python -m benchmarks.recorded_habits [-k WORDS] [--json FILE]`.
 
 Nothing odd may be said of any of them, and with the layout that they have no law may fail. Ranks are forked from one process
-that the recorder was brought into as into any other; each job leaves a recording of its own.
+that the recorder was brought into as into any other; each job leaves a recording of its own. FILE gets the verdicts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import copy
 import io
+import json
 import math
 import os
 import subprocess
@@ -31,7 +32,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from harness.cli import main as command_line
+from harness.judge.stored_recording import load_recording
 from harness.record.injection import environment, fresh
+from harness.report.recording_odd import odd
+from harness.run.recorded_layout import judged
+from harness.spec import layout as layouts
+from tools.said import said_of
 
 STEPS, HEIGHT, WIDTH = 4, 8, 16
 Job = Callable[[], None]
@@ -287,12 +293,20 @@ def shown(name: str, folder: Path) -> tuple[bool, str]:
     return alone == 0 and "FAIL" not in text and "UNKNOWN" not in text, text
 
 
+def said(name: str, folder: Path) -> dict[str, Any]:
+    """What is said of a job with the layout that it has, as data."""
+    recording = load_recording(folder / name)
+    results, diagnosis = judged(recording, layouts.layout(JOBS[name][0], recording.world))
+    return said_of(name, results, diagnosis, [label for label, _ in odd(recording)])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-k", default="", help="a part of a job's name")
     parser.add_argument(
         "--pages", action="store_true", help="of all, not only of those of which something false is said"
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where verdicts, causes and findings go, as data")
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     names = [name for name in JOBS if args.k in name]
@@ -307,6 +321,8 @@ def main() -> int:
         words = [sys.executable, "-m", "benchmarks.recorded_habits", "-k", args.k, "--record", str(folder)]
         subprocess.run(words, env=environment(folder / names[0], "1-3") | {"OMP_NUM_THREADS": "1"}, check=True)
         pages = {name: shown(name, folder) for name in names}
+        if args.json:
+            args.json.write_text(json.dumps([said(name, folder) for name in names], indent=1), encoding="utf-8")
     for name, (right, text) in pages.items():
         print(f"{'right' if right else 'WRONG'}  {name}" + (f"\n{text}" if args.pages or not right else ""))
     print(f"{sum(right for right, _ in pages.values())} of {len(pages)} correct jobs without a false word")

@@ -1,0 +1,299 @@
+"""What the harness says today, as a table that a change of judge, checks or diagnosis is compared with.
+
+    python -m tools.safeguard            compares the default tier and the faults that lie in out/, after `make test faults`
+    python -m tools.safeguard --all      compares the other tiers and the recordings in out/ as well
+    python -m tools.safeguard --accept   runs all tiers, all faults and both sets of recordings, and makes the table anew
+    python -m tools.safeguard --accept --stored   runs nothing: what lies in out/ takes the place of what the table says of it
+
+The table lies in tests/safeguard/. It has verdicts, what was examined, kinds of causes, and where findings are; no wording and
+no measured number. Exit code 1: a verdict, a kind, a rank, a step or a parameter differs, or less is examined. 2: an entry of
+the table was not there to compare. What is new and what is examined besides is printed, and is no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "tests" / "safeguard"
+FILES = CASES, FAULTS, HABITS, RECORDED = ("cases", "faults", "recorded_habits", "recorded_faults")
+COMPACT = ("PASS", "NOT APPLICABLE", "UNKNOWN")  # all in a line
+VERDICTS = (*COMPACT, "FAIL")
+FIRST = 3  # parameters that are written out
+VARIES = "varies"
+BLANK: dict[str, Any] = {"examined": None, "findings": None, "places": VARIES}
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one check says. examined, and findings, their number: None where it varies. places: where findings are, as text."""
+
+    verdict: str
+    examined: int | None = 0
+    findings: int | None = 0
+    places: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One case, fault or recording. about: lines that are no check's: causes, tier, what is odd in a recording.
+
+    varies: by check, which fields differ between two runs of one commit, a colon, and why. Written by hand; --accept keeps it.
+    """
+
+    verdict: str
+    about: dict[str, str] = field(default_factory=dict)
+    checks: dict[str, Said] = field(default_factory=dict)
+    varies: dict[str, str] = field(default_factory=dict)
+
+
+Table = dict[str, Entry]
+
+
+def places(findings: Iterable[Mapping[str, Any]]) -> str:
+    """Where findings are: ranks, steps and parameters, by their fields where these are set, else by the text of the place."""
+    ranks, steps, names = set[int](), set[int](), set[str]()
+    for one in findings:
+        where = one["where"]
+        if one["rank"] is None:
+            ranks |= {int(text) for text in re.findall(r"\brank (\d+)", where)}
+            ranks |= {rank for text in re.findall(r"\[([\d,.-]+)\]", where) for rank in ranks_of(text)}
+        else:
+            ranks.add(one["rank"])
+        found = re.findall(r"\bstep (\d+)", where) if one["step"] is None else [one["step"]]
+        steps |= {int(step) for step in found}
+        name = (one["name"] or where).replace(
+            "optimizer.state.", ""
+        )  # as a checkpoint calls what belongs to a parameter
+        names |= {*re.findall(r"[A-Za-z_][\w.]*\.(?:weight|bias)\b", name)}
+    parts = [f"ranks {ranges(ranks)}" * bool(ranks), f"steps {ranges(steps)}" * bool(steps), some(sorted(names))]
+    return "; ".join(filter(None, parts))
+
+
+def ranks_of(text: str) -> list[int]:
+    """Of 0-3, of 0,2 and of 0,8,..,1016."""
+    if ",..," in text:
+        first, second, last = map(int, text.replace("..,", "").split(","))
+        return [*range(first, last + 1, second - first)]
+    ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    return [number for first, *last in ends for number in range(first, (last or [first])[0] + 1)]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    runs = itertools.groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0])
+    ends = [(run[0][1], run[-1][1]) for _, pairs in runs if (run := list(pairs))]
+    return " ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in ends)
+
+
+def some(names: Sequence[str]) -> str:
+    """All of a few; of many the first ones, and a digest of all."""
+    many = f" .. {hashlib.sha256(' '.join(names).encode()).hexdigest()[:8]}" if len(names) > FIRST else ""
+    return f"parameters {len(names)}: {' '.join(names[:FIRST])}{many}" * bool(names)
+
+
+def entry_of(said: Mapping[str, Any], tier: str = "") -> Entry:
+    """said: a verdict.json, or one of a list of recordings."""
+    about = {"causes": ", ".join(said["kinds"]), "odd": ", ".join(said.get("odd", ())), "tier": tier}
+    checks = {
+        one["check"]: Said(one["verdict"], one["examined"], len(one["findings"]), places(one["findings"]))
+        for one in said["results"]
+    }
+    return Entry(said["verdict"], {name: text for name, text in about.items() if text}, checks)
+
+
+def stored(out: Path) -> dict[str, Table]:
+    """What runs left there, by file of the table. Folders of other trainers, seeds, dtypes and devices have other names."""
+    found: dict[str, Table] = {name: {} for name in FILES}
+    for path in sorted(out.glob("*/verdict.json")):
+        said, folder = read(path), path.parent
+        fault = (said["fault"] or "").rpartition(":")[2]
+        if folder.name == "+".join(filter(None, (said["case"], fault))):
+            tier = "" if fault else read(folder / "case.json")["tier"].removeprefix("default")
+            found[FAULTS if fault else CASES][folder.name] = entry_of(said, tier)
+    for name in (HABITS, RECORDED):
+        if (path := out / f"{name}.json").exists():
+            found[name] = {said["name"]: entry_of(said) for said in read(path)}
+    return found
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+# ---- the table as text
+
+
+def text_of(table: Table) -> str:
+    return "".join(f"{line}\n" for name, entry in sorted(table.items()) for line in lines_of(name, entry))
+
+
+def lines_of(name: str, entry: Entry) -> Iterator[str]:
+    """A line for what holds, for what does not apply and for what is unknown, and one for each check that is broken."""
+    yield f"{name}: {entry.verdict}"
+    yield from (f"  {label}: {text}" for label, text in sorted(entry.about.items()))
+    for verdict in VERDICTS:
+        texts = [said_text(check, said) for check, said in sorted(entry.checks.items()) if said.verdict == verdict]
+        lines = [", ".join(texts)] if verdict in COMPACT and texts else texts
+        yield from (f"  {verdict}: {line}" for line in lines)
+    yield from (f"  {VARIES}: {check} {fields_and_why}" for check, fields_and_why in sorted(entry.varies.items()))
+
+
+def said_text(check: str, said: Said) -> str:
+    """completed 2; or of one with findings: gradients 126; 3 findings; ranks 0-1; steps 2; parameters 1: norm.weight"""
+    found = (
+        [] if said.findings == 0 else [f"{count_text(said.findings)} findings", *([said.places] if said.places else [])]
+    )
+    return "; ".join([check if said == Said(said.verdict) else f"{check} {count_text(said.examined)}", *found])
+
+
+def said_of(verdict: str, text: str) -> tuple[str, Said]:
+    head, _, found = text.partition("; ")
+    check, _, examined = head.partition(" ")
+    findings, _, where = found.partition("; ")
+    return check, Said(verdict, count_of(examined or "0"), count_of(findings.partition(" ")[0] or "0"), where)
+
+
+def count_text(count: int | None) -> str:
+    return VARIES if count is None else str(count)
+
+
+def count_of(text: str) -> int | None:
+    return None if text == VARIES else int(text)
+
+
+def table_of(text: str) -> Table:
+    table: Table = {}
+    for line in text.splitlines():
+        label, _, rest = line.strip().partition(": ")
+        if not line.startswith(" "):
+            entry = table[label] = Entry(rest, {}, {}, {})
+        elif label == VARIES:
+            check, _, entry.varies[check] = rest.partition(" ")
+        elif label in VERDICTS:
+            entry.checks.update(said_of(label, part) for part in (rest.split(", ") if label in COMPACT else [rest]))
+        else:
+            entry.about[label] = rest
+    return table
+
+
+def load(folder: Path) -> dict[str, Table]:
+    files = {name: folder / f"{name}.txt" for name in FILES}
+    return {name: table_of(path.read_text(encoding="utf-8")) if path.exists() else {} for name, path in files.items()}
+
+
+def without_varying(entry: Entry, varies: dict[str, str]) -> Entry:
+    """What is known to vary is not said."""
+    checks = dict(entry.checks)
+    for check, fields_and_why in varies.items():
+        if check in checks:
+            fields = fields_and_why.partition(":")[0].split()
+            checks[check] = replace(checks[check], **{name: BLANK[name] for name in fields})
+    return replace(entry, checks=checks, varies=varies)
+
+
+# ---- comparing
+
+
+def differences(before: Entry, now: Entry) -> Iterator[tuple[bool, str]]:
+    """What differs, with whether it is a failure."""
+    if before.verdict != now.verdict:
+        yield True, f"verdict: {before.verdict} -> {now.verdict}"
+    for label in sorted({*before.about, *now.about}):
+        if (was := before.about.get(label, "none")) != (is_ := now.about.get(label, "none")):
+            yield True, f"{label}: {was} -> {is_}"
+    for check in sorted({*before.checks, *now.checks}):
+        if check not in before.checks:
+            yield False, f"{check}: new, {now.checks[check].verdict}"
+        elif check not in now.checks:
+            yield True, f"{check}: {before.checks[check].verdict} -> not judged"
+        else:
+            yield from ((bad, f"{check}: {text}") for bad, text in of_check(before.checks[check], now.checks[check]))
+
+
+def of_check(before: Said, now: Said) -> Iterator[tuple[bool, str]]:
+    if before.verdict != now.verdict:
+        yield True, f"{before.verdict} -> {now.verdict}"
+    if before.examined != now.examined:
+        fell = before.examined is not None and (now.examined or 0) < before.examined
+        yield fell, f"examined {count_text(before.examined)} -> {count_text(now.examined)}"
+    if before.places != now.places:
+        yield True, f"{before.places or 'nowhere'} -> {now.places or 'nowhere'}"
+    if before.findings != now.findings:
+        yield False, f"{count_text(before.findings)} findings -> {count_text(now.findings)}"
+
+
+def compared(table: Mapping[str, Table], now: Mapping[str, Table], *, whole: bool) -> int:
+    """Prints what differs. Returns the exit code."""
+    failed, count, missing = 0, 0, []
+    for file in FILES if whole else (CASES, FAULTS):
+        wanted = {name: one for name, one in table[file].items() if whole or "tier" not in one.about}
+        missing += [f"{file} {name}" for name in wanted if name not in now[file]]
+        for name, entry in now[file].items():
+            if name not in table[file]:
+                print(f"new        {file} {name}: {entry.verdict}; not in the table")
+            elif name in wanted:
+                count += 1
+                for bad, text in differences(wanted[name], without_varying(entry, wanted[name].varies)):
+                    print(f"{'DIFFERENT ' if bad else 'more      '} {file} {name}: {text}")
+                    failed += bad
+    print(f"{count} entries compared, {failed} differences")
+    if missing:
+        print(f"{len(missing)} entries of the table were not there to compare: {', '.join(missing[:5])}, ..")
+    return 1 if failed else 2 if missing or not count else 0
+
+
+# ---- making it anew
+
+
+def run_all(out: Path) -> None:
+    """Verdicts of before are deleted, so that none of them counts as today's."""
+    for path in (*out.glob("*/verdict.json"), *out.glob("recorded_*.json")):
+        path.unlink()
+    for words in (
+        ["harness", "matrix", "--tier", "all", "--out", out],
+        ["harness", "faults", "--laws-only", "--out", out],
+        ["benchmarks.recorded_habits", "--json", out / f"{HABITS}.json"],
+        ["benchmarks.recorded_faults", out, "-k", "+", "--json", out / f"{RECORDED}.json"],
+    ):
+        code = subprocess.run([sys.executable, "-m", *map(str, words)], cwd=ROOT, check=False).returncode
+        print(f"exit code {code}: {' '.join(map(str, words))}", flush=True)
+
+
+def accept(folder: Path, now: Mapping[str, Table], *, keep: bool) -> None:
+    """keep: entries that were not run stay."""
+    before = load(folder)
+    for file, table in now.items():
+        varying = {name: one.varies for name, one in before[file].items()}
+        made = {name: without_varying(entry, varying.get(name, {})) for name, entry in table.items()}
+        (folder / f"{file}.txt").write_text(text_of((before[file] if keep else {}) | made), encoding="utf-8")
+        print(f"{file}: {len(made)} entries")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m tools.safeguard", description=__doc__, formatter_class=raw)
+    parser.add_argument("--accept", action="store_true", help="make the table anew: review `git diff tests/safeguard`")
+    parser.add_argument("--stored", action="store_true", help="with --accept: of what lies in OUT, nothing is run")
+    parser.add_argument("--all", action="store_true", help="compare all tiers and recordings, as far as OUT has them")
+    parser.add_argument("--out", type=Path, default=ROOT / "out")
+    args = parser.parse_args(argv)
+    if not args.accept:
+        return compared(load(TABLE), stored(args.out), whole=args.all)
+    if not args.stored:
+        run_all(args.out.resolve())
+    accept(TABLE, stored(args.out), keep=args.stored)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

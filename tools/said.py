@@ -1,0 +1,21 @@
+"""What is said of a recording, as data: in the form of a case's verdict.json, for tools/safeguard.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from harness.judge.result import Diagnosis, Result
+from harness.report.recording_layout import verdict_of_all
+
+
+def said_of(name: str, results: Sequence[Result], diagnosis: Diagnosis | None, odd: Iterable[str]) -> dict[str, Any]:
+    """odd: the labels of what is odd without any layout."""
+    return {
+        "name": name,
+        "verdict": verdict_of_all(results),
+        "kinds": diagnosis.kinds if diagnosis else (),
+        "results": [dataclasses.asdict(one) for one in results],
+        "odd": list(dict.fromkeys(odd)),
+    }
