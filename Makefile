@@ -2,7 +2,7 @@
 # make matrix           the cases of the default tier, as a grid                 make matrix K=hsdp   those that K selects
 # make faults           every fault of the catalogue          make faults K=mesh    those that K selects
 # make titan            the same on torchtitan 0.3.0      make titan TORCHTITAN=PATH   bisect issue 711 in a clone of it
-# make mutants          20 altered judgements of each law, the plan and the bounds: does a test notice?
+# make mutants          20 altered judgements of each check, the plan and the bounds: does a test notice?
 #                       make mutants N=0 MODULES=harness/checks/loss.py   all those of one file; harness/diagnosis/*.py too
 # make gpu              all that fits on this machine's GPUs, in parts of 9 minutes; results lie under benchmarks/gpu
 #                       make gpu-packages   fills .gpu-packages, which travels to a machine without network
@@ -19,7 +19,7 @@ test: $(INSTALLED)
 	.venv/bin/python -m pytest -n 3 $(SELECT)
 
 faults: $(INSTALLED)
-	.venv/bin/harness faults --laws-only $(SELECT)
+	.venv/bin/harness faults --checks-only $(SELECT)
 
 # torchtitan in an environment of its own; with TORCHTITAN=PATH of a clone, issue 711 is looked for in its history instead.
 titan: .venv-titan/.installed

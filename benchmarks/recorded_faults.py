@@ -3,8 +3,8 @@
     python -m benchmarks.recorded_faults OUT [-k WORDS] [--json FILE]
 
 OUT is a folder that `harness faults --out OUT` wrote. What its ranks left is cut down to what a recording has of a rank: no
-values, no recipe and no reference, digests of parameters and of inputs. Those laws judge it that judge a recording, told the
-degrees of the case and nothing else. Faults count that change structure: that break, in the matrix, a law that is judged of
+values, no recipe and no reference, digests of parameters and of inputs. Those checks judge it that judge a recording, told the
+degrees of the case and nothing else. Faults count that change structure: that break, in the matrix, a check that is judged of
 recordings as well. FILE gets the verdicts. Starts no ranks.
 """
 
@@ -93,7 +93,7 @@ def _digest(value: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Noticed:
-    """broken: laws, and what the page calls odd. unknown: laws that could not be judged. said: all of it, as data."""
+    """broken: checks, and what the page calls odd. unknown: checks that could not be judged. said: all of it, as data."""
 
     broken: tuple[str, ...]
     unknown: tuple[str, ...]

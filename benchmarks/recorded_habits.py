@@ -1,6 +1,6 @@
 """Correct jobs with the habits of real trainers, recorded: `python -m benchmarks.recorded_habits [-k WORDS] [--json FILE]`.
 
-Nothing odd may be said of any of them, and with the layout that they have no law may fail. Ranks are forked from one process
+Nothing odd may be said of any of them, and with the layout that they have no check may fail. Ranks are forked from one process
 that the recorder was brought into as into any other; each job leaves a recording of its own. FILE gets the verdicts.
 """
 

@@ -1,4 +1,4 @@
-"""What one law finds in a trial, and trials with one thing altered: what several tests of laws use."""
+"""What one check finds in a trial, and trials with one thing altered: what several tests of checks use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EMBEDDING, NORM, WQ = "tok_embeddings.weight", "norm.weight", "layers.0.attentio
 
 
 def findings(check: str, trial) -> tuple[Finding, ...]:
-    """Those of a law that must be broken."""
+    """Those of a check that must be broken."""
     result = judged(check, trial)
     assert result.verdict == Verdict.FAIL, result
     return result.findings

@@ -1,5 +1,5 @@
 """What the reference computes inside the tests uses one thread, as ranks do: several would wait for each other's core. Tests
-that are all skipped are not green, as laws are not."""
+that are all skipped are not green, as checks are not."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ ENDED = {"skipped": False, "otherwise": False}
 
 @pytest.fixture(scope="session", autouse=True)
 def commands_of_tests_leave_no_server() -> Iterator[None]:
-    """Those that tests start; the session's own laws may come from one that stays."""
+    """Those that tests start; the session's own checks may come from one that stays."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(resident_client.KIND, "own")
         yield

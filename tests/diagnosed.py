@@ -138,31 +138,31 @@ def in_noise(trial: Trial) -> Trial:
     return trial
 
 
-def broken(*laws: str) -> dict[str, Result]:
-    return {law: Result(law, Verdict.FAIL, 1, (Finding("here", "this", "that"),)) for law in laws}
+def broken(*checks: str) -> dict[str, Result]:
+    return {check: Result(check, Verdict.FAIL, 1, (Finding("here", "this", "that"),)) for check in checks}
 
 
-def seen(facts: Facts, trial: Trial, *laws: str) -> Fact | None:
-    """The first fact of these, where these laws are broken."""
-    found = next(facts(trial, broken(*laws)), None)
+def seen(facts: Facts, trial: Trial, *checks: str) -> Fact | None:
+    """The first fact of these, where these checks fail."""
+    found = next(facts(trial, broken(*checks)), None)
     assert found is None or is_listed(found.cause.kind), found
     return found
 
 
 def is_listed(kind: str) -> bool:
-    """On the page of causes, or as a number of the recipe or a law's structure."""
+    """On the page of causes, or as a number of the recipe or a check's structure."""
     kinds = [re.sub(f"^({'|'.join(STRUCTURE)}) of", "traffic of", one) for one in kind.split(", ")]
     return all(re.search(rf"[ (\"]{re.escape(one)}[ ,.)\"]", PAGE) or hasattr(ADAMW, one) for one in kinds)
 
 
-def seen_text(facts: Facts, trial: Trial, *laws: str) -> str:
-    found = seen(facts, trial, *laws)
+def seen_text(facts: Facts, trial: Trial, *checks: str) -> str:
+    found = seen(facts, trial, *checks)
     return found.cause.text if found else ""
 
 
-def proposed(suspects: Suspects, trial: Trial, *laws: str) -> list[str]:
-    """What hypotheses say that are put to the test where these laws are broken."""
-    found = list(suspects(trial, broken(*laws)))
+def proposed(suspects: Suspects, trial: Trial, *checks: str) -> list[str]:
+    """What hypotheses say that are put to the test where these checks fail."""
+    found = list(suspects(trial, broken(*checks)))
     assert all(is_listed(one.cause.kind) for one in found), found
     return [one.cause.text for one in found]
 

@@ -97,8 +97,8 @@ ALL_IN_ONE_LINE = (  # nothing more is known where these are said
 
 
 def cause_of(found: Diagnosis | None) -> str:
-    """The first line. What stands below it begins with a law's name or one of a few words, and is there."""
-    assert found is not None, "no law is broken"
+    """The first line. What stands below it begins with a check's name or one of a few words, and is there."""
+    assert found is not None, "no check fails"
     known = {*all_checks(), *WORDS, *(f"rank {rank}" for rank in range(16))}
     below = [label for label, text in found.evidence if label in (*known, "assuming this") and text]
     rest = {label for label, _ in found.evidence if label not in known}
@@ -125,7 +125,7 @@ def cause_of(found: Diagnosis | None) -> str:
 
 def judged(check: str, trial: Trial) -> Result:
     result = run_check(check, all_checks()[check].check, trial)
-    assert result.check == check, "a law tells of itself, by its own name"
+    assert result.check == check, "a check says of itself, by its own name"
     return result
 
 

@@ -151,9 +151,9 @@ def test_no_two_files_of_tests_have_one_name() -> None:
     assert [name for name in names if names.count(name) > 1] == []
 
 
-def test_every_law_is_known_to_diagnosis() -> None:
+def test_every_check_is_known_to_diagnosis() -> None:
     """One that is not would stand as "not explained" under every cause that breaks it besides."""
-    laws = {module.split(".")[-1] for module in trees() if module.startswith("harness.checks.")}
+    checks = {module.split(".")[-1] for module in trees() if module.startswith("harness.checks.")}
     diagnosis = [tree for module, tree in trees().items() if room_of(module) == "diagnosis"]
     named = {node.value for tree in diagnosis for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    assert laws - named == set()
+    assert checks - named == set()

@@ -17,7 +17,7 @@ from interrupting import interrupt
 from harness import ROOT
 from harness.checks import all_checks
 
-NOTHING = "nothing was judged: all laws of all cases skipped or not applicable, which is not a pass"
+NOTHING = "nothing was judged: all checks of all cases skipped or not applicable, which is not a pass"
 Pytest = Callable[..., subprocess.CompletedProcess[str]]
 WATCH = """
 from harness.plugin import items
@@ -30,9 +30,9 @@ items.run_case = noted
 """
 BREAKING = """
 import dataclasses
-from harness.plugin import laws
-options_of = laws.options_of
-laws.options_of = lambda config: dataclasses.replace(options_of(config), fault="wrong.py:fatal")
+from harness.plugin import checks
+options_of = checks.options_of
+checks.options_of = lambda config: dataclasses.replace(options_of(config), fault="wrong.py:fatal")
 """
 CONFIGURATION = "[pytest]\naddopts = -ra\nharness_cases = cases\n"
 FATAL = """
@@ -113,9 +113,9 @@ def test_a_folder_of_cases_that_is_not_there_is_a_usage_error(in_project: Pytest
     assert done.returncode == 4 and f"ERROR: harness_cases: no folder {tmp_path}/caes" in done.stderr, cause(done)
 
 
-def test_an_item_is_a_law_of_a_case_in_a_file(in_project: Pytest) -> None:
+def test_an_item_is_a_check_of_a_case_in_a_file(in_project: Pytest) -> None:
     done = in_project("--collect-only", "-q")
-    wanted = [f"cases/some.yaml::{case}::{law}" for case in ("one", "pair") for law in all_checks()]
+    wanted = [f"cases/some.yaml::{case}::{check}" for case in ("one", "pair") for check in all_checks()]
     assert done.stdout.splitlines()[: len(wanted) + 1] == [*wanted, ""]
 
 
@@ -127,19 +127,19 @@ def test_collecting_imports_no_torch(in_project: Pytest, tmp_path: Path) -> None
     assert done.returncode == 0, cause(done)
 
 
-def test_the_words_of_k_are_cases_and_laws(in_project: Pytest) -> None:
+def test_the_words_of_k_are_cases_and_checks(in_project: Pytest) -> None:
     done = in_project("--collect-only", "-q", "-k", "pair and grad")
-    wanted = [f"cases/some.yaml::pair::{law}" for law in all_checks() if "grad" in law]
+    wanted = [f"cases/some.yaml::pair::{check}" for check in all_checks() if "grad" in check]
     assert done.stdout.splitlines()[: len(wanted) + 1] == [*wanted, ""] and len(wanted) > 1
 
 
-def test_two_workers_run_each_case_once_and_junit_has_every_law(in_project: Pytest, tmp_path: Path) -> None:
+def test_two_workers_run_each_case_once_and_junit_has_every_check(in_project: Pytest, tmp_path: Path) -> None:
     (tmp_path / "watch.py").write_text(WATCH)
     arguments = ("-n", "2", "-v", "--junitxml", "junit.xml", "-p", "watch")
     done = in_project(*arguments, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert done.returncode == 0, cause(done)
     workers = re.findall(r"\[(gw\d)\].* PASSED cases/some.yaml::(\w+)::", done.stdout)
-    silent = re.search(r"^(\d+) laws in 2 cases did not apply and were not judged: ", done.stdout, re.MULTILINE)
+    silent = re.search(r"^(\d+) checks in 2 cases did not apply and were not judged: ", done.stdout, re.MULTILINE)
     assert silent is not None and len(workers) + int(silent.group(1)) == 2 * len(all_checks())
     assert len(set(workers)) == 2  # each case on one worker
     assert sorted((tmp_path / "runs").read_text().split()) == ["one", "pair"]
@@ -148,19 +148,21 @@ def test_two_workers_run_each_case_once_and_junit_has_every_law(in_project: Pyte
     assert "skipped" not in done.stdout and "SKIPPED" not in done.stdout
 
 
-def test_one_law_of_one_case_runs_that_case_only(in_project: Pytest, tmp_path: Path) -> None:
+def test_one_check_of_one_case_runs_that_case_only(in_project: Pytest, tmp_path: Path) -> None:
     done = in_project("cases/some.yaml::one::gradients")
     assert done.returncode == 0 and "1 passed" in done.stdout, cause(done)
     assert [path.name for path in tmp_path.glob("out/[!.]*")] == ["one"]
 
 
-def test_a_law_that_is_broken_says_so_without_a_traceback(in_project: Pytest, tmp_path: Path) -> None:
+def test_a_check_that_is_broken_says_so_without_a_traceback(in_project: Pytest, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(FATAL)
     (tmp_path / "breaking.py").write_text(BREAKING)
     arguments = ("-p", "breaking", "-k", "pair and (completed or gradients)", "--harness-timeout", "77")
     done = in_project(*arguments, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert done.returncode == 1, cause(done)
-    assert len(re.findall(r"^ranks \[0,1\] raised: .*on purpose", done.stdout, re.MULTILINE)) == 2  # each law's account
+    assert (
+        len(re.findall(r"^ranks \[0,1\] raised: .*on purpose", done.stdout, re.MULTILINE)) == 2
+    )  # each check's account
     assert len(re.findall(r"^FAILED cases/some.yaml::pair::\w+ - ranks \[", done.stdout, re.MULTILINE)) == 2
     assert "gradients UNKNOWN: no evidence from 2 ranks" in done.stdout  # unknown fails too
     assert "again             pytest -k pair" in done.stdout
@@ -169,14 +171,14 @@ def test_a_law_that_is_broken_says_so_without_a_traceback(in_project: Pytest, tm
     assert json.loads((tmp_path / "out/pair+fatal/run/job.json").read_text())["timeout"] == 77
 
 
-def test_a_law_that_does_not_apply_is_counted_and_alone_it_is_not_green(in_project: Pytest) -> None:
+def test_a_check_that_does_not_apply_is_counted_and_alone_it_is_not_green(in_project: Pytest) -> None:
     done = in_project("-k", "one and determinism")
     assert done.returncode == 1, cause(done)
-    assert "1 law in 1 case did not apply and were not judged: --harness-not-applicable shows each" in done.stdout
+    assert "1 check in 1 case did not apply and were not judged: --harness-not-applicable shows each" in done.stdout
     assert NOTHING in done.stdout and "skipped in" not in done.stdout
 
 
-def test_laws_that_do_not_apply_are_shown_on_request_with_the_reason(in_project: Pytest) -> None:
+def test_checks_that_do_not_apply_are_shown_on_request_with_the_reason(in_project: Pytest) -> None:
     done = in_project("-k", "one and (completed or determinism)", "--harness-not-applicable")
     assert done.returncode == 0, cause(done)
     assert "1 passed, 1 skipped, " in done.stdout

@@ -1,4 +1,4 @@
-"""The README and the pages of docs/ say what is: laws, commands, examples, tables; their links lead somewhere."""
+"""The README and the pages of docs/ say what is: checks, commands, examples, tables; their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from literal import tiny_case, trial_of, with_step
 
 from harness import ROOT
-from harness.checks import all_checks, law
+from harness.checks import all_checks, statement
 from harness.cli import parser
 from harness.faults import load_fault
 from harness.judge import result
@@ -27,14 +27,14 @@ README = (ROOT / "README.md").read_text()
 PAGES = {page.name: page.read_text() for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]}
 
 
-def test_the_table_of_laws_is_theirs() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGES["laws.md"], re.MULTILINE)
-    assert rows == [(name, law(name)) for name in all_checks()]
-    assert f" {len(rows)} laws compare the three" in README
+def test_the_table_of_checks_is_theirs() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGES["checks.md"], re.MULTILINE)
+    assert rows == [(name, statement(name)) for name in all_checks()]
+    assert f" {len(rows)} checks compare the three" in README
 
 
-def test_the_law_that_the_page_writes_as_an_example_can_pass_and_fail() -> None:
-    _, _, after = PAGES["laws.md"].partition("## Add a law\n")
+def test_the_check_that_the_page_writes_as_an_example_can_pass_and_fail() -> None:
+    _, _, after = PAGES["checks.md"].partition("## Add a check\n")
     (lines,) = re.findall(r'(?:^    """(?:.*\n|\n)+?)(?=^[^ \n])', after, re.MULTILINE)
     space = {"math": math, "Trial": Trial, **vars(result)}
     exec(textwrap.dedent(lines), space)

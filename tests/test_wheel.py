@@ -103,7 +103,7 @@ def test_in_somebodys_repository_every_command_is_about_its_own_cases(installed:
     assert re.search(r"s: 1 PASS$", told, re.MULTILINE), told
     told = done(sys.executable, "-m", "pytest", "-k", "hsdp", cwd=repository, packages=installed)
     assert " 1 deselected" not in told and re.search(r"\d+ passed, \d+ deselected", told), told
-    assert "skipped" not in told and "laws in 1 case did not apply and were not judged" in told
+    assert "skipped" not in told and "checks in 1 case did not apply and were not judged" in told
     assert files(installed) == before  # nothing is written beside the code
 
 
@@ -113,7 +113,7 @@ def test_the_catalogue_and_the_cases_of_this_project_are_had_in_an_empty_folder(
     harness = (sys.executable, "-P", "-m", "harness")
     listed = done(*harness, "faults", "--list", "-k", "hsdp_runs_as_fsdp", cwd=tmp_path, packages=installed)
     assert "-> HSDP ran as FSDP: " in listed
-    told = done(*harness, "faults", "-k", "hsdp_runs_as_fsdp", "--laws-only", cwd=tmp_path, packages=installed)
+    told = done(*harness, "faults", "-k", "hsdp_runs_as_fsdp", "--checks-only", cwd=tmp_path, packages=installed)
     assert "1 fault in " in told and "1 CAUGHT" in told
     told = done(*harness, "run", "single", cwd=tmp_path, packages=installed, code=2)
     assert "--cases builtin" in told

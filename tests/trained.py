@@ -84,7 +84,7 @@ def diagnosed(trial: Trial) -> Diagnosis:
 
 
 def proven(trial: Trial) -> tuple[str, str]:
-    """The kinds of causes, and how many laws hold under them."""
+    """The kinds of causes, and how many checks pass under them."""
     found = diagnosed(trial)
     return ", ".join(found.kinds), dict(found.evidence).get("assuming this", "")
 

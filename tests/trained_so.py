@@ -12,7 +12,7 @@ from harness.judge.trial import Trial
 
 
 def follows(trial: Trial, one: Hypothesis) -> Trial:
-    """The law of updates holds under it, and every rank holds what a reference trained so leaves. The trial assumed."""
+    """The check of updates holds under it, and every rank holds what a reference trained so leaves. The trial assumed."""
     assert one.assume is not None
     assumed = one.assume(trial)
     result = judged("update", assumed)

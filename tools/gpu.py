@@ -15,7 +15,7 @@ catalogue of faults. benchmarks/gpu/DATE-GPU-torchVERSION/ keeps what can be com
     programs.jsonl    a line for each program: command, exit code, seconds; NAME.txt has what it printed
     cannot_run.txt    what did not run here, and why
 
-A case that has its line is not run again, unless --again. Exit codes as the harness's: 0, 1 a law is broken, 2 not all judged.
+A case that has its line is not run again, unless --again. Exit codes as the harness's: 0, 1 a check fails, 2 not all judged.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def run_one(stage: Stage, case: Case, args: argparse.Namespace) -> dict[str, Any
     """One case to its end, whatever that is. Where ranks could not share a GPU by NCCL, once more by gloo; both are kept."""
     options = options_for(stage, case, args)
     record = attempted(stage, case, options)
-    lost = options.device == "cuda" and stage.shares and record["laws"].get("completed") == "FAIL"
+    lost = options.device == "cuda" and stage.shares and record["checks"].get("completed") == "FAIL"
     if not lost or communication.backend(options) == "gloo":
         return record
     again = attempted(stage, case, replace(options, backend="gloo"))
@@ -198,7 +198,7 @@ def attempted(stage: Stage, case: Case, options: Options) -> dict[str, Any]:
         "wall": round(time.monotonic() - began, 1),
         "backend": communication.backend(options),
     }
-    return {**record, **measured(folder_of(case, options) / "run")} if outcome.laws else record
+    return {**record, **measured(folder_of(case, options) / "run")} if outcome.checks else record
 
 
 def summarised(outcome: Outcome) -> dict[str, Any]:
@@ -209,7 +209,9 @@ def summarised(outcome: Outcome) -> dict[str, Any]:
         "seconds": outcome.seconds,
         "cause": outcome.cause,
         "reason": outcome.reason,
-        "laws": {law: verdict for law, verdict in outcome.laws.items() if verdict not in ("PASS", "NOT APPLICABLE")},
+        "checks": {
+            check: verdict for check, verdict in outcome.checks.items() if verdict not in ("PASS", "NOT APPLICABLE")
+        },
         "replaced": list(outcome.replaced),
     }
 

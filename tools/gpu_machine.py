@@ -21,8 +21,8 @@ NEEDED = {
     "PyYAML": "everything",
     "torchao": "recipes in float8 and MXFP8",
     "triton": "cases with compile",
-    "pytest": "tests, and laws as pytest items",
-    "pytest-xdist": "tests, and laws as pytest items",
+    "pytest": "tests, and checks as pytest items",
+    "pytest-xdist": "tests, and checks as pytest items",
     "expecttest": "tests",
     "transformers": "the trainer transformers, and some tests",
 }

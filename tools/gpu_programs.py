@@ -63,7 +63,7 @@ def catalogue(device: str, out: Path) -> Iterator[Program]:
     for family in dict.fromkeys(fault.family for fault in faults):
         names = " or ".join(fault.name for fault in faults if fault.family == family)
         where = ("--device", device, *shared, "--out", str(out / "faults"))
-        yield Program(f"faults: {family}", ("-m", "harness", "faults", "--laws-only", "-k", names, *where))
+        yield Program(f"faults: {family}", ("-m", "harness", "faults", "--checks-only", "-k", names, *where))
 
 
 def large_case(device: str, out: Path) -> Path:

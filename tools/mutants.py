@@ -1,4 +1,4 @@
-"""Mutants of the harness's own judgement: does some test notice when a law, the plan or a bound is altered?
+"""Mutants of the harness's own judgement: does some test notice when a check, the plan or a bound is altered?
 
     make mutants                                      20 of each module, drawn at random, and the score
     make mutants MODULES=harness/checks/loss.py N=0   all mutants of one module
@@ -276,7 +276,7 @@ def run(chosen: list[Path], asked: argparse.Namespace) -> None:
 
 
 def keep_trials() -> None:
-    """Literal evidence is made once, not for each mutant: laws take no part in making it, as the plan and bounds do. Not that
+    """Literal evidence is made once, not for each mutant: checks take no part in making it, as the plan and bounds do. Not that
     of a test which trains another reference."""
     import literal
 

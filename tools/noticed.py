@@ -22,7 +22,7 @@ STORED = ROOT / "tools" / "unaimed.json"
 
 @dataclass(frozen=True)
 class Searched:
-    """A fault whose own case is of another tier. case: where it is noticed, empty if nowhere; broken: the laws that do not
+    """A fault whose own case is of another tier. case: where it is noticed, empty if nowhere; broken: the checks that do not
     hold there. tried: cases of the default tier on which it ran before. fired: whether its code ran in any of them."""
 
     fault: str

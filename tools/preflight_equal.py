@@ -1,4 +1,4 @@
-"""Whether a rank that runs alone leaves the evidence that it leaves among its peers: all fields that a structural law reads.
+"""Whether a rank that runs alone leaves the evidence that it leaves among its peers: all fields that a structural check reads.
 
     python -m tools.preflight_equal -k "fsdp and not tp" --most 8 --evidence out --out out/equal
 

@@ -3,7 +3,7 @@
     python -m tools.preflight_faults --ranks 512 --out out/preflight_faults.json -k hsdp
 
 Each fault's own case, its data ranks made as many as the world needs, and a model wide enough for them. A fault is caught where
-a law breaks that also breaks in the matrix; named, where the cause has the same name.
+a check fails that also breaks in the matrix; named, where the cause has the same name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def widened(case: Case, ranks: int) -> Case:
 
 
 def structural(fault: Fault) -> list[str]:
-    return [law for law in fault.caught_by if law in OF_ALONE and law != "completed"]
+    return [check for check in fault.caught_by if check in OF_ALONE and check != "completed"]
 
 
 def tried(fault: Fault, case: Case, folder: Path) -> dict[str, str]:
@@ -55,7 +55,7 @@ def tried(fault: Fault, case: Case, folder: Path) -> dict[str, str]:
     broken = [result.check for result in verdicts.results if result.verdict is Verdict.FAIL]
     unknown = [f"{result.check}: {result.note}" for result in verdicts.results if result.verdict is Verdict.UNKNOWN]
     kinds = verdicts.diagnosis.kinds if verdicts.diagnosis else ()
-    caught = "caught" if set(broken) & set(structural(fault)) else "other law" if broken else "missed"
+    caught = "caught" if set(broken) & set(structural(fault)) else "other check" if broken else "missed"
     return {
         "fault": fault.name,
         "dims": str(case.dims),

@@ -261,7 +261,7 @@ def run_all(out: Path) -> None:
         path.unlink()
     for words in (
         ["harness", "matrix", "--tier", "all", "--out", out],
-        ["harness", "faults", "--laws-only", "--out", out],
+        ["harness", "faults", "--checks-only", "--out", out],
         ["benchmarks.recorded_habits", "--json", out / f"{HABITS}.json"],
         ["benchmarks.recorded_faults", out, "-k", "+", "--json", out / f"{RECORDED}.json"],
     ):

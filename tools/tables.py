@@ -68,7 +68,7 @@ def options_table(cases: Sequence[Case]) -> str:
 
 def accept(measured: Sequence[Attempt], known: Sequence[Fault], stored: Path = ACCEPTED) -> str:
     """Puts what was measured in the place of what is stored of the same faults; faults that are gone go from there. With
-    `--laws-only` weaker tests were not measured: what is stored of them stays."""
+    `--checks-only` weaker tests were not measured: what is stored of them stays."""
     before = {attempt.fault: attempt for attempt in accepted(stored)}
     now = before | {attempt.fault: _with_weaker(attempt, before.get(attempt.fault)) for attempt in measured}
     attempts = [(fault, now[fault.name]) for fault in known if fault.name in now]

@@ -2,7 +2,7 @@
 
     python -m tools.unaimed_faults -k NAME    searches, and puts what it found into tools/unaimed.json
 
-Of a fault whose own case is nightly the cases of the default tier are tried, those most like its own first, until a law does
+Of a fault whose own case is nightly the cases of the default tier are tried, those most like its own first, until a check does
 not hold that holds without the fault. 0: all those tried are noticed; 1: one is not.
 """
 

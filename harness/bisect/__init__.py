@@ -1,4 +1,4 @@
-"""What broke a law: a commit of a trainer, or a version of a package."""
+"""What failed a check: a commit of a trainer, or a version of a package."""
 
 
 class BisectError(Exception):

@@ -1,9 +1,9 @@
-"""Which commit of a trainer broke a law: git bisect in a clone of our own, every commit judged by the laws.
+"""Which commit of a trainer failed a check: git bisect in a clone of our own, every commit judged by the checks.
 
 The user's repository is only read: the clone borrows its objects and lies in a temporary folder. Ranks of each commit are
 fresh processes, forked from one server that has torch imported and nothing of the trainer.
 
-A commit is bad if it breaks a law that the bad one breaks and the good one keeps. A law broken on both sides says nothing
+A commit is bad if it fails a check that the bad one breaks and the good one keeps. A check failing on both sides says nothing
 of the change that is looked for. What cannot be judged (it cannot be imported, its set-up raises or takes too long, it
 breaks otherwise than the bad one) is skipped, and the reason kept; but where the bad one's set-up raises, those that end with
 the same words are as bad, and those that start are good.

@@ -15,21 +15,21 @@ from harness.judge.result import Verdict
 from harness.run.rank_main import started_file
 from harness.spec.case import Case
 
-Law = tuple[str, str]  # case, law
+Check = tuple[str, str]  # case, check
 START = "start"
-"""In place of a law, of a case whose ranks do not come to their first step."""
+"""In place of a check, of a case whose ranks do not come to their first step."""
 
 
 @dataclass(frozen=True)
 class Judged:
     """One commit, or one version of a package. verdict: good, bad or skip. causes: by broken case. problem: why it was not
-    judged by laws."""
+    judged by checks."""
 
     commit: str
     date: str
     subject: str
     verdict: str
-    broken: frozenset[Law] = frozenset()
+    broken: frozenset[Check] = frozenset()
     causes: dict[str, str] = field(default_factory=dict)
     problem: str = ""
     folders: dict[str, Path] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Judged:
     @property
     def raised(self) -> str:
         """By a case that does not come to its first step, whichever of its ranks did."""
-        return self.problem.partition(" raised: ")[2] if any(law == START for _, law in self.broken) else ""
+        return self.problem.partition(" raised: ")[2] if any(check == START for _, check in self.broken) else ""
 
     @property
     def label(self) -> str:
@@ -80,7 +80,7 @@ class Looks(Protocol):
 
 
 def both_sides(judge: Looks, first: str, last: str, tell: Tell) -> tuple[Judged, Judged]:
-    """The good and the bad one, judged; what differs between them is what is searched for: broken laws, or that the bad one
+    """The good and the bad one, judged; what differs between them is what is searched for: failing checks, or that the bad one
     does not start. Raises BisectError."""
     sides = []
     for commit, verdict in ((first, "good"), (last, "bad")):
@@ -90,8 +90,10 @@ def both_sides(judge: Looks, first: str, last: str, tell: Tell) -> tuple[Judged,
         sides.append(dataclasses.replace(found, verdict=verdict))
         tell(line_of(sides[-1]))
     if not sides[1].broken - sides[0].broken:
-        laws = ", ".join(law for _, law in sorted(sides[1].broken)) or "none"
-        raise BisectError(f"the bad {judge.what} breaks no law that the good one keeps (broken on both sides: {laws})")
+        checks = ", ".join(check for _, check in sorted(sides[1].broken)) or "none"
+        raise BisectError(
+            f"the bad {judge.what} fails no check that the good one keeps (broken on both sides: {checks})"
+        )
     return sides[0], sides[1]
 
 
@@ -104,8 +106,8 @@ def relative(found: Judged, good: Judged, bad: Judged) -> Judged:
     if found.broken & wanted:
         return dataclasses.replace(found, verdict="bad")
     if (others := found.broken - good.broken) and not bad.problem:
-        laws = ", ".join(law for _, law in sorted(others))
-        return dataclasses.replace(found, verdict="skip", problem=f"breaks other laws than the bad one: {laws}")
+        checks = ", ".join(check for _, check in sorted(others))
+        return dataclasses.replace(found, verdict="skip", problem=f"fails other checks than the bad one: {checks}")
     return dataclasses.replace(found, verdict="good")
 
 

@@ -34,11 +34,11 @@ def _who(found: Found) -> list[str]:
     if found.first is None or found.before is None:
         return _nobody(found)
     bad, good = _sides(found)
-    laws = sorted(bad.broken - good.broken)
+    checks = sorted(bad.broken - good.broken)
     lines = [f"first {'good' if found.fixed else 'bad'} {found.what:<{8 - found.fixed}}{found.first.name}"]
-    cases = dict.fromkeys(case for case, _ in laws)
+    cases = dict.fromkeys(case for case, _ in checks)
     for case in cases:
-        lines.append(f"  {_did(found):<14}  {', '.join(law for name, law in laws if name == case)} of {case}")
+        lines.append(f"  {_did(found):<14}  {', '.join(check for name, check in checks if name == case)} of {case}")
         lines.append(f"  {'it was' if found.fixed else 'diagnosis':<14}  {_cause(good, bad, case)}")
     lines.append(f"  {'last bad' if found.fixed else 'last good':<14}  {found.before.name}")
     first_of = {bad.causes[case]: case for case in reversed(cases)}
@@ -73,7 +73,7 @@ def _did(found: Found) -> str:
 def _cause(good: Judged, bad: Judged, case: str) -> str:
     """A cause that is older than the commit is not the commit's."""
     cause = bad.causes[case]
-    return f"{cause} (so it was before: look at the laws)" if good.causes.get(case) == cause else cause
+    return f"{cause} (so it was before: look at the checks)" if good.causes.get(case) == cause else cause
 
 
 def _side_by_side(one: Judged, other: Judged, case: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which version of an installed package broke a law: each in an environment of its own, judged by the laws.
+"""Which version of an installed package failed a check: each in an environment of its own, judged by the checks.
 
 Environments are made in OUT/.environments; a prepared interpreter may be named instead. The search is that over commits,
 over a list.

@@ -1,6 +1,6 @@
-"""The laws. One file each: its docstring is the law, its `check(trial)` judges stored evidence and nothing else.
+"""The checks. One file each: its docstring is the check, its `check(trial)` judges stored evidence and nothing else.
 
-A file also says its STAGE, which only orders the display. What all laws share is here: a law that raises, or that
+A file also says its STAGE, which only orders the display. What all checks share is here: a check that raises, or that
 examined nothing, has not passed.
 """
 
@@ -15,37 +15,37 @@ from dataclasses import replace
 from types import ModuleType
 
 from harness.judge import tolerance
-from harness.judge.observed_laws import as_far_as_seen
+from harness.judge.observed_checks import as_far_as_seen
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Recorded, Trial, launch_label
 
 OF_RECORDED = ("completed", "collective_order", "process_groups", "placements", "traffic", "memory", "reshard")
-"""What is judged of a job that was only recorded: laws that need neither values nor a recipe."""
+"""What is judged of a job that was only recorded: checks that need neither values nor a recipe."""
 
 OF_PARAMETERS = ("placements", "traffic", "memory", "reshard")
 """What looks at the parameters of all models."""
 
 OF_ALONE = (*OF_RECORDED, "schedule", "features")
-"""What is judged of ranks that ran alone, without data: laws that need no values, and no other ranks."""
+"""What is judged of ranks that ran alone, without data: checks that need no values, and no other ranks."""
 
 STAGES = ("process", "structure", "data", "numbers")
 
 
 @functools.cache
 def all_checks() -> dict[str, ModuleType]:
-    """Every law by name, in the order of display."""
+    """Every check by name, in the order of display."""
     names = [module.name for module in pkgutil.iter_modules(__path__)]
     modules = {name: importlib.import_module(f"{__name__}.{name}") for name in names}
     return dict(sorted(modules.items(), key=lambda item: (STAGES.index(item[1].STAGE), item[0])))
 
 
-def law(name: str) -> str:
-    """The law in one sentence: the first line of the file's docstring."""
+def statement(name: str) -> str:
+    """The check in one sentence: the first line of the file's docstring."""
     return (all_checks()[name].__doc__ or "").strip().splitlines()[0]
 
 
 def judge(trial: Trial) -> tuple[Result, ...]:
-    """Of a case that resumes, every law holds only if it holds for each of its launches."""
+    """Of a case that resumes, every check passes only if it holds for each of its launches."""
     return tuple(
         _of_all_launches(trial, [run_check(name, module.check, launch) for launch in trial.launches])
         for name, module in all_checks().items()
@@ -67,7 +67,7 @@ def _of_all_launches(trial: Trial, results: list[Result]) -> Result:
 
 
 def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Result:
-    """The law's result, made honest."""
+    """The check's result, made honest."""
     if reason := _not_judged(name, trial):
         return Result(name, Verdict.NOT_APPLICABLE, note=reason)
     if trial.recorded is not None and name in trial.recorded.unknown:
@@ -83,14 +83,14 @@ def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Resu
         return Result(name, Verdict.UNKNOWN, note=f"no bound: {reason}")
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        return Result(name, Verdict.UNKNOWN, note=f"the law itself raised {error!r} at {where.name}:{where.lineno}")
+        return Result(name, Verdict.UNKNOWN, note=f"the check itself raised {error!r} at {where.name}:{where.lineno}")
     if result.verdict is Verdict.PASS and result.examined == 0:
         return Result(name, Verdict.UNKNOWN, note="nothing was examined")
     return as_far_as_seen(result, trial.recorded.partial) if trial.recorded and name in OF_PARAMETERS else result
 
 
 def _not_judged(name: str, trial: Trial) -> str:
-    """Why a law is not judged of a job that was only recorded, or of ranks that ran alone."""
+    """Why a check is not judged of a job that was only recorded, or of ranks that ran alone."""
     if trial.alone is not None:
         return trial.alone.not_judged.get(name, "" if name in OF_ALONE else "needs numbers: ranks alone have no data")
     return "" if trial.recorded is None else _unrecorded(name, trial.recorded)

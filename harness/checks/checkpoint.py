@@ -1,7 +1,7 @@
 """A checkpoint holds each parameter and its optimizer state once, whole, in the dtype of training, and no other large data.
 
 What it should hold is what the ranks held when it was written. It may also have single numbers, integers and small objects:
-counters, rates, generator states. The law reads its index, not its numbers; the law `resume` compares those. Entries below
+counters, rates, generator states. The check reads its index, not its numbers; the check `resume` compares those. Entries below
 16 KiB that are not floating-point tensors are not examined.
 """
 

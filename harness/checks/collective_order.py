@@ -1,7 +1,7 @@
 """The members of a group issue the same collectives in the same order, and every send has its receive.
 
 gloo pairs a skipped collective with the next one of equal size without any error, so only comparing sequences shows it.
-Where only some ranks ran, two members of a group that disagree break the law, whoever is missing; that they agree proves
+Where only some ranks ran, two members of a group that disagree fail the check, whoever is missing; that they agree proves
 nothing of a group that is not wholly there. A rank that has no more inputs, where others have some, shadows what they issue
 (torch's Join): its groups are compared until then.
 """

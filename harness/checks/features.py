@@ -68,7 +68,7 @@ def _offloaded(trial: Trial, rank: int) -> Looked:
 
 
 def reduced(trial: Trial, rank: int) -> Looked:
-    """Gradients on their way over the data ranks. That there are any is the law `traffic`'s."""
+    """Gradients on their way over the data ranks. That there are any is the check `traffic`'s."""
     case, plan = trial.case, trial.plan
     groups = {plan.group_of(rank, axis) for axis in (plan.shard_axis, plan.replicate_axis) if axis in plan.groups}
     seen = {

@@ -17,7 +17,7 @@ STAGE = "numbers"
 
 def check(trial: Trial) -> Result:
     if trial.ranks and not any("grad_norm" in evidence.reports for evidence in trial.ranks.values()):
-        return not_applicable("grad_norm", "this trainer reports none; clipping by it is judged by the law update")
+        return not_applicable("grad_norm", "this trainer reports none; clipping by it is judged by the check update")
     bounds, assumed = trial.bounds, trial.reports.get("grad_norm")
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:

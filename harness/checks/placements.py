@@ -122,7 +122,7 @@ def _stage(trial: Trial, rank: int) -> int:
 
 
 def _claims_nothing(trial: Trial, rank: int, tensor: TensorEvidence) -> bool:
-    """A plain tensor of a trainer's own parallel layers, as large as the rank's slice: what is in it the law shard_contents
+    """A plain tensor of a trainer's own parallel layers, as large as the rank's slice: what is in it the check shard_contents
     judges. One that is as large as the whole claims to be it."""
     part, whole = trial.plan.slices[rank][tensor.fqn], trial.plan.shapes[tensor.fqn]
     size = tuple(stop - start for start, stop in part)

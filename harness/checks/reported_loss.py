@@ -22,7 +22,7 @@ CLOSE = 2 * UNIT_ROUNDOFF["float32"]
 
 def check(trial: Trial) -> Result:
     if trial.ranks and not any("loss" in evidence.reports for evidence in trial.ranks.values()):
-        return not_applicable("reported_loss", "this trainer reports none; the loss itself is judged by the law loss")
+        return not_applicable("reported_loss", "this trainer reports none; the loss itself is judged by the check loss")
     bounds, assumed = trial.bounds, trial.reports.get("reported_loss")
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:

@@ -24,7 +24,9 @@ def check(trial: Trial) -> Result:
         )
     shown = any(step.reported_lr is not None for _, step, _ in trial.steps())
     if not shown and not any("lr" in evidence.reports for evidence in trial.ranks.values()):
-        return not_applicable("reported_rate", "this trainer reports none; the optimizer's is judged by the law update")
+        return not_applicable(
+            "reported_rate", "this trainer reports none; the optimizer's is judged by the check update"
+        )
     assumed = trial.reports.get("reported_rate")
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:

@@ -1,7 +1,7 @@
 """A resumed rank continues, bit for bit, from what was saved: its slices of parameters and optimizer state, rate, samples.
 
 What the earlier launch held after its last step is put together from all its ranks, by the slices that each of them
-really held, and cut anew for the layout that resumes. The earlier launches are judged by all laws themselves.
+really held, and cut anew for the layout that resumes. The earlier launches are judged by all checks themselves.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _lay_down(launch: Trial, rank: int, held: Resumed, whole: dict[Key, np.ndarr
 
 
 def held_state(trial: Trial, rank: int) -> dict[Key, np.ndarray]:
-    """What a rank had once it had resumed. The law is UNKNOWN where one does not say."""
+    """What a rank had once it had resumed. The check is UNKNOWN where one does not say."""
     resumed = trial.ranks[rank].resumed
     assert resumed is not None, rank
     return _by_key(resumed)

@@ -169,7 +169,7 @@ def _given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm: float) -
 
 
 def _start(trial: Trial, evidence: RankEvidence, fqn: str) -> _State:
-    """Averages begin at zero, or where the checkpoint left them, whatever that is: the law `resume` judges that."""
+    """Averages begin at zero, or where the checkpoint left them, whatever that is: the check `resume` judges that."""
     value = trial.stepped_part(evidence.rank, fqn, trial.start_of(evidence.rank)[fqn])
     held = evidence.resumed.optimizer_state.get(fqn, {}) if evidence.resumed else {}
     value = value.astype(np.float64)

@@ -1,4 +1,4 @@
-"""`harness bisect`: what broke a law."""
+"""`harness bisect`: what failed a check."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.spec.loading import load_all
 
 def add(commands: Any) -> None:
     parser = add_command(
-        commands, "bisect", command, "find what broke a law: a commit of a trainer, or a version of a package"
+        commands, "bisect", command, "find what failed a check: a commit of a trainer, or a version of a package"
     )
     add_cases(parser)
     parser.add_argument("--repo", type=Path, metavar="PATH", help="a clone of the trainer; only read")

@@ -99,4 +99,4 @@ def _as_typed(args: argparse.Namespace) -> list[str]:
 def _goldens(found: Examination) -> list[str]:
     """`matrix` judges by accepted curves as well, and ends as not judged without them."""
     accept = {golden.accept_command(case) for case in found.unaccepted}
-    return [f"before that, for its law `golden`: {command}; review what it writes" for command in sorted(accept)]
+    return [f"before that, for its check `golden`: {command}; review what it writes" for command in sorted(accept)]

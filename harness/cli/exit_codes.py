@@ -1,4 +1,4 @@
-"""What the process says to scripts. A broken law outweighs what could not be judged, which outweighs a pass."""
+"""What the process says to scripts. A failing check outweighs what could not be judged, which outweighs a pass."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ PASSED, BROKEN, NOT_JUDGED, SKIP_COMMIT, INTERRUPTED = 0, 1, 2, 125, 130
 
 SAID = """\
 exit codes:
-  0    every law holds
-  1    a law is broken
+  0    every check passes
+  1    a check fails
   2    something could not be judged: bad input, UNKNOWN, all cases skipped,
        a fault that never fired. With --bisect it is 125, which
        `git bisect run` takes as: skip this commit

@@ -1,4 +1,4 @@
-"""`harness faults`: every deliberate mistake of the catalogue, and which laws catch it."""
+"""`harness faults`: every deliberate mistake of the catalogue, and which checks catch it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
     )
     add_cases(parser)
     parser.add_argument(
-        "-k", dest="expression", default="", metavar="EXPR", help="words of name, case, bug, kind of bug and laws"
+        "-k", dest="expression", default="", metavar="EXPR", help="words of name, case, bug, kind of bug and checks"
     )
     add_jobs(parser, "at a time at most; default as many as there are cores, on GPUs as slots allow")
     parser.add_argument(
@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
         "--list", action="store_true", help="only list the faults, and what each was named when last accepted"
     )
     parser.add_argument(
-        "--laws-only", action="store_true", help="do not measure weaker tests, which takes half of the time"
+        "--checks-only", action="store_true", help="do not measure weaker tests, which takes half of the time"
     )
     add_how_to_run(parser)
 
@@ -103,7 +103,7 @@ def tried(chosen: Sequence[Fault], control: Fault, args: argparse.Namespace) -> 
     weights = {case.name: weight(case) for case in needed}
     progress = Progress(weights | {fault.name: weights[fault.case] for fault in every}, sys.stderr)
     try:
-        based = catalogue.baselines(needed, options, jobs=jobs, curves=not args.laws_only, progress=progress)
+        based = catalogue.baselines(needed, options, jobs=jobs, curves=not args.checks_only, progress=progress)
         control_done, *done = catalogue.attempts(every, based, options, jobs=jobs, progress=progress)
     except KeyboardInterrupt:
         abandon(progress, "cases and faults")

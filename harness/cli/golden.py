@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from harness.checks import golden as golden_law
+from harness.checks import golden as golden_check
 from harness.checks import run_check
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
 from harness.cli.options import add_cases, add_command, add_out, add_selection, cases_of, needs_matplotlib
@@ -87,11 +87,11 @@ def _golden(case: Case, options: Options, noise: Sequence[str], *, accept: bool)
 
 
 def _against_golden(case: Case, reference: ReferenceRun) -> Result:
-    """The law `golden`, which looks at no rank."""
+    """The check `golden`, which looks at no rank."""
     accepted, problem = None, ""
     try:
         accepted = golden.load(case)
     except GoldenError as error:
         problem = str(error)
     trial = Trial(case, make_plan(case), Run("", 0, (), {}), reference, golden=accepted, golden_problem=problem)
-    return run_check("golden", golden_law.check, trial)
+    return run_check("golden", golden_check.check, trial)

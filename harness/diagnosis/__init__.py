@@ -1,10 +1,10 @@
-"""Broken laws -> causes that are proven, in the field's words, and the evidence for them in a few lines.
+"""Failing checks -> causes that are proven, in the field's words, and the evidence for them in a few lines.
 
 Each file knows one subject. It proposes hypotheses, which the engine puts to the test: under the assumption the stored evidence
-is judged again, the laws that are broken hold, and none that held breaks. And it states facts, of which a law has seen all
+is judged again, the checks that fail pass, and no passing check fails. And it states facts, of which a check has seen all
 there is to know. What neither explains is said as that, with the place where things first go wrong.
 
-A diagnosis is a service, the verdict is the laws'. So what raises is skipped, and the evidence says so.
+A diagnosis is a service, the verdict is the checks'. So what raises is skipped, and the evidence says so.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def diagnose(
     facts: Sequence[Facts] = FACTS,
     costly: Sequence[Suspects] = COSTLY,
 ) -> Diagnosis | None:
-    """None if no law is broken. Never raises. Of a case that resumes the first launch that breaks a law is diagnosed, unless
+    """None if no check fails. Never raises. Of a case that resumes the first launch that fails a check is diagnosed, unless
     that one only keeps or moves too much, which does not explain what is resumed wrongly."""
     failed = [result for result in results if result.verdict is Verdict.FAIL]
     before = judge(trial.saved[-1]) if failed and trial.saved else []

@@ -104,13 +104,13 @@ def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """Context parallel: planned flows of attention over cp of which nothing was seen, beside what else runs there."""
     rank = min(trial.ranks)
     seen, flows = observed_traffic(trial, trial.ranks[rank], step), trial.plan.flows_of(rank, step)
-    laws = ("traffic", "reshard", "features", *(consequences(trial, step) if wrong else ()))
+    checks = ("traffic", "reshard", "features", *(consequences(trial, step) if wrong else ()))
     for place, text in OF_ATTENTION.items():
         for flow in (flow for flow in flows if (flow.role, flow.phase) == place):
             alike = [f for f in flows if f is not flow and (f.axis, f.op, f.phase) == (flow.axis, flow.op, flow.phase)]
             if seen.get((trial.plan.group_of(rank, flow.axis), flow.op, flow.phase), 0) <= sum(f.bytes for f in alike):
                 lines = NOT_TESTED if wrong else tuple(traffic_lines(trial))
-                return Fact(Cause("K/V not exchanged", text), laws, lines)
+                return Fact(Cause("K/V not exchanged", text), checks, lines)
     return None
 
 
@@ -123,8 +123,8 @@ def _other_groups(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     instead = sorted({ranks for op in missing.values() for ranks in _groups_of_no_axis(trial, op)})
     more = f", but over {groups_text(instead)}" if instead else ""
     text = f"gradient reduction missing over {' and '.join(missing)}: {', '.join(texts)}{more}"
-    laws = ("traffic", "process_groups", "placements", *consequences(trial, step))
-    return Fact(Cause("gradients not reduced", text), laws, (*traffic_lines(trial), *NOT_TESTED))
+    checks = ("traffic", "process_groups", "placements", *consequences(trial, step))
+    return Fact(Cause("gradients not reduced", text), checks, (*traffic_lines(trial), *NOT_TESTED))
 
 
 def _of_another_layout(trial: Trial, step: int) -> Fact | None:
@@ -204,8 +204,8 @@ def _untied(broken: Broken, trial: Trial, wrong: list[Pair], step: int) -> Fact 
     text = f"the gradient of the tied weight lacks the output's part: {TIED} has only the embedding's"
     tested = f"in step {step} all rows of tokens that were not read are zero, all other parameters are right"
     not_done = "features" in broken and all(each.where.endswith(LACKING) for each in broken["features"].findings)
-    laws = (*consequences(trial, step), *(("features",) if not_done else ()))
-    return Fact(Cause("tied weight without the output's part", text), laws, (("tested", tested),))
+    checks = (*consequences(trial, step), *(("features",) if not_done else ()))
+    return Fact(Cause("tied weight without the output's part", text), checks, (("tested", tested),))
 
 
 def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:

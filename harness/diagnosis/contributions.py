@@ -1,6 +1,6 @@
 """What ranks received contributes unequally to gradients: microbatches lost, means taken in the wrong place, no reduction.
 
-How often each piece counts is fitted in the first wrong step; what is proposed is a rule for it, which the laws judge in all.
+How often each piece counts is fitted in the first wrong step; what is proposed is a rule for it, which the checks judge in all.
 """
 
 from __future__ import annotations

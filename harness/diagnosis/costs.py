@@ -141,15 +141,15 @@ STRUCTURE = {
 
 
 def of_no_plan(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Numbers are right, the way to them is not: what a law of structure first found, of which no plan is known."""
-    for law, text in STRUCTURE.items() if not NUMBERS & set(broken) else ():
-        if law in broken:
-            first = broken[law].findings[0]
-            line = told_first(broken[law]) + _mostly(trial, first) + _crossings(trial, law, first)
+    """Numbers are right, the way to them is not: what a check of structure first found, of which no plan is known."""
+    for check, text in STRUCTURE.items() if not NUMBERS & set(broken) else ():
+        if check in broken:
+            first = broken[check].findings[0]
+            line = told_first(broken[check]) + _mostly(trial, first) + _crossings(trial, check, first)
             lines = (
-                (*traffic_lines(trial), *declarable.lines(declarable.moved(trial, first))) if law == "traffic" else ()
+                (*traffic_lines(trial), *declarable.lines(declarable.moved(trial, first))) if check == "traffic" else ()
             )
-            yield Fact(Cause(f"{law} of no plan", f"{text}: {line}"), (law,), lines, symptom=True)
+            yield Fact(Cause(f"{check} of no plan", f"{text}: {line}"), (check,), lines, symptom=True)
 
 
 def _mostly(trial: Trial, finding: Finding) -> str:
@@ -166,10 +166,10 @@ def _mostly(trial: Trial, finding: Finding) -> str:
     return f": {'; '.join(texts)}"
 
 
-def _crossings(trial: Trial, law: str, finding: Finding) -> str:
+def _crossings(trial: Trial, check: str, finding: Finding) -> str:
     """Of activations over tp: how many more or fewer in each layer."""
     case, rank, step = trial.case, finding.rank, finding.step
-    if law != "traffic" or case.dims.tp == 1 or rank is None or step is None:
+    if check != "traffic" or case.dims.tp == 1 or rank is None or step is None:
         return ""
     layers = sum(len(layers_of_stage(case, stage)) for stage in trial.plan.stages[rank])
     crossing, group = activation_bytes(case, case.seq_len(step)), trial.plan.group_of(rank, "tp")
@@ -217,7 +217,7 @@ def _at_once(trial: Trial, evidence: RankEvidence, step: int, odd: Mapping[Key, 
 
 def of_two_runs(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """What differs between ranks of one run, or between a run and its repeat. Ranks of a group that issue other collectives:
-    gloo pairs what is of equal size, so that numbers may be wrong for it. Replicas: within the bounds of all other laws."""
+    gloo pairs what is of equal size, so that numbers may be wrong for it. Replicas: within the bounds of all other checks."""
     if "collective_order" in broken:
         line = told_first(broken["collective_order"])
         text = f"ranks of a group do not issue the same collectives: {line}"

@@ -29,7 +29,7 @@ def expected_gradient(trial: Trial, rank: int, fqn: str, step: int) -> np.ndarra
 
 
 def wrong_pairs(trial: Trial, step: int) -> list[Pair]:
-    """(rank, fqn) whose gradient in a step is off by more than the law allows, in the model's order."""
+    """(rank, fqn) whose gradient in a step is off by more than the check allows, in the model's order."""
     pairs = ((rank, fqn) for rank in sorted(trial.ranks) for fqn in seen_gradients(trial, rank, step))
     known = (at for at in pairs if expected_gradient(trial, *at, step) is not None)
     return [at for at in known if not distance(trial, *at, step) <= trial.bounds.gradient[step]]
@@ -98,7 +98,7 @@ def holders_of(trial: Trial, fqn: str) -> list[int]:
 
 NUMBERS = {"loss", "gradients", "grad_norm", "update", "samples", "positions", "initial_weights", "schedule"}
 OF_GRADIENTS = frozenset({"grad_norm", "gradients", "loss", "reported_loss", "update", "replica_agreement"})
-"""Laws of numbers that may be broken because gradients are wrong."""
+"""Checks of numbers that may be broken because gradients are wrong."""
 
 
 def consequences(trial: Trial, step: int) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ def consequences(trial: Trial, step: int) -> tuple[str, ...]:
         "update": not _have_one_norm(trial, step) and _updated_until(trial, step),
         "replica_agreement": not replicas_agree(trial, step),
     }
-    return tuple(law for law, follows in found.items() if follows)
+    return tuple(check for check, follows in found.items() if follows)
 
 
 def replicas_agree(trial: Trial, step: int) -> bool:

@@ -28,9 +28,10 @@ PASSES_ENDED = f"the reference was computed for {PASSES} forward passes"
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """proofs: those that explain most, equally simple ones side by side. facts: of laws that no proof explains.
+    """proofs: those that explain most, equally simple ones side by side. facts: of checks that no proof explains.
 
-    left: broken laws that neither explains. tried: how many hypotheses were put to the test. raised: what went wrong meanwhile.
+    left: failing checks that neither explains. tried: how many hypotheses were put to the test.
+    raised: errors meanwhile.
     ended: where the search met a bound.
     """
 
@@ -57,22 +58,22 @@ def explain(
 
 def _explained(search: Search, trial: Trial, results: Sequence[Result], facts: Sequence[Facts]) -> Explanation:
     proofs = search.proofs(trial, results)
-    stated = list(search.guarded(facts, trial, broken_laws(results)))
-    seen = any("gradients" in fact.laws for fact in stated)
+    stated = list(search.guarded(facts, trial, failing_checks(results)))
+    seen = any("gradients" in fact.checks for fact in stated)
     if proofs and seen and "gradients" in proofs[0].left and OF_GRADIENTS.issuperset(proofs[0].explained):
         proofs = []  # what was seen of gradients goes before what explains only what follows of them
     left = list(proofs[0].left) if proofs else [r.check for r in results if r.verdict is Verdict.FAIL]
     found = []
     for fact in search.guarded(facts, trial, {r.check: r for r in results if r.check in left and r.findings}):
-        if set(fact.laws) & set(left):
+        if set(fact.checks) & set(left):
             found.append(fact)
-            left = [name for name in left if name not in fact.laws]
+            left = [name for name in left if name not in fact.checks]
     return Explanation(tuple(proofs), tuple(found), tuple(left), search.tried, tuple(search.raised), search.ended)
 
 
 @dataclasses.dataclass
 class Search:
-    """costly: suspects that compute models to propose something, asked where the others leave a law unexplained."""
+    """costly: suspects that compute models to propose something, asked where the others leave a check unexplained."""
 
     suspects: tuple[Suspects, ...]
     costly: tuple[Suspects, ...] = ()
@@ -94,7 +95,7 @@ class Search:
             if whole:
                 return both
             best += both
-        # of two that explain as much, what a law has seen goes first
+        # of two that explain as much, what a check has seen goes first
         best.sort(key=lambda proof: (-len(proof.explained), proof.fitted, -proof.seen))
         said: dict[frozenset[str], Proof] = {}
         for proof in best:
@@ -106,7 +107,7 @@ class Search:
         """Equally simple ones that explain everything; and the others, those that explain most first."""
         partial: list[Proof] = []
         for suspects in (self.suspects, self.costly):
-            some = itertools.islice(self.guarded(suspects, trial, broken_laws(results)), JUDGED + 1)
+            some = itertools.islice(self.guarded(suspects, trial, failing_checks(results)), JUDGED + 1)
             proposed = sorted(some, key=lambda one: one.fitted)
             for _, alike in itertools.groupby(filter(lambda one: one.assume, proposed), key=lambda one: one.fitted):
                 chosen = self._allowed(alike)
@@ -161,12 +162,12 @@ class Search:
             self.raised.append(text)
 
 
-def broken_laws(results: Sequence[Result]) -> dict[str, Result]:
+def failing_checks(results: Sequence[Result]) -> dict[str, Result]:
     return {result.check: result for result in results if result.verdict is Verdict.FAIL and result.findings}
 
 
 def rejudged(proof: Proof, results: Sequence[Result]) -> list[Result]:
-    """The results under what a proof assumes. Findings of a law that is still broken are those of before."""
+    """The results under what a proof assumes. Findings of a check that still fails are those of before."""
     holds = partial(dataclasses.replace, verdict=Verdict.PASS)
     return [holds(result) if result.check in proof.explained else result for result in results]
 

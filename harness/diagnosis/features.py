@@ -34,17 +34,17 @@ CHOICES: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("reduce_dtype", "features", DTYPES),
     ("compute_dtype", "features", DTYPES),
 )
-"""Of features and the recipe: the law that is broken where another value is in force, and the values."""
+"""Of features and the recipe: the check that fails where another value is in force, and the values."""
 SPLITS = ("sequence_parallel", "loss_parallel")
 """Features that many trainers leave out for good: it is said how to request that."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """law: the one that is broken where this is so. text: how it is said. fitted: how many features differ. line: what requests
+    """check: the one that fails where this is so. text: how it is said. fitted: how many features differ. line: what requests
     it in a case, where that may be what is meant."""
 
-    law: str
+    check: str
     text: str
     case: Case
     fitted: int = 1
@@ -52,13 +52,13 @@ class Choice:
 
 
 def other_features(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Those under which the law that knows the feature's traces holds. Another recipe is another reference too."""
+    """Those under which the check that knows the feature's traces holds. Another recipe is another reference too."""
     kinds = sorted({wrapper.kind for evidence in trial.ranks.values() for wrapper in evidence.structure.values()})
     formats = (None, *features.QUANTIZED_PRODUCTS) if trial.case.training.quantize else ()
     choices = (*CHOICES, ("quantize", "features", formats), ("wrapper", "features", tuple(kinds)))
     lines = tuple(traffic_lines(trial)) if "traffic" in broken else ()
     for choice in (*_other_values(trial.case, choices), *_other_schedules(trial)):
-        if choice.law in broken and verdict_of(_with(trial, choice.case), choice.law) is Verdict.PASS:
+        if choice.check in broken and verdict_of(_with(trial, choice.case), choice.check) is Verdict.PASS:
             assume = partial(_with, case=choice.case, whole=True)
             meant = (("if that is meant", f"case: {choice.line}"),) if choice.line else ()
             yield Hypothesis(Cause("another feature", choice.text), assume, choice.fitted, (*lines, *meant))
@@ -87,11 +87,11 @@ def _other_values(case: Case, choices: Iterable[tuple[str, str, tuple[Any, ...]]
     computes_in = recipe.compute_dtype or recipe.dtype
     requested |= {"wrapper": case.wrapper, "compute_dtype": computes_in, "quantize": recipe.quantize}
     requested |= {"reduce_dtype": case.features.reduce_dtype or computes_in}
-    for key, law, values in choices:
+    for key, check, values in choices:
         for value in values:
             if value != requested[key] and (other := _changed(case, **{key: value})):
                 line = f"features: {{{key}: {str(value).lower()}}}" if key in SPLITS else ""
-                yield Choice(law, _in_words(case, key, requested[key], value), other, line=line)
+                yield Choice(check, _in_words(case, key, requested[key], value), other, line=line)
 
 
 def _changed(case: Case, **values: Any) -> Case | None:
@@ -175,7 +175,7 @@ def odd_traces(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _wrapper(trial: Trial) -> str | None:
-    """Where the law minds it: around one data rank any wrapper is right."""
+    """Where the check fails it: around one data rank any wrapper is right."""
     wrong = {rank: one.observed for rank in trial.ranks for one in features.wrapped(trial, rank) if one}
     seen = by_rank(trial, {rank: f"{kind} is observed" for rank, kind in wrong.items()})
     return f"wrapper {trial.case.wrapper or 'none'} is requested, {seen}" if wrong else None
@@ -347,8 +347,8 @@ def computed_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
         seen = {one.rank: one.observed + _few(trial, one) for one in reversed(found) if one.rank is not None}
         text = f"matmuls are computed in {''.join(of_first(trial, seen))}, requested {found[0].expected}"
         text += _unlike_others(trial, found[0].expected, "param_dtype", lambda unit: unit.casts_to)
-        laws = ("reshard", "traffic", "memory", *OF_GRADIENTS)
-        yield stated(broken, "features", "another feature", text, *laws, more=NOT_TESTED)
+        checks = ("reshard", "traffic", "memory", *OF_GRADIENTS)
+        yield stated(broken, "features", "another feature", text, *checks, more=NOT_TESTED)
 
 
 def sent_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:

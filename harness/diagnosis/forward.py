@@ -41,7 +41,7 @@ BEFORE = {  # the kinds of modules between one whose input is right and this one
 TINY = 1e-8  # too little of a loss to fit a number to
 WIDE = 8  # layers, of which each is tried alone
 NOT_THE_MODELS = {"samples", "positions", "placements", "shard_contents", "process_groups"}
-"""Laws that no computation breaks: where one is broken, another mistake is there, which goes first."""
+"""Checks that no computation breaks: where one is broken, another mistake is there, which goes first."""
 
 
 def other_forward(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:

@@ -1,7 +1,7 @@
 """A hypothesis: what may be wrong, and the trial as it would have to be judged if that were so.
 
-It is confirmed by the laws alone. Under the assumption those that are broken hold, and none that held breaks. What it takes
-to propose one (a degree, a factor, a set of samples, a module) is fitted on part of the evidence; the laws judge all of it.
+It is confirmed by the checks alone. Under the assumption those that fail pass, and no passing check fails. What it takes
+to propose one (a degree, a factor, a set of samples, a module) is fitted on part of the evidence; the checks judge all of it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Hypothesis:
     """assume: the same evidence with another request, plan, reference or optimizer; None where no reference tells what follows.
 
     fitted: of how many numbers or choices it was fitted; simpler ones are tried first. lines: what was seen of it. seen: the
-    laws that have seen it themselves, of which it is said even where it is not proven. renumbers: ranks have other numbers
-    in the trial assumed, so that nothing that is found there can be told by them. given: laws of what the trainer received.
+    checks that have seen it themselves, of which it is said even where it is not proven. renumbers: ranks have other numbers
+    in the trial assumed, so that nothing that is found there can be told by them. given: checks of what the trainer received.
     They hold because the hypothesis takes that as its assumption, and are no part of the proof.
     """
 
@@ -45,16 +45,16 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Fact:
-    """What a law saw itself, so that nothing need be assumed. laws: those that it is the whole content of. symptom: no mistake
+    """What a check saw itself, nothing is assumed. checks: those that it is the whole content of. symptom: no mistake
     is named by it, so it is a cause only where there is no other."""
 
     cause: Cause
-    laws: tuple[str, ...]
+    checks: tuple[str, ...]
     lines: Lines = ()
     symptom: bool = False
 
     def __post_init__(self) -> None:
-        assert all_checks().keys() >= set(self.laws), self.laws
+        assert all_checks().keys() >= set(self.checks), self.checks
 
 
 NOT_TESTED: Lines = (("not tested", "whether all wrong numbers follow from this"),)
@@ -64,9 +64,11 @@ def no_reference(why: str) -> tuple[str, str]:
     return "not tested", f"whether all wrong numbers follow from this: {why}"
 
 
-def stated(broken: Broken, law: str, kind: str, text: str, *laws: str, more: Iterable[tuple[str, str]] = ()) -> Fact:
-    """What a law saw, with its first finding. laws: others that this is the whole content of."""
-    return Fact(Cause(kind, text), (law, *laws), (finding_line(law, broken[law]), *more))
+def stated(
+    broken: Broken, check: str, kind: str, text: str, *checks: str, more: Iterable[tuple[str, str]] = ()
+) -> Fact:
+    """What a check saw, with its first finding. checks: others that this is the whole content of."""
+    return Fact(Cause(kind, text), (check, *checks), (finding_line(check, broken[check]), *more))
 
 
 Suspects = Callable[[Trial, Broken], Iterator[Hypothesis]]
@@ -74,7 +76,7 @@ Facts = Callable[[Trial, Broken], Iterator[Fact]]
 
 
 def as_seen(suspects: Suspects) -> Facts:
-    """What laws have seen of hypotheses that are not proven."""
+    """What checks have seen of hypotheses that are not proven."""
 
     def facts(trial: Trial, broken: Broken) -> Iterator[Fact]:
         for one in itertools.islice((one for one in suspects(trial, broken) if one.seen), 1):
@@ -86,7 +88,7 @@ def as_seen(suspects: Suspects) -> Facts:
 
 @dataclass(frozen=True)
 class Proof:
-    """Hypotheses that hold together. explained: the broken laws that hold under them; left: those that do not."""
+    """Hypotheses that hold together. explained: the failing checks that hold under them; left: those that do not."""
 
     hypotheses: tuple[Hypothesis, ...]
     explained: tuple[str, ...]
@@ -107,12 +109,12 @@ class Proof:
 
     @property
     def seen(self) -> int:
-        """How many of the laws that are left have seen it themselves."""
-        return len({law for hypothesis in self.hypotheses for law in hypothesis.seen} & {*self.left})
+        """How many of the checks that are left have seen it themselves."""
+        return len({check for hypothesis in self.hypotheses for check in hypothesis.seen} & {*self.left})
 
 
 def tested(trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> Proof | None:
-    """None if a law that held is broken under the assumption. One that explains nothing may still be half of what does."""
+    """None if a check that passed fails under the assumption. One that explains nothing may still be half of what does."""
     assert hypothesis.assume is not None
     assumed = hypothesis.assume(trial)
     broken = [result.check for result in results if result.verdict is Verdict.FAIL]
@@ -125,7 +127,7 @@ def tested(trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> P
 
 
 def _holds(assumed: Trial, name: str) -> bool:
-    """Ranks that are assumed to train apart need not agree: then there is nothing for that law to compare. Nor is there for
+    """Ranks that are assumed to train apart need not agree: then there is nothing for that check to compare. Nor is there for
     `reshard`, where it is assumed that nothing is sharded."""
     dissolved = name == "reshard" or (name == "replica_agreement" and assumed.references)
     return verdict_of(assumed, name) in ((Verdict.PASS, Verdict.NOT_APPLICABLE) if dissolved else (Verdict.PASS,))

@@ -19,7 +19,7 @@ from harness.judge.trial import Trial
 
 KIND = "not explained"
 BY_ORDER = {"loss", "reported_loss", "gradients", "grad_norm"}
-"""The laws whose bounds depend on whether the trainer's model is the reference's."""
+"""The checks whose bounds depend on whether the trainer's model is the reference's."""
 OTHER_ORDER = 30
 """Times the bound: with another order of operations gradients were seen to be off by up to 14 times what is measured without
 (docs/float32.md, "parts" to "shares")."""
@@ -28,7 +28,7 @@ OTHER_ORDER = 30
 def localise(
     trial: Trial, broken: Broken, tried: int, held: frozenset[str] = frozenset(), *, rest: bool = False
 ) -> tuple[Cause, Lines]:
-    """Of laws that nothing explains. tried: hypotheses that were put to the test. held: laws that hold. rest: of what
+    """Of checks that nothing explains. tried: hypotheses that were put to the test. held: checks that pass. rest: of what
     something else does not explain."""
     cause = _first_wrong_number(trial, broken, held)
     name, text = finding_line(*next(iter(broken.items())))
@@ -115,12 +115,12 @@ def _wrong_gradients(trial: Trial, step: int, wrong: list[Pair]) -> Cause:
 
 
 BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume")
-"""The laws of what goes into the forward pass, but for the update: where that is wrong earlier, it is told instead."""
+"""The checks of what goes into the forward pass, but for the update: where that is wrong earlier, it is told instead."""
 
 
 def _forward(trial: Trial, off: str, step: int, held: frozenset[str]) -> str:
     """Blamed where all that goes into it is right: what is broken and what is not judged (`held`) may be the reason as well."""
-    wrong = [law for law in BEFORE_FORWARD if law not in held and verdict_of(trial, law) is Verdict.FAIL]
+    wrong = [check for check in BEFORE_FORWARD if check not in held and verdict_of(trial, check) is Verdict.FAIL]
     if wrong:
         return f"{off}; broken before the forward pass: {', '.join(wrong)}"
     since = _since(trial, step, lambda other: loss_off(trial, other) is not None)
@@ -159,7 +159,7 @@ def _off(trial: Trial, step: int, off: float, held: frozenset[str]) -> str:
     text = f"the loss of step {step} is off by {off:.1e}"
     if step > 1:
         return text
-    right = [what for law, what in (("initial_weights", "weights"), ("samples", "samples")) if law in held]
+    right = [what for check, what in (("initial_weights", "weights"), ("samples", "samples")) if check in held]
     though = f" though {' and '.join(right)} are right" if right else ""
     return text + though + first_wrong_input(trial) + _what_keeps_it(trial)
 

@@ -53,7 +53,9 @@ def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
         text = f"parameters are NaN or infinite after step {trial.first_step} {where_text(trial, bad)}"
         cause = Cause("not finite", f"{text}, gradients were finite")
         before = loss_off(trial, trial.first_step) or wrong_pairs(trial, trial.first_step)  # what the optimizer leaves
-        yield Fact(cause, tuple(law for law in broken if law in OF_GRADIENTS and (law == "update" or not before)))
+        yield Fact(
+            cause, tuple(check for check in broken if check in OF_GRADIENTS and (check == "update" or not before))
+        )
 
 
 # ---- the recipe's numbers

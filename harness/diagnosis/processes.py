@@ -24,7 +24,7 @@ from harness.spec.dims import AXES
 
 ENDED = {"raised": "raised", "killed": "hung", "ok": "left early", "lost": "was lost"}
 FOLLOWING = ("completed", "initial_weights", "checkpoint", "features", "memory", "traffic", "schedule", "resume")
-"""Laws of what a parameter or a step leaves, which breaks where there is none of it."""
+"""Checks of what a parameter or a step leaves, which breaks where there is none of it."""
 
 
 def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:

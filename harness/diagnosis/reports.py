@@ -37,7 +37,7 @@ READ: dict[str, Read] = {
     "grad_norm": lambda step: step.grad_norm,
     "reported_rate": lambda step: step.reported_lr,
 }
-WRONG = {"loss", "gradients", "update"}  # laws that what is reported may follow from
+WRONG = {"loss", "gradients", "update"}  # checks that what is reported may follow from
 AXES_OF_SAMPLES = ("dp_replicate", "dp_shard", "cp")
 EXACT = 1e-8  # a number is another one's, not only close to it
 
@@ -46,7 +46,7 @@ EXACT = 1e-8  # a number is another one's, not only close to it
 class Reported:
     """What ranks report of one kind, by (rank, step), and what was seen of it. odd: where these differ."""
 
-    law: str
+    check: str
     shown: dict[tuple[int, int], float]
     right: dict[tuple[int, int], float]
     odd: tuple[tuple[int, int], ...]
@@ -85,28 +85,28 @@ class Reported:
 
 
 def wrong_reports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    for law in SHOWN:
-        if law not in broken or silences(trial, "", READ[law]) or not (reported := reported_of(trial, law)):
+    for check in SHOWN:
+        if check not in broken or silences(trial, "", READ[check]) or not (reported := reported_of(trial, check)):
             continue
         for text, number in _instead(trial, reported):
             clause = text if text.startswith("it is") else f"{reported.who} {text}"
-            cause = Cause("wrong report", f"{_what(trial, SHOWN[law], broken)}: {clause}{reported.when(number)}")
+            cause = Cause("wrong report", f"{_what(trial, SHOWN[check], broken)}: {clause}{reported.when(number)}")
             assume = partial(assuming_reports, reported=reported, number=number)
-            yield Hypothesis(cause, assume, lines=(finding_line(law, broken[law]),))
+            yield Hypothesis(cause, assume, lines=(finding_line(check, broken[check]),))
 
 
 def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """What is silent, and what is no other number of the run; where training is wrong too, that may follow from its numbers."""
-    for law, what in SHOWN.items():
-        if law not in broken:
+    for check, what in SHOWN.items():
+        if check not in broken:
             continue
-        if silences(trial, "", READ[law]):
-            yield stated(broken, law, "report lacking", _silent(trial, what, READ[law]))
-        elif law == "reported_loss" and (text := _below(trial)):
-            yield stated(broken, law, "wrong report", f"{_what(trial, 'largest loss', broken)}: {text}")
-        elif (reported := reported_of(trial, law)) and (not WRONG & set(broken) or reported.about_right):
-            text = f"{_what(trial, SHOWN[law], broken)}: {reported.who} {_another_number(reported)}"
-            yield replace(stated(broken, law, "wrong report", text), symptom=True)
+        if silences(trial, "", READ[check]):
+            yield stated(broken, check, "report lacking", _silent(trial, what, READ[check]))
+        elif check == "reported_loss" and (text := _below(trial)):
+            yield stated(broken, check, "wrong report", f"{_what(trial, 'largest loss', broken)}: {text}")
+        elif (reported := reported_of(trial, check)) and (not WRONG & set(broken) or reported.about_right):
+            text = f"{_what(trial, SHOWN[check], broken)}: {reported.who} {_another_number(reported)}"
+            yield replace(stated(broken, check, "wrong report", text), symptom=True)
 
 
 def _what(trial: Trial, what: str, broken: Broken) -> str:
@@ -122,29 +122,29 @@ def assuming_reports(trial: Trial, reported: Reported, number: Number) -> Trial:
         known = number(rank, step)
         return reported.shown[rank, step] if known is None else known
 
-    return replace(trial, reports={**trial.reports, reported.law: instead})
+    return replace(trial, reports={**trial.reports, reported.check: instead})
 
 
-def reported_of(trial: Trial, law: str) -> Reported | None:
+def reported_of(trial: Trial, check: str) -> Reported | None:
     """None where the reports are what was seen, or where that is not known."""
     shown, right = {}, {}
     for rank, step, _ in trial.steps():
-        number, seen = READ[law](step), _seen(trial, law, rank, step.step)
+        number, seen = READ[check](step), _seen(trial, check, rank, step.step)
         if number is not None and seen is not None and math.isfinite(seen):
             shown[rank, step.step], right[rank, step.step] = number, seen
-    odd = tuple(at for at in shown if not abs(shown[at] - right[at]) <= _bound(trial, law, at[1]) * abs(right[at]))
-    return Reported(law, shown, right, odd, len(trial.ranks)) if odd else None
+    odd = tuple(at for at in shown if not abs(shown[at] - right[at]) <= _bound(trial, check, at[1]) * abs(right[at]))
+    return Reported(check, shown, right, odd, len(trial.ranks)) if odd else None
 
 
-def _seen(trial: Trial, law: str, rank: int, step: int) -> float | None:
+def _seen(trial: Trial, check: str, rank: int, step: int) -> float | None:
     """The loss, norm or rate that a step had. None where there is no such step; a rate's may be the schedule's."""
     record = next((record for record in trial.ranks[rank].steps if record.step == step), None)
-    if law == "reported_rate":
+    if check == "reported_rate":
         planned = (one.lr for one in trial.reference.steps if one.step == step)
         return record.lr if record else next(planned, None)
-    if record is None or (law == "grad_norm" and not _has_gradients(trial, step)):
+    if record is None or (check == "grad_norm" and not _has_gradients(trial, step)):
         return None
-    if law == "reported_loss":
+    if check == "reported_loss":
         return _loss_of(trial, tuple(trial.ranks), rank, step)
     return observed_norm(trial, step, (rank, *_replica(trial, rank), *sorted(trial.ranks)))  # its own numbers first
 
@@ -158,16 +158,16 @@ def _replica(trial: Trial, rank: int) -> list[int]:
     return [other for other in sorted(trial.ranks) if coordinate(trial.case.dims, other)["dp_replicate"] == place]
 
 
-def _bound(trial: Trial, law: str, step: int) -> float:
+def _bound(trial: Trial, check: str, step: int) -> float:
     bounds = {"reported_loss": trial.bounds.loss, "grad_norm": trial.bounds.grad_norm}
-    return bounds[law][step] if law in bounds else CLOSE
+    return bounds[check][step] if check in bounds else CLOSE
 
 
 # ---- what is reported instead
 
 
 def _instead(trial: Trial, reported: Reported) -> Iterator[tuple[str, Number]]:
-    for text, number in (*OTHERS[reported.law](trial), *_of_other_steps(trial, reported.law)):
+    for text, number in (*OTHERS[reported.check](trial), *_of_other_steps(trial, reported.check)):
         if reported.is_all(number):
             yield text, number
             return
@@ -227,28 +227,28 @@ def _other_rates(trial: Trial) -> Iterator[tuple[str, Number]]:
 OTHERS = {"reported_loss": _other_losses, "grad_norm": _other_norms, "reported_rate": _other_rates}
 
 
-def _of_other_steps(trial: Trial, law: str) -> Iterator[tuple[str, Number]]:
+def _of_other_steps(trial: Trial, check: str) -> Iterator[tuple[str, Number]]:
     for text, ahead in (("that of the step before", -1), ("that of the next step", 1)):
-        yield text, partial(_ahead, trial, law, ahead)
-    if law != "reported_rate":
-        yield "the mean of all steps so far", partial(_running, trial, law, 0.0)
-        yield "the sum of all steps so far", partial(_running_sum, trial, law)
-    if law == "reported_loss":
+        yield text, partial(_ahead, trial, check, ahead)
+    if check != "reported_rate":
+        yield "the mean of all steps so far", partial(_running, trial, check, 0.0)
+        yield "the sum of all steps so far", partial(_running_sum, trial, check)
+    if check == "reported_loss":
         for again in sorted({1, *(len(groups[0]) for groups in trial.plan.groups.values()), len(trial.ranks)}):
             counted = f", the earlier total counted {again} times in each step" if again > 1 else ""
             text = f"the token losses of all steps so far, divided by the tokens of this step{counted}"
             yield text, partial(_running_total, trial, again)
         for kept in (0.5, 0.8, 0.9, 0.95, 0.98, 0.99):
-            yield f"a running mean with decay {kept:g}", partial(_running, trial, law, kept)
+            yield f"a running mean with decay {kept:g}", partial(_running, trial, check, kept)
 
 
-def _ahead(trial: Trial, law: str, by: int, rank: int, step: int) -> float | None:
-    return _seen(trial, law, rank, step + by)
+def _ahead(trial: Trial, check: str, by: int, rank: int, step: int) -> float | None:
+    return _seen(trial, check, rank, step + by)
 
 
-def _running(trial: Trial, law: str, kept: float, rank: int, step: int) -> float | None:
+def _running(trial: Trial, check: str, kept: float, rank: int, step: int) -> float | None:
     """Of this launch's steps; 0 kept: all count alike."""
-    seen = [_seen(trial, law, rank, number) for number in range(trial.first_step, step + 1)]
+    seen = [_seen(trial, check, rank, number) for number in range(trial.first_step, step + 1)]
     known = [one for one in seen if one is not None]
     if len(known) < len(seen):
         return None
@@ -256,8 +256,8 @@ def _running(trial: Trial, law: str, kept: float, rank: int, step: int) -> float
     return functools.reduce(lambda mean, of: mean + of[1] * (of[0] - mean), zip(known, shares, strict=True), 0.0)
 
 
-def _running_sum(trial: Trial, law: str, rank: int, step: int) -> float | None:
-    mean = _running(trial, law, 0.0, rank, step)
+def _running_sum(trial: Trial, check: str, rank: int, step: int) -> float | None:
+    mean = _running(trial, check, 0.0, rank, step)
     return None if mean is None else mean * (step - trial.first_step + 1)
 
 

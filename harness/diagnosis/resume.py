@@ -47,9 +47,9 @@ def resumed_otherwise(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     ways = ways[:1] if ways and ways[0][0].kind == "resumed elsewhere" else ways
     lines = (*(("also", cause.text) for cause, _ in ways[1:]), line)
     for number, (cause, way) in enumerate(ways):
-        laws = ("resume", "completed") if cause.kind == "resumed elsewhere" and _goes_on(trial) else ("resume",)
+        checks = ("resume", "completed") if cause.kind == "resumed elsewhere" and _goes_on(trial) else ("resume",)
         assume = partial(_going_on, way, first)
-        yield Hypothesis(cause, assume, 1, (line,) if number else lines, () if number else laws)
+        yield Hypothesis(cause, assume, 1, (line,) if number else lines, () if number else checks)
 
 
 def _going_on(way: tuple[str, ...], first: int, trial: Trial) -> Trial:
@@ -288,7 +288,7 @@ WAYS: tuple[tuple[Name, tuple[str, ...]], ...] = (
 
 
 def wrong_checkpoint(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """What is more, of another type or lacking; that is wrong in ranks already is another law's."""
+    """What is more, of another type or lacking; that is wrong in ranks already is another check's."""
     held = trial.run.checkpoint
     if "checkpoint" not in broken or held is None:
         return

@@ -1,7 +1,7 @@
 """Gradients that are a multiple of the requested ones, all or a set of parameters, or hold those of the step before.
 
 Factors are fitted in the first step in which gradients are wrong, where parameters are still right. The reference is trained
-again with them; the laws judge all steps.
+again with them; the checks judge all steps.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The adapter copies the seed weights into a model that it says is the reference's. A name, the order of rows, or a constant of
 the model may be another; weights then seem right, and the forward pass is wrong. A supposition alters the reference's model
-so. The loss of step 1 chooses among them, and pairs of them; the laws then judge all that there is.
+so. The loss of step 1 chooses among them, and pairs of them; the checks then judge all that there is.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Supposition:
 
 @dataclass(frozen=True)
 class Supposed:
-    """The trial under suppositions that the loss of step 1 does not refute, and what the laws say then."""
+    """The trial under suppositions that the loss of step 1 does not refute, and what the checks say then."""
 
     suppositions: tuple[Supposition, ...]
     trial: Trial
@@ -100,7 +100,7 @@ def suppositions(trial: Trial) -> Iterator[Supposition]:
     yield _swapped("tok_embeddings", "output", "model", ends_exchanged)
     for names in (SQUARE[:1], SQUARE[1:], SQUARE):
         says = f"it multiplies by {' and '.join(map(_last, names))} from the left: rows are inputs"
-        line = "adapter: copy them transposed, and judge with DDP only: no law knows transposed slices"
+        line = "adapter: copy them transposed, and judge with DDP only: no check covers transposed slices"
         yield Supposition(says, line, "block", transposed(names))
 
 

@@ -14,12 +14,12 @@ from harness.judge.trial import Trial, launch_label
 
 
 def broken_elsewhere(trial: Trial, results: Sequence[Result], told: Sequence[Result]) -> Lines:
-    """Laws that a launch breaks, and the one that is diagnosed does not: maybe another mistake. told: of that one."""
+    """Checks that a launch breaks, and the one that is diagnosed does not: maybe another mistake. told: of that one."""
     known = {result.check for result in told if result.verdict is Verdict.FAIL}
     others = [one for one in results if one.verdict is Verdict.FAIL and one.check not in known and one.findings]
     lines = [finding_line(result.check, result) for result in others]
     where = launch_label(trial) or "the last launch: "
-    return tuple(("also broken", f"{where}{law}: {text}") for law, text in lines)
+    return tuple(("also broken", f"{where}{check}: {text}") for check, text in lines)
 
 
 def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnosis:
@@ -27,7 +27,7 @@ def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnos
     seen = {fact.cause for fact in found.facts}
     first = sorted(found.proofs[0].hypotheses if found.proofs else (), key=lambda one: one.cause not in seen)
     facts, symptoms = _besides(first, found.facts)
-    unfinished = [fact for fact in facts if "completed" in fact.laws]  # what did not run explains the most
+    unfinished = [fact for fact in facts if "completed" in fact.checks]  # what did not run explains the most
     said = {fact.cause: fact.lines for fact in unfinished}
     said |= {one.cause: one.lines for one in first} | {fact.cause: fact.lines for fact in facts}
     lines = [line for of_one in said.values() for line in of_one]
@@ -72,17 +72,17 @@ def _assuming(found: Explanation, results: Sequence[Result]) -> Lines:
     if not found.proofs:
         return ()
     failed = {result.check for result in results if result.verdict is Verdict.FAIL}
-    given = {law for one in found.proofs[0].hypotheses for law in one.given} & failed
-    broken, proven = len(failed - given), [law for law in found.proofs[0].explained if law not in given]
+    given = {check for one in found.proofs[0].hypotheses for check in one.given} & failed
+    broken, proven = len(failed - given), [check for check in found.proofs[0].explained if check not in given]
     failed -= {*proven, *given}
-    seen = dict.fromkeys(law for fact in found.facts for law in fact.laws if law in failed)
+    seen = dict.fromkeys(check for fact in found.facts for check in fact.checks if check in failed)
     rest = f"; taken as given: {', '.join(sorted(given))}" * bool(given)
     rest += f"; seen, not proven: {', '.join(seen)}" * bool(seen)
-    return (("assuming this", f"{len(proven)} of {broken} broken laws hold, and none that held breaks{rest}"),)
+    return (("assuming this", f"{len(proven)} of {broken} failing checks pass, and no passing check fails{rest}"),)
 
 
 def what_weaker_tests_say(results: Sequence[Result]) -> Lines:
-    """The laws that pass although the trainer is wrong: what weaker tests would have said."""
+    """The checks that pass although the trainer is wrong: what weaker tests would have said."""
     passing = {result.check: result for result in results if result.verdict is Verdict.PASS}
     broken = {result.check for result in results if result.verdict is Verdict.FAIL}
     lines = []

@@ -176,12 +176,12 @@ def units_disagree(trial: Trial, broken: Broken) -> Iterator[Fact]:
 def other_flat_units(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """FSDP1 cuts a vector of all that a unit has, so that what ranks hold follows from the units."""
     if "placements" in broken and trial.case.wrapper == "fsdp1" and _wrong_units(trial):
-        laws = ("shard_contents", "reshard", "traffic", "memory", *_of_what_is_left_out(trial, broken))
-        yield stated(broken, "placements", "other units", _units_text(trial), *laws, more=NOT_TESTED)
+        checks = ("shard_contents", "reshard", "traffic", "memory", *_of_what_is_left_out(trial, broken))
+        yield stated(broken, "placements", "other units", _units_text(trial), *checks, more=NOT_TESTED)
 
 
 def _of_what_is_left_out(trial: Trial, broken: Broken) -> tuple[str, ...]:
-    """Laws of gradients, if no others are wrong at first than those of parameters that are in no unit."""
+    """Checks of gradients, if no others are wrong at first than those of parameters that are in no unit."""
     step = first_wrong_step(trial) if "gradients" in broken else None
     wrong = [] if step is None else wrong_pairs(trial, step)
     of_no_unit = bool(wrong) and all(fqn in _in_no_unit(trial, rank) for rank, fqn in wrong)

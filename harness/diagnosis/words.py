@@ -15,7 +15,7 @@ from harness.plan.plan import Plan
 from harness.plan.traffic.flow import OUTSIDE, Flow
 
 Broken = Mapping[str, Result]
-"""The results of the laws that are broken and say where, by name, in the order of display."""
+"""The results of the checks that fail and say where, by name, in the order of display."""
 Pair = tuple[int, str]  # rank, fqn
 MOST_TEXTS = 3
 Arrays = dict[str, np.ndarray]  # by fqn

@@ -66,8 +66,8 @@ def not_gathered(trial: Trial, broken: Broken) -> Iterator[Fact]:
         where = "after the optimizer"
     if any(key[:2] == (ranks, "all_gather") for key in wanted.keys() - seen.keys()):
         text = f"parameters updated by other ranks are not gathered: no all_gather ran over {ranks_text(ranks)} {where}"
-        laws = ("traffic", *FOLLOWING)
-        yield stated(broken, "replica_agreement", "parameters not gathered", text, *laws, more=NOT_TESTED)
+        checks = ("traffic", *FOLLOWING)
+        yield stated(broken, "replica_agreement", "parameters not gathered", text, *checks, more=NOT_TESTED)
 
 
 MOST_ELEMENTS = 8

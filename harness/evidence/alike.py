@@ -1,7 +1,7 @@
-"""Ranks whose records differ only in the ranks that they name: laws need the record of one of them, and where others stand.
+"""Ranks whose records differ only in the ranks that they name: checks need the record of one of them, and where others stand.
 
 A record is taken apart into one number, the same for ranks that are alike, and the groups of ranks that it names, in the order
-in which it names them. What no law of a recorded job reads is left out: digests, times, errors, machines.
+in which it names them. What no check of a recorded job reads is left out: digests, times, errors, machines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which version of the harness wrote a record: what is stored can be judged only by laws that read it as it was meant.
+"""Which version of the harness wrote a record: what is stored can be judged only by checks that read it as it was meant.
 
 Every file carries a number and a digest of the names and types of its record's fields, all the way down. Nobody need
 remember the digest: it changes with the records. The number is raised by hand where a field keeps name and type and means

@@ -72,7 +72,7 @@ class Cuts:
 
 def apart(evidence: RankEvidence, fused: Fused) -> RankEvidence:
     """Fused tensors of which the rank holds whole blocks, and intervals of which is told where they begin. Any other slice is
-    left as it is, for no law knows what is in it."""
+    left as it is, for no check covers what is in it."""
     if not fused:
         return evidence
     cuts = Cuts(fused, {tensor.fqn: tensor.value.shape for tensor in evidence.parameters}, evidence.starts)

@@ -192,7 +192,7 @@ class StepEvidence:
     by "dtype shape". copied: of copies of weights, the most bytes at once, by phase. Both None if nobody looked.
     seconds: from the first forward pass to the end of the optimizer's step, on the device's clock. allocator: of a GPU, the
     bytes that its allocator holds when the optimizer has stepped, "allocated" and "reserved", and the "peak" of each until
-    then. No law reads these two.
+    then. No check reads these two.
     unwaited: functional collectives whose results nobody had waited for when the step was over, counted from the start: torch
     keeps these. None if nobody looked. graphs_retained: backward passes whose autograd graph lived on in the next forward pass;
     None likewise.
@@ -360,7 +360,7 @@ class Run:
     trainer: as harness.trainers.load takes it, NAME, FILE.py or NAME@SOURCE. made: of how it came about what reads well in
     a report, "launch", its id, "started", "torch", "commit" of the trainer's sources, "device", "launcher", "replaced" (what
     of the trainer does not run as its users run it, a line each), and "sources", a digest of all that the harness and its own
-    trainer consist of, empty for another trainer; no law reads it.
+    trainer consist of, empty for another trainer; no check reads it.
     checkpoint: what the one that it left holds; None if it left none, or nobody looked.
     """
 

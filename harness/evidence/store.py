@@ -181,7 +181,7 @@ def save_run(run: Run) -> None:
 
 
 def load_run(directory: Path) -> Run:
-    """A launch as it was stored. A rank file that is damaged or missing is not fatal: `unreadable` says why, laws judge it."""
+    """A stored launch. A rank file that is damaged or missing is not fatal: `unreadable` says why, checks judge it."""
     path = directory / RUN_FILE
     try:
         record = read_json(path)

@@ -70,7 +70,7 @@ class FaultError(ValueError):
 class Fault:
     """breaks: what goes wrong, in one sentence. bug: the entry it is modelled on, and where that happened.
 
-    case: the smallest case that shows it. caught_by: the laws that must fail. named: the kind of its cause (docs/causes.md).
+    case: the smallest case that shows it. caught_by: the checks that must fail. named: the kind of its cause (docs/causes.md).
     hangs: only a time limit of the harness's ends it, that of the launch or that of what a rank leaves behind.
     """
 
@@ -118,7 +118,7 @@ def fault(
     hangs: bool = False,
     does: Callable[[Fired], None] | None = None,
 ) -> Any:
-    """A fault that does this; without `does`, a mark for what does it. caught_by: laws, separated by blanks.
+    """A fault that does this; without `does`, a mark for what does it. caught_by: checks, separated by blanks.
 
     It does not know the name that it has in its file: who loads it from there sets it.
     """

@@ -1,4 +1,4 @@
-"""What became of a fault: which laws it broke, what it was named, what weaker tests would have said."""
+"""What became of a fault: which checks fail with it, what it was named, what weaker tests would have said."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ METHODS = {
 @dataclass(frozen=True)
 class Attempt:
     """What became of one fault. cause: the diagnosis' first line, without verdict and names. kinds: of its causes. broken: the
-    laws that fail.
+    checks that fail.
 
     weaker: by method, whether it noticed; empty if not measured. off: by how much the reported loss is off at worst over
     ten steps, None if the faulty trainer did not get that far. note: why it was not tried, or what is lacking.

@@ -1,6 +1,6 @@
 """Deliberate mistakes in DeepSpeed itself, for its cases alone. All of them, and one:
 
-    harness faults --trainer deepspeed --laws-only
+    harness faults --trainer deepspeed --checks-only
     harness run zero1_2 --fault harness/faults/deepspeed.py:NAME --dtype float32 \\
         --trainer deepspeed --cases harness/trainers/deepspeed/cases
 

@@ -1,6 +1,6 @@
 """Deliberate mistakes in Megatron's distributed optimizer, checkpoints and loss, for its cases alone. All of them, and one:
 
-    harness faults --trainer megatron --laws-only
+    harness faults --trainer megatron --checks-only
     harness run zero1_2 --fault harness/faults/megatron.py:NAME --trainer megatron --cases harness/trainers/megatron/cases
 
 What each is named: docs/megatron.md.

@@ -1,1 +1,1 @@
-"""All that a law may look at, and what laws and diagnosis have in common."""
+"""All that a check may look at, and what checks and diagnosis have in common."""

@@ -35,9 +35,9 @@ class Judgement:
 
     @property
     def verdict(self) -> Verdict:
-        """FAIL if any law is broken, else UNKNOWN if any could not be judged; a run in which nothing passed is UNKNOWN.
+        """FAIL if a check fails, else UNKNOWN if any could not be judged; a run in which nothing passed is UNKNOWN.
 
-        A case that is expected to fail does so with exactly its laws and its cause, or is a FAIL; where nothing is broken and
+        A case that is expected to fail does so with exactly its checks and its cause, or is a FAIL; where nothing is broken and
         something could not be judged, nobody knows.
         """
         verdicts = {result.verdict for result in self.results}
@@ -64,7 +64,9 @@ class Judgement:
         broken = {result.check for result in self.results if result.verdict is Verdict.FAIL}
         unknown = {result.check for result in self.results if result.verdict is Verdict.UNKNOWN}
         cause = self.diagnosis.cause if self.diagnosis else ""
-        # Ranks that die leave nothing to judge the other laws by.
+        # Ranks that die leave nothing to judge the other checks by.
         return (
-            broken == set(expected.laws.split()) and expected.named in cause and (not unknown or "completed" in broken)
+            broken == set(expected.checks.split())
+            and expected.named in cause
+            and (not unknown or "completed" in broken)
         )

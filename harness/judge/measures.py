@@ -1,4 +1,4 @@
-"""What a run took, in plain numbers: no law reads them, people compare them.
+"""What a run took, in plain numbers: no check reads them, people compare them.
 
 Bytes are those of the rank that has the most, for a layout is as good as its worst rank. Seconds are those of a step with
 the probe in it, which copies gradients and parameters: good for comparing a case with itself, not for a trainer's speed.

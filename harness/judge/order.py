@@ -21,7 +21,7 @@ USUAL: Mapping[str, int] = MappingProxyType({})
 
 def as_planned(trial: Trial) -> Trial:
     """The same trial; the reference's rows in the trainer's order, and every tensor as a vector where the plan cuts flattened
-    parameters, so that no law need know."""
+    parameters, so that no check need know."""
     rows = {fqn: order for evidence in trial.ranks.values() for fqn, order in evidence.rows.items()}
     return flattened(
         dataclasses.replace(trial, reference=reordered_reference(trial.reference, rows)) if rows else trial

@@ -1,7 +1,7 @@
-"""The trial of a recorded job, of which a layout alone is declared: for the same laws, as far as they need no more.
+"""The trial of a recorded job, of which a layout alone is declared: for the same checks, as far as they need no more.
 
 Shapes and units of the plan are those that were observed, and precision is that of the collectives. There is no reference.
-If a recording does not show what a law needs, the law does not judge it, and says why.
+If a recording does not show what a check needs, the check does not judge it, and says why.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from harness.evidence.recording import RankRecord
 from harness.evidence.records import RankEvidence, Run, TensorEvidence
 from harness.evidence.summary import idle_steps, summary_of
-from harness.judge.observed_laws import not_recorded, recorder_failed
+from harness.judge.observed_checks import not_recorded, recorder_failed
 from harness.judge.recorded_ends import exits_of, not_heard
 from harness.judge.stored_recording import Recording
 from harness.judge.traffic import INSIDE
@@ -188,7 +188,7 @@ def _wrapper(dims: ParallelDims, ranks: Iterable[RankEvidence]) -> str | None:
 
 
 def _not_judged(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord]) -> dict[str, str]:
-    """By law, why."""
+    """By check, why."""
     kinds = _kinds(ranks.values())
     reasons = {}
     if not any(evidence.parameters for evidence in ranks.values()):
@@ -205,7 +205,7 @@ def _not_judged(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[
         reasons["of slices"] = f"ranks have parameters of their own ({own}), which their wrappers ignore"
     elif len(kinds) > 1:
         reasons["of slices"] = f"several kinds of wrappers: {', '.join(sorted(kinds))}"
-    found = {law: reasons["of slices"] for law in ("traffic", "memory", "reshard") if reasons}
+    found = {check: reasons["of slices"] for check in ("traffic", "memory", "reshard") if reasons}
     if "traffic" not in found and (reason := _not_derived(records)):
         found["traffic"] = reason
     if case.shards == 1 and not kinds and not _dtensors(ranks.values()) and not _freed(ranks.values()):
@@ -222,7 +222,7 @@ def _own_parameters(ranks: Iterable[RankEvidence]) -> str:
 
 
 def _unknown(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord]) -> dict[str, str]:
-    """By law, why what it would have to see was not seen."""
+    """By check, why what it would have to see was not seen."""
     if _kinds(ranks.values()) or _dtensors(ranks.values()):
         return {}
     if _freed(ranks.values()):

@@ -19,7 +19,7 @@ Compare = Callable[[int, StepEvidence, ReferenceStep, float], tuple[float, Findi
 """Of a rank, its step and what it reports there: how far that is off, and the finding if it is too far."""
 
 
-def judge_reports(trial: Trial, law: str, what: str, read: Read, compare: Compare) -> Result:
+def judge_reports(trial: Trial, check: str, what: str, read: Read, compare: Compare) -> Result:
     """Every number reported, and every one that is lacking. what: "loss"."""
     findings, examined, worst = [], 0, 0.0
     for rank, step, reference in trial.steps():
@@ -34,8 +34,8 @@ def judge_reports(trial: Trial, law: str, what: str, read: Read, compare: Compar
     if not examined and not any(due(trial, rank) for rank in trial.ranks):
         first, last = trial.case.steps[0], trial.case.steps[-1]
         every = max(evidence.reports_every for evidence in trial.ranks.values())
-        return not_applicable(law, f"this trainer reports every {every} steps, and steps {first} to {last} have none")
-    return verdict_of(law, findings, examined, f"largest difference {worst:.1e}")
+        return not_applicable(check, f"this trainer reports every {every} steps, and steps {first} to {last} have none")
+    return verdict_of(check, findings, examined, f"largest difference {worst:.1e}")
 
 
 def relative(shown: float, wanted: float) -> float:

@@ -1,4 +1,4 @@
-"""What a law says: verdict, findings, how much was examined; and what a diagnosis says."""
+"""What a check states: verdict, findings, how much was examined; and what a diagnosis says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Self
 
 
 class Verdict(StrEnum):
-    """XFAIL is a case's only, never a law's: it failed in just the way that it is expected to."""
+    """XFAIL is a case's only, never a check's: it failed in just the way that it is expected to."""
 
     PASS = "PASS"
     FAIL = "FAIL"
@@ -19,9 +19,9 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One place where a law is broken: where, what was expected, what was observed, and the bound if it is a number.
+    """One place where a check fails: where, what was expected, what was observed, and the bound if it is a number.
 
-    rank, step, name: the same place as data, for whoever needs more than its text; None and empty where a law has no one
+    rank, step, name: the same place as data, for whoever needs more than its text; None and empty where a check has no one
     rank, step or thing to name. `at` makes the text of them.
     """
 
@@ -42,12 +42,12 @@ class Finding:
         return cls(", ".join(filter(None, words)), expected, observed, bound, rank, step, name)
 
 
-SHOWN = 8  # findings of a law
+SHOWN = 8  # findings of a check
 
 
 @dataclass(frozen=True)
 class Result:
-    """A law's verdict on a trial. `examined` counts the things compared; a law that examined nothing cannot pass.
+    """A check's verdict on a trial. `examined` counts the things compared; a check that examined nothing cannot pass.
 
     note: what a person should know of a verdict: why UNKNOWN or NOT APPLICABLE, the largest difference of PASS.
     """
@@ -60,14 +60,14 @@ class Result:
 
     @property
     def shown(self) -> tuple[Finding, ...]:
-        """The first findings, and how many more there are: a law puts the worst in front."""
+        """The first findings, and how many more there are: a check puts the worst in front."""
         if len(self.findings) <= SHOWN:
             return self.findings
         return (*self.findings[:SHOWN], Finding(f"and {len(self.findings) - SHOWN} more", "", ""))
 
 
 def not_applicable(name: str, reason: str) -> Result:
-    """The result of a law that has no object here, with the reason that the report shows."""
+    """The result of a check that has no object here, with the reason that the report shows."""
     return Result(name, Verdict.NOT_APPLICABLE, note=reason)
 
 
@@ -103,7 +103,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """causes: most laws explained first. evidence: (label, text), what was expected and observed, and what is proven."""
+    """causes: most checks explained first. evidence: (label, text), what was expected and observed, and what is proven."""
 
     causes: tuple[Cause, ...]
     evidence: Lines = ()

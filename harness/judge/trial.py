@@ -1,4 +1,4 @@
-"""Everything the laws may look at, gathered: the case, its plan, what the ranks left, what the reference left.
+"""Everything the checks may look at, gathered: the case, its plan, what the ranks left, what the reference left.
 
 From here on nothing has effects: a Trial is stored evidence, and what is derived from it is pure arithmetic.
 """
@@ -31,8 +31,8 @@ from harness.spec.traits import TrainerTraits
 
 @dataclass(frozen=True)
 class Recorded:
-    """Of a recorded job, which has no reference. not_judged: by law, why. copies: how many numbers a parameter its optimizer
-    keeps at most, None where that is not known. unknown: by law, why what it would have to see was not seen. like: by rank that
+    """Of a recorded job, which has no reference. not_judged: by check, why. copies: how many numbers a parameter its optimizer
+    keeps at most, None if unknown. unknown: by check, why what it would have to see was not seen. like: by rank that
     left evidence, the one that is read in its place; places: by rank, the groups that its record names. partial: which of its
     models are not on record, or not from the first step on; empty if all are. failed: where the
     recorder itself raised."""
@@ -48,7 +48,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Alone:
-    """Of ranks that ran without each other. ranks: those that were started. not_judged: by law, why. unable: by rank, why it
+    """Of ranks that ran without each other. ranks: those that were started. not_judged: by check, why. unable: by rank, why it
     could not be run alone, where that says nothing of the trainer."""
 
     ranks: tuple[int, ...]
@@ -62,7 +62,7 @@ class Trial:
 
     What a hypothesis assumes that is put to the test: assumed, of the optimizer; otherwise, with what the reference was
     trained again (the words of reference.counterfactual.Otherwise); references, by rank, where ranks train apart; apart,
-    whether they were assumed to, be it with one copy; reports, by law, what each rank reports of a step. recorded: of a job
+    whether they were assumed to, be it with one copy; reports, by check, what each rank reports of a step. recorded: of a job
     that was only recorded, alone: of ranks that ran alone; their reference is empty.
     """
 

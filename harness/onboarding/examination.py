@@ -90,7 +90,7 @@ def _ran(judgement: Judgement) -> str:
     ranks, steps = judgement.case.dims.world_size, judgement.case.training.steps
     wrong = [result.check for result in judgement.results if result.verdict is Verdict.FAIL]
     broken = f", broken {', '.join(wrong)}" if wrong else ""
-    return f"{steps} steps on {ranks} rank{'s' * (ranks > 1)}; {count[Verdict.PASS]} laws hold{broken}"
+    return f"{steps} steps on {ranks} rank{'s' * (ranks > 1)}; {count[Verdict.PASS]} checks pass{broken}"
 
 
 def explain(judgement: Judgement, options: Options, tell: Tell) -> None:
@@ -194,7 +194,7 @@ def _another_order(judgement: Judgement, options: Options, tell: Tell) -> bool:
     tell("model", "its numbers are off by no more than another order of operations leaves of the reference's")
     tell("", "adapter: def traits(self, case): return TrainerTraits(own_model=True)")
     tell("", "from harness.spec.traits import TrainerTraits")
-    tell("assuming this", f"{len(broken)} of {len(broken)} broken laws hold: {', '.join(sorted(broken))}")
+    tell("assuming this", f"{len(broken)} of {len(broken)} failing checks pass: {', '.join(sorted(broken))}")
     return True
 
 
@@ -231,7 +231,7 @@ def _rest(best: Supposed, broken: set[str], tell: Tell) -> None:
     left = _broken(best.results) - {"golden"}  # which is of another recipe
     numbers = sorted(broken - left)
     if numbers:
-        tell("assuming this", f"{len(numbers)} of {len(broken)} broken laws hold: {', '.join(numbers)}")
+        tell("assuming this", f"{len(numbers)} of {len(broken)} failing checks pass: {', '.join(numbers)}")
     results = [result for result in best.results if result.check != "golden"]
     found = diagnose(best.trial, results) if left else None
     if found:

@@ -130,7 +130,7 @@ def _once(said: list[str]) -> list[str]:
 def _otherwise(theirs: str, ours: str, shape: Shape, case: Case) -> str:
     wanted = case.model.parameter_shapes()[ours]
     if shape == wanted[::-1]:
-        return "it is the transpose; no law knows transposed slices"
+        return "it is the transpose; no check covers transposed slices"
     if len(shape) == 1 and shape[0] * 1 < _numel(wanted):
         return "a part of it, flat: let weights be copied before FSDP1 wraps"
     parts = [dim for dim, (has, whole) in enumerate(zip(shape, wanted, strict=False)) if whole == has * case.dims.tp]

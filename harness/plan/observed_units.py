@@ -38,7 +38,7 @@ def observed_units(case: Case, traits: TrainerTraits, ranks: Mapping[int, RankEv
 
 def as_laid_out(case: Case, traits: TrainerTraits, ranks: Mapping[int, RankEvidence]) -> TrainerTraits:
     """With the order of parameters in FSDP1's vectors, which is that of the model's modules. All ranks have that of the first:
-    what each really holds the laws find by comparing bytes."""
+    what each really holds the checks find by comparing bytes."""
     if case.wrapper != "fsdp1" or traits.flat_order or not ranks:
         return traits
     claims = (one for one in ranks[min(ranks)].structure.values() if one.kind == "fsdp1")

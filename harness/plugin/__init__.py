@@ -1,4 +1,4 @@
-"""The pytest plugin: the laws of cases as pytest items, FILE.yaml::CASE::LAW.
+"""The pytest plugin: the checks of cases as pytest items, FILE.yaml::CASE::CHECK.
 
 It is loaded wherever the harness is installed, and takes no part unless a repository's configuration names its cases:
 
@@ -19,7 +19,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addini("harness_cases", "folders of cases whose laws are items; without it there are none", "paths", [])
+    parser.addini("harness_cases", "folders of cases whose checks are items; without it there are none", "paths", [])
     parser.addini("harness_trainer", "the trainer under test where --harness-trainer does not say: NAME or FILE.py")
     group = parser.getgroup("harness", "cases of distributed training; see harness_cases")
     group.addoption(
@@ -46,16 +46,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--harness-not-applicable",
         action="store_true",
-        help="show laws that do not apply to a case as skipped, each with its reason",
+        help="show checks that do not apply to a case as skipped, each with its reason",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     folders = config.getini("harness_cases")
     if folders:
-        from harness.plugin.laws import Laws
+        from harness.plugin.checks import Checks
 
-        config.pluginmanager.register(Laws(config, folders), "harness-laws")
+        config.pluginmanager.register(Checks(config, folders), "harness-checks")
     elif typed := [word for word in map(str, config.invocation_params.args) if word.startswith("--harness-")]:
         raise pytest.UsageError(
             misplaced([str(word) for word in config.invocation_params.args])

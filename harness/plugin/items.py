@@ -1,6 +1,6 @@
-"""A file of cases, its cases and their laws as pytest's nodes. No logic of its own: harness.run runs and judges.
+"""A file of cases, its cases and their checks as pytest's nodes. No logic of its own: harness.run runs and judges.
 
-A case runs once, when the first of its laws is requested.
+A case runs once, when the first of its checks is requested.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from harness.spec.case import Case, CaseError
 from harness.spec.loading import load_cases
 
 EXPECTED = (CaseError, EvidenceError, GoldenError, LaunchError)
-MARK = "harness"  # of every law; and with a tier behind it, of those of that tier
+MARK = "harness"  # of every check; and with a tier behind it, of those of that tier
 
 
 class Broken(Exception):
-    """A law that did not pass. The message is all a person needs; a traceback would only show how pytest called us."""
+    """A check that did not pass. The message is all a person needs; a traceback would only show how pytest called us."""
 
 
 class CaseFile(pytest.File):
@@ -59,9 +59,9 @@ class CaseNode(pytest.Collector):
         self.add_marker(MARK)
         self.add_marker(tier_mark(case.tier))
 
-    def collect(self) -> Iterator[Law]:
+    def collect(self) -> Iterator[Check]:
         for check in all_checks():
-            yield Law.from_parent(self, name=check)
+            yield Check.from_parent(self, name=check)
 
     def judgement(self) -> Judgement:
         if self.outcome is None:
@@ -74,7 +74,7 @@ class CaseNode(pytest.Collector):
         return self.outcome
 
 
-class Law(pytest.Item):
+class Check(pytest.Item):
     parent: CaseNode
     not_applicable = False
     """After its run: whether it has nothing to say about the case."""
@@ -90,7 +90,7 @@ class Law(pytest.Item):
         expected = self.parent.case.expected_failure
         if judgement.verdict is Verdict.XFAIL and result.verdict in (Verdict.FAIL, Verdict.UNKNOWN) and expected:
             pytest.xfail(visible(f"{expected.because}; see {expected.script}"))
-        if expected and judgement.verdict is Verdict.FAIL and self.name in expected.laws.split():
+        if expected and judgement.verdict is Verdict.FAIL and self.name in expected.checks.split():
             raise Broken(visible(check_text(judgement, result)))
         if result.verdict is Verdict.NOT_APPLICABLE:
             self.not_applicable = True

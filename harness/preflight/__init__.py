@@ -9,7 +9,7 @@ chosen.py        which ranks
 commands.py      instead of a trainer with an adapter, somebody's command; scripted.py is in its processes
 config_file.py   torchtitan's options as a case; config_function.py: as a function of somebody's returns them
 launches.py      a process each, as many at a time as there are cores
-judging.py       the trial of those ranks, for the same laws
+judging.py       the trial of those ranks, for the same checks
 figures.py       what ranks hold, move and need at the most, in a few lines
 text.py          what is proven of how many, and what is not
 """

@@ -1,4 +1,4 @@
-"""Somebody's command as some ranks of a world, each alone: no adapter, the laws of recordings."""
+"""Somebody's command as some ranks of a world, each alone: no adapter, the checks of recordings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS = "1-3"
 ALONE = "HARNESS_RECORD_ALONE"
 """Of how many ranks the command's process is one; in its environment."""
 BY = "harness.preflight.scripted"
-UNDECLARED = {law: "a command says no recipe" for law in OF_ALONE if law not in OF_RECORDED}
+UNDECLARED = {check: "a command says no recipe" for check in OF_ALONE if check not in OF_RECORDED}
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def log_file(directory: Path, rank: int) -> Path:
 
 def judged(run: CommandRun, dims: ParallelDims) -> Verdicts:
     trial = alone_of(run, dims)
-    laws = {name: module for name, module in all_checks().items() if name in OF_ALONE}
-    results = tuple(run_check(name, module.check, trial) for name, module in laws.items())
+    checks = {name: module for name, module in all_checks().items() if name in OF_ALONE}
+    results = tuple(run_check(name, module.check, trial) for name, module in checks.items())
     return Verdicts(trial, results, diagnose(trial, results, (other_layouts,), (process_failed,), costly=()))
 
 

@@ -1,4 +1,4 @@
-"""The trial of ranks that ran alone, what the laws say of it, and the cause where one is broken."""
+"""The trial of ranks that ran alone, what the checks say of it, and the cause where one is broken."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Verdicts:
 
 def judged(case: Case, flown: Flown) -> Verdicts:
     trial = trial_of(case, flown)
-    laws = {name: module for name, module in all_checks().items() if name in OF_ALONE}
-    results = tuple(run_check(name, module.check, trial) for name, module in laws.items())
+    checks = {name: module for name, module in all_checks().items() if name in OF_ALONE}
+    results = tuple(run_check(name, module.check, trial) for name, module in checks.items())
     return Verdicts(trial, results, diagnose(trial, results, SUSPECTS, FACTS, costly=()))
 
 

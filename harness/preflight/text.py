@@ -32,11 +32,11 @@ def preflight_text(
     set_aside: tuple[str, ...] = (),
     gpu: str = "H100",
 ) -> str:
-    """judging: the seconds that plan and laws took. set_aside: what of a configuration was not run. gpu: whose memory is
+    """judging: the seconds that plan and checks took. set_aside: what of a configuration was not run. gpu: whose memory is
     compared."""
     world, trial = case.dims.world_size, verdicts.trial
     rows = [
-        ("plan and laws", f"of {world:,} ranks, {judging:.0f} s"),
+        ("plan and checks", f"of {world:,} ranks, {judging:.0f} s"),
         ("ran alone", f"{len(flown.ranks)} rank{'s' * (len(flown.ranks) != 1)}: {_why(chosen)}"),
         ("", f"{_time(flown.seconds)}{_of_one(flown)}"),
         *([("not run", ", ".join(set_aside))] if set_aside else []),
@@ -103,7 +103,7 @@ def _verdict(ran: int, verdicts: Verdicts, world: int) -> Iterator[str]:
     for result in verdicts.results:
         if result.verdict is Verdict.UNKNOWN:
             unknown[result.note].append(result.check)
-    yield from table([("UNKNOWN", f"{' '.join(laws)}: {note}") for note, laws in unknown.items()])
+    yield from table([("UNKNOWN", f"{' '.join(checks)}: {note}") for note, checks in unknown.items()])
 
 
 def _not_judged(ran: int, verdicts: Verdicts, world: int) -> Iterator[tuple[str, str]]:

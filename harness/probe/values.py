@@ -250,7 +250,7 @@ class ValueRecorder:
             self.resumed = Resumed(all_read(self.resumed.parameters), states)
 
     def keep_final_state(self) -> None:
-        """Optimizer state is copied when training has ended, and where it is saved: the laws derive that of each step from
+        """Optimizer state is copied when training has ended, and where it is saved: the checks derive that of each step from
         the gradients."""
         self._backward.drop()
         stepped = [number for number, step in self.steps.items() if step.parameters]

@@ -11,7 +11,7 @@ from harness.report.outcome import Outcome
 
 @dataclass(frozen=True)
 class Shared:
-    """text: the cause, or why there is no verdict. broken: whether a law is; else something could not be judged."""
+    """text: the cause, or why there is no verdict. broken: whether a check is; else something could not be judged."""
 
     text: str
     cases: tuple[Outcome, ...]
@@ -22,7 +22,7 @@ class Shared:
 
 
 def causes(outcomes: Iterable[Outcome]) -> list[Shared]:
-    """Of what failed: broken laws first, then those of most cases."""
+    """Of what failed: failing checks first, then those of most cases."""
     found: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.failed:
@@ -33,15 +33,15 @@ def causes(outcomes: Iterable[Outcome]) -> list[Shared]:
 
 def why(outcome: Outcome) -> str:
     """In one line: the cause, or the reason."""
-    return outcome.cause or outcome.reason or laws_text(outcome)
+    return outcome.cause or outcome.reason or checks_text(outcome)
 
 
-def laws_text(outcome: Outcome) -> str:
+def checks_text(outcome: Outcome) -> str:
     """How many hold, and which do not."""
-    verdicts = list(outcome.laws.values())
+    verdicts = list(outcome.checks.values())
     parts = [f"{verdicts.count(Verdict.PASS)} of {len(verdicts)} hold"] if verdicts else []
     for verdict, word in ((Verdict.FAIL, "broken"), (Verdict.UNKNOWN, "could not be judged")):
-        if named := [law for law, found in outcome.laws.items() if found == verdict]:
+        if named := [check for check, found in outcome.checks.items() if found == verdict]:
             parts.append(f"{word}: {' '.join(named)}")
     if without := verdicts.count(Verdict.NOT_APPLICABLE):
         parts.append(f"{without} not applicable")

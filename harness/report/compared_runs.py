@@ -1,4 +1,4 @@
-"""Two runs of a matrix: which verdicts, laws and structure of which cases are others, though every law may hold."""
+"""Two runs of a matrix: which verdicts, checks and structure of which cases are others, though every check may pass."""
 
 from __future__ import annotations
 

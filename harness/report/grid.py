@@ -1,4 +1,4 @@
-"""Many cases on one page: a row for each, a column for each law, then what went wrong."""
+"""Many cases on one page: a row for each, a column for each check, then what went wrong."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from harness.report.text import MARKS, wrapped
 
 
 def matrix_report(outcomes: Sequence[Outcome], seconds: float | None) -> str:
-    """The grid, why laws were not applicable, the report of every case that is not green, and one line that counts."""
-    judged = [outcome for outcome in outcomes if outcome.laws]
+    """The grid, why checks were not applicable, the report of every case that is not green, and one line that counts."""
+    judged = [outcome for outcome in outcomes if outcome.checks]
     reports = [outcome.report for outcome in judged if outcome.report]
     notes = [not_applicable(judged), *replaced(judged)] if judged else []
     parts = [grid(outcomes), *notes, *reports, summary(outcomes, seconds)]
@@ -21,44 +21,44 @@ def matrix_report(outcomes: Sequence[Outcome], seconds: float | None) -> str:
 
 
 def grid(outcomes: Sequence[Outcome]) -> str:
-    """Which law each column is of, then a row a case; below a row the laws that do not hold, by name."""
+    """Which check each column is of, then a row a case; below a row the checks that do not pass, by name."""
     width = max(len(outcome.case) for outcome in outcomes)
-    groups = " ".join(f"{stage[: len(laws)]:<{len(laws)}}" for stage, laws in _stages().items())
+    groups = " ".join(f"{stage[: len(checks)]:<{len(checks)}}" for stage, checks in _stages().items())
     rows = [line for outcome in outcomes for line in _rows(outcome, width)]
     return "\n".join([*legend(), "", f"{'':<{width}}  {groups}".rstrip(), *rows])
 
 
 def legend() -> list[str]:
-    """The laws in the order of their columns, and what a letter says."""
+    """The checks in the order of their columns, and what a letter says."""
     width = max(map(len, STAGES))
-    lines = ["a column a law, in this order:"]
-    for stage, laws in _stages().items():
-        first, *rest = wrapped(" ".join(laws), " " * (width + 4))
+    lines = ["a column a check, in this order:"]
+    for stage, checks in _stages().items():
+        first, *rest = wrapped(" ".join(checks), " " * (width + 4))
         lines += [f"  {stage:<{width}}  {first.strip()}", *rest]
     return [*lines, "P pass  F fail  ? could not be judged  - not applicable"]
 
 
 def _stages() -> dict[str, list[str]]:
-    """The names of the laws by stage; their order is that of all laws."""
+    """The names of the checks by stage; their order is that of all checks."""
     checks = all_checks().items()
     return {stage: [name for name, module in checks if stage == module.STAGE] for stage in STAGES}
 
 
 def _rows(outcome: Outcome, width: int) -> list[str]:
     name = f"{outcome.case:<{width}}"
-    if not outcome.laws:
+    if not outcome.checks:
         return [f"{name}  {outcome.verdict}: {outcome.reason}"]
-    letters = {law: MARKS[Verdict(verdict)] for law, verdict in outcome.laws.items()}
-    marks = " ".join("".join(letters.get(law, " ") for law in laws) for laws in _stages().values())
+    letters = {check: MARKS[Verdict(verdict)] for check, verdict in outcome.checks.items()}
+    marks = " ".join("".join(letters.get(check, " ") for check in checks) for checks in _stages().values())
     row = f"{name}  {marks}  {outcome.verdict:<7} {outcome.seconds:5.1f} s"
-    return [row, *_not_held(outcome.laws), *(wrapped(outcome.made_again, "    ") if outcome.made_again else [])]
+    return [row, *_not_held(outcome.checks), *(wrapped(outcome.made_again, "    ") if outcome.made_again else [])]
 
 
 def _not_held(verdicts: Mapping[str, str]) -> list[str]:
-    """The laws that are broken; where none is, those that could not be judged."""
+    """The checks that fail; where none is, those that could not be judged."""
     for verdict in (Verdict.FAIL, Verdict.UNKNOWN):
-        if laws := [law for law, found in verdicts.items() if found == verdict]:
-            return wrapped(f"{MARKS[verdict]} {' '.join(laws)}", "    ")
+        if checks := [check for check, found in verdicts.items() if found == verdict]:
+            return wrapped(f"{MARKS[verdict]} {' '.join(checks)}", "    ")
     return []
 
 
@@ -70,11 +70,11 @@ def replaced(judged: Sequence[Outcome]) -> list[str]:
 
 
 def not_applicable(judged: Sequence[Outcome]) -> str:
-    """Which laws had nothing to say, for what reason and in how many cases: what is green by them was not looked at."""
+    """Which checks had nothing to say, for what reason and in how many cases: what is green by them was not looked at."""
     reasons = Counter(pair for one in judged for pair in one.not_applicable.items())
-    shares = [len(one.laws) - len(one.not_applicable) for one in judged]
+    shares = [len(one.checks) - len(one.not_applicable) for one in judged]
     found = f"{min(shares)} to {max(shares)}" if len(set(shares)) > 1 else str(shares[0])
-    lines = [f"{found} of {len(all_checks())} laws were judged in a case; not applicable were:"]
+    lines = [f"{found} of {len(all_checks())} checks were judged in a case; not applicable were:"]
     width = max((len(check) for check, _ in reasons), default=0)
     return "\n".join(
         lines + [f"  {check:<{width}}  {count:>3} x  {note}" for (check, note), count in sorted(reasons.items())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from harness.report.causes import Shared, causes, laws_text, why
+from harness.report.causes import Shared, causes, checks_text, why
 from harness.report.grid import summary
 from harness.report.outcome import Outcome
 
@@ -30,7 +30,7 @@ def markdown(
 
 
 def _cause(shared: Shared, since: Mapping[str, str]) -> str:
-    cases = "\n".join(f"- {one.verdict} `{one.case}` {_plain(laws_text(one))}".rstrip() for one in shared.cases)
+    cases = "\n".join(f"- {one.verdict} `{one.case}` {_plain(checks_text(one))}".rstrip() for one in shared.cases)
     again = [f"    {one.again}" for one in shared.cases[:1] if one.again]
     culprits = dict.fromkeys(since[one.case] for one in shared.cases if one.case in since)
     return "\n\n".join([f"### {_plain(shared.text)}", *(f"Since {_plain(one)}" for one in culprits), cases, *again])
@@ -38,9 +38,9 @@ def _cause(shared: Shared, since: Mapping[str, str]) -> str:
 
 def _all_cases(outcomes: Sequence[Outcome]) -> str:
     """Folded away. Between the tags Markdown needs an empty line."""
-    rows = ["| case | verdict | requested | laws |", "|---|---|---|---|"]
+    rows = ["| case | verdict | requested | checks |", "|---|---|---|---|"]
     for one in outcomes:
-        rows.append(f"| `{one.case}` | {one.verdict} | {one.layout} | {_plain(laws_text(one) or why(one))} |")
+        rows.append(f"| `{one.case}` | {one.verdict} | {one.layout} | {_plain(checks_text(one) or why(one))} |")
     return "\n".join([f"<details><summary>all {len(outcomes)} cases</summary>", "", *rows, "", "</details>"])
 
 

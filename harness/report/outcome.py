@@ -22,7 +22,7 @@ class Outcome:
     """verdict: of the case; SKIPPED or ERROR where there is none. reason: for that, or for a verdict that no cause explains.
     seconds: of its launches.
 
-    laws: the verdict of each. not_applicable: why laws had nothing to say. report: of what is neither PASS nor XFAIL.
+    checks: the verdict of each. not_applicable: why checks had nothing to say. report: of what is neither PASS nor XFAIL.
     layout, recipe: what was requested, in words. tokens: of a step; 0 where that was not recorded. folder: the name of the one
     with the evidence. again: the command that runs it again. measures: what it took (`judge.measures`). gpu: its name; empty
     on CPU. made_again: why it was made a second time.
@@ -34,7 +34,7 @@ class Outcome:
     seconds: float = 0.0
     reason: str = ""
     cause: str = ""
-    laws: dict[str, str] = field(default_factory=dict)
+    checks: dict[str, str] = field(default_factory=dict)
     not_applicable: dict[str, str] = field(default_factory=dict)
     replaced: tuple[str, ...] = ()
     report: str = ""
@@ -66,7 +66,7 @@ def judged(judgement: Judgement) -> Outcome:
         seconds=round(judgement.seconds, 3),
         cause=judgement.diagnosis.cause if judgement.diagnosis else "",
         reason="" if judgement.diagnosis else cause_text(judgement),
-        laws={result.check: str(result.verdict) for result in results},
+        checks={result.check: str(result.verdict) for result in results},
         not_applicable={result.check: result.note for result in results if result.verdict is Verdict.NOT_APPLICABLE},
         replaced=tuple(judgement.replaced),
         made_again=judgement.made.get("again", ""),

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from harness.evidence.text import bytes_text, visible
 from harness.judge.measures import HELD, MOVED, PARAMETERS, PEAK, SECONDS
 from harness.judge.result import Verdict
-from harness.report.causes import causes, laws_text, why
+from harness.report.causes import causes, checks_text, why
 from harness.report.drawings import Drawn
 from harness.report.grid import not_applicable, summary
 from harness.report.outcome import ERROR, SKIPPED, Outcome
@@ -82,8 +82,8 @@ def html(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"svg": Markup, "why": why, "laws": laws_text, "kind": kind}
-    judged = [outcome for outcome in page.outcomes if outcome.laws]
+    environment.filters |= {"svg": Markup, "why": why, "checks": checks_text, "kind": kind}
+    judged = [outcome for outcome in page.outcomes if outcome.checks]
     return environment.get_template("page.html").render(
         page=page,
         title=summary(page.outcomes, None) if page.outcomes else "no case came to its end",

@@ -1,4 +1,4 @@
-"""A recording judged by a layout, on the page: the cause first, as of a case of the matrix, then each law in a line."""
+"""A recording judged by a layout, on the page: the cause first, as of a case of the matrix, then each check in a line."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from harness.judge.result import Diagnosis, Result, Verdict
-from harness.report.text import WIDTH, finding_text, law_line, table, wrapped
+from harness.report.text import WIDTH, check_line, finding_text, table, wrapped
 from harness.spec.dims import ParallelDims
 
 
 def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diagnosis | None) -> list[str]:
-    """The cause, or where nothing explains it what the first broken law found. Of a law that nothing explains the first finding
+    """The cause, or where nothing explains it what the first failing check found. Of an unexplained check the first finding
     goes below."""
     requested = ", ".join(f"{axis} {degree}" for axis, degree in vars(dims).items() if degree > 1) or "one rank"
     lines = [f"{verdict_of_all(results)} layout {requested}"]
@@ -23,16 +23,16 @@ def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diag
     explained = diagnosis is not None and any(label == "assuming this" for label, _ in diagnosis.evidence)
     for result in results:
         if result.verdict is not Verdict.NOT_APPLICABLE:
-            lines += _law(result, with_finding=not explained and result is not told)
+            lines += _check(result, with_finding=not explained and result is not told)
     silent = [f"{one.check}: {one.note}" for one in results if one.verdict is Verdict.NOT_APPLICABLE]
     return lines + table([("not applicable", text) for text in silent])
 
 
-def _law(result: Result, *, with_finding: bool) -> list[str]:
+def _check(result: Result, *, with_finding: bool) -> list[str]:
     if result.verdict is Verdict.UNKNOWN:
-        first, *rest = wrapped(law_line(result).strip(), "  ", " " * 18)
+        first, *rest = wrapped(check_line(result).strip(), "  ", " " * 18)
         return [first, *rest]
-    line = law_line(dataclasses.replace(result, note=""))[:WIDTH].rstrip()
+    line = check_line(dataclasses.replace(result, note=""))[:WIDTH].rstrip()
     return [line, *(wrapped(_first(result), "    ", "  ") if with_finding and result.findings else ())]
 
 

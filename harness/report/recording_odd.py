@@ -155,7 +155,7 @@ def _order(summaries: Sequence[Summary]) -> Rows:
 
 
 def _separate(summaries: Sequence[Summary]) -> Rows:
-    """By far the worst that a wrong mesh does, and no law of a layout says it."""
+    """By far the worst that a wrong mesh does, and no check of a layout says it."""
     found = separate_models(summaries)
     if found is None:
         return []

@@ -37,12 +37,14 @@ PHASES = ("forward", "pipeline", "backward")
 
 
 def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", whole: bool = False) -> str:
-    """judged: what laws say of a layout that was declared; the rest is said without one. layout: as it was typed."""
+    """judged: what checks say of a layout that was declared; the rest is said without one. layout: as it was typed."""
     summaries = [one for _, one in sorted(recording.summaries.items())]
     rows = [*odd(recording), *facts(recording, summaries, with_layout=bool(judged))] if summaries else odd(recording)
     lines = [_title(recording), *_table(rows)]
     if judged:
-        worst = [row for row in rows if row[0] in (SEPARATE, UNTRAINED)]  # no law says it, and others follow from it
+        worst = [
+            row for row in rows if row[0] in (SEPARATE, UNTRAINED)
+        ]  # no check states it, and others follow from it
         below = [row for row in rows if row not in worst]
         lines = [judged[0], *_table(worst), *judged[1:], "", _title(recording), *_table(below)]
     return "\n".join(lines if whole else _cut(lines, recording, layout))

@@ -1,4 +1,4 @@
-"""Judgements as a person reads them: the cause first, then the evidence, then every law."""
+"""Judgements as a person reads them: the cause first, then the evidence, then every check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.checks import law
+from harness.checks import statement
 from harness.diagnosis import declarable
 from harness.judge.result import Finding, Result, Verdict
 from harness.reference.config import TrainingConfig
@@ -61,7 +61,7 @@ def _expectation(judgement: Judgement) -> str:
     if judgement.verdict is Verdict.XFAIL:
         return f"(expected: {expected.because.rstrip('.')}; see {expected.script})"
     remedy = f"if {expected.script} passes too, take expected_failure out of {case_files.shown(judgement.case.file)}"
-    return f"(expected to fail by {expected.laws}, named {expected.named!r}: {remedy})"
+    return f"(expected to fail by {expected.checks}, named {expected.named!r}: {remedy})"
 
 
 def case_report(judgement: Judgement) -> str:
@@ -75,10 +75,10 @@ def case_report(judgement: Judgement) -> str:
     if judgement.diagnosis:
         lines += table(judgement.diagnosis.evidence)
         lines += _to_copy([("again", command(judgement)), ("evidence", str(judgement.folder))])
-    lines += [*_replaced(judgement), "", *_law_lines(judgement.results)]
+    lines += [*_replaced(judgement), "", *_check_lines(judgement.results)]
     for result in judgement.results:
         if result.findings:
-            lines += ["", f"  {result.check}: {law(result.check)}"]
+            lines += ["", f"  {result.check}: {statement(result.check)}"]
             lines += [finding_text(finding, "    ") for finding in result.shown]
     return "\n".join(lines)
 
@@ -142,7 +142,7 @@ def finding_text(finding: Finding, indent: str = "") -> str:
 
 
 def check_text(judgement: Judgement, result: Result) -> str:
-    """What a test runner shows of one law that did not pass. It shows the first line, cut, in its summary: the cause."""
+    """What a test runner shows of one check that did not pass. It shows the first line, cut, in its summary: the cause."""
     lines = [cause_text(judgement), *table(judgement.diagnosis.evidence)] if judgement.diagnosis else []
     lines.append(
         f"{result.check} {result.verdict}" + (f": {result.note}" if result.note and not result.findings else "")
@@ -187,17 +187,17 @@ def _labelled(label: str, text: str) -> str:
     return f"  {label:<16}  {text}"
 
 
-def _law_lines(results: Sequence[Result]) -> list[str]:
-    """A line a law; laws that could not be judged for one and the same reason share a line."""
+def _check_lines(results: Sequence[Result]) -> list[str]:
+    """A line a check; checks that could not be judged for one and the same reason share a line."""
     reasons = [result.note for result in results if result.verdict is Verdict.UNKNOWN]
     shared = {note for note in reasons if reasons.count(note) > 2}
-    lines = [law_line(result) for result in results if result.note not in shared]
+    lines = [check_line(result) for result in results if result.note not in shared]
     return lines + [
-        f"  {f'{reasons.count(note)} other laws':<17} {Verdict.UNKNOWN:<14}  {note}" for note in sorted(shared)
+        f"  {f'{reasons.count(note)} other checks':<17} {Verdict.UNKNOWN:<14}  {note}" for note in sorted(shared)
     ]
 
 
-def law_line(result: Result) -> str:
+def check_line(result: Result) -> str:
     examined = f"{result.examined} examined" if result.examined else ""
     detail = ", ".join(text for text in (examined, result.note) if text)
     return f"  {result.check:<17} {result.verdict:<14}  {detail}"

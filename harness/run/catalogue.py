@@ -1,7 +1,7 @@
 """`harness faults`: every fault of the catalogue on real ranks, what became of it, and what weaker tests would have said.
 
 Baseline first: a fault is only tried on a case that passes without it, run now or stored as evidence of the very same
-sources (harness/run/stored_run.py). A fault is CAUGHT if all the laws that it names are broken and the first line names its
+sources (harness/run/stored_run.py). A fault is CAUGHT if all the checks that it names are broken and the first line names its
 cause. The control, which fires and changes nothing, must come out MISSED.
 
 Weaker tests are measured, not guessed: beside the judged run, the faulty trainer runs once more for ten steps that nobody
@@ -59,7 +59,7 @@ class Baseline:
 
 
 def matching(faults: Iterable[Fault], expression: str) -> list[Fault]:
-    """The faults that `-k` means, by words of name, case, bug, kind of bug and laws. Raises CaseError."""
+    """The faults that `-k` means, by words of name, case, bug, kind of bug and checks. Raises CaseError."""
     chosen = [f for f in faults if holds(expression, " ".join((f.name, f.case, f.bug, f.family, *f.caught_by)))]
     if not chosen:
         raise CaseError(f"-k {expression!r} selects no fault; `harness faults --list` lists them")
@@ -81,11 +81,11 @@ def with_control(faults: Sequence[Fault]) -> tuple[Fault, list[Fault]]:
 
 
 def needed(faults: Sequence[Fault], cases: Sequence[Case]) -> list[Case]:
-    """The cases of the faults, each once. Raises CaseError for one that there is not, FaultError for a law likewise."""
+    """The cases of the faults, each once. Raises CaseError for one that there is not, FaultError for a check likewise."""
     for fault in faults:
         if unknown := set(fault.caught_by) - set(all_checks()):
             raise FaultError(
-                f"{fault.spec}: caught_by {' '.join(unknown)!r}: no such law; known: {', '.join(all_checks())}"
+                f"{fault.spec}: caught_by {' '.join(unknown)!r}: no such check; known: {', '.join(all_checks())}"
             )
     return [find_case(name, cases) for name in dict.fromkeys(fault.case for fault in faults)]
 
@@ -214,7 +214,7 @@ def _curve(judgement: Judgement, options: Options) -> tuple[float, ...]:
 
 
 def outcome_of(fault: Fault, judgement: Judgement) -> Outcome:
-    """What became of a fault: it must fire, break all laws that it names, and be named by a cause of its kind. Only laws
+    """What became of a fault: it must fire, fail all checks that it names, and be named by a cause of its kind. Only checks
     that looked can miss it: where the disk was full, say, it counts as not tried."""
     broken, kinds = _broken(judgement), _kinds(judgement)
     if not judgement.fired:
@@ -238,8 +238,8 @@ def _not_judged(judgement: Judgement) -> str:
 
 def _lacking(fault: Fault, found: Attempt) -> str:
     """What is not as the fault expects."""
-    laws = [law for law in fault.caught_by if law not in found.broken]
-    parts = [f"not broken: {', '.join(laws)}"] if laws else []
+    checks = [check for check in fault.caught_by if check not in found.broken]
+    parts = [f"not broken: {', '.join(checks)}"] if checks else []
     named = not fault.named or fault.named in found.kinds
     return "; ".join(
         parts + ([] if named else [f"not named: {fault.named!r}, but {', '.join(found.kinds) or 'nothing'}"])

@@ -45,7 +45,7 @@ def compared_cases(one: RecordedRun, other: RecordedRun) -> list[ComparedCase]:
 def _case(name: str, pair: Pair[Outcome], places: Pair[Path | None]) -> ComparedCase:
     one, other = pair
     costs = (_costs(one), _costs(other))
-    if not (one.laws and other.laws):  # one of them did not run
+    if not (one.checks and other.checks):  # one of them did not run
         return ComparedCase(name, tuple(differences(_verdict(one), _verdict(other))), costs)
     problem = ""
     try:
@@ -68,7 +68,7 @@ def structure_of(folder: Path | None) -> Mapping[str, Any]:
 
 def _verdict(outcome: Outcome) -> dict[str, Any]:
     why = outcome.cause or outcome.reason
-    return {"verdict": f"{outcome.verdict}: {why}" if why else outcome.verdict, "laws": dict(outcome.laws)}
+    return {"verdict": f"{outcome.verdict}: {why}" if why else outcome.verdict, "checks": dict(outcome.checks)}
 
 
 def _sums(outcome: Outcome) -> dict[str, Any]:

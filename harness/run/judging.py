@@ -34,7 +34,7 @@ def judge_folder(folder: Path) -> Judgement:
 
 
 def _diagnosed(trial: Trial, results: Sequence[Result]) -> Diagnosis | None:
-    """Importing what diagnoses takes a tenth of a second, for which a run without a broken law need not wait."""
+    """Importing what diagnoses takes a tenth of a second, for which a run without a failing check need not wait."""
     if not any(result.verdict is Verdict.FAIL for result in results):
         return None
     from harness.diagnosis import diagnose

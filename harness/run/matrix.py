@@ -1,4 +1,4 @@
-"""Many cases at once: choosing them, running them side by side, and the grid of cases and laws at the end."""
+"""Many cases at once: choosing them, running them side by side, and the grid of cases and checks at the end."""
 
 from __future__ import annotations
 

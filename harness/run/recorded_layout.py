@@ -1,4 +1,4 @@
-"""A recording, judged by the layout that somebody says it has: the laws, and the cause where one is broken."""
+"""A recording, judged by the layout that somebody says it has: the checks, and the cause where one is broken."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from harness.checks import OF_RECORDED, all_checks, completed, run_check
 from harness.diagnosis import diagnose
 from harness.diagnosis.layout import other_layouts
 from harness.evidence.recording import RankRecord, load_record, record_file
-from harness.judge.observed_laws import observed_laws
+from harness.judge.observed_checks import observed_checks
 from harness.judge.recorded import trial_of
 from harness.judge.result import Diagnosis, Result
 from harness.judge.stored_recording import Recording
@@ -28,11 +28,11 @@ def judged_by(recording: Recording, dims: ParallelDims, load: Callable[[int], Ra
     trial = _trial_of_stand_ins(recording, dims, load)
     if recording.world != dims.world_size:  # of another job, then
         return (run_check("completed", completed.check, trial),), None
-    laws = {name: module for name, module in all_checks().items() if name in OF_RECORDED}
-    results = tuple(run_check(name, module.check, trial) for name, module in laws.items())
+    checks = {name: module for name, module in all_checks().items() if name in OF_RECORDED}
+    results = tuple(run_check(name, module.check, trial) for name, module in checks.items())
     diagnosis = diagnose(trial, results, (other_layouts,), ())
     summaries = [one for _, one in sorted(recording.summaries.items())]
-    return (*results, *observed_laws(summaries, dims)), diagnosis
+    return (*results, *observed_checks(summaries, dims)), diagnosis
 
 
 def _trial_of_stand_ins(recording: Recording, dims: ParallelDims, load: Callable[[int], RankRecord]) -> Trial:

@@ -63,7 +63,7 @@ def _noise_key(case: Case, options: Options) -> str:
 
 
 def _golden_knows(case: Case, options: Options) -> bool:
-    """A recipe of no file may be that of one all the same. A file's is left to the law `golden`, which says what to do."""
+    """A recipe of no file may be that of one all the same. A file's is left to the check `golden`, which says what to do."""
     try:
         accepted = golden.load(case)
     except golden.GoldenError:

@@ -1,7 +1,7 @@
 """Of ranks that are alike, one is read and judged for all of them.
 
 Ranks are alike if their records differ only in the groups that they name (`evidence.alike`), and each group has the same
-relation to the rank and to the layout. So a law that looks at each rank says the same of all of them. `collective_order`
+relation to the rank and to the layout. So a check that looks at each rank says the same of all of them. `collective_order`
 compares ranks; it also gets the ranks whose sequences differ from those of another member of their group.
 """
 

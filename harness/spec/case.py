@@ -24,13 +24,13 @@ class ExpectedFailure:
     """A case that torch gets wrong. It must fail in just this way, else it is no longer true and must be looked at.
 
     because: what is wrong, and where that is reported. script: a minimal program in the project that shows it without the
-    harness. laws: those that fail, separated by blanks. named: part of the diagnosis' first line. torch: on which releases,
+    harness. checks: those that fail, separated by blanks. named: part of the diagnosis' first line. torch: on which releases,
     such as "<2.15"; empty for all. On others the case is judged as any other.
     """
 
     because: str = ""
     script: str = ""
-    laws: str = ""
+    checks: str = ""
     named: str = ""
     torch: str = ""
 
@@ -56,7 +56,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the matrix. `runs` 2 repeats the case, so that the law `determinism` has something to compare.
+    """One row of the matrix. `runs` 2 repeats the case, so that the check `determinism` has something to compare.
 
     resume: the earlier launches that this one continues, in order; dims and features are those of the last launch.
     last_step: of an earlier launch alone; saves_after: of one that saves before its last step; never written in a file.

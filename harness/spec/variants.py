@@ -1,6 +1,6 @@
 """Cases in another dtype than they are written in, for a trainer that computes in one only: `harness matrix --dtype float32`.
 
-Layout, features and name stay, so all laws judge what they judge in float64; the reference computes the same recipe, and
+Layout, features and name stay, so all checks judge what they judge in float64; the reference computes the same recipe, and
 bounds are measured from its noise. docs/float32.md says what is seen then, and what not.
 """
 

@@ -41,7 +41,7 @@ step)`, samples of `build_dataset(training, model)`, both in `harness.reference.
 are compared in the recipe's dtype, mostly float64: a cast to float32 inside the trainer is seen as what it is. One
 that can do no other says `dtypes = ("float32",)` and is judged by `harness matrix --dtype float32` (docs/float32.md).
 
-The mapping is data, and is itself judged: the laws `initial_weights` and `shard_contents` compare bytes, so that a name or a
+The mapping is data, and is itself judged: the checks `initial_weights` and `shard_contents` compare bytes, so that a name or a
 row in the wrong place is a finding. Where a parameter's rows have another order than the reference's (rotary embeddings that
 turn halves of a head instead of neighbours permute wq and wk), `rows` says so, and the reference is put in that order
 before anything is compared. A tied output is no parameter. Weights fused into one (wq, wk and wv) are taken apart as `fused`

@@ -38,7 +38,7 @@ class Toy:
 
 
 def judged(case: Case, options: Options) -> Judgement:
-    """What the file `state` says: laws that break, "raises" before the first step, "unsupported", or "interrupt".
+    """What the file `state` says: checks that fail, "raises" before the first step, "unsupported", or "interrupt".
 
     It leaves bytecode as a trainer does, and must not meet that of another commit.
     """
@@ -57,7 +57,7 @@ def judged(case: Case, options: Options) -> Judgement:
     for rank in range(0 if "raises" in said else 2):
         started_file(folder / "run", rank).touch()
     broken = ["completed"] if "raises" in said else said
-    results = tuple(Result(law, Verdict.FAIL) for law in broken) or (Result("loss", Verdict.PASS),)
+    results = tuple(Result(check, Verdict.FAIL) for check in broken) or (Result("loss", Verdict.PASS),)
     cause = (
         f"rank {int(number) % 2} raised: {said[-1]}" if "raises" in said else f"{' and '.join(said)} broke {case.name}"
     )
@@ -103,7 +103,7 @@ def search(
     return bisect(repo, good, bad, cases, options, told.append, until=until), told
 
 
-def test_the_first_commit_that_breaks_the_law_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_commit_that_breaks_the_check_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, told = search(tmp_path, monkeypatch, [""] * 5 + ["traffic"] * 6)
     assert found.first is not None and found.before is not None
     assert (found.first.subject, found.before.subject) == ("commit 5", "commit 4")
@@ -151,7 +151,7 @@ def test_a_cause_that_was_there_before_the_commit_is_said_to_be_older(
     bad = Judged("b" * 40, "", "", "bad", frozenset({("one", "loss"), ("one", "traffic")}), {"one": "the same"})
     monkeypatch.setattr(side_by_side, "_side_by_side", lambda *sides: [])
     text = side_by_side.bisect_report(Found(bad, good, (good, bad), (), 0.0))
-    assert "breaks          traffic of one\n  diagnosis       the same (so it was before: look at the laws)" in text
+    assert "breaks          traffic of one\n  diagnosis       the same (so it was before: look at the checks)" in text
 
 
 def test_git_is_understood_whatever_language_the_user_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_git_is_understood_whatever_language_the_user_speaks(tmp_path: Path, mon
     assert found.first is not None and found.first.subject == "commit 3"
 
 
-def test_a_law_that_the_good_commit_breaks_too_is_no_clue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_the_good_commit_breaks_too_is_no_clue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = search(tmp_path, monkeypatch, ["loss"] * 3 + [""] * 2 + ["loss traffic"] * 4)
     assert found.first is not None and found.first.subject == "commit 5"
 
@@ -210,7 +210,7 @@ def test_commits_that_cannot_be_judged_hide_the_first_bad_one(tmp_path: Path, mo
     assert {one.subject: one.problem for one in found.judged if one.verdict == "skip"} == {
         "commit 1": "one, before its first step: rank 1 raised: raises",
         "commit 2": "one: torchtitan is not installed",
-        "commit 3": "breaks other laws than the bad one: loss",
+        "commit 3": "fails other checks than the bad one: loss",
     }
     text = side_by_side.bisect_report(found)
     assert text.startswith("the first bad commit is one of these")
@@ -218,7 +218,7 @@ def test_commits_that_cannot_be_judged_hide_the_first_bad_one(tmp_path: Path, mo
 
 
 def test_two_commits_that_are_judged_alike_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BisectError, match=r"breaks no law that the good one keeps \(broken on both sides: loss\)"):
+    with pytest.raises(BisectError, match=r"fails no check that the good one keeps \(broken on both sides: loss\)"):
         search(tmp_path, monkeypatch, ["loss", "", "loss"])
 
 

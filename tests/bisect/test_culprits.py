@@ -32,7 +32,7 @@ GUILTY = "d7cabfb6c  2024-10-31  replace _flatten (#667)"
 
 
 def case(name: str, verdict: str = "FAIL", cause: str = CAUSE, ranks: int = 4, **more: Any) -> Outcome:
-    return Outcome(name, verdict, ranks, cause=cause if verdict == "FAIL" else "", laws={"loss": "PASS"}, **more)
+    return Outcome(name, verdict, ranks, cause=cause if verdict == "FAIL" else "", checks={"loss": "PASS"}, **more)
 
 
 def where(*names: str, **changes: Any) -> Where:
@@ -53,7 +53,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     def bisect(repo: Path, good: str, bad: str, cases: Sequence[Case], options: Options, tell: Any, **_: Any) -> Found:
         calls.append((cases[0].name, good, bad))
         if cases[0].name == "tp" and (good, bad) == ("w", "x"):
-            raise BisectError("the bad commit breaks no law that the good one keeps")
+            raise BisectError("the bad commit fails no check that the good one keeps")
         fixed = int(good[1:] or 0) > int(bad[1:] or 0)
         return found_at("w", "x", fixed=fixed) if cases[0].name != "tp" else found_at("y", "z")
 
@@ -131,7 +131,7 @@ def test_a_search_that_fails_is_told_with_what_else_changed_and_the_next_is_made
 ) -> None:
     def bisect(repo: Path, good: str, bad: str, cases: Sequence[Case], *_: Any, **__: Any) -> Found:
         if cases[0].name == "a":
-            raise BisectError("the bad commit breaks no law that the good one keeps")
+            raise BisectError("the bad commit fails no check that the good one keeps")
         raise OSError("no space left")
 
     monkeypatch.setattr(commits, "bisect", bisect)
@@ -139,7 +139,7 @@ def test_a_search_that_fails_is_told_with_what_else_changed_and_the_next_is_made
     one = of(good, run(2, case("a"), case("b", cause=OTHER), torch="2.14"))
     problems = [found.problem for found in searched(one, where("a", "b"))]
     assert problems[0] == (
-        "the bad commit breaks no law that the good one keeps; changed besides: torch 2.13.0, now 2.14"
+        "the bad commit fails no check that the good one keeps; changed besides: torch 2.13.0, now 2.14"
     )
     assert "OSError('no space left')" in problems[1]
 

@@ -34,11 +34,11 @@ def script(path: Path, version: str, said: str = "") -> Path:
 
 
 def judged(folder: Path) -> Judgement:
-    """As the folder's version has it in STATES: laws that break, "raises" before the first step."""
+    """As the folder's version has it in STATES: checks that fail, "raises" before the first step."""
     said = STATES[folder.parent.name].split()
     for rank in range(0 if "raises" in said else 2):
         started_file(folder / "run", rank).touch()
-    results = tuple(Result(law, Verdict.FAIL) for law in said) or (Result("loss", Verdict.PASS),)
+    results = tuple(Result(check, Verdict.FAIL) for check in said) or (Result("loss", Verdict.PASS),)
     diagnosis = one_cause(f"{' and '.join(said)} broke") if said else None
     return Judgement(CASE, folder, results, diagnosis, 0.0)
 
@@ -58,7 +58,7 @@ def searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: Sequence[s
     return search(wanted, [CASE], tmp_path, Options(out=tmp_path / "out"), told.append), told
 
 
-def test_the_first_version_that_breaks_the_law_is_found_in_few_steps(
+def test_the_first_version_that_breaks_the_check_is_found_in_few_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, told = searched(tmp_path, monkeypatch, [""] * 4 + ["traffic"] * 5)
@@ -74,7 +74,7 @@ def test_the_first_version_that_breaks_the_law_is_found_in_few_steps(
     ]
 
 
-def test_a_law_that_the_good_version_breaks_too_is_no_clue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_the_good_version_breaks_too_is_no_clue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = searched(tmp_path, monkeypatch, ["loss", "loss", "", "loss traffic"])
     assert found.first is not None and found.first.commit == "toy==4.0"
 
@@ -98,7 +98,7 @@ def test_a_version_that_cannot_be_judged_among_good_ones_hides_nothing(
 
 
 def test_two_versions_that_are_judged_alike_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BisectError, match="the bad version breaks no law that the good one keeps"):
+    with pytest.raises(BisectError, match="the bad version fails no check that the good one keeps"):
         searched(tmp_path, monkeypatch, ["", "traffic", ""])
 
 

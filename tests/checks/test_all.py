@@ -1,4 +1,4 @@
-"""What all laws share: a correct run passes every one of them, and nothing that was not seen ever passes."""
+"""What all checks share: a correct run passes every one of them, and nothing that was not seen ever passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from literal import (
     without_step,
 )
 
-from harness.checks import all_checks, judge, law, run_check
+from harness.checks import all_checks, judge, run_check, statement
 from harness.judge.result import Finding, Result, Verdict, verdict_of
 from harness.spec.dims import ParallelDims
 
@@ -54,14 +54,14 @@ VARIANTS = {
 HAS_REPLICAS = {"ddp_2", "hsdp_2x2", "tp_2", "fsdp_2_tp_2"}
 
 
-def test_the_laws_are_these_in_this_order() -> None:
+def test_the_checks_are_these_in_this_order() -> None:
     assert set(NAMES) <= set(all_checks())
     assert [name for name in all_checks() if name in NAMES] == NAMES
 
 
-def test_every_law_is_one_sentence() -> None:
+def test_every_check_is_one_sentence() -> None:
     for name in all_checks():
-        assert law(name)[0].isupper() and law(name).endswith("."), name
+        assert statement(name)[0].isupper() and statement(name).endswith("."), name
 
 
 RECIPES = {"adamw": ADAMW, "sgd": SGD, "variable": replace(ADAMW, variable_length=True, decay="matrices")}
@@ -70,7 +70,7 @@ RECIPES = {"adamw": ADAMW, "sgd": SGD, "variable": replace(ADAMW, variable_lengt
 @pytest.mark.parametrize("training", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_correct_run_passes_every_law_and_each_examines_something(layout: str, variant: str, training) -> None:
+def test_a_correct_run_passes_every_check_and_each_examines_something(layout: str, variant: str, training) -> None:
     results = {result.check: result for result in judge(trial_of(tiny_case(layout, training, **VARIANTS[variant])))}
     silent = {"collective_order", "process_groups", "traffic"} if layout == "single" else set()
     silent |= set() if layout in HAS_REPLICAS else {"replica_agreement"}
@@ -118,18 +118,18 @@ def test_with_a_step_missing_in_the_reference_nothing_passes() -> None:
         assert judged(name, trial) == Result(name, Verdict.UNKNOWN, note=note)
 
 
-def test_a_law_that_raises_is_unknown_and_says_where() -> None:
-    def law_with_a_bug(_):
+def test_a_check_that_raises_is_unknown_and_says_where() -> None:
+    def check_with_a_bug(_):
         raise KeyError("oops")
 
-    result = run_check("loss", law_with_a_bug, trial_of(tiny_case("single")))
-    line = law_with_a_bug.__code__.co_firstlineno + 1
+    result = run_check("loss", check_with_a_bug, trial_of(tiny_case("single")))
+    line = check_with_a_bug.__code__.co_firstlineno + 1
     assert result == Result(
-        "loss", Verdict.UNKNOWN, note=f"the law itself raised KeyError('oops') at law_with_a_bug:{line}"
+        "loss", Verdict.UNKNOWN, note=f"the check itself raised KeyError('oops') at check_with_a_bug:{line}"
     )
 
 
-def test_a_law_that_examined_nothing_is_unknown() -> None:
+def test_a_check_that_examined_nothing_is_unknown() -> None:
     result = run_check("loss", lambda _: verdict_of("loss", [], 0), trial_of(tiny_case("single")))
     assert result == Result("loss", Verdict.UNKNOWN, note="nothing was examined")
 
@@ -143,7 +143,7 @@ def test_of_many_findings_the_worst_eight_are_shown_and_the_rest_counted() -> No
     assert replace(told, findings=found[:8]).shown == found[:8]
 
 
-def test_evidence_that_is_not_a_number_never_passes_a_law_of_numbers() -> None:
+def test_evidence_that_is_not_a_number_never_passes_a_check_of_numbers() -> None:
     def spoil(trial, rank):
         for step in trial.ranks[rank].steps:
             trial = with_step(
@@ -167,7 +167,7 @@ def test_evidence_that_is_not_a_number_never_passes_a_law_of_numbers() -> None:
 
 
 @pytest.mark.parametrize("training", [ADAMW, SGD], ids=["adamw", "sgd"])
-def test_hsdp_that_ran_as_fsdp_breaks_the_laws_of_structure_and_no_law_of_numbers(training) -> None:
+def test_hsdp_that_ran_as_fsdp_breaks_the_checks_of_structure_and_no_check_of_numbers(training) -> None:
     requested, ran = tiny_case("hsdp_2x2", training), tiny_case(ParallelDims(dp_shard=4), training)
     verdicts = {
         result.check: str(result.verdict) for result in judge(trial_of(requested, ran)) if result.check in NAMES

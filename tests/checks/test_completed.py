@@ -1,4 +1,4 @@
-"""The law `completed`: ranks that ended early, lost evidence, missing parameters. Literal evidence, no ranks."""
+"""The check `completed`: ranks that ended early, lost evidence, missing parameters. Literal evidence, no ranks."""
 
 from __future__ import annotations
 

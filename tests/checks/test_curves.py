@@ -1,4 +1,4 @@
-"""The laws `determinism` and `golden`, and bounds measured from the reference's noise. Literal evidence, no ranks."""
+"""The checks `determinism` and `golden`, and bounds measured from the reference's noise. Literal evidence, no ranks."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def inexact(noise: dict[str, Noise]) -> Trial:
 
 
 @pytest.mark.parametrize("check", [*MEASURED, "golden"])
-def test_without_measured_noise_a_law_is_unknown_and_says_how_to_measure_it(check: str) -> None:
+def test_without_measured_noise_a_check_is_unknown_and_says_how_to_measure_it(check: str) -> None:
     result = judged(check, inexact({}))
     assert (result.verdict, result.note) == (
         Verdict.UNKNOWN,
@@ -130,7 +130,7 @@ def test_with_measured_noise_a_correct_run_passes(check: str) -> None:
     assert judged(check, inexact({"bfloat16 shares": QUIET})).verdict is Verdict.PASS
 
 
-def test_the_golden_law_allows_for_kernels_that_sum_in_another_order() -> None:
+def test_the_golden_check_allows_for_kernels_that_sum_in_another_order() -> None:
     assert judged("golden", inexact({"bfloat16 parts": QUIET})).verdict is Verdict.PASS
 
 

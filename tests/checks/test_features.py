@@ -1,4 +1,4 @@
-"""The law `features` on literal evidence: what was requested and left no trace, and what nobody requested and took place."""
+"""The check `features` on literal evidence: what was requested and left no trace, and what nobody requested and took place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laws `gradients` and `replica_agreement`. Literal evidence, no ranks."""
+"""The checks `gradients` and `replica_agreement`. Literal evidence, no ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laws of losses and of what a rank reports: loss, reported_loss, reported_rate, grad_norm. Literal evidence, no ranks."""
+"""The checks of losses and of what a rank reports: loss, reported_loss, reported_rate, grad_norm."""
 
 from __future__ import annotations
 

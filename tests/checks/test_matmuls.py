@@ -1,4 +1,4 @@
-"""The law `features` where it counts: matmuls, attention and formats of 8 bits, on literal evidence."""
+"""The check `features` where it counts: matmuls, attention and formats of 8 bits, on literal evidence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from literal import (
 
 from harness.checks.features import QUANTIZED_PRODUCTS
 from harness.diagnosis import assume
-from harness.diagnosis.engine import broken_laws
+from harness.diagnosis.engine import failing_checks
 from harness.diagnosis.features import quantized_otherwise
 from harness.evidence.records import Attention, Call, Matmul, QuantizedMatmul
 from harness.judge.output_layer import looked_at
@@ -76,7 +76,7 @@ def test_other_modules_that_were_converted_on_every_rank_are_assumed(
         for step in (1, 2, 3):
             trial = with_activity(trial, rank, step, quantized=seen)
     monkeypatch.setattr(assume, "retrain", lambda model, training, reference, **_: reference)
-    (proposed,) = quantized_otherwise(trial, broken_laws([judged("features", trial)]))
+    (proposed,) = quantized_otherwise(trial, failing_checks([judged("features", trial)]))
     assert proposed.cause.text == "matmuls of output run in float8_rowwise, not requested"
     assert proposed.assume is not None
     assumed = proposed.assume(trial)
@@ -257,7 +257,7 @@ def test_an_identity_in_the_place_of_the_output_on_another_stage_than_the_last_i
     assert (expected, observed) == ("4", "7")
 
 
-# ---- what the mutants of the laws requested
+# ---- what the mutants of the checks requested
 
 
 def quantized_and_recomputed(repeated: bool, kind: str = "full") -> Trial:

@@ -1,4 +1,4 @@
-"""The law memory on what lives on from step to step, and on copies of weights within a step; and how the probe sees them."""
+"""The check memory on what lives on from step to step, and on copies of weights within a step; and how the probe sees them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law `schedule` and what is said when it is broken, on literal evidence."""
+"""The check `schedule` and what is said when it is broken, on literal evidence."""
 
 from __future__ import annotations
 

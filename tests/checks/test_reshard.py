@@ -1,4 +1,4 @@
-"""The law reshard on literal evidence, what it is planned by, and FSDP1's flattened parameters under all laws."""
+"""The check reshard on literal evidence, what it is planned by, and FSDP1's flattened parameters under all checks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_evaluation_may_leave_gathered_what_the_policy_keeps_and_nothing_else() 
     last = {"norm.weight": 8 * 4, "output.weight": 8 * 8 * 4}
     whole = sum(last.values())
     kept = after_evaluation(last, left=whole)
-    assert {judged(law, kept).verdict for law in ("reshard", "traffic")} == {Verdict.PASS}
+    assert {judged(check, kept).verdict for check in ("reshard", "traffic")} == {Verdict.PASS}
     note = "evaluation leaves norm.weight, output.weight gathered until the next step, as the policy keeps it"
     assert judged("reshard", kept).note == note
     assert judged("traffic", after_evaluation(last, left=whole - 8)).verdict is Verdict.FAIL
@@ -142,7 +142,7 @@ def test_flat_units_begin_parameters_at_16_bytes() -> None:
 @pytest.mark.parametrize("features", [{}, {"reshard_after_forward": "never"}, {"accumulation": 2}], ids=str)
 @pytest.mark.parametrize("layout", ["ddp_2", "fsdp_2", "hsdp_2x2"])
 @pytest.mark.parametrize("model", [tiny_case("single").model, UNEVEN], ids=["even", "uneven"])
-def test_a_correct_fsdp1_run_passes_every_law(layout: str, features, model) -> None:
+def test_a_correct_fsdp1_run_passes_every_check(layout: str, features, model) -> None:
     if layout == "ddp_2" and "reshard_after_forward" in features:
         return
     results = judge(trial_of(tiny_case(layout, model=model, wrapper="fsdp1", **features)))
@@ -150,7 +150,7 @@ def test_a_correct_fsdp1_run_passes_every_law(layout: str, features, model) -> N
     assert len(results) == len(all_checks())
 
 
-def test_a_correct_run_with_a_number_of_ranks_passes_every_law() -> None:
+def test_a_correct_run_with_a_number_of_ranks_passes_every_check() -> None:
     results = judge(trial_of(tiny_case(FSDP_4, reshard_after_forward=2)))
     assert {result.verdict for result in results} <= {Verdict.PASS, Verdict.NOT_APPLICABLE}, results
 

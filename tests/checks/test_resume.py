@@ -1,4 +1,4 @@
-"""The law `resume`, and how all laws judge a case of several launches, on literal evidence."""
+"""The check `resume`, and how all checks judge a case of several launches, on literal evidence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def trained_on() -> Trial:
 
 @pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("training", [ADAMW, SGD], ids=["adamw", "sgd"])
-def test_a_run_that_continues_passes_every_law_in_any_layout(layouts: Any, training: Any) -> None:
+def test_a_run_that_continues_passes_every_check_in_any_layout(layouts: Any, training: Any) -> None:
     for model in ({}, {"model": UNEVEN}):
         results = judge(resumed(*layouts, training, **model))
         assert not [result for result in results if result.verdict not in (Verdict.PASS, Verdict.NOT_APPLICABLE)]
@@ -207,7 +207,7 @@ def test_without_a_ranks_account_of_what_it_resumed_nothing_passes() -> None:
 # ---- several launches
 
 
-def test_a_mistake_before_the_checkpoint_is_found_by_its_law_and_told_with_its_launch() -> None:
+def test_a_mistake_before_the_checkpoint_is_found_by_its_check_and_told_with_its_launch() -> None:
     trial = resumed()
     before = with_value(trial.saved[0], 0, 1, "gradients", "norm.weight", lambda gradient: 2 * gradient)
     trial = replace(trial, saved=(before,))
@@ -217,7 +217,7 @@ def test_a_mistake_before_the_checkpoint_is_found_by_its_law_and_told_with_its_l
     assert cause(trial).startswith("saved_1: ")
 
 
-def test_a_rank_missing_before_the_checkpoint_leaves_no_law_passing() -> None:
+def test_a_rank_missing_before_the_checkpoint_leaves_no_check_passing() -> None:
     trial = resumed()
     results = judge(replace(trial, saved=(without_rank(trial.saved[0], 1),)))
     assert {result.verdict for result in results} == {Verdict.FAIL, Verdict.UNKNOWN}
@@ -255,7 +255,7 @@ def test_rows_that_change_places_are_named_also_among_parameters_of_other_shapes
     assert cause(trial) == (f"entries are in another order after resuming in 2 of 12 parameters ({', '.join(names)})")
 
 
-# ---- the edges of the law
+# ---- the edges of the check
 
 
 def test_flattened_parameters_resume_in_their_own_shapes_and_the_other_way_round() -> None:

@@ -1,4 +1,4 @@
-"""The law `memory` between steps: whole parameters, optimizer state and copies that a rank retains."""
+"""The check `memory` between steps: whole parameters, optimizer state and copies that a rank retains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laws of data: initial_weights and samples. Literal evidence, no ranks."""
+"""The checks of data: initial_weights and samples. Literal evidence, no ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law `settings` on literal evidence: switches of torch that somebody set, or that only some ranks have."""
+"""The check `settings` on literal evidence: switches of torch that somebody set, or that only some ranks have."""
 
 from __future__ import annotations
 

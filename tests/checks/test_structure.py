@@ -1,4 +1,4 @@
-"""The laws of who holds what: process_groups, placements, shard_contents, and FSDP's units. Literal evidence, no ranks."""
+"""The checks of who holds what: process_groups, placements, shard_contents, and FSDP's units. Literal evidence, no ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_ranks_in_the_wrong_tp_groups_are_named() -> None:
     trial = trial_of(tiny_case("fsdp_2_tp_2"))
     for rank, groups in enumerate([((0, 2), (0, 1)), ((1, 3), (0, 1)), ((0, 2), (2, 3)), ((1, 3), (2, 3))]):
         trial = with_groups(trial, rank, *groups)
-    assert judged("process_groups", trial).verdict == Verdict.PASS  # the same set of groups: why this law is weak
+    assert judged("process_groups", trial).verdict == Verdict.PASS  # the same set of groups: why this check is weak
     for rank, groups in enumerate([((0, 3),), ((1, 2),), ((1, 2),), ((0, 3),)]):
         trial = with_groups(trial, rank, *groups, (0, 2) if rank in (0, 2) else (1, 3))
     assert findings("process_groups", trial) == tuple(

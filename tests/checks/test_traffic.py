@@ -1,4 +1,4 @@
-"""The laws of communication: traffic and collective_order. Literal evidence, no ranks."""
+"""The checks of communication: traffic and collective_order. Literal evidence, no ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law `update`: parameters and optimizer state after every step. Literal evidence, no ranks."""
+"""The check `update`: parameters and optimizer state after every step. Literal evidence, no ranks."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_what_was_mistyped_is_named(capsys: Any, arguments: list[str], problem: 
     assert "Traceback" not in told.err
 
 
-def test_a_usage_error_can_not_be_taken_for_a_broken_law(capsys: Any) -> None:
+def test_a_usage_error_can_not_be_taken_for_a_failing_check(capsys: Any) -> None:
     assert main(["run"]) == 2
     assert main(["run", "--bisect"]) == 125
     assert main(["run", "no_such_case", "--bisect"]) == 125
@@ -324,7 +324,7 @@ def test_a_fault_that_did_not_fire_proves_nothing(cases: Any, capsys: Any) -> No
     assert "UNFIRED" in capsys.readouterr().out
 
 
-def test_a_broken_law_exits_with_1_also_under_bisect(cases: Any, capsys: Any) -> None:
+def test_a_failing_check_exits_with_1_also_under_bisect(cases: Any, capsys: Any) -> None:
     assert main(["run", "pair", *cases(PAIR), "--fault", "wrong.py:fatal", "--bisect"]) == 1
     assert "on purpose" in capsys.readouterr().out
 

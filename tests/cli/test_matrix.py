@@ -17,7 +17,7 @@ FOUR = "cases: {a: {why: a test}, b: {why: a test}, c: {why: a test}, d: {why: a
 
 @pytest.fixture
 def matrix(cases: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
-    """Runs `harness matrix` where the cases of `broken` break a law; answers exit code, cases run and what was told."""
+    """Runs `harness matrix` where the cases of `broken` fail a check; answers exit code, cases run and what was told."""
     where = cases(FOUR)
     ran: list[str] = []
 

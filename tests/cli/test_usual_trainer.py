@@ -16,7 +16,7 @@ from harness.cli import run as run_command
 from harness.faults.attempt import Attempt, Outcome
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict
-from harness.plugin import laws
+from harness.plugin import checks
 from harness.run.options import Options
 from harness.spec import usual_trainer
 from harness.spec.case import Case
@@ -170,11 +170,11 @@ def test_the_plugin_takes_the_same_trainer(repository: Path) -> None:
             getoption=lambda _: None, getini=lambda _: written, inipath=repository / "pyproject.toml"
         )
 
-    assert laws.trainer_of(config("adapters/mine.py")) == usual_trainer.usual_trainer().name
-    assert laws.trainer_of(config("megatron")) == "megatron"
+    assert checks.trainer_of(config("adapters/mine.py")) == usual_trainer.usual_trainer().name
+    assert checks.trainer_of(config("megatron")) == "megatron"
     (repository / "pyproject.toml").unlink()
     adapter(repository / "adapter.py")
-    assert laws.trainer_of(config("")) == "adapter.py"
+    assert checks.trainer_of(config("")) == "adapter.py"
 
 
 def test_what_is_typed_to_run_it_again_selects_the_same_trainer(repository: Path) -> None:

@@ -59,7 +59,7 @@ def test_an_update_that_is_wrong_before_any_gradient_is_what_is_located() -> Non
     trial = trial_of(tiny_case("fsdp_2"))
     trial = with_value(trial, 1, 1, "parameters", NORM, lambda p: p + 1)
     trial = with_value(trial, 0, 2, "gradients", NORM, lambda g: g + np.arange(2))
-    broken = {law: judged(law, trial) for law in ("update", "gradients")}
+    broken = {check: judged(check, trial) for check in ("update", "gradients")}
     told = f"the update is wrong, gradients before clipping are right: first at rank 1, step 1, {NORM}"
     assert localise(trial, broken, 0)[0].text == told
     assert "gradients" in localise(trial, {"gradients": broken["gradients"]}, 0)[0].text

@@ -65,7 +65,7 @@ CP_2 = trial_of(tiny_case(ParallelDims(cp=2), EIGHT))
 WHOLE = trial_of(
     tiny_case(ParallelDims(dp_replicate=2, dp_shard=2, cp=2), EIGHT), tiny_case(ParallelDims(dp_replicate=8), EIGHT)
 )
-LAWS = ("gradients", "grad_norm", "loss", "reported_loss", "update", "replica_agreement")
+CHECKS = ("gradients", "grad_norm", "loss", "reported_loss", "update", "replica_agreement")
 OF_ONE = ("gradients", "loss", "reported_loss")
 
 
@@ -96,7 +96,7 @@ def misshapen_in(step: int) -> Iterator[Seen]:
     trial = changed(TIED, step, lambda gradient: gradient[1:], W1, ranks=(1, 3))
     text = f"gradients have another shape than their parameters in 1 of 11 parameters ({W1}) on ranks [1,3]"
     cause = Cause("gradients misshapen", f"{text}: rank 1, {W1}: gradient (3, 4) of a parameter (4, 4)")
-    yield changed(changed(trial, step, nan, NORM), step, more, WQ), Fact(cause, LAWS)
+    yield changed(changed(trial, step, nan, NORM), step, more, WQ), Fact(cause, CHECKS)
     assert [ZERO.plan.gradient_slices[rank][W1] for rank in (0, 1)] == [((0, 22),), ((22, 32),)]
     text = f"gradients have another shape than their parameters in 1 of 12 parameters ({W1})"
     ranks, where, shapes = (
@@ -104,7 +104,7 @@ def misshapen_in(step: int) -> Iterator[Seen]:
         ((1,), f" on rank 1: rank 1, {W1}", "(9,) of a parameter (10,)"),
     )[step - 1]
     cause = Cause("gradients misshapen", f"{text}{where}: gradient {shapes}")
-    yield changed(ZERO, step, lambda gradient: gradient[1:], W1, ranks=ranks), Fact(cause, LAWS[:-1])
+    yield changed(ZERO, step, lambda gradient: gradient[1:], W1, ranks=ranks), Fact(cause, CHECKS[:-1])
 
 
 def not_finite_in(step: int) -> Iterator[Seen]:
@@ -112,7 +112,7 @@ def not_finite_in(step: int) -> Iterator[Seen]:
     where = f"NaN or infinite in step {step} in 1 of 11 parameters (norm.weight) on rank 2"
 
     def told(text: str) -> Fact:
-        return Fact(Cause("not finite", text), LAWS)
+        return Fact(Cause("not finite", text), CHECKS)
 
     finite = told(f"gradients are {where}, the losses are finite")
     yield changed(trial, step, more, WQ), finite
@@ -123,7 +123,7 @@ def not_finite_in(step: int) -> Iterator[Seen]:
     (part,) = trial.ranks[3].steps[step - 1].microbatches
     other = with_step(trial, 3, 3, microbatches=(replace(part, loss_sum=math.nan),))
     untold = with_step(other, 1, step, microbatches=(replace(part, loss_sum=None),))
-    yield untold, replace(finite, laws=tuple(law for law in LAWS if law != "reported_loss"))
+    yield untold, replace(finite, checks=tuple(check for check in CHECKS if check != "reported_loss"))
     odd = with_step(untold, 3, step, microbatches=(replace(part, loss_sum=math.inf),))
     yield odd, told(f"loss and gradients are {where}")
     labels = trial.reference.labels.copy()
@@ -157,7 +157,7 @@ def in_parts_in(step: int) -> Iterator[Seen]:
     text = "gradients of norm are not summed over tp: 1 parameter wrong, all others right"
     why = "with sequence parallel each tp rank's norms see their part of the sequence; the sum over tp is missing"
     tested = f"in step {step} what the ranks of a tp group have sums to the reference's gradients; later weights differ"
-    yield trial, Fact(Cause("norms not summed", text), LAWS, (("why", why), ("tested", tested)))
+    yield trial, Fact(Cause("norms not summed", text), CHECKS, (("why", why), ("tested", tested)))
     yield (changed(trial, step, more, NORM, ranks=(3,)),)
     tokens = np.repeat([[0, 1, 5, 5], [6, 6, 2, 2], [7, 7, 7, 7]], 8, axis=0)
     trial = replace(TIED, reference=replace(TIED.reference, tokens=tokens))
@@ -167,8 +167,8 @@ def in_parts_in(step: int) -> Iterator[Seen]:
     yield (changed(trial, step, more, WQ),)
     text = f"the gradient of the tied weight lacks the output's part: {EMBEDDING} has only the embedding's"
     tested = f"in step {step} all rows of tokens that were not read are zero, all other parameters are right"
-    laws = (*OF_ONE, "features")
-    yield trial, Fact(Cause("tied weight without the output's part", text), laws, (("tested", tested),))
+    checks = (*OF_ONE, "features")
+    yield trial, Fact(Cause("tied weight without the output's part", text), checks, (("tested", tested),))
 
 
 def only_rows(trial: Trial, step: int, rows: list[int]) -> Trial:
@@ -184,9 +184,9 @@ def not_reduced_in(step: int) -> Iterator[Seen]:
     trial = changed(TIED, step, more, WQ)
     silent = with_every_rank(trial, lambda t, rank: with_collectives(t, rank, lambda c: kept(c, step)))
     text = "gradient reduction missing over dp_replicate: no all_reduce ran over [0,2] [1,3]"
-    laws = ("traffic", "process_groups", "placements", *OF_ONE)
+    checks = ("traffic", "process_groups", "placements", *OF_ONE)
     lines = (*traffic_lines(silent), *NOT_TESTED)
-    yield silent, Fact(Cause("gradients not reduced", text), laws, lines)
+    yield silent, Fact(Cause("gradients not reduced", text), checks, lines)
 
 
 def kept(call: Collective, step: int) -> list[Collective]:
@@ -227,10 +227,10 @@ def not_exchanged_in(step: int) -> Iterator[Seen]:
         next(flow for flow in trial.plan.flows_of(0, step) if (flow.role, flow.phase) == place)
         for place in OF_ATTENTION
     )
-    laws = ("traffic", "reshard", "features", *OF_ONE)
+    checks = ("traffic", "reshard", "features", *OF_ONE)
     yield (trial,)  # of which nothing is told
-    yield without(trial, step, keys), Fact(NO_KEYS, laws, NOT_TESTED)
-    yield without(trial, step, back), Fact(NO_GRADIENTS, laws, NOT_TESTED)
+    yield without(trial, step, keys), Fact(NO_KEYS, checks, NOT_TESTED)
+    yield without(trial, step, back), Fact(NO_GRADIENTS, checks, NOT_TESTED)
 
 
 def without(trial: Trial, step: int, flow: Flow) -> Trial:
@@ -278,39 +278,39 @@ def with_loss(trial: Trial, step: int, factor: float) -> Trial:
 
 
 def test_of_what_is_seen_of_the_gradients_of_a_step_the_first_is_told() -> None:
-    laws = broken("gradients", "traffic", "features")
+    checks = broken("gradients", "traffic", "features")
     lacking = (Finding(f"rank 0, step 1, {LACKING}", "30", "28"),)
-    laws |= {"features": replace(laws["features"], findings=lacking)}
+    checks |= {"features": replace(checks["features"], findings=lacking)}
     for look, step in itertools.product((*LOOKS, rounded_in), (1, 2)):
         facts = rounding if look is rounded_in else wrong_backward
         for number, (trial, *told) in enumerate(look(step)):
-            assert list(facts(trial, laws)) == told, (look, step, number)
+            assert list(facts(trial, checks)) == told, (look, step, number)
             assert list(facts(trial, broken("update"))) == [], (look, step, number)
 
 
 LOOKS = (misshapen_in, not_finite_in, not_exchanged_in, not_reduced_in, in_another_layout, in_parts_in, lost_in)
 
 
-def test_nothing_is_told_of_gradients_that_no_law_finds_wrong() -> None:
+def test_nothing_is_told_of_gradients_that_no_check_finds_wrong() -> None:
     wrong = with_value(fsdp_4(), 2, 1, "gradients", NORM, lambda gradient: gradient * np.nan)
     assert list(wrong_backward(wrong, broken("update", "traffic"))) == []
     assert list(wrong_backward(fsdp_4(), broken("gradients", "traffic"))) == []
     assert list(wrong_backward(with_value(wrong, 2, 1, "gradients", NORM, np.nan_to_num), broken("gradients"))) == []
 
 
-@pytest.mark.parametrize("laws", [("traffic",), ("traffic", "gradients")])
-def test_what_is_not_exchanged_over_cp_is_told_where_no_gradient_is_wrong_too(laws: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("checks", [("traffic",), ("traffic", "gradients")])
+def test_what_is_not_exchanged_over_cp_is_told_where_no_gradient_is_wrong_too(checks: tuple[str, ...]) -> None:
     trial = trial_of(tiny_case(ParallelDims(cp=2), EIGHT))
     silent = with_every_rank(
         trial, lambda t, r: with_collectives(t, r, lambda c: [] if (c.op, c.step) == ("all_to_all", 1) else [c])
     )
     text = "no exchange of K/V gradients over cp: each rank keeps its own"
-    (fact,) = wrong_backward(silent, broken(*laws))
-    assert (fact.cause, fact.laws) == (Cause("K/V not exchanged", text), ("traffic", "reshard", "features"))
+    (fact,) = wrong_backward(silent, broken(*checks))
+    assert (fact.cause, fact.checks) == (Cause("K/V not exchanged", text), ("traffic", "reshard", "features"))
     assert list(wrong_backward(silent, broken("gradients"))) == []
     wrong = with_value(silent, 0, 1, "gradients", NORM, lambda gradient: gradient + 1)
     (fact,) = wrong_backward(wrong, broken("traffic", "gradients"))
-    assert fact.laws == ("traffic", "reshard", "features", "gradients", "loss", "reported_loss")
+    assert fact.checks == ("traffic", "reshard", "features", "gradients", "loss", "reported_loss")
     assert list(wrong_backward(wrong, broken("gradients"))) == []
 
 

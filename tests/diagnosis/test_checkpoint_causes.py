@@ -34,7 +34,7 @@ def holding(change: Callable[[Tensors], Tensors], trial: Trial | None = None) ->
 
 
 def told(trial: Trial) -> tuple[str, ...]:
-    """The cause, and what is said below it before what the law found."""
+    """The cause, and what is said below it before what the check found."""
     result = judged("checkpoint", trial)
     assert result.verdict is Verdict.FAIL
     (fact,) = wrong_checkpoint(trial, {"checkpoint": result})
@@ -161,14 +161,14 @@ def test_types_in_which_ranks_trained_are_all_told() -> None:
     )
 
 
-def test_where_all_tensors_are_there_once_and_in_their_types_the_law_says_what_is_wrong() -> None:
+def test_where_all_tensors_are_there_once_and_in_their_types_the_check_says_what_is_wrong() -> None:
     short = lambda one: replace(one, shape=(4, 4), numbers=16) if one.name == f"model.{W1}" else one  # noqa: E731
     trial = holding(lambda all_: tuple(map(short, all_)))
     found = f"model.{W1}: expected shape (8, 4), observed shape (4, 4)"
     assert told(trial) == (f"{TOLD}does not hold what was trained: {found}",)
 
 
-def test_a_checkpoint_is_told_of_where_it_was_read_and_breaks_its_law() -> None:
+def test_a_checkpoint_is_told_of_where_it_was_read_and_fails_its_check() -> None:
     trial = holding(lambda all_: without(all_, f"model.{W1}"))
     assert not list(wrong_checkpoint(trial, {}))
     unread = replace(trial, run=replace(trial.run, checkpoint=None))

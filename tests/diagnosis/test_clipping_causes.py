@@ -235,7 +235,7 @@ def test_a_norm_that_ranks_report_is_a_choice_more_than_the_one_that_it_is() -> 
         trial,
         """\
 each rank clips by the norm of the step before, not by the global norm: 0 on rank 0, expected 1.62647
-  assuming this: 2 of 2 broken laws hold, and none that held breaks
+  assuming this: 2 of 2 failing checks pass, and no passing check fails
   loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
     )
 
@@ -247,7 +247,7 @@ def test_clipping_left_out_on_one_of_two_replicas_has_them_train_apart() -> None
         trial,
         """\
 clipping is not applied to every parameter on rank 1 (coefficient 0.1537)
-  assuming this: 2 of 2 broken laws hold, and none that held breaks
+  assuming this: 2 of 2 failing checks pass, and no passing check fails
   loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
     )
 

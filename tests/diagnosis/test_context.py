@@ -1,4 +1,4 @@
-"""Context parallel on literal evidence: what the laws find and what is named when positions, attention or losses go wrong."""
+"""Context parallel on literal evidence: what the checks find and what is named when positions, attention or losses go wrong."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def telling(trial: Trial, rank: int, told: np.ndarray) -> Trial:
 
 @pytest.mark.parametrize("features", [{}, {"cp_load_balance": False}, {"cp_rotation": "alltoall"}], ids=str)
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
-def test_a_correct_run_breaks_no_law(dims: ParallelDims, features: dict) -> None:
+def test_a_correct_run_fails_no_check(dims: ParallelDims, features: dict) -> None:
     results = {result.check: result for result in judge(cp_trial(dims, **features))}
     assert {r.verdict for r in results.values()} == {Verdict.PASS, Verdict.NOT_APPLICABLE}, results
     assert results["positions"].examined == 3 * dims.world_size

@@ -35,7 +35,7 @@ from harness.checks import judge
 from harness.diagnosis import hypothesis
 from harness.diagnosis.backward import _mean_over_none
 from harness.diagnosis.contributions import _of_all_ranks, unequal_contributions
-from harness.diagnosis.engine import broken_laws, explain
+from harness.diagnosis.engine import explain, failing_checks
 from harness.diagnosis.mixture import Pieces, mixture_of
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
@@ -46,7 +46,7 @@ def test_the_first_microbatch_lost() -> None:
         with_scaled_samples(accumulating(), dict.fromkeys((0, 1, 4, 5), 0.0)),
         """\
 microbatch 1 of 2 does not contribute to the gradient (weights 0, 1)
-  assuming this: 2 of 2 broken laws hold, and none that held breaks
+  assuming this: 2 of 2 failing checks pass, and no passing check fails
   loss: equal to the reference exactly: a loss-curve test passes here""",
     )
 
@@ -256,10 +256,10 @@ def test_what_ranks_report_of_a_count_of_their_own_follows_from_it_in_noise_too(
 
 
 def explained(trial: Trial) -> list[tuple[str, int, bool]]:
-    """What is proposed, fitted of how many choices, and whether all broken laws hold if it is so."""
+    """What is proposed, fitted of how many choices, and whether all failing checks pass if it is so."""
     results = judge(trial)
     found = [
-        (one, hypothesis.tested(trial, results, one)) for one in unequal_contributions(trial, broken_laws(results))
+        (one, hypothesis.tested(trial, results, one)) for one in unequal_contributions(trial, failing_checks(results))
     ]
     return [(one.cause.text, one.fitted, bool(proof and proof.complete)) for one, proof in found]
 

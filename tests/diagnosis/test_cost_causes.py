@@ -74,7 +74,7 @@ def waiting(op: str, phase: str, steps: Sequence[int] = (2,), layout: Any = "fsd
     return trial
 
 
-def test_more_places_than_a_report_shows_of_a_law_are_all_looked_at() -> None:
+def test_more_places_than_a_report_shows_of_a_check_are_all_looked_at() -> None:
     trial = waiting("barrier", "backward", steps=(1, 2, 3), layout=dims(shard=4))
     results = judge(trial)
     (traffic,) = [result for result in results if result.verdict is Verdict.FAIL]
@@ -94,7 +94,7 @@ def test_ranks_that_wait_for_each_other_inside_of_a_step_are_told_where_nothing_
     (fact,) = ranks_wait(trial, results)
     told = f"ranks synchronize in {phase} without moving data"
     assert fact.cause.text == f"{told}: 2 x barrier over [0,1] (rank 0, step 2)"
-    assert fact.laws == ("traffic",)
+    assert fact.checks == ("traffic",)
     assert list(ranks_wait(trial, broken("traffic"))) == [], "more is wrong with it"
     assert list(ranks_wait(trial, broken("memory"))) == []
     (plain,) = of_no_plan(trial, results)

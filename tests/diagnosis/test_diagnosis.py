@@ -1,4 +1,4 @@
-"""What holds for every diagnosis: one line and its evidence, no cause without a broken law, and no rule that costs a verdict.
+"""What holds for every diagnosis: one line, its evidence, no cause without a failing check, and no rule that costs a verdict.
 
 Literal evidence, no ranks. Whole texts are asserted; after a deliberate change of wording,
 `EXPECTTEST_ACCEPT=1 pytest tests/diagnosis` rewrites them, and git shows the difference.
@@ -59,7 +59,7 @@ def test_a_suspect_that_raises_is_skipped_and_said_so() -> None:
     assert more[-1][1].startswith("explode raised KeyError: 'layers.7' at explode:")
 
 
-def test_where_everything_raises_the_first_broken_law_is_told() -> None:
+def test_where_everything_raises_the_first_failing_check_is_told() -> None:
     trial = with_step(fsdp_4(), 1, 3, memory={"parameters": 1888, "optimizer_state": 944})
     found = diagnose(trial, judge(trial), (explode,), (explode,))
     assert found is not None
@@ -102,7 +102,7 @@ def test_what_else_is_broken_is_told_where_nothing_explains_it() -> None:
     assert dict(found.evidence)["golden"] == "the reference moved as well: model, data, recipe or torch changed"
 
 
-def test_a_law_that_is_broken_without_saying_where_is_told() -> None:
+def test_a_check_that_is_broken_without_saying_where_is_told() -> None:
     assert cause_of(diagnose(fsdp_4(), [Result("loss", Verdict.FAIL, 1)])) == "loss is broken and does not say where"
 
 

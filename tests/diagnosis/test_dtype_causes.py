@@ -55,7 +55,7 @@ def test_another_dtype_of_matmuls_is_told_with_how_many_where_not_all_have_it(
 ) -> None:
     fact = told(computing(by_dtype, ranks))
     assert (fact.cause.kind, fact.cause.text) == ("another feature", text)
-    assert fact.laws == ("features", "reshard", "traffic", "memory", *OF_GRADIENTS)
+    assert fact.checks == ("features", "reshard", "traffic", "memory", *OF_GRADIENTS)
     assert fact.lines[1:] == NOT_TESTED and fact.lines[0][0] == "features"
     assert not list(computed_in_another_dtype(computing(by_dtype, ranks), {}))
 

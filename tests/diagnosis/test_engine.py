@@ -1,4 +1,4 @@
-"""A hypothesis is confirmed by the laws alone, and one that could fit anything confirms nothing."""
+"""A hypothesis is confirmed by the checks alone, and one that could fit anything confirms nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from literal import tiny_case, trial_of, with_every_rank, with_step, with_step_1
 
 from harness.checks import judge
 from harness.diagnosis import diagnose, engine, hypothesis
-from harness.diagnosis.engine import broken_laws, explain
+from harness.diagnosis.engine import explain, failing_checks
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, as_seen, stated
 from harness.diagnosis.words import finding_line
 from harness.judge.result import Cause, Result, Verdict
@@ -46,7 +46,7 @@ def named(trial: Trial, *suspects: object) -> list[str]:
     return [one.cause.kind for proof in found.proofs if proof.explained for one in proof.hypotheses]
 
 
-def test_a_hypothesis_under_which_the_broken_law_holds_is_the_cause() -> None:
+def test_a_hypothesis_under_which_the_failing_check_holds_is_the_cause() -> None:
     assert named(DOUBLED, suspect("doubled", twice_the_gradients)) == ["doubled"]
 
 
@@ -54,7 +54,7 @@ def test_a_hypothesis_that_changes_nothing_is_not_the_cause() -> None:
     assert named(DOUBLED, suspect("nothing", lambda trial: trial)) == []
 
 
-def test_a_hypothesis_that_breaks_a_law_that_held_is_not_the_cause() -> None:
+def test_a_hypothesis_that_breaks_a_check_that_held_is_not_the_cause() -> None:
     other_samples = lambda trial: replace(  # noqa: E731
         twice_the_gradients(trial), reference=replace(twice_the_gradients(trial).reference, samples=((99,),) * 3)
     )
@@ -68,7 +68,7 @@ def test_the_simplest_of_two_that_hold_is_the_cause_and_equally_simple_ones_are_
     assert named(DOUBLED, simple, other) == ["simple", "other"]
 
 
-def test_what_a_law_has_seen_is_said_before_what_explains_as_much() -> None:
+def test_what_a_check_has_seen_is_said_before_what_explains_as_much() -> None:
     def seen(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         yield Hypothesis(Cause("seen", "seen"), twice_the_gradients, seen=("reported_loss",))
 
@@ -117,7 +117,7 @@ def test_what_an_assumption_raises_is_on_record_by_the_kind_of_its_cause() -> No
     assert [one.cause.kind for one in found.proofs[0].hypotheses] == ["doubled"]
 
 
-def test_a_fact_takes_the_laws_that_no_hypothesis_explains() -> None:
+def test_a_fact_takes_the_checks_that_no_hypothesis_explains() -> None:
     def fact(trial: Trial, broken: Broken) -> Iterator[Fact]:
         yield Fact(Cause("seen", "seen"), ("gradients", "grad_norm"))
 
@@ -125,7 +125,7 @@ def test_a_fact_takes_the_laws_that_no_hypothesis_explains() -> None:
     assert ([one.cause.kind for one in found.facts], found.left) == (["seen"], ())
 
 
-def test_what_a_law_saw_of_a_hypothesis_that_is_not_proven_is_said_with_its_lines() -> None:
+def test_what_a_check_saw_of_a_hypothesis_that_is_not_proven_is_said_with_its_lines() -> None:
     cause, lines = Cause("seen", "seen"), (("gradients", "twice as large"),)
 
     def suspects(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -138,7 +138,7 @@ def test_what_a_law_saw_of_a_hypothesis_that_is_not_proven_is_said_with_its_line
     assert len(list(as_seen(suspects)(DOUBLED, {}))) == 1
 
 
-def test_a_law_that_holds_under_the_first_of_two_is_not_broken_for_the_second() -> None:
+def test_a_check_that_holds_under_the_first_of_two_is_not_broken_for_the_second() -> None:
     seen = []
 
     def second(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -172,8 +172,8 @@ def test_a_change_besides_is_made_after_the_first() -> None:
     assert Hypothesis(Cause("seen", "seen"), None).and_then(twice_the_gradients).assume is None
 
 
-def test_what_a_law_saw_is_stated_with_its_first_finding_and_what_is_said_besides() -> None:
-    broken = broken_laws(judge(DOUBLED))
+def test_what_a_check_saw_is_stated_with_its_first_finding_and_what_is_said_besides() -> None:
+    broken = failing_checks(judge(DOUBLED))
     fact = stated(broken, "gradients", "doubled", "twice as large", "grad_norm", more=(("why", "so"),))
     assert fact == Fact(
         Cause("doubled", "twice as large"),
@@ -202,21 +202,21 @@ def test_a_right_trial_has_nothing_to_explain() -> None:
 
 
 @pytest.mark.parametrize(
-    ("law", "apart", "holds"),
+    ("check", "apart", "holds"),
     [("reshard", {}, True), ("replica_agreement", {0: RIGHT.reference}, True)]
     + [("replica_agreement", {}, False), ("gradients", {0: RIGHT.reference}, False)],
 )
-def test_a_law_that_has_nothing_to_judge_holds_only_where_that_is_what_is_assumed(
-    monkeypatch: pytest.MonkeyPatch, law: str, apart: object, holds: bool
+def test_a_check_that_has_nothing_to_judge_holds_only_where_that_is_what_is_assumed(
+    monkeypatch: pytest.MonkeyPatch, check: str, apart: object, holds: bool
 ) -> None:
     monkeypatch.setattr(hypothesis, "verdict_of", lambda trial, name: Verdict.NOT_APPLICABLE)
     one = Hypothesis(Cause("apart", "apart"), lambda trial: replace(trial, references=apart))  # type: ignore[arg-type]
-    proof = hypothesis.tested(RIGHT, [Result(law, Verdict.FAIL)], one)
+    proof = hypothesis.tested(RIGHT, [Result(check, Verdict.FAIL)], one)
     assert proof is not None
-    assert (proof.explained, proof.left) == (((law,), ()) if holds else ((), (law,)))
+    assert (proof.explained, proof.left) == (((check,), ()) if holds else ((), (check,)))
 
 
-def test_a_law_is_judged_by_its_own_name_as_far_as_its_evidence_is_on_record() -> None:
+def test_a_check_is_judged_by_its_own_name_as_far_as_its_evidence_is_on_record() -> None:
     recorded = replace(RIGHT, recorded=Recorded({"memory": "-"}, unknown={"traffic": "-"}))
     found = [hypothesis.verdict_of(recorded, name) for name in ("memory", "traffic", "process_groups", "golden")]
     assert found == [Verdict.NOT_APPLICABLE, Verdict.UNKNOWN, Verdict.PASS, Verdict.PASS]
@@ -289,7 +289,7 @@ def test_no_more_hypotheses_are_judged_than_the_bound_says(monkeypatch: pytest.M
     assert (found.tried, found.ended, found.proofs[0].complete) == (1, "", True)
 
 
-def test_facts_are_asked_of_all_broken_laws_and_then_of_those_that_a_proof_leaves() -> None:
+def test_facts_are_asked_of_all_failing_checks_and_then_of_those_that_a_proof_leaves() -> None:
     asked = []
 
     def fact(trial: Trial, broken: Broken) -> Iterator[Fact]:
@@ -301,7 +301,7 @@ def test_facts_are_asked_of_all_broken_laws_and_then_of_those_that_a_proof_leave
     assert found.left == ("gradients",)
 
 
-def test_suspects_that_cost_more_are_asked_where_the_others_leave_a_law() -> None:
+def test_suspects_that_cost_more_are_asked_where_the_others_leave_a_check() -> None:
     asked = []
 
     def costly(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:

@@ -76,11 +76,11 @@ def test_parameters_kept_gathered_after_the_step() -> None:
     )
 
 
-@pytest.mark.parametrize("laws", [("gradients",), ("traffic", "schedule")])
-def test_no_feature_is_put_to_the_test_whose_traces_are_not_there(laws: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("checks", [("gradients",), ("traffic", "schedule")])
+def test_no_feature_is_put_to_the_test_whose_traces_are_not_there(checks: tuple[str, ...]) -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     noisy = with_rank(trial, 0, collectives=trial.ranks[0].collectives[::2])
-    assert proposed(other_features, noisy, *laws) == []
+    assert proposed(other_features, noisy, *checks) == []
 
 
 THREE = replace(TINY, n_layers=3)
@@ -201,7 +201,7 @@ def test_another_wrapper_is_named() -> None:
     told, proof = diagnosis_text(trial).splitlines()[:2]
     assert (told, proof.strip()) == (
         "wrapper ddp is requested, replicate is observed",
-        "assuming this: 2 of 2 broken laws hold, and none that held breaks",
+        "assuming this: 2 of 2 failing checks pass, and no passing check fails",
     )
 
 
@@ -280,7 +280,7 @@ def test_what_stages_send_in_another_dtype_is_named() -> None:
         found = seen(sent_in_another_dtype, sending("bfloat16", "int64", op=op), "traffic")
         assert found is not None
         assert found.cause.text == "activations pass between pipeline stages in bfloat16, requested float64"
-        assert found.laws == ("traffic", *OF_GRADIENTS)
+        assert found.checks == ("traffic", *OF_GRADIENTS)
         assert found.lines == (("traffic", "here: expected this, observed that"), *NOT_TESTED)
     for right in (sending("float64"), sending("bfloat16", "float64"), sending()):
         assert not seen_text(sent_in_another_dtype, right, "traffic")

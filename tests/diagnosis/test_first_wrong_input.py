@@ -12,7 +12,7 @@ from noisy import with_noise
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
-from harness.diagnosis.engine import broken_laws
+from harness.diagnosis.engine import failing_checks
 from harness.diagnosis.localise import first_wrong_input, inputs_that_differ, localise
 from harness.judge.trial import Trial
 from harness.probe.activity import ActivityRecorder
@@ -68,7 +68,7 @@ AT_NORM = ": the input of layers.0.attention.wo matches the reference in mean sq
 
 
 def located(trial: Trial) -> str:
-    found, _ = localise(trial, {law: judged(law, trial) for law in ("loss", "gradients")}, 0)
+    found, _ = localise(trial, {check: judged(check, trial) for check in ("loss", "gradients")}, 0)
     return found.text.removeprefix("the forward pass is wrong: the loss of step 1 is off by 1.0e-02")
 
 
@@ -173,7 +173,7 @@ def test_weights_that_are_updated_wrongly_do_not_go_into_the_first_forward_pass(
     moved = {fqn: value + 1 for fqn, value in trial.ranks[0].steps[0].parameters.items()}
     trial = with_step(trial, 0, 1, parameters=moved)
     results = judge(trial)
-    assert "update" in broken_laws(results)
+    assert "update" in failing_checks(results)
     found = diagnose(trial, results)
     told = dict(found.evidence).get("not explained", found.cause)
     assert told.startswith("the forward pass is wrong: the loss of step 1 is off by ")

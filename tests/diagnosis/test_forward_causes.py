@@ -190,9 +190,9 @@ def test_where_backward_loses_something_is_told_by_the_place_in_the_block(right:
     trial = trial_of(tiny_case("tp_2"))
     wrong = [fqn for fqn in trial.plan.shapes if fqn.split(".")[-2] not in (*right, "norm", "output")]
     text = f"gradients are right in {shown}, and wrong in all parameters before: backward goes wrong there"
-    laws = ("traffic", "gradients", "grad_norm", "loss", "reported_loss")
+    checks = ("traffic", "gradients", "grad_norm", "loss", "reported_loss")
     assert _lost_before(trial, [(0, fqn) for fqn in wrong], 1) == Fact(
-        Cause("lost in backward", text), laws, NOT_TESTED
+        Cause("lost in backward", text), checks, NOT_TESTED
     )
 
 
@@ -263,7 +263,7 @@ def test_a_backward_pass_that_goes_wrong_where_blocks_are_recomputed_need_not_ha
     )
 
 
-def test_a_gradient_is_as_wrong_as_the_law_says_relative_to_the_whole_parameter() -> None:
+def test_a_gradient_is_as_wrong_as_the_check_says_relative_to_the_whole_parameter() -> None:
     small = {
         f: g * np.where(np.arange(g.shape[0]) < g.shape[0] // 2, 1.0, 1e-12).reshape(-1, *[1] * (g.ndim - 1))
         for f, g in DDP_2.reference.steps[0].gradients.items()

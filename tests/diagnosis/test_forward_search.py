@@ -13,7 +13,7 @@ from literal import TINY, tiny_case, with_rank
 from trained import RECIPE, Ran, _ran, case_of  # noqa: F401
 
 from harness.checks import judge
-from harness.diagnosis.engine import broken_laws
+from harness.diagnosis.engine import failing_checks
 from harness.diagnosis.forward import Tries, _false_position, other_forward
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
@@ -84,7 +84,7 @@ def test_a_model_that_counts_positions_itself_is_looked_at_and_one_that_is_told_
     trial = ran(case, altered=altered)
 
     def proposed(trial: Trial) -> list[str]:
-        broken = broken_laws(judge(trial))
+        broken = failing_checks(judge(trial))
         assert "positions" in broken
         return [one.cause.observed for one in other_forward(trial, broken)]
 

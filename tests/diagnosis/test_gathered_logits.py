@@ -65,8 +65,8 @@ def test_a_loss_that_is_so_much_larger_on_some_data_ranks_alone_is_not_of_gather
 
 def test_without_traffic_of_their_own_gathered_logits_are_the_models_alone(ran: Ran) -> None:
     trial = ran(case_of("tp_2"), altered=altering(gathered_logits(2), [""], 1))
-    for laws, roles in ((("loss",), []), (("loss", "traffic"), ["logits"])):
-        (one,) = suspects(trial, broken(*laws))
+    for checks, roles in ((("loss",), []), (("loss", "traffic"), ["logits"])):
+        (one,) = suspects(trial, broken(*checks))
         assert one.assume is not None
         assert [flow.role for flow in one.assume(trial).plan.flows[0] if flow.role == "logits"] == roles
 

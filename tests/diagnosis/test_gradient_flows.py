@@ -102,8 +102,8 @@ def losing(**changes: Any) -> Model:
     return Model({("lost", "layers.0.attention", 1): WRONG}, gradients_of(DDP_2), **changes)
 
 
-def proposed(trial: Trial, *laws: str) -> list[Hypothesis]:
-    return list(other_gradient_flows(trial, broken(*laws)))
+def proposed(trial: Trial, *checks: str) -> list[Hypothesis]:
+    return list(other_gradient_flows(trial, broken(*checks)))
 
 
 def kinds(trial: Trial) -> list[str]:
@@ -182,11 +182,11 @@ def multiples_of_the_right_ones(put: Put) -> None:
 
 
 def beside_another_mistake(put: Put) -> None:
-    """None is tried where another law is broken that comes before, the loss is wrong, or ranks train apart."""
+    """None is tried where another check fails that comes before, the loss is wrong, or ranks train apart."""
     put(losing(), [LOST])
     trial = wrong()
-    for law in EARLIER:
-        assert proposed(trial, "gradients", law) == [], law
+    for check in EARLIER:
+        assert proposed(trial, "gradients", check) == [], check
     (part,) = trial.ranks[1].steps[0].microbatches
     assert part.loss_sum is not None
     assert kinds(with_step(trial, 1, 1, microbatches=(replace(part, loss_sum=2 * part.loss_sum),))) == []
@@ -218,8 +218,8 @@ def in_the_last_wrong_block_or_the_next(_: Put) -> None:
     )
 
 
-def as_close_as_the_law_says(_: Put) -> None:
-    """What is wrong as it was seen, all else as it should be, within four times the law's bound of the largest."""
+def as_close_as_the_check_says(_: Put) -> None:
+    """What is wrong as it was seen, all else as it should be, within four times the check's bound of the largest."""
     trial = with_step_1_gradients(trial_of(tiny_case("fsdp_2")), lambda _, fqn: with_norm_twice(fqn))
     wrong, seen_as = [(0, NORM), (1, NORM)], {fqn: with_norm_twice(fqn) for fqn in trial.plan.shapes}
     assert wrong_pairs(trial, 1) == wrong and _gives(trial, 1, seen_as, wrong)
@@ -257,7 +257,7 @@ LOOKS += [
     beside_another_mistake,
     of_nothing_known,
     in_the_last_wrong_block_or_the_next,
-    as_close_as_the_law_says,
+    as_close_as_the_check_says,
 ]
 
 

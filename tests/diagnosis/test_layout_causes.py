@@ -73,7 +73,7 @@ def test_hsdp_that_ran_as_fsdp() -> None:
         ran_as(dims(2, 2), dims(1, 4)),
         """\
 HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated 2 times
-  assuming this: 5 of 5 broken laws hold, and none that held breaks
+  assuming this: 5 of 5 failing checks pass, and no passing check fails
   shard groups: expected [0,1] [2,3]   observed [0-3]
   replicate groups: expected [0,2] [1,3]   observed none in use (the groups exist, no collective ran over them)
   contents: 12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/2 of dim 0 [0:8], observed 1/4 of dim 0 [0:4]
@@ -91,7 +91,7 @@ def test_hsdp_that_ran_as_fsdp_over_16_ranks() -> None:
         ran_as(dims(2, 8), dims(1, 16)),
         """\
 HSDP ran as FSDP: parameters are sharded over 16 ranks, requested 8, replicated 2 times
-  assuming this: 5 of 5 broken laws hold, and none that held breaks
+  assuming this: 5 of 5 failing checks pass, and no passing check fails
   shard groups: expected [0-7] [8-15]   observed [0-15]
   replicate groups: expected [0,8] [1,9] .. [7,15]   observed none in use (the groups exist, no collective ran over them)
   contents: 12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/8 of dim 0 [0:2], observed 1/16 of dim 0 [0:1]
@@ -116,7 +116,7 @@ def test_fsdp_that_ran_as_ddp() -> None:
         ran_as(dims(1, 2), dims(2, 1)),
         """\
 FSDP ran as DDP: every dp rank holds whole parameters, requested 2
-  assuming this: 6 of 6 broken laws hold, and none that held breaks
+  assuming this: 6 of 6 failing checks pass, and no passing check fails
   shard groups: expected [0,1]   observed none in use as this axis (what ran over the same ranks is of another)
   contents: 12 of 12 parameters; tok_embeddings.weight on rank 0: expected 1/2 of dim 0 [0:8], observed all
   traffic: parameters: all_gather over dp_shard in forward: expected 18.82 kB per step, observed 0 B

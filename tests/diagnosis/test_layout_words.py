@@ -222,8 +222,8 @@ def held_as(trial: Trial, ran: ParallelDims, rank_of: Iterable[int]) -> Trial:
     return trial
 
 
-def told(trial: Trial, *laws: str) -> list[tuple[str, str, int, bool, tuple[tuple[str, str], ...]]]:
-    found = other_layouts(trial, broken(*(laws or ("shard_contents",))))
+def told(trial: Trial, *checks: str) -> list[tuple[str, str, int, bool, tuple[tuple[str, str], ...]]]:
+    found = other_layouts(trial, broken(*(checks or ("shard_contents",))))
     return [(one.cause.kind, one.cause.text, one.fitted, one.renumbers, one.lines) for one in found]
 
 

@@ -1,4 +1,4 @@
-"""What is said of laws that nothing explains: where, and what the parameters that are wrong have in common."""
+"""What is said of checks that nothing explains: where, and what the parameters that are wrong have in common."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_ranks_that_are_a_group_of_the_plan_are_told_as_one() -> None:
         (("initial_weights",), 2, "the forward pass is right in step 1 and wrong in step 2: off"),
     ],
 )
-def test_the_forward_pass_is_blamed_where_no_law_before_it_is_broken(
+def test_the_forward_pass_is_blamed_where_no_check_before_it_is_broken(
     held: tuple[str, ...], step: int, told: str
 ) -> None:
     trial = with_parameter(TRIAL, 1, "norm.weight", value=np.full(2, 3.0))
     assert _forward(trial, "off", step, frozenset(held)) == told
 
 
-def test_of_a_law_without_numbers_the_first_finding_is_told_and_which_others_are_broken() -> None:
+def test_of_a_check_without_numbers_the_first_finding_is_told_and_which_others_are_broken() -> None:
     cause, lines = localise(TRIAL, broken("settings", "memory"), 1)
     assert (cause.kind, cause.text) == ("not explained", "settings: here: expected this, observed that")
     assert lines == (("tried", "1 hypothesis, none explains this"), ("also broken", "memory"))

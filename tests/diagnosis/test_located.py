@@ -43,8 +43,8 @@ def losing(trial: Trial, step: int, factor: float = 1.01) -> Trial:
     return trial
 
 
-def located(trial: Trial, *laws: str, held: Collection[str] = ()) -> str:
-    cause, _ = localise(trial, broken(*(laws or ("loss", "gradients"))), 0, frozenset(held))
+def located(trial: Trial, *checks: str, held: Collection[str] = ()) -> str:
+    cause, _ = localise(trial, broken(*(checks or ("loss", "gradients"))), 0, frozenset(held))
     assert cause.kind == "not explained"
     return cause.text
 
@@ -115,8 +115,8 @@ NO_FACTOR = ", and no factor explains it: by"
     ],
 )
 def test_loss_and_gradients_are_told_by_the_first_step_in_which_they_are_wrong(trial: Trial, told: str) -> None:
-    for laws in (("loss",), ("loss", "gradients")):
-        assert located(trial, *laws) == told
+    for checks in (("loss",), ("loss", "gradients")):
+        assert located(trial, *checks) == told
     assert located(trial, "gradients") == told.replace("loss: here", "gradients: here")
     assert located(trial, "update") == "update: here: expected this, observed that"
 
@@ -156,7 +156,7 @@ def test_what_is_wrong_before_the_forward_pass_is_told_in_its_place() -> None:
 
 
 def updating(*steps: int | None) -> dict[str, Result]:
-    """The law's findings, in this order, each at a place of its own."""
+    """The check's findings, in this order, each at a place of its own."""
     findings = tuple(Finding(f"place {place}", "this", "that", step=step) for place, step in enumerate(steps))
     return broken("loss", "gradients") | {"update": Result("update", Verdict.FAIL, 1, findings)}
 
@@ -180,9 +180,9 @@ def test_an_update_after_gradients_that_are_wrong_is_not_looked_at() -> None:
 # ---- what is told besides
 
 
-def test_two_of_the_broken_laws_are_shown_and_the_others_are_named() -> None:
-    laws, shown = ("gradients", "update", "golden"), "here: expected this, observed that"
-    cause, lines = localise(off(TRIAL, 1, [WQ]), broken(*laws), 3)
+def test_two_of_the_failing_checks_are_shown_and_the_others_are_named() -> None:
+    checks, shown = ("gradients", "update", "golden"), "here: expected this, observed that"
+    cause, lines = localise(off(TRIAL, 1, [WQ]), broken(*checks), 3)
     assert cause.text == f"gradients are wrong by up to 5e-01 of the largest entry {ONE}; {MATCHES}"
     assert lines == (
         ("tried", "3 hypotheses, none explains this"),
@@ -190,7 +190,7 @@ def test_two_of_the_broken_laws_are_shown_and_the_others_are_named() -> None:
         ("update", shown),
         ("also broken", "update, golden"),
     )
-    assert localise(TRIAL, broken(*laws), 0)[1] == (("also broken", "update, golden"),)
+    assert localise(TRIAL, broken(*checks), 0)[1] == (("also broken", "update, golden"),)
 
 
 UNTESTED = (
@@ -200,7 +200,7 @@ UNTESTED = (
 
 
 @pytest.mark.parametrize(
-    ("trial", "laws", "told"),
+    ("trial", "checks", "told"),
     [
         (off(LOUD, 1, [WQ], by=1e-2), ["gradients"], True),
         (off(LOUD, 1, [WQ], by=1e-2), ["loss", "reported_loss", "gradients", "grad_norm"], True),
@@ -211,11 +211,11 @@ UNTESTED = (
     ],
 )
 def test_of_little_that_is_off_in_noise_it_is_told_that_another_order_was_not_tested(
-    trial: Trial, laws: list[str], told: bool
+    trial: Trial, checks: list[str], told: bool
 ) -> None:
-    lines = localise(trial, broken(*laws), 0)[1]
-    shown = [(law, "here: expected this, observed that") for law in laws[:2]]
-    others = [("also broken", ", ".join(laws[1:]))] * (len(laws) > 1)
+    lines = localise(trial, broken(*checks), 0)[1]
+    shown = [(check, "here: expected this, observed that") for check in checks[:2]]
+    others = [("also broken", ", ".join(checks[1:]))] * (len(checks) > 1)
     assert lines == (*shown, *[("not tested", UNTESTED)] * told, *others)
 
 

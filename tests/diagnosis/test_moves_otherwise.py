@@ -96,7 +96,7 @@ def test_steps_that_are_a_multiple_as_by_another_limit_of_the_norm_are_told_by_t
         diagnosis_text(trial)
         == """\
 the gradient norm's limit is 0.5 in the optimizer, requested 0.25
-  assuming this: 1 of 1 broken laws hold, and none that held breaks
+  assuming this: 1 of 1 failing checks pass, and no passing check fails
   loss, gradients: equal to the reference exactly: a loss-curve test passes here"""
     )
 
@@ -107,7 +107,7 @@ def test_an_optimizer_that_never_steps_is_told_as_that_and_not_as_zero_times() -
         diagnosis_text(trial)
         == """\
 the optimizer does not move any parameter in step 1
-  assuming this: 1 of 1 broken laws hold, and none that held breaks
+  assuming this: 1 of 1 failing checks pass, and no passing check fails
   loss, gradients: equal to the reference exactly: a loss-curve test passes here"""
     )
 
@@ -263,7 +263,7 @@ def test_what_one_rank_does_not_move_is_so_in_its_slices_alone(
     assert (one.cause, one.fitted) == (Cause("not stepped", f"the optimizer does not move {where}"), 1)
     follows(trial, one)
     told, proof, *_ = diagnosis_text(trial).splitlines()
-    assert told == f"the optimizer does not move {where}" and "none that held breaks" in proof
+    assert told == f"the optimizer does not move {where}" and "no passing check fails" in proof
     assert "not proven" not in proof
 
 
@@ -290,8 +290,8 @@ def test_what_need_not_move_is_not_told() -> None:
 # ---- not finite
 
 
-def seen(trial: Trial, *laws: str) -> Fact | None:
-    return next(not_finite(trial, broken(*laws)), None)
+def seen(trial: Trial, *checks: str) -> Fact | None:
+    return next(not_finite(trial, broken(*checks)), None)
 
 
 ALL = ("loss", "gradients", "grad_norm", "replica_agreement", "update", "traffic")
@@ -321,7 +321,7 @@ parameters are NaN or infinite after step 1 in 1 of 12 parameters (norm.weight) 
     )
     other = with_value(spoiled(np.nan), 0, 1, "gradients", NORM, lambda array: 2 * array)
     fact = seen(other, *ALL)
-    assert fact is not None and fact.laws == ("update",)
+    assert fact is not None and fact.checks == ("update",)
     assert (
         diagnosis_text(other)
         == """\
@@ -332,7 +332,7 @@ the loss of step 1 matches within 1e-14
   loss: equal to the reference exactly: a loss-curve test passes here"""
     )
     fact = seen(with_first(spoiled(np.nan), loss=1.0), *ALL)
-    assert fact is not None and fact.laws == ("update",)
+    assert fact is not None and fact.checks == ("update",)
 
 
 def test_of_parameters_that_are_no_numbers_gradients_before_or_steps_are_the_cause() -> None:

@@ -42,9 +42,9 @@ def knowing(monkeypatch: pytest.MonkeyPatch, *known: Variation, families: Sequen
     monkeypatch.setattr(fitted, "families", lambda model: list(families))
 
 
-def hypotheses(trial: Trial, *laws: str) -> list[tuple[str, int, tuple[tuple[str, str], ...]]]:
+def hypotheses(trial: Trial, *checks: str) -> list[tuple[str, int, tuple[tuple[str, str], ...]]]:
     """Under each, the loss is right."""
-    found = list(other_forward(trial, broken("loss", *laws)))
+    found = list(other_forward(trial, broken("loss", *checks)))
     for one in found:
         assert isinstance(one.assume, partial) and None not in one.assume.keywords.values()
         assert judged("loss", one.assume(trial)).verdict is Verdict.PASS
@@ -83,16 +83,16 @@ def test_modules_ranks_and_steps_that_compute_otherwise_are_told(
     assert hypotheses(trial) == [(f"{GELU.observed}{where}, requested SiLU", numbers, ())]
 
 
-def test_laws_whose_mistakes_go_first_leave_nothing_to_search_for(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_whose_mistakes_go_first_leave_nothing_to_search_for(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     knowing(monkeypatch, GELU)
     at_once, later = (ran(case_of(), altered=altering(GELU, FEED_FORWARD, since)) for since in (1, 2))
 
-    def found(trial: Trial, *laws: str) -> int:
-        return len(list(other_forward(trial, broken(*laws))))
+    def found(trial: Trial, *checks: str) -> int:
+        return len(list(other_forward(trial, broken(*checks))))
 
     first = ("completed", "samples", "placements", "shard_contents", "process_groups")
-    assert [found(at_once, "loss", law) for law in first] == [0] * 5
-    assert [found(later, "loss", law) for law in (*first, "update", "resume")] == [0] * 7
+    assert [found(at_once, "loss", check) for check in first] == [0] * 5
+    assert [found(later, "loss", check) for check in (*first, "update", "resume")] == [0] * 7
     assert [found(one) for one in (at_once, later)] == [0, 0] and found(ran(case_of()), "loss") == 0
     wrong = [with_value(later, 0, step, "gradients", "norm.weight", lambda g: g + 1) for step in (1, 2, 3)]
     assert [found(one, "loss", "gradients") for one in wrong] == [0, 1, 1]

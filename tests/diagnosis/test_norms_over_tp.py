@@ -71,7 +71,7 @@ def test_norms_whose_shares_are_not_added_up_are_told_with_their_number(
     fact = told(wrong, step)
     cause = Cause("norms not summed", f"gradients of {shown}, all others right")
     assert fact is not None and (fact.cause, fact.lines) == (cause, (("why", WHY), ("tested", tested)))
-    assert fact.laws == ("gradients", "grad_norm", "loss", "reported_loss", "update", "replica_agreement")
+    assert fact.checks == ("gradients", "grad_norm", "loss", "reported_loss", "update", "replica_agreement")
     assert list(wrong_backward(wrong, broken("gradients"))) == [fact]
 
 

@@ -48,7 +48,7 @@ def weights_of(
 def found(
     trial: Trial,
     weights: dict[int, np.ndarray],
-    laws: Sequence[str] = ("gradients",),
+    checks: Sequence[str] = ("gradients",),
     *,
     fqns: Sequence[str] = (),
     step: int = 1,
@@ -56,7 +56,7 @@ def found(
 ) -> list[Hypothesis]:
     pieces = Pieces(trial)
     mixture = Mixture(step, tuple(fqns or trial.plan.shapes), pieces.all, weights, close)
-    return list(of_each_rank(trial, pieces, mixture, broken(*laws)))
+    return list(of_each_rank(trial, pieces, mixture, broken(*checks)))
 
 
 def silent(trial: Trial, *ops: str) -> Trial:
@@ -193,11 +193,11 @@ def test_few_parameters_that_are_not_reduced_move_less_where_traffic_is_broken()
     )
     told += "the samples of ranks [0,1]"
     texts, weights = [told.format(""), told.format(" in step 1 alone")], weights_of(HSDP, ["dp_replicate"])
-    for fqns, laws, times in (
+    for fqns, checks, times in (
         ([LAST], ["gradients"], 1),
         ([LAST], ["gradients", "traffic"], 2),
     ):
-        assert [one.cause.text for one in found(HSDP, weights, laws, fqns=fqns)] == texts * times
+        assert [one.cause.text for one in found(HSDP, weights, checks, fqns=fqns)] == texts * times
     assert len(found(HSDP, weights, ["gradients", "traffic"])) == 2
     *_, less, _ = found(HSDP, weights, ["traffic"], fqns=[LAST])
     assert less.assume is not None

@@ -36,9 +36,9 @@ def also(what: str, **counts: Any) -> Callable[[Activity], Activity]:
 
 
 def told(trial: Trial) -> str:
-    """What the law alone is told by, whatever else is broken."""
-    law = judged("features", trial)
-    return next((fact.cause.text for fact in odd_traces(trial, {"features": law} if law.findings else {})), "")
+    """What the check alone is told by, whatever else is broken."""
+    check = judged("features", trial)
+    return next((fact.cause.text for fact in odd_traces(trial, {"features": check} if check.findings else {})), "")
 
 
 FUSED, AGAIN = Attention("forward", "attention"), Attention("backward", "attention")
@@ -225,11 +225,11 @@ def test_gradients_that_are_reduced_at_once_are_told_beside_the_buckets_requeste
 # ---- what a pipeline does
 
 
-def test_a_pipeline_that_follows_no_schedule_is_told_by_what_the_law_found_first_or_as_not_run() -> None:
+def test_a_pipeline_that_follows_no_schedule_is_told_by_what_the_check_found_first_or_as_not_run() -> None:
     trial = replace(DDP_2, case=tiny_case(ParallelDims(pp=2), schedule="1F1B"))
     acting = with_step(with_step(trial, 0, 1, actions=("0F0", "0B0")), 1, 1, actions=("1F0", "1B0"))
     found = seen(other_actions, acting, "schedule")
-    assert found is not None and found.laws == ("schedule",)
+    assert found is not None and found.checks == ("schedule",)
     assert found.cause.text == "the pipeline does not follow schedule 1F1B: here: expected this, observed that"
     assert found.lines == (("schedule", "here: expected this, observed that"),)
     idle = with_step(acting, 1, 1, actions=())

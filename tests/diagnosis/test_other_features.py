@@ -26,8 +26,8 @@ CP_2 = ParallelDims(cp=2)
 IN_BFLOAT16 = {"training": replace(ADAMW, compute_dtype="bfloat16")}
 
 
-def proposed(trial: Trial, *laws: str) -> list[Hypothesis]:
-    return list(other_features(trial, {law: judged(law, trial) for law in laws}))
+def proposed(trial: Trial, *checks: str) -> list[Hypothesis]:
+    return list(other_features(trial, {check: judged(check, trial) for check in checks}))
 
 
 def moved(what: str, where: str, expected: str, observed: str) -> tuple[str, str]:
@@ -99,7 +99,7 @@ def test_what_is_moved_tells_the_value_in_force(
 
 
 @pytest.mark.parametrize(
-    ("layout", "requested", "ran", "law", "told"),
+    ("layout", "requested", "ran", "check", "told"),
     [
         (
             CP_2,
@@ -135,13 +135,13 @@ def test_what_is_moved_tells_the_value_in_force(
     ],
 )
 def test_traces_and_samples_tell_the_value_in_force(
-    layout: Any, requested: dict[str, Any], ran: dict[str, Any], law: str, told: str
+    layout: Any, requested: dict[str, Any], ran: dict[str, Any], check: str, told: str
 ) -> None:
     """Of traffic nothing is said where it is as planned."""
     trial = trial_of(tiny_case(layout, **requested), tiny_case(layout, **ran))
-    (one,) = proposed(trial, law)
+    (one,) = proposed(trial, check)
     assert (one.cause.kind, one.cause.text, one.fitted, one.lines) == ("another feature", told, 1, ())
-    assert verdict_of(one.assume(trial), law) is Verdict.PASS
+    assert verdict_of(one.assume(trial), check) is Verdict.PASS
     assert not list(other_features(trial, broken("gradients", "schedule")))
 
 
@@ -240,12 +240,12 @@ def test_another_wrapper_is_told_with_its_ranks(kinds: dict[str, str], told: str
     trial = wrapped(DDP_2, **kinds)
     (fact,) = odd_traces(trial, {"features": judged("features", trial)})
     assert fact.cause.text == f"wrapper ddp is requested, {told}"
-    assert fact.laws == ("features", "placements", "shard_contents", "reshard", "traffic")
+    assert fact.checks == ("features", "placements", "shard_contents", "reshard", "traffic")
     assert not proposed(trial, "features")
 
 
 def test_a_wrapper_around_one_data_rank_is_not_blamed_for_other_traces() -> None:
-    """The law does not mind it: it looks after nobody else."""
+    """The check ignores it: it looks after nobody else."""
     trial = wrapped(trial_of(tiny_case("single")), rank_0="ddp")
     assert judged("features", trial).verdict is Verdict.PASS
     step = trial.ranks[0].steps[0]
@@ -255,7 +255,7 @@ def test_a_wrapper_around_one_data_rank_is_not_blamed_for_other_traces() -> None
     assert fact.cause.text == (
         "matmuls run outside training passes: 3 matmuls outside forward and backward (rank 0, step 1)"
     )
-    assert fact.laws == ("features",)
+    assert fact.checks == ("features",)
 
 
 # ---- schedules
@@ -308,7 +308,7 @@ def test_what_ran_tells_the_schedule_and_the_number_of_microbatches(
     requested: Case, ran: Case, told: list[str], fitted: int
 ) -> None:
     found = list(_other_schedules(acting(requested, ran)))
-    assert [(one.law, one.text, one.fitted) for one in found] == [("schedule", text, fitted) for text in told]
+    assert [(one.check, one.text, one.fitted) for one in found] == [("schedule", text, fitted) for text in told]
     chosen = [(one.case.features.schedule, one.case.microbatches, one.case.stages_per_rank) for one in found]
     assert chosen == [(ran.features.schedule, ran.microbatches, requested.stages_per_rank)] * len(told)
 

@@ -209,11 +209,11 @@ def test_nothing_is_supposed_not_to_be_trained_where_all_is_or_where_parameters_
     assert list(not_trained(frozen, broken("loss"))) == []
 
 
-def test_what_is_incomplete_is_a_fact_with_the_laws_of_what_is_lacking() -> None:
+def test_what_is_incomplete_is_a_fact_with_the_checks_of_what_is_lacking() -> None:
     trial = untrained(trial_of(tiny_case("ddp_2")), NORM, gradients=False)
     found = seen(incomplete, trial, "completed", "traffic", "loss")
     assert found is not None and found.lines == (SEEN,)
     following = ("completed", "initial_weights", "checkpoint", "features", "memory", "traffic", "schedule", "resume")
-    assert found.laws == following
+    assert found.checks == following
     alone = seen(incomplete, with_rank(trial, 1, rank=0), "completed", "traffic", "loss")
-    assert alone is not None and alone.laws == ("completed", "traffic", "loss")
+    assert alone is not None and alone.checks == ("completed", "traffic", "loss")

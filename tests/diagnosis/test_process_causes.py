@@ -360,7 +360,7 @@ FOLLOWING = ("completed", "initial_weights", "checkpoint", "features", "memory",
 
 
 @pytest.mark.parametrize(
-    ("trial", "told", "laws"),
+    ("trial", "told", "checks"),
     [
         (left_behind(1), "rank 1 left a process behind", FOLLOWING),
         (with_rank(DDP_2, 1, steps=()), "rank 1 trained no step", FOLLOWING),
@@ -370,10 +370,10 @@ FOLLOWING = ("completed", "initial_weights", "checkpoint", "features", "memory",
         (trial_of(tiny_case("hsdp_2x2"), tiny_case("fsdp_2")), "2 ranks were launched", ("completed", "loss")),
     ],
 )
-def test_whole_ranks_that_are_missing_break_every_law_and_what_they_lack_those_of_it(
-    trial: Trial, told: str, laws: tuple[str, ...]
+def test_whole_ranks_that_are_missing_break_every_check_and_what_they_lack_those_of_it(
+    trial: Trial, told: str, checks: tuple[str, ...]
 ) -> None:
     found = seen(incomplete, trial, "completed", "loss")
     assert found is not None and found.cause.text.startswith(told)
-    assert (found.cause.kind, found.laws) == ("incomplete", laws)
+    assert (found.cause.kind, found.checks) == ("incomplete", checks)
     assert found.lines == (("completed", "here: expected this, observed that"),)

@@ -37,13 +37,13 @@ def in_8_bits(
     return trial
 
 
-def law(trial: Trial) -> dict[str, Any]:
+def check(trial: Trial) -> dict[str, Any]:
     result = judged("features", trial)
     return {"features": result} if result.verdict is Verdict.FAIL else {}
 
 
 def told(trial: Trial) -> list[str]:
-    return [fact.cause.text for fact in odd_traces(trial, law(trial))]
+    return [fact.cause.text for fact in odd_traces(trial, check(trial))]
 
 
 @pytest.fixture
@@ -83,9 +83,9 @@ def test_a_reference_is_trained_with_the_modules_in_8_bits_that_ran_so(
     modules: list[str], more: list[str], fewer: list[str], text: str, trained: list[Any]
 ) -> None:
     trial = in_8_bits(modules)
-    (one,) = quantized_otherwise(trial, law(trial))
+    (one,) = quantized_otherwise(trial, check(trial))
     assert (one.cause.kind, one.cause.text, one.fitted) == ("odd traces", text, 1)
-    assert told(trial) == [text] and not list(other_features(trial, law(trial)))
+    assert told(trial) == [text] and not list(other_features(trial, check(trial)))
     assert not list(quantized_otherwise(trial, broken("traffic")))
     other = replace(trial, case=replace(trial.case, name="another"))
     assumed = one.assume(other)
@@ -94,9 +94,9 @@ def test_a_reference_is_trained_with_the_modules_in_8_bits_that_ran_so(
     assert sorted(assumed.plan.quantized) == sorted(modules) and assumed.case.name == "another"
 
 
-def test_what_ran_in_8_bits_is_what_the_law_then_expects(trained: list[Any]) -> None:
+def test_what_ran_in_8_bits_is_what_the_check_then_expects(trained: list[Any]) -> None:
     trial = in_8_bits(sorted(MODULES)[2:])
-    (one,) = quantized_otherwise(trial, law(trial))
+    (one,) = quantized_otherwise(trial, check(trial))
     assert verdict_of(one.assume(trial), "features") is Verdict.PASS
 
 
@@ -110,7 +110,7 @@ def test_a_recipe_without_any_has_no_reference_with_some() -> None:
     for modules, which in ((["output"], "output"), (MODULES, f"{FIRST}, {SECOND} and {len(MODULES) - 2} more")):
         trial = in_8_bits(modules, trial_of(tiny_case("ddp_2")), "mxfp8")
         assert told(trial) == [f"matmuls of {which} run in mxfp8, not requested"]
-        assert not list(quantized_otherwise(trial, law(trial))) and not list(other_features(trial, law(trial)))
+        assert not list(quantized_otherwise(trial, check(trial))) and not list(other_features(trial, check(trial)))
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,14 @@ def test_a_recipe_without_any_has_no_reference_with_some() -> None:
 )
 def test_another_format_of_all_modules_is_another_recipe(format: str, text: str) -> None:
     trial = in_8_bits(MODULES if format else (), format=format)
-    (one,) = other_features(trial, law(trial))
+    (one,) = other_features(trial, check(trial))
     assert (one.cause.kind, one.cause.text) == ("another feature", text)
     assert one.assume(trial).case.training == replace(ROWWISE, quantize=format or None)
     assert told(trial) == ([] if format else [text])
-    assert not list(quantized_otherwise(trial, law(trial)))
+    assert not list(quantized_otherwise(trial, check(trial)))
 
 
 def test_what_was_compiled_does_not_tell_its_formats() -> None:
     trial = trial_of(tiny_case("ddp_2", ROWWISE, compile=True))
-    assert not law(trial) and not list(odd_traces(trial, broken("features")))
+    assert not check(trial) and not list(odd_traces(trial, broken("features")))
     assert not list(quantized_otherwise(in_8_bits(["output"], trial), broken("features")))

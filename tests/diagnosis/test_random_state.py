@@ -43,13 +43,16 @@ def test_the_outermost_blocks_are_assumed_to_draw_again(monkeypatch: pytest.Monk
 
 
 def test_gradients_of_masks_that_are_drawn_again_follow_from_that(ran: Ran) -> None:
-    """Of the laws that are broken, only `features` does not: literal ranks count other matmuls."""
+    """Of the checks that fail, only `features` does not: literal ranks count other matmuls."""
     cause, evidence = told(
         with_other_states(ran(CASE, altered=recomputed_without_random_state(["layers.0"])), "layers.0")
     )
     started = "recomputation of layers.0 starts from another random state than forward"
     assert cause == f"{started}: its dropout masks differ from those of the loss"
-    assert evidence["assuming this"] == "5 of 6 broken laws hold, and none that held breaks; seen, not proven: features"
+    assert (
+        evidence["assuming this"]
+        == "5 of 6 failing checks pass, and no passing check fails; seen, not proven: features"
+    )
     assert evidence["gradients"].startswith("rank 0, step 1, layers.0.attention.wq.weight: expected the reference's")
     assert "not explained" not in evidence
 

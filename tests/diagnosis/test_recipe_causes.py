@@ -43,7 +43,7 @@ def test_the_librarys_default_of_beta2() -> None:
         trained_as(replace(ADAMW, beta2=0.999)),
         """\
 beta2 is 0.999 in the optimizer, requested 0.95
-  assuming this: 1 of 1 broken laws hold, and none that held breaks
+  assuming this: 1 of 1 failing checks pass, and no passing check fails
   loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
     )
 

@@ -36,7 +36,7 @@ from literal import (
 
 from harness.checks import judge
 from harness.diagnosis.backward import _less_than_planned, _other_groups
-from harness.diagnosis.engine import broken_laws, explain
+from harness.diagnosis.engine import explain, failing_checks
 from harness.diagnosis.mixed_slices import mixed_slices
 from harness.diagnosis.words import Arrays
 from harness.evidence.records import Collective
@@ -52,7 +52,7 @@ def test_gradient_reduction_missing_over_dp_replicate() -> None:
         with_own_samples(trial_of(tiny_case("hsdp_2x2")), heard, ("all_reduce",)),
         """\
 gradient reduction missing over dp_replicate: no all_reduce ran over [0,2] [1,3]
-  assuming this: 5 of 5 broken laws hold, and none that held breaks
+  assuming this: 5 of 5 failing checks pass, and no passing check fails
   samples: rank 0's gradient holds the samples of ranks [0,1], expected [0-3]
   samples: rank 1's gradient holds the samples of ranks [0,1], expected [0-3]
   traffic: gradients: all_reduce over dp_replicate in backward: expected 944 B per step, observed 0 B
@@ -101,7 +101,7 @@ def test_a_reduction_whose_result_is_dropped() -> None:
         with_own_samples(trial_of(tiny_case("hsdp_2x2")), heard, ()),
         """\
 gradient reduction over dp_replicate has no effect: rank 0's gradient holds only the samples of ranks [0,1], though collectives ran
-  assuming this: 4 of 4 broken laws hold, and none that held breaks
+  assuming this: 4 of 4 failing checks pass, and no passing check fails
   samples: rank 0's gradient holds the samples of ranks [0,1], expected [0-3]
   samples: rank 1's gradient holds the samples of ranks [0,1], expected [0-3]
   loss: equal to the reference exactly: a loss-curve test passes here""",
@@ -126,7 +126,7 @@ def test_one_parameter_that_no_reduction_reaches_is_named_and_explains_the_bytes
         "gradients are not reduced over dp_replicate in 1 of 12 parameters (output.weight):"
         " rank 0's gradient holds only the samples of rank 0"
     )
-    assert "assuming this: 5 of 5 broken laws hold, and none that held breaks" in said[1]
+    assert "assuming this: 5 of 5 failing checks pass, and no passing check fails" in said[1]
 
 
 def with_shares_over_tp(name: str) -> Trial:
@@ -269,7 +269,7 @@ def test_gradients_that_are_reduced_over_tp_too_are_named_with_what_each_rank_ha
     trial = reduced_over_tp(trial_of(tiny_case(dims(shard=2, tp=2))), factor)
     told = f"gradients are also reduced over tp, whose ranks hold different slices: each has {each} of all in "
     assert first_line(trial).startswith(told)
-    assert "2 of 2 broken laws hold" in diagnosis_text(trial)
+    assert "2 of 2 failing checks pass" in diagnosis_text(trial)
 
 
 def test_from_the_step_on_in_which_gradients_are_reduced_over_tp_they_are_named_so() -> None:
@@ -279,7 +279,7 @@ def test_from_the_step_on_in_which_gradients_are_reduced_over_tp_they_are_named_
 def test_what_is_reduced_over_tp_besides_is_all_of_a_ranks_gradients_once() -> None:
     right = trial_of(tiny_case(dims(shard=2, tp=2)))
     wrong = reduced_over_tp(right, 0.5)
-    (one,) = mixed_slices(wrong, broken_laws(judge(wrong)))
+    (one,) = mixed_slices(wrong, failing_checks(judge(wrong)))
     assert one.assume is not None
     for rank, most in one.assume(wrong).plan.outside_bytes.items():
         own = sum(gradient.nbytes for gradient in right.ranks[rank].steps[0].gradients.values())
@@ -295,7 +295,7 @@ def test_slices_that_have_other_multiples_are_not_mixed_by_one_reduction() -> No
             gradients = trial.ranks[rank].steps[0].gradients
             changed = gradients | {fqn: (1 + off) * gradients[fqn]}
             trial = with_step(trial, rank, 1, gradients=changed)
-        assert bool(list(mixed_slices(trial, broken_laws(judge(trial))))) is known
+        assert bool(list(mixed_slices(trial, failing_checks(judge(trial))))) is known
 
 
 def test_gradients_of_one_tp_rank_alone_or_at_random_are_no_mixed_slices() -> None:
@@ -307,4 +307,4 @@ def test_gradients_of_one_tp_rank_alone_or_at_random_are_no_mixed_slices() -> No
     ):
         found = explain(changed, judge(changed), (mixed_slices,), ())
         assert not any(proof.explained for proof in found.proofs)
-    assert not list(mixed_slices(right, broken_laws(judge(right))))
+    assert not list(mixed_slices(right, failing_checks(judge(right))))

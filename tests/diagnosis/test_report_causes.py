@@ -76,7 +76,7 @@ def test_a_displayed_loss_that_is_each_ranks_own() -> None:
         shows(fsdp_4(), "reported_loss", own),
         """\
 the reported loss is wrong, the training itself is right: each rank reports the loss of its own samples
-  assuming this: 1 of 1 broken laws hold, and none that held breaks
+  assuming this: 1 of 1 failing checks pass, and no passing check fails
   reported_loss: rank 0, step 1: expected 2.53460829689014, observed 2.1682941969615794 (off by 1.45e-01)
   loss, gradients: equal to the reference exactly""",
     )
@@ -297,14 +297,14 @@ def test_a_displayed_norm_of_what_clipping_left_is_told_if_it_is_so_everywhere()
 
 def test_collectives_in_another_order_are_told_beside_wrong_numbers() -> None:
     found = seen(of_two_runs, fsdp_4(), "collective_order", "loss")
-    assert found is not None and found.laws == ("collective_order",)
+    assert found is not None and found.checks == ("collective_order",)
     assert found.cause.text == "ranks of a group do not issue the same collectives: here: expected this, observed that"
     assert found.lines == (("collective_order", "here: expected this, observed that"),)
     assert not seen_text(of_two_runs, fsdp_4(), "loss")
 
 
 @pytest.mark.parametrize(
-    ("law", "told"),
+    ("check", "told"),
     [
         ("process_groups", "process groups differ from the plan"),
         ("traffic", "traffic differs from the plan"),
@@ -312,9 +312,9 @@ def test_collectives_in_another_order_are_told_beside_wrong_numbers() -> None:
         ("memory", "memory held between steps differs from the plan"),
     ],
 )
-def test_a_structure_that_no_feature_explains_is_told_by_its_law(law: str, told: str) -> None:
-    assert seen_text(of_no_plan, fsdp_4(), law) == f"{told}: here: expected this, observed that"
-    assert not seen_text(of_no_plan, fsdp_4(), law, "gradients")
+def test_a_structure_that_no_feature_explains_is_told_by_its_check(check: str, told: str) -> None:
+    assert seen_text(of_no_plan, fsdp_4(), check) == f"{told}: here: expected this, observed that"
+    assert not seen_text(of_no_plan, fsdp_4(), check, "gradients")
 
 
 def test_what_is_gathered_between_backward_and_the_optimizer_is_told_by_its_collective() -> None:

@@ -24,9 +24,9 @@ def shown(trial: Trial, what: str, value: Callable[[int], float | None]) -> Tria
     return trial
 
 
-def told(trial: Trial, law: str) -> list[str]:
+def told(trial: Trial, check: str) -> list[str]:
     """What follows "each rank reports", or what is said of it otherwise."""
-    found = wrong_reports(trial, {law: judged(law, trial)})
+    found = wrong_reports(trial, {check: judged(check, trial)})
     return [one.cause.text.rpartition(": ")[2].removeprefix("each rank reports ") for one in found]
 
 
@@ -35,13 +35,13 @@ def right(trial: Trial, what: str) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("law", "what", "of"), [("reported_loss", "reported_loss", "loss"), ("grad_norm", "grad_norm", "grad_norm")]
+    ("check", "what", "of"), [("reported_loss", "reported_loss", "loss"), ("grad_norm", "grad_norm", "grad_norm")]
 )
 @pytest.mark.parametrize(("by", "text"), [(-1, "that of the step before"), (1, "that of the next step")])
-def test_a_number_of_a_neighbouring_step(law: str, what: str, of: str, by: int, text: str) -> None:
+def test_a_number_of_a_neighbouring_step(check: str, what: str, of: str, by: int, text: str) -> None:
     numbers = right(FSDP_4, of)
-    assert told(shown(FSDP_4, what, lambda step: numbers.get(step + by)), law) == [text]
-    assert "that of the" not in str(told(shown(FSDP_4, what, lambda step: numbers.get(step + 2 * by)), law))
+    assert told(shown(FSDP_4, what, lambda step: numbers.get(step + by)), check) == [text]
+    assert "that of the" not in str(told(shown(FSDP_4, what, lambda step: numbers.get(step + 2 * by)), check))
 
 
 @pytest.mark.parametrize("trial", [FSDP_4, HSDP_8], ids=["fsdp_4", "hsdp_2x4"])

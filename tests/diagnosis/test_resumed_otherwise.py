@@ -76,7 +76,7 @@ def larger(held: dict[str, Any]) -> dict[str, Any]:
 # ---- what is proposed
 
 
-def test_nothing_is_proposed_where_the_law_holds_or_only_samples_are_others() -> None:
+def test_nothing_is_proposed_where_the_check_holds_or_only_samples_are_others() -> None:
     trial = from_scratch()
     assert not list(resumed_otherwise(trial, {}))
     other = trial_of(tiny_case(FSDP_4)).ranks[1].steps[1].microbatches

@@ -52,7 +52,7 @@ def test_ranks_fed_the_same_samples_although_loss_and_gradients_are_wrong_too() 
         trial,
         """\
 ranks [0-3] received the same samples, dp ranks must partition the global batch; the loss is averaged per rank: each divides by its own number of valid tokens, not by the global one
-  assuming this: 2 of 3 broken laws hold, and none that held breaks; taken as given: samples
+  assuming this: 2 of 3 failing checks pass, and no passing check fails; taken as given: samples
   samples: step 1: 2 received more than once (0, 1); 6 received by no rank (2, 3, 4, 5, ...); ranks [0, 1, 2, 3] received the same
   not explained: with that assumed, the loss of step 1 is off by 1.4e-01, its gradients match within the bound of 2.5e-14
   tried: 6 hypotheses, none explains the rest
@@ -72,7 +72,7 @@ def test_overlapping_samples() -> None:
         received(fsdp_4(), 3, 1, [5, 6]),
         """\
 dp ranks draw overlapping samples: some are received more than once
-  assuming this: 0 of 1 broken laws hold, and none that held breaks; taken as given: samples
+  assuming this: 0 of 1 failing checks pass, and no passing check fails; taken as given: samples
   samples: step 1: 1 received more than once (5); 1 received by no rank (7)
   not explained: with that assumed, the loss of step 1 is off by 9.7e-02, its gradients match within the bound of 2.5e-14
   tried: 2 hypotheses, none explains the rest

@@ -129,11 +129,11 @@ def test_another_load_balance_is_requested_instead(balanced: bool) -> None:
 
 def test_two_findings_are_shown_of_those_that_observed_something() -> None:
     trial = received(fsdp_4(), 3, 1, [5, 6])
-    law = broken("samples")
+    check = broken("samples")
     found = tuple(Finding(f"rank {rank}", "", text) for rank, text in enumerate(("one", "", "three")))
-    (one, *_) = other_samples(trial, {"samples": replace(law["samples"], findings=found)})
+    (one, *_) = other_samples(trial, {"samples": replace(check["samples"], findings=found)})
     assert one.lines == (("samples", "rank 0: one"),)
-    (one, *_) = other_samples(trial, {"samples": replace(law["samples"], findings=found[::2] + found[:1])})
+    (one, *_) = other_samples(trial, {"samples": replace(check["samples"], findings=found[::2] + found[:1])})
     assert one.lines == (("samples", "rank 0: one"), ("samples", "rank 2: three"))
 
 

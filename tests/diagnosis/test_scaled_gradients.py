@@ -127,7 +127,7 @@ def test_gradients_twice_too_large_show_a_number_to_check() -> None:
         scaled("fsdp_2", 2.0),
         """\
 gradients are 2 times what they should be in every parameter: as if not divided by dp_shard (2)
-  assuming this: 2 of 2 broken laws hold, and none that held breaks
+  assuming this: 2 of 2 failing checks pass, and no passing check fails
   gradients: rank 0, step 1, tok_embeddings.weight: 2 times the reference's by best fit
   gradients: rank 1, step 1, tok_embeddings.weight: 2 times the reference's by best fit
   loss: equal to the reference exactly: a loss-curve test passes here""",

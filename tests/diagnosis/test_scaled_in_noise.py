@@ -20,7 +20,7 @@ from noisy import with_noise
 
 from harness.checks import judge
 from harness.diagnosis.assume import another_reference
-from harness.diagnosis.engine import broken_laws, explain
+from harness.diagnosis.engine import explain, failing_checks
 from harness.diagnosis.localise import localise
 from harness.diagnosis.scaled import scaled_gradients
 from harness.judge.result import Result, Verdict
@@ -47,7 +47,7 @@ def in_noise(trial: Trial) -> list[str]:
 
 def located(trial: Trial) -> str:
     assert in_noise(trial) == []
-    return localise(trial, broken_laws(numbers(trial)), 0)[0].text
+    return localise(trial, failing_checks(numbers(trial)), 0)[0].text
 
 
 def test_a_factor_that_no_entry_shows_is_named() -> None:

@@ -170,7 +170,7 @@ def test_ranks_that_hold_slices_of_one_model_and_take_other_rates_are_proven_sli
         trial = with_step(trial, 1, step, lr=rate, reported_lr=rate)
     told, proof = diagnosis_text(trial).splitlines()[:2]
     assert told == "learning rate of step 1 on rank 1 is 0.01 (the schedule's of step 2), requested 0.005"
-    assert "2 of 2 broken laws hold" in proof
+    assert "2 of 2 failing checks pass" in proof
 
 
 def test_of_ranks_that_take_the_same_rates_nothing_but_these_is_assumed() -> None:

@@ -1,4 +1,4 @@
-"""Which of several hypotheses are the cause, alone and two together. Laws here hold or are broken by declaration."""
+"""Which of several hypotheses are the cause, alone and two together. Checks here hold or are broken by declaration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZE = CASE.training.global_batch * CASE.training.seq_len * CASE.model.vocab_siz
 
 @dataclass(frozen=True)
 class Run:
-    """In the place of a trial: the laws that hold, because nothing was wrong or because of what is assumed."""
+    """In the place of a trial: the checks that pass, because nothing was wrong or because of what is assumed."""
 
     holding: frozenset[str] = frozenset({"memory"})
     case: Case = CASE
@@ -31,11 +31,13 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def _declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hypothesis, "verdict_of", lambda run, law: Verdict.PASS if law in run.holding else Verdict.FAIL)
+    monkeypatch.setattr(
+        hypothesis, "verdict_of", lambda run, check: Verdict.PASS if check in run.holding else Verdict.FAIL
+    )
 
 
 def results(*broken: str) -> list[Result]:
-    return [Result(law, Verdict.FAIL, 1, (Finding("here", "this", "that"),)) for law in broken] + [
+    return [Result(check, Verdict.FAIL, 1, (Finding("here", "this", "that"),)) for check in broken] + [
         Result("memory", Verdict.PASS)
     ]
 
@@ -65,8 +67,8 @@ def suspecting(*proposed: Any) -> Suspect:
 def explained(
     *proposed: Any, broken: tuple[str, ...] = (), facts: tuple[Any, ...] = (), costly: Any = ()
 ) -> Explanation:
-    laws = results(*(broken or ("gradients", "traffic", "samples")))
-    return explain(Run(), laws, (suspecting(*proposed),), (suspecting(*facts),), (suspecting(*costly),))  # type: ignore[arg-type]
+    checks = results(*(broken or ("gradients", "traffic", "samples")))
+    return explain(Run(), checks, (suspecting(*proposed),), (suspecting(*facts),), (suspecting(*costly),))  # type: ignore[arg-type]
 
 
 def told(found: Explanation) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
@@ -119,7 +121,7 @@ def test_the_simplest_that_explains_all_is_the_cause_else_two_else_what_explains
     assert found.left == (expected[0][2] if expected else ALL)
 
 
-def test_of_what_explains_as_much_the_one_that_a_law_left_has_seen_is_said() -> None:
+def test_of_what_explains_as_much_the_one_that_a_check_left_has_seen_is_said() -> None:
     plain, seen = one("plain", G), one("seen", G, seen=(T,))
     for proposed in ((plain, seen), (seen, plain)):
         assert told(explained(*proposed)) == [("seen", (G,), (T, S))]
@@ -170,7 +172,7 @@ def test_a_second_that_breaks_what_the_first_explains_is_no_second() -> None:
 
 @pytest.mark.parametrize(("before", "expected"), [(5, "half 5 + late"), (6, "half 0")])
 def test_so_many_are_tried_as_one_of_two(before: int, expected: str) -> None:
-    """A second one is proposed under the last of those that explain one law each."""
+    """A second one is proposed under the last of those that explain one check each."""
     halves = [one(f"half {number}", G, fitted=1 + number) for number in range(before)]
     last = one(f"half {before}", T, fitted=1 + before)
 
@@ -184,7 +186,7 @@ def test_so_many_are_tried_as_one_of_two(before: int, expected: str) -> None:
     assert [text for text, *_ in found] == [expected]
 
 
-def test_those_that_cost_more_are_asked_where_the_others_leave_a_law_and_are_said_beside_them() -> None:
+def test_those_that_cost_more_are_asked_where_the_others_leave_a_check_and_are_said_beside_them() -> None:
     assert told(explained(one("a", *ALL), costly=[one("b", *ALL)])) == [("a", ALL, ())]
     assert told(explained(one("a", G), costly=[one("b", *ALL)])) == [("b", ALL, ())]
     assert told(explained(one("a", G), costly=[one("b", T, S)])) == [("b + a", ALL, ())]
@@ -193,8 +195,8 @@ def test_those_that_cost_more_are_asked_where_the_others_leave_a_law_and_are_sai
 # ---- facts
 
 
-def fact(name: str, *laws: str) -> Fact:
-    return Fact(Cause(name, name), laws)
+def fact(name: str, *checks: str) -> Fact:
+    return Fact(Cause(name, name), checks)
 
 
 FIVE = (*ALL, "update", "grad_norm")
@@ -215,7 +217,7 @@ FIVE = (*ALL, "update", "grad_norm")
         ([one("a", G, "update")], [fact("f", G)], ["a"], [], (T, S, "grad_norm")),
     ],
 )
-def test_facts_are_said_of_laws_that_no_proof_explains(
+def test_facts_are_said_of_checks_that_no_proof_explains(
     proposed: list[Hypothesis], facts: list[Fact], proofs: list[str], seen: list[str], left: tuple[str, ...]
 ) -> None:
     found = explained(*proposed, facts=tuple(facts), broken=FIVE)
@@ -224,15 +226,15 @@ def test_facts_are_said_of_laws_that_no_proof_explains(
     assert found.left == left
 
 
-def test_facts_are_asked_of_broken_laws_that_say_where() -> None:
+def test_facts_are_asked_of_failing_checks_that_say_where() -> None:
     asked: list[set[str]] = []
 
     def facts(run: Run, broken: Broken) -> Iterator[Fact]:
         asked.append({*broken})
         yield from ()
 
-    laws = [*results(*ALL), Result("update", Verdict.FAIL)]
-    found = explain(Run(), laws, (suspecting(one("a", G)),), (facts,))  # type: ignore[arg-type]
+    checks = [*results(*ALL), Result("update", Verdict.FAIL)]
+    found = explain(Run(), checks, (suspecting(one("a", G)),), (facts,))  # type: ignore[arg-type]
     assert asked == [{*ALL}, {T, S}]
     assert found.left == (T, S, "update")
 

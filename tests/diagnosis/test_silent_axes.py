@@ -79,17 +79,17 @@ def test_a_reduction_that_is_missing_is_told_with_the_groups_of_each_axis() -> N
         "gradient reduction missing over dp_shard and dp_replicate: no reduce_scatter ran over [0,1] [2,3],"
         " no all_reduce ran over [0,2] [1,3]"
     )
-    laws = ("traffic", "process_groups", "placements", "gradients", "grad_norm", "loss", "reported_loss", "update")
+    checks = ("traffic", "process_groups", "placements", "gradients", "grad_norm", "loss", "reported_loss", "update")
     lines = tuple(
         ("traffic", f"gradients: {op} over {axis} in backward: expected {count} per step, observed 0 B")
         for op, axis, count in (("reduce_scatter", "dp_shard", "1.888 kB"), ("all_reduce", "dp_replicate", "944 B"))
     )
     kind = "gradients not reduced"
-    told = Fact(Cause(kind, text), laws + ("replica_agreement",), (*lines, *NOT_TESTED))
+    told = Fact(Cause(kind, text), checks + ("replica_agreement",), (*lines, *NOT_TESTED))
     assert _other_groups(lost, [(0, NORM)], 1) == told
     instead = [call("all_reduce", (0, 3)), call("reduce_scatter", (1, 2))]
     other = with_rank(lost, 0, collectives=(*lost.ranks[0].collectives, *instead))
-    told = Fact(Cause(kind, f"{text}, but over [0,3] [1,2]"), told.laws, told.lines)
+    told = Fact(Cause(kind, f"{text}, but over [0,3] [1,2]"), told.checks, told.lines)
     assert _other_groups(other, [(0, NORM)], 1) == told
     assert list(wrong_backward(other, broken("gradients", "traffic"))) == [told]
     assert list(wrong_backward(other, broken("gradients"))) == []
@@ -155,13 +155,13 @@ def test_a_flow_of_attention_of_which_nothing_is_seen_beside_what_else_runs_ther
     trial = trial_of(tiny_case(ParallelDims(cp=2), EIGHT, cp_rotation=rotation))
     silent = moving(trial, lacking(*lost))
     found = _no_exchange(off(silent), [(0, NORM)], 1)
-    laws = ("traffic", "reshard", "features")
+    checks = ("traffic", "reshard", "features")
     if not told:
         assert found is None and _no_exchange(silent, [], 1) is None
         return
-    assert found == Fact(Cause("K/V not exchanged", told), (*laws, *OF_GRADIENTS), NOT_TESTED)
+    assert found == Fact(Cause("K/V not exchanged", told), (*checks, *OF_GRADIENTS), NOT_TESTED)
     alone = _no_exchange(silent, [], 1)
-    assert alone is not None and (alone.cause, alone.laws) == (found.cause, laws)
+    assert alone is not None and (alone.cause, alone.checks) == (found.cause, checks)
     assert {label for label, _ in alone.lines} == {"traffic"} and all("over cp in" in text for _, text in alone.lines)
     (place,) = [place for place, text in OF_ATTENTION.items() if text == told]
     assert _no_exchange(moving(trial, lacking(place, more=2)), [], 1) is None

@@ -124,7 +124,7 @@ def swapped(one: str, other: str) -> tuple[str, str]:
 
 
 def from_the_left(names: str) -> tuple[str, str]:
-    line = "adapter: copy them transposed, and judge with DDP only: no law knows transposed slices"
+    line = "adapter: copy them transposed, and judge with DDP only: no check covers transposed slices"
     return f"it multiplies by {names} from the left: rows are inputs", line
 
 
@@ -172,7 +172,7 @@ def said(found: list[Supposed]) -> list[list[tuple[str, str]]]:
 
 
 def holds(one: Supposed) -> bool:
-    """Every law of numbers; of all else this evidence has little."""
+    """Every check of numbers; of all else this evidence has little."""
     verdicts = {result.check: result.verdict for result in one.results}
     failed = {check for check, verdict in verdicts.items() if verdict is Verdict.FAIL}
     of_numbers = {verdicts[check] for check in ("loss", "gradients", "update")}

@@ -35,8 +35,8 @@ def proof(
     return Proof(found, explained, left, assumed)
 
 
-def fact(name: str, *laws: str, symptom: bool = False) -> Fact:
-    return Fact(cause(name), laws, ((name, f"seen of {name}"),), symptom)
+def fact(name: str, *checks: str, symptom: bool = False) -> Fact:
+    return Fact(cause(name), checks, ((name, f"seen of {name}"),), symptom)
 
 
 def result(name: str, verdict: Verdict = Verdict.FAIL, note: str = "") -> Result:
@@ -55,7 +55,7 @@ def of(*names: str) -> Lines:
 
 def assuming(explained: int, broken: int, rest: str = "") -> tuple[str, str]:
     more = f"; seen, not proven: {rest}" if rest else ""
-    return "assuming this", f"{explained} of {broken} broken laws hold, and none that held breaks{more}"
+    return "assuming this", f"{explained} of {broken} failing checks pass, and no passing check fails{more}"
 
 
 # ---- the order of causes
@@ -72,14 +72,14 @@ def test_what_did_not_complete_goes_first_then_what_is_proven_then_what_was_seen
     assert causes == ["factor", "groups"]
 
 
-def test_of_two_hypotheses_the_one_that_a_law_has_not_seen_goes_behind() -> None:
+def test_of_two_hypotheses_the_one_that_a_check_has_not_seen_goes_behind() -> None:
     both = Explanation((proof("one", "two"),), (fact("two", "memory"),))
     causes, lines = said(both, "loss", "memory")
     assert causes == ["two", "one"]
     assert lines == (assuming(1, 2, "memory"), *of("two", "one"))
 
 
-def test_laws_that_are_proven_or_hold_are_not_seen_besides() -> None:
+def test_checks_that_are_proven_or_hold_are_not_seen_besides() -> None:
     facts = (fact("groups", "process_groups", "loss", "update"),)
     _, lines = said(Explanation((proof("factor"),), facts), "loss", "process_groups")
     assert lines[0] == assuming(1, 2, "process_groups")
@@ -156,7 +156,7 @@ def test_what_a_proven_cause_leaves_is_told_as_it_is_with_that_assumed() -> None
     assert lines["not explained"].startswith("memory: ") and "observed 944 B" in lines["not explained"]
 
 
-def test_laws_that_hold_say_where_a_wrong_number_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_that_hold_say_where_a_wrong_number_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
     def localise(trial: Trial, left: object, tried: int, held: frozenset[str], *, rest: bool) -> tuple[Cause, Lines]:
@@ -187,11 +187,11 @@ def test_where_even_that_raises_the_first_finding_is_told_as_it_is(monkeypatch: 
 # ---- what weaker tests say
 
 
-@pytest.mark.parametrize("law", ["shard_contents", "placements", "traffic"])
-def test_a_listing_of_groups_passes_where_contents_placements_or_traffic_are_wrong(law: str) -> None:
+@pytest.mark.parametrize("check", ["shard_contents", "placements", "traffic"])
+def test_a_listing_of_groups_passes_where_contents_placements_or_traffic_are_wrong(check: str) -> None:
     groups = result("process_groups", Verdict.PASS)
-    assert dict(what_weaker_tests_say([groups, result(law)])).keys() == {"groups"}
-    assert what_weaker_tests_say([groups, result("memory")]) == what_weaker_tests_say([result(law)]) == ()
+    assert dict(what_weaker_tests_say([groups, result(check)])).keys() == {"groups"}
+    assert what_weaker_tests_say([groups, result("memory")]) == what_weaker_tests_say([result(check)]) == ()
 
 
 def test_losses_that_are_equal_are_said_to_be_exactly_so() -> None:

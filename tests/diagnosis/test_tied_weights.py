@@ -43,18 +43,18 @@ def with_rows(trial: Trial, step: int, rows: list[int]) -> Trial:
     return trial
 
 
-def found(trial: Trial, step: int, laws: Broken | None = None) -> Fact | None:
-    return _untied(laws or broken("gradients"), trial, wrong_pairs(trial, step), step)
+def found(trial: Trial, step: int, checks: Broken | None = None) -> Fact | None:
+    return _untied(checks or broken("gradients"), trial, wrong_pairs(trial, step), step)
 
 
 @pytest.mark.parametrize(("step", "read"), [(1, [0, 1, 3]), (2, [2, 5]), (3, [3, 6])])
 @pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp1", "zero2"])
 def test_a_tied_weight_has_the_gradient_of_the_rows_that_a_step_reads(wrapper: str, step: int, read: list[int]) -> None:
     trial = tied(wrapper=wrapper)
-    laws = ("gradients", "loss", "reported_loss")
-    laws = laws if wrapper != "zero2" else ("gradients", "grad_norm", "loss", "reported_loss", "update")
+    checks = ("gradients", "loss", "reported_loss")
+    checks = checks if wrapper != "zero2" else ("gradients", "grad_norm", "loss", "reported_loss", "update")
     tested = f"in step {step} all rows of tokens that were not read are zero, all other parameters are right"
-    assert found(with_rows(trial, step, read), step) == Fact(UNTIED, laws, (("tested", tested),))
+    assert found(with_rows(trial, step, read), step) == Fact(UNTIED, checks, (("tested", tested),))
     assert found(with_rows(trial, step, read[:1]), step) is not None
     for other in set(range(8)) - {*read}:
         assert found(with_rows(trial, step, [*read, other]), step) is None
@@ -71,15 +71,15 @@ def test_of_a_step_that_reads_every_token_no_row_tells_what_is_missing() -> None
 def test_products_that_are_not_done_in_backward_are_the_missing_part_s() -> None:
     trial = with_rows(tied(), 1, [0, 1, 3])
 
-    def laws(*places: str) -> tuple[str, ...]:
+    def checks(*places: str) -> tuple[str, ...]:
         findings = tuple(Finding(f"rank {rank}, step 1, {place}", "1", "2") for rank, place in enumerate(places))
         results = broken("gradients", "features")
         fact = found(trial, 1, results | {"features": replace(results["features"], findings=findings)})
         assert fact is not None
-        return fact.laws
+        return fact.checks
 
-    assert laws(LACKING, LACKING) == ("gradients", "loss", "reported_loss", "features")
-    assert laws(LACKING, RECOMPUTED) == ("gradients", "loss", "reported_loss")
+    assert checks(LACKING, LACKING) == ("gradients", "loss", "reported_loss", "features")
+    assert checks(LACKING, RECOMPUTED) == ("gradients", "loss", "reported_loss")
 
 
 def test_a_weight_of_its_own_or_another_one_beside_it_lacks_no_part() -> None:

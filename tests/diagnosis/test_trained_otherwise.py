@@ -13,7 +13,7 @@ from harness.checks import judge
 from harness.diagnosis import COSTLY, SUSPECTS
 from harness.diagnosis.assume import another_case
 from harness.diagnosis.backward import other_gradient_flows
-from harness.diagnosis.engine import broken_laws, explain
+from harness.diagnosis.engine import explain, failing_checks
 from harness.diagnosis.forward import Tries
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
@@ -32,7 +32,7 @@ def not_explained(trial: Trial) -> bool:
     return bool({"not explained", "tried"} & dict(diagnosed(trial).evidence).keys())
 
 
-def test_a_run_that_is_right_breaks_no_law(ran: Ran) -> None:
+def test_a_run_that_is_right_fails_no_check(ran: Ran) -> None:
     failed = {result.check for result in judge(ran(case_of())) if result.verdict == "FAIL"}
     assert failed == set()
 
@@ -100,7 +100,7 @@ def test_gradients_at_random_are_explained_by_no_backward_pass(ran: Ran) -> None
         noise = np.random.default_rng(rank)
         wrong = {fqn: g + noise.standard_normal(g.shape) for fqn, g in evidence.steps[0].gradients.items()}
         trial = with_step(trial, rank, 1, gradients=wrong)
-    assert list(other_gradient_flows(trial, broken_laws(judge(trial)))) == []
+    assert list(other_gradient_flows(trial, failing_checks(judge(trial)))) == []
 
 
 def altered(name: str, *modules: str, since: int = 1) -> dict[str, object]:

@@ -56,7 +56,7 @@ def test_two_that_explain_nothing_alone_are_both_named_where_they_explain_all_to
     assert named(doubled(), eight=8.0, quarter=0.25) == ["eight", "quarter"]
 
 
-def test_two_that_explain_nothing_alone_are_both_named_although_a_law_is_left() -> None:
+def test_two_that_explain_nothing_alone_are_both_named_although_a_check_is_left() -> None:
     assert named(doubled(reported=9.0), eight=8.0, quarter=0.25) == ["eight", "quarter"]
 
 

@@ -39,7 +39,7 @@ LATE = "the gradient of microbatch 1 of 2 comes one step late: it is added to th
 # ---- where nothing is proposed
 
 
-def test_nothing_is_proposed_of_gradients_that_break_no_law() -> None:
+def test_nothing_is_proposed_of_gradients_that_fail_no_check() -> None:
     lost = with_scaled_samples(accumulating(), FIRST_LOST)
     assert proposed(unequal_contributions, lost, "loss") == []
     assert of_gradients(accumulating()) == []

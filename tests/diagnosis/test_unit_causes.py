@@ -51,8 +51,8 @@ def test_units_as_they_are_claimed_are_proposed_with_the_traffic_that_is_wrong()
     trial = less_gathered(trial_of(tiny_case("fsdp_2")))
     trial = claiming(trial, 1, *((fqn,) for fqn in trial.plan.shapes))
     text = "fsdp2 units are finer than requested: parameters are gathered in 12 pieces, requested 3 on rank 1"
-    for laws, lines in ((("placements",), ()), (("placements", "traffic"), (("traffic", GATHERED),))):
-        (one,) = other_units(trial, broken(*laws))
+    for checks, lines in ((("placements",), ()), (("placements", "traffic"), (("traffic", GATHERED),))):
+        (one,) = other_units(trial, broken(*checks))
         assert (one.cause, one.fitted, one.lines) == (Cause("other units", text), 2, lines)
     assert proposed(other_units, replace(trial, case=tiny_case("ddp_2")), "placements") == []
     assert proposed(other_units, with_rank(trial, 0, structure={}), "placements") == []
@@ -64,8 +64,8 @@ def test_a_policy_that_was_in_force_is_proposed_with_the_traffic_that_is_wrong()
         "after forward: tok_embeddings, layers.0, norm and 1 more still gathered, should be freed;"
         " reshard_after_forward always is requested, never is observed"
     )
-    for laws, lines in ((("reshard",), ()), (("reshard", "traffic"), (("traffic", GATHERED),))):
-        first = next(other_units(trial, broken(*laws)))
+    for checks, lines in ((("reshard",), ()), (("reshard", "traffic"), (("traffic", GATHERED),))):
+        first = next(other_units(trial, broken(*checks)))
         assert (first.cause, first.fitted, first.lines[:1]) == (
             Cause("another policy after forward", told),
             1,
@@ -163,7 +163,7 @@ def test_gradients_of_what_fsdp1_leaves_out_follow_from_it_and_others_do_not(
 def test_units_that_fsdp1_left_out_explain_no_gradients_where_none_is_wrong() -> None:
     trial = without_norms(trial_of(tiny_case(dims(shard=4), wrapper="fsdp1")))
     found = seen(other_flat_units, trial, "placements", "gradients")
-    assert found is not None and found.laws == FLAT
+    assert found is not None and found.checks == FLAT
     assert seen(other_flat_units, replace(trial, case=tiny_case(dims(shard=4))), "placements") is None
 
 
@@ -204,12 +204,12 @@ def left(step: int, *fqns: str) -> AfterEvaluation:
 
 def test_what_evaluation_left_is_told_with_the_ranks_the_time_and_the_traffic() -> None:
     trial = less_gathered(trial_of(tiny_case("fsdp_2")))
-    laws, lines = ("reshard", "traffic"), (("reshard", SEEN), ("traffic", GATHERED))
+    checks, lines = ("reshard", "traffic"), (("reshard", SEEN), ("traffic", GATHERED))
     one = with_rank(trial, 1, after_evaluation=(left(1, "tok_embeddings.weight"),))
     told = "evaluation left tok_embeddings.weight gathered between steps 1 and 2 on rank 1"
     why = ": no backward follows that would reshard them"
     cause = Cause("left gathered by evaluation", told + why)
-    assert seen(left_by_evaluation, one, "reshard") == Fact(cause, laws, lines)
+    assert seen(left_by_evaluation, one, "reshard") == Fact(cause, checks, lines)
     assert seen(left_by_evaluation, one, "traffic") is None
     assert seen(left_by_evaluation, trial, "reshard") is None
     both = with_rank(one, 0, after_evaluation=(left(3, "tok_embeddings.weight"),))
@@ -223,7 +223,7 @@ def test_what_is_kept_otherwise_is_a_fact_with_the_traffic_that_is_wrong() -> No
     trial = less_gathered(trial_of(*(tiny_case("fsdp_2", reshard_after_forward=way) for way in ("always", "never"))))
     found = seen(kept_otherwise, trial, "reshard")
     assert found is not None
-    assert (found.cause, found.laws) == (
+    assert (found.cause, found.checks) == (
         Cause("another policy after forward", _kept_text(trial)),
         ("reshard", "traffic"),
     )

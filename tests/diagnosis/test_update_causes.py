@@ -70,7 +70,7 @@ def test_a_group_with_a_learning_rate_of_its_own(factor: float, constant: bool, 
         "the learning rate of 3 of 12 parameters (layers.0.attention_norm.weight, layers.0.ffn_norm.weight and 1 more)"
         f" is {factor * 0.025:.6g} in step 1{hint}, requested 0.025"
     )
-    assert "1 of 1 broken laws hold" in diagnosis_text(trial)
+    assert "1 of 1 failing checks pass" in diagnosis_text(trial)
     proposed = [one for one in _rates_and_decays(trial) if one.cause.kind == "learning rate"]
     assert len(proposed) == (2 if factor == 2 else 1), "that of the first step may be the peak as well"
 
@@ -80,7 +80,7 @@ def test_clipping_left_out_everywhere() -> None:
         trained_as(replace(LOW_CLIP, max_norm=None), requested=LOW_CLIP),
         """\
 gradients are not clipped (coefficient 0.1537)
-  assuming this: 1 of 1 broken laws hold, and none that held breaks
+  assuming this: 1 of 1 failing checks pass, and no passing check fails
   loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
     )
 

@@ -49,7 +49,7 @@ def test_weights_that_are_not_the_seeds() -> None:
         with_weights(fsdp_4(), lambda value: value + 1),
         """\
 training does not start from the seed weights in every parameter
-  assuming this: 2 of 3 broken laws hold, and none that held breaks
+  assuming this: 2 of 3 failing checks pass, and no passing check fails
   weights: rank 0, tok_embeddings.weight: off by 1, the largest seed weight is 1.3
   not explained: with that assumed, update: rank 0, step 1, tok_embeddings.weight: expected entry (1, 0) moved by 0.00476783, observed moved by -0.994732 (ratio -208.6339786); 8 of 8 entries wrong
   tried: 1 hypothesis, none explains the rest
@@ -90,7 +90,7 @@ def test_weights_that_were_rounded() -> None:
         with_weights(fsdp_4(), lambda value: value.astype(np.float32).astype(np.float64)),
         """\
 training does not start from the seed weights in every parameter: they are the seed's rounded to float32
-  assuming this: 2 of 3 broken laws hold, and none that held breaks
+  assuming this: 2 of 3 failing checks pass, and no passing check fails
   weights: rank 0, tok_embeddings.weight: off by 2.51e-08, the largest seed weight is 1.3
   not explained: with that assumed, update: rank 0, step 1, tok_embeddings.weight: expected entry (0, 0) moved by 0.00493713, observed moved by 0.00493714 (ratio 1.000000929); 8 of 8 entries wrong
   tried: 1 hypothesis, none explains the rest

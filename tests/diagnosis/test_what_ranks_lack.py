@@ -259,7 +259,7 @@ def test_what_no_optimizer_has_may_have_gradients_of_its_own_or_those_that_nothi
 
 
 @pytest.mark.parametrize(
-    ("trial", "laws"),
+    ("trial", "checks"),
     [
         (CLIPPED, ("completed",)),
         (lacking(CLIPPED, "gradients", (NORM,)), ("gradients",)),
@@ -270,9 +270,9 @@ def test_what_no_optimizer_has_may_have_gradients_of_its_own_or_those_that_nothi
     ],
 )
 def test_nothing_is_said_to_be_untrained_where_all_is_or_was_or_no_step_is_seen(
-    trial: Trial, laws: tuple[str, ...]
+    trial: Trial, checks: tuple[str, ...]
 ) -> None:
-    assert proposed(not_trained, trial, *laws) == []
+    assert proposed(not_trained, trial, *checks) == []
 
 
 # ---- layers
@@ -314,7 +314,7 @@ def test_last_layers_that_are_on_no_rank_leave_a_shallower_model(
 
 
 @pytest.mark.parametrize(
-    ("trial", "laws"),
+    ("trial", "checks"),
     [
         (of_layers(2), ("completed",)),
         (of_layers(2, 0), ("completed",)),
@@ -322,5 +322,7 @@ def test_last_layers_that_are_on_no_rank_leave_a_shallower_model(
         (of_layers(2, 1), ("gradients",)),
     ],
 )
-def test_other_layers_than_the_last_or_all_of_them_are_not_said_to_be_lost(trial: Trial, laws: tuple[str, ...]) -> None:
-    assert proposed(layers_lost, trial, *laws) == []
+def test_other_layers_than_the_last_or_all_of_them_are_not_said_to_be_lost(
+    trial: Trial, checks: tuple[str, ...]
+) -> None:
+    assert proposed(layers_lost, trial, *checks) == []

@@ -23,7 +23,7 @@ from literal import (
 )
 
 from harness.checks import judge
-from harness.diagnosis.engine import broken_laws
+from harness.diagnosis.engine import failing_checks
 from harness.diagnosis.hypothesis import NOT_TESTED, Fact, Hypothesis
 from harness.diagnosis.norms import other_norms
 from harness.diagnosis.optimizer import _rates_and_decays
@@ -61,13 +61,13 @@ def test_zero_that_ran_as_ddp_is_named(stage: str) -> None:
     ran = tiny_case(dims(replicate=3), NINE, model=UNEVEN)
     told, proven, *_ = diagnosis_text(trial_of(zero_case(f"zero{stage}"), ran)).splitlines()
     assert told == f"ZeRO-{stage} ran as ZeRO-0: every rank keeps and updates all of the optimizer's state"
-    assert proven.endswith("6 of 6 broken laws hold, and none that held breaks")
+    assert proven.endswith("6 of 6 failing checks pass, and no passing check fails")
 
 
 def test_zero_beside_tensor_parallel_that_ran_as_ddp_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2_tp_2", wrapper="zero1"), tiny_case(dims(replicate=2, tp=2)))
     told, proven, *_ = diagnosis_text(trial).splitlines()
-    assert proven.endswith("6 of 6 broken laws hold, and none that held breaks")
+    assert proven.endswith("6 of 6 failing checks pass, and no passing check fails")
     assert told == "ZeRO-1 ran as ZeRO-0: every rank keeps and updates all of the optimizer's state"
 
 
@@ -231,7 +231,7 @@ def test_parts_of_the_gradients_that_begin_at_another_place_are_named(by: int, w
 
     traits = TrainerTraits(zero_layout=layout)
     trial = with_every_rank(replace(zero("zero2"), plan=make_plan(zero_case("zero2"), traits)), shifted)
-    failed = broken_laws(judge(trial))
+    failed = failing_checks(judge(trial))
     text = f"each rank takes its part of ZeRO's gradient vector {where}"
     lines = (finding_line("gradients", failed["gradients"]), *NOT_TESTED)
     told = Fact(Cause("gradients shifted", text), ("gradients", *FOLLOWING), lines)

@@ -1,4 +1,4 @@
-"""Faults on real ranks: they fire, the laws that should catch them do, the first line names them.
+"""Faults on real ranks: they fire, the checks that should catch them do, the first line names them.
 
 Here runs what asserts more than that; that every fault of the catalogue is caught and named is what `harness faults` proves.
 """
@@ -47,7 +47,7 @@ def test_hsdp_run_as_fsdp_over_16_ranks_is_named_although_losses_gradients_and_g
         "FAIL hsdp_2x8+hsdp_runs_as_fsdp",
         "  HSDP ran as FSDP: parameters are sharded over 16 ranks, requested 8,",
         "  replicated 2 times",
-        "  assuming this     5 of 5 broken laws hold, and none that held breaks",
+        "  assuming this     5 of 5 failing checks pass, and no passing check fails",
         "  shard groups      expected [0-7] [8-15]   observed [0-15]",
         "  replicate groups  expected [0,8] [1,9] .. [7,15]",
         "                    observed none in use (the groups exist, no collective ran",

@@ -32,7 +32,7 @@ def moving(trial: Trial, phase: str, more: int) -> Trial:
 
 
 def verdicts(trial: Trial) -> set[Verdict]:
-    return {judged(law, trial).verdict for law in ("traffic", "reshard")}
+    return {judged(check, trial).verdict for check in ("traffic", "reshard")}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whole gradients put together from slices, and what the law says of one that is off by less than the noise of an entry."""
+"""Whole gradients put together from slices, and what the check states of one that is off by less than the noise of an entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorded job and a layout: the laws of the matrix judge it as far as they need no more, on literal evidence."""
+"""A recorded job and a layout: the checks of the matrix judge it as far as they need no more, on literal evidence."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def verdicts(trial: Trial) -> dict[str, Verdict]:
 
 
 @pytest.mark.parametrize("name", ["ddp_2", "fsdp_2", "hsdp_2x2"])
-def test_a_correct_job_passes_every_law_that_needs_no_reference(name: str) -> None:
+def test_a_correct_job_passes_every_check_that_needs_no_reference(name: str) -> None:
     found = verdicts(recorded_trial(trial_of(tiny_case(name)), LAYOUTS[name]))
     wanted = set(OF_RECORDED) - ({"reshard"} if name == "ddp_2" else set())
     assert found == dict.fromkeys(wanted, Verdict.PASS)
@@ -66,7 +66,7 @@ def without_claims(ran: Trial, ranks: range) -> Trial:
     return replace(ran, run=replace(ran.run, ranks=bare))
 
 
-def test_replicas_that_nothing_claims_break_no_law() -> None:
+def test_replicas_that_nothing_claims_fail_no_check() -> None:
     own = without_claims(trial_of(tiny_case("ddp_2")), range(2))
     found = verdicts(recorded_trial(own, LAYOUTS["ddp_2"]))
     assert set(found.values()) == {Verdict.PASS} and "placements" not in found
@@ -77,7 +77,7 @@ def test_a_wrapper_that_one_rank_alone_lacks_is_missing() -> None:
     assert verdicts(recorded_trial(own, LAYOUTS["ddp_2"]))["placements"] == Verdict.FAIL
 
 
-def test_laws_that_need_a_reference_are_not_applicable_and_say_so() -> None:
+def test_checks_that_need_a_reference_are_not_applicable_and_say_so() -> None:
     results = {one.check: one for one in judged(recorded_trial(trial_of(tiny_case("fsdp_2")), LAYOUTS["fsdp_2"]))}
     for name in ("loss", "gradients", "update", "shard_contents"):
         assert results[name].verdict == Verdict.NOT_APPLICABLE
@@ -204,7 +204,7 @@ def test_where_a_second_model_is_not_on_record_what_looks_at_parameters_is_unkno
     assert verdicts(recorded.trial_of(over, dims, "run", 2))["placements"] == Verdict.FAIL
 
 
-def test_where_the_recorder_itself_raised_nothing_that_it_saw_proves_that_a_law_holds() -> None:
+def test_where_the_recorder_itself_raised_nothing_that_it_saw_proves_that_a_check_holds() -> None:
     ran, told = trial_of(tiny_case("fsdp_2")), ("the recorder itself raised KeyError() in pass_begins",)
     records = {rank: record_of(evidence) for rank, evidence in ran.ranks.items()}
     records[1] = replace(records[1], failed=told)

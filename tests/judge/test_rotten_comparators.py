@@ -1,6 +1,6 @@
 """Comparators that respected harnesses shipped: passes when one step matches, NaN equals NaN, a missing step is skipped,
-rank 0 only, values rounded, a curve one step late. Each law of numbers is shown evidence that such a comparator passes;
-at the end stand the comparators themselves, in the law's place, to prove that they would.
+rank 0 only, values rounded, a curve one step late. Each check of numbers is shown evidence that such a comparator passes;
+at the end stand the comparators themselves, in the check's place, to prove that they would.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ RANKS, STEPS = range(4), (1, 2, 3)
 OF_A_RANK = ("loss", "reported_loss", "grad_norm", "gradients", "update", "replica_agreement")
 
 
-def spoilt(law: str, trial: Trial, rank: int, step: int, change: Callable[[Any], Any]) -> Trial:
-    """One number that the law compares, or one parameter's, changed on one rank in one step."""
+def spoilt(check: str, trial: Trial, rank: int, step: int, change: Callable[[Any], Any]) -> Trial:
+    """One number that the check compares, or one parameter's, changed on one rank in one step."""
     record = trial.ranks[rank].steps[step - 1]
-    if law == "loss":
+    if check == "loss":
         parts = tuple(replace(part, loss_sum=float(change(part.loss_sum))) for part in record.microbatches)
         return with_step(trial, rank, step, microbatches=parts)
-    if law in ("reported_loss", "grad_norm"):
-        return with_step(trial, rank, step, **{law: float(change(getattr(record, law)))})
-    what = "gradients" if law == "gradients" else "parameters"
+    if check in ("reported_loss", "grad_norm"):
+        return with_step(trial, rank, step, **{check: float(change(getattr(record, check)))})
+    what = "gradients" if check == "gradients" else "parameters"
     return with_value(trial, rank, step, what, WQ, change)
 
 
@@ -50,44 +50,44 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("law", OF_A_RANK)
-def test_one_rank_wrong_in_one_step_is_found_whichever_they_are(law: str, change: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("check", OF_A_RANK)
+def test_one_rank_wrong_in_one_step_is_found_whichever_they_are(check: str, change: Callable[[Any], Any]) -> None:
     right = trial_of(tiny_case("hsdp_2x2"))
     for rank in RANKS:
         for step in STEPS:
-            result = judged(law, spoilt(law, right, rank, step, change))
+            result = judged(check, spoilt(check, right, rank, step, change))
             assert result.verdict is Verdict.FAIL, (rank, step)
             first = result.findings[0]
             assert f"step {step}" in first.where, (rank, step, first)
-            if law == "replica_agreement":
+            if check == "replica_agreement":
                 assert f"[{rank % 2},{rank % 2 + 2}]" in first.where
-            elif law != "loss":
+            elif check != "loss":
                 assert first.where.startswith(f"rank {rank}, "), first
 
 
-@pytest.mark.parametrize("law", OF_A_RANK)
-def test_one_step_right_and_all_others_wrong_does_not_pass(law: str) -> None:
+@pytest.mark.parametrize("check", OF_A_RANK)
+def test_one_step_right_and_all_others_wrong_does_not_pass(check: str) -> None:
     for good in STEPS:
         trial = trial_of(tiny_case("hsdp_2x2"))
         for step in STEPS:
             for rank in RANKS[:2] if step != good else ():
-                trial = spoilt(law, trial, rank, step, lambda value: value * 1.01)
-        result = judged(law, trial)
+                trial = spoilt(check, trial, rank, step, lambda value: value * 1.01)
+        result = judged(check, trial)
         assert result.verdict is Verdict.FAIL, good
-        if law != "update":  # which goes on from what it saw
+        if check != "update":  # which goes on from what it saw
             assert {f"step {step}" for step in STEPS if any(f"step {step}" in place for place in places(result))} == {
                 f"step {step}" for step in STEPS if step != good
             }
 
 
-@pytest.mark.parametrize("law", OF_A_RANK)
-def test_a_rank_one_step_ahead_of_all_others_does_not_pass(law: str) -> None:
+@pytest.mark.parametrize("check", OF_A_RANK)
+def test_a_rank_one_step_ahead_of_all_others_does_not_pass(check: str) -> None:
     trial = trial_of(tiny_case("hsdp_2x2"))
-    told = {"loss": "microbatches", "update": "parameters", "replica_agreement": "parameters"}.get(law, law)
+    told = {"loss": "microbatches", "update": "parameters", "replica_agreement": "parameters"}.get(check, check)
     seen = [getattr(step, told) for step in trial.ranks[2].steps]
     for step, value in zip(STEPS, (*seen[1:], seen[-1]), strict=True):
         trial = with_step(trial, 2, step, **{told: value})
-    result = judged(law, trial)
+    result = judged(check, trial)
     assert result.verdict is Verdict.FAIL
     assert any("step 1" in place for place in places(result))
 
@@ -105,8 +105,8 @@ def test_a_golden_curve_one_step_late_or_right_in_one_step_does_not_pass() -> No
 
 
 @pytest.mark.parametrize("tier", ["derived", "measured"])
-@pytest.mark.parametrize("law", [*OF_A_RANK[:5], "golden"])
-def test_nan_on_both_sides_is_no_agreement(law: str, tier: str) -> None:
+@pytest.mark.parametrize("check", [*OF_A_RANK[:5], "golden"])
+def test_nan_on_both_sides_is_no_agreement(check: str, tier: str) -> None:
     """replica_agreement compares bytes, and two NaNs may well be equal bytes: it is the others' to refuse them."""
     trial = trial_of(tiny_case("hsdp_2x2"))
     if tier == "measured":
@@ -115,7 +115,7 @@ def test_nan_on_both_sides_is_no_agreement(law: str, tier: str) -> None:
         trial = replace(trial, reference=replace(trial.reference, noise={trial.case.noise_key: quiet}))
         assert trial.golden is not None
         trial = replace(trial, golden=replace(trial.golden, noise={trial.case.golden_noise_key: quiet}))
-        assert law == "update" or judged(law, trial).verdict is Verdict.PASS
+        assert check == "update" or judged(check, trial).verdict is Verdict.PASS
     steps = list(trial.reference.steps)
     parts = {what: getattr(steps[1], what) | {WQ: getattr(steps[1], what)[WQ] * math.nan} for what in WHAT}
     steps[1] = replace(steps[1], loss=math.nan, grad_norm=math.nan, **parts)
@@ -126,23 +126,23 @@ def test_nan_on_both_sides_is_no_agreement(law: str, tier: str) -> None:
     for rank in RANKS:
         for told in OF_A_RANK[:5]:
             trial = spoilt(told, trial, rank, 2, lambda value: value * math.nan)
-    assert judged(law, trial).verdict in (Verdict.FAIL, Verdict.UNKNOWN)
+    assert judged(check, trial).verdict in (Verdict.FAIL, Verdict.UNKNOWN)
 
 
 WHAT = ("gradients", "parameters")
 
 
-@pytest.mark.parametrize("law", [*OF_A_RANK, "determinism", "samples"])
-def test_a_step_that_nobody_tells_of_is_not_passed_over(law: str) -> None:
+@pytest.mark.parametrize("check", [*OF_A_RANK, "determinism", "samples"])
+def test_a_step_that_nobody_tells_of_is_not_passed_over(check: str) -> None:
     for step in STEPS:
         trial = trial_of(tiny_case("hsdp_2x2", runs=2))
         for rank in RANKS:
             trial = without_step(trial, rank, step)
         trial = replace(trial, repeat=trial.run)
-        assert judged(law, trial).verdict is Verdict.UNKNOWN
+        assert judged(check, trial).verdict is Verdict.UNKNOWN
         steps = tuple(told for told in trial.reference.steps if told.step != step)
         trial = replace(trial, reference=replace(trial.reference, steps=steps))
-        assert judged(law, trial).verdict is Verdict.UNKNOWN
+        assert judged(check, trial).verdict is Verdict.UNKNOWN
 
 
 # ---- the comparators themselves, in the place of the right one
@@ -197,7 +197,7 @@ def next_step_of(trial: Trial) -> Trial:
         (a_step_late, next_step_of),
     ],
 )
-def test_a_rotten_comparator_passes_what_the_law_does_not(
+def test_a_rotten_comparator_passes_what_the_check_does_not(
     rot: Callable[[pytest.MonkeyPatch], None], spoil: Callable[[Trial], Trial], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial = spoil(trial_of(tiny_case("hsdp_2x2")))

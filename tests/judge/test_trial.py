@@ -37,8 +37,8 @@ def test_rows_in_another_order_are_judged_in_that_order_and_only_if_it_is_told(l
         result.check: result.verdict
         for result in judge(as_planned(dataclasses.replace(theirs, reference=ours, run=run)))
     }
-    for law in ("initial_weights", "shard_contents", "gradients"):
-        assert results[law] is (Verdict.PASS if told else Verdict.FAIL), law
+    for check in ("initial_weights", "shard_contents", "gradients"):
+        assert results[check] is (Verdict.PASS if told else Verdict.FAIL), check
 
 
 def test_everything_that_has_rows_is_put_in_the_trainers_order_and_nothing_else() -> None:

@@ -1,5 +1,5 @@
-"""The margins of the laws on literal evidence: how much each examines, what equality to the last bit is worth, and what
-lies just beyond what a law looks at."""
+"""The margins of the checks on literal evidence: how much each examines, what equality to the last bit is worth, and what
+lies just beyond what a check looks at."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ EXAMINED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("layout", EXAMINED)
-def test_every_law_examines_all_that_there_is(layout: str) -> None:
+def test_every_check_examines_all_that_there_is(layout: str) -> None:
     case, expected = EXAMINED[layout]
     results = judge(trial_of(case))
     assert {result.check: result.examined for result in results if result.examined} == expected
     assert {result.check for result in results if result.verdict is Verdict.PASS} == set(expected)
 
 
-def test_a_law_without_an_object_says_why() -> None:
+def test_a_check_without_an_object_says_why() -> None:
     notes = {result.check: result.note for result in judge(trial_of(tiny_case("single"))) if not result.examined}
     assert notes == {
         "collective_order": "one rank has no peers",
@@ -106,7 +106,7 @@ def test_a_law_without_an_object_says_why() -> None:
 def test_a_trainer_that_displays_no_norm_claims_none() -> None:
     trial = with_every_rank(trial_of(tiny_case("fsdp_2")), lambda t, rank: with_rank(t, rank, reports=("loss",)))
     told = judged("grad_norm", trial)
-    note = "this trainer reports none; clipping by it is judged by the law update"
+    note = "this trainer reports none; clipping by it is judged by the check update"
     assert (told.verdict, told.note) == (Verdict.NOT_APPLICABLE, note)
     assert judged("grad_norm", with_rank(trial, 1, reports=("grad_norm",))).verdict is Verdict.PASS
 
@@ -114,26 +114,26 @@ def test_a_trainer_that_displays_no_norm_claims_none() -> None:
 # ---- numbers
 
 
-@pytest.mark.parametrize("law", OF_NUMBERS)
-def test_what_is_equal_to_the_bit_passes_with_no_room_at_all(law: str) -> None:
+@pytest.mark.parametrize("check", OF_NUMBERS)
+def test_what_is_equal_to_the_bit_passes_with_no_room_at_all(check: str) -> None:
     trial = replace(trial_of(tiny_case("single")))  # a trial of its own, whose bounds may be set
     no_room = dict.fromkeys((1, 2, 3), 0.0)
     trial.__dict__["bounds"] = Bounds(no_room, no_room, no_room)
-    told = judged(law, trial)
+    told = judged(check, trial)
     assert (told.verdict, told.note) == (Verdict.PASS, "largest difference 0.0e+00")
 
 
 @pytest.mark.parametrize(
-    ("law", "spoil", "off"),
+    ("check", "spoil", "off"),
     [
         ("reported_loss", lambda t: with_step(t, 1, 2, reported_loss=1.5 * t.reference.steps[1].loss), "5.00e-01"),
         ("gradients", lambda t: with_value(t, 1, 2, "gradients", WQ, lambda g: g * float("nan")), "inf"),
     ],
 )
-def test_a_number_that_is_off_is_told_by_its_share_and_the_bound(law: str, spoil: Any, off: str) -> None:
+def test_a_number_that_is_off_is_told_by_its_share_and_the_bound(check: str, spoil: Any, off: str) -> None:
     trial = spoil(trial_of(tiny_case("fsdp_2")))
-    told = judged(law, trial)
-    bound = trial.bounds.loss[2] if law == "reported_loss" else trial.bounds.gradient[2]
+    told = judged(check, trial)
+    bound = trial.bounds.loss[2] if check == "reported_loss" else trial.bounds.gradient[2]
     assert f"off by {off}" in told.findings[0].observed
     assert told.findings[0].bound == f"{bound:.1e}"
     assert told.note == f"largest difference {float(off):.1e}"
@@ -163,7 +163,7 @@ def test_a_repeat_in_more_microbatches_is_no_repeat() -> None:
     more = with_step(trial, 0, 2, microbatches=(*parts, *parts)).run
     told = judged("determinism", replace(trial, repeat=more))
     assert told.verdict is Verdict.UNKNOWN
-    assert told.note.startswith("the law itself raised ValueError('zip() argument 2 is longer than argument 1')")
+    assert told.note.startswith("the check itself raised ValueError('zip() argument 2 is longer than argument 1')")
 
 
 def test_gradients_that_are_kept_whole_are_named() -> None:
@@ -246,7 +246,7 @@ def test_rows_of_no_sample_are_counted_by_rank() -> None:
     assert expected in told.findings
 
 
-# ---- what the mutants of the laws requested
+# ---- what the mutants of the checks requested
 
 
 def test_a_gradient_is_off_by_a_share_of_the_whole_parameters_largest_entry_on_every_rank() -> None:
@@ -351,7 +351,7 @@ def test_the_bound_of_an_update_is_told_and_follows_from_all_that_was_added_up()
         assert first.observed.endswith("; 4 of 16 entries wrong")
 
 
-def test_a_law_that_raises_is_told_with_the_innermost_place() -> None:
+def test_a_check_that_raises_is_told_with_the_innermost_place() -> None:
     def deepest() -> None:
         raise KeyError("oops")
 
@@ -360,4 +360,4 @@ def test_a_law_that_raises_is_told_with_the_innermost_place() -> None:
 
     told = run_check("loss", lambda _: deeper(), trial_of(tiny_case("single")))  # type: ignore[arg-type, return-value]
     line = deepest.__code__.co_firstlineno + 1
-    assert told.note == f"the law itself raised KeyError('oops') at deepest:{line}"
+    assert told.note == f"the check itself raised KeyError('oops') at deepest:{line}"

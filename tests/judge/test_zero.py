@@ -48,11 +48,11 @@ def broken(trial: Trial) -> set[str]:
 
 
 @pytest.mark.parametrize("stage", ZERO)
-def test_a_stage_that_cuts_what_it_should_breaks_no_law(stage: str) -> None:
+def test_a_stage_that_cuts_what_it_should_fails_no_check(stage: str) -> None:
     trial = trial_of(zero_case(stage))
     assert broken(trial) == set()
     examined = {result.check: result.examined for result in judge(trial)}
-    assert min(examined[law] for law in ("gradients", "update", "memory", "traffic", "shard_contents")) > 0
+    assert min(examined[check] for check in ("gradients", "update", "memory", "traffic", "shard_contents")) > 0
 
 
 def test_what_another_rank_steps_on_must_be_the_same_on_all() -> None:
@@ -198,12 +198,13 @@ def test_each_tensor_parallel_rank_cuts_a_vector_of_what_it_has() -> None:
     assert [plan.slices[rank][WO] for rank in range(4)] == [((0, 8),), ((8, 16),)] * 2
 
 
-def test_stages_one_of_tensor_parallel_ranks_breaks_no_law() -> None:
+def test_stages_one_of_tensor_parallel_ranks_fails_no_check() -> None:
     trial = trial_of(with_tp())
     assert broken(trial) == set()
     examined = {result.check: result.examined for result in judge(trial)}
     assert (
-        min(examined[law] for law in ("gradients", "update", "memory", "traffic", "shard_contents", "placements")) > 0
+        min(examined[check] for check in ("gradients", "update", "memory", "traffic", "shard_contents", "placements"))
+        > 0
     )
 
 

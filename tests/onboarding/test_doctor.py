@@ -39,7 +39,7 @@ def test_what_an_adapter_has_wrong_is_said_with_the_line_and_then_two_ranks_are_
     assert "its norms add 1e-06 to the mean square, requested norm_eps 1e-05" in said
     assert "case: model: {norm_eps: 1.0e-06}" in said
     assert "case: training: {rates: [0.001, 0.002, 0.003]}" in said
-    assert "3 of 3 broken laws hold: gradients, loss, update" in said
+    assert "3 of 3 failing checks pass: gradients, loss, update" in said
     assert "not run after this: fsdp_2" in said
     cases = Path("cases/first.yaml")
     told = "{rates: [0.001, 0.002, 0.003], all_valid: true}\n  model: {norm_eps: 1.0e-06}"
@@ -47,7 +47,7 @@ def test_what_an_adapter_has_wrong_is_said_with_the_line_and_then_two_ranks_are_
     assert main(["doctor", "--trainer", "train_adapter.py", "-k", "single or fsdp_2"]) == 0
     said = capsys.readouterr().out
     assert "fsdp_2          PASS: 3 steps on 2 ranks" in said and "all is well in single, fsdp_2; all cases:" in said
-    assert "before that, for its law `golden`: harness golden --accept; review what it writes" in said
+    assert "before that, for its check `golden`: harness golden --accept; review what it writes" in said
 
 
 def test_names_that_are_none_of_the_references_stop_the_examination(

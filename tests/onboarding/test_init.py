@@ -200,6 +200,6 @@ def test_a_parameter_that_is_none_of_the_references_is_named_with_what_it_may_be
     said = names.unfit(shapes, case, lambda name: fqn.get(name, name))
     assert said[0].endswith("by its name and shape it is layers.0.attention.wq.weight")
     assert said[1].endswith("by its name it is wq, wk and wv in one: say so in `fused`, where it is not sharded")
-    assert said[2].endswith("it is the transpose; no law knows transposed slices")
+    assert said[2].endswith("it is the transpose; no check covers transposed slices")
     assert said[3].endswith("as many rows as wq, wk and wv together: say so in `fused`, where it is not sharded")
     assert said[4].startswith("of the reference's 21 parameters 20 are nobody's: tok_embeddings.weight")

@@ -88,7 +88,7 @@ def test_an_embedding_that_backward_is_told_not_to_gather_is_not_planned_there()
 
 @pytest.mark.parametrize("layout", ["fsdp_2", "hsdp_2x2", "fsdp_2_tp_2"])
 @pytest.mark.parametrize("ran", [{}, {"fsdp_units": "root"}, {"reshard_after_forward": "always"}], ids=str)
-def test_whatever_is_wrapped_and_kept_consistently_passes_every_law(layout: str, ran) -> None:
+def test_whatever_is_wrapped_and_kept_consistently_passes_every_check(layout: str, ran) -> None:
     results = judge(open_trial(layout=layout, **ran))
     assert {r.verdict for r in results} <= {Verdict.PASS, Verdict.NOT_APPLICABLE}, results
     assert len(results) == len(all_checks())
@@ -152,7 +152,7 @@ def test_replicas_that_keep_different_units_are_found_and_named() -> None:
     trial = replace(trial, run=replace(trial.run, ranks=ranks), plan=make_plan(trial.case, trial.traits, observed))
     finding = Finding("ranks [2,3], FSDP units", "those of [0,1]: norm, output (2) kept", "norm, output (2) freed")
     assert judged("placements", trial).findings == (finding,)
-    assert {judged(law, trial).verdict for law in ("reshard", "traffic")} == {Verdict.PASS}
+    assert {judged(check, trial).verdict for check in ("reshard", "traffic")} == {Verdict.PASS}
     cause = "ranks wrap different fsdp2 units: ranks [2,3] have norm, output (2) freed, those of [0,1]: norm, output (2) kept"
     assert cause_of(diagnose(trial, judge(trial))) == cause
 
@@ -178,8 +178,8 @@ def test_a_parameter_of_no_unit_is_found() -> None:
 def test_units_left_open_of_which_no_wrapper_tells_are_unknown() -> None:
     trial = with_structure(open_trial(), lambda wrapper: replace(wrapper, parameters=()))
     note = "no wrapper of rank 0 claims which parameters it gathers"
-    for law in ("placements", "reshard", "traffic"):
-        assert (judged(law, trial).verdict, judged(law, trial).note) == (Verdict.UNKNOWN, note)
+    for check in ("placements", "reshard", "traffic"):
+        assert (judged(check, trial).verdict, judged(check, trial).note) == (Verdict.UNKNOWN, note)
 
 
 # ---- on real ranks
@@ -203,19 +203,19 @@ def run_wrapped(tmp_path: Path, name: str, wrap: str, habit: str = "nothing"):
         ("fsdp_4_reshard_always", "all_freed"),
     ],
 )
-def test_wrappings_that_people_use_keep_all_laws(tmp_path: Path, name: str, wrap: str) -> None:
+def test_wrappings_that_people_use_pass_all_checks(tmp_path: Path, name: str, wrap: str) -> None:
     judgement = run_wrapped(tmp_path, name, wrap)
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
 
 
-def test_what_evaluation_leaves_gathered_by_the_wrappers_own_policy_breaks_no_law(tmp_path: Path) -> None:
+def test_what_evaluation_leaves_gathered_by_the_wrappers_own_policy_fails_no_check(tmp_path: Path) -> None:
     judgement = run_wrapped(tmp_path, "fsdp_2", "blocks", "validates")
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
     (note,) = (result.note for result in judgement.results if result.check == "reshard")
     assert note.startswith("evaluation leaves norm.weight, output.weight, tok_embeddings.weight gathered")
 
 
-def test_what_evaluation_leaves_of_uneven_slices_breaks_no_law(tmp_path: Path) -> None:
+def test_what_evaluation_leaves_of_uneven_slices_fails_no_check(tmp_path: Path) -> None:
     judgement = run_wrapped(tmp_path, "fsdp_4_uneven", "outside_apart", "validates")
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
 

@@ -27,7 +27,7 @@ def results(trial: Trial) -> dict[str, Result]:
     return {name: run_check(name, module.check, trial) for name, module in all_checks().items()}
 
 
-def test_laws_of_structure_judge_the_ranks_that_ran_and_no_others() -> None:
+def test_checks_of_structure_judge_the_ranks_that_ran_and_no_others() -> None:
     found = results(alone(tiny_case("hsdp_2x2")))
     passed = {name for name, result in found.items() if result.verdict is Verdict.PASS}
     assert passed >= {"completed", "process_groups", "placements", "traffic", "memory", "reshard"}
@@ -36,7 +36,7 @@ def test_laws_of_structure_judge_the_ranks_that_ran_and_no_others() -> None:
     }
 
 
-def test_laws_that_need_numbers_are_not_applicable_and_say_so() -> None:
+def test_checks_that_need_numbers_are_not_applicable_and_say_so() -> None:
     found = results(alone(tiny_case("hsdp_2x2")))
     of_numbers = {name: found[name] for name in found if name not in OF_ALONE}
     assert {result.verdict for result in of_numbers.values()} == {Verdict.NOT_APPLICABLE}

@@ -70,7 +70,7 @@ def stopped(unable: dict[int, str]) -> Trial:
     return replace(trial, run=replace(trial.run, exits=exits), alone=replace(trial.alone, unable=unable))
 
 
-def test_a_rank_that_could_not_be_run_alone_is_unknown_to_all_laws() -> None:
+def test_a_rank_that_could_not_be_run_alone_is_unknown_to_all_checks() -> None:
     found = results(stopped({3: "it saves tensors"}))
     assert found["completed"].verdict is Verdict.UNKNOWN
     assert found["completed"].note == "rank 3 could not be run alone: it saves tensors"

@@ -1,4 +1,4 @@
-"""What `harness matrix` prints: a row a case, a column a law, and below it what was not applicable."""
+"""What `harness matrix` prints: a row a case, a column a check, and below it what was not applicable."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from harness.report.outcome import Outcome, judged, problem, skipped
 from harness.spec.case import Case
 
 
-def test_the_grid_names_laws_over_their_columns_and_reasons_in_the_row() -> None:
+def test_the_grid_names_checks_over_their_columns_and_reasons_in_the_row() -> None:
     outcomes = [
         skipped(Case("tp_2", "x"), "no GPU"),
         problem(Case("ddp_2", "x"), "disk full"),
     ]
     lines = grid(outcomes).splitlines()
     assert lines[:3] == [
-        "a column a law, in this order:",
+        "a column a check, in this order:",
         "  process    completed",
         "  structure  collective_order features memory placements process_groups reshard",
     ]
@@ -28,11 +28,11 @@ def test_the_grid_names_laws_over_their_columns_and_reasons_in_the_row() -> None
     assert summary(outcomes, 1.25) == "2 cases in 1.2 s: 1 SKIPPED, 1 ERROR"
 
 
-def test_a_row_of_the_grid_has_a_letter_for_each_law_and_below_it_the_laws_that_are_broken() -> None:
+def test_a_row_of_the_grid_has_a_letter_for_each_check_and_below_it_the_checks_that_are_broken() -> None:
     found = dict.fromkeys(all_checks(), Verdict.PASS)
     found |= {"memory": Verdict.FAIL, "loss": Verdict.FAIL, "schedule": Verdict.NOT_APPLICABLE}
     found |= {"golden": Verdict.UNKNOWN}
-    results = tuple(Result(law, verdict, 1) for law, verdict in found.items())
+    results = tuple(Result(check, verdict, 1) for check, verdict in found.items())
     judgement = Judgement(Case("ddp_2", "x"), Path("x"), results, None, 9.0)
     assert grid([judged(judgement)]).splitlines()[-2:] == [
         "ddp_2  P PPFPPP-PPP PPPPP P?PPFPPPP  FAIL      9.0 s",
@@ -40,7 +40,7 @@ def test_a_row_of_the_grid_has_a_letter_for_each_law_and_below_it_the_laws_that_
     ]
 
 
-def test_under_the_grid_stands_which_laws_were_not_applicable_in_how_many_cases_and_why() -> None:
+def test_under_the_grid_stands_which_checks_were_not_applicable_in_how_many_cases_and_why() -> None:
     def one(**notes: str) -> Outcome:
         results = (
             Result("loss", Verdict.PASS, 1),
@@ -50,7 +50,7 @@ def test_under_the_grid_stands_which_laws_were_not_applicable_in_how_many_cases_
 
     text = not_applicable([one(resume="nothing is resumed"), one(resume="nothing is resumed", schedule="pp 1")])
     assert text.splitlines() == [
-        f"1 of {len(all_checks())} laws were judged in a case; not applicable were:",
+        f"1 of {len(all_checks())} checks were judged in a case; not applicable were:",
         "  resume      2 x  nothing is resumed",
         "  schedule    1 x  pp 1",
     ]

@@ -14,9 +14,15 @@ from harness.run import verdicts
 from harness.run.options import Options
 from harness.spec.case import Case
 
-GOOD = Outcome("fsdp_2", "PASS", 2, laws={"loss": "PASS"}, layout="dp_shard 2", folder="fsdp_2")
+GOOD = Outcome("fsdp_2", "PASS", 2, checks={"loss": "PASS"}, layout="dp_shard 2", folder="fsdp_2")
 BAD = replace(
-    GOOD, case="hsdp", verdict="FAIL", laws={"traffic": "FAIL"}, cause="ran as *FSDP*: 1%", again="run hsdp", folder="h"
+    GOOD,
+    case="hsdp",
+    verdict="FAIL",
+    checks={"traffic": "FAIL"},
+    cause="ran as *FSDP*: 1%",
+    again="run hsdp",
+    folder="h",
 )
 LOST = Outcome("tp_2", "ERROR", reason="no | disk\n::error::", folder="tp_2")
 
@@ -42,7 +48,7 @@ def test_the_summary_begins_with_causes_and_ends_with_all_cases() -> None:
         "",
         "<details><summary>all 4 cases</summary>",
         "",
-        "| case | verdict | requested | laws |",
+        "| case | verdict | requested | checks |",
         "|---|---|---|---|",
         "| `fsdp_2` | PASS | dp_shard 2 | 1 of 1 hold |",
         "| `hsdp` | FAIL | dp_shard 2 | 0 of 1 hold; broken: traffic |",

@@ -25,14 +25,22 @@ from harness.spec.dims import ParallelDims
 
 TOOK = {"seconds of a step": 0.5, "bytes held": 4e6, "bytes moved": 1e6, "bytes moved over dp_shard": 1e6}
 GOOD = Outcome(
-    "fsdp_2", "PASS", 2, 1.5, laws={"loss": "PASS"}, layout="dp_shard 2", recipe="debug", measures=TOOK, folder="fsdp_2"
+    "fsdp_2",
+    "PASS",
+    2,
+    1.5,
+    checks={"loss": "PASS"},
+    layout="dp_shard 2",
+    recipe="debug",
+    measures=TOOK,
+    folder="fsdp_2",
 )
 BAD = replace(
     GOOD,
     case="hsdp_2x2",
     verdict="FAIL",
     cause="HSDP ran as <FSDP>",
-    laws={"loss": "PASS", "traffic": "FAIL"},
+    checks={"loss": "PASS", "traffic": "FAIL"},
     again="harness run hsdp_2x2",
     report="FAIL hsdp_2x2\n  HSDP ran as <FSDP>",
     folder="hsdp_2x2",

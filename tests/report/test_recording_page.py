@@ -10,7 +10,7 @@ from literal_recording import hsdp, outside, summary
 from harness.evidence.keys import ranks_key
 from harness.evidence.recording import Last
 from harness.evidence.summary import Summary, Use
-from harness.judge.observed_laws import finite, samples
+from harness.judge.observed_checks import finite, samples
 from harness.judge.stored_recording import Recording
 from harness.report.recording_layout import layout_report
 from harness.report.recording_odd import odd, some_ranks
@@ -164,7 +164,7 @@ def test_elements_under_fsdp1_are_said_to_be_those_of_a_ranks_own_part() -> None
     assert "own part" not in page(recording(*(hsdp(rank, elements=80) for rank in range(4))))
 
 
-def test_below_a_layout_that_failed_the_first_law_that_was_broken_says_how_and_how_often_and_only_once() -> None:
+def test_below_a_layout_that_failed_the_first_check_that_was_broken_says_how_and_how_often_and_only_once() -> None:
     fed = [hsdp(rank, fed={1: rank // 2}) for rank in range(4)]
     results = [samples(fed, dims := ParallelDims(dp_shard=4)), finite(fed)]
     lines = layout_report(dims, results, None)

@@ -83,7 +83,7 @@ def test_what_did_not_run_as_its_users_run_it_is_said_with_every_verdict() -> No
 
 @pytest.fixture(scope="module")
 def failed() -> list[str]:
-    """The paragraphs of its report: the diagnosis, a line for each law, then each law that is broken."""
+    """The paragraphs of its report: the diagnosis, a line for each check, then each check that fails."""
     return case_report(judgement_of(hsdp_as_fsdp(), "hsdp_runs_as_fsdp", True)).split("\n\n")
 
 
@@ -94,7 +94,7 @@ def test_a_case_that_fails_begins_with_the_cause_and_what_shows_it(failed: list[
 FAIL tiny+hsdp_runs_as_fsdp
   HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated
   2 times
-  assuming this     5 of 5 broken laws hold, and none that held breaks
+  assuming this     5 of 5 failing checks pass, and no passing check fails
   shard groups      expected [0,1] [2,3]   observed [0-3]
   replicate groups  expected [0,2] [1,3]
                     observed none in use (the groups exist, no collective ran
@@ -118,7 +118,7 @@ FAIL tiny+hsdp_runs_as_fsdp
     )
 
 
-def test_below_the_cause_each_law_has_a_line(failed: list[str]) -> None:
+def test_below_the_cause_each_check_has_a_line(failed: list[str]) -> None:
     assert_expected_inline(
         failed[1],
         """\
@@ -150,7 +150,7 @@ def test_below_the_cause_each_law_has_a_line(failed: list[str]) -> None:
     )
 
 
-def test_each_law_that_is_broken_shows_its_first_findings_and_how_many_more_there_are(failed: list[str]) -> None:
+def test_each_check_that_is_broken_shows_its_first_findings_and_how_many_more_there_are(failed: list[str]) -> None:
     assert [text.split(":")[0].strip() for text in failed[2:]] == [
         "memory",
         "placements",
@@ -190,7 +190,7 @@ FAIL tiny    rank 1 raised: ValueError: no
   evidence          out/tiny
 
   completed         FAIL            2 examined
-  24 other laws     UNKNOWN         no evidence from rank 1; see `completed`
+  24 other checks     UNKNOWN         no evidence from rank 1; see `completed`
 
   completed: Every rank exited by itself with code 0, left evidence of every requested step and parameter, and left no process behind.
     rank 1: expected exit code 0, observed raised: ValueError: no
@@ -228,7 +228,7 @@ def test_a_case_that_could_not_be_judged_says_why_in_its_first_line() -> None:
     assert headline(judgement_of(trial)) == "UNKNOWN tiny    golden: no golden of this recipe"
 
 
-def test_one_law_as_a_test_runner_shows_it() -> None:
+def test_one_check_as_a_test_runner_shows_it() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     trial = with_parameter(trial, 1, "norm.weight", value=trial.reference.weights["norm.weight"])
     judgement = judgement_of(trial)
@@ -250,7 +250,7 @@ shard_contents FAIL
     )
 
 
-def test_a_law_without_a_verdict_as_a_test_runner_shows_it() -> None:
+def test_a_check_without_a_verdict_as_a_test_runner_shows_it() -> None:
     judgement = judgement_of(trial_of(tiny_case("fsdp_2")))
     unknown = Result("golden", Verdict.UNKNOWN, note="no golden of this recipe")
     assert_expected_inline(
@@ -274,7 +274,7 @@ def test_a_finding_shows_its_bound_and_a_remark_has_none() -> None:
     assert finding_text(Finding("and 3 more", "", "")) == "and 3 more"
 
 
-def test_what_stands_above_the_laws_fits_a_terminal_of_80_columns_but_for_what_is_copied_from_it() -> None:
+def test_what_stands_above_the_checks_fits_a_terminal_of_80_columns_but_for_what_is_copied_from_it() -> None:
     head, _, _ = case_report(judgement_of(hsdp_as_fsdp(), "hsdp_runs_as_fsdp", True)).partition("\n\n")
     assert max(len(line) for line in head.splitlines()) <= 80
     long = replace(judgement_of(hsdp_as_fsdp()), folder=Path("out") / ("x" * 100))

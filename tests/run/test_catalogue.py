@@ -45,13 +45,13 @@ def judgement(
 
     (folder / "run").mkdir(exist_ok=True)
     save_run(Run(str(folder / "run"), 1, (exit or Exit(0, "ok"),), {}))
-    results = tuple(Result(law, Verdict.FAIL, 1) for law in broken.split()) or (Result("loss", Verdict.PASS, 1),)
+    results = tuple(Result(check, Verdict.FAIL, 1) for check in broken.split()) or (Result("loss", Verdict.PASS, 1),)
     return Judgement(
         tiny_case("fsdp_2"), folder, results, one_cause(cause, kind=kind) if cause else None, 1.0, "halved", fired
     )
 
 
-def test_a_fault_is_caught_if_its_laws_are_broken_and_its_cause_is_named(tmp_path: Path) -> None:
+def test_a_fault_is_caught_if_its_checks_are_broken_and_its_cause_is_named(tmp_path: Path) -> None:
     seen = judgement(tmp_path, "gradients update loss", "gradients are 0.5 times what they should be")
     assert lot.outcome_of(FAULT, seen) is Outcome.CAUGHT
 
@@ -59,20 +59,20 @@ def test_a_fault_is_caught_if_its_laws_are_broken_and_its_cause_is_named(tmp_pat
 @pytest.mark.parametrize(
     ("broken", "kind"),
     [("gradients", "gradients scaled"), ("gradients update", "not explained")],
-    ids=["a law holds", "another cause"],
+    ids=["a check passes", "another cause"],
 )
-def test_a_fault_that_breaks_other_laws_or_is_named_otherwise_is_caught_otherwise(
+def test_a_fault_that_breaks_other_checks_or_is_named_otherwise_is_caught_otherwise(
     broken: str, kind: str, tmp_path: Path
 ) -> None:
     seen = judgement(tmp_path, broken, "gradients are 0.5 times what they should be", kind=kind)
     assert lot.outcome_of(FAULT, seen) is Outcome.OTHERWISE
 
 
-def test_a_fault_that_breaks_no_law_is_missed(tmp_path: Path) -> None:
+def test_a_fault_that_fails_no_check_is_missed(tmp_path: Path) -> None:
     assert lot.outcome_of(FAULT, judgement(tmp_path)) is Outcome.MISSED
 
 
-def test_a_fault_whose_run_left_too_little_to_be_judged_is_not_missed_by_any_law(tmp_path: Path) -> None:
+def test_a_fault_whose_run_left_too_little_to_be_judged_is_not_missed_by_any_check(tmp_path: Path) -> None:
     seen = judgement(tmp_path)
     unknown = (Result("completed", Verdict.UNKNOWN, 1, note="no space left"), Result("loss", Verdict.UNKNOWN))
     assert lot.outcome_of(FAULT, replace(seen, results=unknown)) is Outcome.NOT_TRIED
@@ -111,7 +111,7 @@ def test_what_weaker_tests_notice(seen: tuple[float, ...], noticed: str) -> None
     assert set(said) == set(METHODS)
 
 
-def test_a_listing_of_groups_notices_what_breaks_the_law_of_groups() -> None:
+def test_a_listing_of_groups_notices_what_breaks_the_check_of_groups() -> None:
     assert lot.what_weaker_tests_say(replace(ATTEMPT, broken=("process_groups",)), CURVE, CURVE)["process_groups"]
 
 
@@ -257,10 +257,12 @@ def test_a_trainers_catalogue_without_its_cases_is_answered_with_the_command_tha
     assert cli.main(["faults", "--file", str(file), "--list"]) == 0
 
 
-def test_a_fault_that_names_an_unknown_law_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_that_names_an_unknown_check_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "own.py").write_text(OWN.replace('caught_by="gradients"', 'caught_by="gradient"'))
     assert cli.main(["faults", "--file", f"{tmp_path}/own.py", "-k", "doubled", "--out", f"{tmp_path}/out"]) == 2
-    assert "own.py:doubled: caught_by 'gradient': no such law; known: completed, " in capsys.readouterr().err
+    assert "own.py:doubled: caught_by 'gradient': no such check; known: completed, " in capsys.readouterr().err
 
 
 def test_a_file_without_faults_is_refused(tmp_path: Path) -> None:
@@ -292,10 +294,10 @@ def test_every_kind_of_bug_has_a_fault() -> None:
     assert missing == set()
 
 
-def test_every_law_of_the_trainer_is_tripped_by_two_faults() -> None:
+def test_every_check_of_the_trainer_is_tripped_by_two_faults() -> None:
     """golden judges the reference, which no fault of a rank can move."""
-    tripped = Counter(law for fault in all_faults() for law in fault.caught_by)
-    assert {law: tripped[law] for law in all_checks() if tripped[law] < 2 and law != "golden"} == {}
+    tripped = Counter(check for fault in all_faults() for check in fault.caught_by)
+    assert {check: tripped[check] for check in all_checks() if tripped[check] < 2 and check != "golden"} == {}
 
 
 def test_what_was_measured_is_of_the_faults_there_are() -> None:
@@ -303,8 +305,8 @@ def test_what_was_measured_is_of_the_faults_there_are() -> None:
     assert [attempt.fault for attempt in accepted()] == [f.name for f in all_faults()]
 
 
-def test_laws_that_faults_name_exist() -> None:
-    assert {law for fault in all_faults() for law in fault.caught_by} <= set(all_checks())
+def test_checks_that_faults_name_exist() -> None:
+    assert {check for fault in all_faults() for check in fault.caught_by} <= set(all_checks())
 
 
 def test_an_unexpected_exception_leaves_one_fault_untried_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,8 +320,8 @@ def test_an_unexpected_exception_leaves_one_fault_untried_and_is_told(monkeypatc
 
 
 def test_what_is_not_caught_is_told_once_more_at_the_end() -> None:
-    missed = replace(ATTEMPT, fault="lost", outcome=Outcome.MISSED, cause="", note="no law is broken")
+    missed = replace(ATTEMPT, fault="lost", outcome=Outcome.MISSED, cause="", note="no check fails")
     *_, again, counts = shown.report([ATTEMPT, missed, ATTEMPT], None, 1.0).split("\n\n")
-    assert again.split() == ["MISSED", "lost", "tiny", "no", "law", "is", "broken"]
+    assert again.split() == ["MISSED", "lost", "tiny", "no", "check", "is", "broken"]
     assert counts == "3 faults in 1.0 s: 2 CAUGHT, 1 MISSED"
     assert shown.report([ATTEMPT], None, 1.0).count("halved") == 1

@@ -1,4 +1,4 @@
-"""Two runs of a matrix compared: verdicts, laws, and what ranks did, in the words of recordings."""
+"""Two runs of a matrix compared: verdicts, checks, and what ranks did, in the words of recordings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 
 FSDP = trial_of(tiny_case(ParallelDims(dp_shard=2)))
-LAWS = {"loss": "PASS", "traffic": "PASS"}
+CHECKS = {"loss": "PASS", "traffic": "PASS"}
 
 
 def in_bfloat16(trial: Trial, op: str) -> Trial:
-    """Where every law may hold: who plans no dtype does not look at it."""
+    """Where every check may pass: who plans no dtype does not look at it."""
     for rank in trial.ranks:
         trial = with_collectives(
             trial,
@@ -49,7 +49,7 @@ def stored(out: Path, trials: dict[str, Trial], **changes: Outcome) -> Path:
             file.parent.mkdir(exist_ok=True)
             save(file, evidence)
         took = {"seconds of a step": 2.0, "bytes held": 100.0}
-        record.ended(Outcome(name, "PASS", 2, laws=LAWS, folder=name, measures=took))
+        record.ended(Outcome(name, "PASS", 2, checks=CHECKS, folder=name, measures=took))
     for outcome in changes.values():
         record.ended(outcome)
     return out
@@ -89,7 +89,7 @@ def test_two_runs_alike_have_no_difference_and_cost_is_apart(
     ]
 
 
-def test_another_dtype_is_told_with_its_bytes_though_every_law_holds_and_once_for_all_cases(
+def test_another_dtype_is_told_with_its_bytes_though_every_check_holds_and_once_for_all_cases(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed = in_bfloat16(FSDP, "reduce_scatter")
@@ -102,12 +102,12 @@ def test_another_dtype_is_told_with_its_bytes_though_every_law_holds_and_once_fo
     assert said[4] == "    dtype: float64 -> bfloat16" and said[5].startswith("    bytes: ")
 
 
-def test_a_law_a_verdict_and_a_case_that_one_of_them_lacks_are_told(
+def test_a_check_a_verdict_and_a_case_that_one_of_them_lacks_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken = Outcome("tp", "FAIL", 2, cause="the loss has no mean", laws=LAWS | {"loss": "FAIL"})
+    broken = Outcome("tp", "FAIL", 2, cause="the loss has no mean", checks=CHECKS | {"loss": "FAIL"})
     skipped = Outcome("pp", "SKIPPED", 2, reason="no GPU")
-    held = dataclasses.replace(broken, verdict="PASS", cause="", laws=LAWS)
+    held = dataclasses.replace(broken, verdict="PASS", cause="", checks=CHECKS)
     code, said = compare(
         stored(tmp_path / "a", {}, tp=held, pp=skipped, cp=dataclasses.replace(held, case="cp")),
         stored(tmp_path / "b", {}, tp=broken, pp=skipped),
@@ -124,7 +124,7 @@ def test_where_evidence_is_gone_sums_are_compared_and_equal_ones_are_no_pass(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def one(folder: str, held: float) -> Path:
-        done = Outcome("tp", "PASS", 2, laws=LAWS, measures={"bytes held": held, "bytes moved": 8.0})
+        done = Outcome("tp", "PASS", 2, checks=CHECKS, measures={"bytes held": held, "bytes moved": 8.0})
         return stored(tmp_path / folder, {}, tp=done)
 
     code, said = compare(one("a", 4.0), one("b", 4.0), capsys)

@@ -15,15 +15,15 @@ from harness.spec.case import CaseError, ExpectedFailure
 from harness.spec.loading import load_cases
 
 EXPECTED = ExpectedFailure(
-    because="torch drops a term", script="upstream_bugs/x.py", laws="gradients", named="0.5 times"
+    because="torch drops a term", script="upstream_bugs/x.py", checks="gradients", named="0.5 times"
 )
 CASE = replace(tiny_case("fsdp_2"), expected_failure=EXPECTED)
 
 
 def judged(broken: str, cause: str = "", unknown: str = "") -> Judgement:
     results = [Result("loss", Verdict.PASS, 1)]
-    results += [Result(law, Verdict.FAIL, 1, (Finding("a", "b", "c"),)) for law in broken.split()]
-    results += [Result(law, Verdict.UNKNOWN) for law in unknown.split()]
+    results += [Result(check, Verdict.FAIL, 1, (Finding("a", "b", "c"),)) for check in broken.split()]
+    results += [Result(check, Verdict.UNKNOWN) for check in unknown.split()]
     return Judgement(CASE, Path("out"), tuple(results), one_cause(cause) if cause else None, 1.0)
 
 
@@ -57,8 +57,8 @@ def test_a_case_that_fails_in_another_way_than_expected_is_a_failure(broken: str
     assert judged(broken, cause, unknown).verdict is Verdict.FAIL
 
 
-def test_ranks_that_die_leave_the_other_laws_unknown() -> None:
-    case = replace(CASE, expected_failure=replace(EXPECTED, laws="completed", named="rank 1 died"))
+def test_ranks_that_die_leave_the_other_checks_unknown() -> None:
+    case = replace(CASE, expected_failure=replace(EXPECTED, checks="completed", named="rank 1 died"))
     assert replace(judged("completed", "rank 1 died", "gradients"), case=case).verdict is Verdict.XFAIL
 
 
@@ -86,13 +86,13 @@ YAML = "cases:\n  x:\n    why: because\n    expected_failure: {%s}\n"
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("because: a, laws: b, named: c", "expected_failure: script is missing"),
+        ("because: a, checks: b, named: c", "expected_failure: script is missing"),
         (
-            "because: a, laws: b, named: c, script: no.py",
+            "because: a, checks: b, named: c, script: no.py",
             "expected_failure: script 'no.py': no such file in /",
         ),
         (
-            "because: a, laws: b, named: c, script: upstream_bugs/zero_bubble_ddp.py, torch: '2.15'",
+            "because: a, checks: b, named: c, script: upstream_bugs/zero_bubble_ddp.py, torch: '2.15'",
             'expected_failure: torch: \'2.15\': expected "<" or ">=" and a release, such as "<2.15"',
         ),
         ("becos: a", "expected_failure: unknown key 'becos'; did you mean 'because'?"),

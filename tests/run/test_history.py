@@ -29,7 +29,7 @@ BROKEN = "HSDP ran as FSDP"
 
 def case(verdict: str, name: str = "hsdp", **more: Any) -> Outcome:
     cause = BROKEN if verdict == "FAIL" else ""
-    return Outcome(name, verdict, **({"cause": cause, "laws": {"loss": "PASS"}} | more))
+    return Outcome(name, verdict, **({"cause": cause, "checks": {"loss": "PASS"}} | more))
 
 
 def said(*runs: RecordedRun) -> list[tuple[str, str, bool, str, str]]:

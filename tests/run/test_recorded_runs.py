@@ -20,7 +20,7 @@ from harness.spec.case import Case
 
 CASES = [Case(name, "a test") for name in ("first", "second", "third")]
 PASSED, FAILED = (
-    Outcome("first", "PASS", 2, 1.5, laws={"loss": "PASS"}),
+    Outcome("first", "PASS", 2, 1.5, checks={"loss": "PASS"}),
     Outcome("second", "FAIL", report="FAIL second"),
 )
 

@@ -140,7 +140,7 @@ def test_a_checkpoint_is_kept_only_where_the_case_does_not_pass(tmp_path: Path) 
 def test_launches_that_resume_give_the_same_verdicts_and_cause_locally_through_torchrun_and_judged_again(
     tmp_path: Path,
 ) -> None:
-    """A fault that lets all ranks end well: each law that holds or is broken does so under either launcher."""
+    """A fault that lets all ranks end well: each check that passes or is broken does so under either launcher."""
     options = Options(out=tmp_path / "local", fault="optimizer_state_not_restored")
     local = run_case(case_of("resumed", **RESUMED), options)
     again = judge_folder(local.folder)

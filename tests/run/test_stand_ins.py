@@ -49,13 +49,13 @@ def judged(records: dict[int, RankRecord], dims: ParallelDims) -> tuple[dict[str
 
 
 @pytest.mark.parametrize("dims", [HSDP, ParallelDims(dp_shard=4), ParallelDims(dp_replicate=4)])
-def test_of_ranks_that_are_alike_one_is_read_and_every_law_that_passes_with_all_passes(dims: ParallelDims) -> None:
+def test_of_ranks_that_are_alike_one_is_read_and_every_check_that_passes_with_all_passes(dims: ParallelDims) -> None:
     records = records_of(dims)
     found, read = judged(records, dims)
     assert len(read) < len(records)
     assert {name for name, verdict in found.items() if verdict is Verdict.FAIL} == set()
-    for law in ("completed", "collective_order", "process_groups", "placements", "traffic"):
-        assert found[law] is Verdict.PASS
+    for check in ("completed", "collective_order", "process_groups", "placements", "traffic"):
+        assert found[check] is Verdict.PASS
 
 
 def test_ranks_stand_for_each_other_by_their_place_in_the_layout_and_not_by_their_number() -> None:
@@ -87,7 +87,7 @@ def with_twice_the_memory(evidence: RankEvidence) -> RankEvidence:
 
 @pytest.mark.parametrize("odd", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("change", "law"),
+    ("change", "check"),
     [
         (without_shards, "placements"),
         (in_no_group, "process_groups"),
@@ -95,11 +95,11 @@ def with_twice_the_memory(evidence: RankEvidence) -> RankEvidence:
         (with_twice_the_memory, "memory"),
     ],
 )
-def test_one_rank_that_is_unlike_the_others_breaks_its_law(change: Changed, law: str, odd: int) -> None:
+def test_one_rank_that_is_unlike_the_others_fails_its_check(change: Changed, check: str, odd: int) -> None:
     records = records_of(HSDP)
     records[odd] = replace(records[odd], evidence=change(records[odd].evidence))
     found, read = judged(records, HSDP)
-    assert odd in read and found[law] is Verdict.FAIL
+    assert odd in read and found[check] is Verdict.FAIL
 
 
 def test_a_rank_that_left_nothing_is_not_stood_for() -> None:

@@ -21,7 +21,7 @@ from harness.spec.features import Features
 from harness.spec.traits import TrainerTraits, settled
 
 ROOT_UNITS = TrainerTraits(fsdp_units="root")
-EXPECTED = ExpectedFailure(because="-", script="-", laws="-", named="-")
+EXPECTED = ExpectedFailure(because="-", script="-", checks="-", named="-")
 AVERAGE = Allowance("kept", "1 x parameters", "a moving average of the weights")
 
 

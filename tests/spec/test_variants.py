@@ -78,7 +78,7 @@ def test_a_reference_kept_in_one_folder_is_not_used_on_another_kind_of_cpu(monke
     assert reference_cache._reference_key(find_case("ddp_2", CASES)) != here
 
 
-def test_a_trainer_in_float32_keeps_all_laws_of_a_float64_case_that_is_turned(
+def test_a_trainer_in_float32_passes_all_checks_of_a_float64_case_that_is_turned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--trainer", OWN, "--out", str(tmp_path)]

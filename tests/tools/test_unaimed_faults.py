@@ -57,7 +57,7 @@ def test_the_cases_most_like_a_faults_own_are_tried_first() -> None:
 
 
 @pytest.mark.parametrize("verdict", [Verdict.FAIL, Verdict.UNKNOWN])
-def test_a_fault_is_noticed_on_the_first_case_whose_laws_do_not_hold(monkeypatch: Any, verdict: Verdict) -> None:
+def test_a_fault_is_noticed_on_the_first_case_whose_checks_do_not_hold(monkeypatch: Any, verdict: Verdict) -> None:
     monkeypatch.setattr(unaimed_faults, "run_case", broken_on("other", verdict))
     assert search(wrong, CASES, Options()) == Searched("wrong", "other", ("loss",), ("alike",), True)
 

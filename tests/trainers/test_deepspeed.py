@@ -110,7 +110,7 @@ def test_gradients_are_the_interval_of_the_vector_that_the_engine_says() -> None
 
 
 @pytest.mark.skipif(not THERE, reason="deepspeed is not installed")
-def test_zero2_of_the_real_one_meets_every_law(tmp_path: Path) -> None:
+def test_zero2_of_the_real_one_passes_every_check(tmp_path: Path) -> None:
     (wanted,) = (case for case in load_cases(CASES) if case.name == "zero2_2_accum")
     options = Options(out=tmp_path, trainer="deepspeed")
     assert run_case(in_dtype(wanted, "float32"), options).verdict is Verdict.PASS

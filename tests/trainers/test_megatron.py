@@ -140,7 +140,7 @@ def test_a_tensor_parallel_rank_lays_its_own_blocks_of_fused_weights_into_its_ve
 
 @pytest.mark.skipif(not THERE, reason="megatron-core is not installed")
 @pytest.mark.parametrize("name", ["zero1_2_tp_2", "zero1_2_pp_2_tp_2"])
-def test_the_distributed_optimizer_of_tensor_parallel_ranks_of_the_real_one_meets_every_law(
+def test_the_distributed_optimizer_of_tensor_parallel_ranks_of_the_real_one_passes_every_check(
     name: str, tmp_path: Path
 ) -> None:
     (wanted,) = (case for case in load_cases(CASES / "distributed_optimizer.yaml") if case.name == name)
@@ -149,7 +149,7 @@ def test_the_distributed_optimizer_of_tensor_parallel_ranks_of_the_real_one_meet
 
 @pytest.mark.skipif(not THERE, reason="megatron-core is not installed")
 @pytest.mark.parametrize("fault", [None, "parameters_not_gathered"])
-def test_parameters_gathered_in_the_next_forward_pass_of_the_real_one_meet_every_law_and_if_not_that_is_named(
+def test_parameters_gathered_in_the_next_forward_pass_of_the_real_one_pass_every_check_and_if_not_that_is_named(
     fault: str | None, tmp_path: Path
 ) -> None:
     overlapping = tmp_path / "overlapping.py"
@@ -168,7 +168,7 @@ def test_parameters_gathered_in_the_next_forward_pass_of_the_real_one_meet_every
 
 
 @pytest.mark.skipif(not THERE, reason="megatron-core is not installed")
-def test_stages_of_tensor_parallel_ranks_of_the_real_one_meet_every_law(tmp_path: Path) -> None:
+def test_stages_of_tensor_parallel_ranks_of_the_real_one_pass_every_check(tmp_path: Path) -> None:
     judged = run_case(find_case("pp_2_tp_2", load_all()), Options(out=tmp_path, trainer="megatron"))
     assert judged.verdict is Verdict.PASS
     (memory,) = (result for result in judged.results if result.check == "memory")

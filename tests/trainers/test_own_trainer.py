@@ -31,14 +31,14 @@ def case(dims: ParallelDims, **parts: object) -> Case:
     return Case("any", "a test", dims, **parts)  # type: ignore[arg-type]
 
 
-def test_a_trainer_from_a_file_keeps_all_laws_without_knowing_of_them(tmp_path: Path) -> None:
+def test_a_trainer_from_a_file_passes_all_checks_without_knowing_of_them(tmp_path: Path) -> None:
     judgement = run_case(find_case("ddp_2", load_all()), Options(out=tmp_path, trainer=trainers.spec(str(OWN), None)))
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
     assert judgement.folder == tmp_path / "ddp_2+own_trainer"
     assert command(judgement) == f"harness run ddp_2 --trainer {OWN}"
 
 
-def test_plain_attention_a_look_between_steps_and_declared_switches_break_no_law(tmp_path: Path) -> None:
+def test_plain_attention_a_look_between_steps_and_declared_switches_fail_no_check(tmp_path: Path) -> None:
     mine = str(OWN.with_name("plain_trainer.py"))
     judgement = run_case(find_case("ddp_2", load_all()), Options(out=tmp_path, trainer=mine))
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
@@ -59,7 +59,7 @@ def judged(name: str, habits: str, folder: Path) -> Judgement:
         "measures_each_microbatch",
     ],
 )
-def test_a_habit_of_real_trainers_breaks_no_law(tmp_path: Path, habits: str) -> None:
+def test_a_habit_of_real_trainers_fails_no_check(tmp_path: Path, habits: str) -> None:
     judgement = judged("ddp_2_accum", habits, tmp_path)
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
 
@@ -75,7 +75,7 @@ def test_a_habit_of_real_trainers_breaks_no_law(tmp_path: Path, habits: str) -> 
         ("fsdp_4_valid", "halved"),
     ],
 )
-def test_a_loss_in_chunks_whose_output_is_a_unit_of_its_own_breaks_no_law(tmp_path: Path, name: str, way: str) -> None:
+def test_a_loss_in_chunks_whose_output_is_a_unit_of_its_own_fails_no_check(tmp_path: Path, name: str, way: str) -> None:
     judgement = run_case(find_case(name, load_all()), Options(out=tmp_path, trainer=trainers.spec(str(CHUNKED), way)))
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
 
@@ -184,7 +184,7 @@ THERE = all(map(importlib.util.find_spec, ("deepspeed", "accelerate", "transform
 
 
 @pytest.mark.skipif(not THERE, reason="deepspeed, accelerate or transformers is not installed")
-def test_zero2_through_transformers_and_accelerate_meets_every_law(tmp_path: Path) -> None:
+def test_zero2_through_transformers_and_accelerate_passes_every_check(tmp_path: Path) -> None:
     cases = load_cases(Path(trainers.__file__).parent / "deepspeed" / "cases" / "zero.yaml")
     (wanted,) = (one for one in cases if one.name == "zero2_2_accum")
     judgement = run_case(in_dtype(wanted, "float32"), Options(out=tmp_path, trainer="transformers"))
@@ -216,6 +216,6 @@ def test_what_transformers_are_not_requested_has_a_reason(requested: Case, reaso
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 @pytest.mark.parametrize("name", ["ddp_2_accum", "fsdp_2", "hsdp_2x2", "fsdp_2_tied", "fsdp_4_uneven"])
-def test_transformers_keep_all_laws(tmp_path: Path, name: str) -> None:
+def test_transformers_pass_all_checks(tmp_path: Path, name: str) -> None:
     judgement = run_case(find_case(name, load_all()), Options(out=tmp_path, trainer="transformers"))
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis

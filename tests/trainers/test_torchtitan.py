@@ -221,7 +221,7 @@ def test_sequence_parallel_can_be_left_out_where_that_is_an_option(release: Path
     assert adapter.unsupported(whole) is None
     expected = adapter.traits(whole).expected_failure
     assert expected is not None
-    assert expected.laws == "traffic"
+    assert expected.checks == "traffic"
 
 
 def test_sgd_is_added_where_its_container_looks_optimizers_up(release: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_tied_weight_under_tp_fails_as_its_script_shows(release: Path) -> None
     adapter, tied = trainers.load(f"torchtitan@{release}"), ModelConfig(tied_embeddings=True)
     dims = (ParallelDims(tp=2), ParallelDims(dp_shard=2, tp=2))
     found = [adapter.traits(case(one, model=tied)).expected_failure for one in dims]
-    assert [one and one.laws for one in found] == ["memory placements", "memory placements reshard traffic"]
+    assert [one and one.checks for one in found] == ["memory placements", "memory placements reshard traffic"]
     assert adapter.traits(case(ParallelDims(dp_shard=2), model=tied)).expected_failure is None
 
 
@@ -295,7 +295,7 @@ def test_earlier_launches_have_its_choices_too(release: Path) -> None:
 def test_what_an_earlier_launch_gets_wrong_is_expected_of_the_whole_case(release: Path) -> None:
     saved = Saved(after=1, dims=ParallelDims(tp=2), features=Features(sequence_parallel=False))
     expected = trainers.load(f"torchtitan@{release}").traits(case(resume=(saved,))).expected_failure
-    assert expected and (expected.laws, expected.named) == ("traffic", "backward all_gather over tp")
+    assert expected and (expected.checks, expected.named) == ("traffic", "backward all_gather over tp")
 
 
 RESUMED = case(resume=(Saved(after=1, dims=FSDP, features=Features()),))

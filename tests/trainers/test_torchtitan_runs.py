@@ -23,7 +23,7 @@ HSDP_WORKS, HSDP_IS_FSDP = "db6b39acd", "9a4eebe1c^"
 @pytest.mark.parametrize(
     "name", ["fsdp_4", "hsdp_2x2", "fsdp_2_accum_no_defer", "fsdp_2_tp_2", "pp_2", "cp_2", "tp_2_to_fsdp_2"]
 )
-def test_the_installed_one_keeps_all_laws(tmp_path: Path, name: str) -> None:
+def test_the_installed_one_passes_all_checks(tmp_path: Path, name: str) -> None:
     judgement = run_case(find_case(name, load_all()), Options(out=tmp_path, trainer="torchtitan"))
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
 

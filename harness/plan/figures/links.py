@@ -17,7 +17,7 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """Of one rank in a step. counted: bytes of whole tensors, as laws count them; sent: over a ring. nodes: on how many of them
+    """One rank, one step. counted: bytes of whole tensors, as checks count them; sent: over a ring. nodes: on how many of them
     the rank's group lies."""
 
     axis: str

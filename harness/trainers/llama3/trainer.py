@@ -1,6 +1,6 @@
 """Start-up, the step, the loop.
 
-The law of the loss: the sum over all valid tokens of a step (every microbatch, every data-parallel rank) over their
+The check of the loss: the sum over all valid tokens of a step (every microbatch, every data-parallel rank) over their
 number. Averages of averages are something else as soon as ranks have uneven valid-token counts.
 """
 

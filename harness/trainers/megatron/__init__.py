@@ -180,7 +180,7 @@ def _obstacles_of_checkpoints(case: Case) -> Iterator[str]:
     if importlib.util.find_spec("psutil") is None:
         yield "checkpoints: psutil is not installed, without which Megatron's writers die and it waits for them for ever"
     if case.wrapper == "zero1":
-        yield "checkpoints with zero1: the state of a part of each parameter is compared by no law"
+        yield "checkpoints with zero1: the state of a part of each parameter is compared by no check"
     if case.training.optimizer != "adamw":
         yield f"checkpoints with optimizer {case.training.optimizer}: Megatron makes room for state that it reads of Adam alone"
 

@@ -10,16 +10,16 @@ from harness.trainers.torchtitan.eras import Era
 NO_SEQUENCE_PARALLEL = ExpectedFailure(
     because="torchtitan sums, scatters and gathers in each matmul of backward what one sum a crossing would do",
     script="upstream_bugs/torchtitan_tp_without_sequence_parallel.py",
-    laws="traffic",
+    checks="traffic",
     named="backward all_gather over tp",
 )
 TIED = ExpectedFailure(
     because="torchtitan unties the weight for tensor parallel, FSDP2 notes two of it, and it is tied again",
     script="upstream_bugs/torchtitan_tied_under_tp.py",
-    laws="memory placements",
+    checks="memory placements",
     named="fsdp2 units differ from those requested",
 )
-TIED_AND_SHARDED = dataclasses.replace(TIED, laws="memory placements reshard traffic")
+TIED_AND_SHARDED = dataclasses.replace(TIED, checks="memory placements reshard traffic")
 
 
 def expected_failure(case: Case, era: Era) -> ExpectedFailure | None:

@@ -1,4 +1,4 @@
-"""Laws of which digests tell enough."""
+"""Checks of which digests tell enough."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 from literal_recording import GATHER, SUM, hsdp, summary
 
 from harness.evidence.summary import Outside, Summary, Use
-from harness.judge.observed_laws import exchange, finite, observed_laws, replica_agreement, samples
+from harness.judge.observed_checks import exchange, finite, observed_checks, replica_agreement, samples
 from harness.judge.result import Verdict
 from harness.spec.dims import ParallelDims
 
@@ -134,7 +134,7 @@ def test_replicas_of_a_model_that_is_not_on_record_may_differ() -> None:
     alike = [hsdp(rank, left_out=left) for rank in range(4)]
     apart = [*alike[:3], hsdp(3, left_out=left, contents={1: 5})]
     for ranks, verdict in ((alike, Verdict.UNKNOWN), (apart, Verdict.FAIL)):
-        _, agreement, _, numbers = observed_laws(ranks, dims)
+        _, agreement, _, numbers = observed_checks(ranks, dims)
         assert (agreement.verdict, numbers.verdict) == (verdict, Verdict.UNKNOWN)
         assert numbers.note == f"not recorded: {left[0]}"
 
@@ -144,7 +144,7 @@ def test_where_the_recorder_itself_raised_what_is_wrong_is_told_and_nothing_pass
     ranks[3] = dataclasses.replace(
         ranks[3], failed=("the recorder itself raised KeyError()",), contents={1: 5}, shown=0
     )
-    found = observed_laws(ranks, ParallelDims(dp_replicate=2, dp_shard=2))
+    found = observed_checks(ranks, ParallelDims(dp_replicate=2, dp_shard=2))
     assert [one.verdict.name for one in found] == ["NOT_APPLICABLE", "FAIL", "UNKNOWN", "UNKNOWN"]
     assert found[2].note == "rank 3 is not recorded to its end: the recorder itself raised KeyError()"
 
@@ -180,7 +180,7 @@ def test_infinite_numbers_are_found_with_their_step() -> None:
 
 
 def test_ranks_that_claim_the_same_and_of_which_no_step_is_recorded_agree_on_nothing() -> None:
-    _, agreement, *_ = observed_laws([hsdp(rank, contents={0: rank % 2}) for rank in range(4)], ParallelDims(2, 2))
+    _, agreement, *_ = observed_checks([hsdp(rank, contents={0: rank % 2}) for rank in range(4)], ParallelDims(2, 2))
     assert (agreement.verdict, agreement.note) == (Verdict.UNKNOWN, "nothing was examined")
 
 

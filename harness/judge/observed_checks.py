@@ -1,4 +1,4 @@
-"""Laws that need only digests: they judge a recorded job without values and without a reference."""
+"""Checks that need only digests: they judge a recorded job without values and without a reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNREAD = (
 UNSTEPPED = "no parameter was read after a step: no step of an optimizer was over"
 
 
-def observed_laws(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[Result, ...]:
+def observed_checks(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[Result, ...]:
     partial, failed = not_recorded(summaries), recorder_failed(summaries)
     agreement, numbers = (
         as_far_as_seen(one, partial) for one in (replica_agreement(summaries, dims), finite(summaries))
@@ -48,7 +48,7 @@ def recorder_failed(summaries: Iterable[Summary]) -> str:
 
 
 def as_far_as_seen(result: Result, unseen: str) -> Result:
-    """A law that holds of what was seen may be broken by what was not."""
+    """A check that passes of what was seen may be broken by what was not."""
     if unseen and result.verdict is Verdict.PASS:
         return replace(result, verdict=Verdict.UNKNOWN, note=unseen)
     return result

@@ -1,6 +1,6 @@
-"""What the plugin does once a repository names its cases: which laws are collected, selected, run, and said at the end.
+"""What the plugin does once a repository names its cases: which checks are collected, selected, run, and said at the end.
 
-Under `pytest -n` all laws of a case go to one worker. Laws that do not apply to a case are counted, not reported: nothing was
+Under `pytest -n` all checks of a case go to one worker. Checks that do not apply to a case are only counted: nothing was
 looked at, and nothing was left out.
 """
 
@@ -17,7 +17,7 @@ from _pytest.runner import runtestprotocol
 from harness import trainers
 from harness.launch import default_server, resident_client
 from harness.launch.job import LONGEST
-from harness.plugin.items import MARK, CaseFile, Law, tier_mark
+from harness.plugin.items import MARK, CaseFile, Check, tier_mark
 from harness.run.options import Options
 from harness.spec.case import TIERS
 from harness.spec.usual_trainer import KEY, of_configuration, usual_trainer
@@ -25,7 +25,7 @@ from harness.spec.usual_trainer import KEY, of_configuration, usual_trainer
 NOT_APPLICABLE = "harness_not_applicable"
 
 
-class Laws:
+class Checks:
     """folders: those of the cases, absolute. Raises pytest.UsageError for what cannot be."""
 
     def __init__(self, config: pytest.Config, folders: Sequence[Path]) -> None:
@@ -38,9 +38,9 @@ class Laws:
                 raise pytest.UsageError(f"harness_cases: no folder {folder}; name one that has YAML files of cases")
         self.options = options_of(config)
         add_to_testpaths(config, folders)
-        config.addinivalue_line("markers", f"{MARK}: a law of a case, of whatever tier")
+        config.addinivalue_line("markers", f"{MARK}: a check of a case, of whatever tier")
         for tier in TIERS:
-            config.addinivalue_line("markers", f"{tier_mark(tier)}: a law of a case of tier {tier}")
+            config.addinivalue_line("markers", f"{tier_mark(tier)}: a check of a case of tier {tier}")
 
     # ---- collection
 
@@ -54,7 +54,7 @@ class Laws:
         named = set(re.findall(r"\w+", self.config.getoption("markexpr", "")))
         if named & {MARK, *map(tier_mark, TIERS)} or any(".yaml::" in argument for argument in self.config.args):
             return
-        left_out = [item for item in items if isinstance(item, Law) and item.parent.case.tier != "default"]
+        left_out = [item for item in items if isinstance(item, Check) and item.parent.case.tier != "default"]
         self.config.hook.pytest_deselected(items=left_out)
         gone = set(left_out)
         items[:] = [item for item in items if item not in gone]
@@ -62,12 +62,12 @@ class Laws:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """The rank server needs 3 s to start; other tests may run meanwhile."""
         local = self.options.launcher == "local" and not self.config.getoption("collectonly")
-        if local and not session.testsfailed and any(isinstance(item, Law) for item in session.items):
+        if local and not session.testsfailed and any(isinstance(item, Check) for item in session.items):
             default_server(trainers.load(self.options.trainer).preload, device=self.options.device)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        """`pytest -n`: all laws of a case on one worker, as they share a run; every other test wherever there is room."""
+        """`pytest -n`: all checks of a case on one worker, as they share a run; every other test wherever there is room."""
         from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
         class ByCase(LoadScopeScheduling):
@@ -80,8 +80,8 @@ class Laws:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        """As pytest does it, but the reports are held back until it is known whether the law applies."""
-        if not isinstance(item, Law) or self.config.getoption("--harness-not-applicable"):
+        """As pytest does it, but the reports are held back until it is known whether the check applies."""
+        if not isinstance(item, Check) or self.config.getoption("--harness-not-applicable"):
             return None
         runs_now = item.parent.outcome is None
         if runs_now:
@@ -120,14 +120,14 @@ class Laws:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.not_applicable:
-            laws, cases = len(self.not_applicable), len({name.rpartition("::")[0] for name in self.not_applicable})
+            checks, cases = len(self.not_applicable), len({name.rpartition("::")[0] for name in self.not_applicable})
             terminalreporter.write_line(
-                f"{laws} law{'s' * (laws > 1)} in {cases} case{'s' * (cases > 1)} did not apply and were not judged: "
+                f"{checks} check{'s' * (checks > 1)} in {cases} case{'s' * (cases > 1)} did not apply and were not judged: "
                 "--harness-not-applicable shows each, with its reason"
             )
         if self._nothing_judged():
             terminalreporter.write_line(
-                "nothing was judged: all laws of all cases skipped or not applicable, which is not a pass", red=True
+                "nothing was judged: all checks of all cases skipped or not applicable, which is not a pass", red=True
             )
 
     def _nothing_judged(self) -> bool:
