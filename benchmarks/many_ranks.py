@@ -20,7 +20,8 @@ from pathlib import Path
 from harness.cli.show import shown
 from harness.evidence.keys import number, ranks_key
 from harness.evidence.recording import Fed, RankRecord, RecordedStep, head, packed, record_file, save_record
-from harness.evidence.records import Collective, Group, RankEvidence, StepEvidence, TensorEvidence, Wrapper
+from harness.evidence.records import Collective, Group, RankEvidence, TensorEvidence, Wrapper
+from harness.evidence.step import StepEvidence
 from harness.evidence.store import without_values
 from harness.evidence.summary import Summary, summary_of
 from harness.plan.grid import coordinate, rank_grid
@@ -168,7 +169,7 @@ def main() -> None:
 
 def read(folder: Path, text: str | None) -> None:
     began, cpu = time.monotonic(), time.process_time()
-    code = shown(folder, text)
+    code = shown(argparse.Namespace(json=False), folder, text)
     took, memory = time.process_time() - cpu, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"exit code {code}: {took:.1f} s of CPU, {time.monotonic() - began:.1f} s in all; {memory:.0f} MiB at most")
 

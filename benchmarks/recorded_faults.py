@@ -21,15 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from harness.checks import OF_RECORDED
+from harness.checks import judging
+from harness.evidence.provided import RECORDED
 from harness.evidence.recording import Fed, RankRecord, RecordedStep
-from harness.evidence.records import Activity, Microbatch, RankEvidence, Run, StepEvidence
+from harness.evidence.records import RankEvidence, Run
+from harness.evidence.step import Activity, Microbatch, StepEvidence
 from harness.evidence.store import EvidenceError, load_run, without_values
 from harness.evidence.summary import summary_of
 from harness.faults.attempt import Attempt, accepted
 from harness.judge.result import Verdict
 from harness.judge.stored_recording import Recording
 from harness.judge.stored_trial import load_case
+from harness.report.cause_text import diagnosis_line
 from harness.report.recording_odd import odd
 from harness.report.recording_page import costs
 from harness.run.recorded_layout import judged_by
@@ -114,7 +117,7 @@ def noticed(folder: Path) -> Noticed:
     unknown = tuple(r.check for r in results if r.verdict is Verdict.UNKNOWN)
     labels = [label for label, _ in [*odd(recording), *costs(summaries)]]
     said = said_of(folder.name, results, diagnosis, labels)
-    return Noticed(tuple(dict.fromkeys([*broken, *labels])), unknown, diagnosis.cause if diagnosis else "", said)
+    return Noticed(tuple(dict.fromkeys([*broken, *labels])), unknown, diagnosis_line(diagnosis), said)
 
 
 def main() -> None:
@@ -173,8 +176,11 @@ def _of_faulty(folder: Path, attempt: Attempt, said: list[dict[str, Any]]) -> st
     return word
 
 
+STRUCTURE = RECORDED.without(("contents", "samples", "uses"), "no structure")
+
+
 def _word(found: Noticed, attempt: Attempt) -> str:
-    structural = bool({*OF_RECORDED} & {*attempt.broken})
+    structural = bool(judging(STRUCTURE) & {*attempt.broken})
     if not found.broken:
         return ("unread" if "completed" in found.unknown else "missed") if structural else "neither"
     if not structural:

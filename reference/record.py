@@ -54,6 +54,7 @@ class ReferenceRun:
     samples: sample ids of each step, in order, [steps][global_batch]. tokens, labels: int64 [distinct samples, seq_len]
     in the order of sample_ids. noise: where it was measured, by the dtype in which gradients are reduced.
     inputs: of step 1, the mean square of what goes into each module, in the order of the forward pass.
+    rows: by fqn, int64 [rows], the row of the model's parameter that is stored there; all others are in the model's order.
     """
 
     weights: dict[str, np.ndarray]
@@ -65,3 +66,4 @@ class ReferenceRun:
     environment: dict[str, str] = field(default_factory=dict)
     noise: dict[str, Noise] = field(default_factory=dict)
     inputs: dict[str, float] = field(default_factory=dict)
+    rows: dict[str, np.ndarray] = field(default_factory=dict)

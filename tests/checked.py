@@ -13,8 +13,30 @@ from literal import (
 
 from harness.diagnosis import diagnose
 from harness.judge import tolerance
-from harness.judge.result import Finding, Verdict
+from harness.judge.finding import Finding, Value
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+
+
+class like:
+    """Equals a finding with these fields, whatever it has in others; launch, step and name that are not said are none."""
+
+    def __init__(
+        self, ranks: int | tuple[int, ...], expected: Value | object, observed: Value | object, **fields: Any
+    ) -> None:
+        nothing: dict[str, Any] = {"launch": "", "step": None, "name": ""}
+        ranks = (ranks,) if isinstance(ranks, int) else ranks
+        self.fields = nothing | {"ranks": ranks, "expected": expected, "observed": observed} | fields
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Finding) and all(getattr(other, key) == one for key, one in self.fields.items())
+
+    def __hash__(self) -> int:
+        return hash(self.fields["ranks"])
+
+    def __repr__(self) -> str:
+        return f"like({', '.join(f'{key}={one!r}' for key, one in self.fields.items())})"
+
 
 EMBEDDING, NORM, WQ = "tok_embeddings.weight", "norm.weight", "layers.0.attention.wq.weight"
 
@@ -34,6 +56,12 @@ def with_loss(trial, rank: int, step: int, change):
     microbatches = trial.ranks[rank].steps[step - 1].microbatches
     changed = tuple(replace(m, loss_sum=change(m.loss_sum)) for m in microbatches)
     return with_step(trial, rank, step, microbatches=changed)
+
+
+def where(finding: Finding) -> tuple[object, ...]:
+    """Rank or ranks, step if it is of one, and what it is about."""
+    place = finding.ranks[0] if len(finding.ranks) == 1 else finding.ranks
+    return tuple(one for one in (place, finding.step, finding.name or finding.quantity) if one not in (None, (), ""))
 
 
 def found(trial: Trial) -> list[Finding]:

@@ -28,9 +28,11 @@ from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.costs import STRUCTURE
 from harness.diagnosis.hypothesis import Fact, Facts, Suspects
-from harness.judge.result import Finding, Result, Verdict
+from harness.judge.finding import Finding
+from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig
+from harness.report.cause_text import cause_line, diagnosis_line, evidence_rows
 from harness.spec.dims import ParallelDims
 
 PAGE = (Path(__file__).parents[1] / "docs" / "causes.md").read_text(encoding="utf-8")
@@ -48,7 +50,7 @@ def diagnosis_text(trial: Trial) -> str:
     found = diagnose(trial, judge(trial))
     assert cause_of(found) and found is not None
     assert all(is_listed(kind) for kind in found.kinds), found.kinds
-    return "\n".join([found.cause, *(f"  {label}: {text}" for label, text in found.evidence)])
+    return "\n".join([diagnosis_line(found), *(f"  {label}: {text}" for label, text in evidence_rows(found.evidence))])
 
 
 def first_line(trial: Trial) -> str:
@@ -138,8 +140,13 @@ def in_noise(trial: Trial) -> Trial:
     return trial
 
 
+def here(check: str) -> tuple[str, Finding]:
+    """The first finding of a broken check, as a line of evidence."""
+    return check, Finding(check=check, name="here", expected="this", observed="that")
+
+
 def broken(*checks: str) -> dict[str, Result]:
-    return {check: Result(check, Verdict.FAIL, 1, (Finding("here", "this", "that"),)) for check in checks}
+    return {check: Result(check, Verdict.FAIL, 1, (here(check)[1],)) for check in checks}
 
 
 def seen(facts: Facts, trial: Trial, *checks: str) -> Fact | None:
@@ -157,14 +164,14 @@ def is_listed(kind: str) -> bool:
 
 def seen_text(facts: Facts, trial: Trial, *checks: str) -> str:
     found = seen(facts, trial, *checks)
-    return found.cause.text if found else ""
+    return cause_line(found.cause) if found else ""
 
 
 def proposed(suspects: Suspects, trial: Trial, *checks: str) -> list[str]:
     """What hypotheses say that are put to the test where these checks fail."""
     found = list(suspects(trial, broken(*checks)))
     assert all(is_listed(one.cause.kind) for one in found), found
-    return [one.cause.text for one in found]
+    return [cause_line(one.cause) for one in found]
 
 
 def gradients_of(trial: Trial) -> dict[str, np.ndarray]:

@@ -25,13 +25,14 @@ from harness.evidence.records import (
     Run,
 )
 from harness.judge import golden
-from harness.judge.order import as_planned, flattened_reference
+from harness.judge.measured import measured
+from harness.judge.order import flattened, flattened_reference
 from harness.judge.result import Diagnosis, Result
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
 from harness.plan.make_plan import make_plan
-from harness.plan.observed_units import observed_units
 from harness.reference.config import ModelConfig, TrainingConfig
+from harness.report.cause_text import diagnosis_line, evidence_rows
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
@@ -82,9 +83,9 @@ def trial_of(requested: Case, ran: Case | None = None, *, traits: TrainerTraits 
     run = Run("run", world, exits, ranks, checkpoint=checkpoint_of(ran, reference))
     repeat = run if requested.runs > 1 else None
     saved = tuple(trial_of(launch, traits=traits) for launch in requested.launches.values() if launch is not requested)
-    plan = make_plan(requested, traits, observed_units(requested, traits, ranks))
+    plan = make_plan(requested, measured(requested, traits, run))
     trial = Trial(requested, plan, run, reference, repeat, golden.from_reference(reference), saved=saved)
-    return as_planned(trial)
+    return flattened(trial)
 
 
 # ---- what is said of it
@@ -100,12 +101,22 @@ def cause_of(found: Diagnosis | None) -> str:
     """The first line. What stands below it begins with a check's name or one of a few words, and is there."""
     assert found is not None, "no check fails"
     known = {*all_checks(), *WORDS, *(f"rank {rank}" for rank in range(16))}
-    below = [label for label, text in found.evidence if label in (*known, "assuming this") and text]
+    below = [label for label, text in evidence_rows(found.evidence) if label in (*known, "assuming this") and text]
     rest = {label for label, _ in found.evidence if label not in known}
-    proven = {"assuming this", "or else", "tried", "not explained", "not tried", "tested", "not tested"}
+    proven = {
+        "assuming this",
+        "or else",
+        "and",
+        "tried",
+        "not explained",
+        "still failing",
+        "not tried",
+        "tested",
+        "not tested",
+    }
     assert rest <= {
         "",
-        "also broken",
+        "also failing",
         "also seen",
         "if intended",
         "groups",
@@ -115,9 +126,9 @@ def cause_of(found: Diagnosis | None) -> str:
         "not seen",
         *proven,
     }, rest
-    plain = found.cause.partition(":")[0] in known  # no rule knows it
-    assert below or plain or re.search(ALL_IN_ONE_LINE, found.cause), found.cause
-    return found.cause
+    plain = any(one.finding is not None for one in found.causes)  # says where, expected and observed itself
+    assert below or plain or re.search(ALL_IN_ONE_LINE, diagnosis_line(found)), diagnosis_line(found)
+    return diagnosis_line(found)
 
 
 # ---- altering one thing

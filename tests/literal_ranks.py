@@ -11,21 +11,8 @@ import numpy as np
 from literal_reference import sample_loss
 
 from harness.evidence.checkpoint_index import Checkpoint, SavedTensor
-from harness.evidence.records import (
-    Activity,
-    AfterForward,
-    Attention,
-    Call,
-    Collective,
-    Group,
-    Matmul,
-    Microbatch,
-    RankEvidence,
-    Resumed,
-    StepEvidence,
-    TensorEvidence,
-    Wrapper,
-)
+from harness.evidence.records import Collective, Group, RankEvidence, Resumed, TensorEvidence, Wrapper
+from harness.evidence.step import Activity, AfterForward, Attention, Call, Matmul, Microbatch, StepEvidence
 from harness.plan.make_plan import make_plan
 from harness.plan.slices import tp_dim
 from harness.plan.stages import positions as positions_of
@@ -119,7 +106,7 @@ def _structure(case: Case, rank: int) -> dict[str, Wrapper]:
     axes = {"dp_replicate": "replicate_ranks", plan.shard_axis: "shard_ranks"}
     used = {key: plan.group_of(rank, axis) for axis, key in axes.items() if axis in plan.groups}
     wrapper = Wrapper(case.wrapper, cpu_offload=case.features.cpu_offload, **used)
-    ways = {fqn: unit.degree for unit in units_of_rank(case, APART, rank, None) for fqn in unit.parameters}
+    ways = {fqn: unit.degree for unit in units_of_rank(case, APART, rank) for fqn in unit.parameters}
     units = {
         ",".join(unit): replace(wrapper, parameters=unit, ranks_after_forward=ways[unit[0]])
         for unit in plan.units[rank]

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from harness.checks import all_checks, run_check
 from harness.evidence.summary import Outside, Summary, Use
+from harness.judge.recorded import trial_of
+from harness.judge.result import Result
+from harness.judge.stored_recording import Recording
+from harness.spec.dims import ParallelDims
 
 GATHER = ("all_gather", "forward", "float32", 3, 1000)
 SUM = ("all_reduce", "backward", "float32", 1, 250)
@@ -72,3 +79,10 @@ def hsdp(rank: int, **changes: Any) -> Summary:
     uses = (Use(shard, *GATHER), Use(replicate, *SUM))
     plain = {"roles": roles, "uses": uses, "slices": 1 + rank % 2, "contents": {1: 10 + rank % 2}}
     return summary(rank, **plain | changes)
+
+
+def judged_of(check: str, summaries: Sequence[Summary], dims: ParallelDims) -> Result:
+    """What a check says of these ranks, and of none besides them, by this layout."""
+    recording = Recording(Path("r"), {one.rank: one for one in summaries}, requested=dims.world_size)
+    trial = trial_of({}, dims, "r", dims.world_size, recording=recording)
+    return run_check(check, all_checks()[check].check, trial)

@@ -157,14 +157,21 @@ def test_one_check_of_one_case_runs_that_case_only(in_project: Pytest, tmp_path:
 def test_a_check_that_is_broken_says_so_without_a_traceback(in_project: Pytest, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(FATAL)
     (tmp_path / "breaking.py").write_text(BREAKING)
-    arguments = ("-p", "breaking", "-k", "pair and (completed or gradients)", "--harness-timeout", "77")
+    arguments = (
+        "-p",
+        "breaking",
+        "-k",
+        "pair and (completed or update)",
+        "--harness-timeout",
+        "77",
+    )
     done = in_project(*arguments, PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert done.returncode == 1, cause(done)
     assert (
         len(re.findall(r"^ranks \[0,1\] raised: .*on purpose", done.stdout, re.MULTILINE)) == 2
     )  # each check's account
     assert len(re.findall(r"^FAILED cases/some.yaml::pair::\w+ - ranks \[", done.stdout, re.MULTILINE)) == 2
-    assert "gradients UNKNOWN: no evidence from 2 ranks" in done.stdout  # unknown fails too
+    assert "update UNKNOWN: no evidence from 2 ranks" in done.stdout  # unknown fails too
     assert "again             pytest -k pair" in done.stdout
     assert "excinfo" not in done.stdout and "def runtest" not in done.stdout
     assert "2 failed" in done.stdout

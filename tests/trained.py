@@ -21,6 +21,7 @@ from harness.reference.altered import Alter
 from harness.reference.counterfactual import Batch, Bench, Otherwise, retrain
 from harness.reference.record import ReferenceRun
 from harness.reference.train import train
+from harness.report.cause_text import evidence_rows
 from harness.spec.case import Case
 
 MODEL = replace(TINY, dim=16, n_heads=4, n_kv_heads=2, vocab_size=32, ffn_dim=16)
@@ -86,7 +87,7 @@ def diagnosed(trial: Trial) -> Diagnosis:
 def proven(trial: Trial) -> tuple[str, str]:
     """The kinds of causes, and how many checks pass under them."""
     found = diagnosed(trial)
-    return ", ".join(found.kinds), dict(found.evidence).get("assuming this", "")
+    return ", ".join(found.kinds), dict(evidence_rows(found.evidence)).get("assuming this", "")
 
 
 def with_inputs(trial: Trial, alter: Alter) -> Trial:

@@ -13,6 +13,7 @@ from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.faults.attempt import accepted
 from harness.judge.stored_trial import load_trial
+from harness.report.cause_text import diagnosis_line
 
 
 def main() -> int:
@@ -32,7 +33,7 @@ def main() -> int:
         began = time.monotonic()
         found = diagnose(trial, results)
         seconds = time.monotonic() - began
-        now = found.cause if found else ""
+        now = diagnosis_line(found)
         changed += now != before.get(fault, "")
         if args.all or args.whole or now != before.get(fault, ""):
             broken = " ".join(result.check for result in results if result.verdict == "FAIL")

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import trainers
-from harness.evidence.records import Collective, RankEvidence, Run, StepEvidence
+from harness.evidence.records import Collective, RankEvidence, Run
+from harness.evidence.step import StepEvidence
 from harness.evidence.store import CASE_FILE, load_run
 from harness.preflight.launches import fly
 from harness.run.options import Options

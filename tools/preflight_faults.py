@@ -16,12 +16,14 @@ import sys
 from pathlib import Path
 
 from harness import trainers
-from harness.checks import OF_ALONE
+from harness.checks import judging
+from harness.evidence.provided import ALONE
 from harness.faults import Fault, all_faults
 from harness.judge.result import Verdict
 from harness.preflight.judging import judged
 from harness.preflight.launches import fly
 from harness.reference.config import ModelConfig
+from harness.report.cause_text import diagnosis_line
 from harness.run.selection import holds
 from harness.spec.case import Case
 from harness.spec.loading import find_case, load_all
@@ -40,7 +42,7 @@ def widened(case: Case, ranks: int) -> Case:
 
 
 def structural(fault: Fault) -> list[str]:
-    return [check for check in fault.caught_by if check in OF_ALONE and check != "completed"]
+    return [check for check in fault.caught_by if check in judging(ALONE) and check != "completed"]
 
 
 def tried(fault: Fault, case: Case, folder: Path) -> dict[str, str]:
@@ -65,7 +67,7 @@ def tried(fault: Fault, case: Case, folder: Path) -> dict[str, str]:
         "broken": " ".join(broken),
         "expected": " ".join(structural(fault)),
         "named": "as in the matrix" if fault.named in kinds else ", ".join(kinds),
-        "first line": verdicts.diagnosis.cause if verdicts.diagnosis else "",
+        "first line": diagnosis_line(verdicts.diagnosis),
         "seconds": f"{flown.seconds:.0f}",
     }
 

@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import itertools
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "safeguard"
+CATALOGUE = ROOT / "harness" / "faults"
 FILES = CASES, FAULTS, HABITS, RECORDED = ("cases", "faults", "recorded_habits", "recorded_faults")
 COMPACT = ("PASS", "NOT APPLICABLE", "UNKNOWN")  # all in a line
 VERDICTS = (*COMPACT, "FAIL")
@@ -61,32 +61,13 @@ Table = dict[str, Entry]
 
 
 def places(findings: Iterable[Mapping[str, Any]]) -> str:
-    """Where findings are: ranks, steps and parameters, by their fields where these are set, else by the text of the place."""
-    ranks, steps, names = set[int](), set[int](), set[str]()
-    for one in findings:
-        where = one["where"]
-        if one["rank"] is None:
-            ranks |= {int(text) for text in re.findall(r"\brank (\d+)", where)}
-            ranks |= {rank for text in re.findall(r"\[([\d,.-]+)\]", where) for rank in ranks_of(text)}
-        else:
-            ranks.add(one["rank"])
-        found = re.findall(r"\bstep (\d+)", where) if one["step"] is None else [one["step"]]
-        steps |= {int(step) for step in found}
-        name = (one["name"] or where).replace(
-            "optimizer.state.", ""
-        )  # as a checkpoint calls what belongs to a parameter
-        names |= {*re.findall(r"[A-Za-z_][\w.]*\.(?:weight|bias)\b", name)}
+    """Where findings are: their ranks, steps and parameters."""
+    findings = list(findings)
+    ranks = {rank for one in findings for rank in one.get("ranks", one.get("group", ()))}
+    steps = {one["step"] for one in findings if "step" in one}
+    names = {one["name"] for one in findings if one.get("kind") == "parameter"}
     parts = [f"ranks {ranges(ranks)}" * bool(ranks), f"steps {ranges(steps)}" * bool(steps), some(sorted(names))]
     return "; ".join(filter(None, parts))
-
-
-def ranks_of(text: str) -> list[int]:
-    """Of 0-3, of 0,2 and of 0,8,..,1016."""
-    if ",..," in text:
-        first, second, last = map(int, text.replace("..,", "").split(","))
-        return [*range(first, last + 1, second - first)]
-    ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
-    return [number for first, *last in ends for number in range(first, (last or [first])[0] + 1)]
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -103,9 +84,12 @@ def some(names: Sequence[str]) -> str:
 
 def entry_of(said: Mapping[str, Any], tier: str = "") -> Entry:
     """said: a verdict.json, or one of a list of recordings."""
-    about = {"causes": ", ".join(said["kinds"]), "odd": ", ".join(said.get("odd", ())), "tier": tier}
+    kinds = [cause["kind"] for cause in (said.get("diagnosis") or {}).get("causes", ())]
+    about = {"causes": ", ".join(kinds), "odd": ", ".join(said.get("odd", ())), "tier": tier}
     checks = {
-        one["check"]: Said(one["verdict"], one["examined"], len(one["findings"]), places(one["findings"]))
+        one["check"]: Said(
+            one["verdict"], one["examined"], len(one.get("findings", ())), places(one.get("findings", ()))
+        )
         for one in said["results"]
     }
     return Entry(said["verdict"], {name: text for name, text in about.items() if text}, checks)
@@ -116,7 +100,9 @@ def stored(out: Path) -> dict[str, Table]:
     found: dict[str, Table] = {name: {} for name in FILES}
     for path in sorted(out.glob("*/verdict.json")):
         said, folder = read(path), path.parent
-        fault = (said["fault"] or "").rpartition(":")[2]
+        file, _, fault = (said.get("fault") or "").rpartition(":")
+        if (file and not Path(file).is_relative_to(CATALOGUE)) or said.get("fired") is False:
+            continue  # a fault of somebody's own, or one that did not run
         if folder.name == "+".join(filter(None, (said["case"], fault))):
             tier = "" if fault else read(folder / "case.json")["tier"].removeprefix("default")
             found[FAULTS if fault else CASES][folder.name] = entry_of(said, tier)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from harness.judge.result import Diagnosis, Result
+from harness.report.as_data import as_data
 from harness.report.recording_layout import verdict_of_all
 
 
@@ -15,7 +15,7 @@ def said_of(name: str, results: Sequence[Result], diagnosis: Diagnosis | None, o
     return {
         "name": name,
         "verdict": verdict_of_all(results),
-        "kinds": diagnosis.kinds if diagnosis else (),
-        "results": [dataclasses.asdict(one) for one in results],
+        "diagnosis": as_data(diagnosis),
+        "results": as_data(results),
         "odd": list(dict.fromkeys(odd)),
     }

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness import ROOT
+from harness.checks import all_checks, statement
 from harness.evidence.store import write_text
 from harness.faults import Fault, all_faults
 from harness.faults.attempt import ACCEPTED, Attempt, accepted, from_json, to_json
@@ -50,8 +51,14 @@ def covered(page: str) -> str:
     return with_part(page, "covered", options_table(load_all()))
 
 
+def checks(page: str) -> str:
+    rows = [f"| `{name}` | {statement(name)} |" for name in all_checks()]
+    return with_part(page, "checks", "\n".join(["| check | states |", "|---|---|", *rows]))
+
+
 PARTS: dict[Path, Callable[[str], str]] = {
     ROOT / "README.md": methods,
+    ROOT / "docs" / "checks.md": checks,
     ROOT / "docs" / "faults.md": default_tier,
     ROOT / "docs" / "coverage.md": covered,
 }

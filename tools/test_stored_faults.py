@@ -15,6 +15,7 @@ from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.faults.attempt import accepted
 from harness.judge.stored_trial import load_trial
+from harness.report.cause_text import diagnosis_line
 
 OUT = Path(os.environ["FAULTS_OUT"])
 NAMED = {one.fault: one for one in accepted(OUT / "faults.json") if one.cause and " raised: " not in one.cause}
@@ -32,5 +33,5 @@ def judged(folder: Path) -> Any:
 def test_a_stored_run_with_a_fault_is_named_as_before(folder: Path) -> None:
     found, before = diagnose(*judged(folder)), NAMED[folder.name.partition("+")[2]]
     assert found is not None
-    assert (found.cause, found.kinds) == (before.cause, before.kinds)
+    assert (diagnosis_line(found), found.kinds) == (before.cause, before.kinds)
     assert UNALTERED.setdefault(folder.name, found.evidence) == found.evidence

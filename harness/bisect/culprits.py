@@ -15,7 +15,7 @@ from pathlib import Path
 from harness.bisect import BisectError, commits
 from harness.bisect.search import Found, Tell
 from harness.bisect.side_by_side import bisect_report
-from harness.run.changes import Change, State, differs, state
+from harness.run.changes import Change, State, differs, differs_text, state
 from harness.run.history import Night
 from harness.run.history_text import Told
 from harness.run.matrix import PROBLEMS, unexpected
@@ -123,9 +123,7 @@ def not_to_search(one: Wanted, where: Where) -> str:
     if not good or not bad:
         return "the commit of one of the two nights is not known"
     if good == bad:
-        return (
-            f"both nights are of commit {good}; changed besides: {_besides_commits(one) or 'nothing that is recorded'}"
-        )
+        return f"both nights are of commit {good}; changed besides: {_besides_commits(one)}"
     if dirty := [commit for commit in (good, bad) if commit.endswith("-dirty")]:
         return f"{dirty[0]}: sources were changed since the commit, nobody knows to what"
     if where.repo is None:
@@ -136,15 +134,15 @@ def not_to_search(one: Wanted, where: Where) -> str:
 
 
 def _besides_commits(one: Wanted) -> str:
-    parts = differs(one.good, one.bad).split("; ")
-    return "; ".join(part for part in parts if not part.startswith(("commit ", "nothing", "trainer ")))
+    pairs = differs(one.good, one.bad)
+    return differs_text({name: pair for name, pair in pairs.items() if name not in ("commit", "trainer")})
 
 
 def _tried(one: Wanted, where: Where, before: Sequence[Culprit]) -> Found | None:
     """A commit that broke or fixed others between the same nights, if it is this one's too."""
     good, bad = one.commits
     known = [found for found in before if found.name and (found.good, found.bad, found.fixed) == (good, bad, one.fixed)]
-    for pair in dict.fromkeys((found.before.split()[0], found.name.split()[0]) for found in known):
+    for pair in dict.fromkeys((found.before_commit, found.commit) for found in known):
         earlier, later = pair
         try:
             found = _search(one, where, *((later, earlier) if one.fixed else (earlier, later)))
@@ -167,7 +165,14 @@ def _told(empty: Culprit, found: Found) -> Culprit:
         problem = "the later night is of an earlier commit, or of one on another branch"
         return dataclasses.replace(empty, problem=problem, report=report)
     if found.first and found.before:
-        return dataclasses.replace(empty, name=found.first.name, before=found.before.name, report=report)
+        return dataclasses.replace(
+            empty,
+            name=found.first.name,
+            commit=found.first.label,
+            before=found.before.name,
+            before_commit=found.before.label,
+            report=report,
+        )
     if found.unfinished:
         problem = f"time was up: {found.unfinished}, it is one of them"
     else:

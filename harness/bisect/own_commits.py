@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from harness.evidence.reading import read_json
 from harness.judge.judgement import Judgement
@@ -47,8 +48,14 @@ def _typed(case: Case, options: Options) -> list[str]:
     return [word for key, value in given.items() for word in (f"--{key}", value)]
 
 
-def _judgement(case: Case, folder: Path, said: dict[str, object], seconds: float) -> Judgement:
-    rows = said["results"]
-    assert isinstance(rows, list)
-    results = tuple(Result(row["check"], Verdict(row["verdict"]), row["examined"], note=row["note"]) for row in rows)
-    return Judgement(case, folder, results, one_cause(str(said["cause"])) if said["cause"] else None, seconds)
+def _judgement(case: Case, folder: Path, said: dict[str, Any], seconds: float) -> Judgement:
+    """Raises Unsupported."""
+    try:
+        results = tuple(
+            Result(row["check"], Verdict(row["verdict"]), row["examined"], note=row.get("note", ""))
+            for row in said["results"]
+        )
+    except (KeyError, ValueError) as error:
+        raise Unsupported(f"its verdict is written otherwise than today ({error!r})") from error
+    cause = one_cause(str(said["cause"])) if said.get("cause") else None
+    return Judgement(case, folder, results, cause, seconds)

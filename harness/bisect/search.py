@@ -12,6 +12,7 @@ from typing import Protocol
 from harness.bisect import BisectError
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
+from harness.report.cause_text import diagnosis_line
 from harness.run.rank_main import started_file
 from harness.spec.case import Case
 
@@ -37,10 +38,8 @@ class Judged:
     note: str = ""
     """How it was judged, if not as the others."""
 
-    @property
-    def raised(self) -> str:
-        """By a case that does not come to its first step, whichever of its ranks did."""
-        return self.problem.partition(" raised: ")[2] if any(check == START for _, check in self.broken) else ""
+    raised: str = ""
+    """By a case that does not come to its first step: what ended its first rank that is to blame."""
 
     @property
     def label(self) -> str:
@@ -113,12 +112,13 @@ def relative(found: Judged, good: Judged, bad: Judged) -> Judged:
 
 def read(found: Judged, case: Case, folder: Path, judgement: Judgement) -> Judged:
     """With what was judged of this case, whose evidence lies in folder."""
-    cause = judgement.diagnosis.cause if judgement.diagnosis else ""
+    cause = diagnosis_line(judgement.diagnosis)
     found = dataclasses.replace(found, note=judgement.made.get("adapter", found.note))
     if not set_up(folder / "run", case):
         return dataclasses.replace(
             found,
             problem=f"{case.name}, before its first step: {cause}",
+            raised=_raised(judgement) or cause,
             broken=found.broken | {(case.name, START)},
             causes=found.causes | {case.name: cause},
             folders=found.folders | {case.name: folder},
@@ -129,6 +129,12 @@ def read(found: Judged, case: Case, folder: Path, judgement: Judgement) -> Judge
     folders = found.folders | {case.name: folder}
     causes = found.causes | ({case.name: cause} if broken else {})
     return dataclasses.replace(found, broken=found.broken | broken, causes=causes, folders=folders)
+
+
+def _raised(judgement: Judgement) -> str:
+    """Return the error of the first rank that is to blame."""
+    ended = (one for result in judgement.results if result.check == "completed" for one in result.findings)
+    return next((str(one.observed).partition("\n")[0] for one in ended if one.kind == "process"), "")
 
 
 def set_up(folder: Path, case: Case) -> bool:

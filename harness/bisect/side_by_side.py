@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from harness.bisect.search import Found, Judged
 from harness.evidence.store import EvidenceError
@@ -14,6 +16,30 @@ from harness.judge.stored_trial import load_trial
 from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
 from harness.plan.slices import slice_text
+
+
+def bisect_data(found: Found) -> dict[str, Any]:
+    """Return what was judged, and of what was found what was seen on both sides."""
+    data = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    seen = [_seen(case, found.before, found.first) for case in _shown_cases(found)] if found.before else []
+    return data | {"side_by_side": seen}
+
+
+def _seen(case: str, before: Judged, first: Judged | None) -> dict[str, Any]:
+    sides = {"before": before, "first": first}
+    try:
+        return {"case": case} | {name: facts(load_trial(one.folders[case])) for name, one in sides.items() if one}
+    except EvidenceError as error:
+        return {"case": case, "problem": str(error)}
+
+
+def _shown_cases(found: Found) -> list[str]:
+    """Return one case of each cause."""
+    if found.first is None or found.before is None:
+        return []
+    bad, good = _sides(found)
+    cases = dict.fromkeys(case for case, _ in sorted(bad.broken - good.broken))
+    return sorted({bad.causes[case]: case for case in reversed(cases)}.values())
 
 
 def bisect_report(found: Found) -> str:
@@ -41,8 +67,7 @@ def _who(found: Found) -> list[str]:
         lines.append(f"  {_did(found):<14}  {', '.join(check for name, check in checks if name == case)} of {case}")
         lines.append(f"  {'it was' if found.fixed else 'diagnosis':<14}  {_cause(good, bad, case)}")
     lines.append(f"  {'last bad' if found.fixed else 'last good':<14}  {found.before.name}")
-    first_of = {bad.causes[case]: case for case in reversed(cases)}
-    for case in sorted(first_of.values()):
+    for case in _shown_cases(found):
         lines += ["", *_side_by_side(found.before, found.first, case)]
     return lines
 

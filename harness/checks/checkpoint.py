@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 from harness.evidence.checkpoint_index import TIED, Checkpoint, SavedTensor
-from harness.evidence.text import bytes_text
-from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
+from harness.judge.finding import Finding, Limit
+from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.trial import Trial
 
 STAGE = "data"
+NEEDS = frozenset({"checkpoint"})
 
 Key = tuple[str, str]
 """What it is (parameter, or the optimizer's name for it) and the parameter's fqn."""
@@ -80,15 +82,20 @@ def _beyond(trial: Trial, held: Checkpoint) -> Iterator[Finding]:
     """More than there should be."""
     for (name, fqn), tensors in saved(trial, held).items():
         if len(tensors) > (most := may_be(trial, (name, fqn))):
-            what = "one tensor" if most else "none"
-            yield Finding(f"{fqn}, {name}", what, f"{len(tensors)}: {', '.join(tensor.name for tensor in tensors)}")
+            seen = ", ".join(tensor.name for tensor in tensors)
+            what: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": name, "unit": "tensors"}
+            yield Finding(**what, expected=most, observed=len(tensors), note=seen)
     for tensor in unknown(trial, held):
-        yield Finding(tensor.name, "nothing but parameters and their optimizer state", f"{tensor.dtype} {tensor.shape}")
+        seen = f"{tensor.dtype} {tensor.shape}"
+        yield Finding(kind="file", name=tensor.name, expected="a parameter or its optimizer state", observed=seen)
     for name, size in (held.objects or {}).items():
         if size > SMALL:
-            yield Finding(name, f"objects of at most {bytes_text(SMALL)}", bytes_text(size))
+            yield Finding(kind="file", name=name, expected=Limit(most=SMALL), observed=size, unit="bytes")
     if held.unindexed > (most := SMALL * trial.case.dims.world_size):
-        yield Finding("files", f"at most {bytes_text(most)} that are not in the index", bytes_text(held.unindexed))
+        limit = Limit(most=most)
+        yield Finding(
+            kind="file", name="files outside the index", expected=limit, observed=held.unindexed, unit="bytes"
+        )
 
 
 def _wrong(trial: Trial, held: Checkpoint) -> Iterator[Finding]:
@@ -96,11 +103,18 @@ def _wrong(trial: Trial, held: Checkpoint) -> Iterator[Finding]:
     found, shapes = saved(trial, held), trial.case.model.parameter_shapes()
     for (name, fqn), types in wanted(trial).items():
         if (name, fqn) not in found:
-            yield Finding(f"{fqn}, {name}", "saved", "missing")
+            yield Finding(kind="parameter", name=fqn, quantity=name, expected="saved", observed="missing")
         for tensor in found.get((name, fqn), ()):
             if tensor.shape != shapes[fqn]:
-                yield Finding(tensor.name, f"shape {shapes[fqn]}", f"shape {tensor.shape}")
+                yield Finding(**_of(name, fqn, tensor), expected=shapes[fqn], observed=tensor.shape, unit="shape")
             elif tensor.numbers != math.prod(tensor.shape):
-                yield Finding(tensor.name, f"{math.prod(tensor.shape)} numbers, each once", f"{tensor.numbers}")
+                elements = math.prod(tensor.shape)
+                yield Finding(**_of(name, fqn, tensor), expected=elements, observed=tensor.numbers, unit="elements")
             if tensor.dtype not in types:
-                yield Finding(tensor.name, " or ".join(sorted(types)), tensor.dtype)
+                wanted_types = " or ".join(sorted(types))
+                yield Finding(**_of(name, fqn, tensor), expected=wanted_types, observed=tensor.dtype, unit="dtype")
+
+
+def _of(name: str, fqn: str, tensor: SavedTensor) -> dict[str, Any]:
+    """Return what a finding is about."""
+    return {"kind": "parameter", "name": fqn, "quantity": name, "note": f"saved as {tensor.name}"}

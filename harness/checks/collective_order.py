@@ -12,11 +12,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from harness.evidence.records import Collective
-from harness.evidence.text import bytes_text, ranks_text
-from harness.judge.result import Finding, Result, not_applicable, verdict_of
+from harness.evidence.text import bytes_text
+from harness.judge.finding import Finding
+from harness.judge.result import Result, not_applicable, verdict_of
 from harness.judge.trial import Trial
 
 STAGE = "structure"
+NEEDS = frozenset({"structure"})
 
 POINT_TO_POINT = ("send", "recv")
 UNEVEN = ("all_to_all", "scatter", "gather")  # ranks may rightly pass different numbers of bytes
@@ -35,7 +37,7 @@ def check(trial: Trial) -> Result:
     findings = [found for ranks, by_rank in compared for found in _first_difference(trial, ranks, by_rank)]
     findings += _unmatched({rank: _between_read(trial, calls) for rank, calls in whole.items()})
     examined = sum(map(len, whole.values()))
-    if trial.alone is not None and not examined and not findings:
+    if len(trial.run.started) < trial.run.world_size and not examined and not findings:
         return not_applicable("collective_order", "no group is wholly among the ranks that ran")
     return verdict_of("collective_order", findings, examined)
 
@@ -50,7 +52,7 @@ def _until_joined(trial: Trial, by_rank: dict[int, list[Collective]]) -> dict[in
 
 def _of_whole_groups(trial: Trial, rank: int) -> list[Collective]:
     """Those whose whole group left evidence, sends and receives those whose other side did."""
-    calls, there = trial.ranks[rank].collectives, trial.seen
+    calls, there = trial.ranks[rank].collectives, trial.run.seen
     whole = {ranks: all(member in there for member in ranks) for ranks in {call.ranks for call in calls}}
     return [call for call in calls if (whole[call.ranks] if call.peer is None else call.peer in there)]
 
@@ -68,8 +70,16 @@ def _first_difference(trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, l
         if len(set(calls.values())) > 1:
             majority = max(calls.values(), key=list(calls.values()).count)  # of a tie, the lowest rank's
             odd = {rank: call for rank, call in calls.items() if call != majority}
-            observed = "; ".join(f"{call} on rank {rank}" for rank, call in odd.items())
-            return [Finding(f"group {ranks_text(ranks)}, collective {index}", f"{majority} on every rank", observed)]
+            return [
+                Finding(
+                    kind="group",
+                    group=ranks,
+                    ranks=ranks,
+                    quantity=f"collective {index}",
+                    expected=f"{majority} on every rank",
+                    observed="; ".join(f"{call} on rank {rank}" for rank, call in odd.items()),
+                )
+            ]
     return []
 
 
@@ -91,7 +101,14 @@ def _unmatched(whole: Mapping[int, list[Collective]]) -> list[Finding]:
                 pair = (rank, call.peer) if call.op == "send" else (call.peer, rank)
                 balance[(*pair, call.group)][POINT_TO_POINT.index(call.op)] += call.bytes
     return [
-        Finding(f"rank {source} to rank {target}", f"{bytes_text(sent)} received", bytes_text(received))
+        Finding(
+            kind="group",
+            ranks=(source, target),
+            quantity=f"sent by rank {source}, received by rank {target}",
+            expected=sent,
+            observed=received,
+            unit="bytes",
+        )
         for (source, target, _), (sent, received) in sorted(balance.items())
         if sent != received
     ]

@@ -15,12 +15,14 @@ from functools import partial
 
 from harness.evidence.records import Exit, RankEvidence, Run
 from harness.evidence.store import EvidenceError
-from harness.judge.result import Finding, Result, Verdict, verdict_of
+from harness.judge.finding import Finding
+from harness.judge.result import Result, Verdict, verdict_of
 from harness.judge.trial import Trial
 from harness.plan.slices import numel
 from harness.trainers import CannotStart
 
 STAGE = "process"
+NEEDS = frozenset({"ends"})
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What a write meets where the machine, and no trainer, has set a limit."""
 
@@ -29,22 +31,26 @@ def check(trial: Trial) -> Result:
     ended = sorted(trial.run.exits, key=lambda exit: not exit.blamed)
     if note := _not_the_trainers(trial.run):
         return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
-    unable = trial.alone.unable if trial.alone is not None else {}
+    unable = {exit.rank: exit.error for exit in ended if exit.how == "unable"}
     failed = [exit for exit in ended if (exit.how != "ok" or exit.blamed) and exit.rank not in unable]
     findings = [_exit_finding(exit) for exit in failed]
-    findings += [Finding.at(exit.rank, "no process left behind", "; ".join(exit.left)) for exit in ended if exit.left]
+    findings += [
+        Finding.at(exit.rank, None, exit.left, kind="process", quantity="processes left behind")
+        for exit in ended
+        if exit.left
+    ]
     if trial.run.world_size != trial.plan.dims.world_size:
         requested, ran = trial.plan.dims.world_size, trial.run.world_size
-        findings.append(Finding("launch", f"{requested} ranks", f"{ran} ranks"))
+        findings.append(Finding(quantity="launch", expected=requested, observed=ran, unit="ranks started"))
     exited = {exit.rank for exit in trial.run.exits}
-    for rank in trial.started:
+    for rank in trial.due:
         if rank not in exited:
-            findings.append(Finding.at(rank, "exit code 0", "how it ended is unknown"))
+            findings.append(Finding.at(rank, "exit code 0", "exit not reported", kind="process"))
         if rank in trial.ranks:
             findings += _wrong_identity(trial, rank)
-            findings += _evidence_findings(trial, trial.ranks[rank]) if trial.recorded is None else []
+            findings += _evidence_findings(trial, trial.ranks[rank]) if "declared" in trial.run.provided else []
         elif not any(exit.rank == rank and (exit.how != "ok" or rank in trial.run.unreadable) for exit in ended):
-            findings.append(Finding.at(rank, "an evidence file", "none"))
+            findings.append(Finding.at(rank, "an evidence file", None, kind="process"))
     if trial.run.unreadable and not findings:
         rank, damage = min(trial.run.unreadable.items())
         note = f"the evidence of rank {rank} cannot be read: {damage}"
@@ -53,8 +59,7 @@ def check(trial: Trial) -> Result:
         rank, reason = min(unable.items())
         note = f"rank {rank} could not be run alone: {reason}"
         return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
-    examined = trial.run.world_size if trial.alone is None else len(trial.started)
-    return verdict_of("completed", findings, examined=examined)
+    return verdict_of("completed", findings, examined=len(trial.run.started))
 
 
 def _not_the_trainers(run: Run) -> str:
@@ -101,7 +106,11 @@ def _exit_finding(exit: Exit) -> Finding:
         observed += f"\n{reason}"
     if exit.blamed and exit.stack:
         observed += "\n" + exit.stack.rstrip()
-    return Finding(f"rank {exit.rank}" + ("" if exit.blamed else " (only waited)"), "exit code 0", observed)
+    return Finding.at(exit.rank, "exit code 0", observed, kind="process", quantity="" if exit.blamed else WAITED)
+
+
+WAITED = "only waited"
+"""Of a rank that is not to blame."""
 
 
 def why(error: str) -> str:
@@ -119,8 +128,8 @@ def _wrong_identity(trial: Trial, rank: int) -> list[Finding]:
     evidence, world_size = trial.ranks[rank], trial.plan.dims.world_size
     if (evidence.rank, evidence.world_size) == (rank, world_size):
         return []
-    observed = f"it says rank {evidence.rank} of {evidence.world_size}"
-    return [Finding.at(rank, f"rank {rank} of {world_size}", observed)]
+    names = (f"rank {one} of {world}" for one, world in ((rank, world_size), (evidence.rank, evidence.world_size)))
+    return [Finding.at(rank, *names, kind="process", quantity="its own place")]
 
 
 def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
@@ -128,21 +137,20 @@ def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
     steps = [step.step for step in evidence.steps]
     wanted = list(trial.case.steps)
     if steps != wanted:
-        findings.append(Finding.at(evidence.rank, f"steps {wanted}", f"steps {steps}"))
+        findings.append(Finding.at(evidence.rank, tuple(wanted), tuple(steps), quantity="steps"))
     held = {tensor.fqn for tensor in evidence.parameters}
     wanted_here = set(trial.plan.slices.get(evidence.rank, {}))
-    findings += _inventory(partial(Finding.at, evidence.rank, name="parameters"), wanted_here, held)
+    findings += _inventory(partial(Finding.at, evidence.rank, quantity="value at the start"), wanted_here, held)
     empty = {tensor.fqn for tensor in evidence.parameters if tensor.value.size == 0}  # FSDP1 gives them no gradient
     empty |= {fqn for fqn, part in trial.plan.gradient_slices.get(evidence.rank, {}).items() if not numel(part)}
     for step in evidence.steps:
-        for what, seen in (("gradients", set(step.gradients) | empty), ("updated parameters", set(step.parameters))):
-            findings += _inventory(partial(Finding.at, evidence.rank, step=step.step, name=what), held, seen)
+        for what, seen in (("gradient", set(step.gradients) | empty), ("value", set(step.parameters))):
+            findings += _inventory(partial(Finding.at, evidence.rank, step=step.step, quantity=what), held, seen)
     return findings
 
 
 def _inventory(here: Callable[..., Finding], wanted: set[str], seen: set[str]) -> list[Finding]:
     if wanted == seen:
         return []
-    parts = [(f"missing: {', '.join(sorted(wanted - seen)[:4])}", wanted - seen)]
-    parts += [(f"unexpected: {', '.join(sorted(seen - wanted)[:4])}", seen - wanted)]
-    return [here(f"{len(wanted)} parameters", "; ".join(text for text, names in parts if names))]
+    findings = [here("recorded", "missing", kind="parameter", name=fqn) for fqn in sorted(wanted - seen)]
+    return findings + [here("not recorded", "unexpected", kind="parameter", name=fqn) for fqn in sorted(seen - wanted)]

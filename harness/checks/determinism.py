@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from harness.evidence.records import Run, StepEvidence
-from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
+from typing import Any
+
+from harness.evidence.records import Run
+from harness.evidence.step import StepEvidence
+from harness.judge.finding import Finding
+from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.trial import Trial
 
 STAGE = "numbers"
+NEEDS = frozenset({"values"})
+DIFFERING = "results that differ from the first run"
 
 
 def check(trial: Trial) -> Result:
@@ -20,8 +26,8 @@ def check(trial: Trial) -> Result:
             examined += 1
             differing = _differing(one, other)
             if differing:
-                observed = f"{len(differing)} differ: {', '.join(differing[:3])}"
-                findings.append(Finding.at(rank, "the bytes of the first run", observed, step=one.step))
+                what: dict[str, Any] = {"step": one.step, "quantity": DIFFERING, "note": ", ".join(differing[:3])}
+                findings.append(Finding.at(rank, 0, len(differing), **what))
     return verdict_of("determinism", findings, examined)
 
 

@@ -16,10 +16,12 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator
 from functools import partial
+from typing import Any
 
-from harness.evidence.records import Attention, QuantizedMatmul, StepEvidence
+from harness.evidence.step import Attention, QuantizedMatmul, StepEvidence
 from harness.judge import compiled_code, output_layer
-from harness.judge.result import Finding, Result, verdict_of
+from harness.judge.finding import Finding, Limit, Value
+from harness.judge.result import Result, verdict_of
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
 from harness.plan.slices import BYTES
@@ -27,6 +29,7 @@ from harness.plan.stages import layers_of_stage, recomputed_layers
 from harness.spec.allowance import allowed_matmuls, said
 
 STAGE = "structure"
+NEEDS = frozenset({"structure", "declared"})
 
 Looked = Iterator[Finding | None]  # None: something was looked at, and was right
 
@@ -48,8 +51,19 @@ def check(trial: Trial) -> Result:
     return verdict_of("features", found, len(looked), note=_allowances_text(trial))
 
 
-def _expect(rank: int, name: str, expected: object, observed: object, *, step: int | None = None) -> Finding | None:
-    return None if expected == observed else Finding.at(rank, str(expected), str(observed), step=step, name=name)
+def _expect(
+    rank: int,
+    quantity: str,
+    expected: Value,
+    observed: Value,
+    *,
+    step: int | None = None,
+    module: str = "",
+    phase: str = "",
+) -> Finding | None:
+    kind = "module" if module else "feature"
+    what: dict[str, Any] = {"step": step, "kind": kind, "name": module, "quantity": quantity, "phase": phase}
+    return None if expected == observed else Finding.at(rank, expected, observed, **what)
 
 
 # ---- wrappers and precision
@@ -64,7 +78,12 @@ def wrapped(trial: Trial, rank: int) -> Looked:
 
 def _offloaded(trial: Trial, rank: int) -> Looked:
     seen = {wrapper.cpu_offload for wrapper in trial.ranks[rank].structure.values()}
-    yield _expect(rank, "CPU offload", {trial.case.features.cpu_offload} if seen else set(), seen)
+    wanted = {trial.case.features.cpu_offload} if seen else seen
+    yield _expect(rank, "CPU offload", _onoff(wanted), _onoff(seen))
+
+
+def _onoff(seen: Collection[bool]) -> Value:
+    return tuple("on" if one else "off" for one in sorted(seen))
 
 
 def reduced(trial: Trial, rank: int) -> Looked:
@@ -94,9 +113,9 @@ def buckets_in_force(trial: Trial, rank: int) -> Looked:
         return
     size = int(trial.case.features.bucket_mb * 2**20)
     most = size + max(math.prod(shape) for shape in trial.plan.shapes.values()) * BYTES[trial.case.training.dtype]
-    largest = max(buckets(trial, rank), default=0)
-    fits = 0 < largest < most
-    yield None if fits else _expect(rank, "bytes reduced at once", f"buckets of {size}", f"up to {largest}")
+    largest, note = max(buckets(trial, rank), default=0), f"buckets of {size} bytes"
+    finding = Finding.at(rank, Limit(1, most - 1), largest, kind="feature", quantity=BUCKET, unit="bytes", note=note)
+    yield None if 0 < largest < most else finding
 
 
 # ---- recomputation
@@ -120,10 +139,10 @@ def _recomputed_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
         wanted, block = trial.case.passes if layer in again else 0, f"layers.{layer}"
         inside = (count for fqn, count in seen.items() if fqn.startswith(f"{block}."))
         called = seen.get(block, max(inside, default=0))
-        yield _expect(rank, f"recomputations of {block}", wanted, called, step=step.step)
+        yield _expect(rank, RECOMPUTATIONS, wanted, called, step=step.step, module=block)
     for fqn in seen.keys() - {output_layer.OUTPUT}:
         if not any(fqn == block or fqn.startswith(f"{block}.") for block in requested):
-            yield _expect(rank, f"recomputations of {fqn or 'the model'}", 0, seen[fqn], step=step.step)
+            yield _expect(rank, RECOMPUTATIONS, 0, seen[fqn], step=step.step, module=fqn or "the model")
 
 
 def matmuls(step: StepEvidence, phase: str) -> Counter[str]:
@@ -156,6 +175,7 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
     return again * case.passes * len(recomputed_layers(case, rank)) + inside * output_layer.applied_again(trial, rank)
 
 
+BUCKET, RECOMPUTATIONS = "largest bucket reduced", "recomputations"
 LACKING = "matmuls in backward"  # fewer than what was multiplied in forward needs
 RECOMPUTED, DTYPE = "matmuls recomputed in backward", "matmuls' dtype"
 
@@ -167,7 +187,7 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     expect = partial(_expect, rank, step=step.step)
     forward, backward = matmuls(step, "forward"), matmuls(step, "backward")
     wanted = trial.case.training.compute_dtype or trial.case.training.dtype
-    yield expect(DTYPE, wanted, " and ".join(sorted(forward | backward)) or "none")
+    yield expect(DTYPE, wanted, " and ".join(sorted(forward | backward)) or None)
     again = products_again(trial, rank, step)
     if again is None:
         outputs = output_layer.applied(trial, rank)
@@ -175,9 +195,8 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
         yield expect("matmuls in forward", wanted, forward.total())
     else:
         seen = backward.total() - 2 * forward.total()
-        beside = (
-            0 if projects_inside(trial, rank, step) else matmuls_beside(step)
-        )  # the loss's, at once, later, or again
+        # the loss's: at once, later, or again
+        beside = 0 if projects_inside(trial, rank, step) else matmuls_beside(step)
         right = seen in {again + times * beside for times in (0, 2, 3)}
         if right or seen >= 0:
             yield expect(RECOMPUTED, again, again if right else seen)
@@ -201,7 +220,7 @@ def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     yield expect(ATTENDED_AGAIN, again, seen.get(Attention("backward", "attention"), 0))
     yield expect("attention's gradients", forward, seen.get(Attention("backward", "attention_backward"), 0))
     batched, most = batched_in_training(trial, step), case.passes * len(trial.plan.stages[rank])
-    yield None if batched <= most else expect("batched matmuls", f"at most {most}", batched)
+    yield None if batched <= most else expect("batched matmuls", Limit(most=most), batched)
 
 
 def fused_in_forward(trial: Trial, rank: int) -> int:
@@ -296,12 +315,13 @@ def projects_inside(trial: Trial, rank: int, step: StepEvidence) -> bool:
 
 def _beside(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     seen, most = beside(trial, rank, step), most_computed(trial, step)
-    wanted = f"at most {most}" if most and seen else 0
+    wanted = Limit(most=most) if most and seen else 0
     yield _expect(rank, "matmuls outside training passes", wanted, seen, step=step.step)
 
 
 # ---- tensors saved for backward
 
+HOOKS = "hooks on tensors saved for backward"
 HOOKS_OF = ("torch.utils.checkpoint", "torch._functorch", "torch._dynamo", "torch._inductor")
 """Recomputation's are judged by what is recomputed; a compiler's are there while it traces."""
 
@@ -317,8 +337,7 @@ def foreign_hooks(trial: Trial, step: StepEvidence) -> list[str]:
 
 
 def _hooks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    hooks = " and ".join(foreign_hooks(trial, step)) or "none"
-    yield _expect(rank, "hooks on tensors saved for backward", "none", hooks, step=step.step)
+    yield _expect(rank, HOOKS, (), tuple(foreign_hooks(trial, step)), step=step.step)
 
 
 # ---- 8 bits
@@ -339,8 +358,8 @@ def _quantized_products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
         return
     wanted = _planned_products(trial, rank, seen)
     for key in sorted(wanted | seen):
-        name = f"{key.format} matmuls of {key.fqn} in {key.phase}"
-        yield _expect(rank, name, wanted.get(key, 0), seen.get(key, 0), step=step.step)
+        place: dict[str, Any] = {"step": step.step, "module": key.fqn, "phase": key.phase}
+        yield _expect(rank, f"{key.format} matmuls", wanted.get(key, 0), seen.get(key, 0), **place)
 
 
 def _planned_products(trial: Trial, rank: int, seen: dict[QuantizedMatmul, int]) -> dict[QuantizedMatmul, int]:
@@ -368,8 +387,8 @@ def _compiled_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     for layer in layers_of(trial, rank):
         calls = ((call, n) for call, n in step.activity.calls.items() if call.phase == "forward")
         inside = {count for call, count in calls if call.fqn.startswith(f"layers.{layer}.")}
-        called = " or ".join(map(str, sorted(inside))) if len(inside) > 1 else max(inside, default=0)
-        yield _expect(rank, f"calls of each module of layers.{layer}", wanted, called, step=step.step)
+        called = tuple(sorted(inside)) if len(inside) > 1 else max(inside, default=0)
+        yield _expect(rank, "calls of each module", wanted, called, step=step.step, module=f"layers.{layer}")
 
 
 # ---- dropout

@@ -5,11 +5,15 @@ Fails when model, torch, data or the recipe's meaning changed: reference against
 
 from __future__ import annotations
 
+from typing import Any
+
 from harness.judge import tolerance
-from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
+from harness.judge.finding import Finding
+from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.trial import Trial
 
 STAGE = "numbers"
+NEEDS = frozenset({"reference"})
 
 
 def check(trial: Trial) -> Result:
@@ -23,13 +27,17 @@ def check(trial: Trial) -> Result:
     steps = trial.reference.steps
     findings = []
     if len(trial.golden.losses) != len(steps):
-        findings.append(Finding("number of steps", f"{len(trial.golden.losses)} (golden)", f"{len(steps)} (reference)"))
+        findings.append(Finding(quantity="number of steps", expected=len(trial.golden.losses), observed=len(steps)))
     for step, loss, norm in zip(steps, trial.golden.losses, trial.golden.grad_norms, strict=False):
         for what, seen, accepted, bound in (
             ("loss", step.loss, loss, bounds.loss[step.step]),
             ("gradient norm", step.grad_norm, norm, bounds.grad_norm[step.step]),
         ):
             if not abs(seen - accepted) <= bound * abs(accepted):
-                where = f"step {step.step}, {what}"
-                findings.append(Finding(where, f"{accepted!r} (golden)", f"{seen!r} (reference)", bounds.text(bound)))
+                place: dict[str, Any] = {
+                    "step": step.step,
+                    "quantity": what,
+                    "note": "expected: the golden, observed: the reference",
+                }
+                findings.append(Finding(**place, expected=accepted, observed=seen, bound=bounds.of(bound)))
     return verdict_of("golden", findings, 2 * len(steps))

@@ -6,27 +6,32 @@ that reports it in some of the steps that are due and not in others is a finding
 
 from __future__ import annotations
 
-from harness.evidence.records import StepEvidence
+from typing import Any
+
+from harness.evidence.step import StepEvidence
+from harness.judge.finding import Finding
 from harness.judge.reporting import judge_reports, relative
-from harness.judge.result import Finding, Result, not_applicable
+from harness.judge.result import Result, not_applicable
 from harness.judge.trial import Trial
 from harness.reference.record import ReferenceStep
 
 STAGE = "numbers"
+NEEDS = frozenset({"reference", "values"})
+OF_GRADIENTS = True
 
 
 def check(trial: Trial) -> Result:
     if trial.ranks and not any("grad_norm" in evidence.reports for evidence in trial.ranks.values()):
         return not_applicable("grad_norm", "this trainer reports none; clipping by it is judged by the check update")
-    bounds, assumed = trial.bounds, trial.reports.get("grad_norm")
+    bounds, assumed = trial.bounds, trial.assumption.reports.get("grad_norm")
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
         wanted = reference.grad_norm if assumed is None else assumed(rank, step.step)
         difference = relative(shown, wanted)
         if difference <= bounds.grad_norm[step.step]:
             return difference, None
-        found = f"{shown!r} (ratio {shown / wanted:.6g})"
-        bound = bounds.text(bounds.grad_norm[step.step])
-        return difference, Finding.at(rank, repr(wanted), found, bound, step=step.step)
+        bound, ratio = bounds.of(bounds.grad_norm[step.step]), f"ratio {shown / wanted:.6g}"
+        what: dict[str, Any] = {"step": step.step, "quantity": "gradient norm", "note": ratio}
+        return difference, Finding.at(rank, wanted, shown, bound=bound, **what)
 
     return judge_reports(trial, "grad_norm", "gradient norm", lambda step: step.grad_norm, compare)

@@ -6,20 +6,30 @@ besides: by its best-fitting factor and its distance, which are far sharper (har
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 
-from harness.evidence.text import number_text, ranks_text
 from harness.judge import tolerance
 from harness.judge.assembly import Misfit, gradient_distance, misfits
-from harness.judge.clipping import clipped_unseen
-from harness.judge.result import Finding, Result, Verdict, verdict_of
+from harness.judge.clipping import clipped_unseen, late_steps
+from harness.judge.finding import Finding
+from harness.judge.result import Result, Verdict, verdict_of
 from harness.judge.trial import Trial
 
 STAGE = "numbers"
+NEEDS = frozenset({"reference", "values"})
+OF_GRADIENTS = True
+UNSETTLED = (
+    "step {}: which gradients clipping was given was not decided, for no bound was known then; run the case again"
+)
 
 
 def check(trial: Trial) -> Result:
     bounds = trial.bounds
+    if unsettled := late_steps(trial):
+        return Result("gradients", Verdict.UNKNOWN, note=UNSETTLED.format(min(unsettled)))
     findings: list[tuple[int, float, Finding]] = []
     worst: list[float] = [0.0]
     for rank, step, reference in trial.steps():
@@ -27,8 +37,9 @@ def check(trial: Trial) -> Result:
             difference = gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn])
             worst.append(difference)
             if not difference <= bounds.gradient[step.step]:
-                found, bound = f"off by {difference:.2e} of the largest entry", bounds.text(bounds.gradient[step.step])
-                finding = Finding.at(rank, "the reference's", found, bound, step=step.step, name=fqn)
+                place: dict[str, Any] = {"step": step.step, "kind": "parameter", "name": fqn, "quantity": "gradient"}
+                off: dict[str, Any] = {"unit": "of the largest entry", "bound": bounds.of(bounds.gradient[step.step])}
+                finding = Finding.at(rank, "the reference's", difference, **place, **off)
                 findings.append((step.step, difference, finding))
     unseen = {step for step in {step for step, _, _ in findings} if clipped_unseen(trial, step)}
     seen = sorted((each for each in findings if each[0] not in unseen), key=lambda each: -each[1])
@@ -37,7 +48,7 @@ def check(trial: Trial) -> Result:
     ordered += [_finding(trial, misfit) for misfit in whole if not misfit.within]
     if (lacking or unseen) and not ordered:
         return Result("gradients", Verdict.UNKNOWN, len(worst) - 1, note=lacking or _remedy(min(unseen)))
-    return verdict_of("gradients", ordered, len(worst) - 1 + len(whole), f"largest difference {max(worst):.1e}")
+    return verdict_of("gradients", ordered, len(worst) - 1 + len(whole), largest=max(worst))
 
 
 def _remedy(step: int) -> str:
@@ -58,9 +69,10 @@ def _of_whole_parameters(trial: Trial) -> tuple[list[Misfit], str]:
 
 
 def _finding(trial: Trial, misfit: Misfit) -> Finding:
-    where = f"ranks {ranks_text(misfit.ranks)}, step {misfit.step}, {misfit.fqn}"
+    place: dict[str, Any] = {"step": misfit.step, "kind": "parameter", "name": misfit.fqn, "quantity": "gradient"}
+    here = partial(Finding, ranks=misfit.ranks, expected="the reference's", **place)
     if misfit.scaled:
-        bound = trial.bounds.text(misfit.fit_bound, tolerance.FIT_FACTOR)
-        return Finding(where, "the reference's", f"{number_text(misfit.fit, 4)} times it by best fit", bound)
-    bound = trial.bounds.text(misfit.distance_bound, tolerance.distance_factor(trial.case, misfit.step))
-    return Finding(where, "the reference's", f"off by {misfit.distance:.2e} of its norm", bound)
+        bound = trial.bounds.of(misfit.fit_bound, tolerance.FIT_FACTOR)
+        return here(observed=misfit.fit, unit="times the reference by best fit", bound=bound)
+    bound = trial.bounds.of(misfit.distance_bound, tolerance.distance_factor(trial.case, misfit.step))
+    return here(observed=misfit.distance, unit="of its norm", bound=bound)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from harness.judge.contents import take
-from harness.judge.result import Finding, Result, verdict_of
+from harness.judge.finding import Finding
+from harness.judge.result import Result, verdict_of
 from harness.judge.trial import Trial
 
 STAGE = "data"
+NEEDS = frozenset({"reference", "values"})
 
 
 def check(trial: Trial) -> Result:
@@ -18,12 +22,21 @@ def check(trial: Trial) -> Result:
         for rank, held in sorted(trial.holdings.items()):
             part = held.get(fqn)
             if fqn in held and part is None:
-                findings.append(Finding.at(rank, "a slice of the seed weight", "other values", name=fqn))
+                findings.append(
+                    Finding.at(
+                        rank, "a slice of the seed weight", "other values", kind="parameter", name=fqn, quantity="value"
+                    )
+                )
             elif part is not None:
                 take(covered, part)[...] = True
         examined += 1
         missing = int(covered.size - covered.sum())
         if missing:
-            observed = f"{missing} of them held by no rank"
-            findings.append(Finding(fqn, f"all {covered.size} elements held by some rank", observed))
+            what: dict[str, Any] = {
+                "kind": "parameter",
+                "name": fqn,
+                "quantity": "held by some rank",
+                "unit": "elements",
+            }
+            findings.append(Finding(**what, expected=covered.size, observed=covered.size - missing))
     return verdict_of("initial_weights", findings, examined)

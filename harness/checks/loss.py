@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+from harness.judge.finding import Bound, Finding
 from harness.judge.losses import global_loss, losses
-from harness.judge.result import Finding, Result, Verdict, verdict_of
+from harness.judge.result import Result, Verdict, verdict_of
 from harness.judge.trial import Trial
 from harness.spec.trainer_spec import TrainerSpec
 
 STAGE = "numbers"
+NEEDS = frozenset({"reference", "values"})
+OF_GRADIENTS = True
 
 
 def check(trial: Trial) -> Result:
@@ -22,10 +26,11 @@ def check(trial: Trial) -> Result:
         difference = _relative(observed, step.loss)
         worst = max(worst, difference)
         if not difference <= bounds.loss[step.step]:
-            found = f"{observed!r} (off by {difference:.2e})"
-            findings.append(Finding(f"step {step.step}", repr(step.loss), found, bounds.text(bounds.loss[step.step])))
+            place: dict[str, Any] = {"step": step.step, "quantity": "loss", "note": f"off by {difference:.2e}"}
+            bound = bounds.of(bounds.loss[step.step])
+            findings.append(Finding(**place, expected=step.loss, observed=observed, bound=bound))
         findings += _odd_peers(trial, step.step, bounds.loss[step.step])
-    return verdict_of("loss", findings, len(trial.case.steps), f"largest difference {worst:.1e}")
+    return verdict_of("loss", findings, len(trial.case.steps), largest=worst)
 
 
 def _remedy(trial: Trial) -> str:
@@ -46,15 +51,16 @@ def _odd_peers(trial: Trial, step: int, bound: float) -> list[Finding]:
         if first == rank:
             continue
         wanted, seen = losses(trial, first, step), losses(trial, rank, step)
+        place: dict[str, Any] = {"step": step, "quantity": "loss", "note": f"expected: tp peer {first}'s, same tokens"}
         if len(seen) != len(wanted):
-            expected = f"tp peer {first}'s for the same tokens: {len(wanted)} losses"
-            findings.append(Finding.at(rank, expected, str(len(seen)), step=step))
+            findings.append(Finding.at(rank, len(wanted), len(seen), **place, unit="losses"))
             continue
         for (loss, count), (other, other_count) in zip(wanted, seen, strict=True):
             if not abs(other - loss) <= bound * abs(loss) or count != other_count:
-                expected = f"tp peer {first}'s for the same tokens: {loss!r} over {count}"
-                found = f"{other!r} over {other_count}"
-                findings.append(Finding.at(rank, expected, found, f"{bound:.1e}", step=step))
+                if count != other_count:
+                    findings.append(Finding.at(rank, count, other_count, **place, unit="tokens"))
+                else:
+                    findings.append(Finding.at(rank, loss, other, **place, bound=Bound(bound)))
     return findings
 
 

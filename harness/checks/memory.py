@@ -14,27 +14,32 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from typing import Any
 
 from harness.evidence.records import HeldTensor, RankEvidence
-from harness.evidence.text import bytes_text, counted
-from harness.judge.result import Finding, Result, Verdict, verdict_of
-from harness.judge.trial import Recorded, Trial
+from harness.evidence.text import counted
+from harness.judge.finding import Finding, Limit
+from harness.judge.result import Result, Verdict, verdict_of
+from harness.judge.trial import Trial
 from harness.plan.slices import BYTES, numel
 from harness.spec.allowance import allowed, said
 from harness.spec.case import Case
 
 STAGE = "structure"
+NEEDS = frozenset({"structure", "slices", "sizes"})
 
 BEFORE_FORWARD = "before forward"
 """Stands for a phase: copies that were there when a step began, and were given up in it."""
 COPIES = {"adamw": 2, "sgd": 0}
+UNACCOUNTED = "unaccounted tensors after the last step"
 BUCKETED = ("ddp", "replicate")
 """Wrappers that reduce gradients in buckets, which they keep."""
 
 
 def check(trial: Trial) -> Result:
-    if trial.recorded is not None:
-        return _of_recorded(trial, trial.recorded)
+    if "declared" not in trial.provided:
+        return _at_most(trial)
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         wanted = planned(trial, rank)
@@ -67,7 +72,7 @@ def _unlooked(trial: Trial) -> list[tuple[int, int]]:
 def planned(trial: Trial, rank: int) -> dict[str, tuple[int, int]]:
     """The least and the most bytes that a rank holds between steps, by kind."""
     least, most = trial.plan.parameter_bytes[rank]
-    copies = COPIES[trial.case.training.optimizer] + trial.assumed.copies
+    copies = COPIES[trial.case.training.optimizer] + trial.assumption.optimizer.copies
     _, gradients = trial.plan.gradient_bytes.get(rank, (least, most))
     of_state = trial.plan.state_bytes.get(rank, (least, most))
     return {
@@ -84,24 +89,38 @@ def _held(evidence: RankEvidence, wanted: dict[str, tuple[int, int]]) -> list[Fi
         for kind, (low, high) in wanted.items():
             held = step.memory.get(kind)
             if held is not None and not low <= held <= high:
-                planned = bytes_text(low) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"
-                findings.append(Finding.at(evidence.rank, planned, bytes_text(held), step=step.step, name=kind))
+                planned = low if low == high else Limit(low, high)
+                what: dict[str, Any] = {"step": step.step, "quantity": kind, "unit": "bytes"}
+                findings.append(Finding.at(evidence.rank, planned, held, **what))
     return findings
 
 
-def _of_recorded(trial: Trial, recorded: Recorded) -> Result:
-    """Of a recorded job the most: which parameters have gradients and state, nobody declared. What else it keeps is its own."""
+def _at_most(trial: Trial) -> Result:
+    """Where nobody declared which parameters have gradients and state. What else a job keeps is its own."""
     findings, examined = [], 0
+    copies = _copies(trial)
     for rank, evidence in sorted(trial.ranks.items()):
         least, most = trial.plan.parameter_bytes[rank]
         wanted = {"parameters": (least, most), "gradients": (0, most)}
-        wanted |= {} if recorded.copies is None else {"optimizer_state": (0, recorded.copies * most)}
+        wanted |= {} if copies is None else {"optimizer_state": (0, copies * most)}
         examined += len(evidence.steps) * len(wanted)
         findings += _held(evidence, wanted)
     if (unlooked := _unlooked(trial)) and not findings:
         rank, step = unlooked[0]
         return Result("memory", Verdict.UNKNOWN, examined, note=f"rank {rank}, step {step}: no optimizer stepped")
     return verdict_of("memory", findings, examined, note="other tensors are not recorded")
+
+
+def _copies(trial: Trial) -> int | None:
+    """How many numbers a parameter torch's optimizers that were seen keep at most; None of others."""
+    known = {_copies_of(text) for one in trial.run.summaries.values() for text in one.optimizers}
+    return max((one or 0 for one in known), default=None) if None not in known else None
+
+
+def _copies_of(text: str) -> int | None:
+    if text.startswith(("Adam(", "AdamW(")):
+        return 3 if re.search("amsgrad [^,)]*True", text) else 2
+    return (1 if "momentum 0," not in f"{text}," else 0) if text.startswith("SGD(") else None
 
 
 def allowed_bytes(trial: Trial, rank: int, what: str) -> int:
@@ -136,9 +155,9 @@ def _beside(trial: Trial, rank: int) -> list[Finding]:
     if not kept_beside(trial, rank):
         return []
     shown = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in held[:3])
-    total = bytes_text(sum(tensor.bytes for tensor in held))
-    observed = f"{total} in {counted(len(held), 'tensor')}: {shown}{', ..' * (len(held) > 3)}"
-    return [Finding.at(rank, f"at most {bytes_text(most)}", observed, name="after the last step, unaccounted tensors")]
+    note = f"{counted(len(held), 'tensor')}: {shown}{', ..' * (len(held) > 3)}"
+    total = sum(tensor.bytes for tensor in held)
+    return [Finding.at(rank, Limit(most=most), total, quantity=UNACCOUNTED, unit="bytes", note=note)]
 
 
 def kept_beside(trial: Trial, rank: int) -> bool:
@@ -182,15 +201,18 @@ def _growing(trial: Trial, rank: int) -> list[Finding]:
     evidence, most = trial.ranks[rank], trial.plan.table_bytes
     if (rate := growth(evidence)) <= most:
         return []
-    name = f"steps {looks(evidence)[0][0]} to {looks(evidence)[-1][0]}, kept from step to step"
-    observed = f"{bytes_text(rate)} more a step: {', '.join(list(grown(evidence))[:3])}"
-    return [Finding.at(rank, f"at most {bytes_text(most)} more a step", observed, name=name)]
+    note = f"steps {looks(evidence)[0][0]} to {looks(evidence)[-1][0]}: {', '.join(list(grown(evidence))[:3])}"
+    return [
+        Finding.at(
+            rank, Limit(most=most), math.ceil(rate), quantity="retained more after each step", unit="bytes", note=note
+        )
+    ]
 
 
 def _graphs(evidence: RankEvidence) -> list[Finding]:
     seen = [(step.step, step.graphs_retained) for step in evidence.steps if step.graphs_retained]
     name = "autograd graphs that live on in the next forward pass"
-    return [Finding.at(evidence.rank, "none", str(count), step=step, name=name) for step, count in seen]
+    return [Finding.at(evidence.rank, 0, count, step=step, quantity=name) for step, count in seen]
 
 
 def copied_at_once(evidence: RankEvidence) -> list[tuple[int, str, int]]:
@@ -224,10 +246,13 @@ def _copied(trial: Trial, rank: int) -> list[Finding]:
     return [
         Finding.at(
             rank,
-            f"at most {bytes_text(most_copied(trial, rank, phase))}, two at a time",
-            bytes_text(size),
+            Limit(most=most_copied(trial, rank, phase)),
+            size,
             step=step,
-            name=f"copies of weights at once in phase {phase}",
+            phase=phase,
+            quantity="copies of weights at once",
+            unit="bytes",
+            note="two may be there at a time",
         )
         for size, step, phase in copied_too_much(trial, rank)
     ]

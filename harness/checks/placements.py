@@ -9,6 +9,8 @@ and ranks that hold the same parameters agree on them.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -16,14 +18,18 @@ from harness.evidence.records import TensorEvidence, Wrapper
 from harness.evidence.text import ranks_text
 from harness.judge.claims import claimed_slice
 from harness.judge.contents import is_at
-from harness.judge.result import Finding, Result, Verdict, verdict_of
+from harness.judge.finding import Finding, Part, Value
+from harness.judge.result import Result, Verdict, verdict_of
 from harness.judge.trial import Trial
 from harness.judge.units_seen import units_seen, untold_rank
 from harness.plan.grid import coordinate
-from harness.plan.observed_units import Unit, units_text
-from harness.plan.slices import slice_text, tp_dim
+from harness.plan.slices import tp_dim
+from harness.plan.units_text import units_text
+from harness.spec.measured import Unit
 
 STAGE = "structure"
+NEEDS = frozenset({"structure", "claims"})
+APART = "FSDP units that others lack"
 Claim = set[tuple[str, tuple[int, ...]]]
 
 
@@ -65,18 +71,19 @@ def disagreements(trial: Trial) -> list[Finding]:
     for kinds in alike.values():
         (most, ranks), *others = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
         for units, those in others:
-            expected = f"those of {ranks_text(ranks)}: {_units_line(trial, most - units)}"
-            findings.append(
-                Finding(f"ranks {ranks_text(those)}, FSDP units", expected, _units_line(trial, units - most))
-            )
+            expected, observed = (_units_line(trial, one) for one in (most - units, units - most))
+            what: dict[str, Any] = {
+                "kind": "unit",
+                "quantity": APART,
+                "note": f"expected: as on ranks {ranks_text(ranks)}",
+            }
+            findings.append(Finding(ranks=tuple(those), expected=expected, observed=observed, **what))
     return findings
 
 
 def _held(trial: Trial, rank: int) -> tuple[str, ...]:
     """The parameters that a rank holds as planned, or where that is not derived, as it has them."""
-    return tuple(trial.plan.slices[rank]) or tuple(
-        sorted(tensor.fqn for tensor in trial.evidence_like(rank).parameters)
-    )
+    return tuple(trial.plan.slices[rank]) or tuple(sorted(tensor.fqn for tensor in trial.run.like(rank).parameters))
 
 
 def _units_line(trial: Trial, units: frozenset[Unit]) -> str:
@@ -93,7 +100,7 @@ def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Fi
         return _another_slice(trial, rank, tensor)
     if _claims_nothing(trial, rank, tensor):
         return []
-    return [Finding.at(rank, _text(wanted), _text(claimed), name=tensor.fqn)]
+    return [_claimed(rank, tensor.fqn, _text(wanted), _text(claimed))]
 
 
 def _another_slice(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
@@ -106,15 +113,15 @@ def _another_slice(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Find
         return []
     if claim == held or is_at(tensor.value, full, claim):
         return []
-    expected, observed = (slice_text(part, trial.plan.shapes[tensor.fqn]) for part in (held, claim))
-    return [Finding.at(rank, f"{expected} claimed, as it is held", observed, name=tensor.fqn)]
+    expected, observed = (Part(part, trial.plan.shapes[tensor.fqn]) for part in (held, claim))
+    return [replace(_claimed(rank, tensor.fqn, expected, observed), note="expected: the slice that it holds")]
 
 
 def _over_stages(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
     """What is not derived may lie in many ways, but two stages of a pipeline hold no parameter together."""
     stage = _stage(trial, rank)
     wrong = {(kind, ranks) for kind, ranks in claims(rank, tensor) if any(_stage(trial, one) != stage for one in ranks)}
-    return [Finding.at(rank, "on one pipeline stage", _text(wrong), name=tensor.fqn)] if wrong else []
+    return [_claimed(rank, tensor.fqn, "on one pipeline stage", _text(wrong))] if wrong else []
 
 
 def _stage(trial: Trial, rank: int) -> int:
@@ -169,8 +176,12 @@ def _wrapper_findings(trial: Trial, rank: int, module: str, wrapper: Wrapper) ->
     for (key, ranks), axis in zip(claimed.items(), (trial.plan.shard_axis, trial.plan.replicate_axis), strict=True):
         wanted, used = trial.plan.peers(rank, axis), tuple(sorted(ranks or (rank,)))
         if used != wanted:
-            name = f"{wrapper.kind} on {module or 'the root'}, {key}"
-            findings.append(Finding.at(rank, ranks_text(wanted), ranks_text(used), name=name))
+            what: dict[str, Any] = {
+                "kind": "wrapper",
+                "name": module or "the root",
+                "quantity": f"{wrapper.kind} {key}",
+            }
+            findings.append(Finding.at(rank, wanted, used, **what, axis=axis, unit="ranks"))
     return findings
 
 
@@ -184,8 +195,7 @@ def _missing_replication(trial: Trial, rank: int) -> list[Finding]:
     by_tensor = any(("replicate", wanted) in claims(rank, tensor) for tensor in evidence.parameters)
     if by_wrapper or by_tensor:
         return []
-    expected = f"a wrapper or parameter replicated over {ranks_text(wanted)}"
-    return [Finding.at(rank, expected, "none", name=axis)]
+    return [Finding.at(rank, "a wrapper or parameter that is replicated", None, kind="group", axis=axis, group=wanted)]
 
 
 def _wrong_units(trial: Trial, rank: int) -> list[Finding]:
@@ -198,7 +208,7 @@ def _wrong_units(trial: Trial, rank: int) -> list[Finding]:
             others = {fqn for part in parts for fqn in part - set(unit)}
             text = f"in {len(parts)} units" + (f", together with {len(others)} others" if others else "")
             together = f"its {len(unit)} parameters gathered together, and no others"
-            findings.append(Finding.at(rank, together, text, name=f"FSDP unit of {unit[0]}"))
+            findings.append(Finding.at(rank, together, text, kind="unit", name=unit[0]))
     return findings
 
 
@@ -207,7 +217,12 @@ def _parameters_not_in_one_unit(trial: Trial, rank: int) -> list[Finding]:
     units = trial.plan.observed.get(rank, ())
     counted = Counter(fqn for unit in units for fqn in unit.parameters)
     wrong = [fqn for fqn in trial.plan.slices[rank] if counted[fqn] != 1] if units else []
-    return [Finding.at(rank, "in one FSDP unit", f"in {counted[fqn] or 'none'}", name=fqn) for fqn in wrong]
+    what: dict[str, Any] = {"kind": "parameter", "quantity": "FSDP units"}
+    return [Finding.at(rank, 1, counted[fqn], name=fqn, **what) for fqn in wrong]
+
+
+def _claimed(rank: int, fqn: str, expected: Value, observed: Value) -> Finding:
+    return Finding.at(rank, expected, observed, kind="parameter", name=fqn, quantity="placement")
 
 
 def _text(claim: Claim) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import numpy as np
 
 from harness.evidence.text import positions_text
-from harness.judge.result import Finding, Result, not_applicable, verdict_of
+from harness.judge.finding import Finding
+from harness.judge.result import Result, not_applicable, verdict_of
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
 
 STAGE = "data"
+NEEDS = frozenset({"reference", "samples"})
 
 
 def check(trial: Trial) -> Result:
@@ -23,9 +25,9 @@ def check(trial: Trial) -> Result:
     for rank, step, _ in trial.steps():
         wanted = positions(trial.case, rank, trial.case.seq_len(step.step))
         if not step.positions:  # others receive some
-            findings.append(Finding.at(rank, positions_text(wanted), "none received", step=step.step))
+            findings.append(Finding.at(rank, positions_text(wanted), None, step=step.step, quantity="positions"))
         findings += [
-            Finding.at(rank, positions_text(wanted), positions_text(row), step=step.step)
+            Finding.at(rank, positions_text(wanted), positions_text(row), step=step.step, quantity="positions")
             for row in wrong_rows(step.positions, right_rows(trial, wanted, step.step))[:1]
         ]
     return verdict_of("positions", findings, sum(counts.values()))

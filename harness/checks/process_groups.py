@@ -5,11 +5,15 @@ This only lists groups. A group that exists may still be used by nobody: that is
 
 from __future__ import annotations
 
+from typing import Any
+
 from harness.evidence.text import ranks_text
-from harness.judge.result import Finding, Result, not_applicable, verdict_of
+from harness.judge.finding import Finding
+from harness.judge.result import Result, not_applicable, verdict_of
 from harness.judge.trial import Trial
 
 STAGE = "structure"
+NEEDS = frozenset({"structure"})
 
 
 def check(trial: Trial) -> Result:
@@ -23,9 +27,10 @@ def check(trial: Trial) -> Result:
             examined += 1
             if wanted not in exist:
                 near = [ranks_text(ranks) for ranks in sorted(exist) if len(ranks) == len(wanted)]
-                observed = f"groups of that size: {' '.join(near) or 'none'}"
-                findings.append(Finding.at(rank, f"a group {ranks_text(wanted)}", observed, name=f"axis {axis}"))
-    findings += _disagreements(trial) if trial.recorded is None else []  # ranks are recorded at different moments
+                note = f"groups of that size: {' '.join(near)}" * bool(near)
+                what: dict[str, Any] = {"kind": "group", "axis": axis, "group": wanted, "note": note}
+                findings.append(Finding.at(rank, "a group of these ranks", None, **what))
+    findings += _disagreements(trial) if "moment" in trial.provided else []
     return verdict_of("process_groups", findings, examined)
 
 
@@ -43,6 +48,9 @@ def _disagreements(trial: Trial) -> list[Finding]:
         for group in evidence.groups:
             for other in group.ranks:
                 if other != rank and other in trial.ranks and group not in trial.ranks[other].groups:
-                    where, members = f"group {group.name!r} of rank {rank}", ranks_text(group.ranks)
-                    findings.append(Finding(where, f"known to rank {other}", f"no such group there: {members}"))
+                    what: dict[str, Any] = {"kind": "group", "name": group.name, "group": group.ranks}
+                    expected = f"the same group on rank {other}"
+                    findings.append(
+                        Finding(ranks=tuple(sorted((rank, other))), expected=expected, observed=None, **what)
+                    )
     return findings

@@ -2,29 +2,46 @@
 
 Who holds the same slice is found from contents, so replicas of any kind are compared: dp_replicate, and tp for norms. Who
 should is said by the plan: what is planned and not found was not compared, and is not a PASS.
+
+Where only digests of parameters are there, who holds the same is what ranks claim: the same parts of all parameters, or of
+those that DTensors copy over the ranks that cut others. Ranks that claim nothing, are replicas by the layout, and began with
+the same bytes are compared too, and so is a parameter that a wrapper was told to ignore.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from harness.evidence.summary import Summary
 from harness.evidence.text import ranks_text
-from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
+from harness.judge.finding import Finding
+from harness.judge.observed import copied, differing, replicas
+from harness.judge.result import Result, Verdict, not_applicable, verdict_of
+from harness.judge.separate_models import joined_sets
 from harness.judge.trial import Trial
+from harness.plan.grid import coordinate
 from harness.plan.slices import Slice, numel
+from harness.spec.dims import ParallelDims
 
 STAGE = "numbers"
+NEEDS = frozenset({"contents"})
+OF_GRADIENTS = True
 
 Replicated = tuple[str, Slice]
 """A parameter's fqn, and a slice of it."""
 
 
 def check(trial: Trial) -> Result:
+    return _by_values(trial) if "values" in trial.provided else _by_digests(trial)
+
+
+def _by_values(trial: Trial) -> Result:
     families, planned = replica_families(trial), planned_families(trial)
-    if not families and (not planned or trial.references):
+    if not families and (not planned or trial.assumption.references):
         return not_applicable("replica_agreement", "no two ranks hold the same slice of anything")
     findings, examined = [], 0
     for step in trial.case.steps:
@@ -33,7 +50,7 @@ def check(trial: Trial) -> Result:
                 examined += len(ranks) - 1
                 findings += _differing(trial, step, what, fqn, ranks)
     apart = [key for key, ranks in planned.items() if not set(ranks) <= set(families.get(key, ()))]
-    apart = [] if trial.references else apart
+    apart = [] if trial.assumption.references else apart
     if apart and not findings:
         text = f"ranks {ranks_text(planned[apart[0]])} should hold the same slice of {apart[0][0]} and do not"
         note = f"{text} ({len(apart)} of {len(planned)} such slices); see `shard_contents`"
@@ -83,13 +100,21 @@ def _differing(trial: Trial, step: int, what: str, fqn: str, ranks: list[int]) -
     odd = [rank for rank in ranks[1:] if not _same_bytes(values[rank], first)]
     if not odd:
         return []
-    where = f"step {step}, {what} of {fqn}, ranks {ranks_text(ranks)}"
     other = values[odd[0]]
-    if other is None or first is None:
-        observed = f"none of rank {odd[0] if other is None else ranks[0]} was seen"
-    else:
-        observed = f"rank {odd[0]} differs by {_distance(other, first)}"
-    return [Finding(where, f"the bytes of rank {ranks[0]}", observed)]
+    seen = None if other is None or first is None else _distance(other, first)
+    return [
+        Finding(
+            ranks=tuple(ranks),
+            step=step,
+            kind="parameter",
+            name=fqn,
+            quantity="gradient" if what == "gradients" else "value",
+            expected="the same bytes on all",
+            observed=seen,
+            unit="of the largest entry" if isinstance(seen, float) else "",
+            note=f"on rank {ranks[0] if first is None else odd[0]}, compared with rank {odd[0] if first is None else ranks[0]}",
+        )
+    ]
 
 
 def _value(trial: Trial, rank: int, step: int, what: str, fqn: str) -> np.ndarray | None:
@@ -102,8 +127,121 @@ def _same_bytes(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     return one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
-def _distance(one: np.ndarray, other: np.ndarray) -> str:
+def _distance(one: np.ndarray, other: np.ndarray) -> str | float:
     if one.shape != other.shape:
-        return "its shape"
+        return "another shape"
     scale = float(np.max(np.abs(other))) or 1.0
-    return f"{float(np.max(np.abs(one - other))) / scale:.2e} of the largest entry"
+    return float(np.max(np.abs(one - other))) / scale
+
+
+# ---- where only digests are there
+
+
+UNREAD = (
+    "no parameter was read after a step: optimizers step on tensors that are not the model's parameters, as ZeRO's do, so these"
+    " are read in the next recorded step; record two steps or more in a row (--steps 1-3)"
+)
+UNSTEPPED = "no parameter was read after a step: no step of an optimizer was over"
+
+
+def _by_digests(trial: Trial) -> Result:
+    summaries, dims = trial.glances, trial.plan.dims
+    apart, compared = _ignored_replicas(summaries, dims)
+    families = [*replicas(summaries), *copied(summaries), *_replicas_by_layout(summaries, dims)]
+    if others := _other_parameters(trial):
+        told = f"ranks {ranks_text(others)} are replicas by the layout but have other parameters, as pipeline stages do"
+        return Result("replica_agreement", Verdict.UNKNOWN, note=told)
+    parted = _parted_replicas(trial)
+    if not families and not compared and not parted:
+        none = "no two ranks claim the same parts of all parameters"
+        return not_applicable("replica_agreement", f"{none}, or are replicas by the layout and began alike")
+    findings = [
+        Finding(
+            ranks=tuple(others),
+            step=step,
+            quantity="parameters after the step",
+            expected=f"the bytes of ranks {ranks_text(most)}",
+            observed="other bytes",
+        )
+        for step, pairs in differing(families).items()
+        for most, others in pairs
+    ]
+    examined = compared + _compared(families) + len(parted)
+    if not examined and any(one.shown and 0 in one.contents for one in summaries):
+        stepped = any(one.optimizers for one in summaries)
+        return Result("replica_agreement", Verdict.UNKNOWN, note=UNREAD if stepped else UNSTEPPED)
+    return verdict_of("replica_agreement", [*findings, *apart, *parted], examined)
+
+
+def _parted_replicas(trial: Trial) -> list[Finding]:
+    """Those of one line that nothing joins: gradients are reduced between none of them, whatever they began with. Of ranks that
+    claim something or began alike the bytes are compared."""
+    summaries = trial.glances
+    home = {rank: ranks for ranks in joined_sets(summaries) for rank in ranks}
+    lines = trial.lines("dp_replicate") if trial.plan.dims.world_size == len(home) else {}
+    began = {one.rank: (one.contents.get(0), one.slices) for one in summaries}
+    findings = []
+    for line in sorted(set(lines.values())):
+        sets = sorted({home[rank] for rank in line})
+        if len(sets) > 1 and len({began[rank] for rank in line}) == len(line):
+            text = " and ".join(ranks_text(ranks) for ranks in sets[:2]) + " and others" * (len(sets) > 2)
+            findings.append(
+                Finding(
+                    ranks=line,
+                    step=summaries[0].shown,
+                    quantity="gradients of replicas",
+                    expected="collectives that reduce them",
+                    note=f"between {text}: none in forward or backward, nor as much outside",
+                )
+            )
+    return findings
+
+
+def _compared(families: Sequence[list[Summary]]) -> int:
+    return sum((len(family) - 1) * len([s for s in family[0].contents if s]) for family in families)
+
+
+def _ignored_replicas(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[list[Finding], int]:
+    """The first step after which each of them differs, and how many were compared."""
+    findings, compared = [], 0
+    for fqn in sorted({fqn for one in summaries for fqn in one.ignored}):
+        alone = [replace(one, slices=0, model=0, contents=one.ignored[fqn]) for one in summaries if fqn in one.ignored]
+        families = _replicas_by_layout(alone, dims)
+        compared += _compared(families)
+        for step, ((most, others), *_) in list(differing(families).items())[:1]:
+            findings.append(
+                Finding(
+                    ranks=tuple(others),
+                    step=step,
+                    kind="parameter",
+                    name=fqn,
+                    quantity="value after the step",
+                    expected=f"the bytes of ranks {ranks_text(most)}",
+                    observed="other bytes",
+                    note="they began alike, and its wrapper ignores it",
+                )
+            )
+    return findings, compared
+
+
+def _other_parameters(trial: Trial) -> tuple[int, ...]:
+    """Ranks that claim nothing, differ in dp_replicate alone, and have parameters of other names or shapes: by a mistake, or
+    as experts that are spread over them have."""
+    lines = trial.lines("dp_replicate")
+    models = {one.rank: one.model for one in trial.glances if not one.slices}
+    for line in lines.values():
+        if len({models[rank] for rank in line if rank in models}) > 1:
+            return line
+    return ()
+
+
+def _replicas_by_layout(summaries: Sequence[Summary], dims: ParallelDims) -> list[list[Summary]]:
+    """Of a job without wrappers: ranks that differ in dp_replicate, and in cp where nothing shards over it, whose parameters
+    are the same ones with the same bytes before the first step. Who cuts them by hand begins with other bytes."""
+    found: dict[tuple[object, ...], list[Summary]] = {}
+    for one in summaries:
+        if not one.slices and 0 in one.contents:
+            at = coordinate(dims, one.rank)
+            cp = at["cp"] if dims.dp_shard > 1 else 0
+            found.setdefault((at["pp"], at["dp_shard"], cp, at["tp"], one.model, one.contents[0]), []).append(one)
+    return [family for family in found.values() if len(family) > 1]

@@ -8,14 +8,19 @@ that reports it in some of the steps that are due and not in others is a finding
 
 from __future__ import annotations
 
-from harness.evidence.records import StepEvidence
+from typing import Any
+
+from harness.evidence.step import StepEvidence
+from harness.judge.finding import Bound, Finding, Limit
 from harness.judge.reporting import below, judge_reports, relative
-from harness.judge.result import Finding, Result, not_applicable
+from harness.judge.result import Result, not_applicable
 from harness.judge.tolerance import UNIT_ROUNDOFF
 from harness.judge.trial import Trial
 from harness.reference.record import ReferenceStep
 
 STAGE = "numbers"
+NEEDS = frozenset({"reference", "values"})
+OF_GRADIENTS = True
 CLOSE = 2 * UNIT_ROUNDOFF["float32"]
 """A largest loss may be shown in float32."""
 
@@ -23,16 +28,15 @@ CLOSE = 2 * UNIT_ROUNDOFF["float32"]
 def check(trial: Trial) -> Result:
     if trial.ranks and not any("loss" in evidence.reports for evidence in trial.ranks.values()):
         return not_applicable("reported_loss", "this trainer reports none; the loss itself is judged by the check loss")
-    bounds, assumed = trial.bounds, trial.reports.get("reported_loss")
+    bounds, assumed = trial.bounds, trial.assumption.reports.get("reported_loss")
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
         wanted = reference.loss if assumed is None else assumed(rank, step.step)
         difference = relative(shown, wanted)
         if difference <= bounds.loss[step.step]:
             return difference, _largest(rank, step, shown)
-        found = f"{shown!r} (off by {difference:.2e})"
-        bound = bounds.text(bounds.loss[step.step])
-        return difference, Finding.at(rank, repr(wanted), found, bound, step=step.step)
+        what: dict[str, Any] = {"step": step.step, "quantity": "reported loss", "note": f"off by {difference:.2e}"}
+        return difference, Finding.at(rank, wanted, shown, bound=bounds.of(bounds.loss[step.step]), **what)
 
     return judge_reports(trial, "reported_loss", "loss", lambda step: step.reported_loss, compare)
 
@@ -40,5 +44,9 @@ def check(trial: Trial) -> Result:
 def _largest(rank: int, step: StepEvidence, mean: float) -> Finding | None:
     if below(mean, step.reported_largest) <= CLOSE:
         return None
-    wanted = f"a largest loss of at least the mean, {mean!r}"
-    return Finding.at(rank, wanted, repr(step.reported_largest), f"{CLOSE:.1e}", step=step.step)
+    what: dict[str, Any] = {
+        "step": step.step,
+        "quantity": "reported largest loss",
+        "note": "at least the mean that it reports",
+    }
+    return Finding.at(rank, Limit(least=mean), step.reported_largest, bound=Bound(CLOSE), **what)

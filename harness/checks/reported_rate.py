@@ -6,14 +6,18 @@ due and not in others is a finding.
 
 from __future__ import annotations
 
-from harness.evidence.records import StepEvidence
+from typing import Any
+
+from harness.evidence.step import StepEvidence
+from harness.judge.finding import Bound, Finding
 from harness.judge.reporting import judge_reports, relative
-from harness.judge.result import Finding, Result, not_applicable
+from harness.judge.result import Result, not_applicable
 from harness.judge.tolerance import UNIT_ROUNDOFF
 from harness.judge.trial import Trial
 from harness.reference.record import ReferenceStep
 
 STAGE = "numbers"
+NEEDS = frozenset({"reference", "values"})
 CLOSE = 2 * UNIT_ROUNDOFF["float32"]
 
 
@@ -27,12 +31,12 @@ def check(trial: Trial) -> Result:
         return not_applicable(
             "reported_rate", "this trainer reports none; the optimizer's is judged by the check update"
         )
-    assumed = trial.reports.get("reported_rate")
+    assumed = trial.assumption.reports.get("reported_rate")
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
         if assumed is not None:
             return _compare(rank, step.step, shown, [assumed(rank, step.step)], "")
-        taken = f", the optimizer took {step.lr!r}" if step.lr is not None else ""
+        taken = f"the optimizer took {step.lr!r}" if step.lr is not None else ""
         wanted = [reference.lr] + ([step.lr] if step.lr is not None else [])
         return _compare(rank, step.step, shown, wanted, taken)
 
@@ -43,4 +47,5 @@ def _compare(rank: int, step: int, shown: float, wanted: list[float], taken: str
     difference = max(relative(shown, rate) for rate in wanted)
     if difference <= CLOSE:
         return difference, None
-    return difference, Finding.at(rank, f"{wanted[0]!r}{taken}", repr(shown), f"{CLOSE:.1e}", step=step)
+    what: dict[str, Any] = {"step": step, "quantity": "reported learning rate", "note": taken}
+    return difference, Finding.at(rank, wanted[0], shown, bound=Bound(CLOSE), **what)

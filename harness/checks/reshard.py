@@ -8,21 +8,24 @@ backward frees what it left: then a rank has what the policy keeps after forward
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from harness.evidence.records import AfterForward, RankEvidence
-from harness.evidence.text import bytes_text
+from harness.evidence.records import RankEvidence
+from harness.evidence.step import AfterForward
 from harness.judge import after_evaluation
-from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
-from harness.judge.traffic import Key, amount, axis_text, observed, own_bytes, planned, still_gathered
+from harness.judge.finding import Finding, Limit, Value
+from harness.judge.result import Result, Verdict, not_applicable, verdict_of
+from harness.judge.traffic import Key, observed, of_collective, own_bytes, planned, still_gathered
 from harness.judge.trial import Trial
 from harness.judge.units_seen import untold_units
 from harness.plan.slices import BYTES, numel
 from harness.spec.allowance import Allowance, said
 
 STAGE = "structure"
-AFTER_FORWARD = " after forward"
+NEEDS = frozenset({"structure", "slices"})
+AFTER_FORWARD, AFTER_BACKWARD, AFTER_EVALUATION = "after forward", "after backward", "after evaluation"
 
 
 def check(trial: Trial) -> Result:
@@ -30,67 +33,83 @@ def check(trial: Trial) -> Result:
         return not_applicable("reshard", f"nothing is gathered: {_why_not(trial)}")
     if reason := untold_units(trial):
         return Result("reshard", Verdict.UNKNOWN, note=reason)
-    if trial.recorded is not None:
-        return _of_recorded(trial)
+    if "declared" not in trial.provided:
+        return _at_most(trial)
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         for step in evidence.steps:
-            here = partial(Finding.at, rank, step=step.step)
+            here = partial(_of_parameter, rank, step.step)
             recorded = {fqn for record in step.after_forward for fqn in record.bytes}
-            findings += [here("a record of it", "none", name=fqn) for fqn in _unrecorded(trial, rank, recorded)]
+            findings += [here(fqn, "a record of it", None, AFTER_FORWARD) for fqn in _unrecorded(trial, rank, recorded)]
             for record in step.after_forward:
                 examined += len(record.bytes)
-                findings += _kept(trial, here, rank, record)
+                findings += _kept(trial, step.step, rank, record)
             left = [] if gathered_by_choice(trial) else left_by_backward(trial, evidence, step.step)
-            findings += [here("freed", "still gathered", name=f"{fqn} after backward") for fqn in left]
+            findings += [here(fqn, "freed", "still gathered", AFTER_BACKWARD) for fqn in left]
             findings += _gathered_again(trial, evidence, step.step)
         findings += [
-            Finding.at(
-                rank,
-                "freed",
-                observed_text(trial, rank, fqn, held),
-                name=f"{until(trial, step)}, {fqn} after evaluation",
+            replace(
+                _of_parameter(rank, step, fqn, "freed", observed_value(trial, rank, fqn, held), AFTER_EVALUATION),
+                note=until(trial, step),
             )
             for step, fqn, held in left_by_evaluation(trial, rank)
         ]
-    findings.sort(key=lambda finding: (finding.rank, finding.step) != (0, 1))
+    findings.sort(key=lambda finding: (finding.ranks, finding.step) != ((0,), 1))
     used = any(left_by_backward(trial, trial.ranks[rank], step.step) for rank, step in trial.own_steps())
     allowed = said(dict.fromkeys(gathered_by_choice(trial), used))
     return verdict_of("reshard", findings, examined, "; ".join(filter(None, [_kept_text(trial), allowed])))
 
 
-def _of_recorded(trial: Trial) -> Result:
-    """Of a recorded job: no more is there than wrappers claim. A unit that a pass did not need is not there at all."""
+def _at_most(trial: Trial) -> Result:
+    """Of a job whose passes nobody declared: no more is there than wrappers claim. A unit that no pass needed is not there."""
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         for step in evidence.steps:
             for record in step.after_forward:
                 examined += len(record.bytes)
-                findings += _more_than_kept(trial, partial(Finding.at, rank, step=step.step), rank, record)
+                findings += _more_than_kept(trial, step.step, rank, record)
                 if step.step > 1:
-                    findings += _more_in_memory(trial, partial(Finding.at, rank, step=step.step), rank, record)
+                    findings += _more_in_memory(trial, step.step, rank, record)
     return verdict_of("reshard", findings, examined)
 
 
-def _more_than_kept(trial: Trial, here: Callable[..., Finding], rank: int, record: AfterForward) -> list[Finding]:
+def _of_parameter(rank: int, step: int, fqn: str, expected: Value, observed: Value, when: str) -> Finding:
+    unit = "bytes" if isinstance(observed, int) else ""
+    what: dict[str, Any] = {"step": step, "kind": "parameter", "name": fqn, "quantity": f"memory {when}", "unit": unit}
+    return Finding.at(rank, expected, observed, **what)
+
+
+def _of_all(rank: int, step: int, expected: Value, observed: Value) -> Finding:
+    return Finding.at(
+        rank, expected, observed, step=step, quantity=f"memory of all parameters {AFTER_FORWARD}", unit="bytes"
+    )
+
+
+def _not_as_kept(trial: Trial, rank: int, step: int, fqn: str, held: int) -> Finding:
+    kept, seen = trial.plan.after_forward[rank][fqn], observed_value(trial, rank, fqn, held)
+    wanted = kept.bytes if isinstance(seen, int) else kept_text(trial, kept.degree)
+    return _of_parameter(rank, step, fqn, wanted, seen, AFTER_FORWARD)
+
+
+def _more_than_kept(trial: Trial, step: int, rank: int, record: AfterForward) -> list[Finding]:
     wanted = trial.plan.after_forward[rank]
     return [
-        here(kept_text(trial, wanted[fqn].degree), observed_text(trial, rank, fqn, held), name=fqn + AFTER_FORWARD)
+        _not_as_kept(trial, rank, step, fqn, held)
         for fqn, held in record.bytes.items()
         if fqn in wanted and held > wanted[fqn].bytes
     ]
 
 
-def _more_in_memory(trial: Trial, here: Callable[..., Finding], rank: int, record: AfterForward) -> list[Finding]:
+def _more_in_memory(trial: Trial, step: int, rank: int, record: AfterForward) -> list[Finding]:
     """Behind all parameters. Not planned where some are in no unit, nor in the first step, in which what they were made from
     may be there yet."""
     wanted = trial.plan.after_forward[rank]
-    if not record.bytes.keys() <= wanted.keys() or _more_than_kept(trial, here, rank, record):
+    if not record.bytes.keys() <= wanted.keys() or _more_than_kept(trial, step, rank, record):
         return []
     most = sum(bytes_after_forward(trial, rank, fqn) for fqn in record.bytes) + trial.plan.padding_after_forward[rank]
     if record.storage <= most:
         return []
-    return [here(f"at most {amount(most)}", amount(record.storage), name="memory of all parameters after forward")]
+    return [_of_all(rank, step, Limit(most=most), record.storage)]
 
 
 def _kept_text(trial: Trial) -> str:
@@ -136,19 +155,18 @@ def _unrecorded(trial: Trial, rank: int, recorded: set[str]) -> list[str]:
     return [fqn for fqn in trial.plan.after_forward[rank] if fqn not in recorded]
 
 
-def _kept(trial: Trial, here: Callable[..., Finding], rank: int, record: AfterForward) -> list[Finding]:
+def _kept(trial: Trial, step: int, rank: int, record: AfterForward) -> list[Finding]:
     """One model part after one forward pass: each parameter, and the memory behind all of them."""
     wanted = trial.plan.after_forward[rank]
     findings = [
-        here(kept_text(trial, wanted[fqn].degree), observed_text(trial, rank, fqn, held), name=fqn + AFTER_FORWARD)
+        _not_as_kept(trial, rank, step, fqn, held)
         for fqn, held in record.bytes.items()
         if fqn in wanted and held != wanted[fqn].bytes
     ]
     least = sum(bytes_after_forward(trial, rank, fqn) for fqn in record.bytes if fqn in wanted)
     most = least + trial.plan.padding_after_forward[rank]
     if not least <= record.storage <= most:
-        expected = amount(least) if least == most else f"{bytes_text(least)} to {bytes_text(most)}"
-        findings.append(here(expected, amount(record.storage), name="memory of all parameters after forward"))
+        findings.append(_of_all(rank, step, least if least == most else Limit(least, most), record.storage))
     return findings
 
 
@@ -164,10 +182,10 @@ def kept_text(trial: Trial, degree: int) -> str:
     return "freed" if degree == trial.plan.shards else f"sharded over {degree} ranks"
 
 
-def observed_text(trial: Trial, rank: int, fqn: str, held: int) -> str:
-    """In words, if it is one of the ways to keep a parameter."""
+def observed_value(trial: Trial, rank: int, fqn: str, held: int) -> str | int:
+    """Return a word, if it is one of the ways to keep a parameter, else the bytes."""
     text = {own_bytes(trial, rank, fqn): "freed", whole_bytes(trial, rank, fqn): "gathered"}.get(held)
-    return text or f"{amount(held)} of it"
+    return text or held
 
 
 def whole_bytes(trial: Trial, rank: int, fqn: str) -> int:
@@ -188,10 +206,11 @@ def _gathered_again(trial: Trial, evidence: RankEvidence, step: int) -> list[Fin
     return [
         Finding.at(
             evidence.rank,
-            amount(wanted.get(key, 0)),
-            amount(seen.get(key, 0)),
+            wanted.get(key, 0),
+            seen.get(key, 0),
             step=step,
-            name=f"gathered again in backward over {axis_text(trial, key[0])}",
+            **of_collective(trial, key),
+            quantity="again",
         )
         for key in keys
         if wanted.get(key, 0) != seen.get(key, 0)

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from harness.evidence.records import Resumed
-from harness.evidence.text import number_text
 from harness.judge.contents import take
+from harness.judge.finding import Finding, Value
 from harness.judge.received_samples import received_samples
-from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
+from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.trial import Trial
 from harness.plan.slices import numel, slice_text
 
 STAGE = "data"
+NEEDS = frozenset({"reference", "values", "checkpoint"})
 
 Key = tuple[str, str]
 """A tensor of the saved state: what it is (parameter, or the optimizer's name for it) and the parameter's fqn."""
@@ -127,31 +129,36 @@ def _wrong_tensors(
     after = trial.case.steps.start - 1
     for key in wrong_keys(trial, rank, wanted):
         name, fqn = key
-        what = fqn if name == PARAMETER else f"{fqn}, {name}"
-        expected = f"what was saved after step {after}"
-        if wanted[key].ndim and (part := trial.slice_of(rank, fqn)):
-            expected += f", {slice_text(part, trial.plan.shapes[fqn], flat=bool(trial.plan.flat))}"
-        found = _difference(held.get(key), wanted_part(trial, rank, key, wanted[key]))
-        yield Finding.at(rank, expected, found, name=what)
+        expected, found, unit = _difference(held.get(key), wanted_part(trial, rank, key, wanted[key]))
+        what: dict[str, Any] = {
+            "kind": "parameter",
+            "name": fqn,
+            "quantity": "value" if name == PARAMETER else name,
+            "unit": unit,
+        }
+        part = trial.slice_of(rank, fqn) if wanted[key].ndim else None
+        cut = f", {slice_text(part, trial.plan.shapes[fqn], flat=bool(trial.plan.flat))}" if part else ""
+        yield Finding.at(rank, expected, found, **what, note=f"saved after step {after}{cut}")
 
 
-def _difference(held: np.ndarray | None, wanted: np.ndarray) -> str:
+def _difference(held: np.ndarray | None, wanted: np.ndarray) -> tuple[Value, Value, str]:
+    """Return what was expected and observed, and their unit."""
     if held is None:
-        return "none"
+        return "what was saved", None, ""
     if held.shape != wanted.shape:
-        return f"shape {held.shape} instead of {wanted.shape}"
+        return wanted.shape, held.shape, "shape"
     if not wanted.ndim:
-        return f"{number_text(float(held))} instead of {number_text(float(wanted))}"
+        return float(wanted), float(held), ""
     if held.size and not held.any():
-        return "zeros"
-    return f"{int(np.sum(held != wanted))} of {held.size} entries differ"
+        return "what was saved", "zeros", ""
+    return 0, int(np.sum(held != wanted)), f"of {held.size} entries differ"
 
 
 def _wrong_rates(trial: Trial) -> Iterator[Finding]:
     """The schedule goes on: in every step since, for the optimizer's own rate hides a scheduler that starts anew for one."""
     for rank, step, reference in trial.steps():
         if step.lr is None or not math.isclose(step.lr, reference.lr, rel_tol=1e-12):
-            yield Finding.at(rank, repr(reference.lr), repr(step.lr), step=step.step, name="learning rate")
+            yield Finding.at(rank, reference.lr, step.lr, step=step.step, quantity="learning rate")
 
 
 def _wrong_samples(trial: Trial) -> Iterator[Finding]:
@@ -159,13 +166,13 @@ def _wrong_samples(trial: Trial) -> Iterator[Finding]:
     wanted = set(trial.reference.samples[first - 1])
     for rank, ids in received_samples(trial, first).items():
         if strange := [id_ for id_ in ids if id_ not in wanted]:
-            found = f"{len(strange)} of {len(ids)} are not of that step{_of_step(trial, ids)}"
-            yield Finding.at(rank, "the data position of the step", found, step=first, name="samples")
+            what: dict[str, Any] = {"step": first, "quantity": "samples of another step", "note": _of_step(trial, ids)}
+            yield Finding.at(rank, 0, len(strange), unit=f"of {len(ids)} samples", **what)
 
 
 def _of_step(trial: Trial, ids: list[int | None]) -> str:
     step = step_received(trial, ids)
-    return f", all are of step {step}" if step else ""
+    return f"all are of step {step}" if step else ""
 
 
 def step_received(trial: Trial, ids: list[int | None]) -> int | None:

@@ -1,27 +1,40 @@
 """In every step, data-parallel ranks partition the global batch, cp ranks its tokens, and tp peers receive the same ones.
 
 Each first stage receives as many microbatches as accumulation and the pipeline ask for, all of one size.
-Samples are recognised by their tokens, labels included; nothing that a data loader says is believed.
+Samples are recognised by their tokens, labels included; nothing that a data loader says is believed. Where nobody knows the
+recipe's samples, no two data-parallel ranks are fed the same in every step, and tp peers are fed the same tokens in each.
+Inputs that are no integers may be cut over tp, as activations are under sequence parallelism.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 
-from harness.evidence.records import Microbatch
-from harness.evidence.text import positions_text
+from harness.evidence.keys import steps_text
+from harness.evidence.step import Microbatch
+from harness.evidence.text import positions_text, ranks_text
+from harness.judge.finding import Finding, Value
 from harness.judge.labels import IGNORED, laid_out
 from harness.judge.received_samples import positions_received, received_samples, rows_of, rows_received
-from harness.judge.result import Finding, Result, verdict_of
+from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.trial import Trial
+from harness.plan.grid import coordinate
 from harness.plan.stages import positions
+from harness.spec.dims import ParallelDims
 
 STAGE = "data"
+NEEDS = frozenset({"samples"})
 
 
 def check(trial: Trial) -> Result:
+    return _of_the_recipe(trial) if "reference" in trial.provided else _of_any_recipe(trial)
+
+
+def _of_the_recipe(trial: Trial) -> Result:
     findings, examined = [], 0
     for step in trial.case.steps:
         wanted = trial.reference.samples[step - 1]
@@ -40,15 +53,14 @@ def _wrong_positions(trial: Trial, step: int) -> list[Finding]:
         found = positions_received(trial, rank, step)
         wanted = positions(trial.case, rank, trial.case.seq_len(step))
         if found is not None and not np.array_equal(found, wanted):
-            words = (f"the tokens at positions {positions_text(wanted)}", f"those at {positions_text(found)}")
-            findings.append(Finding.at(rank, *words, step=step))
+            words = (positions_text(wanted), positions_text(found))
+            findings.append(Finding.at(rank, *words, step=step, quantity="positions of the tokens received"))
     return findings
 
 
 def _strangers(received: dict[int, list[int | None]], step: int) -> list[Finding]:
-    expected, found = "samples of the recipe's steps", "rows of tokens that belong to none of them"
     return [
-        Finding.at(rank, expected, f"{ids.count(None)} {found}", step=step)
+        Finding.at(rank, 0, ids.count(None), step=step, quantity="rows of tokens that are no sample of the recipe")
         for rank, ids in received.items()
         if None in ids
     ]
@@ -60,8 +72,14 @@ def _differing_peers(trial: Trial, received: dict[int, list[int | None]], step: 
         for rank in received:
             first = trial.plan.peers(rank, axis)[0]
             if received[rank] != received.get(first):
-                expected = f"the samples of {axis} peer {first}: {received.get(first)}"
-                findings.append(Finding.at(rank, expected, f"{received[rank]}", step=step))
+                what: dict[str, Any] = {
+                    "step": step,
+                    "quantity": "samples",
+                    "axis": axis,
+                    "group": trial.plan.peers(rank, axis),
+                    "note": f"expected: those of rank {first}",
+                }
+                findings.append(Finding.at(rank, _ids(received.get(first)), _ids(received[rank]), **what))
     return findings
 
 
@@ -78,19 +96,22 @@ def _not_a_partition(
     parts = [("received more than once", twice), ("received by no rank", never)]
     parts += [("received by some tp or cp peers only", aside), ("of another step", foreign)]
     observed = "; ".join(f"{len(ids)} {text} ({_some(ids)})" for text, ids in parts if ids)
-    return [
-        Finding(
-            f"step {step}", f"each of {len(wanted)} samples received by one dp rank", observed + _twins(trial, received)
-        )
-    ]
+    expected = f"each of {len(wanted)} samples received by one dp rank"
+    twins = _twins(trial, received)
+    note = f"ranks {ranks_text(twins)} received the same" if twins else ""
+    return [Finding(ranks=twins, step=step, quantity="samples", expected=expected, observed=observed, note=note)]
 
 
-def _twins(trial: Trial, received: dict[int, list[int | None]]) -> str:
+def _ids(ids: list[int | None] | None) -> Value:
+    return tuple(ids) if ids else None
+
+
+def _twins(trial: Trial, received: dict[int, list[int | None]]) -> tuple[int, ...]:
     """Of rows that are no sample nothing is known."""
     shares = trial.one_rank_per_share()
     known = {rank: ids for rank in shares if (ids := received.get(rank)) and None not in ids}
     same = [rank for rank in shares[1:] if rank in known and known[rank] == known.get(shares[0])]
-    return f"; ranks {[shares[0], *same]} received the same" if same else ""
+    return (shares[0], *same) if same else ()
 
 
 def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
@@ -101,7 +122,9 @@ def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
         for record in trial.ranks[rank].steps:
             sizes = [len(part.tokens) for part in record.microbatches if part.tokens is not None]
             if record.step == step and sizes != wanted:
-                findings.append(Finding.at(rank, f"microbatches of {wanted} samples", f"{sizes}", step=step))
+                findings.append(
+                    Finding.at(rank, tuple(wanted), tuple(sizes), step=step, quantity="samples of each microbatch")
+                )
     return findings
 
 
@@ -116,9 +139,12 @@ def misshapen_labels(trial: Trial, step: int) -> list[Finding]:
         own = [None if labels is None else int((labels != IGNORED).sum()) for labels in _own_labels(trial, rank, step)]
         whole = [size in (tokens, counted) for size, tokens, counted in zip(seen, received, own, strict=False)]
         if seen and not (len(seen) == len(received) and all(whole)):
-            findings.append(
-                Finding.at(rank, f"labels for microbatches of {received} tokens", f"{seen} labels", step=step)
-            )
+            what: dict[str, Any] = {
+                "step": step,
+                "quantity": "labels of each microbatch",
+                "note": "expected: a label for each token",
+            }
+            findings.append(Finding.at(rank, tuple(received), tuple(seen), **what))
     return findings
 
 
@@ -130,7 +156,7 @@ def parts_of(trial: Trial, rank: int, step: int) -> list[Microbatch]:
 def _wrong_labels(trial: Trial, step: int) -> list[Finding]:
     """Where labels were seen, they are those of the sample."""
     return [
-        Finding.at(rank, "each sample's own labels", f"{len(pairs)} labels differ", step=step)
+        Finding.at(rank, 0, len(pairs), step=step, quantity="labels that are not the sample's own")
         for rank, pairs in wrong_labels(trial, step).items()
         if pairs
     ]
@@ -170,3 +196,49 @@ def _own_labels(trial: Trial, rank: int, step: int) -> list[np.ndarray | None]:
 
 def _some(ids: list[int]) -> str:
     return ", ".join(map(str, ids[:4])) + (", ..." if len(ids) > 4 else "")
+
+
+# ---- where only digests of inputs are there
+
+
+def _of_any_recipe(trial: Trial) -> Result:
+    """Of inputs as digests. Ranks that differ in another axis are not compared."""
+    dims = trial.plan.dims
+    apart, compared = _other_tokens(trial)
+    if dims.dp == 1:
+        none = not_applicable("samples", "no data parallelism" + ", and tp ranks are fed no tokens" * (dims.tp > 1))
+        return verdict_of("samples", apart, compared) if compared else none
+    fed = {one.rank: tuple(sorted(one.fed.items())) for one in trial.glances if one.fed}
+    if len(fed) < len(trial.glances) and not apart:
+        return Result("samples", Verdict.UNKNOWN, note="no input tensor of a model was seen")
+    return verdict_of("samples", [*apart, *_fed_alike(fed, dims)], len(fed))
+
+
+def _other_tokens(trial: Trial) -> tuple[list[Finding], int]:
+    """By the first of its tp peers, each rank that was fed other tokens than that one; and how many were compared."""
+    tokens = {one.rank: one.tokens for one in trial.glances if one.tokens}
+    findings, compared = [], 0
+    for first, *peers in trial.plan.groups.get("tp", ()):
+        for rank in (peer for peer in peers if first in tokens and peer in tokens):
+            both = sorted(tokens[first].keys() & tokens[rank].keys())
+            compared += len(both)
+            if other := tuple(step for step in both if tokens[rank][step] != tokens[first][step]):
+                what: dict[str, Any] = {"step": other[0], "quantity": "tokens", "note": f"in {steps_text(other)}"}
+                findings.append(Finding.at(rank, f"those of its tp peer, rank {first}", "others", **what))
+    return findings, compared
+
+
+def _fed_alike(fed: dict[int, tuple[tuple[int, int], ...]], dims: ParallelDims) -> list[Finding]:
+    planes: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted(fed):
+        at = coordinate(dims, rank)
+        planes.setdefault((at["pp"], at["cp"], at["tp"]), []).append(rank)
+    findings = []
+    for ranks in planes.values():
+        ordered = sorted(ranks, key=lambda rank: fed[rank])
+        for _, alike in itertools.groupby(ordered, key=lambda rank: fed[rank]):
+            if len(same := sorted(alike)) > 1:
+                note = f"in {steps_text(tuple(step for step, _ in fed[same[0]]))}"
+                what: dict[str, Any] = {"ranks": tuple(same), "quantity": "samples", "note": note}
+                findings.append(Finding(**what, expected="others on each data-parallel rank", observed="the same"))
+    return findings

@@ -5,11 +5,15 @@ Numbers cannot show it: whatever the order, the gradients are the same, only mem
 
 from __future__ import annotations
 
-from harness.judge.result import Finding, Result, not_applicable, verdict_of
+from typing import Any
+
+from harness.judge.finding import Finding
+from harness.judge.result import Result, not_applicable, verdict_of
 from harness.judge.trial import Trial
 from harness.plan.stages import actions_of_rank
 
 STAGE = "structure"
+NEEDS = frozenset({"structure", "declared"})
 
 
 def check(trial: Trial) -> Result:
@@ -35,7 +39,8 @@ def _compare(rank: int, step: int, wanted: tuple[str, ...], seen: tuple[str, ...
         return []
     pairs = enumerate(zip(wanted, seen, strict=False))
     at = next((index for index, (one, other) in pairs if one != other), min(len(wanted), len(seen)))
-    return [Finding.at(rank, _from(wanted, at), _from(seen, at), step=step, name=f"action {at}")]
+    what: dict[str, Any] = {"step": step, "quantity": f"action {at}"}
+    return [Finding.at(rank, _from(wanted, at), _from(seen, at), **what)]
 
 
 def _from(actions: tuple[str, ...], at: int) -> str:

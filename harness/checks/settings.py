@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from harness.evidence.records import RankEvidence
-from harness.judge.result import Finding, Result, verdict_of
+from harness.judge.finding import Finding
+from harness.judge.result import Result, verdict_of
 from harness.judge.trial import Trial
 
 STAGE = "structure"
-ELSEWHERE = " as elsewhere"
+NEEDS = frozenset({"structure", "declared", "values"})
+ELSEWHERE = "as elsewhere"
 """Behind what most ranks and steps have, where a trainer may choose."""
 
 DETERMINISM = ("deterministic algorithms", "cudnn.deterministic")
@@ -56,7 +59,7 @@ def _changed(trial: Trial) -> Iterator[Finding]:
             right = allowed(trial, evidence, name)
             for step in evidence.steps if not is_free(trial, name) else ():
                 if set(step.settings.get(name, right)) - set(right):
-                    yield Finding.at(rank, right[0], _words(step.settings[name]), step=step.step, name=name)
+                    yield _finding(rank, step.step, name, right[:1], step.settings[name])
                     break
 
 
@@ -72,9 +75,9 @@ def _unlike(trial: Trial) -> Iterator[Finding]:
         ((usual, _),) = Counter(seen.values()).most_common(1)
         for (rank, step), values in seen.items():
             if values != usual:
-                yield Finding.at(rank, _words(usual) + ELSEWHERE, _words(values), step=step, name=name)
+                yield replace(_finding(rank, step, name, usual, values), note=ELSEWHERE)
                 break
 
 
-def _words(values: tuple[str, ...]) -> str:
-    return " and ".join(values) or "not seen"
+def _finding(rank: int, step: int, name: str, expected: tuple[str, ...], observed: tuple[str, ...]) -> Finding:
+    return Finding.at(rank, expected, observed or "not seen", step=step, kind="setting", name=name)

@@ -6,11 +6,15 @@ has resumed before it could be looked at is compared with what was saved.
 
 from __future__ import annotations
 
-from harness.judge.result import Finding, Result, verdict_of
+from typing import Any
+
+from harness.judge.finding import Finding, Part
+from harness.judge.result import Result, verdict_of
 from harness.judge.trial import Trial
-from harness.plan.slices import slice_text
 
 STAGE = "structure"
+NEEDS = frozenset({"reference", "values"})
+NOWHERE = "bytes that are nowhere in the seed weight"
 
 
 def check(trial: Trial) -> Result:
@@ -23,7 +27,7 @@ def check(trial: Trial) -> Result:
             found = held[fqn]
             if found != wanted:
                 shape, flat = trial.plan.shapes[fqn], bool(trial.plan.flat)
-                nowhere = "bytes that are nowhere in the seed weight"
-                observed = nowhere if found is None else slice_text(found, shape, flat=flat)
-                findings.append(Finding.at(rank, slice_text(wanted, shape, flat=flat), observed, name=fqn))
+                observed = NOWHERE if found is None else Part(found, shape, flat)
+                what: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": "slice"}
+                findings.append(Finding.at(rank, Part(wanted, shape, flat), observed, **what))
     return verdict_of("shard_contents", findings, examined)

@@ -10,28 +10,34 @@ Inside of a pass no rank waits at a barrier.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from typing import Any
 
 from harness.evidence.records import RankEvidence
 from harness.judge import after_evaluation
-from harness.judge.result import Finding, Result, Verdict, not_applicable, verdict_of
+from harness.judge.finding import Finding, Limit
+from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.traffic import (
     INSIDE,
     Key,
-    amount,
-    axis_text,
     is_traffic,
     observed,
     observed_outside,
+    of_collective,
     planned,
     planned_outside,
 )
 from harness.judge.trial import Trial
 from harness.judge.units_seen import untold_units
 from harness.plan.slices import BYTES
+from harness.plan.traffic.flow import OUTSIDE
 from harness.spec.allowance import said
 
 STAGE = "structure"
-OUTSIDE_PASSES = "outside forward and backward"
+NEEDS = frozenset({"structure", "slices", "flows", "sizes"})
+MOVED = "bytes moved"
+"""Of all collectives outside of forward and backward."""
+INTEGERS = "integers in forward and backward"
+WITHOUT_DATA = "without data"
 
 
 def check(trial: Trial) -> Result:
@@ -39,7 +45,7 @@ def check(trial: Trial) -> Result:
         return not_applicable("traffic", "one rank moves nothing")
     if reason := untold_units(trial):
         return Result("traffic", Verdict.UNKNOWN, note=reason)
-    if trial.recorded is not None:
+    if "declared" not in trial.provided:
         return _at_least(trial)
     findings, examined, used = [], 0, set[Key]()
     for rank, evidence in sorted(trial.ranks.items()):
@@ -64,7 +70,7 @@ def check(trial: Trial) -> Result:
 
 
 def _at_least(trial: Trial) -> Result:
-    """Of a recorded job, whose passes, frozen parameters and other uses of its groups nobody declared: what sharding and
+    """Of a job whose passes, frozen parameters and other uses of its groups nobody declared: what sharding and
     replication cannot do without is moved over the groups of the layout. Parameters that no optimizer has need no sum."""
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
@@ -128,7 +134,8 @@ def _outside(trial: Trial, rank: int, step: int) -> list[Finding]:
     most = trial.plan.outside_bytes[rank] + sum(planned_outside(trial, rank, step).values())
     if moved <= most:
         return []
-    return [Finding.at(rank, f"at most {amount(most)}", amount(moved), step=step, name=OUTSIDE_PASSES)]
+    what: dict[str, Any] = {"step": step, "kind": "collective", "quantity": MOVED, "phase": OUTSIDE, "unit": "bytes"}
+    return [Finding.at(rank, Limit(most=most), moved, **what)]
 
 
 def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
@@ -137,10 +144,10 @@ def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
     return [
         Finding.at(
             rank,
-            f"at least {amount(least)}",
-            amount(seen.get(key, 0)),
+            Limit(least=least),
+            seen.get(key, 0),
             step=step,
-            name=f"{key[1]} after the optimizer over {axis_text(trial, key[0])}",
+            **of_collective(trial, key),
         )
         for key, least in planned_outside(trial, rank, step).items()
         if seen.get(key, 0) < least
@@ -161,8 +168,8 @@ def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:
     most += trial.case.passes * sum(_buffers(trial, rank, "other_buffers").values())
     if moved <= most:
         return []
-    text = f"at most {amount(most)}" if most else amount(0)
-    return [Finding.at(rank, text, amount(moved), step=step, name="integers in forward and backward")]
+    what: dict[str, Any] = {"step": step, "quantity": INTEGERS, "kind": "collective", "unit": "bytes"}
+    return [Finding.at(rank, Limit(most=most) if most else 0, moved, **what)]
 
 
 def waits(evidence: RankEvidence, step: int) -> Counter[Key]:
@@ -180,8 +187,10 @@ def _waiting(trial: Trial, evidence: RankEvidence, step: int) -> list[Finding]:
     if trial.case.wrapper == "zero3" and step <= trial.first_step + 1:
         return []
     return [
-        Finding.at(evidence.rank, "no collective without data", f"{count} x {op} without data", step=step, name=phase)
-        for (_, op, phase), count in sorted(waits(evidence, step).items())
+        Finding.at(
+            evidence.rank, 0, count, step=step, **of_collective(trial, key) | {"quantity": WITHOUT_DATA, "unit": ""}
+        )
+        for key, count in sorted(waits(evidence, step).items())
     ]
 
 
@@ -190,10 +199,10 @@ def _compare(trial: Trial, rank: int, step: int, wanted: dict[Key, int], seen: d
     for key in sorted(set(wanted) | set(seen), key=lambda k: (k[2], k[1], k[0])):
         expected, moved = wanted.get(key, 0), seen.get(key, 0)
         if expected != moved:
-            ranks, op, phase = key
-            name = f"{phase} {op} over {axis_text(trial, ranks)}"
-            text = amount(moved) + dtype_words(trial, rank, step, key, expected, moved)
-            findings.append(Finding.at(rank, amount(expected), text, step=step, name=name))
+            what = of_collective(trial, key)
+            notes = (dtype_words(trial, rank, step, key, expected, moved), what["note"])
+            what["note"] = "; ".join(filter(None, notes))
+            findings.append(Finding.at(rank, expected, moved, step=step, **what))
     return findings
 
 
@@ -205,4 +214,4 @@ def dtype_words(trial: Trial, rank: int, step: int, key: Key, expected: int, mov
     recipe = (trial.case.training.dtype, trial.case.training.compute_dtype, trial.case.features.reduce_dtype)
     others = (dtype for dtype in recipe if dtype and dtype not in seen)
     alike = next((dtype for dtype in others if size and moved * BYTES[dtype] == expected * size), "")
-    return f": {moved // size} elements of {seen.pop()}; expected as many of {alike}" if alike else ""
+    return f"{moved // size} elements of {seen.pop()}; expected as many of {alike}" if alike else ""

@@ -12,18 +12,23 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from harness.evidence.records import RankEvidence, StepEvidence, TensorEvidence
+from harness.evidence.records import RankEvidence, TensorEvidence
+from harness.evidence.step import StepEvidence
 from harness.evidence.text import number_text
 from harness.judge import tolerance
 from harness.judge.clipping import clipped_unseen
-from harness.judge.result import Finding, Result, Verdict, verdict_of
+from harness.judge.finding import Bound, Finding
+from harness.judge.result import Result, Verdict, verdict_of
 from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig
 
 STAGE = "numbers"
+NEEDS = frozenset({"reference", "values"})
+OF_GRADIENTS = True
 Here = Callable[..., Finding]  # Finding.at of a rank, a step and a parameter
 
 
@@ -110,8 +115,8 @@ def observed_norm(trial: Trial, step: int, ranks: Sequence[int] | None = None) -
 
 def recipe_of(trial: Trial, fqn: str, step: int = 1) -> TrainingConfig:
     """The recipe as it is for this parameter: without weight decay, if it has one dim and only matrices decay."""
-    if trial.assumed.recipe:
-        return trial.assumed.recipe(step, fqn)
+    if trial.assumption.optimizer.recipe:
+        return trial.assumption.optimizer.recipe(step, fqn)
     training = trial.case.training
     spared = training.decay == "matrices" and len(trial.case.model.parameter_shapes().get(fqn, ())) == 1
     return replace(training, weight_decay=0.0) if spared else training
@@ -122,29 +127,28 @@ def _wrong_lr(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> lis
     rates = {_rate(trial, rank, step.step, fqn, wanted) for fqn in step.gradients} | {wanted}
     if step.lr is not None and any(math.isclose(step.lr, rate, rel_tol=1e-12) for rate in rates):
         return []
-    seen = "none seen" if step.lr is None else repr(step.lr)
-    return [Finding.at(rank, repr(wanted), seen, step=step.step, name="learning rate")]
+    return [Finding.at(rank, wanted, step.lr, step=step.step, quantity="learning rate")]
 
 
 def _replay(
     trial: Trial, evidence: RankEvidence, fqn: str, norms: dict[int, float], rates: dict[int, float]
 ) -> list[Finding]:
     """The first step at which this parameter is not what the optimizer makes of it."""
-    state = _start(trial, evidence, fqn)
+    state, assumed = _start(trial, evidence, fqn), trial.assumption.optimizer
     for step in _as_requested(trial, evidence):
         if fqn not in step.gradients or fqn not in step.parameters:
             return []  # `completed` reports it
         held, given = state.value.shape, step.gradients[fqn].shape
         if given != held:
-            name = f"gradient of {fqn}"
-            return [Finding.at(evidence.rank, f"shape {held}", f"shape {given}", step=step.step, name=name)]
+            what: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": "gradient", "unit": "shape"}
+            return [Finding.at(evidence.rank, held, given, step=step.step, **what)]
         gradient = _given(trial, evidence.rank, step, fqn, norms[step.step])
         rate = _rate(trial, evidence.rank, step.step, fqn, rates[step.step])
-        counted = replace(step, step=trial.assumed.counter(step.step, fqn)) if trial.assumed.counter else step
+        counted = replace(step, step=assumed.counter(step.step, fqn)) if assumed.counter else step
         recipe = recipe_of(trial, fqn, step.step)
-        expected, magnitude = _advance(state, counted, gradient, rate, recipe, amsgrad=trial.assumed.amsgrad)
+        expected, magnitude = _advance(state, counted, gradient, rate, recipe, amsgrad=assumed.amsgrad)
         bound = tolerance.update_bound(trial.case, magnitude)
-        here = partial(Finding.at, evidence.rank, step=step.step, name=fqn)
+        here = partial(Finding.at, evidence.rank, step=step.step, kind="parameter", name=fqn)
         left = trial.stepped_part(evidence.rank, fqn, step.parameters[fqn])
         finding = _compare(here, left, expected, bound, state.value)
         if step is evidence.steps[-1] or step.optimizer_state:
@@ -157,14 +161,15 @@ def _replay(
 
 
 def _rate(trial: Trial, rank: int, step: int, fqn: str, requested: float) -> float:
-    return trial.assumed.rate(rank, step, fqn) if trial.assumed.rate else requested
+    rate = trial.assumption.optimizer.rate
+    return rate(rank, step, fqn) if rate else requested
 
 
 def _given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm: float) -> np.ndarray | None:
     """The clipped gradient, or what is assumed in its place."""
     gradient = step.gradients[fqn].astype(np.float64)
-    if trial.assumed.given:
-        return trial.assumed.given(rank, step.step, fqn, gradient)
+    if trial.assumption.optimizer.given:
+        return trial.assumption.optimizer.given(rank, step.step, fqn, gradient)
     return tolerance.clip_coefficient(norm, trial.case.training.max_norm) * gradient
 
 
@@ -231,17 +236,21 @@ def _compare(
     here: Here, observed: np.ndarray, expected: np.ndarray, bound: np.ndarray, before: np.ndarray
 ) -> Finding | None:
     if observed.shape != expected.shape:
-        return here(f"shape {expected.shape}", f"shape {observed.shape}")
+        return here(expected.shape, observed.shape, quantity="value", unit="shape")
     wrong = ~(np.abs(observed - expected) <= bound)  # a NaN is wrong
     if not wrong.any():
         return None
     if np.array_equal(observed, before):
-        return here("moved by the optimizer", "unchanged")
+        return here("moved by the optimizer", "unchanged", quantity=MOVE)
     at = np.unravel_index(np.argmax(np.abs(observed - expected) / np.maximum(bound, 1e-300)), observed.shape)
     moved, should = float(observed[at] - before[at]), float(expected[at] - before[at])
     ratio = moved / should if should else math.inf
-    found = f"moved by {number_text(moved)} (ratio {number_text(ratio, 10)}); {int(wrong.sum())} of {wrong.size} entries wrong"
-    return here(f"entry {tuple(map(int, at))} moved by {number_text(should)}", found, f"{float(bound[at]):.1e}")
+    entry, some = tuple(map(int, at)), f"{int(wrong.sum())} of {wrong.size} entries wrong"
+    note = f"entry {entry}, ratio {number_text(ratio, 10)}; {some}"
+    return here(should, moved, quantity=MOVE, note=note, bound=Bound(float(bound[at])))
+
+
+MOVE = "the optimizer's step"
 
 
 def _compare_with_what_was_left(here: Here, trial: Trial, step: StepEvidence, fqn: str) -> Finding | None:
@@ -251,12 +260,12 @@ def _compare_with_what_was_left(here: Here, trial: Trial, step: StepEvidence, fq
         return None
     left, when = step.parameters[fqn], until(trial, step.step)
     if now.size != left.size or now.dtype != left.dtype:
-        return here(f"unchanged {when}", f"{left.dtype} {left.shape} became {now.dtype} {now.shape}")
+        seen = f"{left.dtype} {left.shape} became {now.dtype} {now.shape}"
+        return here("unchanged", seen, quantity="value", note=when)
     differing = now.reshape(-1) != left.reshape(-1)
     most = np.max(np.abs(now.reshape(-1) - left.reshape(-1)), initial=0.0)
-    return here(
-        f"unchanged {when}", f"{int(differing.sum())} of {now.size} entries changed, by up to {number_text(most, 2)}"
-    )
+    note = f"{when}, by up to {number_text(most, 2)}"
+    return here(0, int(differing.sum()), unit=f"of {now.size} entries changed", quantity="value", note=note)
 
 
 def _compare_moments(here: Here, trial: Trial, fqn: str, seen: dict[str, np.ndarray], state: _State) -> Finding | None:
@@ -270,6 +279,6 @@ def _compare_moments(here: Here, trial: Trial, fqn: str, seen: dict[str, np.ndar
         bound = 4 * tolerance.update_bound(trial.case, magnitude)
         held = seen.get(key)
         if held is None or held.shape != expected.shape or not (np.abs(held - expected) <= bound).all():
-            found = "none" if held is None else "another value"
-            return here("the optimizer's average of the gradients seen", found, name=f"{fqn}, {key}")
+            found = None if held is None else "another value"
+            return here("the optimizer's average of the gradients seen", found, quantity=key)
     return None

@@ -7,12 +7,15 @@ import importlib
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from harness.bisect import BisectError
+from harness.cli.answer import asked, only_the_document, print_document
 from harness.cli.exit_codes import INTERRUPTED, NOT_JUDGED, PASSED, SAID, SKIP_COMMIT
 from harness.cli.interrupt import one_interrupt
 from harness.cli.options import BadInput, Parser
 from harness.cli.version import Version
+from harness.evidence.errors import CheckError
 from harness.evidence.store import EvidenceError
 from harness.faults import FaultError
 from harness.judge.golden import GoldenError
@@ -25,7 +28,17 @@ COMMANDS = (
     *("init", "doctor", "run", "matrix", "check", "report", "history", "nightly", "record"),
     *("show", "compare", "snapshot", "plan", "preflight", "golden", "faults", "bisect", "join", "server"),
 )
-EXPECTED = (BadInput, BisectError, CaseError, EvidenceError, FaultError, GoldenError, LaunchError, OutputError)
+EXPECTED = (
+    BadInput,
+    BisectError,
+    CaseError,
+    CheckError,
+    EvidenceError,
+    FaultError,
+    GoldenError,
+    LaunchError,
+    OutputError,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,10 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser(argv[0] if argv else "").parse_args(argv)
     except SystemExit as stop:  # it has said what was wrong
         code = NOT_JUDGED if stop.code else PASSED
+        args = argparse.Namespace(json=bool(stop.code) and asked(argv), failed=getattr(stop, "message", ""))
     else:
-        with one_interrupt():
+        with one_interrupt(), only_the_document() if args.json else nullcontext():
             code = guarded(args)
-    return SKIP_COMMIT if code == NOT_JUDGED and "--bisect" in argv else code
+    code = SKIP_COMMIT if code == NOT_JUDGED and "--bisect" in argv else code
+    try:
+        if args.json:
+            print_document(args, code)
+    except OutputError as error:
+        complain(str(error))
+        return NOT_JUDGED
+    return code
 
 
 def guarded(args: argparse.Namespace) -> int:
@@ -46,14 +67,18 @@ def guarded(args: argparse.Namespace) -> int:
     try:
         return args.command(args)
     except EXPECTED as error:
-        complain(str(error))
+        args.failed = str(error)
     except Unsupported as reason:
-        complain(f"skipped, nothing was judged: {reason}")
+        args.failed = f"skipped, nothing was judged: {reason}"
     except KeyboardInterrupt as stop:
-        complain("\n  ".join(["interrupted; nothing was judged, the ranks are killed", *map(str, stop.args)]))
+        args.failed = "\n  ".join(["interrupted; nothing was judged, the ranks are killed", *map(str, stop.args)])
+        complain(args.failed)
         return INTERRUPTED
-    except (Exception, SystemExit):  # a mistake of ours, or an exit of a trainer's, must look like no verdict
+    except (Exception, SystemExit) as error:  # a mistake of ours, or a trainer's exit, must look like no verdict
+        args.failed = f"{type(error).__name__}: {error}"
         traceback.print_exc()
+        return NOT_JUDGED
+    complain(args.failed)
     return NOT_JUDGED
 
 

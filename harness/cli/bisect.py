@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.bisect import commits, versions
-from harness.bisect.side_by_side import bisect_report
+from harness.bisect.side_by_side import bisect_data, bisect_report
+from harness.cli.answer import answer
 from harness.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.cli.options import BadInput, add_cases, add_command, add_how_to_run, add_selection, folder_of, options_of
 from harness.report.output import say
@@ -56,5 +57,5 @@ def command(args: argparse.Namespace) -> int:
         found = versions.search(versions.versions(args.over), cases, folder, options, tell)
     else:
         found = commits.bisect(args.repo, args.good, args.bad, cases, options, tell)
-    say(bisect_report(found))
+    answer(args, "bisect", lambda: bisect_data(found), bisect_report(found))
     return PASSED if found.first else NOT_JUDGED

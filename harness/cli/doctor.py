@@ -6,6 +6,7 @@ import argparse
 import shlex
 from typing import Any
 
+from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, INTERRUPTED, NOT_JUDGED, PASSED
 from harness.cli.options import (
     BadInput,
@@ -21,6 +22,7 @@ from harness.judge import golden
 from harness.judge.result import Verdict
 from harness.onboarding.examination import Examination, examine
 from harness.reference.config import DTYPES
+from harness.report.documents import case_here
 from harness.report.output import complain, say
 from harness.report.text import wrapped
 from harness.run.selection import matching
@@ -43,21 +45,31 @@ def add(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
+    lines: list[dict[str, str]] = []
+
+    def tell(label: str, text: str) -> None:
+        """At once, for ranks take their time."""
+        lines.append({"label": label, "text": text})
+        tell_line(label, text)
+
     why = "" if args.trainer else f", {_of_this_repository().because}"
     cases, options, judged = _small_ones(args), options_of(args), dict[str, Verdict]()
-    tell_line("adapter", f"{options.trainer} loads{why}")
+    tell("adapter", f"{options.trainer} loads{why}")
     if (ranks := cases[0].dims.world_size) > MOST_RANKS:
-        tell_line("cases", f"none of one or two ranks; the smallest has {ranks}: {cases[0].name}")
+        tell("cases", f"none of one or two ranks; the smallest has {ranks}: {cases[0].name}")
     try:
-        found = examine(cases, options, tell_line, judged)
+        found = examine(cases, options, tell, judged)
     except KeyboardInterrupt as stop:
         if not judged:
             raise
         ended = ", ".join(f"{case} {verdict}" for case, verdict in judged.items())
         first = f"interrupted after {len(judged)} of {len(cases)} cases ({ended}); the ranks are killed"
-        complain("\n  ".join([first, *map(str, stop.args)]))
+        args.failed = "\n  ".join([first, *map(str, stop.args)])
+        complain(args.failed)
         return INTERRUPTED
-    say(*_then(found, cases, args))
+    then = _then(found, cases, args)
+    data = {"trainer": options.trainer, "judged": found.judged, "lines": lines, "then": then[1:]}
+    answer(args, "doctor", data | {"cases": list(map(case_here, found.judgements))}, *then)
     return max((CODES[verdict] for verdict in found.judged.values()), default=NOT_JUDGED)
 
 

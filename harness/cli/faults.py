@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import faults, trainers
+from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
 from harness.cli.interrupt import abandon
 from harness.cli.options import (
@@ -18,6 +19,7 @@ from harness.cli.options import (
     add_how_to_run,
     add_jobs,
     cases_of,
+    no_document,
     options_of,
     trainer_under_test,
 )
@@ -66,6 +68,7 @@ def command(args: argparse.Namespace) -> int:
     control, known = catalogue.with_control(faults_of_file(file) if file else all_faults())
     chosen = catalogue.matching(known, args.expression)
     if args.list:
+        no_document(args, "--list")
         say(shown.listing(chosen, accepted()))
         return PASSED
     if args.file and not args.cases and (of := _with_cases(args.file)):
@@ -74,7 +77,8 @@ def command(args: argparse.Namespace) -> int:
         )
     done, control_done, seconds = tried(chosen, control, args)
     write_text(args.out / "faults.json", to_json(done))
-    say(shown.report(done, control_done, seconds))
+    data = {"seconds": seconds, "control": control_done, "attempts": done}
+    answer(args, "faults", data, shown.report(done, control_done, seconds))
     return faults_code(done, control_done)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from harness.checks import golden as golden_check
 from harness.checks import run_check
+from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
-from harness.cli.options import add_cases, add_command, add_out, add_selection, cases_of, needs_matplotlib
+from harness.cli.options import add_cases, add_command, add_out, add_selection, cases_of, needs_matplotlib, no_document
 from harness.evidence.records import Run
 from harness.evidence.store import load
 from harness.judge import golden
@@ -18,8 +19,8 @@ from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.reference.record import ReferenceRun
+from harness.report.finding_text import findings_text
 from harness.report.output import say
-from harness.report.text import finding_text
 from harness.run.options import Options
 from harness.run.reference_cache import reference_folder
 from harness.run.selection import matching
@@ -38,18 +39,32 @@ def add(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
+    for option in ("accept", "plot"):
+        if getattr(args, option):
+            no_document(args, f"--{option}")
     every = cases_of(args)
     chosen = matching(every, args.expression)
     recipes = {golden.recipe_name(case): case for case in chosen}
     options = Options(out=args.out)
     if args.plot:
         return _margins(chosen, options)
-    noises = {name: _noise_keys(name, every) for name in recipes}
-    code = worst(_golden(case, options, noises[name], accept=args.accept) for name, case in recipes.items())
+    if args.accept:
+        for name, case in recipes.items():
+            _accept(case, options, _noise_keys(name, every))
+        for line in _unused(every):
+            say(line)
+        return PASSED if recipes else NOT_JUDGED
+    results = {golden.path_of(case).name: _against_golden(case, options) for case in recipes.values()}
+    data = {"goldens": [{"file": file, "result": result} for file, result in results.items()], "unused": _unused(every)}
+    answer(args, "golden", data, *(line for found in results.items() for line in _lines(*found)), *_unused(every))
+    codes = {Verdict.PASS: PASSED, Verdict.FAIL: BROKEN}
+    return worst(codes.get(result.verdict, NOT_JUDGED) for result in results.values())
+
+
+def _unused(every: Sequence[Case]) -> list[str]:
     stored = {path for folder in {golden.home(case) for case in every} for path in folder.glob("*.json")}
-    for path in sorted(stored - {golden.path_of(case) for case in every}):
-        say(f"{path.name}: no case uses it; delete it")
-    return code
+    unused = sorted(stored - {golden.path_of(case) for case in every})
+    return [f"{path.name}: no case uses it; delete it" for path in unused]
 
 
 def _margins(cases: Sequence[Case], options: Options) -> int:
@@ -72,22 +87,19 @@ def _noise_keys(recipe: str, cases: Sequence[Case]) -> list[str]:
     return list(dict.fromkeys(key for case in users for key in (case.noise_key, case.golden_noise_key)))
 
 
-def _golden(case: Case, options: Options, noise: Sequence[str], *, accept: bool) -> int:
-    """Compare one recipe's reference with its golden, or accept it and measure its noise: done, though nothing is judged."""
-    reference = load(reference_folder(case, options, noise if accept else ()) / "reference.npz", ReferenceRun)
-    if accept:
-        review = golden.review_command(case)
-        say(golden.accept(case, reference), f"  accepted, not judged: review `{review}`")
-        return PASSED
-    result = _against_golden(case, reference)
-    say(f"{golden.path_of(case).name}: {result.verdict}" + (f": {result.note}" if result.note else ""))
-    for finding in result.shown:
-        say(finding_text(finding, "  "))
-    return {Verdict.PASS: PASSED, Verdict.FAIL: BROKEN}.get(result.verdict, NOT_JUDGED)
+def _accept(case: Case, options: Options, noise: Sequence[str]) -> None:
+    """Accept one recipe's reference and measure its noise: done, though nothing is judged."""
+    reference = load(reference_folder(case, options, noise) / "reference.npz", ReferenceRun)
+    say(golden.accept(case, reference), f"  accepted, not judged: review `{golden.review_command(case)}`")
 
 
-def _against_golden(case: Case, reference: ReferenceRun) -> Result:
+def _lines(file: str, result: Result) -> list[str]:
+    return [f"{file}: {result.verdict}" + (f": {result.note}" if result.note else ""), *findings_text(result, "  ")]
+
+
+def _against_golden(case: Case, options: Options) -> Result:
     """The check `golden`, which looks at no rank."""
+    reference = load(reference_folder(case, options, ()) / "reference.npz", ReferenceRun)
     accepted, problem = None, ""
     try:
         accepted = golden.load(case)

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
 from harness.cli.options import add_command
-from harness.report.output import complain, say
+from harness.report.output import complain
 from harness.run.changes import State
 from harness.run.history import runs_in, series
-from harness.run.history_text import Told, lapsed, lines, told
+from harness.run.history_text import Told, as_document, lapsed, lines, told
 from harness.run.nights import culprits_in
 from harness.spec import quarantine
 
@@ -38,9 +39,9 @@ def command(args: argparse.Namespace) -> int:
     culprits = culprits_in(args.folders)
     every = [told(nights, entries, today, culprits) for nights in series(runs).values()]
     stale = lapsed(entries, every, today)
-    say("\n\n\n".join("\n".join(lines(one)) for one in every))
-    if stale:
-        say("", "QUARANTINE", *(f"  {line}" for line in stale))
+    text = "\n\n\n".join("\n".join(lines(one)) for one in every)
+    quarantined = ["", "QUARANTINE", *(f"  {line}" for line in stale)] if stale else []
+    answer(args, "history", {"series": list(map(as_document, every)), "quarantine": stale}, text, *quarantined)
     return worst([*map(code, every), NOT_JUDGED if stale else PASSED])
 
 

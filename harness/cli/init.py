@@ -15,7 +15,9 @@ from harness.report.output import complain, say
 
 
 def add(commands: Any) -> None:
-    parser = add_command(commands, "init", command, "begin an adapter for a training script, and its first cases")
+    parser = add_command(
+        commands, "init", command, "begin an adapter for a training script, and its first cases", json=False
+    )
     parser.add_argument("script", type=Path, metavar="TRAINER.py", help="it is read, not run, and not edited")
     parser.add_argument("--adapter", type=Path, metavar="FILE.py", help="default TRAINER_adapter.py beside it")
     parser.add_argument("--cases", type=Path, default=Path("cases"), metavar="DIR", help="default cases")

@@ -14,7 +14,11 @@ from harness.report.output import complain
 
 def add(commands: Any) -> None:
     parser = add_command(
-        commands, "join", command, "on every other node: its part of what `harness run` started on the first"
+        commands,
+        "join",
+        command,
+        "on every other node: its part of what `harness run` started on the first",
+        json=False,
     )
     parser.add_argument("folder", metavar="DIR", type=Path, help="OUT/CASE on the shared disk")
     parser.add_argument(

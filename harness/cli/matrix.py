@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import trainers
+from harness.cli.answer import answer
 from harness.cli.exit_codes import NOT_JUDGED, PASSED, code_of, worst
 from harness.cli.interrupt import abandon
 from harness.cli.options import (
@@ -21,6 +22,7 @@ from harness.cli.options import (
     add_recipe,
     add_selection,
     cases_of,
+    no_document,
     options_of,
     positive_int,
     trainer_under_test,
@@ -28,7 +30,7 @@ from harness.cli.options import (
 )
 from harness.launch import pool_of
 from harness.report.grid import matrix_report
-from harness.report.outcome import Outcome
+from harness.report.outcome import Outcome, as_document
 from harness.report.output import complain, say
 from harness.report.progress import Progress
 from harness.run import verdicts
@@ -95,11 +97,13 @@ def add_parts(parser: argparse.ArgumentParser) -> None:
 
 def command(args: argparse.Namespace) -> int:
     if args.all:
+        no_document(args, "--all")
         return pairs_code(coverage.pairs(cases_of(args), trainers.load(trainer_under_test(args)).unsupported))
     cases, more = selected(args)
     if not args.resume:
         cases = part_of(cases, args)
     if args.list:
+        no_document(args, "--list")
         say(listing(cases))
         return PASSED
     options = options_of(args)
@@ -109,11 +113,15 @@ def command(args: argparse.Namespace) -> int:
     found, seconds = run(todo, options, record, jobs=args.jobs, most=args.max_failures, cluster=cluster)
     done = before | {one.case: one for one in found}
     outcomes = [done[case.name] for case in cases if case.name in done]
-    say(matrix_report(outcomes, seconds), *which_trainer(args))
+    notes = which_trainer(args)
     if len(outcomes) < len(cases):
-        say(f"{len(cases) - len(outcomes)} more were not run after {args.max_failures} failures: --resume runs them")
+        notes += [
+            f"{len(cases) - len(outcomes)} more were not run after {args.max_failures} failures: --resume runs them"
+        ]
     if more:
-        say(f"{more} more of other tiers were not run: --tier all")
+        notes += [f"{more} more of other tiers were not run: --tier all"]
+    data = {"outcomes": list(map(as_document, outcomes)), "seconds": seconds, "notes": notes}
+    answer(args, "matrix", data, matrix_report(outcomes, seconds), *notes)
     return matrix_code(outcomes)
 
 

@@ -18,6 +18,7 @@ from harness.bisect import commits, own_commits
 from harness.bisect.checkouts import files_of, trainer_of
 from harness.bisect.culprits import Where, searched
 from harness.cli import matrix
+from harness.cli.answer import answer
 from harness.cli.exit_codes import NOT_JUDGED, PASSED, worst
 from harness.cli.history import code
 from harness.cli.options import (
@@ -37,7 +38,7 @@ from harness.report.grid import summary
 from harness.report.output import complain, say
 from harness.run import nights, verdicts
 from harness.run.history import runs_in, series
-from harness.run.history_text import Told, lapsed, lines, told
+from harness.run.history_text import Told, as_document, lapsed, lines, told
 from harness.run.options import Options
 from harness.run.page import page_of
 from harness.run.verdicts import RecordedRun
@@ -165,9 +166,9 @@ def report(one: Told, runs: Sequence[RecordedRun], stale: Sequence[str], args: a
     text = "\n".join([*lines(one), *(["", "QUARANTINE", *(f"  {line}" for line in stale)] if stale else [])])
     found = [culprit.report for culprit in one.culprits_of_last if culprit.report]
     text = "\n\n".join([text, *found])
-    say(text)
     page = page_of(runs, [], runs_in([args.nights])[0], args.out / "page.html")
     write_text(args.out / "page.html", html(dataclasses.replace(page, since=one.since)))
     write_text(args.out / "history.txt", text + "\n")
     write_text(args.out / "summary.md", f"```\n{text}\n```\n\n{shown_as_markdown(runs, one.since)}")
-    say(f"\n{args.out / 'page.html'}")
+    data = {"series": [as_document(one)], "quarantine": stale, "page": args.out / "page.html"}
+    answer(args, "nightly", data, text, f"\n{args.out / 'page.html'}")

@@ -7,9 +7,10 @@ import difflib
 import importlib.util
 import math
 import shlex
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from harness import trainers
 from harness.evidence.errors import error_in
@@ -35,11 +36,24 @@ class BadInput(Exception):
 # ---- what can be typed
 
 
+class Usage(SystemExit):
+    """What was typed is not understood, and that was said."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(2)
+        self.message = message
+
+
 class Parser(argparse.ArgumentParser):
     """Options are typed in full: another may begin like them one day, and main() looks for --bisect."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(allow_abbrev=False, **how)
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self._print_message(f"{self.prog}: error: {message}\n", sys.stderr)
+        raise Usage(message)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """What a command does not know it says itself, with its own usage; argparse leaves that to the parser of all."""
@@ -53,11 +67,14 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
 
-def add_command(commands: Any, name: str, command: Command, help: str) -> argparse.ArgumentParser:
+def add_command(commands: Any, name: str, command: Command, help: str, *, json: bool = True) -> argparse.ArgumentParser:
+    """json: whether it has an answer that a program reads."""
     parser = commands.add_parser(
         name, help=help, description=f"{help[0].upper()}{help[1:]}" + ("" if help.endswith("?") else ".")
     )
-    parser.set_defaults(command=command)
+    parser.set_defaults(command=command, json=False)
+    if json:
+        parser.add_argument("--json", action="store_true", help="print one JSON document, all else to stderr")
     return parser
 
 
@@ -189,6 +206,12 @@ def shown(trainer: str) -> str:
     """Return it as a person reads it here."""
     path, here = Path(trainer), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else trainer
+
+
+def no_document(args: argparse.Namespace, option: str) -> None:
+    """Raises BadInput where a document is wanted of what has none."""
+    if args.json:
+        raise BadInput(f"--json: leave out {option}, which has no document")
 
 
 def needs_matplotlib() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from harness.cli.answer import answer
 from harness.cli.exit_codes import PASSED
 from harness.cli.layout_options import add_layout, layout_case
 from harness.cli.options import add_command
 from harness.plan.figures.rank_bytes import GPUS
 from harness.plan.make_plan import make_plan
-from harness.report.output import say
+from harness.report import layout_documents
 from harness.report.plan_text import plan_text
 
 
@@ -22,5 +23,6 @@ def add(commands: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     case = layout_case(args)
-    say(plan_text(case, make_plan(case), args.gpu))
+    plan = make_plan(case)
+    answer(args, "plan", lambda: layout_documents.plan(case, plan, args.gpu), plan_text(case, plan, args.gpu))
     return PASSED

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import trainers
+from harness.cli.answer import answer
 from harness.cli.exit_codes import NOT_JUDGED, code_of
 from harness.cli.layout_options import add_layout, layout_case
 from harness.cli.options import (
@@ -28,13 +29,12 @@ from harness.cli.options import (
 )
 from harness.evidence.store import CASE_FILE, write_text
 from harness.plan.figures.rank_bytes import GPUS
-from harness.preflight import commands, config_file
+from harness.preflight import commands, config_file, data
 from harness.preflight.chosen import Chosen, chosen
 from harness.preflight.judging import judged
 from harness.preflight.launches import fly
 from harness.preflight.text import command_text, preflight_text
 from harness.record import injection
-from harness.report.output import say
 from harness.report.recording_layout import verdict_of_all
 from harness.run.folders import fresh_folder
 from harness.run.options import Unsupported
@@ -93,7 +93,8 @@ def _of_command(args: argparse.Namespace, words: list[str]) -> int:
     except injection.CommandError as error:
         raise BadInput(str(error)) from error
     verdicts = commands.judged(run, dims)
-    say(command_text(words, dims, selected, run, verdicts))
+    told = (words, dims, selected, run, verdicts)
+    answer(args, "preflight", lambda: data.of_command(*told), command_text(*told))
     return code_of(verdict_of_all(verdicts.results))
 
 
@@ -110,7 +111,8 @@ def _of_case(args: argparse.Namespace) -> int:
     flown = fly(case, selected.ranks, folder, trainer=trainer, fault=fault, timeout=args.timeout, at_once=args.jobs)
     began = time.monotonic()
     verdicts = judged(case, flown)
-    say(preflight_text(case, selected, flown, verdicts, time.monotonic() - began, set_aside=set_aside, gpu=args.gpu))
+    told, more = (case, selected, flown, verdicts, time.monotonic() - began), {"set_aside": set_aside, "gpu": args.gpu}
+    answer(args, "preflight", lambda: data.of_case(*told, **more), preflight_text(*told, **more))
     unfired = fault is not None and not any(evidence.fault for evidence in flown.run.ranks.values())
     return NOT_JUDGED if unfired else code_of(verdict_of_all(verdicts.results))
 

@@ -38,10 +38,10 @@ def add(commands: Any) -> None:
     add_layout(parser)
 
 
-def add_recording(parser: argparse.ArgumentParser) -> None:
+def add_recording(parser: argparse.ArgumentParser, words: str = argparse.REMAINDER) -> None:
     parser.add_argument("--steps", default="", metavar="SPANS", help="what is recorded; default 1-3; such as 1-3,100")
     parser.add_argument("--every", type=int, default=0, metavar="N", help="every N-th step as well")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="torchrun .. train.py ..")
+    parser.add_argument("words", nargs=words, metavar="-- COMMAND", help="torchrun .. train.py ..")
 
 
 def command(args: argparse.Namespace) -> int:
@@ -53,12 +53,12 @@ def command(args: argparse.Namespace) -> int:
         raise BadInput(f"{args.out}: a recording is there already; choose another -o, or --force to overwrite it")
     code = record(args, args.out)
     if code in (-signal.SIGINT, INTERRUPTED):
-        shown(args.out, None)
+        shown(args, args.out, None)
         if args.layout is not None:
             judges = shlex.join(["harness", "show", "--layout", args.layout, str(args.out)])
             complain(f"interrupted: not judged by its layout; `{judges}` does")
         return INTERRUPTED
-    found = shown(args.out, args.layout)
+    found = shown(args, args.out, args.layout)
     return found if code == 0 else (code if 0 < code < 126 else BROKEN)
 
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.cli.answer import answer
 from harness.cli.exit_codes import NOT_JUDGED, PASSED, code_of, worst
 from harness.cli.options import BadInput, add_command, needs_matplotlib, other_trainers
 from harness.evidence.store import write_text
+from harness.report.documents import case_here
 from harness.report.grid import matrix_report
 from harness.report.markdown import annotated, markdown
-from harness.report.outcome import Outcome
+from harness.report.outcome import Outcome, as_document
 from harness.report.output import complain, say
 from harness.run import verdicts
 from harness.run.folders import case_folders
@@ -58,6 +60,8 @@ def command(args: argparse.Namespace) -> int:
     drawn = [folder for folder in args.folders if folder not in runs]
     if args.history and not args.html:
         raise BadInput("--history: it is for --html; `harness history` tells what changed")
+    if args.json and (args.html or args.form != "text" or (runs and drawn)):
+        raise BadInput("--json: it is of recorded runs or of folders of cases, and without --as or --html")
     if args.form != "text":
         if drawn or args.html:
             raise BadInput(f"--as {args.form}: it is of recorded runs, and without --html")
@@ -65,17 +69,21 @@ def command(args: argparse.Namespace) -> int:
     if args.html:
         return write_page(runs, drawn, args.history or [], args.html)
     if drawn:
-        draw(drawn)
-    return show(runs) if runs else PASSED
+        draw(args, drawn)
+    return show(args, runs) if runs else PASSED
 
 
-def draw(folders: Sequence[Path]) -> None:
+def draw(args: argparse.Namespace, folders: Sequence[Path]) -> None:
     """A picture beside each folder's evidence. Needs all ranks' evidence: a rank that left none has nothing to show."""
     needs_matplotlib()
     from harness.report.pictures import draw_judged  # matplotlib takes half a second
 
+    cases = []
     for folder in case_folders(folders):
-        say(draw_judged(judge_folder(folder)))
+        judgement = judge_folder(folder)
+        cases.append(case_here(judgement) | {"picture": draw_judged(judgement)})
+        say(cases[-1]["picture"])
+    answer(args, "cases", {"cases": cases})
 
 
 def write_page(recorded: Sequence[Path], folders: Sequence[Path], history: Sequence[Path], file: Path) -> int:
@@ -95,7 +103,7 @@ def write_page(recorded: Sequence[Path], folders: Sequence[Path], history: Seque
     return code_of_all(page.outcomes, lacking=bool(runs and problems(runs)[0]))
 
 
-def show(folders: Sequence[Path]) -> int:
+def show(args: argparse.Namespace, folders: Sequence[Path]) -> int:
     """The last run of each, as one. What has no verdict, and what was counted once of several, is said and is not green."""
     runs = last_runs(folders)
     try:
@@ -105,7 +113,8 @@ def show(folders: Sequence[Path]) -> int:
     lacking, told = problems(runs)
     told = [*told, *other_trainers(run.begins.get("trainer", "") for run in runs)]
     grid = matrix_report(outcomes, None) if outcomes else "no case came to its end"
-    say(grid, "", *provenance(runs), *lacking, *told)
+    data = {"outcomes": list(map(as_document, outcomes)), "lacking": lacking, "notes": [*provenance(runs), *told]}
+    answer(args, "matrix", data, grid, "", *provenance(runs), *lacking, *told)
     return code_of_all(outcomes, lacking=bool(lacking))
 
 

@@ -7,6 +7,7 @@ import shlex
 import sys
 from typing import Any
 
+from harness.cli.answer import answer
 from harness.cli.exit_codes import exit_code
 from harness.cli.options import (
     BadInput,
@@ -19,6 +20,7 @@ from harness.cli.options import (
     which_trainer,
 )
 from harness.record.injection import requested_ranks
+from harness.report.documents import case_here
 from harness.report.output import say
 from harness.report.text import case_report
 from harness.run.folders import folder_of
@@ -51,5 +53,5 @@ def command(args: argparse.Namespace) -> int:
     if options.torchrun_args:
         say(f"on every other node: harness join {shlex.quote(str(folder_of(case, options)))}", to=sys.stderr)
     judgement = run_case(case, options)
-    say(case_report(judgement), *which_trainer(args))
+    answer(args, "case", case_here(judgement), case_report(judgement), *which_trainer(args))
     return exit_code(judgement)

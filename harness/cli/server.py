@@ -12,7 +12,9 @@ from harness.report.output import say
 
 
 def add(commands: Any) -> None:
-    parser = add_command(commands, "server", command, "show or end the processes that stay to fork the next ranks")
+    parser = add_command(
+        commands, "server", command, "show or end the processes that stay to fork the next ranks", json=False
+    )
     parser.add_argument("what", choices=("status", "stop"), metavar="status|stop")
     parser.add_argument("--all", action="store_true", help="stop also those of other environments, of this user")
 

@@ -6,11 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
 from harness.cli.options import add_command
 from harness.judge.result import Verdict
 from harness.judge.stored_recording import Recording, load_recording
-from harness.report.output import say
+from harness.report.layout_documents import recording as document_of
 from harness.report.recording_layout import layout_report, verdict_of_all
 from harness.report.recording_odd import OF_RECORDER, odd
 from harness.report.recording_page import page
@@ -32,18 +33,19 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    return shown(args.directory, args.layout, whole=args.all)
+    return shown(args, args.directory, args.layout, whole=args.all)
 
 
-def shown(directory: Path, layout: str | None, *, whole: bool = False) -> int:
+def shown(args: argparse.Namespace, directory: Path, layout: str | None, *, whole: bool = False) -> int:
     """Raises EvidenceError and CaseError."""
     recording = load_recording(directory)
     if layout is None or not recording.summaries:
-        say(page(recording, whole=whole))
+        answer(args, "recording", lambda: document_of(recording), page(recording, whole=whole))
         return exit_code(recording)
     dims = spec.layout(layout, recording.world)
     results, diagnosis = judged(recording, dims)
-    say(page(recording, layout_report(dims, results, diagnosis), layout=layout, whole=whole))
+    text = page(recording, layout_report(dims, results, diagnosis), layout=layout, whole=whole)
+    answer(args, "layout", lambda: document_of(recording, dims, results, diagnosis), text)
     found = {Verdict.FAIL: BROKEN, Verdict.PASS: PASSED}.get(verdict_of_all(results), NOT_JUDGED)
     return worst([found, exit_code(recording)])
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
-from harness.cli.options import add_command
+from harness.cli.options import add_command, no_document
 from harness.evidence.reading import read_text
 from harness.evidence.store import EvidenceError, write_text
 from harness.judge.outside_passes import SECTION
 from harness.judge.stored_recording import load_recording
-from harness.judge.structure import compared_outside, differences, structure
+from harness.judge.structure import Difference, compared_outside, differences, structure
 from harness.report.compared import compared
+from harness.report.compared_runs import Costs
 from harness.report.output import say
 from harness.spec.loading import document_of
 
@@ -36,16 +38,31 @@ def command(args: argparse.Namespace) -> int:
     found = structure(recording)
     text = yaml.safe_dump(found, sort_keys=False, width=120, allow_unicode=True)
     if args.accept:
+        no_document(args, "--accept")
         write_text(args.file, text)
         say(f"{args.file}: the structure of {args.directory}, to be reviewed and committed")
         return PASSED
     if not args.file.exists():
-        say(text.rstrip(), f"{args.file}: no such file; --accept writes it")
+        args.failed = f"{args.file}: no such file; --accept writes it"
+        say(text.rstrip(), args.failed)
         return NOT_JUDGED
     kept = load_snapshot(args.file)
     changed = differences(kept, found)
-    say("\n".join(compared(str(args.file), str(args.directory), changed, ({}, {}), compared_outside(kept, found))))
+    answer_structures(args, (args.file, args.directory), changed, ({}, {}), compared_outside(kept, found))
     return BROKEN if changed else PASSED
+
+
+def answer_structures(
+    args: argparse.Namespace,
+    of: tuple[Path, Path],
+    found: Sequence[Difference],
+    cost: tuple[Costs, Costs],
+    outside: str,
+) -> None:
+    """Say in what the structure of two recorded jobs differs."""
+    data = {"one": of[0], "other": of[1], "of": "structure", "differences": found, "outside": outside}
+    text = "\n".join(compared(str(of[0]), str(of[1]), found, cost, outside))
+    answer(args, "comparison", data | {"costs": cost}, text)
 
 
 def load_snapshot(path: Path) -> Mapping[str, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import sys
 from typing import Any
 
 from harness.evidence.format import FORMAT
+from harness.evidence.installed import installed
 from harness.report.output import say
 from harness.run.launches import commit_of_harness
 
@@ -21,13 +21,6 @@ class Version(argparse.Action):
 def version_text() -> str:
     commit = commit_of_harness() or "unknown"
     return (
-        f"harness {_installed('harness')}, commit {commit}, records {FORMAT}, torch {_installed('torch')},"
+        f"harness {installed('harness')}, commit {commit}, records {FORMAT}, torch {installed('torch')},"
         f" Python {sys.version.split()[0]}"
     )
-
-
-def _installed(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

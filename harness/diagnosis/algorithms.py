@@ -39,7 +39,7 @@ class Replayed:
         """Of how many choices more a hypothesis is then: none where `update` holds of these parameters under the assumption,
         HALF where it so holds in the first step alone, and else does not: one of two mistakes. None where it is refuted."""
         case = replace(self.trial.case, training=training) if training else self.trial.case
-        part = replace(self._few, case=case, assumed=self.trial.assumed.and_besides(assumed))
+        part = replace(self._few, case=case, assumption=self.trial.assumption.and_besides(assumed))
         if update.holds(part, self._norms):
             return 0
         return HALF if not self._wrong_at_first(part) and self._wrong_as_requested else None

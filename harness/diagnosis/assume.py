@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 def another_case(trial: Trial, case: Case) -> Trial:
     """As if this had been requested: with the plan of it, and the same reference."""
-    plan = make_plan(case, trial.traits, trial.plan.observed, torch=trial.plan.torch)
+    plan = make_plan(case, trial.traits)
     return replace(trial, case=case, plan=without_slices(plan) if lacks_slices(trial) else plan)
 
 
 def lacks_slices(trial: Trial) -> bool:
-    """Of a recording of which it is not derived what ranks hold."""
-    return trial.recorded is not None and not any(trial.plan.slices.values())
+    """Of a job of which nobody declared more than a layout, and it is not derived what ranks hold."""
+    return "declared" not in trial.run.provided and not any(trial.plan.slices.values())
 
 
 def another_feature(trial: Trial, **features: Any) -> Trial:
@@ -35,7 +35,7 @@ def another_feature(trial: Trial, **features: Any) -> Trial:
 
 def another_recipe(trial: Trial, training: TrainingConfig) -> Trial:
     """As if this recipe had been requested: the reference is trained by it."""
-    words = {**order_of_entries(trial), **trial.otherwise}
+    words = {**order_of_entries(trial), **trial.assumption.reference}
     reference = retrain(trial.case.model, training, trial.reference, **words)
     return replace(another_case(trial, replace(trial.case, training=training)), reference=reference)
 
@@ -43,11 +43,11 @@ def another_recipe(trial: Trial, training: TrainingConfig) -> Trial:
 def another_reference(trial: Trial, **otherwise: Any) -> Trial:
     """As if the reference had been trained so, besides what is assumed of it already; the words are those of
     reference.counterfactual.Otherwise."""
-    known = trial.otherwise
+    known = trial.assumption.reference
     together = {**known} | {key: _after(known.get(key), key, new) for key, new in otherwise.items()}
     words = order_of_entries(trial) | together
     reference = retrain(trial.case.model, trial.case.training, trial.reference, **words)
-    return replace(trial, reference=reference, otherwise=together)
+    return replace(trial, reference=reference).assuming(reference=together)
 
 
 def _after(first: Any, key: str, second: Any) -> Any:
@@ -69,23 +69,23 @@ def _of_those(given: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, A
 def order_of_entries(trial: Trial) -> dict[str, Any]:
     """The trial's reference has its rows in the trainer's order, and vectors as tp ranks flatten what they have: the model that
     is trained again has to know."""
-    rows = {fqn: order for evidence in trial.ranks.values() for fqn, order in evidence.rows.items()}
+    rows = trial.reference.rows
     return {**({"rows": rows} if rows else {}), **({"columns": trial.plan.columns} if trial.plan.columns else {})}
 
 
 def another_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any) -> Trial:
     """As if some ranks' or parameters' optimizer had done something else, and the reference had been trained so."""
-    return replace(another_reference(trial, **otherwise), assumed=trial.assumed.and_besides(assumed))
+    return another_reference(trial, **otherwise).assuming(assumed)
 
 
 def apart(trial: Trial, copies: Mapping[int, int], otherwise: Sequence[dict[str, Any]], **told: Any) -> Trial:
     """As if ranks trained apart. copies: by rank, which of several copies of the model it trains; otherwise: by copy, in the
     words of reference.counterfactual.Otherwise; `told` in those of Apart. Where one copy is left it is a reference like any
     other."""
-    together = [{**order_of_entries(trial), **trial.otherwise, **one} for one in otherwise]
+    together = [{**order_of_entries(trial), **trial.assumption.reference, **one} for one in otherwise]
     runs = retrain_apart(trial.case.model, trial.case.training, trial.reference, together, **told)
     references = {rank: runs[copy] for rank, copy in copies.items()} if len(runs) > 1 else {}
-    return replace(trial, reference=runs[0], references=references, apart=True)
+    return replace(trial, reference=runs[0]).assuming(references=references, apart=True)
 
 
 def retrain_apart(

@@ -83,7 +83,8 @@ def _not_finite(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     what = "gradients are" if finite else "loss and gradients are"
     text = f"{what} NaN or infinite in step {step} {where_text(trial, bad)}"
     text += ", the losses are finite" * bool(finite and seen)
-    return Fact(Cause("not finite", text + (_mean_over_none(trial, step) if finite else "")), consequences(trial, step))
+    checks = (*consequences(trial, step), "finite")
+    return Fact(Cause("not finite", text + (_mean_over_none(trial, step) if finite else "")), checks)
 
 
 def _mean_over_none(trial: Trial, step: int) -> str:
@@ -104,7 +105,7 @@ def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """Context parallel: planned flows of attention over cp of which nothing was seen, beside what else runs there."""
     rank = min(trial.ranks)
     seen, flows = observed_traffic(trial, trial.ranks[rank], step), trial.plan.flows_of(rank, step)
-    checks = ("traffic", "reshard", "features", *(consequences(trial, step) if wrong else ()))
+    checks = ("traffic", "exchange", "reshard", "features", *(consequences(trial, step) if wrong else ()))
     for place, text in OF_ATTENTION.items():
         for flow in (flow for flow in flows if (flow.role, flow.phase) == place):
             alike = [f for f in flows if f is not flow and (f.axis, f.op, f.phase) == (flow.axis, flow.op, flow.phase)]
@@ -203,7 +204,7 @@ def _untied(broken: Broken, trial: Trial, wrong: list[Pair], step: int) -> Fact 
             return None
     text = f"the gradient of the tied weight lacks the output's part: {TIED} has only the embedding's"
     tested = f"in step {step} all rows of tokens that were not read are zero, all other parameters are right"
-    not_done = "features" in broken and all(each.where.endswith(LACKING) for each in broken["features"].findings)
+    not_done = "features" in broken and all(each.quantity == LACKING for each in broken["features"].findings)
     checks = (*consequences(trial, step), *(("features",) if not_done else ()))
     return Fact(Cause("tied weight without the output's part", text), checks, (("tested", tested),))
 
@@ -258,7 +259,7 @@ OF_POSITIONS = {"rotary positions", "rotary left out"}  # what recomputation may
 def other_gradient_flows(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Those that give the gradients observed in the first wrong step, of all parameters that are wrong and of no others."""
     step = first_wrong_step(trial) if "gradients" in broken and trial.case.exact else None
-    if step is None or BEFORE & set(broken) or loss_off(trial, step) or trial.references:
+    if step is None or BEFORE & set(broken) or loss_off(trial, step) or trial.assumption.references:
         return
     wrong, tries = wrong_pairs(trial, step), Tries(trial, step)
     if not tries.rows or all(factor_of(trial, *at, step) is not None for at in wrong):

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,7 @@ class Clipping:
         other = optimizer_of_ranks(trial, assumed, lambda ranks: {"given": self._whole(trial, ranks)}, differ=differ)
         shown = [(rank, s.step, s.grad_norm) for rank, s, _ in trial.steps() if s.grad_norm is not None]
         if self.norm and all(math.isclose(seen, self.norm(rank, step), rel_tol=1e-6) for rank, step, seen in shown):
-            return replace(other, reports={**trial.reports, "grad_norm": self.norm})
+            return other.assuming(reports={"grad_norm": self.norm})
         return other
 
     def _whole(self, trial: Trial, ranks: Sequence[int]) -> Callable[..., Arrays]:
@@ -255,5 +255,4 @@ def _clipping_chains(pieces: Pieces, chains: Sequence[Chain], twice: bool, trial
     if not twice:
         return other
     assumed = AssumedOptimizer(given=lambda rank, step, fqn, gradient: by(norms[step]) * gradient)
-    reports = {**trial.reports, "grad_norm": lambda rank, step: clipped_before(norms[step])}
-    return replace(other, assumed=trial.assumed.and_besides(assumed), reports=reports)
+    return other.assuming(assumed, reports={"grad_norm": lambda rank, step: clipped_before(norms[step])})

@@ -35,7 +35,7 @@ Rule = Callable[[int], np.ndarray]  # by step, how often each piece counts on al
 
 def unequal_contributions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     step = first_wrong_step(trial) if "gradients" in broken else None
-    if step is None or trial.references or _all_scaled(trial, step):
+    if step is None or trial.assumption.references or _all_scaled(trial, step):
         return
     pieces = Pieces(trial)
     if not pieces.known or (mixture := mixture_of(trial, pieces, step)) is None:

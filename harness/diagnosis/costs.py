@@ -9,13 +9,14 @@ from harness.checks import memory, settings, traffic
 from harness.checks.traffic import waits
 from harness.diagnosis import declarable
 from harness.diagnosis.differences import NUMBERS
-from harness.diagnosis.hypothesis import Broken, Fact, stated
-from harness.diagnosis.words import from_step, of_first, told_first, traffic_lines
+from harness.diagnosis.hypothesis import Broken, Fact, seen, stated
+from harness.diagnosis.words import from_step, of_first, traffic_lines
 from harness.evidence.keys import steps_text
 from harness.evidence.records import RankEvidence
 from harness.evidence.text import bytes_text, ranks_text
-from harness.judge.result import Cause, Finding
-from harness.judge.traffic import INSIDE, Key, axis_text, observed, observed_outside, planned
+from harness.judge.finding import Finding, Value
+from harness.judge.result import Cause
+from harness.judge.traffic import Key, axis_text, observed, observed_outside, planned
 from harness.judge.trial import Trial
 from harness.plan.slices import BYTES
 from harness.plan.stages import layers_of_stage
@@ -100,11 +101,16 @@ def other_settings(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if found:
         first, verb = found[0], "are" if found[0].name.endswith("s") else "is"
         alike = [one for one in found if one.name == first.name and one.rank is not None]
-        texts = {one.rank: f"{one.observed} {one.step}" for one in reversed(alike) if one.rank is not None}
+        texts = {one.rank: f"{_words(one.observed)} {one.step}" for one in reversed(alike) if one.rank is not None}
         _, ranks, others = of_first(trial, texts)
         where = f"{ranks} {_since(trial, first)}{others}".lstrip()
-        text = f"{first.name} {verb} {first.observed}, requested {first.expected} ({where})"
+        requested = _words(first.expected) + f" ({first.note})" * bool(first.note)
+        text = f"{first.name} {verb} {_words(first.observed)}, requested {requested} ({where})"
         yield stated(broken, "settings", "another setting", text)
+
+
+def _words(values: Value) -> str:
+    return " and ".join(values) if isinstance(values, tuple) else str(values)
 
 
 def _since(trial: Trial, finding: Finding) -> str:
@@ -112,10 +118,10 @@ def _since(trial: Trial, finding: Finding) -> str:
     assert finding.rank is not None and finding.step is not None
     evidence = trial.ranks[finding.rank]
     later = [step.settings.get(finding.name, ()) for step in evidence.steps if step.step > finding.step]
-    if all(" and ".join(values) == finding.observed for values in later):
+    if all(values == finding.observed for values in later):
         return from_step(trial, finding.step)
-    usual = finding.expected.removesuffix(settings.ELSEWHERE)
-    right = settings.allowed(trial, evidence, finding.name) if usual == finding.expected else usual.split(" and ")
+    usual = finding.expected if isinstance(finding.expected, tuple) else ()
+    right = usual if finding.note == settings.ELSEWHERE else settings.allowed(trial, evidence, finding.name)
     return f"{'first ' * any(set(values) - set(right) for values in later)}in step {finding.step}"
 
 
@@ -124,8 +130,8 @@ def _since(trial: Trial, finding: Finding) -> str:
 
 def ranks_wait(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Collectives that move nothing, where that is all that is wrong with traffic: ranks that wait compute the right thing."""
-    phases = (*INSIDE, "optimizer")
-    if "traffic" in broken and all(finding.name in phases for finding in broken["traffic"].findings):
+    waiting = traffic.WITHOUT_DATA
+    if "traffic" in broken and all(finding.quantity == waiting for finding in broken["traffic"].findings):
         seen = ((rank, step.step, waits(trial.ranks[rank], step.step)) for rank, step in trial.own_steps())
         rank, step, (key, count) = next((rank, step, min(found.items())) for rank, step, found in seen if found)
         text = f"{count} x {key[1]} over {ranks_text(key[0])} (rank {rank}, step {step})"
@@ -145,16 +151,17 @@ def of_no_plan(trial: Trial, broken: Broken) -> Iterator[Fact]:
     for check, text in STRUCTURE.items() if not NUMBERS & set(broken) else ():
         if check in broken:
             first = broken[check].findings[0]
-            line = told_first(broken[check]) + _mostly(trial, first) + _crossings(trial, check, first)
+            hint = _mostly(trial, first) + _crossings(trial, check, first)
             lines = (
                 (*traffic_lines(trial), *declarable.lines(declarable.moved(trial, first))) if check == "traffic" else ()
             )
-            yield Fact(Cause(f"{check} of no plan", f"{text}: {line}"), (check,), lines, symptom=True)
+            cause = Cause(f"{check} of no plan", text, hint=hint, finding=first)
+            yield Fact(cause, (check,), lines, symptom=True)
 
 
 def _mostly(trial: Trial, finding: Finding) -> str:
     """Of what is moved outside forward and backward, each collective, the most first."""
-    if finding.name != traffic.OUTSIDE_PASSES or finding.rank is None or finding.step is None:
+    if finding.quantity != traffic.MOVED or finding.rank is None or finding.step is None:
         return ""
     whole = sum(map(prod, trial.plan.shapes.values())) * BYTES[trial.case.training.dtype]
     outside = observed_outside(trial.ranks[finding.rank], finding.step)
@@ -163,7 +170,7 @@ def _mostly(trial: Trial, finding: Finding) -> str:
         + ", the size of all parameters or all gradients" * (moved == whole)
         for (ranks, op, _), moved in sorted(outside.items(), key=lambda item: -item[1])
     )
-    return f": {'; '.join(texts)}"
+    return "; ".join(texts)
 
 
 def _crossings(trial: Trial, check: str, finding: Finding) -> str:
@@ -190,7 +197,7 @@ def _crossings(trial: Trial, check: str, finding: Finding) -> str:
         key[2] == "backward" and n > 0 for key, n in odd.items()
     ):
         hint = ", as where recomputation issues it again"
-    return f", as with {', '.join(texts)} in each layer{hint}" * bool(odd)
+    return f"as with {', '.join(texts)} in each layer{hint}" * bool(odd)
 
 
 def _at_once(trial: Trial, evidence: RankEvidence, step: int, odd: Mapping[Key, int]) -> str:
@@ -201,7 +208,7 @@ def _at_once(trial: Trial, evidence: RankEvidence, step: int, odd: Mapping[Key, 
     for key, count in odd.items():
         sizes = {call.bytes for call in calls if (call.ranks, call.op, call.phase) == key}
         if count > crossing * passes and count % passes == 0 and count // passes in sizes:
-            once = f", as by one {key[1]} of {bytes_text(count // passes)} in {key[2]} of each microbatch"
+            once = f"as by one {key[1]} of {bytes_text(count // passes)} in {key[2]} of each microbatch"
             whole = (
                 case.features.loss_parallel
                 and key[1:] == ("all_gather", "forward")
@@ -219,18 +226,14 @@ def of_two_runs(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """What differs between ranks of one run, or between a run and its repeat. Ranks of a group that issue other collectives:
     gloo pairs what is of equal size, so that numbers may be wrong for it. Replicas: within the bounds of all other checks."""
     if "collective_order" in broken:
-        line = told_first(broken["collective_order"])
-        text = f"ranks of a group do not issue the same collectives: {line}"
-        yield stated(broken, "collective_order", "collectives out of order", text)
+        text = "ranks of a group do not issue the same collectives"
+        yield seen(broken, "collective_order", "collectives out of order", text)
     if "replica_agreement" in broken and not NUMBERS & set(broken):
-        first = broken["replica_agreement"].findings[0]
-        text = f"replicas drift apart: {first.where}: {first.observed}"
         why = "within rounding of the reference, but replicas must be bitwise equal: a difference of one bit grows"
-        yield Fact(Cause("replicas drift", text), ("replica_agreement",), (("why", why),))
+        yield seen(broken, "replica_agreement", "replicas drift", "replicas diverge", more=(("why", why),))
     if "determinism" in broken:
-        first, fed = broken["determinism"].findings[0], _fed_otherwise(trial)
-        text = f"two runs of the same case are not bitwise equal{fed}, first on {first.where}: {first.observed}"
-        yield stated(broken, "determinism", "not deterministic", text)
+        text = f"two runs of the same case are not bitwise equal{_fed_otherwise(trial)}"
+        yield seen(broken, "determinism", "not deterministic", text)
 
 
 def _fed_otherwise(trial: Trial) -> str:
@@ -255,7 +258,5 @@ def _fed_by_step(ranks: dict[int, RankEvidence]) -> dict[tuple[int, int], list[b
 
 def reference_moved(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if set(broken) == {"golden"}:
-        first: Finding = broken["golden"].findings[0]
         text = "the reference moved, not the trainer: model, data, recipe or torch changed"
-        line = f"{first.where}: {first.expected} -> {first.observed}, bound {first.bound}"
-        yield Fact(Cause("reference moved", f"{text} since the golden was accepted"), ("golden",), (("golden", line),))
+        yield stated(broken, "golden", "reference moved", f"{text} since the golden was accepted")

@@ -43,8 +43,7 @@ def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     share = counted if any(part != 1 for part in counted.values()) else {}
     seen = ("samples", *["reported_loss"] * _divided_by_all(trial, share))
     seen += ("positions",) * (wrong_positions(trial) is None) + ("features",) * (cause.kind == "odd traces")
-    first = broken["samples"].findings[:2]
-    lines: Lines = tuple(("samples", f"{one.where}: {one.observed}") for one in first if one.observed)
+    lines: Lines = tuple(("samples", one) for one in broken["samples"].findings[:2])
     if cause.kind == "peers differ" and "tp" in cause.observed:
         what = "tp peers compute parts of different samples, and no reference tells what follows"
         yield Hypothesis(cause, None, 1, (*lines, no_reference(what)), (*seen, *OF_GRADIENTS))

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from harness.checks import features, memory, traffic
-from harness.judge.result import Finding, Lines
+from harness.judge.finding import Finding
+from harness.judge.result import Lines
 from harness.judge.traffic import axis_of, observed_outside
 from harness.judge.trial import Trial
 from harness.spec.allowance import ELSEWHERE, Allowance
@@ -66,7 +67,7 @@ def held(trial: Trial, kind: str, ranks: Collection[int]) -> Iterator[Allowance]
 
 def moved(trial: Trial, finding: Finding) -> Iterator[Allowance]:
     """Yield each collective outside of passes, without the all_reduce of losses and norms where there is any other."""
-    if finding.name != traffic.OUTSIDE_PASSES or finding.rank is None or finding.step is None:
+    if finding.quantity != traffic.MOVED or finding.rank is None or finding.step is None:
         return
     seen = observed_outside(trial.ranks[finding.rank], finding.step)
     unusual = {key: size for key, size in seen.items() if key[1] != "all_reduce"} or seen

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from harness.checks import update
+from harness.checks import all_checks, update
 from harness.checks.replica_agreement import replica_families
 from harness.diagnosis.reports import reported_of
 from harness.diagnosis.words import Pair, from_step
@@ -97,7 +97,8 @@ def holders_of(trial: Trial, fqn: str) -> list[int]:
 # ---- what follows of gradients that are wrong, as far as what came before is right
 
 NUMBERS = {"loss", "gradients", "grad_norm", "update", "samples", "positions", "initial_weights", "schedule"}
-OF_GRADIENTS = frozenset({"grad_norm", "gradients", "loss", "reported_loss", "update", "replica_agreement"})
+OF_GRADIENTS = frozenset(name for name, module in all_checks().items() if getattr(module, "OF_GRADIENTS", False))
+"""The checks that wrong gradients make fail: their files say so."""
 """Checks of numbers that may be broken because gradients are wrong."""
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import Broken, Fact, Facts, Hypothesis, Proof, Suspects, tested
-from harness.judge.result import Result, Verdict
+from harness.judge.result import Cause, Result, Verdict
 from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
 from harness.reference import budget
@@ -97,10 +97,10 @@ class Search:
             best += both
         # of two that explain as much, what a check has seen goes first
         best.sort(key=lambda proof: (-len(proof.explained), proof.fitted, -proof.seen))
-        said: dict[frozenset[str], Proof] = {}
+        said: dict[frozenset[Cause], Proof] = {}
         for proof in best:
             if (proof.explained, proof.fitted, proof.seen) == (best[0].explained, best[0].fitted, best[0].seen):
-                said.setdefault(frozenset(one.cause.text for one in proof.hypotheses), proof)
+                said.setdefault(frozenset(one.cause for one in proof.hypotheses), proof)
         return [*said.values()]
 
     def _single(self, trial: Trial, results: Sequence[Result]) -> tuple[list[Proof], list[Proof]]:

@@ -12,12 +12,14 @@ from harness.checks.schedule import planned
 from harness.diagnosis import declarable
 from harness.diagnosis.assume import another_case, another_recipe, another_reference
 from harness.diagnosis.differences import OF_GRADIENTS
-from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated, verdict_of
-from harness.diagnosis.words import by_rank, of_first, on_ranks, some, told_first, traffic_lines
-from harness.evidence.records import StepEvidence, Wrapper
+from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, seen, stated, verdict_of
+from harness.diagnosis.words import by_rank, of_first, on_ranks, some, traffic_lines
+from harness.evidence.records import Wrapper
+from harness.evidence.step import StepEvidence
 from harness.judge import compiled_code
+from harness.judge.finding import Finding
 from harness.judge.order import flattened
-from harness.judge.result import Cause, Finding, Verdict
+from harness.judge.result import Cause, Verdict
 from harness.judge.trial import Trial
 from harness.reference.config import DTYPES
 from harness.spec import schedule
@@ -176,7 +178,7 @@ def odd_traces(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 def _wrapper(trial: Trial) -> str | None:
     """Where the check fails it: around one data rank any wrapper is right."""
-    wrong = {rank: one.observed for rank in trial.ranks for one in features.wrapped(trial, rank) if one}
+    wrong = {rank: str(one.observed) for rank in trial.ranks for one in features.wrapped(trial, rank) if one}
     seen = by_rank(trial, {rank: f"{kind} is observed" for rank, kind in wrong.items()})
     return f"wrapper {trial.case.wrapper or 'none'} is requested, {seen}" if wrong else None
 
@@ -207,7 +209,7 @@ def _buckets(trial: Trial) -> str | None:
     found = _first(one for rank in sorted(trial.ranks) for one in features.buckets_in_force(trial, rank))
     if found is None:
         return None
-    return f"bucket_mb {trial.case.features.bucket_mb} is requested, {found.observed} bytes are reduced at once"
+    return f"bucket_mb {trial.case.features.bucket_mb} is requested, up to {found.observed} bytes are reduced at once"
 
 
 def _reduction(trial: Trial) -> str | None:
@@ -215,7 +217,7 @@ def _reduction(trial: Trial) -> str | None:
     found = _first(one for rank in sorted(trial.ranks) for one in features.reduced(trial, rank))
     if found is None:
         return None
-    units = _unlike_others(trial, found.expected, "reduce_dtype", lambda unit: unit.reduces_in)
+    units = _unlike_others(trial, str(found.expected), "reduce_dtype", lambda unit: unit.reduces_in)
     return f"gradients are reduced in {found.observed}, requested {found.expected}{units}"
 
 
@@ -304,16 +306,16 @@ def _checkpointing(trial: Trial) -> str | None:
 
 
 def _of(broken: Broken, what: str) -> list[Finding]:
-    return [one for one in broken["features"].findings if one.where.endswith(what)]
+    return [one for one in broken["features"].findings if one.quantity == what]
 
 
 def _matmuls_again(broken: Broken, trial: Trial) -> str | None:
     """In blocks that are recomputed as requested."""
     kind, found = trial.case.features.activation_checkpointing, _of(broken, features.RECOMPUTED)
-    if kind == "none" or not found or any("recomputations of" in one.where for one in broken["features"].findings):
+    if kind == "none" or not found or _of(broken, features.RECOMPUTATIONS):
         return None
     first = found[0]
-    kept = ": all their results are kept" if first.observed == "0" else ""
+    kept = ": all their results are kept" if first.observed == 0 else ""
     which = f"{first.observed} matmuls{_of_parts(trial, first)} in backward (rank {first.rank}, step {first.step})"
     return f"activation checkpointing: {which} are recomputed, expected {first.expected} ({kind} is requested){kept}"
 
@@ -344,9 +346,9 @@ def computed_in_another_dtype(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """What memory, traffic and numbers show then follows from that."""
     found = _of(broken, features.DTYPE) if "features" in broken else []
     if found:
-        seen = {one.rank: one.observed + _few(trial, one) for one in reversed(found) if one.rank is not None}
+        seen = {one.rank: str(one.observed) + _few(trial, one) for one in reversed(found) if one.rank is not None}
         text = f"matmuls are computed in {''.join(of_first(trial, seen))}, requested {found[0].expected}"
-        text += _unlike_others(trial, found[0].expected, "param_dtype", lambda unit: unit.casts_to)
+        text += _unlike_others(trial, str(found[0].expected), "param_dtype", lambda unit: unit.casts_to)
         checks = ("reshard", "traffic", "memory", *OF_GRADIENTS)
         yield stated(broken, "features", "another feature", text, *checks, more=NOT_TESTED)
 
@@ -388,9 +390,10 @@ def other_actions(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """A pipeline that did what no schedule prescribes."""
     if "schedule" not in broken:
         return
-    requested, first = trial.case.features.schedule, told_first(broken["schedule"])
+    requested = trial.case.features.schedule
     idle = [rank for rank, evidence in trial.ranks.items() if not evidence.steps[0].actions]
-    text = f"the pipeline does not follow schedule {requested}: {first}"
     if idle:
         text = f"no pipeline ran{on_ranks(trial, idle)}, schedule {requested} is requested"
-    yield stated(broken, "schedule", "other actions", text)
+        yield stated(broken, "schedule", "other actions", text)
+    else:
+        yield seen(broken, "schedule", "other actions", f"the pipeline does not follow schedule {requested}")

@@ -76,7 +76,7 @@ class Found:
 
 def first_wrong_pass(trial: Trial, broken: Broken) -> Tries | None:
     """Of the first step whose loss is wrong, if what came before it is right."""
-    if "loss" not in broken or "completed" in broken or trial.references:
+    if "loss" not in broken or "completed" in broken or trial.assumption.references:
         return None
     step = next((step for step in trial.case.steps if loss_off(trial, step)), None)
     if step is None or any(wrong_pairs(trial, earlier) for earlier in trial.case.steps if earlier < step):
@@ -362,8 +362,12 @@ class Tries:
                 close = two.name != one.name and self.ranks(self.bench.losses(both, two.loss)) == list(self.rows)
                 if close and self._inputs_match(both):
                     of_first = self.cause(one, at, list(self.rows))
-                    joined = Cause(f"{of_first.kind}, {cause.kind}", f"{of_first.text}; {cause.text}")
+                    joined = Cause(f"{of_first.kind}, {cause.kind}", f"{_phrase(of_first)}; {_phrase(cause)}")
                     yield Found(joined, both, two.loss, 0.0, 2)
+
+
+def _phrase(cause: Cause) -> str:
+    return f"{cause.observed} {cause.where}".strip() + f", requested {cause.expected}" * bool(cause.expected)
 
 
 def _both(one: Alter, two: Alter) -> Alter:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from harness.checks import all_checks, run_check
 from harness.diagnosis.words import Broken, finding_line
-from harness.judge.result import Cause, Lines, Result, Verdict
+from harness.judge.result import Cause, Line, Lines, Result, Verdict
 from harness.judge.trial import Trial
 
 
@@ -60,15 +60,18 @@ class Fact:
 NOT_TESTED: Lines = (("not tested", "whether all wrong numbers follow from this"),)
 
 
-def no_reference(why: str) -> tuple[str, str]:
+def no_reference(why: str) -> Line:
     return "not tested", f"whether all wrong numbers follow from this: {why}"
 
 
-def stated(
-    broken: Broken, check: str, kind: str, text: str, *checks: str, more: Iterable[tuple[str, str]] = ()
-) -> Fact:
+def stated(broken: Broken, check: str, kind: str, text: str, *checks: str, more: Iterable[Line] = ()) -> Fact:
     """What a check saw, with its first finding. checks: others that this is the whole content of."""
-    return Fact(Cause(kind, text), (check, *checks), (finding_line(check, broken[check]), *more))
+    return Fact(Cause(kind, text), (check, *checks), (finding_line(broken[check]), *more))
+
+
+def seen(broken: Broken, check: str, kind: str, text: str, *, more: Lines = ()) -> Fact:
+    """Return the first finding of a check as the cause itself."""
+    return Fact(Cause(kind, text, finding=broken[check].findings[0]), (check,), more)
 
 
 Suspects = Callable[[Trial, Broken], Iterator[Hypothesis]]
@@ -128,8 +131,8 @@ def tested(trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> P
 
 def _holds(assumed: Trial, name: str) -> bool:
     """Ranks that are assumed to train apart need not agree: then there is nothing for that check to compare. Nor is there for
-    `reshard`, where it is assumed that nothing is sharded."""
-    dissolved = name == "reshard" or (name == "replica_agreement" and assumed.references)
+    `reshard`, where it is assumed that nothing is sharded, and for `exchange` without its axes."""
+    dissolved = name in ("reshard", "exchange") or (name == "replica_agreement" and assumed.assumption.references)
     return verdict_of(assumed, name) in ((Verdict.PASS, Verdict.NOT_APPLICABLE) if dissolved else (Verdict.PASS,))
 
 

@@ -112,10 +112,9 @@ def lost_labels(trial: Trial, step: int) -> Cause | None:
     """Each label is right, there are fewer or more of them than tokens: a part of the loss is lost, or counted twice."""
     if not (found := misshapen_labels(trial, step)):
         return None
-    text = f"{found[0].observed} ({found[0].where}), requested {found[0].expected}"
     if by := _shift(trial, step):
         return _shifted(by)
-    return Cause("labels lost", f"the loss is computed from too few or too many labels: {text}")
+    return Cause("labels lost", "the loss is computed from too few or too many labels", finding=found[0])
 
 
 def _shifted(by: int) -> Cause:

@@ -22,10 +22,10 @@ from harness.judge.trial import Trial
 from harness.plan.grid import coordinate, shard_place, tp_place
 from harness.plan.make_plan import make_plan
 from harness.plan.memory import parameter_bytes
-from harness.plan.observed_units import Unit
 from harness.plan.plan import Kept, Plan
 from harness.plan.slices import BYTES, Slice, chunk, flat_slices, numel, slice_text, slices_of_rank, tp_dim
 from harness.spec.dims import AXES, ParallelDims
+from harness.spec.measured import Unit
 
 BY_RANK = (
     *("stages", "slices", "flows", "even_flows", "parameter_bytes", "spare_bytes", "units", "gradient_spare"),
@@ -69,7 +69,7 @@ class Layout:
         there = self.known_place(self.place(rank))
         if plan.flat:
             return flat_slices(plan.flat, plan.shapes, *shard_place(self.known, there), tp_place(self.known, there))
-        return slices_of_rank(self.known, there, plan.shapes)
+        return slices_of_rank(self.known, there, plan.shapes, plan.traits)
 
     def assume(self, trial: Trial) -> Trial:
         if self.order != AXES:
@@ -81,7 +81,7 @@ class Layout:
     def _plan(self, trial: Trial) -> Plan:
         """That of the known axes, once for each place along the other one. Along cp keys and values go as ever."""
         case, own = replace(trial.case, dims=self.known), trial.plan
-        small = make_plan(case, trial.traits, own.observed, torch=own.torch)
+        small = make_plan(case, trial.traits)
         ranks = range(self.dims.world_size)
         along = {rank: coordinate(self.dims, rank)[self.without] * (not self.folded) for rank in ranks}
         places = {rank: (self.known_place(rank), along[rank]) for rank in ranks}
@@ -191,7 +191,7 @@ def _with_slices(trial: Trial, other: Mapping[int, Mapping[str, Slice]]) -> Tria
     """As if the plan had ranks hold these."""
     plan = trial.plan
     slices = {rank: {**held, **other[rank]} for rank, held in plan.slices.items()}
-    size = {rank: parameter_bytes(trial.case, rank, held, plan.flat) for rank, held in slices.items()}
+    size = {rank: parameter_bytes(trial.case, trial.traits, rank, held, plan.flat) for rank, held in slices.items()}
     shards, after = trial.case.shards, {}
     for rank, kept in plan.after_forward.items():
         freed = (fqn for fqn in other[rank] if fqn not in kept or kept[fqn].degree == shards)
@@ -205,8 +205,8 @@ def _in_no_unit(trial: Trial, fqns: set[str]) -> Trial:
     for rank, of_rank in plan.units.items():
         left = [tuple(fqn for fqn in unit if fqn not in fqns) for unit in of_rank]
         units[rank] = tuple(Unit(unit, plan.after_forward[rank][unit[0]].degree) for unit in left if unit)
-    alone = make_plan(trial.case, trial.traits, units, torch=plan.torch)
-    return replace(trial, plan=replace(alone, observed=plan.observed))
+    alone = make_plan(trial.case, trial.traits.with_units(units))
+    return replace(trial, plan=replace(alone, traits=plan.traits))
 
 
 def _strided(trial: Trial, wrong: list[str]) -> Iterator[Hypothesis]:
@@ -335,7 +335,7 @@ def _part_text(trial: Trial, fqn: str, part: Slice | None) -> str:
 
 def _groups_in_use(trial: Trial) -> set[tuple[int, ...]]:
     """Over which ranks tensors moved in forward and backward."""
-    return trial.groups_on_all(
+    return trial.run.groups_on_all(
         lambda evidence: (
             call.ranks
             for call in evidence.collectives
@@ -350,7 +350,7 @@ def _use_text(trial: Trial, axis: str, as_this: list[tuple[int, ...]], used: set
     wanted = set(trial.plan.groups[axis])
     if wanted & used:
         return "none in use as this axis (what ran over the same ranks is of another)"
-    exist = trial.groups_on_all(lambda evidence: (group.ranks for group in evidence.groups)) & wanted
+    exist = trial.run.groups_on_all(lambda evidence: (group.ranks for group in evidence.groups)) & wanted
     return "none in use" + (" (the groups exist, no collective ran over them)" if exist == wanted else "")
 
 

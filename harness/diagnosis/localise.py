@@ -13,7 +13,7 @@ from harness.diagnosis.words import Pair, finding_line, in_order, in_parameters,
 from harness.evidence.text import number_text, ranks_text
 from harness.judge.assembly import misfits
 from harness.judge.losses import global_loss
-from harness.judge.result import Cause, Lines, Verdict
+from harness.judge.result import Cause, Line, Lines, Verdict
 from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
 
@@ -31,16 +31,16 @@ def localise(
     """Of checks that nothing explains. tried: hypotheses that were put to the test. held: checks that pass. rest: of what
     something else does not explain."""
     cause = _first_wrong_number(trial, broken, held)
-    name, text = finding_line(*next(iter(broken.items())))
+    first = next(iter(broken.values())).findings[0]
     none = f"none explains {'the rest' if rest else 'this'}"
-    lines = [("tried", f"{tried} {'hypothesis' if tried == 1 else 'hypotheses'}, {none}")] * bool(tried)
+    lines: list[Line] = [("tried", f"{tried} {'hypothesis' if tried == 1 else 'hypotheses'}, {none}")] * bool(tried)
     others = [*broken][1:]
     if cause is not None:
-        lines += [finding_line(*item) for item in itertools.islice(broken.items(), 2)]
+        lines += [finding_line(result) for result in itertools.islice(broken.values(), 2)]
         lines += _another_order(trial, broken)
     if others:
-        lines.append(("also broken", ", ".join(others)))
-    return cause or Cause(KIND, f"{name}: {text}"), tuple(lines)
+        lines.append(("also failing", ", ".join(others)))
+    return cause or Cause(KIND, "", finding=first), tuple(lines)
 
 
 def _another_order(trial: Trial, broken: Broken) -> Lines:
@@ -64,11 +64,11 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
     if not {"loss", "gradients"} & set(broken):
         return None
     findings = broken["update"].findings if "update" in broken else ()
-    moved = {finding.step: finding.where for finding in reversed(findings) if finding.step}
+    moved = {finding.step: finding for finding in reversed(findings) if finding.step}
     for step in trial.case.steps:
         if moved and min(moved) < step:
             right = ", gradients before clipping are right" * _saw_gradients(trial, min(moved))
-            return Cause(KIND, f"the update is wrong{right}: first at {moved[min(moved)]}")
+            return Cause(KIND, f"the update is wrong{right}", finding=moved[min(moved)])
         off, wrong = loss_off(trial, step), wrong_pairs(trial, step)
         if off and wrong:
             return Cause(KIND, _forward(trial, _off(trial, step, off, held), step, held))

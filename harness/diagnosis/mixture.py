@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -238,4 +238,4 @@ def clipping_apart(trial: Trial) -> Trial:
     def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
         return clip_coefficient(norms[rank, step], trial.case.training.max_norm) * gradient
 
-    return replace(trial, assumed=trial.assumed.and_besides(AssumedOptimizer(given=given)))
+    return trial.assuming(AssumedOptimizer(given=given))

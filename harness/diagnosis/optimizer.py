@@ -54,7 +54,8 @@ def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
         cause = Cause("not finite", f"{text}, gradients were finite")
         before = loss_off(trial, trial.first_step) or wrong_pairs(trial, trial.first_step)  # what the optimizer leaves
         yield Fact(
-            cause, tuple(check for check in broken if check in OF_GRADIENTS and (check == "update" or not before))
+            cause,
+            tuple(check for check in broken if check in ("update", "finite") or (check in OF_GRADIENTS and not before)),
         )
 
 
@@ -88,7 +89,7 @@ def _shown_rate(trial: Trial) -> Iterator[Hypothesis]:
         hypothesis = Hypothesis(
             Cause("learning rate", text, "", number_text(usual[first]), rule), instead, 1 + bool(which)
         )
-        yield hypothesis.and_then(lambda other: replace(other, reports={**other.reports, **reports}))
+        yield hypothesis.and_then(lambda other: other.assuming(reports=reports))
 
 
 def _parts(trial: Trial) -> Iterator[tuple[str, frozenset[str]]]:
@@ -283,8 +284,8 @@ def _rate_factor(trial: Trial, rank: int, fqn: str) -> float | None:
 def _decay(trial: Trial, rank: int, fqn: str) -> float | None:
     """What the move has besides the gradient's part, over the rate and the parameter itself."""
     recipe, rate = replace(update.recipe_of(trial, fqn), weight_decay=0.0), trial.reference_step(trial.first_step).lr
-    undecayed = trial.assumed.and_besides(AssumedOptimizer(recipe=lambda step, fqn: recipe))
-    wanted, seen, before = _move(replace(trial, assumed=undecayed), rank, fqn)
+    undecayed = trial.assuming(AssumedOptimizer(recipe=lambda step, fqn: recipe))
+    wanted, seen, before = _move(undecayed, rank, fqn)
     factor = _multiple(wanted - seen, before)
     return factor / rate if factor is not None and rate else None
 

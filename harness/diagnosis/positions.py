@@ -23,7 +23,7 @@ def other_positions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if "positions" not in broken or (cause := wrong_positions(trial)) is None:
         return
     by_step = {step: _positions_by_layer(trial, step) for step in trial.case.steps}
-    lines = (finding_line("positions", broken["positions"]),)
+    lines = (finding_line(broken["positions"]),)
     yield Hypothesis(cause, partial(_turned_by, by_step), 1, lines, ("positions",))
 
 

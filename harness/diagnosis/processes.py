@@ -17,7 +17,7 @@ from harness.diagnosis.scaled import adding
 from harness.diagnosis.words import MOST_TEXTS, Arrays, finding_line, in_order, rank_words, some
 from harness.evidence.records import AT_WORK, Exit
 from harness.evidence.text import ranks_text
-from harness.judge.result import Cause, Lines
+from harness.judge.result import Cause, Line, Lines
 from harness.judge.trial import Trial
 from harness.plan.stages import parameters_of_stage
 from harness.spec.dims import AXES
@@ -83,7 +83,7 @@ def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
     texts = [f"{rank_words(ranks)} {how}" for how, ranks in alike.items()]
     last = ((f"rank {exit.rank}", exit.last_collective) for exit in blamed[:2])
     reason = why(blamed[0].error)
-    lines = [("why", reason)] * bool(reason)
+    lines: list[Line] = [("why", reason)] * bool(reason)
     lines += [*((who, f"last collective {call}") for who, call in last if call), *_stack(blamed[0])]
     if others:
         lines.append(("not to blame", f"{rank_words([exit.rank for exit in others])} only waited"))
@@ -120,7 +120,7 @@ def incomplete(trial: Trial, broken: Broken) -> Iterator[Fact]:
     everything = (_wrong_world, _strangers, _silent)
     for look in (*everything, _left_behind, _missing_steps, missing_parameters):
         if "completed" in broken and (text := look(trial)):
-            line = finding_line("completed", broken["completed"])
+            line = finding_line(broken["completed"])
             yield Fact(Cause("incomplete", text), tuple(broken) if look in everything else FOLLOWING, (line,))
             return
 

@@ -25,5 +25,5 @@ def masks_drawn_again(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     observed = f"recomputation of {some(blocks, 4)} starts from another random state than forward"
     cause = Cause("random state not restored", observed, hint=lost)
     checks, altered = ("gradients", "grad_norm", "loss", "reported_loss"), recomputed_without_random_state(blocks)
-    lines = (finding_line("gradients", broken["gradients"]),)
+    lines = (finding_line(broken["gradients"]),)
     yield Hypothesis(cause, partial(another_reference, altered=altered), 1, lines, checks)

@@ -10,7 +10,7 @@ import numpy as np
 
 from harness.checks.samples import parts_of
 from harness.diagnosis.assume import another_reference
-from harness.evidence.records import Microbatch
+from harness.evidence.step import Microbatch
 from harness.judge.labels import IGNORED, laid_out
 from harness.judge.received_samples import positions_received, rows_received
 from harness.judge.trial import Trial

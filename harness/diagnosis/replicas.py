@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,8 +55,7 @@ def optimizer_of_ranks(
         return assume.another_optimizer(trial, assumed, **of_ranks(sorted(trial.ranks)))
     places = {rank: coordinate(trial.case.dims, rank)["dp_replicate"] for rank in trial.ranks}
     replicas = [[rank for rank in places if places[rank] == number] for number in range(trial.case.dims.dp_replicate)]
-    other = train_apart(trial, "dp_replicate", otherwise=[of_ranks(ranks) for ranks in replicas])
-    return replace(other, assumed=trial.assumed.and_besides(assumed))
+    return train_apart(trial, "dp_replicate", otherwise=[of_ranks(ranks) for ranks in replicas]).assuming(assumed)
 
 
 def replicas_differ(trial: Trial, of: Callable[[int, str], object]) -> bool:

@@ -92,7 +92,7 @@ def wrong_reports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
             clause = text if text.startswith("it is") else f"{reported.who} {text}"
             cause = Cause("wrong report", f"{_what(trial, SHOWN[check], broken)}: {clause}{reported.when(number)}")
             assume = partial(assuming_reports, reported=reported, number=number)
-            yield Hypothesis(cause, assume, lines=(finding_line(check, broken[check]),))
+            yield Hypothesis(cause, assume, lines=(finding_line(broken[check]),))
 
 
 def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
@@ -122,7 +122,7 @@ def assuming_reports(trial: Trial, reported: Reported, number: Number) -> Trial:
         known = number(rank, step)
         return reported.shown[rank, step] if known is None else known
 
-    return replace(trial, reports={**trial.reports, reported.check: instead})
+    return trial.assuming(reports={reported.check: instead})
 
 
 def reported_of(trial: Trial, check: str) -> Reported | None:

@@ -27,7 +27,7 @@ from harness.diagnosis.words import (
 )
 from harness.evidence.checkpoint_index import Checkpoint
 from harness.evidence.text import counted, number_text
-from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
+from harness.judge.assumed import AssumedOptimizer
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.reference.distance import best_fit
@@ -42,10 +42,10 @@ def resumed_otherwise(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     it had resumed is compared bit for bit, so that the first of these is seen."""
     if "resume" not in broken:
         return
-    wrong, first, line = _wrong(trial), trial.case.steps.start, finding_line("resume", broken["resume"])
+    wrong, first, line = _wrong(trial), trial.case.steps.start, finding_line(broken["resume"])
     ways = [(cause, way) for name, way in WAYS if (cause := name(trial, wrong))]
     ways = ways[:1] if ways and ways[0][0].kind == "resumed elsewhere" else ways
-    lines = (*(("also", cause.text) for cause, _ in ways[1:]), line)
+    lines = (*(("also", cause) for cause, _ in ways[1:]), line)
     for number, (cause, way) in enumerate(ways):
         checks = ("resume", "completed") if cause.kind == "resumed elsewhere" and _goes_on(trial) else ("resume",)
         assume = partial(_going_on, way, first)
@@ -67,7 +67,7 @@ def _going_on(way: tuple[str, ...], first: int, trial: Trial) -> Trial:
         "state": lambda step: state if step == first else None,
         "rate": lambda step, fqn: rates[step] if odd is None or step < odd else rates[step - first + 1],
     }
-    assumed = _counting_on(trial, state, first) if "state" in way else AS_REQUESTED
+    assumed = _counting_on(trial, state, first) if "state" in way else AssumedOptimizer()
     return another_optimizer(trial, assumed, **{word: words[word] for word in way})
 
 
@@ -80,7 +80,7 @@ def _first_odd_rate(trial: Trial) -> int | None:
 def _counting_on(trial: Trial, state: dict[str, Arrays], first: int) -> AssumedOptimizer:
     """From the counters resumed, from none where they did not arrive; an optimizer may keep none at all."""
     if not any(name == "step" for name, _ in saved_state(trial.saved[-1])):
-        return AS_REQUESTED
+        return AssumedOptimizer()
     begun = {fqn: int(held["step"]) for fqn, held in state.items() if "step" in held}
     return AssumedOptimizer(counter=lambda step, fqn: begun.get(fqn, 0) + step - first + 1)
 
@@ -293,10 +293,10 @@ def wrong_checkpoint(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if "checkpoint" not in broken or held is None:
         return
     texts = [*_more(trial, held), *_other_types(trial, held), *_lacking(trial, held)]
-    line = finding_line("checkpoint", broken["checkpoint"])
-    first = texts[0] if texts else f"does not hold what was trained: {line[1]}"
-    text = f"the checkpoint of step {trial.case.saved_step} {first}"
-    yield Fact(Cause("checkpoint", text), ("checkpoint",), (*(("also", f"it {more}") for more in texts[1:]), line))
+    line = finding_line(broken["checkpoint"])
+    text = f"the checkpoint of step {trial.case.saved_step} {texts[0] if texts else 'does not hold what was trained'}"
+    cause = Cause("checkpoint", text, finding=None if texts else broken["checkpoint"].findings[0])
+    yield Fact(cause, ("checkpoint",), (*(("also", f"it {more}") for more in texts[1:]), line))
 
 
 def _more(trial: Trial, held: Checkpoint) -> Iterator[str]:

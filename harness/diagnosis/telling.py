@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from harness.checks import all_checks, run_check
 from harness.diagnosis.engine import Explanation
 from harness.diagnosis.hypothesis import Fact, Hypothesis
 from harness.diagnosis.localise import KIND, localise
-from harness.diagnosis.words import Broken, finding_line
+from harness.diagnosis.words import Broken
 from harness.judge.result import Cause, Diagnosis, Lines, Result, Verdict
 from harness.judge.trial import Trial, launch_label
 
@@ -16,10 +17,10 @@ from harness.judge.trial import Trial, launch_label
 def broken_elsewhere(trial: Trial, results: Sequence[Result], told: Sequence[Result]) -> Lines:
     """Checks that a launch breaks, and the one that is diagnosed does not: maybe another mistake. told: of that one."""
     known = {result.check for result in told if result.verdict is Verdict.FAIL}
+    where = launch_label(trial) or "the last launch"
     others = [one for one in results if one.verdict is Verdict.FAIL and one.check not in known and one.findings]
-    lines = [finding_line(result.check, result) for result in others]
-    where = launch_label(trial) or "the last launch: "
-    return tuple(("also broken", f"{where}{check}: {text}") for check, text in lines)
+    first = [replace(result.findings[0], launch=where) for result in others]
+    return tuple(("also failing", Cause(KIND, "", finding=finding)) for finding in first)
 
 
 def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnosis:
@@ -31,9 +32,10 @@ def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnos
     said = {fact.cause: fact.lines for fact in unfinished}
     said |= {one.cause: one.lines for one in first} | {fact.cause: fact.lines for fact in facts}
     lines = [line for of_one in said.values() for line in of_one]
-    lines += [("also seen", fact.cause.text) for fact in symptoms]
-    texts = ["; ".join(one.cause.text for one in proof.hypotheses) for proof in found.proofs]
-    lines += [("or else", text) for text in dict.fromkeys(texts[1:]) if text != texts[0]]
+    lines += [("also seen", fact.cause) for fact in symptoms]
+    ways = [tuple(one.cause for one in proof.hypotheses) for proof in found.proofs]
+    others = [way for way in dict.fromkeys(ways[1:]) if way != ways[0]]
+    lines += [("and" if place else "or else", cause) for way in others for place, cause in enumerate(way)]
     left = {result.check: result for result in results if result.check in found.left and result.findings}
     if left:
         known = bool(found.proofs) and not found.proofs[0].renumbers
@@ -43,20 +45,47 @@ def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnos
             left = {name: result for name, result in again.items() if result.findings} or left
         held = frozenset(result.check for result in results if result.verdict is Verdict.PASS)
         place, more = _located(assumed, left, found.tried, held, bool(said))
-        with_that = "with that assumed, " * known
-        lines += [("not explained", with_that + place.text), *more] if said else more
+        label = "still failing" if known else "not explained"
+        lines += [(label, place), *more] if said else more
         said = said or {place: ()}
     lines += [("not tried", text) for text in found.raised]
     lines += [("not searched further", found.ended)] * bool(found.ended)
-    return Diagnosis(tuple(said), (*_assuming(found, results), *lines))
+    explained = _explained(found)
+    causes = tuple(_with_extent(cause, explained.get(cause, found.left), results) for cause in said)
+    return Diagnosis(causes, (*_assuming(found, results), *lines))
+
+
+def _explained(found: Explanation) -> dict[Cause, tuple[str, ...]]:
+    """Return the failing checks by what explains them."""
+    explained = {fact.cause: fact.checks for fact in found.facts}
+    for one in found.proofs[0].hypotheses if found.proofs else ():
+        explained[one.cause] = found.proofs[0].explained or one.seen
+    return explained
+
+
+def _with_extent(cause: Cause, checks: Sequence[str], results: Sequence[Result]) -> Cause:
+    """Return the cause with the failing checks that it explains, and where their findings are."""
+    failed = [result for result in results if result.verdict is Verdict.FAIL and result.check in checks]
+    found = [finding for result in failed for finding in result.findings]
+    return replace(
+        cause,
+        explains=tuple(result.check for result in failed),
+        ranks=tuple(sorted({rank for one in found for rank in one.ranks})),
+        steps=tuple(sorted({one.step for one in found if one.step is not None})),
+        parameters=tuple(dict.fromkeys(one.name for one in found if one.kind == "parameter")),
+    )
 
 
 def _besides(first: Sequence[Hypothesis], facts: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
     """Facts that are causes besides what is proven, and symptoms; these are causes where there is no other."""
-    proven = [one.cause.text for one in first]
-    new = [fact for fact in facts if not any(fact.cause.text in text and fact.cause.text != text for text in proven)]
+    proven = [one.cause for one in first]
+    new = [fact for fact in facts if not any(_part_of(fact.cause, cause) for cause in proven)]
     named, symptoms = [fact for fact in new if not fact.symptom], [fact for fact in new if fact.symptom]
     return (named, symptoms) if first or named else (symptoms, [])
+
+
+def _part_of(cause: Cause, other: Cause) -> bool:
+    return bool(cause.observed) and cause.observed in other.observed and cause != other
 
 
 def _located(trial: Trial, left: Broken, tried: int, held: frozenset[str], rest: bool) -> tuple[Cause, Lines]:
@@ -64,8 +93,9 @@ def _located(trial: Trial, left: Broken, tried: int, held: frozenset[str], rest:
     try:
         return localise(trial, left, tried, held, rest=rest)
     except Exception as error:
-        first = ": ".join(finding_line(*next(iter(left.items()))))
-        return Cause(KIND, first), (("not located", f"{type(error).__name__}: {error}"),)
+        return Cause(KIND, "", finding=next(iter(left.values())).findings[0]), (
+            ("not located", f"{type(error).__name__}: {error}"),
+        )
 
 
 def _assuming(found: Explanation, results: Sequence[Result]) -> Lines:
@@ -88,9 +118,9 @@ def what_weaker_tests_say(results: Sequence[Result]) -> Lines:
     lines = []
     numbers = [name for name in ("loss", "gradients") if name in passing]
     if numbers and broken != {"golden"}:
-        worst = max((passing[name].note.removeprefix("largest difference ") for name in numbers), key=float)
+        worst = max(passing[name].largest or 0.0 for name in numbers)
         blind = ": a loss-curve test passes here" if "loss" in passing and "reported_loss" not in broken else ""
-        close = f"within {worst}" if float(worst) else "exactly"
+        close = f"within {worst:.1e}" if worst else "exactly"
         lines.append((", ".join(numbers), f"equal to the reference {close}{blind}"))
     if "process_groups" in passing and broken & {"shard_contents", "placements", "traffic"}:
         lines.append(("groups", "every group of the plan exists: a listing of process groups passes here"))

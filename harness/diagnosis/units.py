@@ -17,11 +17,13 @@ from harness.diagnosis.differences import NUMBERS, consequences, first_wrong_ste
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis, stated, verdict_of
 from harness.diagnosis.layout import wrong_parts
 from harness.diagnosis.words import by_rank, finding_line, of_first, on_ranks, some, traffic_lines
+from harness.judge.measured import claimed_units
 from harness.judge.result import Cause, Result, Verdict
+from harness.judge.traffic import amount
 from harness.judge.trial import Trial
 from harness.judge.units_seen import units_seen
 from harness.plan.make_plan import make_plan
-from harness.plan.observed_units import claimed_units, modules_text
+from harness.plan.units_text import modules_text
 
 
 def other_units(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -52,7 +54,7 @@ def _as_claimed(trial: Trial) -> Trial:
     """What a unit keeps is the claim's as well, not the policy's."""
     case = replace(trial.case, features=replace(trial.case.features, reshard_after_forward="default"))
     observed = {rank: claimed_units(evidence) for rank, evidence in trial.ranks.items()}
-    return replace(trial, plan=make_plan(case, trial.traits, observed, torch=trial.plan.torch))
+    return replace(trial, plan=make_plan(case, trial.traits.with_units(observed)))
 
 
 def _units_text(trial: Trial) -> str:
@@ -155,8 +157,9 @@ def _kept_by(trial: Trial, rank: int) -> dict[str, tuple[str, str]]:
     for record in steps[0].after_forward if steps else ():
         for fqn, held in record.bytes.items():
             if fqn in wanted and held != wanted[fqn].bytes and fqn not in found:
-                seen = reshard.observed_text(trial, rank, fqn, held)
-                found[fqn] = (reshard.kept_text(trial, wanted[fqn].degree), seen.replace("gathered", "still gathered"))
+                seen = reshard.observed_value(trial, rank, fqn, held)
+                words = f"{amount(seen)} of it" if isinstance(seen, int) else seen.replace("gathered", "still gathered")
+                found[fqn] = (reshard.kept_text(trial, wanted[fqn].degree), words)
     return found
 
 
@@ -164,9 +167,8 @@ def units_disagree(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Where units are the trainer's choice, ranks that hold the same parameters must still agree on them. Elsewhere they are
     claimed otherwise than memory and bytes are."""
     if "placements" in broken and (apart := disagreements(trial)):
-        text = f"{apart[0].where.removesuffix(', FSDP units')} have {apart[0].observed}, {apart[0].expected}"
-        wrap = f"ranks wrap different {trial.case.wrapper} units: {text}"
-        yield stated(broken, "placements", "ranks disagree on units", wrap)
+        cause = Cause("ranks disagree on units", f"ranks wrap different {trial.case.wrapper} units", finding=apart[0])
+        yield Fact(cause, ("placements",), (finding_line(broken["placements"]),))
     elif "placements" in broken and any(
         units_seen(trial, r) - {*map(frozenset, trial.plan.units[r])} for r in trial.ranks
     ):
@@ -216,7 +218,7 @@ def left_by_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
             rank: f"{some(units, 3)} still gathered after the backward of step {n}" for rank, (n, units) in seen.items()
         }
         kind, text = "left gathered by backward", by_rank(trial, texts)
-        again = [finding_line("traffic", broken["traffic"])] if "traffic" in broken else []
+        again = [finding_line(broken["traffic"])] if "traffic" in broken else []
         chosen = () if again else declarable.lines(declarable.gathered(trial))
         more = (*again, *(NOT_TESTED if NUMBERS & {*broken} else ()), *chosen)
         yield stated(broken, "reshard", kind, text, "traffic", "memory", more=more)
@@ -224,4 +226,4 @@ def left_by_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 def _kept_after_forward(result: Result, step: int) -> bool:
     """Whether it was not freed after forward already, in that step or before: then backward is not what kept it."""
-    return any(one.name.endswith(reshard.AFTER_FORWARD) and (one.step or 0) <= step for one in result.findings)
+    return any(one.quantity.endswith(reshard.AFTER_FORWARD) and (one.step or 0) <= step for one in result.findings)

@@ -215,7 +215,7 @@ def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
                 target[...] = held[rank, step][fqn].reshape(target.shape)
         return whole
 
-    fits, lines = "shape or dtype" not in cause.observed, (finding_line("update", broken["update"]),)
+    fits, lines = "shape or dtype" not in cause.observed, (finding_line(broken["update"]),)
     yield Hypothesis(cause, partial(another_reference, left=left) if fits else None, lines=lines, seen=("update",))
 
 

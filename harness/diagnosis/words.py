@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from harness.evidence.text import bytes_text, ranks_text
-from harness.judge.result import Result
+from harness.judge.result import Line, Result
 from harness.judge.traffic import observed as observed_traffic
 from harness.judge.traffic import observed_outside
 from harness.judge.trial import Trial
@@ -99,18 +99,14 @@ def groups_text(groups: Sequence[tuple[int, ...]]) -> str:
     return " ".join(shown if len(shown) <= 3 else [*shown[:2], "..", shown[-1]])
 
 
-def finding_line(name: str, result: Result) -> tuple[str, str]:
-    return name, told_first(result)
-
-
-def told_first(result: Result) -> str:
-    first = result.findings[0]
-    return f"{first.where}: expected {first.expected}, observed {first.observed}"
+def finding_line(result: Result) -> Line:
+    """Return the first finding of a check, beside its name."""
+    return result.check, result.findings[0]
 
 
 def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
     """The first rank's planned flows that did not happen as planned, in the first step; of a recorded job, that moved less."""
-    rank, least = min(trial.ranks), "" if trial.recorded is None else "at least "
+    rank, least = min(trial.ranks), "" if "declared" in trial.run.provided else "at least "
     seen = observed_traffic(trial, trial.ranks[rank], trial.first_step)
     outside = observed_outside(trial.ranks[rank], trial.first_step)
     for (axis, op, phase), flows in _by_collective(trial.plan.flows[rank]).items():

@@ -28,7 +28,7 @@ def nothing_cut(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """ZeRO-1 or 2 that ran as ZeRO-0, which is DDP: whole gradients are reduced, and every rank's optimizer has all of them."""
     if trial.case.wrapper in ("zero1", "zero2") and "memory" in broken:
         text = f"ZeRO-{trial.case.wrapper[-1]} ran as ZeRO-0: every rank keeps and updates all of the optimizer's state"
-        lines = (finding_line("memory", broken["memory"]),)
+        lines = (finding_line(broken["memory"]),)
         yield Hypothesis(Cause("another stage of ZeRO", text), _as_replicas, 1, lines)
 
 

@@ -20,25 +20,32 @@ TIED = "output.weight"
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """name: as in the index. fqn: of the parameter that the name is about, empty if of none. numbers: how many of them
-    are stored, which are more than the shape's where pieces overlap."""
+    """A tensor that a checkpoint's index names."""
 
     name: str
+    """Name in the index."""
     fqn: str
+    """Parameter that the name is about, in the reference's spelling; empty if it is about none."""
     shape: tuple[int, ...]
+    """Shape of the whole tensor."""
     dtype: str
+    """Dtype, as torch has it."""
     numbers: int
+    """Number of elements that are stored; more than the shape's where pieces overlap."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The latest in a folder. objects: by name, bytes of what is no tensor. unindexed: bytes of files that the index does
-    not account for. unread: why nothing is known of it; empty if it was read."""
+    """What the latest checkpoint in a folder holds."""
 
     tensors: tuple[SavedTensor, ...] = ()
+    """Tensors that the index names."""
     objects: dict[str, int] | None = None
+    """By name, bytes of whatever is no tensor; None if it was not read."""
     unindexed: int = 0
+    """Bytes of files that the index does not account for."""
     unread: str = ""
+    """Reason why it could not be read; empty if it was read."""
 
 
 def read(folder: Path, fqns: Collection[str], fqn: Callable[[str], str]) -> Checkpoint:

@@ -15,3 +15,7 @@ def error_in(path: Path, error: BaseException) -> str:
     what = f"{type(error).__name__}: {error}" if isinstance(error, ImportError) else repr(error)
     here = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
     return f"line {here[-1].lineno}, `{here[-1].line}`: {what}" if here else what
+
+
+class CheckError(ValueError):
+    """A file of harness/checks that is no check."""

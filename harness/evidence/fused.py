@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -50,8 +51,8 @@ def places(held: Sequence[Block]) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Where the parts of fused tensors lie in what a rank has of these. shapes: of what it has whole, starts: as
-    RankEvidence.starts."""
+    """Where the parts of fused tensors lie in what a rank has of these. shapes: of what it has whole. starts: of a tensor of
+    whose gradient and optimizer state it has an interval, at which element that begins."""
 
     fused: Fused
     shapes: Mapping[str, tuple[int, ...]]
@@ -70,12 +71,12 @@ class Cuts:
         return {part: at for part, at in inside.items() if at.size}
 
 
-def apart(evidence: RankEvidence, fused: Fused) -> RankEvidence:
+def apart(evidence: RankEvidence, fused: Fused, starts: Mapping[str, int] = MappingProxyType({})) -> RankEvidence:
     """Fused tensors of which the rank holds whole blocks, and intervals of which is told where they begin. Any other slice is
     left as it is, for no check covers what is in it."""
     if not fused:
         return evidence
-    cuts = Cuts(fused, {tensor.fqn: tensor.value.shape for tensor in evidence.parameters}, evidence.starts)
+    cuts = Cuts(fused, {tensor.fqn: tensor.value.shape for tensor in evidence.parameters}, starts)
     steps = tuple(
         dataclasses.replace(
             step,

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from harness.evidence.records import RankEvidence, Resumed, StepEvidence
+from harness.evidence.records import RankEvidence, Resumed
+from harness.evidence.step import StepEvidence
 from harness.evidence.store import T
 
 
@@ -31,7 +32,6 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
         resumed=resumed,
         structure=structure,
         after_evaluation=left,
-        starts=keys(evidence.starts),
     )
 
 

@@ -1,14 +1,16 @@
-"""The records that a rank leaves behind: frozen dataclasses of plain values; arrays are numpy."""
+"""What a rank leaves behind: frozen dataclasses of plain values; arrays are numpy. Its steps are in step.py."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from harness.evidence.checkpoint_index import Checkpoint
+from harness.evidence.provided import EVERYTHING, Provided
+from harness.evidence.seen import AllRead
+from harness.evidence.step import AfterEvaluation, StepEvidence
 
 CHECKPOINT = "checkpoint"
 """The phase of what torch's and Megatron's checkpointing issues between passes."""
@@ -18,30 +20,29 @@ BACKGROUND = "background"
 
 @dataclass(frozen=True)
 class Collective:
-    """One call of a collective (or a send or receive), as one rank issued it.
-
-    op: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, scatter, gather, reduce, barrier, send, recv.
-    ranks: global ranks of the group it really ran over, ascending as the group lists them.
-    bytes: size of the unsharded tensor: all_gather's output, reduce_scatter's input, otherwise what this rank passed.
-    phase: "forward", "backward", "pipeline" (inside a schedule, between the two), "optimizer", "evaluation" (inside a pass
-    that trains nothing), "checkpoint" (between passes, while one is written or read), "background" (in a thread that Python
-    code started beside the one that trains) or "other".
-    step: 0 before the first step, and in the background; in evaluation that before it.
-    seq: position among this rank's collectives of this group, from 0; of a send or receive, among those to or from `peer`,
-    which is the other side.
-    root: global rank from which a broadcast or scatter comes, or to which a reduce or gather goes.
-    """
+    """One call of a collective (or a send or receive), as one rank issued it."""
 
     op: str
+    """Name: all_gather, reduce_scatter, all_reduce, broadcast, all_to_all, scatter, gather, reduce, barrier, send or recv."""
     ranks: tuple[int, ...]
+    """Global ranks of the group that it ran over, in the group's order."""
     group: str
+    """Name of the group."""
     dtype: str
+    """Dtype of its elements."""
     bytes: int
+    """Size of the unsharded tensor: all_gather's output, reduce_scatter's input, or else what this rank passed."""
     phase: str
+    """Phase: forward, backward, pipeline (inside a schedule, between both), optimizer, evaluation (inside a pass that trains
+    nothing), checkpoint (while one is written or read), background (in another thread), other."""
     step: int
+    """Number of the step; 0 before the first one and in the background; in evaluation the step before it."""
     seq: int
+    """Position, from 0, among this rank's collectives of the group, or among its sends or receives with `peer`."""
     peer: int | None = None
+    """Global rank of the other side; None unless it is a send or a receive."""
     root: int | None = None
+    """Global rank that a broadcast or scatter comes from, or that a reduce or gather goes to; None for all others."""
 
     @property
     def root_place(self) -> int | None:
@@ -51,275 +52,132 @@ class Collective:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group this rank is a member of, whether or not anything ran over it."""
+    """A process group that this rank is a member of, whether or not anything ran over it."""
 
     name: str
+    """Name that torch gives it."""
     ranks: tuple[int, ...]
+    """Global ranks of its members."""
     backend: str
+    """Backend: gloo, nccl, or several with their devices."""
     description: str = ""
+    """Description that its creator gave it; empty if none."""
 
 
 @dataclass(frozen=True)
 class TensorEvidence:
-    """A parameter as this rank holds it. Mesh and placements are what its metadata claims; `value` is what is there.
-
-    mesh: the claimed mesh's ranks, nested by axis; None for a plain tensor. placements: one string per mesh axis.
-    """
+    """A parameter as this rank holds it. Mesh and placements are what its metadata claims; `value` is what is there."""
 
     fqn: str
+    """Name of the parameter in the reference's spelling."""
     global_shape: tuple[int, ...]
+    """Shape of the whole parameter."""
     dtype: str
+    """Dtype as torch has it; a bfloat16 value is stored as float32."""
     mesh: Any
+    """Ranks of the mesh that it claims, nested by axis; None for a plain tensor."""
     placements: tuple[str, ...]
+    """Placement that it claims along each mesh axis, as torch writes it."""
     value: np.ndarray
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """What one forward pass of this rank received, and the loss it computed from it.
-
-    tokens, labels: int64 [samples, positions], None if never seen: a pipeline's first stage receives tokens, its last
-    labels (as they came, where they do not fit the tokens or there are none), -100 those that do not count. loss_sum: over
-    this rank's valid tokens. chunks: how many labels each part had, where the loss was computed in several, in order.
-    """
-
-    tokens: np.ndarray | None
-    labels: np.ndarray | None
-    loss_sum: float | None
-    valid_tokens: int | None
-    chunks: tuple[int, ...] = ()
-
-
-class Call(NamedTuple):
-    """Of a module's forward, from Python: in backward it is a recomputation."""
-
-    phase: str
-    fqn: str
-
-
-class Matmul(NamedTuple):
-    """Of all matmuls of a phase in one dtype. phase: as in Collective."""
-
-    phase: str
-    dtype: str
-
-
-class Attention(NamedTuple):
-    """kind: fused ("attention"), its backward ("attention_backward"), or a "batched matmul"."""
-
-    phase: str
-    kind: str
-
-
-class QuantizedMatmul(NamedTuple):
-    """One of a module's that ran in 8 bits."""
-
-    phase: str
-    fqn: str
-    format: str
-
-
-class SavedTensorsHook(NamedTuple):
-    """Put on the tensors that autograd saves for backward. owner: the class or function of this Python module that it is of."""
-
-    phase: str
-    module: str
-    owner: str
-
-
-@dataclass(frozen=True)
-class Activity:
-    """What a rank computed in a step, counted.
-
-    random: by phase, operators that drew random numbers. other_states: by fqn, recomputations that began with another state
-    of the generator than forward. inputs: by fqn, of step 1 only, the sum of the squares of what went into a module in
-    forward, and how many numbers it was.
-    """
-
-    calls: dict[Call, int] = field(default_factory=dict)
-    matmuls: dict[Matmul, int] = field(default_factory=dict)
-    attention: dict[Attention, int] = field(default_factory=dict)
-    random: dict[str, int] = field(default_factory=dict)
-    quantized: dict[QuantizedMatmul, int] = field(default_factory=dict)
-    inputs: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    saved: dict[SavedTensorsHook, int] = field(default_factory=dict)
-    other_states: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class AfterForward:
-    """What a rank had in memory of the parameters of one model part at the moment when its forward pass ended.
-
-    bytes: by fqn, of as much of the parameter as is there. storage: of all distinct storages behind that.
-    """
-
-    bytes: dict[str, int]
-    storage: int
-
-
-@dataclass(frozen=True)
-class AfterEvaluation:
-    """The same when the next step began, or training ended, after passes that trained nothing. step: the last one before.
-
-    gathered: the parameters of which more is there than this rank's own slice. Bytes do not tell it: where FSDP casts to a
-    type of half the size, what two ranks gather is as large as the slice of one.
-    """
-
-    step: int
-    bytes: dict[str, int]
-    storage: int
-    gathered: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class StepEvidence:
-    """One optimizer step on one rank. Arrays are this rank's local parts, by fqn.
-
-    gradients: as they were before clipping and before the optimizer. parameters: after the step; optimizer_state:
-    likewise, kept for the last step, and for one after which a checkpoint was written.
-    reported_loss, grad_norm, reported_lr, reported_largest: what the trainer reports. lr: read from the optimizer in its step.
-    scaled: where no clipping of torch's was seen, the number by which all gradients were multiplied between the end of backward
-    and the optimizer; `gradients` are those before. NaN: altered otherwise, and as the optimizer was given them.
-    changed: of parameters that were something else when the next step began, or training ended, what they then were;
-    None if nobody looked.
-    memory: bytes held after the step, by kind (parameters, gradients, optimizer_state).
-    positions: int64 [positions] or [samples, positions], the different ones that model parts received for their tokens.
-    actions: what pipeline stages did, in order, as torch writes it: stage, kind (F, B, I, W), microbatch.
-    after_forward: one record for each forward pass of each model part.
-    graphs: how many torch.compile had made in this process when the optimizer had stepped; None if nobody looked.
-    settings: switches of torch by name, and every value that each was seen to have in this step.
-    kept: of float tensors besides parameters, gradients and optimizer state, the bytes that lived on when the step was over,
-    by "dtype shape". copied: of copies of weights, the most bytes at once, by phase. Both None if nobody looked.
-    seconds: from the first forward pass to the end of the optimizer's step, on the device's clock. allocator: of a GPU, the
-    bytes that its allocator holds when the optimizer has stepped, "allocated" and "reserved", and the "peak" of each until
-    then. No check reads these two.
-    unwaited: functional collectives whose results nobody had waited for when the step was over, counted from the start: torch
-    keeps these. None if nobody looked. graphs_retained: backward passes whose autograd graph lived on in the next forward pass;
-    None likewise.
-    """
-
-    step: int
-    microbatches: tuple[Microbatch, ...]
-    reported_loss: float | None
-    grad_norm: float | None
-    lr: float | None
-    gradients: dict[str, np.ndarray]
-    parameters: dict[str, np.ndarray]
-    optimizer_state: dict[str, dict[str, np.ndarray]]
-    memory: dict[str, int]
-    activity: Activity = field(default_factory=Activity)
-    positions: tuple[np.ndarray, ...] = ()
-    actions: tuple[str, ...] = ()
-    after_forward: tuple[AfterForward, ...] = ()
-    changed: dict[str, np.ndarray] | None = None
-    graphs: int | None = None
-    settings: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    kept: dict[str, int] | None = None
-    copied: dict[str, int] | None = None
-    reported_lr: float | None = None
-    scaled: float | None = None
-    seconds: float | None = None
-    allocator: dict[str, int] | None = None
-    unwaited: int | None = None
-    reported_largest: float | None = None
-    graphs_retained: int | None = None
-    gathered: tuple[str, ...] | None = None
-    """Parameters of which more than this rank's slice was still there when backward had ended; None if nobody looked."""
-
-    @functools.cached_property
-    def squares(self) -> dict[str, float]:
-        """The sum of the squares of each gradient's elements, by fqn."""
-        return {fqn: float(np.sum(np.square(value, dtype=np.float64))) for fqn, value in self.gradients.items()}
+    """Local elements before the first step, in the local shape."""
 
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor of floating-point numbers; bytes: of the storage behind it."""
+    """A tensor of floating-point numbers."""
 
     shape: tuple[int, ...]
+    """Its shape."""
     dtype: str
+    """Its dtype."""
     bytes: int
+    """Bytes of the storage behind it."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a rank holds once it has resumed, by fqn: parameters before its first forward pass, and the optimizer's state
-    (whatever tensors it keeps, such as exp_avg, exp_avg_sq, step) as the optimizer enters its first step."""
+    """What a rank holds once it has resumed."""
 
     parameters: dict[str, np.ndarray]
+    """By fqn, local parameters before its first forward pass."""
     optimizer_state: dict[str, dict[str, np.ndarray]]
+    """By fqn and the optimizer's key (exp_avg, exp_avg_sq, step), local state as the optimizer enters its first step."""
 
 
 @dataclass(frozen=True)
 class Wrapper:
-    """What a data-parallel wrapper says of itself.
-
-    kind: ddp, replicate, fsdp1, fsdp2. shard_ranks, replicate_ranks: those that it shards and replicates over; empty if it
-    does not. parameters: those that an FSDP unit gathers together. ranks_after_forward: of FSDP2, over how many ranks they
-    stay sharded after forward, 1 if they stay whole. casts_to, reduces_in: of FSDP2, the dtypes that its mixed precision
-    policy gives parameters and the reduction of gradients; empty if none. find_unused_parameters: of DDP, in a graph that
-    is not static. float_buffers, other_buffers: of DDP, the bytes of its module's buffers that it broadcasts before a forward
-    pass, those of floating-point numbers and all others. comm_hook: of DDP, the communication hook by which it reduces
-    gradients; empty if none. ignored: of DDP, the parameters of its module that it does not look after. backward_gathers:
-    of FSDP2, whether a unit that was freed after forward is gathered in backward, as an embedding need not be.
-    """
+    """What a data-parallel wrapper claims."""
 
     kind: str
+    """Kind: ddp, replicate, fsdp1 or fsdp2."""
     shard_ranks: tuple[int, ...] = ()
+    """Global ranks that it shards over; empty if it does not shard."""
     replicate_ranks: tuple[int, ...] = ()
+    """Global ranks that it replicates over; empty if it does not replicate."""
     parameters: tuple[str, ...] = ()
+    """Fqns that an FSDP unit gathers together, in its order."""
     ranks_after_forward: int = 1
+    """Number of ranks that FSDP2 keeps parameters sharded over after forward; 1 if they stay whole."""
     cpu_offload: bool = False
+    """Whether parameters lie on the CPU between uses."""
     casts_to: str = ""
+    """Dtype that FSDP2's mixed precision policy gives parameters; empty if none."""
     reduces_in: str = ""
+    """Dtype that FSDP2's mixed precision policy reduces gradients in; empty if none."""
     find_unused_parameters: bool = False
+    """Whether DDP looks for unused parameters, in a graph that is not static."""
     float_buffers: int = 0
+    """Bytes of floating-point buffers that DDP broadcasts before a forward pass."""
     other_buffers: int = 0
+    """Bytes of all other buffers that DDP broadcasts before a forward pass."""
     comm_hook: str = ""
+    """Communication hook by which DDP reduces gradients; empty if none."""
     ignored: tuple[str, ...] = ()
+    """Fqns of its module's parameters that DDP does not manage."""
     backward_gathers: bool = True
+    """Whether FSDP2 gathers in backward a unit that was freed after forward."""
 
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """All that one rank saw. `parameters` is the state before the first step, and before a checkpoint is read.
-
-    structure: the parallel wrappers, by the module that each is put on; "" is the root.
-    compiler: graphs that torch.compile made ("graphs"), its graph breaks ("graph break: why"), and limits at which it left code
-    to run eagerly ("gave up: why").
-    fault: None, or whether the deliberate fault's code ran on this rank.
-    resumed: None for a launch that starts at step 1. reports: what this trainer shows its user at all;
-    reports_every: in which steps, those that this number divides.
-    after_evaluation: one record for each model part and time between two steps at which there was any.
-    held: tensors kept when training had ended, besides parameters, gradients and optimizer state; None if nobody looked.
-    rows: int64 [rows], which row of the reference's parameter each row of this trainer's is, where the order is another.
-    starts: of a fused tensor of whose gradient and optimizer state there is an interval, at which of its elements that begins.
-    settings: switches of torch by name, as the rank was started with them, or as the adapter says that its trainer sets them.
-    joined: the step after which this rank had no more inputs where others had, under torch's Join; None if it always had. What
-    it did from then on is not recorded.
-    """
+    """All that one rank saw, in the reference's names and scale, fused tensors taken apart."""
 
     rank: int
+    """Global rank."""
     world_size: int
+    """Number of ranks of the job, as this rank sees it."""
     parameters: tuple[TensorEvidence, ...]
+    """Parameters before the first step, and before a checkpoint is read."""
     groups: tuple[Group, ...]
+    """Process groups that it is a member of."""
     collectives: tuple[Collective, ...]
+    """Calls in the order of issue."""
     steps: tuple[StepEvidence, ...]
+    """Steps that it trained, in order."""
     structure: dict[str, Wrapper] = field(default_factory=dict)
+    """Parallel wrappers, by the module that each is put on; "" is the root."""
     environment: dict[str, str] = field(default_factory=dict)
+    """Versions of python and torch, machine and device."""
     compiler: dict[str, int] = field(default_factory=dict)
+    """Counts of torch.compile: "graphs", "graph break: why", and "gave up: why" for limits at which code then ran eagerly."""
     fault: bool | None = None
+    """Whether the deliberate fault's code ran on this rank; None without a fault."""
     resumed: Resumed | None = None
+    """State after resuming; None for a launch that starts at step 1."""
     reports: tuple[str, ...] = ("loss", "grad_norm")
-    rows: dict[str, np.ndarray] = field(default_factory=dict)
-    starts: dict[str, int] = field(default_factory=dict)
+    """Numbers that this trainer reports at all: loss, grad_norm, lr."""
     held: tuple[HeldTensor, ...] | None = None
+    """Tensors retained after training, other than parameters, gradients and optimizer state; None if not observed."""
     settings: dict[str, str] = field(default_factory=dict)
+    """Values of torch switches by name, as the rank was started with them or as the adapter declares them."""
     reports_every: int = 1
+    """Interval of reports: the trainer reports in steps that this number divides."""
     after_evaluation: tuple[AfterEvaluation, ...] = ()
+    """One record for each model part and each evaluation between two steps."""
     joined: int | None = None
+    """Step after which it ran out of inputs under torch's Join; later steps are not recorded. None if it never did."""
     launch: str = ""
-    """The id of the launch that this is evidence of; run.json or recording.json has the same."""
+    """Id of the launch that this is evidence of; run.json or recording.json has the same."""
 
 
 AT_LIMIT = "at the time limit"
@@ -330,47 +188,58 @@ AT_WORK = "still at work"
 
 @dataclass(frozen=True)
 class Exit:
-    """How one rank's process ended.
-
-    how: "ok", "raised", "signal", "killed" (by the harness, at the time limit or because others failed) or "lost".
-    error: one line. stack: the Python stack where it raised or was stuck. last_collective: the one it was in.
-    blamed: True for the rank that caused the failure, False for those that only waited for it.
-    left: command lines of processes that it started and that outlived it, until they were killed.
-    undelivered: where no rank is to blame, what did not come through between them.
-    """
+    """How one rank's process ended."""
 
     rank: int
+    """Global rank."""
     how: str
+    """Word for it: ok, raised, signal, lost, or killed (by the harness, at the time limit or because others failed)."""
     code: int | None = None
+    """Exit code; None if it has none."""
     signal: str | None = None
+    """Name of the signal that ended it; None if none did."""
     error: str = ""
+    """One line on what went wrong; empty if nothing did."""
     stack: str = ""
+    """Python stack where it raised or was stuck."""
     last_collective: str = ""
+    """Collective that it was in, as text."""
     blamed: bool = False
+    """Whether this rank caused the failure; False for ranks that only waited for it."""
     log: str = ""
+    """Path of its log."""
     left: tuple[str, ...] = ()
+    """Command lines of processes that it started and that outlived it, until they were killed."""
     undelivered: str = ""
+    """Message between ranks that did not arrive, where no rank is to blame."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """All ranks of one launch: how each ended and what each left. A rank without a file is not in `ranks`; one whose file
-    cannot be read is in `unreadable`, with the reason.
-
-    trainer: as harness.trainers.load takes it, NAME, FILE.py or NAME@SOURCE. made: of how it came about what reads well in
-    a report, "launch", its id, "started", "torch", "commit" of the trainer's sources, "device", "launcher", "replaced" (what
-    of the trainer does not run as its users run it, a line each), and "sources", a digest of all that the harness and its own
-    trainer consist of, empty for another trainer; no check reads it.
-    checkpoint: what the one that it left holds; None if it left none, or nobody looked.
-    """
+class Run(AllRead):
+    """All ranks of one launch: how each ended, and what each left."""
 
     directory: str
+    """Folder of the launch."""
     world_size: int
+    """Number of ranks that were started."""
     exits: tuple[Exit, ...]
+    """Exit of each rank, in the order of ranks."""
     ranks: dict[int, RankEvidence]
+    """By rank, the evidence that could be read."""
     seconds: float = 0.0
+    """Seconds that the ranks had their slots."""
     unreadable: dict[int, str] = field(default_factory=dict)
+    """By rank, why its file cannot be read. A rank without a file is neither here nor in `ranks`."""
     fault: str | None = None
+    """Deliberate fault that was put in; None for none."""
     trainer: str = "llama3"
+    """Trainer as harness.trainers.load takes it: NAME, FILE.py or NAME@SOURCE."""
     made: dict[str, str] = field(default_factory=dict)
+    """Facts on how the run was made, by name: launch (its id), started, torch, commit (of the trainer), device, launcher,
+    replaced (one line each), sources (a digest). No check reads them."""
     checkpoint: Checkpoint | None = None
+    """Contents of the checkpoint that it left; None if it left none or nothing read it."""
+    provided: Provided = EVERYTHING
+    """What of all that checks may need it has."""
+    chosen: tuple[int, ...] = ()
+    """The ranks that were started, each alone; empty where all were."""

@@ -49,15 +49,17 @@ def save(path: Path, record: Any) -> None:
         raise EvidenceError(_unwritable(path, error)) from error
 
 
-def load(path: Path, kind: type[T]) -> T:
-    """Reads what save wrote. Raises EvidenceError for a missing, damaged or foreign file."""
+def load(path: Path, kind: type[T], *, values: bool = True) -> T:
+    """Read what save wrote; without values arrays have their shapes alone. Raise EvidenceError for any other file."""
     try:
         with regular(path) as file:
             _refuse_bombs(file)
             with np.load(file, allow_pickle=False) as parts:
-                header, blob = json_of(parts["header"].tobytes()), parts["blob"].tobytes()
+                header, blob = json_of(parts["header"].tobytes()), parts["blob"].tobytes() if values else None
         found, other = str(header["type"]), other_version(str(header["format"]), kind)
-        record = _decode(kind, header["record"], blob) if found == kind.__name__ and not other else None
+        arrays = _NoValues() if blob is None else _Blob(blob)
+        read: Callable[[Any, _Blob | _NoValues], T] = _reader(kind)  # type: ignore[arg-type]
+        record = read(header["record"], arrays) if found == kind.__name__ and not other else None
     except FileNotFoundError as error:
         raise EvidenceError(f"{path}: no such evidence; run the case again") from error
     except Exception as error:  # one flipped byte makes zipfile and numpy raise almost anything
@@ -122,10 +124,6 @@ def _encode(value: Any, arrays: list[np.ndarray] | None) -> Any:
     return value
 
 
-def _decode(kind: Any, record: Any, blob: bytes) -> Any:
-    return _reader(kind)(record, _Blob(blob))
-
-
 class _Blob:
     """The arrays of a file, taken in the order in which they were encoded."""
 
@@ -180,8 +178,9 @@ def save_run(run: Run) -> None:
     write_text(Path(run.directory) / RUN_FILE, json.dumps(record, indent=1))
 
 
-def load_run(directory: Path) -> Run:
-    """A stored launch. A rank file that is damaged or missing is not fatal: `unreadable` says why, checks judge it."""
+def load_run(directory: Path, *, values: bool = True) -> Run:
+    """Read a stored launch; values: as in `load`. A rank file that is damaged or missing is not fatal: `unreadable` says why,
+    and checks judge it."""
     path = directory / RUN_FILE
     try:
         record = read_json(path)
@@ -200,7 +199,7 @@ def load_run(directory: Path) -> Run:
         raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
     for rank in filter(lambda rank: evidence_file(directory, rank).exists(), range(run.world_size)):
         try:
-            run.ranks[rank] = _of_launch(run, load(evidence_file(directory, rank), RankEvidence))
+            run.ranks[rank] = _of_launch(run, load(evidence_file(directory, rank), RankEvidence, values=values))
         except EvidenceError as error:
             run.unreadable[rank] = str(error)
     if (directory / CHECKPOINT_FILE).exists():

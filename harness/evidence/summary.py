@@ -130,10 +130,10 @@ COPIED = ("ended", "error", "host", "steps_seen", "last", "parts", "optimizers",
 """What a summary has of the record as it is."""
 
 
-def summary_of(record: RankRecord) -> Summary:
-    evidence = record.evidence
-    plain: dict[str, Any] = {name: getattr(record, name) for name in COPIED}
-    kind, places = alike(record)
+def summary_of(record: RankRecord, *, places: bool = True) -> Summary:
+    """places: whether ranks that are alike are looked for."""
+    evidence, plain = record.evidence, {name: getattr(record, name) for name in COPIED}
+    kind, named = alike(record) if places else (0, ())
     return Summary(
         rank=evidence.rank,
         world=evidence.world_size,
@@ -152,7 +152,7 @@ def summary_of(record: RankRecord) -> Summary:
         whole=whole_steps(record),
         background=background(evidence),
         kind=kind,
-        places=places,
+        places=named,
         **plain | _model(record) | _steps(record) | _shown(evidence, step_shown(evidence)),
     )
 

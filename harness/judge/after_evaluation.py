@@ -32,13 +32,13 @@ def _ended_last(trial: Trial, rank: int) -> tuple[str, ...]:
 
 
 def gathered_bytes(trial: Trial, rank: int, unit: tuple[str, ...]) -> int:
-    """Of one all_gather of a unit: FSDP2 pads dim 0 of each parameter to equal parts, FSDP1 the vector of all."""
+    """Of one all_gather of a unit: FSDP2 pads each parameter to equal parts, FSDP1 the vector of all."""
     case, tp_index = trial.case, coordinate(trial.plan.dims, rank)["tp"]
     size = BYTES[case.training.compute_dtype or case.training.dtype]
     flat = next((flat for flat in trial.plan.flat if unit[0] in flat.starts), None)
     if flat is not None:
         return size * flat.part(case.dims.dp_shard) * case.dims.dp_shard
-    return size * sum(padded_numel(case, fqn, tp_index) for fqn in unit)
+    return size * sum(padded_numel(case, trial.traits, fqn, tp_index) for fqn in unit)
 
 
 def spared(trial: Trial, rank: int, step: int) -> dict[Key, int]:

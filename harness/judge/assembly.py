@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.evidence.records import StepEvidence
+from harness.evidence.step import StepEvidence
 from harness.judge import tolerance
 from harness.judge.contents import take
 from harness.judge.tolerance import Bounds, NoBound, ParameterBounds

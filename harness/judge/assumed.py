@@ -1,29 +1,33 @@
-"""What a hypothesis assumes of the optimizer on some ranks or parameters, where neither recipe nor reference says it."""
+"""What a hypothesis assumes that is put to the test, where neither the case nor its plan says it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from harness.reference.config import TrainingConfig
+from harness.reference.record import ReferenceRun
 
 
 @dataclass(frozen=True)
 class AssumedOptimizer:
-    """given(rank, step, fqn, gradient) -> what it is given in place of the clipped gradient; None: nothing, so that it leaves
-    the parameter alone. rate(rank, step, fqn). recipe(step, fqn). amsgrad: it divides by the largest second moment so far, and
-    keeps that. copies: it keeps so many more numbers of each parameter than requested. counter(step, fqn): of the steps
-    taken, for its bias correction. All that is None is as requested.
-    """
+    """Of the optimizer on some ranks or parameters; all that is None is as requested."""
 
     given: Callable[[int, int, str, np.ndarray], np.ndarray | None] | None = None
+    """(rank, step, fqn, gradient) -> what it is given in place of the clipped gradient; None: it leaves the parameter alone."""
     rate: Callable[[int, int, str], float] | None = None
+    """(rank, step, fqn) -> the learning rate."""
     recipe: Callable[[int, str], TrainingConfig] | None = None
+    """(step, fqn) -> the recipe."""
     counter: Callable[[int, str], int] | None = None
+    """(step, fqn) -> the steps taken, for its bias correction."""
     amsgrad: bool = False
+    """Whether it divides by the largest second moment so far, and keeps that."""
     copies: int = 0
+    """How many more numbers it keeps of each parameter than requested."""
 
     def and_besides(self, other: AssumedOptimizer) -> AssumedOptimizer:
         """Both; where both say something of the same, the other. What either leaves alone is left alone."""
@@ -34,4 +38,30 @@ class AssumedOptimizer:
         return replace(self, **said)
 
 
-AS_REQUESTED = AssumedOptimizer()
+@dataclass(frozen=True)
+class Assumption:
+    """All that is assumed of one trial."""
+
+    optimizer: AssumedOptimizer = AssumedOptimizer()
+    """What the optimizer does."""
+    reference: Mapping[str, Any] = field(default_factory=dict)
+    """With what the reference was trained again, in the words of reference.counterfactual.Otherwise."""
+    reports: Mapping[str, Callable[[int, int], float]] = field(default_factory=dict)
+    """By check, (rank, step) -> what each rank reports of a step."""
+    references: Mapping[int, ReferenceRun] = field(default_factory=dict)
+    """By rank, its own reference, where ranks train apart."""
+    apart: bool = False
+    """Whether ranks train apart, be it with one copy of the model."""
+
+    def and_besides(
+        self,
+        optimizer: AssumedOptimizer = AssumedOptimizer(),
+        reports: Mapping[str, Callable[[int, int], float]] | None = None,
+        **instead: Any,
+    ) -> Assumption:
+        """This, and more of the optimizer and of what is reported; of all else what is given instead."""
+        together = {**self.reports, **(reports or {})}
+        return replace(self, optimizer=self.optimizer.and_besides(optimizer), reports=together, **instead)
+
+
+AS_REQUESTED = Assumption()

@@ -4,6 +4,8 @@ Between the end of backward and the optimizer all gradients of a rank were multi
 what a recipe divides by (tokens, a loss scale), or both. The gradients before are taken, unless only those after are the
 reference's; `update` judges what was made of those taken. Neither may be: then they were divided and clipped, and where the
 optimizer was given exactly the reference's clipped gradients, what they were before clipping is not known.
+
+This is decided once, when the evidence of a case is complete; the files of ranks then hold what was decided.
 """
 
 from __future__ import annotations
@@ -11,22 +13,21 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from harness.evidence.records import Run, StepEvidence
+from harness.evidence.records import Run
+from harness.evidence.step import StepEvidence
 from harness.judge import tolerance
 from harness.judge.contents import take
 from harness.judge.trial import Trial
 
 
-def before_clipping(trial: Trial) -> Trial:
-    """The same trial with the gradients that clipping was given, as far as that can be known."""
+def late_steps(trial: Trial) -> set[int]:
+    """Return the steps in which clipping was given what the optimizer was given. Of a trial without bounds there are none."""
     scaled = {step.step for _, step, _ in trial.steps() if factor(step) not in (None, 1.0)}
-    after = dataclasses.replace(trial, run=_multiplied(trial.run, scaled))
+    after = dataclasses.replace(trial, run=with_gradients_after(trial.run, scaled))
     try:
-        late = {s for s in scaled if not matches(trial, s) and (matches(after, s) or matches(after, s, clipped=True))}
+        return {s for s in scaled if not matches(trial, s) and (matches(after, s) or matches(after, s, clipped=True))}
     except tolerance.NoBound:
-        return trial
-    repeat = trial.repeat and _multiplied(trial.repeat, late)
-    return dataclasses.replace(trial, run=_multiplied(trial.run, late), repeat=repeat) if late else trial
+        return set()
 
 
 def factor(step: StepEvidence) -> float | None:
@@ -34,7 +35,9 @@ def factor(step: StepEvidence) -> float | None:
     return None if step.scaled is None or math.isnan(step.scaled) else step.scaled
 
 
-def _multiplied(run: Run, steps: set[int]) -> Run:
+def with_gradients_after(run: Run, steps: set[int]) -> Run:
+    """Return the run with the gradients that the optimizer was given in these steps."""
+
     def after(step: StepEvidence) -> StepEvidence:
         by = factor(step)
         if step.step not in steps or by is None:

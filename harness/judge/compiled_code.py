@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
-from harness.judge.result import Finding
+from harness.judge.finding import Finding, Limit, Value
 from harness.judge.trial import Trial
 
 Looked = Iterator[Finding | None]  # None: something was looked at, and was right
@@ -16,18 +17,24 @@ def looked_at(trial: Trial, rank: int) -> Looked:
     compiler, most = trial.ranks[rank].compiler, most_graphs(trial)
     graphs, breaks = compiler.get("graphs", 0), sorted(key for key in compiler if key.startswith("graph break"))
     if trial.case.features.compile:
-        yield _expect(rank, "compiled graphs", "compiled graphs" if graphs else "no compiled graph")
+        yield _unless(graphs > 0, rank, GRAPHS, Limit(least=1), graphs)
     else:
-        wanted = f"at most {counted_graphs(most)}" if most else "no compiled graph"
-        yield _expect(rank, wanted, wanted if graphs <= most else counted_graphs(graphs))
+        yield _unless(graphs <= most, rank, GRAPHS, Limit(most=most), graphs)
     if not most:
-        yield _expect(rank, "no graph break", breaks[0] if breaks else "no graph break")
-    yield _expect(rank, "no limit reached", next(gave_up(trial, rank), "no limit reached"))
+        yield _unless(not breaks, rank, "graph breaks", None, breaks[0] if breaks else None)
+    limits = tuple(gave_up(trial, rank))
+    yield _unless(not limits, rank, "limits reached", None, limits[:1])
     yield from compiled_again(trial, rank)
 
 
-def _expect(rank: int, expected: str, observed: str) -> Finding | None:
-    return None if expected == observed else Finding.at(rank, expected, observed, name="torch.compile")
+GRAPHS = "compiled graphs"
+RECOMPILED = "graphs recompiled"
+
+
+def _unless(right: bool, rank: int, quantity: str, expected: Value, observed: Value) -> Finding | None:
+    return (
+        None if right else Finding.at(rank, expected, observed, kind="feature", name="torch.compile", quantity=quantity)
+    )
 
 
 def counted_graphs(count: int) -> str:
@@ -52,4 +59,10 @@ def compiled_again(trial: Trial, rank: int) -> Looked:
         lengths = {trial.case.seq_len(before.step), trial.case.seq_len(step.step)}
         if step.graphs is not None and before.graphs is not None and lengths <= seen:
             more = step.graphs - before.graphs
-            yield Finding.at(rank, "0", str(more), step=step.step, name="graphs recompiled") if more else None
+            what: dict[str, Any] = {
+                "step": step.step,
+                "kind": "feature",
+                "name": "torch.compile",
+                "quantity": RECOMPILED,
+            }
+            yield Finding.at(rank, 0, more, **what) if more else None

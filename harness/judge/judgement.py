@@ -27,6 +27,8 @@ class Judgement:
     made: dict[str, str] = field(default_factory=dict)
     measures: dict[str, float] = field(default_factory=dict)
     gpu: str = ""
+    observed: tuple[str, ...] = ()
+    """What the plan takes from this run, for neither the case nor the adapter declares it; one phrase each."""
 
     @property
     def replaced(self) -> list[str]:
@@ -63,10 +65,12 @@ class Judgement:
     def _fails_as_expected(self, expected: ExpectedFailure) -> bool:
         broken = {result.check for result in self.results if result.verdict is Verdict.FAIL}
         unknown = {result.check for result in self.results if result.verdict is Verdict.UNKNOWN}
-        cause = self.diagnosis.cause if self.diagnosis else ""
+        kinds = self.diagnosis.kinds if self.diagnosis else ()
+        raised = any(expected.raised in str(finding.observed) for one in self.results for finding in one.findings)
         # Ranks that die leave nothing to judge the other checks by.
         return (
             broken == set(expected.checks.split())
-            and expected.named in cause
+            and expected.named in kinds
+            and raised
             and (not unknown or "completed" in broken)
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from harness.evidence.records import Microbatch
+from harness.evidence.step import Microbatch
 
 IGNORED = -100
 """Of a token that does not count."""

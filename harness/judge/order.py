@@ -1,4 +1,4 @@
-"""The reference in the order in which a trainer has its rows, and flat where it has flat slices."""
+"""The reference with its rows in a trainer's order, as it is stored; and all tensors flat where the plan cuts flat ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from harness.evidence.records import RankEvidence, Resumed, Run, StepEvidence
+from harness.evidence.records import RankEvidence, Resumed, Run
+from harness.evidence.step import StepEvidence
 from harness.judge.trial import Trial
 from harness.reference import columns
 from harness.reference.record import ReferenceRun, ReferenceStep
@@ -17,15 +18,6 @@ from harness.reference.record import ReferenceRun, ReferenceStep
 Step = TypeVar("Step", StepEvidence, ReferenceStep)
 State = TypeVar("State", StepEvidence, ReferenceStep, Resumed)
 USUAL: Mapping[str, int] = MappingProxyType({})
-
-
-def as_planned(trial: Trial) -> Trial:
-    """The same trial; the reference's rows in the trainer's order, and every tensor as a vector where the plan cuts flattened
-    parameters, so that no check need know."""
-    rows = {fqn: order for evidence in trial.ranks.values() for fqn, order in evidence.rows.items()}
-    return flattened(
-        dataclasses.replace(trial, reference=reordered_reference(trial.reference, rows)) if rows else trial
-    )
 
 
 def flattened(trial: Trial) -> Trial:
@@ -37,8 +29,8 @@ def flattened(trial: Trial) -> Trial:
     return dataclasses.replace(trial, reference=reference, run=run, repeat=repeat)
 
 
-def reordered_reference(reference: ReferenceRun, rows: dict[str, np.ndarray]) -> ReferenceRun:
-    """rows: by fqn, which of its rows each row is to be."""
+def reordered_reference(reference: ReferenceRun, rows: Mapping[str, np.ndarray]) -> ReferenceRun:
+    """Return the reference as it is stored for a trainer. rows: by fqn, which of the model's rows each row is to be."""
 
     def ordered(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {fqn: array[rows[fqn]] if fqn in rows else array for fqn, array in arrays.items()}
@@ -55,7 +47,7 @@ def reordered_reference(reference: ReferenceRun, rows: dict[str, np.ndarray]) ->
         )
         for step in reference.steps
     )
-    return dataclasses.replace(reference, weights=ordered(reference.weights), steps=steps)
+    return dataclasses.replace(reference, weights=ordered(reference.weights), steps=steps, rows=dict(rows))
 
 
 def flattened_reference(reference: ReferenceRun, blocks: Mapping[str, int] = USUAL) -> ReferenceRun:

@@ -5,9 +5,10 @@ is recomputed. A trainer declares both in its traits. A loss that multiplies by 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from harness.evidence.records import Call, StepEvidence
-from harness.judge.result import Finding
+from harness.evidence.step import Call, StepEvidence
+from harness.judge.finding import Finding
 from harness.judge.trial import Trial
 
 OUTPUT = "output"
@@ -29,20 +30,33 @@ def looked_at(trial: Trial, rank: int, step: StepEvidence) -> Iterator[Finding |
     forward, again = (step.activity.calls.get(Call(phase, OUTPUT), 0) for phase in ("forward", "backward"))
     wanted, wanted_again = applied(trial, rank), applied_again(trial, rank)
     if forward and wanted:
-        yield _unless(forward == wanted, rank, step, "calls of output in forward", wanted, _chunks(trial, forward))
+        hint = _chunks(trial, forward)
+        yield _unless(forward == wanted, rank, step, "calls", "forward", wanted, forward, hint)
     if again or wanted_again:
-        yield _unless(again == wanted_again, rank, step, "recomputations of output", wanted_again, _again(again))
+        yield _unless(
+            again == wanted_again, rank, step, "recomputations", "backward", wanted_again, again, _again(again)
+        )
 
 
-def _unless(right: bool, rank: int, step: StepEvidence, name: str, expected: int, observed: str) -> Finding | None:
-    return None if right else Finding.at(rank, str(expected), observed, step=step.step, name=name)
+def _unless(
+    right: bool, rank: int, step: StepEvidence, quantity: str, phase: str, expected: int, observed: int, hint: str
+) -> Finding | None:
+    what: dict[str, Any] = {
+        "step": step.step,
+        "kind": "module",
+        "name": OUTPUT,
+        "quantity": quantity,
+        "phase": phase,
+        "note": hint,
+    }
+    return None if right else Finding.at(rank, expected, observed, **what)
 
 
 def _chunks(trial: Trial, calls: int) -> str:
     each, rest = divmod(calls, trial.case.passes)
     traits = f"loss_chunks={each}, loss_in_forward=True"
-    return f"{calls}" if rest else f"{calls}; for a loss in chunks, adapter: TrainerTraits({traits})"
+    return "" if rest else f"for a loss in chunks, adapter: TrainerTraits({traits})"
 
 
 def _again(calls: int) -> str:
-    return f"{calls}; for a loss that is checkpointed, adapter: TrainerTraits(recomputes_output=True)" if calls else "0"
+    return "for a loss that is checkpointed, adapter: TrainerTraits(recomputes_output=True)" if calls else ""

@@ -6,7 +6,6 @@ If a recording does not show what a check needs, the check does not judge it, an
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -14,16 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
+from harness.evidence.provided import RECORDED, WORDS, Provided
+from harness.evidence.recorded_run import RecordedRun
 from harness.evidence.recording import RankRecord
-from harness.evidence.records import RankEvidence, Run, TensorEvidence
+from harness.evidence.records import RankEvidence
 from harness.evidence.summary import idle_steps, summary_of
-from harness.judge.observed_checks import not_recorded, recorder_failed
+from harness.judge.measured import claimed_cut_dims, claimed_units
 from harness.judge.recorded_ends import exits_of, not_heard
-from harness.judge.stored_recording import Recording
+from harness.judge.stored_recording import Recording, not_recorded, recorder_failed
 from harness.judge.traffic import INSIDE
-from harness.judge.trial import Recorded, Trial
+from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
-from harness.plan.observed_units import Observed, claimed_units
 from harness.plan.plan import Plan
 from harness.plan.slices import BYTES
 from harness.reference.config import ModelConfig, TrainingConfig
@@ -31,7 +31,8 @@ from harness.reference.record import ReferenceRun
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
-from harness.spec.traits import USUAL
+from harness.spec.measured import Measured
+from harness.spec.traits import TrainerTraits
 
 NO_REFERENCE = ReferenceRun({}, (), (), (), np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
 FREED = "parameters have no elements before the first pass, as under ZeRO-3: where they lie was not seen"
@@ -61,32 +62,54 @@ def trial_of(
     place. Trap: a job may be of more or fewer ranks than the layout."""
     like = {rank: rank for rank in records} if like is None else like
     steps = _steps(records.values())
-    ranks = {rank: cut_first(_of_steps(record.evidence, steps)) for rank, record in records.items()}
+    ranks = {rank: _of_steps(record.evidence, steps) for rank, record in records.items()}
     heard = recording or _recording_of(records, directory)
     exits = exits_of(heard, world)
     case = _case(dims, ranks, Counter(like.values()), max(steps, default=1))
-    not_judged, unknown = _not_judged(case, ranks, records), _unknown(case, ranks, records)
-    if {evidence.world_size for evidence in ranks.values()} == {dims.world_size} and (why := not_heard(exits, heard)):
-        unknown["completed"] = why
-    places = {rank: one.places for rank, one in (recording.summaries if recording else {}).items()}
-    if partial := not_recorded(heard.summaries.values()):
-        unknown |= dict.fromkeys(("traffic", "memory"), partial)
-    failed = recorder_failed(heard.summaries.values())
-    recorded = Recorded(not_judged, _copies(records.values()), unknown, like, places, partial, failed)
     units = {rank: claimed_units(evidence) for rank, evidence in ranks.items()}
-    plan = _plan(case, {rank: units[one] for rank, one in sorted(like.items())}, _ignored(ranks.values()))
+    of_all = {rank: units[one] for rank, one in sorted(like.items())}
+    measured = Measured(of_all, cut_dims=claimed_cut_dims(ranks.values()))
+    plan = _plan(case, TrainerTraits(measured=measured), _ignored(ranks.values()))
     if dims.tp * dims.pp > 1 or plan.flat:
         plan = without_slices(plan)
-    return Trial(case, plan, Run(directory, world, exits, ranks), NO_REFERENCE, recorded=recorded)
+    provided = _provided(case, ranks, records, heard)
+    if {evidence.world_size for evidence in ranks.values()} == {dims.world_size} and (why := not_heard(exits, heard)):
+        provided = provided.without(("ends",), why, unknown=True)
+    run = RecordedRun(
+        directory, world, exits, ranks, provided=provided, stands=like, summaries=dict(sorted(heard.summaries.items()))
+    )
+    return Trial(case, plan, run, NO_REFERENCE)
 
 
-def _plan(case: Case, units: Observed, ignored: set[str]) -> Plan:
+def _provided(
+    case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord], heard: Recording
+) -> Provided:
+    """What a recording shows of a job, besides how it ended."""
+    found, summaries = RECORDED, heard.summaries.values()
+    if heard.world != case.dims.world_size:
+        found = found.without(WORDS.keys() - {"ends"}, f"the job has {heard.world} ranks, not those of the layout")
+    for word, why in (
+        ("slices", _no_slices(case, ranks)),
+        ("flows", _no_flows(records)),
+        ("claims", _no_claims(case, ranks)),
+    ):
+        found = found.without((word,), why) if why else found
+    if why := _claims_not_seen(case, ranks, records):
+        found = found.without(("claims",), why, unknown=True)
+    if partial := not_recorded(summaries):
+        found = found.without(("sizes",), partial, unknown=True).only_partly(("claims", "slices", "contents"), partial)
+    if failed := recorder_failed(summaries):
+        found = found.unseen(failed).only_partly(found.singly, failed)
+    return found
+
+
+def _plan(case: Case, traits: TrainerTraits, ignored: set[str]) -> Plan:
     """Of what a wrapper ignores it moves nothing."""
-    plan = make_plan(case, USUAL, units)
+    plan = make_plan(case, traits)
     if not ignored:
         return plan
     shapes = tuple((fqn, shape) for fqn, shape in case.model.parameter_shapes().items() if fqn not in ignored)
-    moved = make_plan(replace(case, model=ObservedModel(name="recorded", n_layers=0, shapes=shapes)), USUAL, units)
+    moved = make_plan(replace(case, model=ObservedModel(name="recorded", n_layers=0, shapes=shapes)), traits)
     return replace(plan, flows=moved.flows, even_flows=moved.even_flows)
 
 
@@ -115,26 +138,6 @@ def _steps(records: Iterable[RankRecord]) -> list[int]:
 def _of_steps(evidence: RankEvidence, steps: list[int]) -> RankEvidence:
     calls = tuple(call for call in evidence.collectives if call.step in steps or call.step == 0)
     return replace(evidence, steps=tuple(s for s in evidence.steps if s.step in steps), collectives=calls)
-
-
-def cut_first(evidence: RankEvidence) -> RankEvidence:
-    """With the dim first along which FSDP2 cuts a parameter: it may be any (shard_placement_fn), and a plan cuts the first."""
-    units = {fqn for w in evidence.structure.values() if w.kind == "fsdp2" for fqn in w.parameters}
-    parameters = tuple(_cut_first(tensor) if tensor.fqn in units else tensor for tensor in evidence.parameters)
-    return replace(evidence, parameters=parameters)
-
-
-def _cut_first(tensor: TensorEvidence) -> TensorEvidence:
-    cuts = [kind for kind in tensor.placements if "Shard" in kind]
-    if len(cuts) != 1 or not cuts[0].startswith("Shard("):
-        return tensor
-    dim, shape = int(cuts[0].removeprefix("Shard(").rstrip(")")), tensor.global_shape
-    return replace(
-        tensor,
-        global_shape=(shape[dim], *shape[:dim], *shape[dim + 1 :]),
-        placements=tuple("Shard(0)" if kind in cuts else kind for kind in tensor.placements),
-        value=np.moveaxis(tensor.value, dim, 0),
-    )
 
 
 # ---- what is requested, as far as a layout says it
@@ -187,30 +190,27 @@ def _wrapper(dims: ParallelDims, ranks: Iterable[RankEvidence]) -> str | None:
     return next((kind for kind in (*able, "ddp", "replicate") if kind in kinds), unclaimed)
 
 
-def _not_judged(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord]) -> dict[str, str]:
-    """By check, why."""
+def _no_slices(case: Case, ranks: Mapping[int, RankEvidence]) -> str:
+    """Why it is not derived what a rank holds of a parameter; empty if it is."""
     kinds = _kinds(ranks.values())
-    reasons = {}
     if not any(evidence.parameters for evidence in ranks.values()):
-        reasons["of slices"] = "no rank recorded any parameter"
-    elif case.dims.tp * case.dims.pp > 1:
-        reasons["of slices"] = CUT.format("tp or pp")
-    elif _dtype(ranks.values()) is None:
-        reasons["of slices"] = "parameters have several types, or one whose bytes are not derived"
-    elif "fsdp1" in kinds:
-        reasons["of slices"] = "FSDP1 cuts vectors of many parameters, which are not derived"
-    elif case.dims.dp * case.dims.cp > 1 and not kinds:
-        reasons["of slices"] = "no data-parallel wrapper of torch's was seen"
-    elif own := _own_parameters(ranks.values()):
-        reasons["of slices"] = f"ranks have parameters of their own ({own}), which their wrappers ignore"
-    elif len(kinds) > 1:
-        reasons["of slices"] = f"several kinds of wrappers: {', '.join(sorted(kinds))}"
-    found = {check: reasons["of slices"] for check in ("traffic", "memory", "reshard") if reasons}
-    if "traffic" not in found and (reason := _not_derived(records)):
-        found["traffic"] = reason
-    if case.shards == 1 and not kinds and not _dtensors(ranks.values()) and not _freed(ranks.values()):
-        found["placements"] = "nothing says where it lies: plain tensors, and no wrapper of torch's"
-    return found
+        return "no rank recorded any parameter"
+    if case.dims.tp * case.dims.pp > 1:
+        return CUT.format("tp or pp")
+    if _dtype(ranks.values()) is None:
+        return "parameters have several types, or one whose bytes are not derived"
+    if "fsdp1" in kinds:
+        return "FSDP1 cuts vectors of many parameters, which are not derived"
+    if case.dims.dp * case.dims.cp > 1 and not kinds:
+        return "no data-parallel wrapper of torch's was seen"
+    if own := _own_parameters(ranks.values()):
+        return f"ranks have parameters of their own ({own}), which their wrappers ignore"
+    return f"several kinds of wrappers: {', '.join(sorted(kinds))}" if len(kinds) > 1 else ""
+
+
+def _no_claims(case: Case, ranks: Mapping[int, RankEvidence]) -> str:
+    claimed = case.shards > 1 or _kinds(ranks.values()) or _dtensors(ranks.values()) or _freed(ranks.values())
+    return "" if claimed else "nothing says where it lies: plain tensors, and no wrapper of torch's"
 
 
 def _own_parameters(ranks: Iterable[RankEvidence]) -> str:
@@ -221,15 +221,15 @@ def _own_parameters(ranks: Iterable[RankEvidence]) -> str:
     return min(own) if own and own <= _ignored(ranks) else ""
 
 
-def _unknown(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord]) -> dict[str, str]:
-    """By check, why what it would have to see was not seen."""
+def _claims_not_seen(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord]) -> str:
+    """Why nobody saw where parameters lie; empty if somebody did, or there is nothing to see."""
     if _kinds(ranks.values()) or _dtensors(ranks.values()):
-        return {}
+        return ""
     if _freed(ranks.values()):
-        return {"placements": FREED}
+        return FREED
     if case.shards == 1 or not _steps_on_others(records):
-        return {}
-    return {"placements": "what is stepped on is no parameter of the model, as under ZeRO: where it lies was not seen"}
+        return ""
+    return "what is stepped on is no parameter of the model, as under ZeRO: where it lies was not seen"
 
 
 def _freed(ranks: Iterable[RankEvidence]) -> bool:
@@ -251,7 +251,7 @@ def _dtensors(ranks: Iterable[RankEvidence]) -> bool:
     return any(tensor.mesh is not None for evidence in ranks for tensor in evidence.parameters)
 
 
-def _not_derived(records: Mapping[int, RankRecord]) -> str:
+def _no_flows(records: Mapping[int, RankRecord]) -> str:
     """Why the bytes that are moved of parameters are not: a hook chooses them, some are not trained, or they move as something
     else."""
     hooks = (w.comm_hook for record in records.values() for w in record.evidence.structure.values() if w.comm_hook)
@@ -278,16 +278,3 @@ def _nothing_trained(records: Iterable[RankRecord]) -> bool:
         and {*idle_steps(one)} == {step.step for step in one.steps if step.step}
         for one in records
     )
-
-
-def _copies(records: Iterable[RankRecord]) -> int | None:
-    """How many numbers a parameter torch's optimizers keep at most; None of others."""
-    texts = {text for record in records for text in record.optimizers}
-    known = {_copies_of(text) for text in texts}
-    return max(known, default=None) if None not in known else None  # type: ignore[type-var]
-
-
-def _copies_of(text: str) -> int | None:
-    if text.startswith(("Adam(", "AdamW(")):
-        return 3 if re.search("amsgrad [^,)]*True", text) else 2
-    return (1 if "momentum 0," not in f"{text}," else 0) if text.startswith("SGD(") else None

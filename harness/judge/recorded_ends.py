@@ -8,8 +8,7 @@ from harness.evidence.lost_peer import lost_a_peer
 from harness.evidence.records import Exit
 from harness.evidence.summary import Summary
 from harness.evidence.text import ranks_text
-from harness.judge.observed_checks import recorder_failed
-from harness.judge.stored_recording import Recording, exit_text, only_waited
+from harness.judge.stored_recording import Recording, exit_text, only_waited, recorder_failed
 
 NOTHING_HEARD = "how it ended is unknown"
 

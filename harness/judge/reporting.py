@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from harness.evidence.records import StepEvidence
-from harness.judge.result import Finding, Result, not_applicable, verdict_of
+from harness.evidence.step import StepEvidence
+from harness.judge.finding import Finding
+from harness.judge.result import Result, not_applicable, verdict_of
 from harness.judge.trial import Trial
 from harness.reference.record import ReferenceStep
 
@@ -35,7 +36,7 @@ def judge_reports(trial: Trial, check: str, what: str, read: Read, compare: Comp
         first, last = trial.case.steps[0], trial.case.steps[-1]
         every = max(evidence.reports_every for evidence in trial.ranks.values())
         return not_applicable(check, f"this trainer reports every {every} steps, and steps {first} to {last} have none")
-    return verdict_of(check, findings, examined, f"largest difference {worst:.1e}")
+    return verdict_of(check, findings, examined, largest=worst)
 
 
 def relative(shown: float, wanted: float) -> float:
@@ -63,5 +64,6 @@ def silences(trial: Trial, what: str, read: Read) -> list[Finding]:
         reported_in = [step.step for step in evidence.steps if read(step) is not None]
         for step in due(trial, rank) if reported_in else ():
             if step not in reported_in:
-                findings.append(Finding.at(rank, f"a {what}, as in step {reported_in[0]}", "none reported", step=step))
+                note = f"it reports one in step {reported_in[0]}"
+                findings.append(Finding.at(rank, "a number", None, step=step, quantity=f"reported {what}", note=note))
     return findings

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Self
+
+from harness.judge.finding import Finding
 
 
 class Verdict(StrEnum):
@@ -18,52 +19,21 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One place where a check fails: where, what was expected, what was observed, and the bound if it is a number.
-
-    rank, step, name: the same place as data, for whoever needs more than its text; None and empty where a check has no one
-    rank, step or thing to name. `at` makes the text of them.
-    """
-
-    where: str
-    expected: str
-    observed: str
-    bound: str = ""
-    rank: int | None = field(default=None, compare=False)
-    step: int | None = field(default=None, compare=False)
-    name: str = field(default="", compare=False)
-
-    @classmethod
-    def at(
-        cls, rank: int, expected: str, observed: str, bound: str = "", *, step: int | None = None, name: str = ""
-    ) -> Self:
-        """Of one rank: "rank 1, step 2, norm.weight"."""
-        words = (f"rank {rank}", "" if step is None else f"step {step}", name)
-        return cls(", ".join(filter(None, words)), expected, observed, bound, rank, step, name)
-
-
-SHOWN = 8  # findings of a check
-
-
-@dataclass(frozen=True)
 class Result:
-    """A check's verdict on a trial. `examined` counts the things compared; a check that examined nothing cannot pass.
-
-    note: what a person should know of a verdict: why UNKNOWN or NOT APPLICABLE, the largest difference of PASS.
-    """
+    """A check's verdict on a trial."""
 
     check: str
+    """The name of the check: that of its file."""
     verdict: Verdict
+    """PASS, FAIL, UNKNOWN or NOT APPLICABLE."""
     examined: int = 0
+    """How many things were compared; a check that examined nothing cannot pass."""
     findings: tuple[Finding, ...] = ()
+    """Where it fails, the worst first."""
     note: str = ""
-
-    @property
-    def shown(self) -> tuple[Finding, ...]:
-        """The first findings, and how many more there are: a check puts the worst in front."""
-        if len(self.findings) <= SHOWN:
-            return self.findings
-        return (*self.findings[:SHOWN], Finding(f"and {len(self.findings) - SHOWN} more", "", ""))
+    """What a person should know: why UNKNOWN or NOT APPLICABLE."""
+    largest: float | None = None
+    """The largest relative difference that was seen; None where nothing of the kind is measured."""
 
 
 def not_applicable(name: str, reason: str) -> Result:
@@ -71,48 +41,55 @@ def not_applicable(name: str, reason: str) -> Result:
     return Result(name, Verdict.NOT_APPLICABLE, note=reason)
 
 
-def verdict_of(name: str, findings: list[Finding], examined: int, note: str = "") -> Result:
-    """FAIL with findings, PASS without."""
+def verdict_of(
+    name: str, findings: list[Finding], examined: int, note: str = "", *, largest: float | None = None
+) -> Result:
+    """Return FAIL with findings, PASS without."""
     verdict = Verdict.FAIL if findings else Verdict.PASS
-    return Result(name, verdict, examined, tuple(findings), note)
-
-
-Lines = tuple[tuple[str, str], ...]
+    return Result(name, verdict, examined, tuple(replace(one, check=name) for one in findings), note, largest)
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What is wrong. kind: its name in the list of docs/causes.md, which faults of the catalogue refer to.
-
-    observed: what is so. where: in which parameters, on which ranks, in which steps, if not everywhere. expected: what was
-    requested. hint: what of the case that number or place is, as far as it was tried.
-    """
+    """What is wrong. harness/report makes the sentence of it."""
 
     kind: str
+    """Its name in the list of docs/causes.md, which faults of the catalogue refer to."""
     observed: str
+    """What is so; empty where `finding` says it all."""
     where: str = ""
+    """In which parameters, on which ranks, in which steps; empty where it is so everywhere."""
     expected: str = ""
+    """What was requested."""
     hint: str = ""
+    """What of the case that number or place is, as far as it was tried."""
+    finding: Finding | None = None
+    """The first finding that shows it, where no more is known than that."""
+    explains: tuple[str, ...] = ()
+    """The failing checks that pass if this is assumed, or that saw it themselves."""
+    ranks: tuple[int, ...] = ()
+    """Global ranks of the findings of these checks."""
+    steps: tuple[int, ...] = ()
+    """Steps of these findings."""
+    parameters: tuple[str, ...] = ()
+    """Parameters of these findings, by fqn."""
 
-    @property
-    def text(self) -> str:
-        """In one line."""
-        where, expected = f" {self.where}" * bool(self.where), f", requested {self.expected}" * bool(self.expected)
-        return f"{self.observed}{where}{expected}{f': {self.hint}' * bool(self.hint)}"
+
+Line = tuple[str, str | Finding | Cause]
+"""A label, and what stands beside it. Findings and causes are put in words where they are shown."""
+Lines = tuple[Line, ...]
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """causes: most checks explained first. evidence: (label, text), what was expected and observed, and what is proven."""
+    """Why checks fail."""
 
     causes: tuple[Cause, ...]
+    """Those that explain most checks first."""
     evidence: Lines = ()
+    """What was expected and observed, and what is proven."""
     launch: str = ""
-
-    @property
-    def cause(self) -> str:
-        """In one line."""
-        return self.launch + "; ".join(cause.text for cause in self.causes)
+    """Of a case that resumes, the launch in which it is so, as in Finding.launch."""
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,16 @@ def load_recording(directory: Path) -> Recording:
         unreadable=unreadable,
         exits=_exits(directory / PROCESSES),
     )
+
+
+def not_recorded(summaries: Iterable[Summary]) -> str:
+    """Which models, or the beginning of which, are not on record; empty if all are."""
+    return next((f"not recorded: {one.left_out[0]}" for one in summaries if one.left_out), "")
+
+
+def recorder_failed(summaries: Iterable[Summary]) -> str:
+    """Where the recorder itself raised, and what; empty if nowhere."""
+    return next((f"rank {one.rank} is not recorded to its end: {one.failed[0]}" for one in summaries if one.failed), "")
 
 
 def exit_text(code: int) -> str:

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.evidence.reading import read_json
-from harness.evidence.records import Run
 from harness.evidence.store import CASE_FILE, TRAITS_FILE, EvidenceError, load, load_run
 from harness.judge import golden
-from harness.judge.clipping import before_clipping
-from harness.judge.order import as_planned
+from harness.judge.order import flattened
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
-from harness.plan.observed_units import as_laid_out, observed_units
 from harness.reference.record import ReferenceRun
 from harness.spec import loading, traits
 from harness.spec.case import Case, CaseError
@@ -35,11 +32,9 @@ def load_trial(folder: Path) -> Trial:
     trials: list[Trial] = []
     for name, launched in case.launches.items():
         run = load_run(folder / name)
-        observed = observed_units(launched, chosen[name], run.ranks)
-        laid_out = as_laid_out(launched, chosen[name], run.ranks)
         trial = Trial(
             case=launched,
-            plan=make_plan(launched, laid_out, observed, torch=torch_of(run)),
+            plan=make_plan(launched, chosen[name]),
             run=run,
             reference=reference,
             repeat=load_run(folder / "repeat") if launched.runs > 1 else None,
@@ -47,7 +42,7 @@ def load_trial(folder: Path) -> Trial:
             golden_problem=problem,
             saved=tuple(trials),
         )
-        trials.append(before_clipping(as_planned(trial)))
+        trials.append(flattened(trial))
     return trials[-1]
 
 
@@ -68,14 +63,9 @@ def _read(path: Path, build: Callable[[Any], T]) -> T:
     try:
         return build(read_json(path))
     except FileNotFoundError as error:
-        raise EvidenceError(f"{path}: no such file; a folder that `harness run` wrote is wanted") from error
+        wanted = "a folder that `harness run` wrote is wanted, of a run that ended"
+        raise EvidenceError(f"{path}: no such file; {wanted}") from error
     except CaseError as error:
         raise EvidenceError(f"{path}: not a case of this version of the harness ({error}); run it again") from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
-
-
-def torch_of(run: Run) -> str:
-    """The release that the ranks ran, as they report; without any evidence of theirs, what was installed where they started."""
-    releases = (evidence.environment.get("torch", "") for evidence in run.ranks.values())
-    return next(filter(None, releases), run.made.get("torch", ""))

@@ -59,6 +59,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from harness.judge.finding import Bound
 from harness.judge.golden import accept_of
 from harness.reference.config import TrainingConfig
 from harness.reference.record import Noise, ReferenceRun, ReferenceStep
@@ -97,9 +98,9 @@ class Bounds:
     how: str = ""
     by_parameter: dict[str, ParameterBounds] = field(default_factory=dict)
 
-    def text(self, bound: float, factor: float = FACTOR) -> str:
-        """As a finding shows it."""
-        return f"{bound:.1e}" + (f": {factor:g} x {self.how}" if self.how else "")
+    def of(self, bound: float, factor: float = FACTOR) -> Bound:
+        """Return it as a finding has it, with how it was derived."""
+        return Bound(bound, f"{factor:g} x {self.how}" if self.how else "")
 
 
 def gamma(case: Case, products_per_layer: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 from harness.evidence.records import Collective, RankEvidence
 from harness.evidence.text import bytes_text, ranks_text
@@ -21,7 +22,7 @@ def planned(trial: Trial, rank: int, step: int, *, optional_only: bool = False) 
     for flow in trial.plan.flows_of(rank, step):
         if flow.phase == OUTSIDE:
             continue
-        if (flow.optional or not optional_only) and (trial.recorded is None or flow.role in OF_PARAMETERS):
+        if (flow.optional or not optional_only) and ("declared" in trial.run.provided or flow.role in OF_PARAMETERS):
             totals[_key(trial, rank, flow)] += flow.bytes
     return dict(totals)
 
@@ -90,6 +91,15 @@ def axis_text(trial: Trial, ranks: tuple[int, ...]) -> str:
     if axis.startswith("post_forward"):  # what stays cut after forward is gathered over it, and nobody wrote its name
         return ranks_text(ranks)
     return f"{axis} {ranks_text(ranks)}" if axis else f"{ranks_text(ranks)} (no axis of the plan)"
+
+
+def of_collective(trial: Trial, key: Key) -> dict[str, Any]:
+    """Return what a finding on the bytes of a collective is about."""
+    ranks, op, phase = key
+    axis = axis_of(trial, ranks)
+    known, note = "" if axis.startswith("post_forward") else axis, "" if axis else "no axis of the plan"
+    what = {"kind": "collective", "name": op, "phase": phase, "axis": known, "group": ranks}
+    return what | {"unit": "bytes", "note": note}
 
 
 def axis_of(trial: Trial, ranks: tuple[int, ...]) -> str:

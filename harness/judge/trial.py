@@ -6,21 +6,23 @@ From here on nothing has effects: a Trial is stored evidence, and what is derive
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from harness.evidence.keys import ranks_of
-from harness.evidence.records import RankEvidence, Run, StepEvidence
+from harness.evidence.provided import Provided
+from harness.evidence.records import RankEvidence, Run
+from harness.evidence.step import StepEvidence
+from harness.evidence.summary import Summary
 from harness.judge import tolerance
-from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer
+from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer, Assumption
 from harness.judge.claims import claimed_slice
 from harness.judge.contents import locate, take
 from harness.judge.golden import Golden
 from harness.judge.tolerance import Bounds
-from harness.plan.grid import coordinate
+from harness.plan.grid import coordinate, groups
 from harness.plan.plan import Plan
 from harness.plan.slices import Slice
 from harness.reference.record import ReferenceRun, ReferenceStep
@@ -30,40 +32,10 @@ from harness.spec.traits import TrainerTraits
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """Of a recorded job, which has no reference. not_judged: by check, why. copies: how many numbers a parameter its optimizer
-    keeps at most, None if unknown. unknown: by check, why what it would have to see was not seen. like: by rank that
-    left evidence, the one that is read in its place; places: by rank, the groups that its record names. partial: which of its
-    models are not on record, or not from the first step on; empty if all are. failed: where the
-    recorder itself raised."""
-
-    not_judged: Mapping[str, str]
-    copies: int | None = None
-    unknown: Mapping[str, str] = field(default_factory=dict)
-    like: Mapping[int, int] = field(default_factory=dict)
-    places: Mapping[int, tuple[tuple[str, str], ...]] = field(default_factory=dict)
-    partial: str = ""
-    failed: str = ""
-
-
-@dataclass(frozen=True)
-class Alone:
-    """Of ranks that ran without each other. ranks: those that were started. not_judged: by check, why. unable: by rank, why it
-    could not be run alone, where that says nothing of the trainer."""
-
-    ranks: tuple[int, ...]
-    not_judged: Mapping[str, str] = field(default_factory=dict)
-    unable: Mapping[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Trial:
     """One launch, and in `saved` those whose checkpoints it came from. The reference never stopped: it has all steps.
 
-    What a hypothesis assumes that is put to the test: assumed, of the optimizer; otherwise, with what the reference was
-    trained again (the words of reference.counterfactual.Otherwise); references, by rank, where ranks train apart; apart,
-    whether they were assumed to, be it with one copy; reports, by check, what each rank reports of a step. recorded: of a job
-    that was only recorded, alone: of ranks that ran alone; their reference is empty.
+    assumption: what a hypothesis assumes that is put to the test.
     """
 
     case: Case
@@ -74,42 +46,42 @@ class Trial:
     golden: Golden | None = None
     golden_problem: str = ""
     saved: tuple[Trial, ...] = ()
-    assumed: AssumedOptimizer = AS_REQUESTED
-    otherwise: Mapping[str, Any] = field(default_factory=dict)
-    reports: Mapping[str, Callable[[int, int], float]] = field(default_factory=dict)
-    references: Mapping[int, ReferenceRun] = field(default_factory=dict)
-    apart: bool = False
-    recorded: Recorded | None = None
-    alone: Alone | None = None
+    assumption: Assumption = AS_REQUESTED
 
     @property
-    def started(self) -> tuple[int, ...]:
-        """The ranks of which evidence is due: all, but for those for which another one stands."""
-        if self.alone is not None:
-            return self.alone.ranks
-        return tuple(rank for rank in range(self.run.world_size) if rank in self.ranks or rank not in self.seen)
+    def provided(self) -> Provided:
+        """What of all that checks may need is there."""
+        missing = self._missing
+        return self.run.provided.unseen(f"no evidence {missing}; see `completed`") if missing else self.run.provided
+
+    @property
+    def due(self) -> list[int]:
+        """The ranks of which evidence is to be read: all, but for those for which another one stands."""
+        seen = self.run.seen
+        return [rank for rank in self.run.started if rank in self.ranks or rank not in seen]
 
     @functools.cached_property
-    def seen(self) -> frozenset[int]:
-        """The ranks that left evidence, though another one may be read in their place."""
-        return frozenset(self.ranks) | frozenset(self.recorded.like if self.recorded is not None else ())
+    def _missing(self) -> str:
+        """Whose evidence is lacking: a rank's, some steps of a rank's, or the reference's. Empty if all is there."""
+        lost = [rank for rank in self.due if rank not in self.ranks]
+        if lost:
+            some = f"{len(lost)} ranks ({', '.join(map(str, lost[:4]))}...)"
+            return f"from {some if len(lost) > 1 else f'rank {lost[0]}'}"
+        left = {"the reference": {one.step for one in self.reference.steps}} if "reference" in self.run.provided else {}
+        left |= {f"rank {rank}": {step.step for step in self.ranks[rank].steps} for rank in sorted(self.ranks)}
+        for who, steps in left.items():
+            if lacking := sorted({*self.case.steps} - steps):
+                return f"from {who} of step {', '.join(map(str, lacking))}"
+        return ""
 
-    def evidence_like(self, rank: int) -> RankEvidence:
-        """Of a rank that left some; ranks that it names may be others'."""
-        return self.ranks[rank if rank in self.ranks or self.recorded is None else self.recorded.like[rank]]
+    @functools.cached_property
+    def glances(self) -> list[Summary]:
+        """Each rank that was seen, at a glance: with contents, and inputs where nobody has the tokens, as digests."""
+        return [one for _, one in sorted(self.run.summaries.items())]
 
-    def groups_on_all(self, chosen: Callable[[RankEvidence], Iterable[tuple[int, ...]]]) -> set[tuple[int, ...]]:
-        """The groups that are chosen of the evidence of each rank."""
-        found = {rank: set(chosen(evidence)) for rank, evidence in self.ranks.items()}
-        groups = set().union(*found.values())
-        if self.recorded is None:
-            return groups
-        places = self.recorded.places
-        for rank, one in self.recorded.like.items():
-            if rank != one:
-                named = zip(places[one], places[rank], strict=True)
-                groups |= {ranks_of(theirs) for (_, ours), (_, theirs) in named if ranks_of(ours) in found[one]}
-        return groups
+    def lines(self, axis: str) -> dict[int, tuple[int, ...]]:
+        """By rank, the ranks that differ from it in this axis alone."""
+        return {rank: line for line in groups(self.plan.dims, axis) for rank in line}
 
     @property
     def launches(self) -> tuple[Trial, ...]:
@@ -140,7 +112,7 @@ class Trial:
     def holdings(self) -> dict[int, dict[str, Slice | None]]:
         """Which slice of the seed weights each rank really holds, by comparing bytes; None: found nowhere. Of ranks without
         values, those that they claim."""
-        if self.recorded is not None or self.alone is not None:
+        if "values" not in self.run.provided:
             return {r: {t.fqn: claimed_slice(r, t) for t in e.parameters} for r, e in self.ranks.items()}
         return {rank: self._holdings_of(rank, evidence) for rank, evidence in self.ranks.items()}
 
@@ -200,7 +172,11 @@ class Trial:
     @property
     def as_requested(self) -> bool:
         """Whether nothing is assumed."""
-        return self.assumed is AS_REQUESTED and not (self.otherwise or self.reports or self.apart)
+        return self.assumption == AS_REQUESTED
+
+    def assuming(self, optimizer: AssumedOptimizer = AssumedOptimizer(), **more: Any) -> Trial:  # noqa: B008 - frozen
+        """The same evidence, and this assumed besides: see Assumption.and_besides."""
+        return replace(self, assumption=self.assumption.and_besides(optimizer, **more))
 
     @property
     def first_step(self) -> int:
@@ -210,7 +186,7 @@ class Trial:
         return next(step for step in self.reference.steps if step.step == number)
 
     def reference_of(self, rank: int) -> ReferenceRun:
-        return self.references.get(rank, self.reference)
+        return self.assumption.references.get(rank, self.reference)
 
     def steps(self) -> Iterator[tuple[int, StepEvidence, ReferenceStep]]:
         """Every rank's record of every step, with the reference's."""
@@ -244,4 +220,4 @@ class Trial:
 
 def launch_label(launch: Trial) -> str:
     """Empty for the last launch of a case."""
-    return "" if launch.case.last_step is None else f"saved_{len(launch.saved) + 1}: "
+    return "" if launch.case.last_step is None else f"saved_{len(launch.saved) + 1}"

@@ -24,6 +24,8 @@ from harness.judge.stored_trial import load_trial
 from harness.judge.trial import Trial
 from harness.onboarding import names
 from harness.reference.record import ReferenceRun
+from harness.report.cause_text import diagnosis_line, evidence_rows
+from harness.report.finding_text import sentence
 from harness.run.options import Options, Unsupported
 from harness.run.rank_main import SHAPES_FILE
 from harness.run.reference_cache import reference_folder
@@ -40,26 +42,28 @@ FLOAT32 = 1e-5  # relative; what float32 arithmetic leaves of a loss, at most
 @dataclass(frozen=True)
 class Examination:
     """judged: how each case ended, by name. stopped: whether later cases were not run, as they may show the same. unaccepted:
-    the cases of whose reference no curve is accepted."""
+    the cases of whose reference no curve is accepted. judgements: of the cases that ran."""
 
     judged: dict[str, Verdict]
     stopped: bool = False
     unaccepted: tuple[Case, ...] = ()
+    judgements: tuple[Judgement, ...] = ()
 
 
 def examine(cases: Sequence[Case], options: Options, tell: Tell, judged: dict[str, Verdict]) -> Examination:
     """One rank first, then the others; after a case that is wrong, none. judged: filled on the way, for who interrupts it.
     Raises what `run_case` raises."""
-    unaccepted: list[Case] = []
+    unaccepted, judgements = list[Case](), list[Judgement]()
     for case in sorted(cases, key=lambda case: case.dims.world_size):
         judgement = _run(case, options, tell)
+        judgements.append(judgement)
         judged[case.name] = verdict = without_golden(judgement)
         unaccepted += [judgement.case] * _lacks_golden(judgement)
         tell(case.name, f"{verdict}: {_ran(judgement)}")
         if verdict is not Verdict.PASS:
             explain(judgement, options, tell)
-            return Examination(judged, stopped=len(judged) < len(cases))
-    return Examination(judged, unaccepted=tuple(unaccepted))
+            return Examination(judged, stopped=len(judged) < len(cases), judgements=tuple(judgements))
+    return Examination(judged, unaccepted=tuple(unaccepted), judgements=tuple(judgements))
 
 
 def _run(case: Case, options: Options, tell: Tell) -> Judgement:
@@ -116,8 +120,8 @@ def _died(judgement: Judgement, options: Options, tell: Tell) -> bool:
         adapter = trainers.load(options.trainer)
         shapes = {name: tuple(shape) for name, shape in read_json(path).items()}
         told, fused = (shapes, judgement.case, adapter.fqn), adapter.fused(judgement.case)
-        for sentence in names.unfit(*told, fused):
-            tell("names", sentence)
+        for text in names.unfit(*told, fused):
+            tell("names", text)
         for label, text in names.remedies(*told, adapter.unsupported, options.trainer, fused):
             tell(label, text)
         tell("", f"parameters are mapped by `fqn`, of NAMES: {options.trainer}")
@@ -125,7 +129,7 @@ def _died(judgement: Judgement, options: Options, tell: Tell) -> bool:
     if _other_steps(judgement, tell):
         return False
     for finding in completed.findings[:2]:
-        tell("stopped", f"{finding.where}: {finding.observed}")
+        tell("stopped", sentence(finding))
     tell("log", str(judgement.folder / "run" / "logs" / "rank_00.log"))
     return True
 
@@ -163,7 +167,7 @@ def _other_samples(judgement: Judgement, options: Options, tell: Tell) -> bool:
     """Tokens that are not the recipe's: no number can be the reference's then."""
     samples = next(result for result in judgement.results if result.check == "samples")
     for finding in samples.findings[:2]:
-        tell("samples", f"{finding.where}: expected {finding.expected}, observed {finding.observed}")
+        tell("samples", sentence(finding))
     if samples.findings:
         from harness.onboarding import sample_orders  # with torch, which `harness --help` can do without
 
@@ -235,7 +239,7 @@ def _rest(best: Supposed, broken: set[str], tell: Tell) -> None:
     results = [result for result in best.results if result.check != "golden"]
     found = diagnose(best.trial, results) if left else None
     if found:
-        tell("left", f"{', '.join(sorted(left))}: {found.cause}")
+        tell("left", f"{', '.join(sorted(left))}: {diagnosis_line(found)}")
 
 
 def _broken(results: Sequence[Result]) -> set[str]:
@@ -257,10 +261,10 @@ def _off(trial: Trial, tell: Tell) -> None:
 def _diagnosed(judgement: Judgement, tell: Tell) -> bool:
     if judgement.diagnosis is None:
         return False
-    tell("cause", judgement.diagnosis.cause)
+    tell("cause", diagnosis_line(judgement.diagnosis))
     if "averaged locally" in judgement.diagnosis.kinds:
         tell("", "if that is meant: case: training: {all_valid: true}, with which equal counts alone are under test")
-    for label, text in judgement.diagnosis.evidence:
+    for label, text in evidence_rows(judgement.diagnosis.evidence):
         tell(f"  {label}", text)
     return True
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from harness.plan.observed_units import Unit
 from harness.spec.case import Case
 from harness.spec.dims import AXES, ParallelDims
+from harness.spec.measured import Unit
 
 
 def rank_grid(dims: ParallelDims) -> np.ndarray:

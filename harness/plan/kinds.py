@@ -8,9 +8,10 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from harness.plan.observed_units import Unit
 from harness.plan.slices import numel, slice_of, tp_dim
 from harness.spec.dims import ParallelDims
+from harness.spec.measured import Unit
+from harness.spec.traits import TrainerTraits
 
 T = TypeVar("T")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -67,7 +68,11 @@ def places_of_ranks(dims: ParallelDims) -> dict[int, Place]:
 
 
 def kinds_of_ranks(
-    dims: ParallelDims, places: Mapping[int, Place], held: PerRank[Shapes], units: PerRank[list[Unit]]
+    dims: ParallelDims,
+    places: Mapping[int, Place],
+    held: PerRank[Shapes],
+    units: PerRank[list[Unit]],
+    traits: TrainerTraits,
 ) -> dict[int, int]:
     """Ranks are of a kind if they run the same stages, FSDP gathers the same units on them, and slices have equal sizes: of
     their parameters as they are stored and as they stay after forward, and of all parameters as tp leaves them.
@@ -75,13 +80,15 @@ def kinds_of_ranks(
     held: the shapes of the parameters of a rank's stages, by fqn; kinds are pp indices.
     """
     shards = dims.dp_shard * dims.cp
-    some = {held.kinds[rank]: _one_of_each_shape(held[rank]) for rank in held.firsts()}
-    every = _one_of_each_shape({fqn: shape for shapes in some.values() for fqn, shape in shapes.items()})
+    cuts = traits.measured.cut_dims
+    some = {held.kinds[rank]: _one_of_each_shape(held[rank], cuts) for rank in held.firsts()}
+    every = _one_of_each_shape({fqn: shape for shapes in some.values() for fqn, shape in shapes.items()}, cuts)
 
     @functools.cache
     def sizes(pp: int | None, tp: int, degree: int, index: int) -> tuple[int, ...]:
         chosen = every if pp is None else some[pp]
-        return tuple(numel(slice_of(fqn, shape, (dims.tp, tp), (degree, index))) for fqn, shape in chosen.items())
+        places = (dims.tp, tp), (degree, index)
+        return tuple(numel(slice_of(fqn, shape, *places, cuts.get(fqn, 0))) for fqn, shape in chosen.items())
 
     @functools.cache
     def kind(place: Place, degrees: tuple[int, ...]) -> Hashable:
@@ -98,7 +105,7 @@ def numbered(kinds: Mapping[int, Hashable]) -> dict[int, int]:
     return {rank: numbers.setdefault(kind, len(numbers)) for rank, kind in kinds.items()}
 
 
-def _one_of_each_shape(shapes: Shapes) -> dict[str, tuple[int, ...]]:
-    """Parameters of one shape that tp cuts along one dim have equal slices."""
-    kinds = {(shape, tp_dim(fqn)): fqn for fqn, shape in shapes.items()}
+def _one_of_each_shape(shapes: Shapes, cuts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Parameters of one shape that tp and FSDP cut along the same dims have equal slices."""
+    kinds = {(shape, tp_dim(fqn), cuts.get(fqn, 0)): fqn for fqn, shape in shapes.items()}
     return {fqn: shapes[fqn] for fqn in kinds.values()}

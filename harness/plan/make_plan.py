@@ -25,7 +25,6 @@ from harness.plan.memory import (
     state_bytes,
     table_bytes,
 )
-from harness.plan.observed_units import Observed, Unit
 from harness.plan.plan import Plan
 from harness.plan.slices import FlatUnit, Slice, flat_slices, flat_units, slices_of_rank
 from harness.plan.stages import parameters_of_stage, stages_of_rank
@@ -35,23 +34,24 @@ from harness.plan.zero import zero_units
 from harness.reference.config import quantized_modules
 from harness.spec.case import Case
 from harness.spec.features import ZERO
+from harness.spec.measured import Observed, Unit
 from harness.spec.traits import USUAL, TrainerTraits
 
 T = TypeVar("T")
 
 
-def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | None = None, *, torch: str = "") -> Plan:
-    """observed: FSDP's units where case and traits leave them open; None: "apart". torch: empty for the oldest one."""
+def make_plan(case: Case, traits: TrainerTraits = USUAL) -> Plan:
+    """Return the plan of one launch. FSDP's units that nobody names and nobody measured are "apart"."""
     flat, shapes = _shapes(case, traits)
-    units = PerRank(_claims(case, observed), lambda rank: units_of_rank(case, traits, rank, observed))
-    stages, slices, kinds = _ranks(case, shapes, flat, units)
+    units = PerRank(_claims(case, traits.measured.units), lambda rank: units_of_rank(case, traits, rank))
+    stages, slices, kinds = _ranks(case, traits, shapes, flat, units)
 
     def each(make: Callable[[int], T]) -> PerRank[T]:
         return PerRank(kinds, make)
 
-    flows = even_flows = each(lambda rank: flows_of_rank(case, traits, rank, case.seq_len(1), units[rank], torch))
+    flows = even_flows = each(lambda rank: flows_of_rank(case, traits, rank, case.seq_len(1), units[rank]))
     if case.training.variable_length:
-        even_flows = each(lambda rank: flows_of_rank(case, traits, rank, case.seq_len(2), units[rank], torch))
+        even_flows = each(lambda rank: flows_of_rank(case, traits, rank, case.seq_len(2), units[rank]))
     plan = Plan(
         dims=case.dims,
         steps=case.steps,
@@ -66,38 +66,38 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL, observed: Observed | No
         outside_bytes=each(lambda rank: outside_bytes(case, traits, rank, flows[rank])),
         integer_bytes=integer_bytes(case),
         used_bytes=used_bytes(case),
-        parameter_bytes=each(lambda rank: parameter_bytes(case, rank, slices[rank], flat)),
+        parameter_bytes=each(lambda rank: parameter_bytes(case, traits, rank, slices[rank], flat)),
         units=each(lambda rank: held_units(case, slices[rank], units[rank])),
         traits=traits,
-        observed=observed,
         table_bytes=table_bytes(case),
         spare_bytes=each(lambda rank: spare_bytes(case, traits, rank, slices[rank], flat)),
         gradient_spare=each(lambda rank: gradient_spare(case, traits, rank)),
-        torch=torch,
         quantized=quantized_modules(case.model) if case.training.quantize else (),
         flat=flat,
-        after_forward=each(lambda rank: kept_after_forward(case, rank, slices[rank], units[rank])),
-        padding_after_forward=each(lambda rank: padding_after_forward(case, rank, slices[rank], flat, units[rank])),
+        after_forward=each(lambda rank: kept_after_forward(case, traits, rank, slices[rank], units[rank])),
+        padding_after_forward=each(
+            lambda rank: padding_after_forward(case, traits, rank, slices[rank], flat, units[rank])
+        ),
     )
     return _with_zero(case, plan)
 
 
 def _ranks(
-    case: Case, shapes: Shapes, flat: tuple[FlatUnit, ...], units: PerRank[list[Unit]]
+    case: Case, traits: TrainerTraits, shapes: Shapes, flat: tuple[FlatUnit, ...], units: PerRank[list[Unit]]
 ) -> tuple[PerRank[tuple[int, ...]], PerRank[dict[str, Slice]], dict[int, int]]:
     """The stages that ranks run, the slices that they hold, and of which kind they are. Flattened, each place is a kind."""
     places = places_of_ranks(case.data_dims)
     stages = PerRank({rank: place.pp for rank, place in places.items()}, lambda rank: stages_of_rank(case, rank))
     held = PerRank(stages.kinds, lambda rank: _shapes_of_stages(case, stages[rank], shapes))
-    slices = PerRank(places, lambda rank: _slices(case, rank, held[rank], flat))
+    slices = PerRank(places, lambda rank: _slices(case, traits, rank, held[rank], flat))
     if flat:
         return stages, slices, numbered({rank: (place, units.kinds[rank]) for rank, place in places.items()})
-    return stages, slices, kinds_of_ranks(case.data_dims, places, held, units)
+    return stages, slices, kinds_of_ranks(case.data_dims, places, held, units, traits)
 
 
 def _shapes(case: Case, traits: TrainerTraits) -> tuple[tuple[FlatUnit, ...], dict[str, tuple[int, ...]]]:
     """The vectors that are cut in place of parameters, if any, and the shape of each parameter, which then is a vector too."""
-    flat: tuple[FlatUnit, ...] = flat_units(case, traits.flat_order) if case.wrapper == "fsdp1" else ()
+    flat: tuple[FlatUnit, ...] = flat_units(case, traits.vector_order) if case.wrapper == "fsdp1" else ()
     flat = zero_units(case, traits) if case.wrapper in ZERO else flat
     return flat, {fqn: (math.prod(shape),) if flat else shape for fqn, shape in case.model.parameter_shapes().items()}
 
@@ -127,9 +127,9 @@ def _shapes_of_stages(case: Case, stages: Sequence[int], shapes: Shapes) -> Shap
     return {fqn: shapes[fqn] for stage in stages for fqn in parameters_of_stage(case, stage)}
 
 
-def _slices(case: Case, rank: int, held: Shapes, flat: tuple[FlatUnit, ...]) -> dict[str, Slice]:
+def _slices(case: Case, traits: TrainerTraits, rank: int, held: Shapes, flat: tuple[FlatUnit, ...]) -> dict[str, Slice]:
     """What a rank holds of each parameter of its stages, by fqn."""
     place = shard_place(case.dims, rank) if case.shards > 1 else (1, 0)
     if flat:
         return flat_slices(flat, held, *place, tp_place(case.dims, rank))
-    return slices_of_rank(case.data_dims, rank, held)
+    return slices_of_rank(case.data_dims, rank, held, traits)

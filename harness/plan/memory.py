@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from harness.plan.grid import coordinate, shard_place
-from harness.plan.observed_units import Unit
 from harness.plan.plan import Kept
 from harness.plan.slices import BYTES, FlatUnit, Slice, numel, padded_numel, parameter_shapes, slice_of
 from harness.plan.stages import stages_of_rank
@@ -11,10 +10,13 @@ from harness.plan.units import fsdp2_units
 from harness.plan.zero import units_held
 from harness.spec.case import Case
 from harness.spec.features import ZERO
+from harness.spec.measured import Unit
 from harness.spec.traits import TrainerTraits
 
 
-def parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...]) -> tuple[int, int]:
+def parameter_bytes(
+    case: Case, traits: TrainerTraits, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...]
+) -> tuple[int, int]:
     """(least, most) bytes of its parameters that a rank keeps between steps: its slices, and those with their padding."""
     tp_index = coordinate(case.dims, rank)["tp"]
     size = BYTES[case.training.dtype]
@@ -23,7 +25,7 @@ def parameter_bytes(case: Case, rank: int, held: dict[str, Slice], flat: tuple[F
     if flat:
         parts = sum(unit.part(degree) for unit in units_held(flat, held))
         return least, parts * (degree // case.shards) * size
-    most = sum(padded_numel(case, fqn, tp_index) // degree for fqn in held) * size
+    most = sum(padded_numel(case, traits, fqn, tp_index) // degree for fqn in held) * size
     return least, max(least, most)
 
 
@@ -48,7 +50,7 @@ def spare_bytes(
     if case.wrapper in ZERO:
         return table_bytes(case) + traits.master_weights * state_bytes(case, held, flat)[1]
     buckets = sum(numel(part) for part in held.values()) * BYTES[case.training.dtype]
-    unit = BYTES[case.training.compute_dtype or case.training.dtype] * _padded_last_unit(case, rank)
+    unit = BYTES[case.training.compute_dtype or case.training.dtype] * _padded_last_unit(case, traits, rank)
     kept = traits.keeps_loss_unit and traits.chunks_behind_forward and case.shards > 1
     return table_bytes(case) + (buckets if case.wrapper in ("ddp", "replicate") else 0) + (unit if kept else 0)
 
@@ -59,14 +61,16 @@ def gradient_spare(case: Case, traits: TrainerTraits, rank: int) -> int:
     last = case.n_stages - 1 in stages_of_rank(case, rank)
     if not (traits.chunks_behind_forward and case.dims.pp > 1 and case.wrapper == "fsdp2" and last):
         return 0
-    return BYTES[case.training.dtype] * _padded_last_unit(case, rank)
+    return BYTES[case.training.dtype] * _padded_last_unit(case, traits, rank)
 
 
-def _padded_last_unit(case: Case, rank: int) -> int:
-    return sum(padded_numel(case, fqn, coordinate(case.dims, rank)["tp"]) for fqn in fsdp2_units(case)[-1])
+def _padded_last_unit(case: Case, traits: TrainerTraits, rank: int) -> int:
+    return sum(padded_numel(case, traits, fqn, coordinate(case.dims, rank)["tp"]) for fqn in fsdp2_units(case)[-1])
 
 
-def kept_after_forward(case: Case, rank: int, held: dict[str, Slice], units: list[Unit]) -> dict[str, Kept]:
+def kept_after_forward(
+    case: Case, traits: TrainerTraits, rank: int, held: dict[str, Slice], units: list[Unit]
+) -> dict[str, Kept]:
     """By fqn, what is there of each parameter between forward and backward; empty where nothing is sharded."""
     shards, index = shard_place(case.dims, rank)
     if case.shards == 1:
@@ -76,22 +80,28 @@ def kept_after_forward(case: Case, rank: int, held: dict[str, Slice], units: lis
     kept = {}
     for unit, degree, _ in units:
         for fqn in [fqn for fqn in unit if fqn in held]:
-            there = numel(slice_of(fqn, parameter_shapes(case.model)[fqn], tp, (degree, index % degree))) * computed
+            shape, cut_dim = parameter_shapes(case.model)[fqn], traits.measured.cut_dims.get(fqn, 0)
+            there = numel(slice_of(fqn, shape, tp, (degree, index % degree), cut_dim)) * computed
             kept[fqn] = Kept(degree, numel(held[fqn]) * stored if degree == shards else there)
     return kept
 
 
 def padding_after_forward(
-    case: Case, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...], units: list[Unit]
+    case: Case,
+    traits: TrainerTraits,
+    rank: int,
+    held: dict[str, Slice],
+    flat: tuple[FlatUnit, ...],
+    units: list[Unit],
 ) -> int:
     """That of the rank's own slices, and that of what stays gathered: of every parameter, or of its flat unit."""
     shards, tp_index = case.shards, coordinate(case.dims, rank)["tp"]
-    least, most = parameter_bytes(case, rank, held, flat)
+    least, most = parameter_bytes(case, traits, rank, held, flat)
     computed, extra = BYTES[case.training.compute_dtype or case.training.dtype], 0
-    there = kept_after_forward(case, rank, held, units)
+    there = kept_after_forward(case, traits, rank, held, units)
     for number, (unit, degree, _) in enumerate(units if shards > 1 else ()):
         if degree < shards:
-            padded = sum(padded_numel(case, fqn, tp_index) for fqn in unit if fqn in held) // degree
+            padded = sum(padded_numel(case, traits, fqn, tp_index) for fqn in unit if fqn in held) // degree
             padded = flat[number].part(shards) * shards if flat else padded
             extra += padded * computed - sum(there[fqn].bytes for fqn in unit if fqn in held)
     return most - least + extra

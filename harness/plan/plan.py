@@ -5,78 +5,93 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from harness.plan.observed_units import Observed
 from harness.plan.slices import FlatUnit, Slice, tp_dim
 from harness.plan.traffic.flow import Flow
 from harness.spec.dims import ParallelDims
+from harness.spec.measured import Observed
 from harness.spec.traits import USUAL, TrainerTraits
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Of one parameter on one rank, between forward and backward: over how many ranks it is cut (1: it is whole), and the
-    bytes of what is there; where that is more than the rank's own slice, the slice is there as well."""
+    """What one rank keeps of one parameter between forward and backward."""
 
     degree: int
+    """Number of ranks that it is cut over; 1 if it is whole."""
     bytes: int
+    """Bytes that are there. Where they exceed the rank's own slice, the slice is there as well."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """traits: of the trainer that it is the plan for. groups: by axis of degree above 1, its groups' ranks.
-    slices[rank][fqn]: what each rank must hold of a parameter. gradient_slices, state_slices: of its gradient once that is
-    reduced, and of its optimizer state; ZeRO cuts these and not the parameter, empty where all three are cut alike.
-
-    shapes: of every parameter; where FSDP1 or ZeRO cuts flattened ones (`flat`: its units), of the vector: all is judged
-    flattened, what tp cuts rank by rank (`columns`).
-    shard_axis: the one that FSDP shards over: dp_shard, cp or dp_shard_cp. replicate_axis: the one over which whole gradients
-    are reduced: dp_replicate, under DDP with context parallel cp or dp_replicate_cp. stages[rank]: the pipeline stages it runs.
-    flows[rank]: its traffic in odd steps, even_flows[rank] in even ones. parameter_bytes[rank]: (least, most) bytes of
-    parameters a rank may keep between steps; the most counts the padding of uneven chunks. gradient_bytes, state_bytes:
-    likewise, the second of each number that the optimizer keeps; empty where they are those of parameters.
-    after_forward[rank][fqn]: what it keeps of a parameter when a forward pass has ended, nothing where none is gathered;
-    padding_after_forward[rank]: the bytes that padding may add to all of it. outside_bytes[rank]: the most it may move in
-    a step outside forward and backward, besides what is planned there; integer_bytes: of integers inside, in the first two
-    steps; used_bytes: later, with find_unused_parameters.
-    units[rank]: the parameters that FSDP gathers together, nothing with other wrappers; `observed`: they are those that
-    wrappers claim, for case and traits leave them open.
-    table_bytes: of tables of positions, which is also the most by which what is kept may grow from step to step.
-    spare_bytes[rank]: of float tensors that are neither parameters, gradients nor optimizer state, the most it may keep;
-    gradient_spare[rank]: of gradients, beyond those of its parameters.
-    torch: the release that ran. steps: of this launch. quantized: the modules whose matmuls run in 8 bits.
-    unreduced: (axis, step) of gradients that a hypothesis assumes not to be reduced.
-    """
+    """What must be true of one launch. It follows from the case and the trainer's traits alone."""
 
     dims: ParallelDims
+    """Degrees of the layout."""
     shapes: dict[str, tuple[int, ...]]
+    """By fqn, the parameter's shape; one dim where FSDP1 or ZeRO cut flattened parameters."""
     groups: dict[str, tuple[tuple[int, ...], ...]]
+    """By axis of degree above 1, the global ranks of each of its groups."""
     shard_axis: str
+    """Axis that FSDP shards over: dp_shard, cp or dp_shard_cp."""
     stages: Mapping[int, tuple[int, ...]]
+    """By rank, the pipeline stages that it runs."""
     slices: Mapping[int, dict[str, Slice]]
+    """By rank and fqn, the part of a parameter that it must hold."""
     flows: Mapping[int, tuple[Flow, ...]]
+    """By rank, its traffic in odd steps."""
     even_flows: Mapping[int, tuple[Flow, ...]]
+    """By rank, its traffic in even steps."""
     parameter_bytes: Mapping[int, tuple[int, int]]
+    """By rank, (least, most) bytes of parameters kept between steps; the most counts the padding of uneven chunks."""
     outside_bytes: Mapping[int, int]
+    """By rank, the most bytes moved in a step outside forward and backward, in addition to planned flows."""
     integer_bytes: int
+    """Most bytes of integers moved inside forward and backward, in the first two steps."""
     used_bytes: int
+    """The same in later steps, which DDP's find_unused_parameters moves."""
     spare_bytes: Mapping[int, int]
+    """By rank, the most bytes of float tensors other than parameters, gradients and optimizer state."""
     units: Mapping[int, tuple[tuple[str, ...], ...]]
+    """By rank, the fqns of each unit that FSDP gathers together; empty with other wrappers."""
     replicate_axis: str = "dp_replicate"
+    """Axis that whole gradients are reduced over: dp_replicate, or under DDP with context parallel cp or dp_replicate_cp."""
     table_bytes: int = 0
+    """Bytes of tables of positions, which is also how far retained bytes may grow from step to step."""
     traits: TrainerTraits = USUAL
-    observed: Observed | None = None
+    """Traits of the trainer that it is the plan for, declared and measured."""
     gradient_spare: Mapping[int, int] = field(default_factory=dict)
-    torch: str = ""
+    """By rank, the most bytes of gradients beyond those of its parameters."""
     flat: tuple[FlatUnit, ...] = ()
+    """Units whose flattened parameters FSDP1 or ZeRO cuts; empty where parameters are cut one by one."""
     after_forward: Mapping[int, dict[str, Kept]] = field(default_factory=dict)
+    """By rank and fqn, what it keeps when a forward pass has ended; empty where nothing is gathered."""
     padding_after_forward: Mapping[int, int] = field(default_factory=dict)
+    """By rank, the most bytes that padding may add to it."""
     steps: range = range(1, 2)
+    """Steps that this launch trains, from 1."""
     quantized: tuple[str, ...] = ()
+    """Modules whose matmuls run in 8 bits."""
     unreduced: frozenset[tuple[str, int]] = frozenset()
+    """(axis, step) of gradients that a hypothesis assumes are not reduced."""
     gradient_slices: Mapping[int, dict[str, Slice]] = field(default_factory=dict)
+    """By rank and fqn, the part of a reduced gradient that it holds; empty where it is the parameter's."""
     state_slices: Mapping[int, dict[str, Slice]] = field(default_factory=dict)
+    """By rank and fqn, the part of the optimizer state that it holds; empty where it is the parameter's."""
     gradient_bytes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """By rank, (least, most) bytes of gradients; empty where they are those of parameters."""
     state_bytes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """By rank, (least, most) bytes of each number that the optimizer keeps; empty where they are those of parameters."""
+
+    @property
+    def observed(self) -> Observed | None:
+        """By rank, FSDP2's units as they were measured; None if the case or the trainer's traits name them."""
+        return self.traits.measured.units
+
+    @property
+    def torch(self) -> str:
+        """The release of torch that ran."""
+        return self.traits.measured.torch
 
     @property
     def shards(self) -> int:

@@ -14,6 +14,7 @@ from harness.plan.grid import coordinate, shard_place
 from harness.reference.config import ModelConfig
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
+from harness.spec.traits import USUAL, TrainerTraits
 
 Interval = tuple[int, int]
 Slice = tuple[Interval, ...]
@@ -72,10 +73,13 @@ def chunk(interval: Interval, parts: int, index: int) -> Interval:
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)
 
 
-def slices_of_rank(dims: ParallelDims, rank: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slice]:
+def slices_of_rank(
+    dims: ParallelDims, rank: int, shapes: Mapping[str, tuple[int, ...]], traits: TrainerTraits = USUAL
+) -> dict[str, Slice]:
     """By fqn, the rank's part of parameters of these shapes: tp first, then data-parallel sharding."""
     tp, shard = (dims.tp, coordinate(dims, rank)["tp"]), shard_place(dims, rank)
-    return {fqn: slice_of(fqn, shape, tp, shard) for fqn, shape in shapes.items()}
+    cuts = traits.measured.cut_dims
+    return {fqn: slice_of(fqn, shape, tp, shard, cuts.get(fqn, 0)) for fqn, shape in shapes.items()}
 
 
 def flat_units(case: Case, order: Sequence[str] = ()) -> tuple[FlatUnit, ...]:
@@ -121,18 +125,19 @@ def local_numel(fqn: str, shape: tuple[int, ...], degree: int) -> int:
     return math.prod(shape) // (degree if tp_dim(fqn) is not None else 1)
 
 
-def slice_of(fqn: str, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int]) -> Slice:
-    """The part of a parameter at place (degree, index) of tensor parallel and, inside it, of data-parallel sharding."""
-    return _cut(tp_dim(fqn), shape, tp, shard)
+def slice_of(fqn: str, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int], cut_dim: int = 0) -> Slice:
+    """The part of a parameter at place (degree, index) of tensor parallel and, inside it, of sharding along that dim."""
+    return _cut(tp_dim(fqn), shape, tp, shard, cut_dim)
 
 
 @functools.lru_cache(maxsize=2**15)
-def _cut(dim: int | None, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int]) -> Slice:
+def _cut(dim: int | None, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int], cut_dim: int) -> Slice:
     """All layers are cut alike, so that ranks by the thousand share these. A recorded parameter may have no dim to be cut."""
     intervals = [(0, size) for size in shape]
     if dim is not None and dim < len(shape):
         intervals[dim] = chunk(intervals[dim], *tp)
-    intervals[:1] = [chunk(first, *shard) for first in intervals[:1]]
+    if cut_dim < len(shape):
+        intervals[cut_dim] = chunk(intervals[cut_dim], *shard)
     return tuple(intervals)
 
 
@@ -165,12 +170,14 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return model.parameter_shapes()
 
 
-def padded_numel(case: Case, fqn: str, tp_index: int) -> int:
-    """Elements FSDP2 moves for a parameter: its tp part with dim 0 padded to a multiple of the shard degree."""
+def padded_numel(case: Case, traits: TrainerTraits, fqn: str, tp_index: int) -> int:
+    """Elements FSDP2 moves for a parameter: its tp part, the dim that is cut padded to a multiple of the shard degree."""
     shape = list(parameter_shapes(case.model)[fqn]) or [1]
     dim = tp_dim(fqn)
     if dim is not None and dim < len(shape):
         start, stop = chunk((0, shape[dim]), case.dims.tp, tp_index)
         shape[dim] = stop - start
     degree = case.data_dims.dp_shard * case.data_dims.cp
-    return -(-shape[0] // degree) * degree * math.prod(shape[1:])
+    cut_dim = traits.measured.cut_dims.get(fqn, 0)
+    shape[cut_dim] = -(-shape[cut_dim] // degree) * degree
+    return math.prod(shape)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from harness.plan.observed_units import Observed, Unit, as_requested
 from harness.plan.slices import Slice, flat_units, parameter_shapes
 from harness.spec.case import Case
+from harness.spec.measured import Unit
 from harness.spec.traits import TrainerTraits
 
 
-def units_of_rank(case: Case, traits: TrainerTraits, rank: int, observed: Observed | None) -> list[Unit]:
+def units_of_rank(case: Case, traits: TrainerTraits, rank: int) -> list[Unit]:
     """What wrappers claim, where the case leaves units open and they claim any; else what the case requests."""
-    seen = observed.get(rank, ()) if observed is not None else ()
+    seen = (traits.measured.units or {}).get(rank, ())
     units = [as_requested(case, unit) for unit in seen] or fsdp_units(case, traits)
     if traits.holds_output and traits.loss_chunks > 1:  # torch frees all that there is at the end of a chunk's backward
         return [Unit(unit.parameters, case.shards) for unit in units]
     return units
+
+
+def as_requested(case: Case, unit: Unit) -> Unit:
+    """Return the unit with what the case requests to be kept after forward; by default what its wrapper claims to keep."""
+    policy = case.features.reshard_after_forward
+    if policy == "default":
+        return unit
+    return unit._replace(degree=policy if isinstance(policy, int) else case.shards if policy == "always" else 1)
 
 
 def output_alone(units: list[Unit]) -> Unit | None:
@@ -31,7 +39,7 @@ def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
     """
     degree, policy = case.shards, case.features.reshard_after_forward
     if case.wrapper == "fsdp1":
-        root, *blocks = (tuple(unit.starts) for unit in flat_units(case, traits.flat_order))
+        root, *blocks = (tuple(unit.starts) for unit in flat_units(case, traits.vector_order))
         return [Unit(root, 1), *(Unit(block, 1 if policy == "never" else degree) for block in blocks)]
     if case.wrapper == "zero3":
         return [Unit((fqn,), degree) for fqn in parameter_shapes(case.model)]

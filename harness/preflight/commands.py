@@ -11,15 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.checks import OF_ALONE, OF_RECORDED, all_checks, run_check
+from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.layout import other_layouts
 from harness.diagnosis.processes import process_failed
 from harness.evidence.recording import RankRecord, load_record, record_file
 from harness.evidence.records import Exit
 from harness.judge.recorded import trial_of
-from harness.judge.trial import Alone, Trial
-from harness.preflight.judging import Verdicts
+from harness.judge.trial import Trial
+from harness.preflight.judging import Verdicts, of_lone_ranks
 from harness.preflight.launches import LATE
 from harness.record import injection
 from harness.spec.dims import ParallelDims
@@ -29,7 +29,6 @@ STEPS = "1-3"
 ALONE = "HARNESS_RECORD_ALONE"
 """Of how many ranks the command's process is one; in its environment."""
 BY = "harness.preflight.scripted"
-UNDECLARED = {check: "a command says no recipe" for check in OF_ALONE if check not in OF_RECORDED}
 
 
 @dataclass(frozen=True)
@@ -90,19 +89,15 @@ def log_file(directory: Path, rank: int) -> Path:
 
 def judged(run: CommandRun, dims: ParallelDims) -> Verdicts:
     trial = alone_of(run, dims)
-    checks = {name: module for name, module in all_checks().items() if name in OF_ALONE}
-    results = tuple(run_check(name, module.check, trial) for name, module in checks.items())
+    results = judge(trial)
     return Verdicts(trial, results, diagnose(trial, results, (other_layouts,), (process_failed,), costly=()))
 
 
 def alone_of(run: CommandRun, dims: ParallelDims) -> Trial:
     """Of the ranks that ran, as of a recording."""
     trial = trial_of(run.records, dims, str(run.directory), dims.world_size)
-    assert trial.recorded is not None
-    ranks = tuple(sorted(run.codes))
     exits = tuple(_ended(run, exit) for exit in trial.run.exits if exit.rank in run.codes)
-    alone = Alone(ranks, not_judged={**trial.recorded.not_judged, **UNDECLARED}, unable=run.unable)
-    return replace(trial, run=replace(trial.run, exits=exits), alone=alone)
+    return replace(trial, run=of_lone_ranks(replace(trial.run, exits=exits), [*run.codes], run.unable))
 
 
 def _ended(run: CommandRun, exit: Exit) -> Exit:

@@ -59,7 +59,7 @@ def of_layout(case: Case, plan: Plan, gpu: str) -> Rows:
         time = pipeline_time(case, lambda stage: matmul_operations(case, stage))
         asked = f"{case.features.schedule}, {case.microbatches} microbatches, {case.n_stages} stages"
         yield "bubble", f"{time.bubble:.1%} of what the busiest rank computes: {asked}"
-    uneven = [f"{what} {excess} ({why})" for what, excess, why in balance(case, plan)]
+    uneven = [f"{one.what} +{one.excess:.1%} ({one.why})" for one in balance(case, plan)]
     if uneven:
         yield "imbalance", f"the most, above the mean: {'; '.join(uneven)}"
 

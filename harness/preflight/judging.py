@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from harness import trainers
-from harness.checks import OF_ALONE, all_checks, run_check
+from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.costs import memory_kept, of_no_plan, of_two_runs, ranks_wait
 from harness.diagnosis.features import odd_traces, other_actions, other_features
 from harness.diagnosis.layout import other_layouts
 from harness.diagnosis.processes import process_failed
 from harness.diagnosis.units import kept_otherwise, other_units
+from harness.evidence.provided import alone
+from harness.evidence.records import Exit, Run
+from harness.judge.measured import measured
 from harness.judge.recorded import NO_REFERENCE
 from harness.judge.result import Diagnosis, Result
-from harness.judge.trial import Alone, Trial
+from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
-from harness.plan.observed_units import as_laid_out, claimed_units
 from harness.preflight.launches import Flown
 from harness.spec import traits
 from harness.spec.case import Case
@@ -36,18 +38,18 @@ class Verdicts:
 
 def judged(case: Case, flown: Flown) -> Verdicts:
     trial = trial_of(case, flown)
-    checks = {name: module for name, module in all_checks().items() if name in OF_ALONE}
-    results = tuple(run_check(name, module.check, trial) for name, module in checks.items())
+    results = judge(trial)
     return Verdicts(trial, results, diagnose(trial, results, SUSPECTS, FACTS, costly=()))
 
 
 def trial_of(case: Case, flown: Flown) -> Trial:
     chosen = trainers.load(flown.run.trainer).traits(case)
     case = traits.settled(case, {"run": chosen})
-    observed = None
-    if chosen.fsdp_units == "observed" or case.features.fsdp_units == "observed":
-        observed = {rank: claimed_units(evidence) for rank, evidence in flown.run.ranks.items()}
-    plan = make_plan(
-        case, as_laid_out(case, chosen, flown.run.ranks), observed, torch=importlib.metadata.version("torch")
-    )
-    return Trial(case, plan, flown.run, NO_REFERENCE, alone=Alone(flown.ranks, unable=flown.unable))
+    plan = make_plan(case, measured(case, chosen, flown.run))
+    return Trial(case, plan, of_lone_ranks(flown.run, flown.ranks, flown.unable), NO_REFERENCE)
+
+
+def of_lone_ranks(run: Run, ranks: Sequence[int], unable: Mapping[int, str]) -> Run:
+    """Of these ranks, each without the others. unable: by rank, why it could not be run so, which is nobody's mistake."""
+    exits = [Exit(one.rank, "unable", error=unable[one.rank]) if one.rank in unable else one for one in run.exits]
+    return replace(run, exits=tuple(exits), chosen=tuple(sorted(ranks)), provided=alone(run.provided))

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness import trainers
-from harness.evidence.records import RankEvidence, StepEvidence
+from harness.evidence.records import RankEvidence
+from harness.evidence.step import StepEvidence
 from harness.evidence.store import encoded_without_values, write_text
 from harness.faults import load_fault
 from harness.run.rank_main import in_the_references_words
@@ -104,7 +105,7 @@ def _watched(
     finally:
         probe.remove()
     evidence = dataclasses.replace(evidence, steps=tuple(map(_without_samples, evidence.steps)))
-    return trainer, in_the_references_words(evidence, adapter, case), witness.storages
+    return trainer, in_the_references_words(evidence, adapter, case, probe.starts), witness.storages
 
 
 def _without_samples(step: StepEvidence) -> StepEvidence:

@@ -13,8 +13,10 @@ from harness.preflight.commands import CommandRun
 from harness.preflight.figures import of_layout, of_ranks
 from harness.preflight.judging import Verdicts
 from harness.preflight.launches import Flown
-from harness.report.recording_layout import verdict_of_all
-from harness.report.text import finding_text, table, wrapped
+from harness.report.cause_text import diagnosis_line, evidence_rows
+from harness.report.finding_text import sentence
+from harness.report.recording_layout import silent, verdict_of_all
+from harness.report.text import table, wrapped
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 
@@ -93,12 +95,10 @@ def _verdict(ran: int, verdicts: Verdicts, world: int) -> Iterator[str]:
         by[result.verdict].append(result.check)
     yield from wrapped(headline(ran, verdicts, world), "")
     if verdicts.diagnosis is not None:
-        yield from wrapped(verdicts.diagnosis.cause, "  ")
-        yield from table(verdicts.diagnosis.evidence)
+        yield from wrapped(diagnosis_line(verdicts.diagnosis), "  ")
+        yield from table(evidence_rows(verdicts.diagnosis.evidence))
     yield from table([(str(verdict), " ".join(by[verdict])) for verdict in (Verdict.FAIL, Verdict.PASS) if by[verdict]])
-    yield from table(
-        [(result.check, finding_text(result.findings[0])) for result in verdicts.results if result.findings]
-    )
+    yield from table([(result.check, sentence(result.findings[0])) for result in verdicts.results if result.findings])
     unknown = defaultdict(list)
     for result in verdicts.results:
         if result.verdict is Verdict.UNKNOWN:
@@ -107,7 +107,6 @@ def _verdict(ran: int, verdicts: Verdicts, world: int) -> Iterator[str]:
 
 
 def _not_judged(ran: int, verdicts: Verdicts, world: int) -> Iterator[tuple[str, str]]:
-    silent = (one for one in verdicts.results if one.verdict is Verdict.NOT_APPLICABLE)
-    yield from (("not applicable", f"{one.check}: {one.note}") for one in silent)
+    yield from (("not applicable", text) for text in silent(verdicts.results))
     left = world - ran
     yield "not judged", NEVER + (f", {left:,} other ranks" if left else "")

@@ -12,7 +12,7 @@
 
 Where the trainer's tensors have no memory, `with probe.watching(fake_mode): ..` stands around all that it does.
 
-To add an observation: one file here, one field in harness/evidence/records.py.
+To add an observation: one file here, one field in harness/evidence/step.py or records.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.evidence.records import Activity, Collective, HeldTensor, RankEvidence, StepEvidence, TensorEvidence
+from harness.evidence.records import Collective, HeldTensor, RankEvidence, TensorEvidence
+from harness.evidence.step import Activity, StepEvidence
 from harness.probe import host_copies, live_tensors, structure
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
@@ -181,8 +182,12 @@ class Probe:
             held=self._held,
             settings=self.settings.started,
             after_evaluation=tuple(self.gathered.after_evaluation),
-            starts=starts_of(self._parts),
         )
+
+    @property
+    def starts(self) -> dict[str, int]:
+        """By the trainer's name of a fused tensor, at which of its elements this rank's interval begins."""
+        return starts_of(self._parts)
 
     def _step(self, step: int, values: StepValues, reported: Mapping[int, Reported]) -> StepEvidence:
         loss, norm, rate, largest = (*reported.get(step, ()), *[None] * 4)[:4]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from harness.evidence.records import Activity, Attention, Call, Matmul
+from harness.evidence.step import Activity, Attention, Call, Matmul
 from harness.probe.clock import Account, Clock
 from harness.probe.hooks import Hook
 from harness.probe.host_copies import Copy, copied, read

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness.evidence.records import Microbatch
+from harness.evidence.step import Microbatch
 from harness.probe.clock import Account, Clock
 from harness.probe.structure import local
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.evidence.records import QuantizedMatmul
+from harness.evidence.step import QuantizedMatmul
 from harness.probe.clock import Account, Clock
 from harness.probe.hooks import Hook
 from harness.probe.structure import plain_fqn

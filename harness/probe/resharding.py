@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from harness.evidence.records import AfterEvaluation, AfterForward
+from harness.evidence.step import AfterEvaluation, AfterForward
 from harness.probe.clock import Account, Clock
 from harness.probe.hooks import Hook
 from harness.probe.shards import shards_of

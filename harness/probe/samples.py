@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from harness.evidence.records import Microbatch
+from harness.evidence.step import Microbatch
 from harness.probe.clock import Account, Clock
 from harness.probe.hooks import Hook
 from harness.probe.losses import LossRecorder, microbatch

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from harness.evidence.records import SavedTensorsHook
+from harness.evidence.step import SavedTensorsHook
 from harness.probe.clock import Account, Clock
 
 PUSH = "_push_saved_tensors_default_hooks"

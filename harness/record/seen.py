@@ -18,7 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from harness.evidence.recording import Fed, RecordedStep
-from harness.evidence.records import AfterForward, Group, RankEvidence, StepEvidence, TensorEvidence, Wrapper
+from harness.evidence.records import Group, RankEvidence, TensorEvidence, Wrapper
+from harness.evidence.step import AfterForward, StepEvidence
 from harness.evidence.store import without_values
 from harness.probe import environment, structure
 from harness.probe.clock import Account, Clock

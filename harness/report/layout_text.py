@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from harness.evidence.text import bytes_text
 from harness.plan.figures.activations import activation_bytes
@@ -46,13 +46,17 @@ def groups_lines(plan: Plan) -> list[str]:
 
 
 def sent_by_axis(plan: Plan) -> dict[str, str]:
-    """By the rank of all kinds that sends most over an axis in a step, and over which links; most first."""
+    """Return the most that a rank sends over each axis in a step, and over which links, in words."""
+    return {one.axis: f"{bytes_text(one.sent)} {one.links}" for one in most_sent(plan)}
+
+
+def most_sent(plan: Plan) -> list[AxisTraffic]:
+    """Return by axis what the rank of all kinds sends that sends most over it in a step; most first."""
     most: dict[str, AxisTraffic] = {}
     for one in (one for ranks in kinds_of(plan) for one in traffic_by_axis(plan, ranks[0])):
         if one.axis not in most or one.sent > most[one.axis].sent:
             most[one.axis] = one
-    found = sorted(most.values(), key=lambda one: -one.sent)
-    return {one.axis: f"{bytes_text(one.sent)} {one.links}" for one in found}
+    return sorted(most.values(), key=lambda one: -one.sent)
 
 
 def _members(group: Sequence[int]) -> str:
@@ -167,23 +171,33 @@ def pipeline_lines(case: Case) -> list[str]:
 
 def balance_lines(case: Case, plan: Plan) -> list[str]:
     """By how much the busiest or largest has more than the mean."""
-    return columns(list(balance(case, plan)))
+    return columns([[one.what, f"+{one.excess:.1%}", one.why] for one in balance(case, plan)])
 
 
-def balance(case: Case, plan: Plan) -> Iterator[list[str]]:
+@dataclass(frozen=True)
+class Uneven:
+    """How unequal ranks are in one thing."""
+
+    what: str
+    """What was compared, over which axis."""
+    excess: float
+    """The most of any place along the axis, above the mean, as a part of the mean."""
+    why: str
+    """What it comes from, in words."""
+
+
+def balance(case: Case, plan: Plan) -> Iterator[Uneven]:
+    """Yield one for each axis that has something to divide."""
     if case.dims.pp > 1:
         layers = layers_by_stage(case)
-        yield [
-            "matmuls over pp",
-            f"+{matmuls_over_pp(case).excess:.1%}",
-            f"{min(layers)} to {max(layers)} layers a stage",
-        ]
+        words = f"{min(layers)} to {max(layers)} layers a stage"
+        yield Uneven("matmuls over pp", matmuls_over_pp(case).excess, words)
     if case.dims.cp > 1:
         asked, plain = attention_over_cp(case), attention_over_cp(case, load_balance=False)
-        yield ["causal attention over cp", f"+{asked.excess:.1%}", f"without load balance +{plain.excess:.1%}"]
+        yield Uneven("causal attention over cp", asked.excess, f"without load balance +{plain.excess:.1%}")
     if plan.shards > 1 and not plan.flat and EMBEDDING in plan.shapes:
         held = rows_over_shards(case, plan, EMBEDDING)
         most, least, total = (
             int(size) // case.model.dim for size in (max(held.shares), min(held.shares), sum(held.shares))
         )
-        yield ["vocabulary over shards", f"+{held.excess:.1%}", f"{least} to {most} rows of {total:,}"]
+        yield Uneven("vocabulary over shards", held.excess, f"{least} to {most} rows of {total:,}")

@@ -9,6 +9,9 @@ from typing import Any
 
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
+from harness.report.as_data import as_data
+from harness.report.cause_text import diagnosis_line
+from harness.report.documents import shown_results
 from harness.report.text import case_report, cause_text, command
 from harness.spec.case import Case
 from harness.spec.dims import AXES
@@ -22,7 +25,8 @@ class Outcome:
     """verdict: of the case; SKIPPED or ERROR where there is none. reason: for that, or for a verdict that no cause explains.
     seconds: of its launches.
 
-    checks: the verdict of each. not_applicable: why checks had nothing to say. report: of what is neither PASS nor XFAIL.
+    checks: the verdict of each. not_applicable: why checks had nothing to say. report: of what is neither PASS nor XFAIL, and
+    as plain data `results`, of each the first findings, and `diagnosis`.
     layout, recipe: what was requested, in words. tokens: of a step; 0 where that was not recorded. folder: the name of the one
     with the evidence. again: the command that runs it again. measures: what it took (`judge.measures`). gpu: its name; empty
     on CPU. made_again: why it was made a second time.
@@ -46,6 +50,8 @@ class Outcome:
     gpu: str = ""
     made_again: str = ""
     tokens: int = 0
+    results: list[dict[str, Any]] = field(default_factory=list)
+    diagnosis: dict[str, Any] = field(default_factory=dict)
 
     @property
     def skipped(self) -> bool:
@@ -58,19 +64,21 @@ class Outcome:
 
 
 def judged(judgement: Judgement) -> Outcome:
-    results = judgement.results
+    results, green = judgement.results, judgement.verdict in GREEN
     return Outcome(
         judgement.case.name,
         str(judgement.verdict),
         **_requested(judgement.case),
         seconds=round(judgement.seconds, 3),
-        cause=judgement.diagnosis.cause if judgement.diagnosis else "",
+        cause=diagnosis_line(judgement.diagnosis),
         reason="" if judgement.diagnosis else cause_text(judgement),
         checks={result.check: str(result.verdict) for result in results},
         not_applicable={result.check: result.note for result in results if result.verdict is Verdict.NOT_APPLICABLE},
         replaced=tuple(judgement.replaced),
         made_again=judgement.made.get("again", ""),
-        report=case_report(judgement) if judgement.verdict not in GREEN else "",
+        report="" if green else case_report(judgement),
+        results=[] if green else shown_results(results),
+        diagnosis={} if green or judgement.diagnosis is None else as_data(judgement.diagnosis),
         folder=judgement.folder.name,
         again=command(judgement),
         measures=judgement.measures,
@@ -106,6 +114,11 @@ def ranks_of(case: Case) -> int:
 def to_json(outcome: Outcome) -> dict[str, Any]:
     """Without what is empty."""
     return {name: value for name, value in dataclasses.asdict(outcome).items() if value}
+
+
+def as_document(outcome: Outcome) -> dict[str, Any]:
+    """Return the data of it; what its report says is in `results` and `diagnosis`."""
+    return {name: value for name, value in to_json(outcome).items() if name != "report"}
 
 
 def from_json(value: Mapping[str, Any]) -> Outcome:

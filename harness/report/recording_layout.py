@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from harness.judge.result import Diagnosis, Result, Verdict
-from harness.report.text import WIDTH, check_line, finding_text, table, wrapped
+from harness.report.cause_text import diagnosis_line, evidence_rows
+from harness.report.finding_text import sentence
+from harness.report.text import WIDTH, check_line, table, wrapped
 from harness.spec.dims import ParallelDims
 
 
@@ -17,15 +19,23 @@ def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diag
     lines = [f"{verdict_of_all(results)} layout {requested}"]
     told = None
     if diagnosis is not None:
-        lines += [*wrapped(diagnosis.cause, "  "), *table(diagnosis.evidence)]
+        lines += [*wrapped(diagnosis_line(diagnosis), "  "), *table(evidence_rows(diagnosis.evidence))]
     elif told := next((one for one in results if one.verdict is Verdict.FAIL and one.findings), None):
         lines += wrapped(f"{told.check}: {_first(told)}", "  ")
     explained = diagnosis is not None and any(label == "assuming this" for label, _ in diagnosis.evidence)
     for result in results:
         if result.verdict is not Verdict.NOT_APPLICABLE:
             lines += _check(result, with_finding=not explained and result is not told)
-    silent = [f"{one.check}: {one.note}" for one in results if one.verdict is Verdict.NOT_APPLICABLE]
-    return lines + table([("not applicable", text) for text in silent])
+    return lines + table([("not applicable", text) for text in silent(results)])
+
+
+def silent(results: Sequence[Result]) -> list[str]:
+    """By reason, the checks that do not apply."""
+    by: dict[str, list[str]] = {}
+    for one in results:
+        if one.verdict is Verdict.NOT_APPLICABLE:
+            by.setdefault(one.note, []).append(one.check)
+    return [f"{', '.join(checks)}: {note}" for note, checks in by.items()]
 
 
 def _check(result: Result, *, with_finding: bool) -> list[str]:
@@ -39,7 +49,7 @@ def _check(result: Result, *, with_finding: bool) -> list[str]:
 def _first(result: Result) -> str:
     """Of the findings, and how many it stands for: who reads of ranks 2-3 alone takes all others to be right."""
     first, *more = result.findings
-    return finding_text(first) + (f" (and {len(more)} more)" if more else "")
+    return sentence(first) + (f" (and {len(more)} more)" if more else "")
 
 
 def verdict_of_all(results: Sequence[Result]) -> Verdict:

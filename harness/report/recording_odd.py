@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from harness.evidence.keys import steps_text
 from harness.evidence.lost_peer import lost_a_peer
@@ -19,8 +20,32 @@ GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
 Rows = list[tuple[str, str]]
 
 
+@dataclass(frozen=True)
+class Odd:
+    """One thing that is odd."""
+
+    label: str
+    """Of its kind: RAISED, REPLICAS DIFFER, ..."""
+    text: str
+    """What is so, in words."""
+    ranks: tuple[int, ...] = ()
+    """Global ranks, ascending; empty where it is of no rank."""
+    step: int | None = None
+    """The training step, 0 before the first; None where it is of no step."""
+
+    @classmethod
+    def on(cls, label: str, ranks: Iterable[int], text: str, step: int | None = None) -> Odd:
+        """Return one of these ranks."""
+        return cls(label, text, tuple(sorted(set(ranks))), step)
+
+
 def odd(recording: Recording) -> Rows:
-    """Empty where nothing is."""
+    """Return what is odd as rows of the page."""
+    return [(one.label, one.text) for one in oddities(recording)]
+
+
+def oddities(recording: Recording) -> list[Odd]:
+    """Return all that is odd, the worst first; empty where nothing is."""
     summaries = [one for _, one in sorted(recording.summaries.items())]
     return [
         *_no_evidence(recording),
@@ -32,7 +57,9 @@ def odd(recording: Recording) -> Rows:
         *_replicas(summaries),
         *_not_finite(summaries),
         *[
-            ("UNLIKE OTHERS", f"{one.what} on {some_ranks(one.ranks)}: {one.theirs}; on most: {one.most}")
+            Odd.on(
+                "UNLIKE OTHERS", one.ranks, f"{one.what} on {some_ranks(one.ranks)}: {one.theirs}; on most: {one.most}"
+            )
             for one in odd_ranks(summaries)[:4]
             if one.what != "steps" or (recording.code or 0) >= 0  # a signal meets each rank in a step of its own
         ],
@@ -43,24 +70,24 @@ OF_RECORDER = {"UNREADABLE", "NOT RECORDED"}
 """Labels of what is wrong with a recording, and not with the job."""
 
 
-def _no_evidence(recording: Recording) -> Rows:
-    rows = [("NO EVIDENCE", recording.nothing)] if recording.nothing else []
+def _no_evidence(recording: Recording) -> list[Odd]:
+    rows = [Odd("NO EVIDENCE", recording.nothing)] if recording.nothing else []
     missing = sorted(set(range(recording.world)) - set(recording.summaries) - set(recording.unreadable))
     if missing and recording.summaries:
-        rows.append(
-            ("NO EVIDENCE", f"from {some_ranks(missing)}: they ended before their first forward pass, or train nothing")
-        )
-    rows += [("UNREADABLE", text) for text in list(recording.unreadable.values())[:2]]
-    return rows
+        text = f"from {some_ranks(missing)}: they ended before their first forward pass, or train nothing"
+        rows.append(Odd.on("NO EVIDENCE", missing, text))
+    return rows + [Odd("UNREADABLE", text, (rank,)) for rank, text in list(recording.unreadable.items())[:2]]
 
 
-def _not_recorded(summaries: Sequence[Summary]) -> Rows:
+def _not_recorded(summaries: Sequence[Summary]) -> list[Odd]:
     """A mistake of the recorder's: what it saw before is no longer all."""
     failed = together(summaries, lambda one: next(iter(one.failed), None))
-    return [("NOT RECORDED", f"on {some_ranks(ranks)}: {text}") for text, ranks in list(failed.items())[:1]]
+    return [
+        Odd.on("NOT RECORDED", ranks, f"on {some_ranks(ranks)}: {text}") for text, ranks in list(failed.items())[:1]
+    ]
 
 
-def _ended(recording: Recording) -> Rows:
+def _ended(recording: Recording) -> list[Odd]:
     """Who raised, in their own words; who died or exited otherwise; who was killed, and in which collective they then were.
     What came of another's end comes after that."""
     raised = together(recording.summaries.values(), lambda one: one.error if one.ended == "raised" else None)
@@ -73,13 +100,13 @@ def _ended(recording: Recording) -> Rows:
     quiet = [rank for rank, one in recording.summaries.items() if one.ended != "raised"]
     told = {rank: f"{how}; {_last(recording, rank)}" for rank in quiet if (how := _how(recording, rank))}
     by_exit = _grouped({rank: text for rank, text in told.items() if rank in recording.exits})[:4]
-    ends = [("ENDED", f"{some_ranks(ranks)}: {text}") for text, ranks in by_exit]
+    ends = [Odd.on("ENDED", ranks, f"{some_ranks(ranks)}: {text}") for text, ranks in by_exit]
     waited = [row for row, (_, ranks) in zip(ends, by_exit, strict=True) if only_waited(recording, ranks[0])]
     rows = [*own, *(row for row in ends if row not in waited), *lost, *waited]
     unheard = _grouped({rank: text for rank, text in told.items() if rank not in recording.exits})
-    rows += [("ENDED UNHEARD", f"{some_ranks(ranks)}, {text}") for text, ranks in unheard[:4]]
+    rows += [Odd.on("ENDED UNHEARD", ranks, f"{some_ranks(ranks)}, {text}") for text, ranks in unheard[:4]]
     if recording.code and recording.summaries and not rows:
-        rows.append(("ENDED", f"the command, with {exit_text(recording.code)}; no rank is known to have ended so"))
+        rows.append(Odd("ENDED", f"the command, with {exit_text(recording.code)}; no rank is known to have ended so"))
     return rows
 
 
@@ -110,24 +137,27 @@ def _by_hand(error: str) -> bool:
     return error.startswith("KeyboardInterrupt")
 
 
-def _interrupted(recording: Recording, ranks: Sequence[int]) -> Rows:
+def _interrupted(recording: Recording, ranks: Sequence[int]) -> list[Odd]:
     """By what was last on each, for a job that hangs is often ended so. Who waits has issued one more than its peer."""
     lasts = {rank: recording.summaries[rank].last for rank in ranks}
     found = _grouped({rank: _issued(last) if last else "" for rank, last in lasts.items()})
-    return [("INTERRUPTED", f"{some_ranks(alike)}, as by Ctrl-C{'; ' * bool(text)}{text}") for text, alike in found[:4]]
+    return [
+        Odd.on("INTERRUPTED", alike, f"{some_ranks(alike)}, as by Ctrl-C{'; ' * bool(text)}{text}")
+        for text, alike in found[:4]
+    ]
 
 
-def _waits(recording: Recording) -> Rows:
+def _waits(recording: Recording) -> list[Odd]:
     """Who had issued more in one group than others, of a job that was ended from outside: these are waited for."""
     lasts = {rank: recording.last.get(rank) or one.last for rank, one in recording.summaries.items()}
-    rows: Rows = []
+    rows: list[Odd] = []
     for group in dict.fromkeys((last.group, last.ranks) for last in lasts.values() if last):
         members = {rank: last for rank, last in lasts.items() if last and (last.group, last.ranks) == group}
         most = max(members.values(), key=lambda last: last.seq)
         ahead = [rank for rank, last in members.items() if last.seq == most.seq]
         if behind := [rank for rank in members if rank not in ahead]:
             what = f"{most.text} over {ranks_text(most.ranks)}, number {most.seq} of that group"
-            rows.append(("WAITED FOR", f"{some_ranks(behind)}, by {some_ranks(ahead)} in {what}"))
+            rows.append(Odd.on("WAITED FOR", behind, f"{some_ranks(behind)}, by {some_ranks(ahead)} in {what}"))
     return rows[:4]
 
 
@@ -135,8 +165,8 @@ def _issued(last: Last) -> str:
     return f"last collective: {last.text} over {ranks_text(last.ranks)}, number {last.seq} of that group"
 
 
-def _raised(error: str, ranks: Sequence[int]) -> tuple[str, str]:
-    return "RAISED", f"{some_ranks(ranks)}: {GLOO.sub('', error)}"
+def _raised(error: str, ranks: Sequence[int]) -> Odd:
+    return Odd.on("RAISED", ranks, f"{some_ranks(ranks)}: {GLOO.sub('', error)}")
 
 
 def _grouped(texts: dict[int, str]) -> list[tuple[str, list[int]]]:
@@ -146,15 +176,17 @@ def _grouped(texts: dict[int, str]) -> list[tuple[str, list[int]]]:
     return sorted(found.items(), key=lambda item: len(item[1]))
 
 
-def _order(summaries: Sequence[Summary]) -> Rows:
+def _order(summaries: Sequence[Summary]) -> list[Odd]:
     if any(not one.ended or one.ended == "raised" for one in summaries):
         return []  # who ended early issued less, and that is said
     wrong = out_of_order(summaries)
     shown = " ".join(ranks_text(ranks) for _, ranks in wrong[:3])
-    return [("ORDER", f"members of {shown} issued different collectives, or in another order")] if wrong else []
+    members = {rank for _, ranks in wrong for rank in ranks}
+    text = f"members of {shown} issued different collectives, or in another order"
+    return [Odd.on("ORDER", members, text)] if wrong else []
 
 
-def _separate(summaries: Sequence[Summary]) -> Rows:
+def _separate(summaries: Sequence[Summary]) -> list[Odd]:
     """By far the worst that a wrong mesh does, and no check of a layout says it."""
     found = separate_models(summaries)
     if found is None:
@@ -166,10 +198,10 @@ def _separate(summaries: Sequence[Summary]) -> Rows:
         f"{summaries[0].shown}, and none outside moves as much"
     )
     held = f"{some_ranks(found.ranks)} held the same before the first step, and other bytes after step {found.step}"
-    return [(SEPARATE, f"{text}; {held}")]
+    return [Odd.on(SEPARATE, found.ranks, f"{text}; {held}", found.step)]
 
 
-def _untrained(summaries: Sequence[Summary]) -> Rows:
+def _untrained(summaries: Sequence[Summary]) -> list[Odd]:
     """No gradient on any rank, in any step on record; an optimizer that takes them from elsewhere changes the parameters."""
     if not summaries or not all(one.idle_steps and len({*one.contents.values()}) == 1 for one in summaries):
         return []
@@ -177,10 +209,11 @@ def _untrained(summaries: Sequence[Summary]) -> Rows:
         return []
     when = steps_text(summaries[0].idle_steps)
     held = "parameters hold what they held before the first step"
-    return [(UNTRAINED, f"optimizers found no gradient in {when}, in any parameter of any rank; {held}")]
+    text = f"optimizers found no gradient in {when}, in any parameter of any rank; {held}"
+    return [Odd.on(UNTRAINED, (one.rank for one in summaries), text)]
 
 
-def _replicas(summaries: Sequence[Summary]) -> Rows:
+def _replicas(summaries: Sequence[Summary]) -> list[Odd]:
     same = ((replicas(summaries), "the same parts as"), (copied(summaries), "copies of the same parameters as"))
     for families, what in same:
         for step, apart in differing(families).items():
@@ -189,7 +222,7 @@ def _replicas(summaries: Sequence[Summary]) -> Rows:
             s = "s" * (len(others) == 1)
             text = f"{some_ranks(others)} claim{s} {what} {some_ranks(most)}, and hold{s} other bytes after step {step}{many}"
             family = next(family for family in families if {one.rank for one in family} >= {*most, *others})
-            return [("REPLICAS DIFFER", text + _from_the_start(family, (*most, *others)))]
+            return [Odd.on("REPLICAS DIFFER", others, text + _from_the_start(family, (*most, *others)), step)]
     return []
 
 
@@ -201,7 +234,7 @@ def _from_the_start(summaries: Sequence[Summary], ranks: Sequence[int]) -> str:
     return "; they did before the first step" if len(set(first)) > 1 else "; before the first step they held the same"
 
 
-def _not_finite(summaries: Sequence[Summary]) -> Rows:
+def _not_finite(summaries: Sequence[Summary]) -> list[Odd]:
     steps = sorted({step for one in summaries for step in one.not_finite})
     if not steps:
         return []
@@ -209,7 +242,8 @@ def _not_finite(summaries: Sequence[Summary]) -> Rows:
     names = list(dict.fromkeys(name for names in bad.values() for name in names))
     when = f"after step {steps[0]}" if steps[0] else "before the first step"
     shown = ", ".join(names[:3]) + ", .." * (len(names) > 3)
-    return [("NOT FINITE", f"{len(names)} parameters {when} ({shown}), on {some_ranks(bad)}")]
+    text = f"{len(names)} parameters {when} ({shown}), on {some_ranks(bad)}"
+    return [Odd.on("NOT FINITE", bad, text, steps[0])]
 
 
 def some_ranks(ranks: Iterable[int], most: int = 6) -> str:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from harness.checks import statement
 from harness.diagnosis import declarable
-from harness.judge.result import Finding, Result, Verdict
+from harness.judge.result import Result, Verdict
 from harness.reference.config import TrainingConfig
+from harness.report.cause_text import diagnosis_line, evidence_rows
+from harness.report.finding_text import findings_text
 from harness.spec import case_files, usual_trainer
 from harness.spec.trainer_spec import TrainerSpec
 
@@ -42,7 +44,7 @@ def _title(judgement: Judgement) -> str:
 
 def cause_text(judgement: Judgement) -> str:
     """In one line, why it is not as it should be. Empty if nothing is wrong."""
-    cause = judgement.diagnosis.cause if judgement.diagnosis else _cause_of_unknown(judgement)
+    cause = diagnosis_line(judgement.diagnosis) or _cause_of_unknown(judgement)
     return " ".join(text for text in (cause, _expectation(judgement)) if text)
 
 
@@ -61,7 +63,8 @@ def _expectation(judgement: Judgement) -> str:
     if judgement.verdict is Verdict.XFAIL:
         return f"(expected: {expected.because.rstrip('.')}; see {expected.script})"
     remedy = f"if {expected.script} passes too, take expected_failure out of {case_files.shown(judgement.case.file)}"
-    return f"(expected to fail by {expected.checks}, named {expected.named!r}: {remedy})"
+    raised = f" and raise {expected.raised!r}" * bool(expected.raised)
+    return f"(expected to fail by {expected.checks}, cause {expected.named!r}{raised}: {remedy})"
 
 
 def case_report(judgement: Judgement) -> str:
@@ -73,13 +76,16 @@ def case_report(judgement: Judgement) -> str:
     if judgement.fired is False:
         lines.append("  UNFIRED           the change ran on no rank: this run proves nothing about it")
     if judgement.diagnosis:
-        lines += table(judgement.diagnosis.evidence)
+        lines += table(evidence_rows(judgement.diagnosis.evidence))
         lines += _to_copy([("again", command(judgement)), ("evidence", str(judgement.folder))])
+    lines += table(
+        [("observed", f"{text}; neither the case nor the adapter declares them") for text in judgement.observed]
+    )
     lines += [*_replaced(judgement), "", *_check_lines(judgement.results)]
     for result in judgement.results:
         if result.findings:
             lines += ["", f"  {result.check}: {statement(result.check)}"]
-            lines += [finding_text(finding, "    ") for finding in result.shown]
+            lines += findings_text(result, "    ")
     return "\n".join(lines)
 
 
@@ -132,22 +138,14 @@ def provenance(judgements: Sequence[Judgement]) -> str:
     return "; ".join(lines)
 
 
-def finding_text(finding: Finding, indent: str = "") -> str:
-    if not finding.expected and not finding.observed:
-        return indent + finding.where
-    bound = f" (bound {finding.bound})" if finding.bound else ""
-    text = f"{finding.where}: expected {finding.expected}, observed {finding.observed}{bound}"
-    first, *rest = text.splitlines()
-    return "\n".join([indent + first, *(textwrap.indent(line, indent + "  ") for line in rest)])
-
-
 def check_text(judgement: Judgement, result: Result) -> str:
     """What a test runner shows of one check that did not pass. It shows the first line, cut, in its summary: the cause."""
-    lines = [cause_text(judgement), *table(judgement.diagnosis.evidence)] if judgement.diagnosis else []
+    rows = evidence_rows(judgement.diagnosis.evidence) if judgement.diagnosis else []
+    lines = [cause_text(judgement), *table(rows)] if judgement.diagnosis else []
     lines.append(
         f"{result.check} {result.verdict}" + (f": {result.note}" if result.note and not result.findings else "")
     )
-    lines += [finding_text(finding, "  ") for finding in result.shown]
+    lines += findings_text(result, "  ")
     lines += _replaced(judgement)
     lines += _to_copy([("again", pytest_command(judgement)), ("evidence", str(judgement.folder))])
     return "\n".join(lines)
@@ -199,5 +197,6 @@ def _check_lines(results: Sequence[Result]) -> list[str]:
 
 def check_line(result: Result) -> str:
     examined = f"{result.examined} examined" if result.examined else ""
-    detail = ", ".join(text for text in (examined, result.note) if text)
+    largest = "" if result.largest is None else f"largest difference {result.largest:.1e}"
+    detail = ", ".join(text for text in (examined, largest, result.note) if text)
     return f"  {result.check:<17} {result.verdict:<14}  {detail}"

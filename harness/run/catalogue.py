@@ -27,6 +27,7 @@ from harness.faults.attempt import STEPS, Attempt, Outcome
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
 from harness.launch import default_server
+from harness.report.cause_text import diagnosis_line
 from harness.report.progress import INTERVAL, Progress
 from harness.run.launches import reported_losses
 from harness.run.matrix import PROBLEMS, unexpected
@@ -193,7 +194,7 @@ def _attempt(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
 
 def _cause(judgement: Judgement) -> str:
     """Without the place where the evidence lies, which is another one elsewhere."""
-    cause = judgement.diagnosis.cause if judgement.diagnosis else ""
+    cause = diagnosis_line(judgement.diagnosis)
     return cause.replace(f"{judgement.folder.resolve()}/", "")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -106,13 +106,16 @@ def _flaky(name: str, nights: Sequence[Night], tables: Sequence[dict[str, Outcom
     return None
 
 
-def differs(one: Night, other: Night) -> str:
-    """In what the nights differ, as far as it is recorded."""
+def differs(one: Night, other: Night) -> dict[str, tuple[str, str]]:
+    """Return in what the nights differ, as far as it is recorded: what it was and what it is, by name."""
     pairs = {key: (one.of(key) or "unknown", other.of(key) or "unknown") for key in ("commit", "torch", "sources")}
     pairs["trainer"] = (one.runs[0].trainer, other.runs[0].trainer)
-    names = {"sources": "harness"}
-    parts = [f"{names.get(key, key)} {was}, now {now}" for key, (was, now) in pairs.items() if was != now]
-    return "; ".join(parts) or "nothing that is recorded"
+    pairs["harness"] = pairs.pop("sources")
+    return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
+
+
+def differs_text(pairs: Mapping[str, tuple[str, str]]) -> str:
+    return "; ".join(f"{name} {was}, now {now}" for name, (was, now) in pairs.items()) or "nothing that is recorded"
 
 
 # ---- what grew

@@ -6,9 +6,10 @@ import datetime
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from harness.report.text import wrapped
-from harness.run.changes import Change, More, State, changes, differs, grown
+from harness.run.changes import Change, More, State, changes, differs, differs_text, grown
 from harness.run.history import Night
 from harness.run.nights import Culprit, Culprits, of_night
 from harness.spec import usual_trainer
@@ -75,6 +76,41 @@ def lapsed(quarantine: Sequence[Quarantine], every: Sequence[Told], day: datetim
     return lines
 
 
+def as_document(one: Told) -> dict[str, Any]:
+    """Return the data of one series. A night is named by its first run, in `nights`."""
+    last = one.nights[-1]
+    return {
+        "trainer": last.runs[0].trainer,
+        "device": last.of("device"),
+        "launcher": last.of("launcher"),
+        "nights": [
+            {"run": of_night(night), **{key: night.of(key) for key in ("began", "commit", "torch", "sources")}}
+            for night in one.nights
+        ],
+        "lacking": last.lacking,
+        "changes": [_change_data(change, one) for change in one.changes],
+        "set_aside": list(one.set_aside.values()),
+        "more": one.more,
+    }
+
+
+def _change_data(change: Change, told: Told) -> dict[str, Any]:
+    before = change.before
+    return {
+        "case": change.case,
+        "state": change.state,
+        "text": change.text,
+        "new": change.new,
+        "set_aside": change.state == State.BROKEN and change.case in told.set_aside,
+        "now": of_night(change.now),
+        "before": of_night(before) if before else None,
+        "between": differs(before, change.now) if before else {},
+        "again": change.again,
+        "culprit": told.culprit(change),
+        "bisect": _to_bisect(change, told),
+    }
+
+
 def lines(one: Told) -> list[str]:
     """Of one series."""
     first, last = one.nights[0], one.nights[-1]
@@ -108,7 +144,10 @@ def _changes(title: str, some: Sequence[Change], told: Told) -> list[str]:
         found += wrapped(one.text, "    ")
         found += [f"    now     {one.now}"]
         found += (
-            [f"    before  {one.before}", *wrapped(f"changed between: {differs(one.before, one.now)}", "    ")]
+            [
+                f"    before  {one.before}",
+                *wrapped(f"changed between: {differs_text(differs(one.before, one.now))}", "    "),
+            ]
             if (one.before)
             else ["    before  never otherwise in these nights"]
         )

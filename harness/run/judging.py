@@ -8,6 +8,7 @@ from pathlib import Path
 from harness.checks import judge
 from harness.evidence.records import Run
 from harness.judge.judgement import Judgement
+from harness.judge.measured import undeclared
 from harness.judge.measures import measured
 from harness.judge.result import Diagnosis, Result, Verdict
 from harness.judge.stored_trial import load_trial
@@ -30,6 +31,7 @@ def judge_folder(folder: Path) -> Judgement:
         made=trial.run.made,
         measures=measured(trial),
         gpu=_gpu(trial),
+        observed=undeclared(trial.traits),
     )
 
 

@@ -32,6 +32,7 @@ from harness.reference.model import Attention
 from harness.reference.noise import measure
 from harness.reference.record import Noise, ReferenceRun
 from harness.run.options import Options
+from harness.run.reference_cache import reference_folder
 from harness.run.run_case import run_case
 from harness.spec.case import Case
 
@@ -63,7 +64,7 @@ def margin(cases: Sequence[Case], options: Options) -> Margin:
     name, trial = next(iter(trials.items()))
     bounds, case = trial.bounds, trial.case
     key = trial.traits.noise_key(case)
-    reference = load(folders[name] / "reference.npz", ReferenceRun)  # the trial's is laid out as its plan
+    reference = load(reference_folder(case, options) / "reference.npz", ReferenceRun)  # in the model's own order
     return Margin(
         name=f"{golden.recipe_name(case)} {key}",
         recipe=_said(case, key),

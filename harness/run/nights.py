@@ -36,6 +36,10 @@ class Culprit:
     before: str = ""
     problem: str = ""
     report: str = ""
+    commit: str = ""
+    """That of `name`, as it is searched for."""
+    before_commit: str = ""
+    """That of `before`."""
 
     def __str__(self) -> str:
         return self.name or f"not found: {self.problem}"

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
         _train(trainer, case, checkpoints, probe)
         reported = {one.step: (one.loss, one.grad_norm, one.lr, one.largest) for one in trainer.metrics}
         evidence = probe.evidence(reported, fault=bool(fired) if options.get("fault") else None)
-        evidence = in_the_references_words(evidence, adapter, case)
+        evidence = in_the_references_words(evidence, adapter, case, probe.starts)
         reports = getattr(trainer, "reports", adapter.reports)
         evidence = dataclasses.replace(evidence, reports=reports, launch=options.get("launch", ""))
     finally:
@@ -80,16 +80,19 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
     return trainer
 
 
-def in_the_references_words(evidence: RankEvidence, adapter: trainers.Adapter, case: Case) -> RankEvidence:
-    """With what the adapter says of the trainer: its reports, its switches, the order of its rows, and its names."""
+def in_the_references_words(
+    evidence: RankEvidence, adapter: trainers.Adapter, case: Case, starts: Mapping[str, int]
+) -> RankEvidence:
+    """Return the evidence under the reference's names, fused tensors taken apart, with what the adapter says of its reports and
+    switches. starts: by the trainer's name, at which element of a fused tensor this rank's interval begins."""
     told = dataclasses.replace(
         evidence,
         reports=adapter.reports,
         reports_every=adapter.reports_every,
-        rows=adapter.rows(case),
         settings=evidence.settings | dict(adapter.settings),
     )
-    return apart(renamed(told, adapter.fqn), _fused(adapter, case))
+    own = {adapter.fqn(name): start for name, start in starts.items()}
+    return apart(renamed(told, adapter.fqn), _fused(adapter, case), own)
 
 
 def _fused(adapter: trainers.Adapter, case: Case) -> dict[str, tuple[Block, ...]]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from harness.checks import OF_RECORDED, all_checks, completed, run_check
+from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.layout import other_layouts
 from harness.evidence.recording import RankRecord, load_record, record_file
-from harness.judge.observed_checks import observed_checks
 from harness.judge.recorded import trial_of
 from harness.judge.result import Diagnosis, Result
 from harness.judge.stored_recording import Recording
@@ -26,13 +25,9 @@ def judged(recording: Recording, dims: ParallelDims) -> Judged:
 
 def judged_by(recording: Recording, dims: ParallelDims, load: Callable[[int], RankRecord]) -> Judged:
     trial = _trial_of_stand_ins(recording, dims, load)
-    if recording.world != dims.world_size:  # of another job, then
-        return (run_check("completed", completed.check, trial),), None
-    checks = {name: module for name, module in all_checks().items() if name in OF_RECORDED}
-    results = tuple(run_check(name, module.check, trial) for name, module in checks.items())
-    diagnosis = diagnose(trial, results, (other_layouts,), ())
-    summaries = [one for _, one in sorted(recording.summaries.items())]
-    return (*results, *observed_checks(summaries, dims)), diagnosis
+    results = judge(trial)
+    suspects = (other_layouts,) if recording.world == dims.world_size else ()
+    return results, diagnose(trial, results, suspects, ())
 
 
 def _trial_of_stand_ins(recording: Recording, dims: ParallelDims, load: Callable[[int], RankRecord]) -> Trial:

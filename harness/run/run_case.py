@@ -3,7 +3,7 @@
 One folder holds all that is known of one run of a case and can be judged anywhere, later:
 
     case.json        the case            run/         the launch: job, logs, ranks/rank_00.npz, run.json
-    traits.json      what the trainer chose in each launch
+    traits.json      what the trainer chose in each launch, as its adapter declares it or as it was measured
     reference.npz    the reference       repeat/      the second launch, where the case requests one
     report.txt       what was found      verdict.json the same, for programs
     saved_1 ..       earlier launches, each with what its checkpoint holds (checkpoint.npz)
@@ -19,15 +19,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from harness import trainers
-from harness.evidence.store import CASE_FILE, TRAITS_FILE, write_text
+from harness.evidence.store import CASE_FILE, load, save, write_text
 from harness.judge.judgement import Judgement
+from harness.judge.order import reordered_reference
 from harness.judge.result import Verdict
 from harness.plan.make_plan import make_plan
+from harness.reference.record import ReferenceRun
 from harness.report.stored import store_report
 from harness.run.folders import folder_of, fresh_folder
 from harness.run.judging import judge_folder
 from harness.run.launches import CHECKPOINT, launch_all
 from harness.run.locks import only_one
+from harness.run.measuring import write_measured
 from harness.run.options import Options, Unsupported
 from harness.run.reference_cache import hard_link, reference_folder
 from harness.run.supported import unsupported
@@ -62,10 +65,19 @@ def make(case: Case, options: Options) -> Path:
     cached = reference_folder(case, options)
     folder = fresh_folder(place)
     write_text(folder / CASE_FILE, json.dumps(requested.to_json(case), indent=1))
-    write_text(folder / TRAITS_FILE, json.dumps({n: traits.to_json(one) for n, one in chosen.items()}, indent=1))
-    hard_link(cached / "reference.npz", folder / "reference.npz")
+    _place_reference(case, cached / "reference.npz", folder / "reference.npz", options)
     launch_all(case, folder, cached / "weights.npz", options)
+    write_measured(case, folder, chosen)
     return folder
+
+
+def _place_reference(case: Case, cached: Path, place: Path, options: Options) -> None:
+    """Put the reference beside the evidence, its rows in the trainer's order: a slice of reordered rows is no slice of the
+    reference's, so that ranks cannot reorder theirs."""
+    if rows := trainers.rows(case, options.trainer):
+        save(place, reordered_reference(load(cached, ReferenceRun), rows))
+    else:
+        hard_link(cached, place)
 
 
 def judged(folder: Path) -> Judgement:

@@ -21,31 +21,34 @@ TIERS = ("default", "nightly", "compiled")
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedFailure:
-    """A case that torch gets wrong. It must fail in just this way, else it is no longer true and must be looked at.
-
-    because: what is wrong, and where that is reported. script: a minimal program in the project that shows it without the
-    harness. checks: those that fail, separated by blanks. named: part of the diagnosis' first line. torch: on which releases,
-    such as "<2.15"; empty for all. On others the case is judged as any other.
-    """
+    """A case that torch gets wrong. It must fail in just this way; if it does not, the entry is outdated."""
 
     because: str = ""
+    """What is wrong, and where that is reported."""
     script: str = ""
+    """Path of a minimal program that shows it without the harness."""
     checks: str = ""
+    """Names of the checks that fail, separated by blanks."""
     named: str = ""
+    """The kind of a cause that the diagnosis names, of docs/causes.md."""
+    raised: str = ""
+    """Part of the error that ended a rank; empty where none ends so."""
     torch: str = ""
+    """Releases that get it wrong, such as "<2.15"; empty for all. Other releases are judged as usual."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """An earlier launch: it trained up to step `after` in this layout, and saved.
-
-    until: it went on up to this step, after which it was lost, as a job that is killed some time after it saved.
-    """
+    """An earlier launch, which saved a checkpoint that a later one continues."""
 
     after: int
+    """Step that it saved after."""
     dims: ParallelDims = ParallelDims()
+    """Degrees of its layout."""
     features: Features = Features()
+    """How it carried out the recipe."""
     until: int | None = None
+    """Step that it went on to before it was lost; None if it ended with the checkpoint."""
 
     def __post_init__(self) -> None:
         if self.after < 1:
@@ -56,29 +59,37 @@ class Saved:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the matrix. `runs` 2 repeats the case, so that the check `determinism` has something to compare.
-
-    resume: the earlier launches that this one continues, in order; dims and features are those of the last launch.
-    last_step: of an earlier launch alone; saves_after: of one that saves before its last step; never written in a file.
-    allow: what the trainer may keep, copy, move or compute besides what the plan knows, each with its reason.
-    tier: when it runs. "default": before every push. "nightly": more of the same, and combinations that no smaller case
-    has. "compiled": what waits for a compiler.
-    """
+    """One row of the matrix."""
 
     name: str
+    """Name, unique among all cases."""
     why: str
+    """What the case is there for, in one sentence."""
     dims: ParallelDims = ParallelDims()
+    """Degrees of the layout of the last launch."""
     model: ModelConfig = ModelConfig()
+    """Sizes of the model."""
     training: TrainingConfig = TrainingConfig()
+    """Recipe: what is computed."""
     features: Features = Features()
+    """How the last launch carries out the recipe."""
     runs: int = 1
+    """Number of times that the case runs; with 2 the check `determinism` compares both."""
     tier: str = "default"
+    """When it runs: default (before every push), nightly (larger and rarer combinations) or compiled (it waits for a
+    compiler)."""
     expected_failure: ExpectedFailure | None = None
+    """What torch gets wrong in it; None for most."""
     resume: tuple[Saved, ...] = ()
+    """Earlier launches that this one continues, in order."""
     last_step: int | None = None
+    """Last step of an earlier launch; None for the last launch. Never written in a file."""
     saves_after: int | None = None
+    """Step that an earlier launch saves after, if it is not its last. Never written in a file."""
     file: str = ""
+    """Path of the YAML file; empty for a case of no file."""
     allow: tuple[Allowance, ...] = ()
+    """What the trainer may retain, copy, move or compute beyond the plan, each with its reason."""
 
     @property
     def steps(self) -> range:

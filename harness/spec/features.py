@@ -20,44 +20,50 @@ FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """How the recipe is carried out. None of it may change a loss or a gradient in exact arithmetic.
-
-    wrapper: who divides parameters or reduces gradients over the data ranks; None: Case.wrapper decides. zero1, zero2, zero3:
-    ZeRO over the dp_shard ranks, of optimizer state alone, of gradients too, of parameters too, each cut as flat vectors.
-    accumulation: forward and backward passes (under pp: passes of the schedule) per optimizer step. defer_sync: gradients
-    are reduced over the data ranks after the last of them only, rather than after each; "all_reduce": of HSDP only the
-    all-reduce over replicas waits (FSDP2's set_requires_all_reduce).
-    bucket_mb: how many MiB of gradients DDP and replicate reduce at once; None: torch's usual 25.
-    reshard_after_forward: "default" (all but the last unit; under pp none), "always", "never", or over how many ranks a
-    unit stays sharded. reduce_dtype: of gradients on their way; None: as they are computed.
-    schedule, microbatches, stages_per_rank: of a pipeline; None: see Case. first_stage_less_layers, last_stage_less_layers: by
-    how many the first and the last stage have fewer than an even share, for embedding and output are work too (torchtitan's
-    words; in Llama 3 405B 1 and 1). cp_rotation: the K/V exchange over cp.
-    activation_checkpointing: of every block ("full"), of every second ("layer"), of all but the costly operators ("op").
-    compile: torch.compile for each block. fsdp_units: what FSDP2 gathers together besides each block, as TrainerTraits names
-    it; "observed", whatever the trainer wraps; None: its traits say which.
-    """
+    """How the recipe is carried out. None of it may change a loss or a gradient in exact arithmetic."""
 
     wrapper: str | None = None
+    """Wrapper over the data ranks: ddp, replicate, fsdp1, fsdp2, zero1, zero2 or zero3 (over dp_shard); None: Case.wrapper
+    decides."""
     accumulation: int = 1
+    """Forward and backward passes per optimizer step; under pp, passes of the schedule."""
     defer_sync: bool | str = True
+    """Whether gradients are reduced after the last pass only; "all_reduce": only HSDP's all-reduce over replicas waits."""
     bucket_mb: float | None = None
+    """MiB of gradients that DDP and replicate reduce at once; None: torch's default of 25."""
     reshard_after_forward: str | int = "default"
+    """Units freed after forward: "default" (all but the last; under pp none), "always", "never", or a number of ranks to stay
+    sharded over."""
     cpu_offload: bool = False
+    """Whether FSDP keeps parameters on the CPU between uses."""
     sequence_parallel: bool = True
+    """Whether tensor parallel also cuts the sequence between its layers."""
     loss_parallel: bool = True
+    """Whether the loss is computed on logits that stay cut over tp."""
     async_tp: bool = False
+    """Whether tensor parallel overlaps its collectives with matmuls."""
     schedule: str = "1F1B"
+    """Pipeline schedule, by torch's name."""
     microbatches: int | None = None
+    """Number of parts that the schedule cuts a batch in; None: see Case.microbatches."""
     stages_per_rank: int | None = None
+    """Pipeline stages on each rank; None: see Case.stages_per_rank."""
     first_stage_less_layers: int = 0
+    """Number of layers by which the first stage has fewer than an even share, since the embedding is work too."""
     last_stage_less_layers: int = 0
+    """Number of layers by which the last stage has fewer than an even share, since the output is work too."""
     cp_rotation: str = "allgather"
+    """K/V exchange over cp: allgather or alltoall."""
     cp_load_balance: bool = True
+    """Whether each cp rank gets an early and a late part of the sequence, so that causal attention is balanced."""
     activation_checkpointing: str = "none"
+    """Blocks that are recomputed: none, full (every block), layer (every second) or op (all but costly operators)."""
     compile: bool = False
+    """Whether torch.compile compiles each block."""
     reduce_dtype: str | None = None
+    """Dtype in which gradients are reduced; None: the dtype in which they are computed."""
     fsdp_units: str | None = None
+    """FSDP2's units, as TrainerTraits names them; "observed": as its wrappers claim; None: the traits decide."""
 
     def __post_init__(self) -> None:
         for key in ("accumulation", "microbatches", "stages_per_rank"):

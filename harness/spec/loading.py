@@ -272,12 +272,12 @@ def _tier(value: Any, where: str) -> str:
 
 
 def _expected_failure(value: Any, where: str) -> ExpectedFailure | None:
-    """All but torch are needed: a failure that nobody can look into is not expected but ignored."""
+    """All but torch and raised are needed: a failure that nobody can look into is not expected but ignored."""
     if value is None:
         return None
     expected: ExpectedFailure = _record(ExpectedFailure, value, where)
     for field in dataclasses.fields(expected):
-        if not getattr(expected, field.name) and field.name != "torch":
+        if not getattr(expected, field.name) and field.name not in ("raised", "torch"):
             raise CaseError(f"{where}: {field.name} is missing")
     try:
         releases.parsed(expected.torch or "<2.0")

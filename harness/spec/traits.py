@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from harness.spec import measured
 from harness.spec.allowance import Allowance
 from harness.spec.case import Case, CaseError, ExpectedFailure
+from harness.spec.measured import NOTHING, Measured, Observed
 
 OBSERVED = "observed"
 """Of FSDP2's units: they are judged as the wrappers claim them."""
@@ -23,76 +25,74 @@ CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class FlatLayout:
-    """How ZeRO lays parameters one after the other in the vector that it cuts in equal parts, one a rank.
-
-    order: the tensors as they follow, each with its parts, as an adapter's `fused` names those of one that is fused, and of
-    these what a tp rank has; empty for the reference's parameters in their order. reverse: the last tensor comes first.
-    starts: a tensor begins at a multiple of so many elements. parts: each rank's part has a multiple of so many. whole: the
-    vector has a multiple of so many.
-    """
+    """How ZeRO lays parameters one after the other in the vector that it cuts in equal parts, one a rank."""
 
     order: tuple[tuple[str, ...], ...] = ()
+    """Tensors in their order, each with its parts as an adapter's `fused` names them; empty for the reference's order."""
     reverse: bool = False
+    """Whether the last tensor comes first."""
     starts: int = 1
+    """Number of elements that each tensor's start is a multiple of."""
     parts: int = 1
+    """Number of elements that each rank's part is a multiple of."""
     whole: int = 1
+    """Number of elements that the vector is a multiple of."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerTraits:
-    """A case says what is requested, this how the trainer does the rest. Both make the plan.
-
-    wrapper: who looks after the data ranks; None: who Case.wrapper says. fsdp_units: what FSDP2 gathers together besides
-    each block: "apart", the embedding, and norm with output; "root", all the rest, and by default only the last block
-    stays whole after forward; "observed", whatever it wraps, and what it keeps by default. cp_heads: keys and values are
-    exchanged over cp after GQA expansion ("query") or before it. cp_sends: what goes round over cp is sent to the next
-    rank and received from the one before, rather than moved by an all_to_all. ac_early_stop: a block is recomputed only
-    until backward has all it needs, rather than to its end. defers_sync: gradients of an accumulation can wait for the
-    last microbatch, rather than be reduced after each whatever a case says; "all_reduce": over replicas only. own_model: it
-    is not the reference's, and rounds at other places, which recipes with noise show (docs/float32.md).
-    attention: "fused", one kernel does all of it; None: as the trainer has it, but all of its layers alike. loss_chunks: in
-    how many parts of a sequence the loss applies the output, one after the other; with FSDP2 the output's unit is freed behind
-    the last, and gathered again for the final norm's backward, unless the model's forward has the loss. keeps_loss_unit: what
-    FSDP2 gathered for that loss is kept until the next forward pass. loss_in_forward: the model computes the loss itself, and
-    what tensor parallel sums for it. recomputes_output: the loss is checkpointed: backward applies the output again.
-    holds_output: an output that is an FSDP2 unit of its own is gathered once for all chunks of a loss, each of which has its
-    backward at once, as torchtitan's loss does it by `unshard` and `reshard`, rather than as FSDP2 does it, for each chunk.
-    cuts_gathered: under sequence parallel these chunks are cut from the gathered sequence, as `chunk` of a DTensor does it, so
-    that its gradient is all_reduced, rather than each from the rank's own part.
-    gathers_input_again: under sequence parallel backward gathers the input of a column-parallel layer once more, for the
-    gradient of its weight, rather than to keep it.
-    flat_order: of parameters in FSDP1's vectors, where it is not the reference's; empty: as its wrappers claim it.
-    zero_layout: of ZeRO's vectors. zero_reduces_by: by an all_reduce each rank receives whole gradients and keeps its part.
-    zero_gathers_late: what ZeRO-1's or 2's optimizers made of parameters is gathered in the next step's forward pass.
-    master_weights: an optimizer under ZeRO steps on a copy of the rank's part of the parameters, which it keeps.
-    rates: the learning rate of each step, of a trainer that keeps its own schedule, which then is not under test.
-    expected_failure: what it gets wrong in this case, as a case says what torch does; of a case that says so itself, that.
-    allow: what it keeps, copies, moves or computes besides what the plan knows, in every case, each with its reason.
-    """
+    """What this trainer chose where a case leaves the choice. The plan follows from the case and these."""
 
     wrapper: str | None = None
+    """Wrapper that manages the data ranks; None: the one that Case.wrapper names."""
     fsdp_units: str = OBSERVED
+    """FSDP2's units in addition to blocks: "apart" (embedding; norm with output), "root" (all the rest) or "observed" (as its
+    wrappers claim)."""
     cp_heads: str = "query"
+    """Heads of keys and values exchanged over cp: "query", after GQA expansion, or "key_value", before it."""
     cp_sends: bool = False
+    """Whether the K/V exchange over cp sends to the next rank and receives from the previous one, instead of an all_to_all."""
     ac_early_stop: bool = True
+    """Whether a block is recomputed only until backward has all it needs, instead of to its end."""
     defers_sync: bool | str = True
+    """Whether accumulated gradients can wait for the last microbatch; "all_reduce": only the all-reduce over replicas waits."""
     own_model: bool = False
+    """Whether its model is not the reference's, and so rounds at other places (docs/float32.md)."""
     attention: str | None = None
+    """Attention: "fused", one kernel does all of it; None: anything, the same in all layers."""
     loss_chunks: int = 1
+    """Number of parts of a sequence that the loss applies the output to, one after the other. FSDP2 frees the output's unit
+    after the last."""
     keeps_loss_unit: bool = False
+    """Whether the unit that FSDP2 gathered for the loss is kept until the next forward pass."""
     loss_in_forward: bool = False
+    """Whether the model computes the loss itself, with the sums over tensor parallel that it needs."""
     recomputes_output: bool = False
+    """Whether the loss is checkpointed, so that backward applies the output again."""
     holds_output: bool = False
+    """Whether an output that is its own FSDP2 unit is gathered once per loss (`unshard`, `reshard`), not once per chunk."""
     cuts_gathered: bool = False
+    """Whether loss chunks are cut from the gathered sequence, so that its gradient is all_reduced under sequence parallel."""
     gathers_input_again: bool = False
+    """Whether backward gathers the input of a column-parallel layer again under sequence parallel, instead of keeping it."""
     flat_order: tuple[str, ...] = ()
+    """Fqns in the order of FSDP1's vectors; empty: as its wrappers claim it."""
     zero_layout: FlatLayout = FlatLayout()
+    """Layout of ZeRO's vectors."""
     zero_reduces_by: str = "reduce_scatter"
+    """Collective that reduces ZeRO's gradients: reduce_scatter, or all_reduce, of which each rank keeps its part."""
     zero_gathers_late: bool = False
+    """Whether ZeRO-1 or 2 gathers updated parameters in the next forward pass."""
     master_weights: bool = False
+    """Whether ZeRO's optimizer steps on a retained copy of the rank's part of the parameters."""
     rates: tuple[float, ...] | None = None
+    """Learning rate of each step, if the trainer keeps its own schedule, which then is not tested; None otherwise."""
     expected_failure: ExpectedFailure | None = None
+    """What the trainer gets wrong in this case; a case's own entry takes precedence."""
     allow: tuple[Allowance, ...] = ()
+    """What it retains, copies, moves or computes beyond the plan in every case, each with its reason."""
+    measured: Measured = NOTHING
+    """What a launch showed of the trainer and nothing declares; an adapter leaves it empty."""
 
     def __post_init__(self) -> None:
         for key, known in CHOICES.items():
@@ -106,9 +106,18 @@ class TrainerTraits:
         """The model's forward is over when the loss applies the output."""
         return self.loss_chunks > 1 and not self.loss_in_forward
 
+    def with_units(self, units: Observed | None) -> TrainerTraits:
+        """Return the same as if these units had been measured."""
+        return dataclasses.replace(self, measured=dataclasses.replace(self.measured, units=units))
+
     def units_of(self, case: Case) -> str:
         """A case that requests units has them; "observed" in a case leaves them open, as None does."""
         return case.features.fsdp_units or self.fsdp_units
+
+    @property
+    def vector_order(self) -> tuple[str, ...]:
+        """The order of parameters in FSDP1's vectors, as declared or else as measured; empty for the reference's."""
+        return self.flat_order or self.measured.flat_order
 
     def noise_key(self, case: Case) -> str:
         """Under which the noise is kept that this trainer is judged by: another model rounds as another build may."""
@@ -168,15 +177,24 @@ def with_wrapper(case: Case, wrapper: str | None) -> Case:
 
 
 def to_json(traits: TrainerTraits) -> dict[str, Any]:
-    return dataclasses.asdict(traits)
+    declared = dataclasses.replace(traits, measured=NOTHING)
+    return dataclasses.asdict(declared) | {"measured": measured.to_json(traits.measured)}
 
 
 def from_json(record: Mapping[str, Any]) -> TrainerTraits:
-    """The inverse. Raises TypeError or ValueError for what is not one."""
+    """The inverse. Raises KeyError, TypeError or ValueError for what is not one."""
     allow = tuple(Allowance(**one) for one in record.get("allow", ()))
     layout = FlatLayout(**record.get("zero_layout", {}))
     layout = dataclasses.replace(layout, order=tuple(tuple(parts) for parts in layout.order))
     rates, expected = record.get("rates"), record.get("expected_failure")
     rates = None if rates is None else tuple(rates)
-    parts = {"allow": allow, "rates": rates, "zero_layout": layout, "flat_order": tuple(record.get("flat_order", ()))}
+    parts: dict[str, Any] = {
+        "allow": allow,
+        "rates": rates,
+        "zero_layout": layout,
+        "flat_order": tuple(record.get("flat_order", ())),
+    }
+    if "measured" not in record:
+        raise ValueError("nothing says what was measured")
+    parts["measured"] = measured.from_json(record["measured"])
     return TrainerTraits(**{**record, **parts, "expected_failure": expected and ExpectedFailure(**expected)})

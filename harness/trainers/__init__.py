@@ -213,6 +213,15 @@ def traits_by_launch(case: Case, spec: str) -> dict[str, TrainerTraits]:
     return {name: adapter.traits(launched) for name, launched in case.launches.items()}
 
 
+def rows(case: Case, spec: str) -> dict[str, np.ndarray]:
+    """Return a trainer's `rows` outside of a rank. Raise CannotStart if the adapter raises."""
+    try:
+        return load(spec).rows(case)
+    except Exception as error:
+        file = Path(TrainerSpec.parse(spec).name)
+        raise CannotStart(f"{spec}: the adapter's `rows` cannot be read: {error_in(file, error)}") from error
+
+
 class CannotStart(ValueError):
     """An adapter, or what it imports, cannot be loaded: nothing of its trainer has run, and nothing can be said of it."""
 

@@ -16,6 +16,7 @@ from harness import trainers
 from harness.bisect import BisectError, checkouts, side_by_side
 from harness.bisect.commits import bisect
 from harness.bisect.search import Found, Judged
+from harness.judge.finding import Finding
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict, one_cause
 from harness.run.options import Options, Unsupported
@@ -57,7 +58,10 @@ def judged(case: Case, options: Options) -> Judgement:
     for rank in range(0 if "raises" in said else 2):
         started_file(folder / "run", rank).touch()
     broken = ["completed"] if "raises" in said else said
-    results = tuple(Result(check, Verdict.FAIL) for check in broken) or (Result("loss", Verdict.PASS),)
+    died = (
+        (Finding.at(int(number) % 2, "exit code 0", f"raised: {said[-1]}", kind="process"),) if broken != said else ()
+    )
+    results = tuple(Result(check, Verdict.FAIL, findings=died) for check in broken) or (Result("loss", Verdict.PASS),)
     cause = (
         f"rank {int(number) % 2} raised: {said[-1]}" if "raises" in said else f"{' and '.join(said)} broke {case.name}"
     )

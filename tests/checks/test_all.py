@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from checked import like
 from literal import (
     ADAMW,
+    EIGHT,
     LAYOUTS,
     SGD,
     UNEVEN,
@@ -15,22 +17,29 @@ from literal import (
     tiny_case,
     trial_of,
     with_every_rank,
+    with_rank,
     with_step,
+    with_value,
     without_rank,
     without_step,
 )
 
 from harness.checks import all_checks, judge, run_check, statement
-from harness.judge.result import Finding, Result, Verdict, verdict_of
+from harness.evidence.provided import RECORDED
+from harness.evidence.records import Collective
+from harness.judge.finding import Part
+from harness.judge.result import Result, Verdict, verdict_of
+from harness.judge.traffic import OF_PARAMETERS
 from harness.spec.dims import ParallelDims
 
 NAMES = [
     "completed",
-    *("collective_order", "features", "memory", "placements", "process_groups", "reshard", "settings"),
+    *("collective_order", "exchange", "features", "memory", "placements", "process_groups", "reshard", "settings"),
     *("shard_contents", "traffic"),
     *("initial_weights", "samples"),
     *(
         "determinism",
+        "finite",
         "golden",
         "grad_norm",
         "gradients",
@@ -64,6 +73,7 @@ def test_every_check_is_one_sentence() -> None:
         assert statement(name)[0].isupper() and statement(name).endswith("."), name
 
 
+KEYS = [(op, phase) for op in ("all_gather", "reduce_scatter", "all_reduce") for phase in ("forward", "backward")]
 RECIPES = {"adamw": ADAMW, "sgd": SGD, "variable": replace(ADAMW, variable_length=True, decay="matrices")}
 
 
@@ -74,6 +84,7 @@ def test_a_correct_run_passes_every_check_and_each_examines_something(layout: st
     results = {result.check: result for result in judge(trial_of(tiny_case(layout, training, **VARIANTS[variant])))}
     silent = {"collective_order", "process_groups", "traffic"} if layout == "single" else set()
     silent |= set() if layout in HAS_REPLICAS else {"replica_agreement"}
+    silent |= set() if "tp" in layout else {"exchange"}
     silent |= set() if variant == "twice" else {"determinism"}
     silent |= set() if "fsdp" in layout or "hsdp" in layout else {"reshard"}
     for name in NAMES:
@@ -85,9 +96,7 @@ def test_a_correct_run_passes_every_check_and_each_examines_something(layout: st
 
 def test_with_a_rank_missing_only_completed_judges_and_it_fails() -> None:
     results = {result.check: result for result in judge(without_rank(trial_of(tiny_case("hsdp_2x2")), 3))}
-    assert results["completed"] == Result(
-        "completed", Verdict.FAIL, 4, (Finding("rank 3", "an evidence file", "none"),)
-    )
+    assert results["completed"] == Result("completed", Verdict.FAIL, 4, (like(3, "an evidence file", None),))
     for name in NAMES[1:]:
         assert results[name] == Result(name, Verdict.UNKNOWN, note="no evidence from rank 3; see `completed`")
 
@@ -103,7 +112,7 @@ def test_with_several_ranks_missing_the_first_are_named() -> None:
 def test_with_a_step_missing_on_one_rank_nothing_passes(step: int) -> None:
     results = {result.check: result for result in judge(without_step(trial_of(tiny_case("fsdp_2")), 1, step))}
     left = [number for number in (1, 2, 3) if number != step]
-    assert results["completed"].findings == (Finding("rank 1", "steps [1, 2, 3]", f"steps {left}"),)
+    assert results["completed"].findings == (like(1, (1, 2, 3), tuple(left), quantity="steps"),)
     for name in NAMES[1:]:
         assert results[name] == Result(
             name, Verdict.UNKNOWN, note=f"no evidence from rank 1 of step {step}; see `completed`"
@@ -125,7 +134,9 @@ def test_a_check_that_raises_is_unknown_and_says_where() -> None:
     result = run_check("loss", check_with_a_bug, trial_of(tiny_case("single")))
     line = check_with_a_bug.__code__.co_firstlineno + 1
     assert result == Result(
-        "loss", Verdict.UNKNOWN, note=f"the check itself raised KeyError('oops') at check_with_a_bug:{line}"
+        "loss",
+        Verdict.UNKNOWN,
+        note=f"the check itself raised KeyError('oops') in check_with_a_bug (test_all.py:{line})",
     )
 
 
@@ -134,13 +145,11 @@ def test_a_check_that_examined_nothing_is_unknown() -> None:
     assert result == Result("loss", Verdict.UNKNOWN, note="nothing was examined")
 
 
-def test_of_many_findings_the_worst_eight_are_shown_and_the_rest_counted() -> None:
+def test_all_findings_are_kept() -> None:
     trial = trial_of(tiny_case("fsdp_2"), ran=tiny_case("ddp_2"))
     (told,) = [result for result in judge(trial) if result.check == "shard_contents"]
     found = told.findings
     assert len(found) > 9 and found == judged("shard_contents", trial).findings
-    assert told.shown == (*found[:8], Finding(f"and {len(found) - 8} more", "", ""))
-    assert replace(told, findings=found[:8]).shown == found[:8]
 
 
 def test_evidence_that_is_not_a_number_never_passes_a_check_of_numbers() -> None:
@@ -175,6 +184,7 @@ def test_hsdp_that_ran_as_fsdp_breaks_the_checks_of_structure_and_no_check_of_nu
     assert verdicts == {
         "completed": "PASS",
         "collective_order": "PASS",
+        "exchange": "NOT APPLICABLE",
         "features": "PASS",
         "memory": "FAIL",
         "placements": "FAIL",
@@ -186,6 +196,7 @@ def test_hsdp_that_ran_as_fsdp_breaks_the_checks_of_structure_and_no_check_of_nu
         "initial_weights": "PASS",
         "samples": "PASS",
         "determinism": "NOT APPLICABLE",
+        "finite": "PASS",
         "golden": "PASS",
         "grad_norm": "PASS",
         "gradients": "PASS",
@@ -199,18 +210,54 @@ def test_hsdp_that_ran_as_fsdp_breaks_the_checks_of_structure_and_no_check_of_nu
 
 def test_hsdp_that_ran_as_fsdp_is_described_by_its_shards_and_its_traffic() -> None:
     trial = trial_of(tiny_case("hsdp_2x2"), tiny_case(ParallelDims(dp_shard=4)))
-    assert judged("shard_contents", trial).findings[0] == Finding(
-        "rank 0, tok_embeddings.weight", "1/2 of dim 0 [0:4]", "1/4 of dim 0 [0:2]"
+    assert judged("shard_contents", trial).findings[0] == like(
+        0,
+        Part(((0, 4), (0, 4)), (8, 4)),
+        Part(((0, 2), (0, 4)), (8, 4)),
+        name="tok_embeddings.weight",
+        quantity="slice",
     )
-    assert judged("memory", trial).findings[0] == Finding("rank 0, step 1, parameters", "944 B", "472 B")
-    gathers, scatters = "forward all_gather over", "backward reduce_scatter over"
-    of_step_1 = [f for f in judged("traffic", trial).findings if f.where.startswith("rank 0, step 1, ")]
-    assert of_step_1 == [
-        Finding("rank 0, step 1, backward all_gather over dp_shard [0,1]", "1.6 kB (1600)", "nothing"),
-        Finding("rank 0, step 1, backward all_gather over [0-3] (no axis of the plan)", "nothing", "1.6 kB (1600)"),
-        Finding("rank 0, step 1, backward all_reduce over dp_replicate [0,2]", "944 B (944)", "nothing"),
-        Finding(f"rank 0, step 1, {scatters} dp_shard [0,1]", "1.888 kB (1888)", "nothing"),
-        Finding(f"rank 0, step 1, {scatters} [0-3] (no axis of the plan)", "nothing", "1.888 kB (1888)"),
-        Finding(f"rank 0, step 1, {gathers} dp_shard [0,1]", "1.888 kB (1888)", "nothing"),
-        Finding(f"rank 0, step 1, {gathers} [0-3] (no axis of the plan)", "nothing", "1.888 kB (1888)"),
+    assert judged("memory", trial).findings[0] == like(0, 944, 472, step=1, unit="bytes", quantity="parameters")
+    of_step_1 = [f for f in judged("traffic", trial).findings if (f.rank, f.step) == (0, 1)]
+    assert {(f.kind, f.unit) for f in of_step_1} == {("collective", "bytes")}
+    assert [(f.phase, f.name, f.axis, f.group, f.expected, f.observed) for f in of_step_1] == [
+        ("backward", "all_gather", "dp_shard", (0, 1), 1600, 0),
+        ("backward", "all_gather", "", (0, 1, 2, 3), 0, 1600),
+        ("backward", "all_reduce", "dp_replicate", (0, 2), 944, 0),
+        ("backward", "reduce_scatter", "dp_shard", (0, 1), 1888, 0),
+        ("backward", "reduce_scatter", "", (0, 1, 2, 3), 0, 1888),
+        ("forward", "all_gather", "dp_shard", (0, 1), 1888, 0),
+        ("forward", "all_gather", "", (0, 1, 2, 3), 0, 1888),
     ]
+
+
+# ---- what is seen at a glance
+
+
+def test_a_parameter_that_is_not_finite_after_one_step_is_named() -> None:
+    trial = with_value(trial_of(tiny_case("fsdp_2")), 1, 2, "parameters", "norm.weight", lambda value: value * np.inf)
+    (finding,) = judged("finite", trial).findings
+    assert (finding.rank, finding.step, finding.name) == (1, 2, "norm.weight")
+
+
+@pytest.mark.parametrize("cut", ["tp", "cp"])
+def test_an_axis_over_which_one_rank_moves_no_more_than_data_parallelism_does_is_named(cut: str) -> None:
+    case = tiny_case(ParallelDims(tp=2)) if cut == "tp" else tiny_case(ParallelDims(cp=2), EIGHT)
+    trial = trial_of(case)
+    assert judged("exchange", trial).verdict is Verdict.PASS
+    moved = trial.plan.flows_of(1, 2)
+    kept = [sum(f.bytes for f in moved if (f.op, f.phase) == key and f.role in OF_PARAMETERS) for key in KEYS]
+    calls = [call for call in trial.ranks[1].collectives if call.phase == "other"]
+    of_data = zip(KEYS, kept, strict=True)
+    calls += [Collective(op, (0, 1), "(0, 1)", "float64", n, phase, 2, 0) for (op, phase), n in of_data if n]
+    told = judged("exchange", with_rank(trial, 1, collectives=tuple(calls)))
+    assert [(finding.rank, finding.axis) for finding in told.findings] == [(1, cut)]
+
+
+def test_two_data_parallel_ranks_with_digests_alone_are_compared_by_them() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    unread = replace(trial.run, provided=RECORDED)
+    assert judged("replica_agreement", replace(trial, run=unread)).verdict is Verdict.PASS
+    other = with_value(trial, 1, 2, "parameters", "norm.weight", lambda value: value + 1)
+    told = judged("replica_agreement", replace(other, run=replace(other.run, provided=RECORDED)))
+    assert told.verdict is Verdict.FAIL and (told.findings[0].ranks, told.findings[0].step) == ((1,), 2)

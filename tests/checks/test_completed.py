@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from checked import EMBEDDING, findings
+from checked import EMBEDDING, findings, like
 from literal import (
     tiny_case,
     trial_of,
@@ -19,7 +19,7 @@ from literal import (
 from harness.checks import completed, judge
 from harness.diagnosis import diagnose
 from harness.evidence.records import Exit
-from harness.judge.result import Finding, Verdict
+from harness.judge.result import Verdict
 
 
 def with_exit(trial, exit: Exit):
@@ -35,8 +35,8 @@ def test_a_rank_that_died_is_shown_before_those_that_waited() -> None:
     trial = with_exit(trial, Exit(0, "killed", error="time limit", last_collective="all_reduce over [0,1]"))
     trial = with_exit(trial, Exit(1, "signal", signal="SIGKILL", blamed=True, stack="train.py:7 in step\n"))
     assert findings("completed", without_rank(trial, 1)) == (
-        Finding("rank 1", "exit code 0", "died by SIGKILL\ntrain.py:7 in step"),
-        Finding("rank 0 (only waited)", "exit code 0", "killed: time limit; last collective all_reduce over [0,1]"),
+        like(1, "exit code 0", "died by SIGKILL\ntrain.py:7 in step"),
+        like(0, "exit code 0", "killed: time limit; last collective all_reduce over [0,1]", quantity="only waited"),
     )
 
 
@@ -70,7 +70,7 @@ def test_a_rank_whose_file_was_damaged_is_no_verdict_on_the_trainer() -> None:
 
 def test_a_rank_that_left_no_file_has_not_completed() -> None:
     trial = without_rank(trial_of(tiny_case("fsdp_2")), 1)
-    assert findings("completed", trial) == (Finding("rank 1", "an evidence file", "none"),)
+    assert findings("completed", trial) == (like(1, "an evidence file", None),)
 
 
 def test_ranks_lost_with_their_launcher_are_no_verdict_on_the_trainer() -> None:
@@ -87,28 +87,28 @@ def test_ranks_lost_with_their_launcher_are_no_verdict_on_the_trainer() -> None:
 def test_a_rank_of_whose_end_nothing_is_known_has_not_completed() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     trial = replace(trial, run=replace(trial.run, exits=trial.run.exits[:1]))
-    assert findings("completed", trial) == (Finding("rank 1", "exit code 0", "how it ended is unknown"),)
+    assert findings("completed", trial) == (like(1, "exit code 0", "exit not reported"),)
 
 
 def test_a_launch_of_fewer_ranks_than_asked_has_not_completed() -> None:
     trial = trial_of(tiny_case("hsdp_2x2"), tiny_case("fsdp_2"))
-    assert findings("completed", trial)[0] == Finding("launch", "4 ranks", "2 ranks")
+    assert findings("completed", trial)[0] == like((), 4, 2, quantity="launch", unit="ranks started")
 
 
 def test_ranks_that_each_trained_in_a_world_of_their_own_are_named() -> None:
     trial = with_rank(trial_of(tiny_case("ddp_2")), 1, rank=0, world_size=1)
-    assert findings("completed", trial) == (Finding("rank 1", "rank 1 of 2", "it says rank 0 of 1"),)
+    assert findings("completed", trial) == (like(1, "rank 1 of 2", "rank 0 of 1", quantity="its own place"),)
 
 
 def test_a_parameter_that_a_rank_does_not_have_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     kept = tuple(t for t in trial.ranks[1].parameters if t.fqn != EMBEDDING)
     assert findings("completed", with_rank(trial, 1, parameters=kept)) == (
-        Finding("rank 1, parameters", "12 parameters", "missing: tok_embeddings.weight"),
+        like(1, "recorded", "missing", kind="parameter", name=EMBEDDING, quantity="value at the start"),
         *(
-            Finding(f"rank 1, step {step}, {what}", "11 parameters", "unexpected: tok_embeddings.weight")
+            like(1, "not recorded", "unexpected", step=step, kind="parameter", name=EMBEDDING, quantity=what)
             for step in (1, 2, 3)
-            for what in ("gradients", "updated parameters")
+            for what in ("gradient", "value")
         ),
     )
 
@@ -117,7 +117,7 @@ def test_a_gradient_missing_in_the_last_step_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     rest = {fqn: g for fqn, g in trial.ranks[1].steps[2].gradients.items() if fqn != "norm.weight"}
     assert findings("completed", with_step(trial, 1, 3, gradients=rest)) == (
-        Finding("rank 1, step 3, gradients", "12 parameters", "missing: norm.weight"),
+        like(1, "recorded", "missing", step=3, name="norm.weight", kind="parameter", quantity="gradient"),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from checked import WQ, bounds_of, findings, with_loss
+from checked import WQ, bounds_of, findings, like, where, with_loss
 from literal import (
     judged,
     last_bit,
@@ -18,7 +18,8 @@ from literal import (
 from noisy import noise_of
 
 from harness.evidence.records import Exit
-from harness.judge.result import Finding, Verdict
+from harness.judge.finding import Bound
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.reference.record import Noise
 
@@ -33,11 +34,18 @@ def test_a_repeat_that_differs_in_one_bit_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2", runs=2))
     broken = repeated(trial, lambda t: with_value(t, 1, 3, "gradients", WQ, last_bit))
     assert findings("determinism", broken) == (
-        Finding("rank 1, step 3", "the bytes of the first run", f"1 differ: gradients of {WQ}"),
+        like(
+            1,
+            0,
+            1,
+            step=3,
+            note=f"gradients of {WQ}",
+            quantity="results that differ from the first run",
+        ),
     )
     broken = repeated(trial, lambda t: with_loss(t, 0, 1, lambda loss: np.nextafter(loss, 9)))
     assert findings("determinism", broken) == (
-        Finding("rank 0, step 1", "the bytes of the first run", "1 differ: loss of microbatch 0"),
+        like(0, 0, 1, step=1, note="loss of microbatch 0", quantity="results that differ from the first run"),
     )
 
 
@@ -64,11 +72,14 @@ def test_a_reference_that_moved_away_from_its_golden_is_named() -> None:
     loss = trial.golden.losses[2]
     moved = replace(trial.golden, losses=(*trial.golden.losses[:2], loss * (1 + 1e-8)))
     assert findings("golden", replace(trial, golden=moved)) == (
-        Finding(
-            "step 3, loss",
-            f"{moved.losses[2]!r} (golden)",
-            f"{loss!r} (reference)",
-            f"{bounds_of(trial).loss[3]:.1e}",
+        like(
+            (),
+            moved.losses[2],
+            loss,
+            step=3,
+            bound=Bound(bounds_of(trial).loss[3]),
+            quantity="loss",
+            note="expected: the golden, observed: the reference",
         ),
     )
 
@@ -76,18 +87,16 @@ def test_a_reference_that_moved_away_from_its_golden_is_named() -> None:
 def test_a_golden_of_another_number_of_steps_is_named() -> None:
     trial = trial_of(tiny_case("single"))
     longer = replace(trial.golden, losses=(*trial.golden.losses, 1.0), grad_norms=(*trial.golden.grad_norms, 1.0))
-    assert findings("golden", replace(trial, golden=longer)) == (
-        Finding("number of steps", "4 (golden)", "3 (reference)"),
-    )
+    assert findings("golden", replace(trial, golden=longer)) == (like((), 4, 3, quantity="number of steps"),)
 
 
 def test_a_golden_that_is_no_number_never_passes() -> None:
     trial = trial_of(tiny_case("single"))
     nothing = replace(trial.golden, grad_norms=(float("nan"),) * 3)
-    assert [f.where for f in findings("golden", replace(trial, golden=nothing))] == [
-        "step 1, gradient norm",
-        "step 2, gradient norm",
-        "step 3, gradient norm",
+    assert [where(finding) for finding in findings("golden", replace(trial, golden=nothing))] == [
+        (1, "gradient norm"),
+        (2, "gradient norm"),
+        (3, "gradient norm"),
     ]
 
 
@@ -138,7 +147,7 @@ def test_a_gradient_beyond_the_measured_bound_shows_where_the_bound_comes_from()
     trial = with_value(inexact({"bfloat16 shares": QUIET}), 1, 2, "gradients", WQ, lambda g: g * (1 + 1e-5))
     result = judged("gradients", trial)
     assert result.verdict is Verdict.FAIL
-    assert result.findings[0].bound == "4.0e-09: 4 x the spread of 16 repeats of the reference"
+    assert result.findings[0].bound == Bound(pytest.approx(4e-9), "4 x the spread of 16 repeats of the reference")
 
 
 def test_the_rates_of_a_trainer_that_keeps_its_own_schedule_are_not_judged() -> None:

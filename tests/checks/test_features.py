@@ -6,16 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from checked import cause, found, with_activity
+from checked import cause, found, like, with_activity
 from literal import ADAMW, TINY, judged, tiny_case, trial_of, with_collectives, with_rank, with_step
 from literal_ranks import APART
 
 from harness.diagnosis import diagnose
-from harness.evidence.records import Call, Matmul, SavedTensorsHook
-from harness.judge.result import Finding, Verdict
+from harness.evidence.step import Call, Matmul, SavedTensorsHook
+from harness.judge.finding import Limit
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.plan.traffic.flow import Flow
+from harness.report.cause_text import diagnosis_line
 
 
 def ran(requested: dict[str, Any], really: dict[str, Any]) -> Trial:
@@ -28,8 +30,8 @@ def ran(requested: dict[str, Any], really: dict[str, Any]) -> Trial:
 def test_checkpointing_requested_and_never_seen_is_named() -> None:
     trial = ran({"activation_checkpointing": "full"}, {})
     assert found(trial)[:2] == [
-        Finding("rank 0, step 1, recomputations of layers.0", "1", "0"),
-        Finding("rank 0, step 1, matmuls recomputed in backward", "6", "0"),
+        like(0, 1, 0, step=1, name="layers.0", quantity="recomputations"),
+        like(0, 6, 0, step=1, quantity="matmuls recomputed in backward"),
     ]
     assert cause(trial) == "activation checkpointing full is requested, none took place"
 
@@ -38,7 +40,7 @@ def test_a_trainer_that_recomputes_to_the_end_of_a_block_is_told_so() -> None:
     """The last matmul of a block, w2's, is needed by no gradient."""
     case = tiny_case("fsdp_2", activation_checkpointing="full")
     early, late = (to_the_end(trial_of(case, traits=replace(APART, ac_early_stop=early))) for early in (True, False))
-    assert found(early)[0] == Finding("rank 0, step 1, matmuls recomputed in backward", "6", "7")
+    assert found(early)[0] == like(0, 6, 7, step=1, quantity="matmuls recomputed in backward")
     assert found(late) == []
 
 
@@ -58,13 +60,13 @@ def to_the_end(trial: Trial) -> Trial:
 
 def test_checkpointing_that_nobody_requested_is_named() -> None:
     trial = ran({}, {"activation_checkpointing": "op"})
-    assert found(trial)[0] == Finding("rank 0, step 1, recomputations of layers.0", "0", "1")
+    assert found(trial)[0] == like(0, 0, 1, step=1, name="layers.0", quantity="recomputations")
     assert cause(trial) == "activation checkpointing none is requested, op is observed"
 
 
 def test_selective_checkpointing_that_kept_nothing_is_known_by_its_products_alone() -> None:
     trial = ran({"activation_checkpointing": "op"}, {"activation_checkpointing": "full"})
-    assert found(trial)[0] == Finding("rank 0, step 1, matmuls recomputed in backward", "3", "6")
+    assert found(trial)[0] == like(0, 3, 6, step=1, quantity="matmuls recomputed in backward")
     assert cause(trial) == "activation checkpointing op is requested, full is observed"
 
 
@@ -81,8 +83,8 @@ def test_a_block_recomputed_in_one_step_of_three_is_not_enough() -> None:
         trial, 1, 2, calls=calls, matmuls={Matmul("forward", "float64"): 8, Matmul("backward", "float64"): 16}
     )
     assert found(trial) == [
-        Finding("rank 1, step 2, recomputations of layers.0", "1", "0"),
-        Finding("rank 1, step 2, matmuls recomputed in backward", "6", "0"),
+        like(1, 1, 0, step=2, name="layers.0", quantity="recomputations"),
+        like(1, 6, 0, step=2, quantity="matmuls recomputed in backward"),
     ]
     told = "activation checkpointing full is in the wrong place"
     assert not cause(trial).startswith(told)  # the blocks are right; what is wrong is how often
@@ -101,7 +103,7 @@ def test_fused_projections_change_the_number_of_products_and_break_nothing() -> 
 def test_a_product_that_backward_lacks_is_told_as_such_and_not_as_one_recomputed() -> None:
     fewer = {Matmul("forward", "float64"): 8, Matmul("backward", "float64"): 15}
     trial = with_activity(trial_of(tiny_case("fsdp_2")), 1, 2, matmuls=fewer)
-    assert found(trial) == [Finding("rank 1, step 2, matmuls in backward", "16", "15")]
+    assert found(trial) == [like(1, 16, 15, step=2, quantity="matmuls in backward")]
 
 
 # ---- compile
@@ -110,8 +112,8 @@ def test_a_product_that_backward_lacks_is_told_as_such_and_not_as_one_recomputed
 def test_compile_requested_and_modules_called_one_by_one() -> None:
     trial = ran({"compile": True}, {})
     assert found(trial)[:2] == [
-        Finding("rank 0, torch.compile", "compiled graphs", "no compiled graph"),
-        Finding("rank 0, step 1, calls of each module of layers.0", "0", "1"),
+        like(0, Limit(least=1), 0, name="torch.compile", quantity="compiled graphs"),
+        like(0, 0, 1, step=1, name="layers.0", quantity="calls of each module"),
     ]
     assert cause(trial) == "compile is requested, no block ran compiled"
     assert cause(ran({}, {"compile": True})) == "compiled code ran, compile is not requested"
@@ -120,13 +122,13 @@ def test_compile_requested_and_modules_called_one_by_one() -> None:
 def test_a_graph_break_is_told_with_its_reason() -> None:
     trial = trial_of(tiny_case("fsdp_2", compile=True))
     trial = with_rank(trial, 1, compiler={"graphs": 3, "graph break: call to print": 2})
-    assert found(trial) == [Finding("rank 1, torch.compile", "no graph break", "graph break: call to print")]
+    assert found(trial) == [like(1, None, "graph break: call to print", name="torch.compile", quantity="graph breaks")]
     assert cause(trial) == "compiled blocks break into pieces: graph break: call to print"
 
 
 def test_compiled_recomputation_is_known_by_its_products() -> None:
     trial = ran({"compile": True, "activation_checkpointing": "full"}, {"compile": True})
-    assert {finding.where.split(", ")[-1] for finding in found(trial)} == {
+    assert {finding.quantity for finding in found(trial)} == {
         "matmuls recomputed in backward",
         "attention recomputed",
     }
@@ -139,13 +141,13 @@ def test_another_wrapper_than_the_one_requested_is_named() -> None:
     trial = trial_of(tiny_case("ddp_2"))
     structure = {"": replace(trial.ranks[1].structure["layers.0"], kind="replicate")}
     assert found(with_rank(trial, 1, structure=structure)) == [
-        Finding("rank 1, data-parallel wrapper", "ddp", "replicate")
+        like(1, "ddp", "replicate", quantity="data-parallel wrapper")
     ]
 
 
 def test_gradients_reduced_in_another_dtype_are_seen() -> None:
     trial = with_collectives(trial_of(tiny_case("fsdp_2")), 0, lambda call: [replace(call, dtype="float32")])
-    assert found(trial) == [Finding("rank 0, dtype of reduced gradients", "float64", "float32")]
+    assert found(trial) == [like(0, "float64", "float32", quantity="dtype of reduced gradients")]
 
 
 def test_products_in_another_dtype_are_seen() -> None:
@@ -155,7 +157,7 @@ def test_products_in_another_dtype_are_seen() -> None:
         3,
         matmuls={Matmul("forward", "float64"): 8, Matmul("backward", "float32"): 16},
     )
-    assert found(trial) == [Finding("rank 0, step 3, matmuls' dtype", "float64", "float32 and float64")]
+    assert found(trial) == [like(0, "float64", "float32 and float64", step=3, quantity="matmuls' dtype")]
 
 
 @pytest.mark.parametrize(
@@ -165,8 +167,7 @@ def test_dropout_is_seen_by_the_random_numbers_it_draws(
     requested: float, really: float, numbers: tuple[str, str]
 ) -> None:
     cases = [tiny_case("single", model=replace(TINY, dropout=p)) for p in (requested, really)]
-    where = "rank 0, step 1, random numbers in forward"
-    assert found(trial_of(*cases))[0] == Finding(where, *numbers)
+    assert found(trial_of(*cases))[0] == like(0, *numbers, step=1, quantity="random numbers in forward")
 
 
 def test_recomputation_that_began_with_another_random_state_explains_wrong_gradients() -> None:
@@ -175,7 +176,9 @@ def test_recomputation_that_began_with_another_random_state_explains_wrong_gradi
     gradients = {fqn: 1.5 * gradient for fqn, gradient in trial.ranks[0].steps[1].gradients.items()}
     trial = with_step(trial, 0, 2, gradients=gradients)
     told = diagnose(trial, [judged("gradients", trial)])
-    assert told and told.cause.startswith("recomputation of layers.0 starts from another random state than forward")
+    assert told and diagnosis_line(told).startswith(
+        "recomputation of layers.0 starts from another random state than forward"
+    )
 
 
 # ---- the plan of recomputation
@@ -226,8 +229,9 @@ def test_recomputation_may_put_hooks_on_saved_tensors_and_nobody_else() -> None:
     trial = with_activity(
         trial, 1, 2, saved=hooks | {SavedTensorsHook("forward", "torch.autograd.graph", "save_on_cpu"): 2}
     )
-    where = "rank 1, step 2, hooks on tensors saved for backward"
-    assert found(trial) == [Finding(where, "none", "torch.autograd.graph.save_on_cpu")]
+    assert found(trial) == [
+        like(1, (), ("torch.autograd.graph.save_on_cpu",), step=2, quantity="hooks on tensors saved for backward")
+    ]
     told = "activations saved for backward go through torch.autograd.graph.save_on_cpu, not requested"
     assert cause(trial) == f"{told} on rank 1"
 
@@ -244,14 +248,16 @@ def graphs(trial: Trial, counts: tuple[int, ...]) -> Trial:
 
 def test_blocks_that_are_compiled_in_every_step_are_named() -> None:
     trial = graphs(trial_of(tiny_case("fsdp_2", compile=True)), (2, 4, 6))
-    assert found(trial)[0] == Finding("rank 0, step 3, graphs recompiled", "0", "2")
+    assert found(trial)[0] == like(0, 0, 2, step=3, name="torch.compile", quantity="graphs recompiled")
     assert cause(trial) == "blocks are recompiled in step 3 (graphs on rank 0: 2)"
 
 
 def test_a_limit_at_which_the_compiler_gives_up_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2", compile=True))
     trial = with_rank(trial, 1, compiler={"graphs": 2, "gave up: recompile limit exceeded": 1})
-    assert found(trial) == [Finding("rank 1, torch.compile", "no limit reached", "recompile limit exceeded")]
+    assert found(trial) == [
+        like(1, None, ("recompile limit exceeded",), name="torch.compile", quantity="limits reached")
+    ]
     assert cause(trial) == "torch.compile gave up, blocks run eagerly: recompile limit exceeded"
 
 

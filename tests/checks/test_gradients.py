@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from checked import EMBEDDING, NORM, WQ, bounds_of, findings
+from checked import EMBEDDING, NORM, WQ, bounds_of, findings, like, where
 from literal import (
     ADAMW,
     SGD,
@@ -21,7 +21,8 @@ from literal import (
 )
 
 from harness.checks.replica_agreement import replica_families
-from harness.judge.result import Finding, Verdict
+from harness.judge.finding import Bound
+from harness.judge.result import Verdict
 from harness.plan.slices import numel
 from harness.spec.dims import ParallelDims
 
@@ -35,28 +36,32 @@ def test_a_gradient_scaled_by_one_and_1e_8_is_found(step: int, training) -> None
     part = trial.ranks[3].steps[step - 1].gradients[WQ]
     largest = np.abs(part).max() / np.abs(trial.reference.steps[step - 1].gradients[WQ]).max()
     assert findings("gradients", with_value(trial, 3, step, "gradients", WQ, lambda g: g * (1 + 1e-8))) == (
-        Finding(
-            f"rank 3, step {step}, {WQ}",
+        like(
+            3,
             "the reference's",
-            f"off by {1e-8 * largest:.2e} of the largest entry",
-            f"{bounds_of(trial).gradient[step]:.1e}",
+            pytest.approx(1e-8 * largest),
+            unit="of the largest entry",
+            step=step,
+            kind="parameter",
+            name=WQ,
+            bound=Bound(bounds_of(trial).gradient[step]),
         ),
     )
 
 
 @pytest.mark.parametrize(
-    ("change", "off"),
+    "change",
     [
-        (lambda g: g * np.nan, "inf"),
-        (lambda g: np.where(np.arange(g.size).reshape(g.shape) == 3, np.nan, g), "inf"),
-        (lambda g: g[:1], "inf"),
-        (lambda g: g.reshape(-1), "inf"),
+        lambda g: g * np.nan,
+        lambda g: np.where(np.arange(g.size).reshape(g.shape) == 3, np.nan, g),
+        lambda g: g[:1],
+        lambda g: g.reshape(-1),
     ],
     ids=["NaN", "one NaN", "too few rows", "flat"],
 )
-def test_a_gradient_that_cannot_be_compared_is_infinitely_far(change, off: str) -> None:
+def test_a_gradient_that_cannot_be_compared_is_infinitely_far(change) -> None:
     (finding,) = findings("gradients", with_value(trial_of(tiny_case("fsdp_2")), 1, 3, "gradients", WQ, change))
-    assert finding.observed == f"off by {off} of the largest entry"
+    assert (finding.observed, finding.unit) == (np.inf, "of the largest entry")
 
 
 @pytest.mark.parametrize(
@@ -66,14 +71,13 @@ def test_a_gradient_that_cannot_be_compared_is_infinitely_far(change, off: str) 
 )
 def test_a_gradient_that_is_another_is_found(change) -> None:
     trial = with_value(trial_of(tiny_case("fsdp_2")), 1, 3, "gradients", WQ, change)
-    assert [finding.where for finding in findings("gradients", trial)] == [f"rank 1, step 3, {WQ}"]
+    assert [where(finding) for finding in findings("gradients", trial)] == [(1, 3, WQ)]
 
 
 def test_the_worst_gradient_is_shown_first() -> None:
     trial = with_value(trial_of(tiny_case("fsdp_2")), 0, 1, "gradients", WQ, lambda g: 1.001 * g)
     trial = with_value(trial, 1, 3, "gradients", NORM, lambda g: 5 * g)
-    where = [finding.where for finding in findings("gradients", trial)]
-    assert where == [f"rank 1, step 3, {NORM}", f"rank 0, step 1, {WQ}"]
+    assert [where(finding) for finding in findings("gradients", trial)] == [(1, 3, NORM), (0, 1, WQ)]
 
 
 # ---- replica_agreement
@@ -86,10 +90,16 @@ def test_a_replica_that_differs_in_its_last_bit_is_found(what: str) -> None:
     away = np.abs(last_bit(value) - value).max() / np.abs(value).max()
     assert 0 < away < 3e-16
     assert findings("replica_agreement", with_value(trial, 3, 3, what, WQ, last_bit)) == (
-        Finding(
-            f"step 3, {what} of {WQ}, ranks [1,3]",
-            "the bytes of rank 1",
-            f"rank 3 differs by {away:.2e} of the largest entry",
+        like(
+            (1, 3),
+            "the same bytes on all",
+            away,
+            unit="of the largest entry",
+            step=3,
+            kind="parameter",
+            name=WQ,
+            quantity={"gradients": "gradient", "parameters": "value"}[what],
+            note="on rank 3, compared with rank 1",
         ),
     )
 
@@ -97,7 +107,7 @@ def test_a_replica_that_differs_in_its_last_bit_is_found(what: str) -> None:
 def test_tensor_parallel_norms_are_replicas_too() -> None:
     trial = with_value(trial_of(tiny_case("tp_2")), 1, 1, "gradients", NORM, lambda g: 3 * g)
     (finding,) = findings("replica_agreement", trial)
-    assert (finding.where, finding.expected) == (f"step 1, gradients of {NORM}, ranks [0,1]", "the bytes of rank 0")
+    assert (where(finding), finding.expected) == (((0, 1), 1, NORM), "the same bytes on all")
 
 
 def test_replicas_are_of_what_has_a_place_in_the_model_and_is_not_empty() -> None:
@@ -114,16 +124,19 @@ def test_replicas_are_of_what_has_a_place_in_the_model_and_is_not_empty() -> Non
 def test_how_far_a_replica_is_from_one_that_is_zero_is_told_as_it_is() -> None:
     trial = with_value(trial_of(tiny_case("ddp_2")), 0, 1, "gradients", NORM, np.zeros_like)
     trial = with_value(trial, 1, 1, "gradients", NORM, lambda g: np.full_like(g, 0.5))
-    assert findings("replica_agreement", trial)[0].observed == "rank 1 differs by 5.00e-01 of the largest entry"
+    first = findings("replica_agreement", trial)[0]
+    assert (first.observed, first.unit, first.note) == (0.5, "of the largest entry", "on rank 1, compared with rank 0")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_replica_without_a_gradient_does_not_agree_and_is_the_one_that_is_named(rank: int) -> None:
     trial = trial_of(tiny_case("ddp_2"))
     rest = {fqn: g for fqn, g in trial.ranks[rank].steps[0].gradients.items() if fqn != WQ}
-    where = f"step 1, gradients of {WQ}, ranks [0,1]"
-    assert findings("replica_agreement", with_step(trial, rank, 1, gradients=rest)) == (
-        Finding(where, "the bytes of rank 0", f"none of rank {rank} was seen"),
+    (finding,) = findings("replica_agreement", with_step(trial, rank, 1, gradients=rest))
+    assert (where(finding), finding.observed, finding.note) == (
+        ((0, 1), 1, WQ),
+        None,
+        f"on rank {rank}, compared with rank {1 - rank}",
     )
 
 

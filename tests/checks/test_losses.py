@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from checked import bounds_of, findings, with_loss
+from checked import bounds_of, findings, like, where, with_loss
 from literal import (
     judged,
     tiny_case,
@@ -17,7 +17,8 @@ from literal import (
     with_step,
 )
 
-from harness.judge.result import Finding, Verdict
+from harness.judge.finding import Bound, Limit
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 
 # ---- loss, reported_loss, grad_norm
@@ -27,33 +28,36 @@ def test_a_local_loss_off_by_1e_8_in_the_last_step_of_the_last_rank_is_found() -
     trial = trial_of(tiny_case("fsdp_2"))
     expected = trial.reference.steps[2].loss
     (finding,) = findings("loss", with_loss(trial, 1, 3, lambda loss: loss * (1 + 1e-8)))
-    bound = f"{bounds_of(trial).loss[3]:.1e}"
-    assert (finding.where, finding.expected, finding.bound) == ("step 3", repr(expected), bound)
+    assert (finding.ranks, finding.step, finding.expected) == ((), 3, expected)
+    assert finding.bound == Bound(bounds_of(trial).loss[3])
     (part,), (other,) = (trial.ranks[rank].steps[2].microbatches for rank in (1, 0))
     share = part.loss_sum / (part.loss_sum + other.loss_sum)
-    assert finding.observed.endswith(f"(off by {1e-8 * share:.2e})"), finding
+    assert finding.observed / expected - 1 == pytest.approx(1e-8 * share, rel=1e-3)
 
 
 def test_a_loss_rounded_to_float32_is_found() -> None:
     trial = with_loss(trial_of(tiny_case("single")), 0, 1, lambda loss: float(np.float32(loss)))
-    assert [finding.where for finding in findings("loss", trial)] == ["step 1"]
+    assert [where(finding) for finding in findings("loss", trial)] == [(1, "loss")]
 
 
 def test_a_loss_that_is_not_a_number_is_found() -> None:
     trial = trial_of(tiny_case("single"))
     (finding,) = findings("loss", with_loss(trial, 0, 2, lambda _: float("nan")))
-    assert (finding.where, finding.observed) == ("step 2", "nan (off by inf)")
+    assert where(finding) == (2, "loss") and np.isnan(finding.observed)
 
 
 def test_a_tp_peer_that_computed_another_loss_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2_tp_2"))
     (received,) = trial.ranks[2].steps[2].microbatches
     assert findings("loss", with_loss(trial, 3, 3, lambda loss: 2 * loss)) == (
-        Finding(
-            "rank 3, step 3",
-            f"tp peer 2's for the same tokens: {received.loss_sum!r} over {received.valid_tokens}",
-            f"{2 * received.loss_sum!r} over {received.valid_tokens}",
-            f"{bounds_of(trial).loss[3]:.1e}",
+        like(
+            3,
+            received.loss_sum,
+            2 * received.loss_sum,
+            step=3,
+            bound=Bound(bounds_of(trial).loss[3]),
+            note="expected: tp peer 2's, same tokens",
+            quantity="loss",
         ),
     )
 
@@ -77,14 +81,14 @@ class TestWhatIsDisplayed:
         curve = [getattr(step, field) for step in trial.ranks[0].steps]
         for step, value in zip((1, 2, 3), (*curve[1:], curve[-1]), strict=True):
             trial = self.shown(trial, 0, step, field, value)
-        assert [finding.where for finding in findings(check, trial)] == ["rank 0, step 1", "rank 0, step 2"]
+        assert [(finding.rank, finding.step) for finding in findings(check, trial)] == [(0, 1), (0, 2)]
 
     def test_only_the_last_rank_wrong_in_only_the_last_step_is_found(self, check: str, field: str) -> None:
         trial = trial_of(tiny_case("hsdp_2x2"))
         value = getattr(trial.ranks[3].steps[2], field)
         broken = self.shown(trial, 3, 3, field, value * (1 + 1e-8))
         (finding,) = findings(check, broken)
-        assert (finding.where, finding.expected) == ("rank 3, step 3", repr(value))
+        assert (finding.rank, finding.step, finding.expected) == (3, 3, value)
 
     def test_a_value_rounded_to_float32_is_found(self, check: str, field: str) -> None:
         trial = trial_of(tiny_case("single"))
@@ -94,7 +98,7 @@ class TestWhatIsDisplayed:
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
     def test_what_is_no_number_is_found(self, check: str, field: str, value: float) -> None:
         (finding,) = findings(check, self.shown(trial_of(tiny_case("single")), 0, 3, field, value))
-        assert finding.observed.startswith(repr(value))
+        assert repr(finding.observed) == repr(value)
 
     def test_a_rank_that_displays_nothing_claims_nothing(self, check: str, field: str) -> None:
         trial = trial_of(tiny_case("fsdp_2"))
@@ -105,7 +109,7 @@ class TestWhatIsDisplayed:
     def test_a_rank_that_displays_some_steps_and_not_others_is_found(self, check: str, field: str) -> None:
         trial = self.shown(trial_of(tiny_case("fsdp_2")), 1, 2, field, None)
         (finding,) = findings(check, trial)
-        assert (finding.where, finding.observed) == ("rank 1, step 2", "none reported")
+        assert (finding.rank, finding.step, finding.observed) == (1, 2, None)
 
     def test_a_trainer_that_displays_every_second_step_owes_no_others(self, check: str, field: str) -> None:
         trial = with_every_rank(trial_of(tiny_case("fsdp_2")), lambda t, rank: with_rank(t, rank, reports_every=2))
@@ -113,7 +117,7 @@ class TestWhatIsDisplayed:
             trial = self.shown(trial, rank, step, field, None)
         assert (judged(check, trial).verdict, judged(check, trial).examined) == (Verdict.PASS, 3)
         (finding,) = findings(check, self.shown(trial, 1, 2, field, None))
-        assert finding.where == "rank 1, step 2" and finding.expected.endswith("as in step 1")
+        assert (finding.rank, finding.step, finding.observed) == (1, 2, None)
 
     def test_a_trainer_that_displays_after_the_last_step_only_claims_nothing_here(self, check: str, field: str) -> None:
         trial = with_rank(trial_of(tiny_case("single")), 0, reports_every=10)
@@ -142,14 +146,13 @@ def with_rates(rate: Callable[[float, float], float | None]) -> Trial:
 def test_a_rate_displayed_in_float32_is_right_and_one_of_the_next_step_is_not() -> None:
     assert judged("reported_rate", with_rates(lambda now, after: float(np.float32(now)))).verdict is Verdict.PASS
     broken = findings("reported_rate", with_rates(lambda now, after: after))
-    assert [finding.where for finding in broken] == [f"rank {rank}, step {n}" for rank in (0, 1) for n in (1, 2, 3)]
-    assert ", the optimizer took " in broken[0].expected
+    assert [(finding.rank, finding.step) for finding in broken] == [(rank, n) for rank in (0, 1) for n in (1, 2, 3)]
 
 
 def test_a_displayed_rate_that_is_the_recipes_and_not_the_optimizers_is_found() -> None:
     trial = with_step(with_rates(lambda now, after: now), 1, 2, lr=0.5)
     (finding,) = findings("reported_rate", trial)
-    assert finding.where == "rank 1, step 2" and finding.expected.endswith(", the optimizer took 0.5")
+    assert (finding.rank, finding.step, finding.note) == (1, 2, "the optimizer took 0.5")
 
 
 def test_a_rate_that_is_no_number_is_found_and_one_that_nobody_displays_is_not_judged() -> None:
@@ -165,7 +168,15 @@ def test_a_norm_twice_too_large_shows_its_ratio() -> None:
     trial = trial_of(tiny_case("single"))
     norm = trial.reference.steps[0].grad_norm
     assert findings("grad_norm", with_step(trial, 0, 1, grad_norm=2 * norm)) == (
-        Finding("rank 0, step 1", repr(norm), f"{2 * norm!r} (ratio 2)", f"{bounds_of(trial).gradient[1]:.1e}"),
+        like(
+            0,
+            norm,
+            2 * norm,
+            step=1,
+            bound=Bound(bounds_of(trial).gradient[1]),
+            note="ratio 2",
+            quantity="gradient norm",
+        ),
     )
 
 
@@ -177,7 +188,7 @@ def test_a_tp_peer_that_computes_fewer_losses_is_found() -> None:
     (microbatch,) = trial.ranks[1].steps[1].microbatches
     silent = replace(microbatch, labels=None, loss_sum=None, valid_tokens=None)
     assert findings("loss", with_step(trial, 1, 2, microbatches=(silent,))) == (
-        Finding("rank 1, step 2", "tp peer 0's for the same tokens: 1 losses", "0"),
+        like(1, 1, 0, step=2, unit="losses", note="expected: tp peer 0's, same tokens", quantity="loss"),
     )
 
 
@@ -185,7 +196,7 @@ def test_a_largest_loss_below_the_mean_is_found_and_one_above_it_is_not() -> Non
     trial = with_step(trial_of(tiny_case("fsdp_2")), 0, 1, reported_largest=9.0)
     assert judged("reported_loss", trial).verdict is Verdict.PASS
     (finding,) = findings("reported_loss", with_step(trial, 1, 2, reported_largest=0.5))
-    assert (finding.where, finding.observed) == ("rank 1, step 2", "0.5")
-    assert finding.expected.startswith("a largest loss of at least the mean, ")
+    assert (finding.rank, finding.step, finding.observed) == (1, 2, 0.5)
+    assert finding.expected == Limit(least=trial.ranks[1].steps[1].reported_loss)
     (finding,) = findings("reported_loss", with_step(trial, 1, 2, reported_largest=float("nan")))
-    assert finding.observed == "nan"
+    assert np.isnan(finding.observed)

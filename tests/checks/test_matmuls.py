@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from checked import cause, found, with_activity
+from checked import cause, found, like, where, with_activity
 from literal import (
     ADAMW,
     APART,
@@ -23,11 +23,13 @@ from harness.checks.features import QUANTIZED_PRODUCTS
 from harness.diagnosis import assume
 from harness.diagnosis.engine import failing_checks
 from harness.diagnosis.features import quantized_otherwise
-from harness.evidence.records import Attention, Call, Matmul, QuantizedMatmul
+from harness.evidence.step import Attention, Call, Matmul, QuantizedMatmul
+from harness.judge.finding import Finding, Limit
 from harness.judge.output_layer import looked_at
-from harness.judge.result import Finding, Verdict
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 # ---- 8 bits
@@ -53,14 +55,14 @@ def test_products_of_all_blocks_in_the_format_requested_pass(recipe: str) -> Non
 def test_a_module_that_was_left_out_of_the_conversion_is_named() -> None:
     missing = {QuantizedMatmul(phase, "layers.0.feed_forward.w2", "mxfp8"): 0 for phase in ("forward", "backward")}
     assert found(quantized("mxfp8", missing)) == [
-        Finding("rank 1, step 2, mxfp8 matmuls of layers.0.feed_forward.w2 in backward", "2", "0"),
-        Finding("rank 1, step 2, mxfp8 matmuls of layers.0.feed_forward.w2 in forward", "1", "0"),
+        like(1, 2, 0, step=2, name="layers.0.feed_forward.w2", quantity="mxfp8 matmuls"),
+        like(1, 1, 0, step=2, name="layers.0.feed_forward.w2", quantity="mxfp8 matmuls"),
     ]
 
 
 def test_a_module_that_was_converted_too_is_named() -> None:
     trial = quantized("float8_rowwise", {QuantizedMatmul("forward", "output", "float8_rowwise"): 1})
-    assert found(trial) == [Finding("rank 1, step 2, float8_rowwise matmuls of output in forward", "0", "1")]
+    assert found(trial) == [like(1, 0, 1, step=2, name="output", quantity="float8_rowwise matmuls")]
     assert cause(trial) == "matmuls of output run in float8_rowwise, not requested"
 
 
@@ -77,7 +79,7 @@ def test_other_modules_that_were_converted_on_every_rank_are_assumed(
             trial = with_activity(trial, rank, step, quantized=seen)
     monkeypatch.setattr(assume, "retrain", lambda model, training, reference, **_: reference)
     (proposed,) = quantized_otherwise(trial, failing_checks([judged("features", trial)]))
-    assert proposed.cause.text == "matmuls of output run in float8_rowwise, not requested"
+    assert cause_line(proposed.cause) == "matmuls of output run in float8_rowwise, not requested"
     assert proposed.assume is not None
     assumed = proposed.assume(trial)
     assert judged("features", assumed).verdict is Verdict.PASS
@@ -95,10 +97,10 @@ def test_a_conversion_that_did_not_take_place_is_named() -> None:
 @pytest.mark.parametrize(
     ("changed", "finding"),
     [
-        ({Attention("forward", "attention"): 2}, Finding("rank 0, step 1, attention in forward", "1", "2")),
-        ({Attention("backward", "attention"): 1}, Finding("rank 0, step 1, attention recomputed", "0", "1")),
-        ({Attention("backward", "attention_backward"): 2}, Finding("rank 0, step 1, attention's gradients", "1", "2")),
-        ({Attention("forward", "batched matmul"): 2}, Finding("rank 0, step 1, batched matmuls", "at most 1", "2")),
+        ({Attention("forward", "attention"): 2}, like(0, 1, 2, step=1, quantity="attention in forward")),
+        ({Attention("backward", "attention"): 1}, like(0, 0, 1, step=1, quantity="attention recomputed")),
+        ({Attention("backward", "attention_backward"): 2}, like(0, 1, 2, step=1, quantity="attention's gradients")),
+        ({Attention("forward", "batched matmul"): 2}, like(0, Limit(most=1), 2, step=1, quantity="batched matmuls")),
     ],
 )
 def test_attention_that_is_done_once_too_often_is_seen(changed: dict[str, int], finding: Finding) -> None:
@@ -142,9 +144,9 @@ def test_a_trainer_whose_attention_is_plain_matmuls_everywhere_is_right() -> Non
 def test_fused_attention_that_was_requested_and_fell_back_to_matmuls_is_named() -> None:
     trial = all_attend(trial_of(tiny_case("fsdp_2"), traits=replace(APART, attention="fused")), MATMULS)
     assert found(trial)[:3] == [
-        Finding("rank 0, step 1, attention in forward", "1", "0"),
-        Finding("rank 0, step 1, attention's gradients", "1", "0"),
-        Finding("rank 0, step 1, batched matmuls", "at most 1", "6"),
+        like(0, 1, 0, step=1, quantity="attention in forward"),
+        like(0, 1, 0, step=1, quantity="attention's gradients"),
+        like(0, Limit(most=1), 6, step=1, quantity="batched matmuls"),
     ]
     told = "attention falls back to plain matmuls: 0 fused kernels in forward, requested 1, and 6 batched matmuls"
     assert cause(trial) == f"{told} (rank 0, step 1)"
@@ -152,7 +154,7 @@ def test_fused_attention_that_was_requested_and_fell_back_to_matmuls_is_named() 
 
 def test_attention_that_falls_back_in_one_step_of_one_rank_is_named_whoever_chose_it() -> None:
     trial = with_activity(trial_of(tiny_case("fsdp_2")), 1, 2, attention=MATMULS)
-    assert [finding.where for finding in found(trial)][0] == "rank 1, step 2, attention in forward"
+    assert where(found(trial)[0]) == (1, 2, "attention in forward")
     assert cause(trial).endswith("and 6 batched matmuls (rank 1, step 2)")
 
 
@@ -179,7 +181,7 @@ def test_a_second_pass_of_the_bare_model_is_named(phase: str) -> None:
     record = trial.ranks[0].steps[1].activity
     matmuls, calls = record.matmuls | {Matmul(phase, "float64"): 8}, record.calls | {Call(phase, "layers.0"): 1}
     trial = with_activity(trial, 0, 2, matmuls=matmuls, calls=calls)
-    assert found(trial) == [Finding("rank 0, step 2, matmuls outside training passes", "0", "8")]
+    assert found(trial) == [like(0, 0, 8, step=2, quantity="matmuls outside training passes")]
     told = "8 matmuls, some in its blocks, outside forward and backward (rank 0, step 2)"
     assert cause(trial) == f"the model runs outside training passes: {told}"
 
@@ -205,12 +207,10 @@ def test_a_loss_that_projects_to_the_vocabulary_itself_is_no_second_pass() -> No
     # gradients of the chunks are computed at once
     fused = {Matmul("forward", "float64"): 14, Matmul("other", "float64"): 6, Matmul("backward", "float64"): 28}
     assert found(two_layers({"matmuls": fused})) == []
-    assert (
-        "recomputed in backward"
-        in found(two_layers({"matmuls": matmuls | {Matmul("backward", "float64"): 35}}))[0].where
-    )
+    more = found(two_layers({"matmuls": matmuls | {Matmul("backward", "float64"): 35}}))
+    assert more[0].quantity == "matmuls recomputed in backward"
     whole = {Matmul("forward", "float64"): 15, Matmul("other", "float64"): 2, Matmul("backward", "float64"): 30}
-    assert "outside" in found(two_layers({"matmuls": whole}))[0].where
+    assert found(two_layers({"matmuls": whole}))[0].quantity == "matmuls outside training passes"
 
 
 def in_chunks(*, recomputed: int = 0, **traits: Any) -> Trial:
@@ -234,17 +234,31 @@ def test_an_output_that_forward_applies_in_chunks_is_right_where_that_is_declare
 
 
 def test_an_output_in_chunks_that_nobody_declared_is_answered_with_the_traits() -> None:
-    told = "4; for a loss in chunks, adapter: TrainerTraits(loss_chunks=4, loss_in_forward=True)"
     first = found(in_chunks())[0]
-    assert first == Finding("rank 0, step 1, calls of output in forward", "1", told)
-    told = "4; for a loss that is checkpointed, adapter: TrainerTraits(recomputes_output=True)"
+    assert first == like(
+        0,
+        1,
+        4,
+        step=1,
+        name="output",
+        quantity="calls",
+        note="for a loss in chunks, adapter: TrainerTraits(loss_chunks=4, loss_in_forward=True)",
+    )
     first = found(in_chunks(recomputed=4, **CHUNKS))[0]
-    assert first == Finding("rank 0, step 1, recomputations of output", "0", told)
+    assert first == like(
+        0,
+        0,
+        4,
+        step=1,
+        name="output",
+        quantity="recomputations",
+        note="for a loss that is checkpointed, adapter: TrainerTraits(recomputes_output=True)",
+    )
 
 
 def test_chunks_that_are_declared_and_not_recomputed_are_named() -> None:
-    where = ("recomputations of output", "matmuls recomputed in backward")
-    wanted = [Finding(f"rank 0, step 1, {name}", "4", "0") for name in where]
+    again = like(0, 4, 0, step=1, name="output", quantity="recomputations")
+    wanted = [again, like(0, 4, 0, step=1, quantity="matmuls recomputed in backward")]
     assert found(in_chunks(recomputes_output=True, **CHUNKS))[:2] == wanted
 
 
@@ -254,7 +268,7 @@ def test_an_identity_in_the_place_of_the_output_on_another_stage_than_the_last_i
     step = with_activity(trial, 0, 1, calls={Call("forward", "output"): 7}).ranks[0].steps[0]
     assert list(looked_at(trial, 0, step)) == []
     ((expected, observed),) = [(one.expected, one.observed) for one in looked_at(trial, 1, step) if one]
-    assert (expected, observed) == ("4", "7")
+    assert (expected, observed) == (4, 7)
 
 
 # ---- what the mutants of the checks requested
@@ -278,8 +292,8 @@ def quantized_and_recomputed(repeated: bool, kind: str = "full") -> Trial:
 TWO = replace(TINY, name="two", n_layers=2)
 
 
-def about_formats(trial: Trial) -> list[str]:
-    return [finding.where for finding in judged("features", trial).findings if "matmuls of" in finding.where]
+def about_formats(trial: Trial) -> list[Finding]:
+    return [finding for finding in judged("features", trial).findings if finding.quantity == "float8_rowwise matmuls"]
 
 
 def test_a_quantized_product_may_be_repeated_where_its_layer_is_recomputed_and_nowhere_else() -> None:
@@ -289,8 +303,10 @@ def test_a_quantized_product_may_be_repeated_where_its_layer_is_recomputed_and_n
     step = trial.ranks[0].steps[0]
     matmuls = step.activity.quantized | {QuantizedMatmul("backward", "layers.0.attention.wq", "float8_rowwise"): 3}
     more = with_step(trial, 0, 1, activity=replace(step.activity, quantized=matmuls))
-    where = "rank 0, step 1, float8_rowwise matmuls of layers.0.attention.wq in backward"
-    assert Finding(where, "2", "3") in judged("features", more).findings
+    assert (
+        like(0, 2, 3, step=1, name="layers.0.attention.wq", quantity="float8_rowwise matmuls", phase="backward")
+        in judged("features", more).findings
+    )
 
 
 def test_modules_of_a_block_that_were_called_differently_often_are_told_together() -> None:
@@ -301,7 +317,7 @@ def test_modules_of_a_block_that_were_called_differently_often_are_told_together
         Call("forward", "layers.0.attention.wk"): 2,
     }
     told = judged("features", with_step(trial, 1, 1, activity=replace(step.activity, calls=calls)))
-    assert told.findings == (Finding("rank 1, step 1, calls of each module of layers.0", "1", "1 or 2"),)
+    assert told.findings == (like(1, 1, (1, 2), step=1, name="layers.0", quantity="calls of each module"),)
 
 
 @pytest.mark.parametrize(

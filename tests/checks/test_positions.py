@@ -8,6 +8,7 @@ import numpy as np
 from literal import ADAMW, judged, tiny_case, trial_of, with_step
 
 from harness.checks.positions import within_documents
+from harness.judge.finding import Value
 from harness.judge.trial import Trial
 
 MASKED = replace(ADAMW, document_mask=True, seq_len=8)
@@ -28,9 +29,9 @@ def test_a_document_begins_behind_each_separator() -> None:
     assert within_documents(np.array([5, 0, 7, 8, 0, 0, 9])).tolist() == [0, 1, 0, 1, 2, 0, 0]
 
 
-def wrong(trial: Trial) -> list[str]:
+def wrong(trial: Trial) -> list[Value]:
     """What was received and is wrong; other ranks receive none."""
-    return [one.observed for one in judged("positions", trial).findings if one.observed != "none received"]
+    return [one.observed for one in judged("positions", trial).findings if one.observed is not None]
 
 
 def test_positions_may_begin_anew_in_documents_where_attention_sees_its_own_alone() -> None:

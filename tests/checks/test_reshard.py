@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from checked import like, where
 from literal import (
     UNEVEN,
     cause_of,
@@ -19,8 +20,9 @@ from literal import (
 
 from harness.checks import all_checks, judge
 from harness.diagnosis import diagnose
-from harness.evidence.records import AfterEvaluation, AfterForward
-from harness.judge.result import Finding, Verdict
+from harness.evidence.step import AfterEvaluation, AfterForward
+from harness.judge.finding import Finding, Limit
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.plan.plan import Kept
@@ -29,7 +31,6 @@ from harness.spec.dims import ParallelDims
 
 FSDP_4 = ParallelDims(dp_shard=4)
 LAST = {"norm.weight", "output.weight"}
-GATHERED_AGAIN = "gathered again in backward over dp_shard"
 
 
 def after_forward(trial, rank: int, **changes):
@@ -70,7 +71,15 @@ def test_evaluation_may_leave_gathered_what_the_policy_keeps_and_nothing_else() 
     assert judged("reshard", kept).note == note
     assert judged("traffic", after_evaluation(last, left=whole - 8)).verdict is Verdict.FAIL
     (finding,) = judged("reshard", after_evaluation({"tok_embeddings.weight": 8 * 8 * 4})).findings
-    assert finding.where == "rank 0, between steps 1 and 2, tok_embeddings.weight after evaluation"
+    assert finding == like(
+        0,
+        "freed",
+        "gathered",
+        step=1,
+        name="tok_embeddings.weight",
+        quantity="memory after evaluation",
+        note="between steps 1 and 2",
+    )
 
 
 def test_nothing_is_gathered_when_backward_is_over() -> None:
@@ -78,7 +87,7 @@ def test_nothing_is_gathered_when_backward_is_over() -> None:
     assert judged("reshard", with_step(trial, 1, 2, gathered=())).verdict is Verdict.PASS
     left = with_step(trial, 1, 2, gathered=("output.weight", "not.sharded"))
     (finding,) = judged("reshard", left).findings
-    assert (finding.rank, finding.step, finding.name) == (1, 2, "output.weight after backward")
+    assert (*where(finding), finding.quantity) == (1, 2, "output.weight", "memory after backward")
     found = diagnose(left, judge(left))
     assert found is not None and found.kinds == ("left gathered by backward",)
 
@@ -169,8 +178,9 @@ def test_what_nobody_gathers_cannot_be_resharded() -> None:
 def test_a_unit_that_stays_gathered_is_named() -> None:
     requested, ran = tiny_case("fsdp_2"), tiny_case("fsdp_2", reshard_after_forward="never")
     trial = trial_of(requested, ran)
-    where = "rank 0, step 1, tok_embeddings.weight after forward"
-    assert first_finding(trial) == Finding(where, "freed", "gathered")
+    assert first_finding(trial) == like(
+        0, "freed", "gathered", step=1, name="tok_embeddings.weight", quantity="memory after forward"
+    )
     assert cause_of(diagnose(trial, judge(trial))) == (
         "after forward: tok_embeddings, layers.0 still gathered, should be freed;"
         " reshard_after_forward default is requested, never is observed"
@@ -179,13 +189,16 @@ def test_a_unit_that_stays_gathered_is_named() -> None:
 
 def test_a_last_unit_that_is_freed_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"), tiny_case("fsdp_2", reshard_after_forward="always"))
-    assert first_finding(trial) == Finding("rank 0, step 1, norm.weight after forward", "gathered", "freed")
+    assert first_finding(trial) == like(
+        0, "gathered", "freed", step=1, name="norm.weight", quantity="memory after forward"
+    )
 
 
 def test_a_number_that_is_ignored_is_named() -> None:
     trial = trial_of(tiny_case(FSDP_4, reshard_after_forward=2), tiny_case(FSDP_4, reshard_after_forward="always"))
-    where = "rank 0, step 1, tok_embeddings.weight after forward"
-    assert first_finding(trial) == Finding(where, "sharded over 2 ranks", "freed")
+    assert first_finding(trial) == like(
+        0, "sharded over 2 ranks", "freed", step=1, name="tok_embeddings.weight", quantity="memory after forward"
+    )
     assert cause_of(diagnose(trial, judge(trial))).endswith("reshard_after_forward 2 is requested, always is observed")
 
 
@@ -193,10 +206,8 @@ def test_memory_that_no_parameter_shows_is_a_finding() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     record = trial.ranks[1].steps[0].after_forward[0]
     trial = after_forward(trial, 1, storage=record.storage + 8)
-    assert first_finding(trial) == Finding(
-        "rank 1, step 1, memory of all parameters after forward",
-        f"{record.storage / 1000:.4g} kB ({record.storage})",
-        f"{(record.storage + 8) / 1000:.4g} kB ({record.storage + 8})",
+    assert first_finding(trial) == like(
+        1, record.storage, record.storage + 8, step=1, quantity="memory of all parameters after forward", unit="bytes"
     )
 
 
@@ -213,7 +224,9 @@ def test_what_is_freed_on_one_rank_only_is_named_with_the_rank() -> None:
     other = trial_of(tiny_case("fsdp_2", reshard_after_forward="always"))
     record: AfterForward = other.ranks[1].steps[0].after_forward[0]
     trial = after_forward(trial, 1, bytes=record.bytes, storage=record.storage)
-    assert first_finding(trial) == Finding("rank 1, step 1, norm.weight after forward", "gathered", "freed")
+    assert first_finding(trial) == like(
+        1, "gathered", "freed", step=1, name="norm.weight", quantity="memory after forward"
+    )
     assert "norm, output freed, should be gathered on rank 1;" in cause_of(diagnose(trial, judge(trial)))
 
 
@@ -222,14 +235,26 @@ def test_a_gathering_that_is_missing_in_backward_is_a_finding() -> None:
         return with_collectives(trial, rank, lambda c: () if (c.op, c.phase) == ("all_gather", "backward") else (c,))
 
     trial = with_every_rank(trial_of(tiny_case("fsdp_2")), without)
-    assert first_finding(trial) == Finding(f"rank 0, step 1, {GATHERED_AGAIN} [0,1]", "1.6 kB (1600)", "nothing")
+    assert first_finding(trial) == like(
+        0,
+        1600,
+        0,
+        step=1,
+        name="all_gather",
+        unit="bytes",
+        quantity="again",
+        phase="backward",
+        axis="dp_shard",
+        group=(0, 1),
+    )
 
 
 def test_a_rank_that_says_nothing_does_not_pass() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     trial = with_step(trial, 1, 2, after_forward=())
-    where = "rank 1, step 2, tok_embeddings.weight"
-    assert first_finding(trial) == Finding(where, "a record of it", "none")
+    assert first_finding(trial) == like(
+        1, "a record of it", None, step=2, name="tok_embeddings.weight", quantity="memory after forward"
+    )
 
 
 def test_fsdp1_that_ran_over_all_ranks_is_named() -> None:
@@ -245,7 +270,7 @@ def test_another_wrapper_than_requested_is_named() -> None:
 
 def test_offloading_that_no_wrapper_knows_of_is_a_finding() -> None:
     trial = trial_of(tiny_case("fsdp_2", cpu_offload=True), tiny_case("fsdp_2"))
-    assert judged("features", trial).findings[0] == Finding("rank 0, CPU offload", "{True}", "{False}")
+    assert judged("features", trial).findings[0] == like(0, ("on",), ("off",), quantity="CPU offload")
 
 
 def in_buckets(trial, rank: int, size: int):
@@ -261,7 +286,7 @@ def in_buckets(trial, rank: int, size: int):
 
 def test_buckets_are_smaller_than_their_size_and_one_parameter_more() -> None:
     trial = trial_of(tiny_case("ddp_2", bucket_mb=128 / 2**20))  # and the largest parameter has 256 bytes
-    whole = Finding("rank 0, bytes reduced at once", "buckets of 128", "up to 1880")
+    whole = like(0, Limit(least=1, most=383), 1880, quantity="largest bucket reduced", unit="bytes")
     assert judged("features", trial).findings[0] == whole
     assert cause_of(diagnose(trial, judge(trial))).endswith("is requested, up to 1880 bytes are reduced at once")
     for size, verdict in ((376, Verdict.PASS), (384, Verdict.FAIL)):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checked import like, where
 from literal import ADAMW, SGD, UNEVEN, judged, tiny_case, trial_of, with_rank, with_step, with_value, without_rank
 from literal_ranks import microbatch_of
 from resuming import FSDP_4, TP_2, WEIGHT, cause, everywhere, resumed, with_resumed
@@ -14,7 +15,7 @@ from resuming import FSDP_4, TP_2, WEIGHT, cause, everywhere, resumed, with_resu
 from harness.checks import judge
 from harness.checks.resume import PARAMETER, put_together, step_received
 from harness.evidence.records import Resumed
-from harness.judge.result import Finding, Result, Verdict
+from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
 from harness.spec.case import Case, Saved
 from harness.spec.dims import ParallelDims
@@ -84,7 +85,7 @@ def test_moments_are_judged_where_they_are_saved_too() -> None:
     (kept,) = [step.optimizer_state for step in saved.ranks[0].steps if step.step == 2]
     wrong = {fqn: state | {"exp_avg": state["exp_avg"] * 1.01} for fqn, state in kept.items()}
     found = judged("update", with_step(saved, 0, 2, optimizer_state=wrong)).findings
-    assert found[0].where.startswith("rank 0, step 2, ")
+    assert (found[0].rank, found[0].step) == (0, 2)
 
 
 def test_a_case_that_resumes_nothing_has_nothing_to_judge() -> None:
@@ -103,7 +104,15 @@ def test_one_bit_of_one_parameter_on_one_rank_is_enough() -> None:
 
     result = judged("resume", with_resumed(resumed(), 2, "parameters", next_float))
     assert result.findings == (
-        Finding(f"rank 2, {WEIGHT}", "what was saved after step 2, 1/4 of dim 0 [2:3]", "1 of 4 entries differ"),
+        like(
+            2,
+            0,
+            1,
+            name=WEIGHT,
+            unit="of 4 entries differ",
+            note="saved after step 2, 1/4 of dim 0 [2:3]",
+            quantity="value",
+        ),
     )
 
 
@@ -140,8 +149,8 @@ def test_optimizer_state_of_another_parameter_is_named() -> None:
 def test_a_counter_that_starts_anew_is_named() -> None:
     lost = {"step": np.array(0.0, np.float32)}
     trial = everywhere(resumed(), "optimizer_state", lambda held: {fqn: s | lost for fqn, s in held.items()})
-    assert judged("resume", trial).findings[0] == Finding(
-        "rank 0, tok_embeddings.weight, step", "what was saved after step 2", "0 instead of 2"
+    assert judged("resume", trial).findings[0] == like(
+        0, 2.0, 0.0, name="tok_embeddings.weight", quantity="step", note="saved after step 2"
     )
     assert cause(trial) == (
         "the optimizer's step counter is 0 after resuming, saved 2 in every parameter: AdamW's bias correction restarts"
@@ -182,7 +191,7 @@ def test_a_schedule_that_starts_anew_is_named() -> None:
     trial = resumed()
     for rank in trial.ranks:
         trial = with_step(trial, rank, 3, lr=trial.reference.steps[0].lr, reported_lr=trial.reference.steps[0].lr)
-    assert judged("resume", trial).findings[0] == Finding("rank 0, step 3, learning rate", "0.0075", "0.005")
+    assert judged("resume", trial).findings[0] == like(0, 0.0075, 0.005, step=3, quantity="learning rate")
     assert cause(trial) == (
         "the schedule restarts after resuming: the learning rate of step 3 is that of step 1, requested 0.0075"
     )
@@ -192,7 +201,9 @@ def test_samples_of_another_step_are_named() -> None:
     trial, whole = resumed(), trial_of(tiny_case(FSDP_4))
     for rank in trial.ranks:
         trial = with_step(trial, rank, 3, microbatches=whole.ranks[rank].steps[0].microbatches)
-    assert judged("resume", trial).findings[0].observed == "2 of 2 are not of that step, all are of step 1"
+    assert judged("resume", trial).findings[0] == like(
+        0, 0, 2, step=3, quantity="samples of another step", unit="of 2 samples", note="all are of step 1"
+    )
     assert cause(trial) == "the data position restarts after resuming: step 3 receives the samples of step 1"
 
 
@@ -213,7 +224,8 @@ def test_a_mistake_before_the_checkpoint_is_found_by_its_check_and_told_with_its
     trial = replace(trial, saved=(before,))
     results = {result.check: result for result in judge(trial)}
     assert results["gradients"].verdict is Verdict.FAIL
-    assert results["gradients"].findings[0].where == "saved_1: rank 0, step 1, norm.weight"
+    assert where(results["gradients"].findings[0]) == (0, 1, "norm.weight")
+    assert results["gradients"].findings[0].launch == "saved_1"
     assert cause(trial).startswith("saved_1: ")
 
 
@@ -229,7 +241,7 @@ def test_steps_of_before_the_checkpoint_are_not_asked_of_the_resumed_launch() ->
     assert [step.step for step in trial.ranks[0].steps] == [3]
     again = replace(trial.ranks[0].steps[0], step=2)
     result = judged("completed", with_rank(trial, 0, steps=(again, *trial.ranks[0].steps)))
-    assert result.findings == (Finding("rank 0", "steps [3]", "steps [2, 3]"),)
+    assert result.findings == (like(0, (3,), (2, 3), quantity="steps"),)
 
 
 def test_launches_are_cases_of_their_own_layout_and_steps() -> None:
@@ -279,8 +291,8 @@ def test_a_rank_that_holds_nothing_of_a_parameter_need_keep_no_state_of_it() -> 
     assert judged("resume", lose(empty)).verdict is Verdict.PASS
     full = next(fqn for fqn in trial.plan.shapes if fqn not in empty)
     missing = judged("resume", lose({full})).findings
-    assert [(f.where, f.observed) for f in missing] == [
-        (f"rank 3, {full}, {name}", "none") for name in ("exp_avg", "exp_avg_sq", "step")
+    assert [(f.rank, f.name, f.quantity, f.observed) for f in missing] == [
+        (3, full, name, None) for name in ("exp_avg", "exp_avg_sq", "step")
     ]
 
 
@@ -299,7 +311,7 @@ def test_what_was_saved_keeps_its_dtype_and_what_nobody_held_is_no_number() -> N
 def test_a_rate_off_by_one_part_in_1e_11_does_not_continue_the_schedule(rank: int) -> None:
     rounded = 0.0075 * (1 + 1e-11)
     assert judged("resume", with_step(resumed(), rank, 3, lr=rounded)).findings == (
-        Finding(f"rank {rank}, step 3, learning rate", "0.0075", repr(rounded)),
+        like(rank, 0.0075, rounded, step=3, quantity="learning rate"),
     )
     assert judged("resume", with_step(resumed(), rank, 3, lr=0.0075 * (1 + 2e-13))).verdict is Verdict.PASS
 
@@ -308,13 +320,11 @@ def test_samples_of_several_steps_are_of_no_one_step() -> None:
     trial = resumed(after=ParallelDims())
     strange = (microbatch_of(trial.reference, (16, 17, 18, 19, 4, 5, 6, 7)),)
     assert judged("resume", with_step(trial, 0, 3, microbatches=strange)).findings == (
-        Finding("rank 0, step 3, samples", "the data position of the step", "4 of 8 are not of that step"),
+        like(0, 0, 4, step=3, quantity="samples of another step", unit="of 8 samples"),
     )
     whole = (microbatch_of(trial.reference, range(8, 16)),)
     assert judged("resume", with_step(trial, 0, 3, microbatches=whole)).findings == (
-        Finding(
-            "rank 0, step 3, samples", "the data position of the step", "8 of 8 are not of that step, all are of step 2"
-        ),
+        like(0, 0, 8, step=3, quantity="samples of another step", unit="of 8 samples", note="all are of step 2"),
     )
     assert step_received(trial, []) is None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from checked import findings
+from checked import findings, like
 from literal import (
     SGD,
     UNEVEN,
@@ -18,7 +18,8 @@ from literal import (
 )
 
 from harness.evidence.records import Exit, HeldTensor, Wrapper
-from harness.judge.result import Finding, Result, Verdict
+from harness.judge.finding import Limit
+from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
 
@@ -27,7 +28,7 @@ def test_a_rank_that_keeps_whole_parameters_after_the_last_step_is_named() -> No
     trial = trial_of(tiny_case("fsdp_2"))
     memory = trial.ranks[1].steps[2].memory
     assert findings("memory", with_step(trial, 1, 3, memory=memory | {"parameters": 1888})) == (
-        Finding("rank 1, step 3, parameters", "944 B", "1.888 kB"),
+        like(1, 944, 1888, step=3, unit="bytes", quantity="parameters"),
     )
 
 
@@ -35,7 +36,7 @@ def test_optimizer_state_in_half_the_precision_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     memory = trial.ranks[1].steps[0].memory
     assert findings("memory", with_step(trial, 1, 1, memory=memory | {"optimizer_state": 944})) == (
-        Finding("rank 1, step 1, optimizer_state", "1.888 kB", "944 B"),
+        like(1, 1888, 944, step=1, unit="bytes", quantity="optimizer_state"),
     )
 
 
@@ -43,7 +44,7 @@ def test_sgd_that_keeps_state_is_named_and_freed_gradients_are_not() -> None:
     trial = trial_of(tiny_case("single", SGD))
     memory = {"parameters": 1888, "gradients": 0, "optimizer_state": 1888}
     assert findings("memory", with_step(trial, 0, 1, memory=memory)) == (
-        Finding("rank 0, step 1, optimizer_state", "0 B", "1.888 kB"),
+        like(0, 0, 1888, step=1, unit="bytes", quantity="optimizer_state"),
     )
 
 
@@ -55,7 +56,7 @@ def test_the_padding_of_uneven_chunks_is_allowed_and_no_more() -> None:
     memory = {"parameters": most, "gradients": most, "optimizer_state": 2 * most}
     assert judged("memory", with_step(trial, 1, 1, memory=memory)).verdict == Verdict.PASS
     assert findings("memory", with_step(trial, 1, 1, memory=memory | {"parameters": most + 8})) == (
-        Finding("rank 1, step 1, parameters", "704 B to 832 B", "840 B"),
+        like(1, Limit(least=704, most=832), 840, step=1, unit="bytes", quantity="parameters"),
     )
 
 
@@ -83,8 +84,14 @@ def test_a_copy_of_weights_kept_anywhere_is_found() -> None:
     trial = keeping(trial_of(tiny_case("fsdp_2")), 1, *copies)
     most = trial.plan.spare_bytes[1]
     assert most == 2 * 4 * 2 * 8  # cosine and sine of 4 positions, for the 2 entries of a head
-    observed = "512 B in 2 tensors: float64 [8, 4], float32 [64]"
-    expected = Finding("rank 1, after the last step, unaccounted tensors", "at most 128 B", observed)
+    expected = like(
+        1,
+        Limit(most=128),
+        512,
+        unit="bytes",
+        quantity="unaccounted tensors after the last step",
+        note="2 tensors: float64 [8, 4], float32 [64]",
+    )
     assert findings("memory", trial) == (expected,)
 
 

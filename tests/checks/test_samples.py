@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from checked import EMBEDDING, NORM, findings
+from checked import EMBEDDING, NORM, findings, like
 from literal import last_bit, tiny_case, trial_of, with_parameter, with_step
 from literal_ranks import microbatch_of
-
-from harness.judge.result import Finding
 
 # ---- initial_weights
 
@@ -19,24 +17,22 @@ def test_weights_that_are_not_the_seeds_are_named_and_their_elements_missed() ->
     trial = trial_of(tiny_case("fsdp_2"))
     trial = with_parameter(trial, 1, NORM, value=np.ones(2))
     assert findings("initial_weights", trial) == (
-        Finding(f"rank 1, {NORM}", "a slice of the seed weight", "other values"),
-        Finding(NORM, "all 4 elements held by some rank", "2 of them held by no rank"),
+        like(1, "a slice of the seed weight", "other values", name=NORM),
+        like((), 4, 2, name=NORM, unit="elements", quantity="held by some rank"),
     )
 
 
 def test_weights_off_by_their_last_bit_on_one_replica_are_named() -> None:
     trial = trial_of(tiny_case("hsdp_2x2"))
     trial = with_parameter(trial, 3, NORM, value=last_bit(trial.ranks[3].parameters[-2].value))
-    assert findings("initial_weights", trial) == (
-        Finding(f"rank 3, {NORM}", "a slice of the seed weight", "other values"),
-    )
+    assert findings("initial_weights", trial) == (like(3, "a slice of the seed weight", "other values", name=NORM),)
 
 
 def test_rows_that_nobody_holds_are_counted() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     trial = with_parameter(trial, 1, EMBEDDING, value=trial.ranks[0].parameters[0].value)
     assert findings("initial_weights", trial) == (
-        Finding(EMBEDDING, "all 32 elements held by some rank", "16 of them held by no rank"),
+        like((), 32, 16, name=EMBEDDING, unit="elements", quantity="held by some rank"),
     )
 
 
@@ -51,10 +47,13 @@ def feeding(trial, rank: int, step: int, *ids: list[int]):
 
 def test_two_ranks_fed_the_same_samples_are_named() -> None:
     assert findings("samples", feeding(trial_of(tiny_case("ddp_2")), 1, 1, [0, 1, 2, 3])) == (
-        Finding(
-            "step 1",
+        like(
+            (0, 1),
             "each of 8 samples received by one dp rank",
-            "4 received more than once (0, 1, 2, 3); 4 received by no rank (4, 5, 6, 7); ranks [0, 1] received the same",
+            "4 received more than once (0, 1, 2, 3); 4 received by no rank (4, 5, 6, 7)",
+            step=1,
+            note="ranks [0,1] received the same",
+            quantity="samples",
         ),
     )
 
@@ -71,7 +70,16 @@ def test_ranks_fed_with_rows_that_are_no_samples_are_not_said_to_receive_the_sam
 def test_a_tp_peer_fed_other_samples_is_named() -> None:
     trial = feeding(trial_of(tiny_case("fsdp_2_tp_2")), 3, 3, [20, 21, 22, 16])
     assert findings("samples", trial) == (
-        Finding("rank 3, step 3", "the samples of tp peer 2: [20, 21, 22, 23]", "[20, 21, 22, 16]"),
+        like(
+            3,
+            (20, 21, 22, 23),
+            (20, 21, 22, 16),
+            step=3,
+            note="expected: those of rank 2",
+            quantity="samples",
+            axis="tp",
+            group=(2, 3),
+        ),
     )
 
 
@@ -79,17 +87,15 @@ def test_samples_that_only_a_tp_peer_receives_are_not_said_to_be_received_by_no_
     """Shares dealt out by global rank, although tp is the innermost axis: ranks 0 to 3 have the shares 0, 1, 0, 1."""
     trial = feeding(trial_of(tiny_case("fsdp_2_tp_2")), 1, 1, [4, 5, 6, 7])
     trial = feeding(trial, 2, 1, [0, 1, 2, 3])
-    of_step = next(one.observed for one in findings("samples", trial) if one.where == "step 1")
+    of_step = next(one for one in findings("samples", trial) if one.ranks == (0, 2))
     twice = "4 received more than once (0, 1, 2, 3)"
-    assert of_step == f"{twice}; 4 received by some tp or cp peers only (4, 5, 6, 7); ranks [0, 2] received the same"
+    assert of_step.observed == f"{twice}; 4 received by some tp or cp peers only (4, 5, 6, 7)"
 
 
 def test_samples_of_the_next_step_are_named() -> None:
     assert findings("samples", feeding(trial_of(tiny_case("single")), 0, 2, list(range(9, 17)))) == (
-        Finding(
-            "step 2",
-            "each of 8 samples received by one dp rank",
-            "1 received by no rank (8); 1 of another step (16)",
+        like(
+            (), "each of 8 samples received by one dp rank", "1 received by no rank (8); 1 of another step (16)", step=2
         ),
     )
 
@@ -99,7 +105,7 @@ def test_tokens_that_are_no_sample_are_counted() -> None:
     (microbatch,) = trial.ranks[1].steps[2].microbatches
     shifted = replace(microbatch, tokens=np.roll(microbatch.tokens, 1, axis=1))
     shown = findings("samples", with_step(trial, 1, 3, microbatches=(shifted,)))
-    assert sorted(finding.where for finding in shown) == ["rank 1, step 3", "step 3"]
+    assert sorted((finding.ranks, finding.step) for finding in shown) == [((), 3), ((1,), 3)]
 
 
 def test_labels_that_are_not_shifted_are_counted() -> None:
@@ -108,14 +114,14 @@ def test_labels_that_are_not_shifted_are_counted() -> None:
     labels = microbatch.labels.copy()
     labels[0, :2] = 99
     assert findings("samples", with_step(trial, 1, 3, microbatches=(replace(microbatch, labels=labels),))) == (
-        Finding("rank 1, step 3", "each sample's own labels", "2 labels differ"),
+        like(1, 0, 2, step=3, quantity="labels that are not the sample's own"),
     )
 
 
 def test_accumulation_that_did_not_take_place_is_named() -> None:
     requested, ran = tiny_case("single", accumulation=2), tiny_case("single")
     assert findings("samples", trial_of(requested, ran)) == tuple(
-        Finding(f"rank 0, step {step}", "microbatches of [4, 4] samples", "[8]") for step in (1, 2, 3)
+        like(0, (4, 4), (8,), step=step, quantity="samples of each microbatch") for step in (1, 2, 3)
     )
 
 
@@ -123,21 +129,21 @@ def test_an_uneven_split_over_ranks_is_named() -> None:
     trial = feeding(trial_of(tiny_case("ddp_2")), 0, 1, [0, 1, 2, 3, 4])
     trial = feeding(trial, 1, 1, [5, 6, 7])
     assert findings("samples", trial) == (
-        Finding("rank 0, step 1", "microbatches of [4] samples", "[5]"),
-        Finding("rank 1, step 1", "microbatches of [4] samples", "[3]"),
+        like(0, (4,), (5,), step=1, quantity="samples of each microbatch"),
+        like(1, (4,), (3,), step=1, quantity="samples of each microbatch"),
     )
 
 
 def test_a_sample_fed_twice_beside_all_the_others_is_named() -> None:
     assert findings("samples", feeding(trial_of(tiny_case("ddp_2")), 1, 1, [4, 5, 6, 7, 0])) == (
-        Finding("step 1", "each of 8 samples received by one dp rank", "1 received more than once (0)"),
-        Finding("rank 1, step 1", "microbatches of [4] samples", "[5]"),
+        like((), "each of 8 samples received by one dp rank", "1 received more than once (0)", step=1),
+        like(1, (4,), (5,), step=1, quantity="samples of each microbatch"),
     )
 
 
 def test_a_step_without_any_microbatch_does_not_pass() -> None:
     trial = with_step(trial_of(tiny_case("ddp_2")), 1, 2, microbatches=())
-    assert findings("samples", trial)[-1] == Finding("rank 1, step 2", "microbatches of [4] samples", "[]")
+    assert findings("samples", trial)[-1] == like(1, (4,), (), step=2, quantity="samples of each microbatch")
 
 
 # ---- replica_agreement
@@ -150,7 +156,5 @@ def test_labels_that_are_not_one_a_token_are_not_passed_over(labels: np.ndarray 
     trial = trial_of(tiny_case("single"))
     (microbatch,) = trial.ranks[0].steps[1].microbatches
     trial = with_step(trial, 0, 2, microbatches=(replace(microbatch, labels=labels),))
-    observed = f"[{0 if labels is None else labels.size}] labels"
-    assert findings("samples", trial) == (
-        Finding("rank 0, step 2", "labels for microbatches of [32] tokens", observed),
-    )
+    labelled = 0 if labels is None else labels.size
+    assert findings("samples", trial) == (like(0, (32,), (labelled,), step=2, quantity="labels of each microbatch"),)

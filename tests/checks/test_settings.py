@@ -6,10 +6,11 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from checked import like
 from literal import ADAMW, cause_of, judged, tiny_case, trial_of, with_rank, with_step
 
 from harness.diagnosis import diagnose
-from harness.judge.result import Finding, Verdict
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 
 EVERYWHERE = tuple(itertools.product((0, 1), (1, 2, 3)))
@@ -32,8 +33,8 @@ def cause(trial: Trial) -> str:
 def test_anomaly_detection_left_on_is_named() -> None:
     trial = with_setting(trial_of(tiny_case("fsdp_2")), "autograd anomaly detection", "on")
     assert judged("settings", trial).findings == (
-        Finding("rank 0, step 1, autograd anomaly detection", "off", "on"),
-        Finding("rank 1, step 1, autograd anomaly detection", "off", "on"),
+        like(0, ("off",), ("on",), step=1, name="autograd anomaly detection"),
+        like(1, ("off",), ("on",), step=1, name="autograd anomaly detection"),
     )
     assert cause(trial) == "autograd anomaly detection is on, requested off (from step 1 on)"
 
@@ -85,8 +86,10 @@ def test_what_a_trainer_may_choose_is_chosen_by_all_ranks_and_in_all_steps() -> 
     trial = trial_of(tiny_case("fsdp_2"))
     assert cause(with_setting(trial, "cudnn.benchmark", "on")) == ""
     trial = with_setting(trial, "cudnn.benchmark", "on", at=((1, 3),))
-    assert judged("settings", trial).findings == (Finding("rank 1, step 3, cudnn.benchmark", "off as elsewhere", "on"),)
-    assert cause(trial) == "cudnn.benchmark is on, requested off as elsewhere (on rank 1 in step 3)"
+    assert judged("settings", trial).findings == (
+        like(1, ("off",), ("on",), step=3, name="cudnn.benchmark", note="as elsewhere"),
+    )
+    assert cause(trial) == "cudnn.benchmark is on, requested off (as elsewhere) (on rank 1 in step 3)"
 
 
 def test_the_recipes_dtype_may_be_the_default_of_tensors_everywhere_and_no_other() -> None:

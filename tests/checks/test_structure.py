@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from checked import EMBEDDING, findings
+from checked import EMBEDDING, findings, like
 from literal import (
     UNEVEN,
     cause_of,
@@ -22,8 +22,10 @@ from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.evidence.records import Collective, Group, Wrapper
 from harness.judge.contents import locate
-from harness.judge.result import Finding, Verdict
+from harness.judge.finding import Part
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+from harness.report.cause_text import diagnosis_line
 from harness.spec.dims import ParallelDims
 
 # ---- process_groups
@@ -42,12 +44,20 @@ def test_ranks_in_the_wrong_tp_groups_are_named() -> None:
     for rank, groups in enumerate([((0, 3),), ((1, 2),), ((1, 2),), ((0, 3),)]):
         trial = with_groups(trial, rank, *groups, (0, 2) if rank in (0, 2) else (1, 3))
     assert findings("process_groups", trial) == tuple(
-        Finding(f"rank {rank}, axis tp", f"a group {wanted}", f"groups of that size: {near}")
+        like(
+            rank,
+            "a group of these ranks",
+            None,
+            kind="group",
+            axis="tp",
+            group=wanted,
+            note=f"groups of that size: {near}",
+        )
         for rank, wanted, near in (
-            (0, "[0,1]", "[0,2] [0,3]"),
-            (1, "[0,1]", "[1,2] [1,3]"),
-            (2, "[2,3]", "[0,2] [1,2]"),
-            (3, "[2,3]", "[0,3] [1,3]"),
+            (0, (0, 1), "[0,2] [0,3]"),
+            (1, (0, 1), "[1,2] [1,3]"),
+            (2, (2, 3), "[0,2] [1,2]"),
+            (3, (2, 3), "[0,3] [1,3]"),
         )
     )
 
@@ -58,7 +68,7 @@ def test_a_group_that_only_one_of_its_members_knows_is_named(member: int, other:
     odd = Group("odd", (0, 1), "gloo")
     trial = with_rank(trial, member, groups=(*trial.ranks[member].groups, odd))
     assert findings("process_groups", trial) == (
-        Finding(f"group 'odd' of rank {member}", f"known to rank {other}", "no such group there: [0,1]"),
+        like(tuple({member, other}), f"the same group on rank {other}", None, kind="group", name="odd", group=(0, 1)),
     )
 
 
@@ -67,20 +77,18 @@ def test_a_group_that_only_one_of_its_members_knows_is_named(member: int, other:
 
 def test_a_parameter_claimed_whole_on_one_rank_is_named() -> None:
     trial = with_parameter(trial_of(tiny_case("hsdp_2x2")), 3, EMBEDDING, placements=("Replicate", "Replicate"))
-    assert findings("placements", trial) == (
-        Finding(f"rank 3, {EMBEDDING}", "dim 0 over [2,3]", "whole on every rank"),
-    )
+    assert findings("placements", trial) == (like(3, "dim 0 over [2,3]", "whole on every rank", name=EMBEDDING),)
 
 
 def test_a_row_parallel_weight_cut_by_columns_is_named() -> None:
     fqn = "layers.0.attention.wo.weight"
     trial = with_parameter(trial_of(tiny_case("tp_2")), 1, fqn, placements=("Shard(0)",))
-    assert findings("placements", trial) == (Finding(f"rank 1, {fqn}", "dim 1 over [0,1]", "dim 0 over [0,1]"),)
+    assert findings("placements", trial) == (like(1, "dim 1 over [0,1]", "dim 0 over [0,1]", name=fqn),)
 
 
 def test_swapped_mesh_axes_are_named_by_the_ranks_they_join() -> None:
     trial = with_parameter(trial_of(tiny_case("hsdp_2x2")), 0, EMBEDDING, mesh=[[0, 2], [1, 3]])
-    assert findings("placements", trial) == (Finding(f"rank 0, {EMBEDDING}", "dim 0 over [0,1]", "dim 0 over [0,2]"),)
+    assert findings("placements", trial) == (like(0, "dim 0 over [0,1]", "dim 0 over [0,2]", name=EMBEDDING),)
 
 
 def test_a_mesh_that_lists_ranks_in_another_order_claims_slices_that_others_hold() -> None:
@@ -110,14 +118,16 @@ def test_a_mesh_axis_of_one_rank_claims_nothing() -> None:
 def test_a_wrapper_that_replicates_over_nothing_is_named() -> None:
     trial = trial_of(tiny_case("hsdp_2x2"))
     trial = with_rank(trial, 2, structure={"layers.0": Wrapper("fsdp2", (2, 3))})
-    assert findings("placements", trial) == (Finding("rank 2, fsdp2 on layers.0, replicate_ranks", "[0,2]", "[2]"),)
+    assert findings("placements", trial) == (
+        like(2, (0, 2), (2,), name="layers.0", quantity="fsdp2 replicate_ranks", unit="ranks"),
+    )
 
 
 def test_a_replicate_axis_that_nothing_claims_is_named() -> None:
     trial = with_every_rank(trial_of(tiny_case("ddp_2")), lambda trial, rank: with_rank(trial, rank, structure={}))
     assert findings("placements", trial) == (
-        Finding("rank 0, dp_replicate", "a wrapper or parameter replicated over [0,1]", "none"),
-        Finding("rank 1, dp_replicate", "a wrapper or parameter replicated over [0,1]", "none"),
+        like(0, "a wrapper or parameter that is replicated", None, kind="group", axis="dp_replicate", group=(0, 1)),
+        like(1, "a wrapper or parameter that is replicated", None, kind="group", axis="dp_replicate", group=(0, 1)),
     )
 
 
@@ -128,14 +138,16 @@ def test_a_rank_that_holds_its_neighbours_slice_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     value = trial.ranks[0].parameters[0].value
     assert findings("shard_contents", with_parameter(trial, 1, EMBEDDING, value=value)) == (
-        Finding(f"rank 1, {EMBEDDING}", "1/2 of dim 0 [4:8]", "1/2 of dim 0 [0:4]"),
+        like(1, Part(((4, 8), (0, 4)), (8, 4)), Part(((0, 4), (0, 4)), (8, 4)), name=EMBEDDING, quantity="slice"),
     )
 
 
 def test_a_rank_that_holds_the_whole_tensor_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     trial = with_parameter(trial, 1, EMBEDDING, value=trial.reference.weights[EMBEDDING])
-    assert findings("shard_contents", trial) == (Finding(f"rank 1, {EMBEDDING}", "1/2 of dim 0 [4:8]", "whole"),)
+    assert findings("shard_contents", trial) == (
+        like(1, Part(((4, 8), (0, 4)), (8, 4)), Part(((0, 8), (0, 4)), (8, 4)), name=EMBEDDING, quantity="slice"),
+    )
 
 
 def test_one_element_in_the_place_of_another_is_named_and_a_parameter_that_is_not_held_hides_no_other() -> None:
@@ -143,7 +155,7 @@ def test_one_element_in_the_place_of_another_is_named_and_a_parameter_that_is_no
     value = next(t.value for t in trial.ranks[0].parameters if t.fqn == "norm.weight")
     trial = with_parameter(trial, 1, "norm.weight", value=value)
     assert findings("shard_contents", trial) == (
-        Finding("rank 1, norm.weight", "1/4 of dim 0 [1:2]", "1/4 of dim 0 [0:1]"),
+        like(1, Part(((1, 2),), (4,)), Part(((0, 1),), (4,)), name="norm.weight", quantity="slice"),
     )
     without_first = with_rank(trial, 1, parameters=trial.ranks[1].parameters[1:])
     assert findings("shard_contents", without_first) == findings("shard_contents", trial)
@@ -165,7 +177,13 @@ def test_other_bytes_than_the_seeds_are_found_nowhere(change) -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     trial = with_parameter(trial, 1, EMBEDDING, value=change(trial.ranks[1].parameters[0].value))
     assert findings("shard_contents", trial) == (
-        Finding(f"rank 1, {EMBEDDING}", "1/2 of dim 0 [4:8]", "bytes that are nowhere in the seed weight"),
+        like(
+            1,
+            Part(((4, 8), (0, 4)), (8, 4)),
+            "bytes that are nowhere in the seed weight",
+            name=EMBEDDING,
+            quantity="slice",
+        ),
     )
 
 
@@ -177,7 +195,7 @@ def test_minus_zero_is_another_weight_than_zero() -> None:
 def test_an_empty_slice_where_there_should_be_rows_is_named() -> None:
     trial = with_parameter(trial_of(tiny_case("fsdp_2")), 1, EMBEDDING, value=np.zeros((0, 4)))
     assert findings("shard_contents", trial) == (
-        Finding(f"rank 1, {EMBEDDING}", "1/2 of dim 0 [4:8]", "nothing of dim 0 [0:0]"),
+        like(1, Part(((4, 8), (0, 4)), (8, 4)), Part(((0, 0), (0, 4)), (8, 4)), name=EMBEDDING, quantity="slice"),
     )
 
 
@@ -200,10 +218,8 @@ def test_units_that_are_finer_than_requested_are_found_and_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     first, block, last = trial.plan.units[1]
     finer = gathering(trial, 1, first, block[:1], block[1:], last)
-    told = Finding(
-        "rank 1, FSDP unit of layers.0.attention.wq.weight",
-        "its 9 parameters gathered together, and no others",
-        "in 2 units",
+    told = like(
+        1, "its 9 parameters gathered together, and no others", "in 2 units", name="layers.0.attention.wq.weight"
     )
     assert findings("placements", finer) == (told,)
     cause = "fsdp2 units are finer than requested: parameters are gathered in 4 pieces, requested 3 on rank 1"
@@ -238,11 +254,11 @@ def test_ranks_do_not_wait_for_each_other_inside_of_a_pass(op: str, size: int, p
         waiting = Collective(op, (0, 1), "(0, 1)", "uint8", size, phase, 2, len(calls))
         trial = with_rank(trial, rank, collectives=(*calls, waiting))
     result = judged("traffic", trial)
-    expected = Finding(f"rank 0, step 2, {phase}", "no collective without data", f"1 x {op} without data")
+    expected = like(0, 0, 1, step=2, kind="collective", name=op, phase=phase, group=(0, 1), quantity="without data")
     assert (result.findings[:1] == (expected,)) is wrong
     told = diagnose(trial, [result])
     named = f"ranks synchronize in {phase} without moving data: 1 x {op} over [0,1] (rank 0, step 2)"
-    assert (told.cause if told else None) == (named if wrong else None)
+    assert (diagnosis_line(told) if told else None) == (named if wrong else None)
 
 
 def test_fsdp_units_of_which_no_wrapper_tells_are_unknown() -> None:

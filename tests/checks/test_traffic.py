@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from checked import findings
+from checked import findings, like
 from literal import (
     ADAMW,
     judged,
@@ -17,7 +17,7 @@ from literal import (
 )
 
 from harness.evidence.records import BACKGROUND, Collective
-from harness.judge.result import Finding, Verdict
+from harness.judge.result import Verdict
 from harness.judge.traffic import observed
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
@@ -28,8 +28,8 @@ from harness.spec.dims import ParallelDims
 
 def test_an_even_step_that_moves_as_much_as_an_odd_one_is_named() -> None:
     requested, ran = (tiny_case("tp_2", replace(ADAMW, variable_length=half)) for half in (True, False))
-    assert findings("traffic", trial_of(requested, ran))[0] == Finding(
-        "rank 0, step 2, backward all_gather over tp [0,1]", "1.536 kB (1536)", "3.072 kB (3072)"
+    assert findings("traffic", trial_of(requested, ran))[0] == like(
+        0, 1536, 3072, step=2, name="all_gather", unit="bytes", phase="backward", axis="tp", group=(0, 1)
     )
 
 
@@ -45,8 +45,8 @@ def test_a_gradient_all_reduce_missing_on_every_rank_is_named_with_its_axis() ->
     drop = dropping("all_reduce", "backward", step=3)
     trial = with_every_rank(trial_of(tiny_case("hsdp_2x2")), lambda t, rank: with_collectives(t, rank, drop))
     assert findings("traffic", trial) == tuple(
-        Finding(f"rank {rank}, step 3, backward all_reduce over dp_replicate {group}", "944 B (944)", "nothing")
-        for rank, group in ((0, "[0,2]"), (1, "[1,3]"), (2, "[0,2]"), (3, "[1,3]"))
+        like(rank, 944, 0, step=3, name="all_reduce", phase="backward", axis="dp_replicate", group=group, unit="bytes")
+        for rank, group in ((0, (0, 2)), (1, (1, 3)), (2, (0, 2)), (3, (1, 3)))
     )
     assert judged("collective_order", trial).verdict == Verdict.PASS  # everybody skips it: only traffic knows
 
@@ -56,8 +56,8 @@ def test_a_gradient_all_reduce_over_the_wrong_ranks_is_named() -> None:
         return [replace(call, ranks=(0, 1, 2, 3)) if call.ranks == (0, 2) else call]
 
     assert findings("traffic", with_collectives(trial_of(tiny_case("hsdp_2x2")), 0, over_all))[:2] == (
-        Finding("rank 0, step 1, backward all_reduce over [0-3] (no axis of the plan)", "nothing", "944 B (944)"),
-        Finding("rank 0, step 1, backward all_reduce over dp_replicate [0,2]", "944 B (944)", "nothing"),
+        like(0, 0, 944, step=1, name="all_reduce", unit="bytes", phase="backward", group=(0, 1, 2, 3)),
+        like(0, 944, 0, step=1, name="all_reduce", unit="bytes", phase="backward", axis="dp_replicate", group=(0, 2)),
     )
 
 
@@ -65,17 +65,24 @@ def test_gradients_reduced_in_half_the_bytes_are_named() -> None:
     def narrow(call: Collective):
         return [replace(call, dtype="float32", bytes=call.bytes // 2) if call.op == "reduce_scatter" else call]
 
-    assert findings("traffic", with_collectives(trial_of(tiny_case("fsdp_2")), 1, narrow))[0] == Finding(
-        "rank 1, step 1, backward reduce_scatter over dp_shard [0,1]",
-        "1.888 kB (1888)",
-        "944 B (944): 236 elements of float32; expected as many of float64",
+    assert findings("traffic", with_collectives(trial_of(tiny_case("fsdp_2")), 1, narrow))[0] == like(
+        1,
+        1888,
+        944,
+        step=1,
+        name="reduce_scatter",
+        unit="bytes",
+        phase="backward",
+        axis="dp_shard",
+        group=(0, 1),
+        note="236 elements of float32; expected as many of float64",
     )
 
 
 def test_parameters_gathered_again_though_never_to_be_resharded_are_named() -> None:
     requested, ran = tiny_case("fsdp_2", reshard_after_forward="never"), tiny_case("fsdp_2")
-    assert findings("traffic", trial_of(requested, ran))[0] == Finding(
-        "rank 0, step 1, backward all_gather over dp_shard [0,1]", "nothing", "1.6 kB (1600)"
+    assert findings("traffic", trial_of(requested, ran))[0] == like(
+        0, 0, 1600, step=1, name="all_gather", unit="bytes", phase="backward", axis="dp_shard", group=(0, 1)
     )
 
 
@@ -83,22 +90,22 @@ def test_gradients_reduced_once_per_microbatch_are_named() -> None:
     def twice(call: Collective):
         return [call, call] if call.op == "all_reduce" and call.phase == "backward" else [call]
 
-    assert findings("traffic", with_collectives(trial_of(tiny_case("ddp_2", accumulation=2)), 1, twice))[0] == Finding(
-        "rank 1, step 1, backward all_reduce over dp_replicate [0,1]", "1.888 kB (1888)", "3.776 kB (3776)"
+    assert findings("traffic", with_collectives(trial_of(tiny_case("ddp_2", accumulation=2)), 1, twice))[0] == like(
+        1, 1888, 3776, step=1, name="all_reduce", unit="bytes", phase="backward", axis="dp_replicate", group=(0, 1)
     )
 
 
 def test_tensor_parallel_without_the_sequence_parallel_requested_is_named() -> None:
     requested, ran = tiny_case("tp_2"), tiny_case("tp_2", sequence_parallel=False)
-    broken = [f for f in findings("traffic", trial_of(requested, ran)) if f.where.startswith("rank 0, step 1")]
+    broken = [f for f in findings("traffic", trial_of(requested, ran)) if (f.rank, f.step) == (0, 1)]
     # 8 samples x 4 positions x 4 wide x 8 bytes = 1024 a crossing, 3 crossings; norms 3 x 4 x 8 = 96
     assert broken == [
-        Finding("rank 0, step 1, backward all_gather over tp [0,1]", "3.072 kB (3072)", "nothing"),
-        Finding("rank 0, step 1, backward all_reduce over tp [0,1]", "96 B (96)", "3.072 kB (3072)"),
-        Finding("rank 0, step 1, backward reduce_scatter over tp [0,1]", "3.072 kB (3072)", "nothing"),
-        Finding("rank 0, step 1, forward all_gather over tp [0,1]", "3.072 kB (3072)", "nothing"),
-        Finding("rank 0, step 1, forward all_reduce over tp [0,1]", "nothing", "3.072 kB (3072)"),
-        Finding("rank 0, step 1, forward reduce_scatter over tp [0,1]", "3.072 kB (3072)", "nothing"),
+        like(0, 3072, 0, step=1, name="all_gather", phase="backward", axis="tp", group=(0, 1), unit="bytes"),
+        like(0, 96, 3072, step=1, name="all_reduce", phase="backward", axis="tp", group=(0, 1), unit="bytes"),
+        like(0, 3072, 0, step=1, name="reduce_scatter", phase="backward", axis="tp", group=(0, 1), unit="bytes"),
+        like(0, 3072, 0, step=1, name="all_gather", phase="forward", axis="tp", group=(0, 1), unit="bytes"),
+        like(0, 0, 3072, step=1, name="all_reduce", phase="forward", axis="tp", group=(0, 1), unit="bytes"),
+        like(0, 3072, 0, step=1, name="reduce_scatter", phase="forward", axis="tp", group=(0, 1), unit="bytes"),
     ]
 
 
@@ -154,10 +161,11 @@ def test_a_collective_that_one_rank_skips_is_named_at_its_place() -> None:
         return [] if len(seen) == 3 else [call]
 
     assert findings("collective_order", with_collectives(trial_of(tiny_case("ddp_2")), 1, skip_the_third)) == (
-        Finding(
-            "group [0,1], collective 2",
+        like(
+            (0, 1),
             "all_reduce of 8 B float64 (step 1, other) on every rank",
             "all_reduce of 8 B float64 (step 2, backward) on rank 1",
+            quantity="collective 2",
         ),
     )
 
@@ -167,10 +175,11 @@ def test_the_odd_rank_among_several_is_named_not_the_majority() -> None:
         return [replace(call, dtype="float32") if call.phase == "other" and call.step == 3 else call]
 
     assert findings("collective_order", with_collectives(trial_of(tiny_case("hsdp_2x2")), 3, widen)) == (
-        Finding(
-            "group [0-3], collective 2",
+        like(
+            (0, 1, 2, 3),
             "all_reduce of 8 B float64 (step 3, other) on every rank",
             "all_reduce of 8 B float32 (step 3, other) on rank 3",
+            quantity="collective 2",
         ),
     )
 
@@ -179,8 +188,11 @@ def test_the_last_collective_that_a_rank_never_issues_is_named() -> None:
     trial = trial_of(tiny_case("ddp_2"))
     trial = with_rank(trial, 1, collectives=trial.ranks[1].collectives[:-1])
     assert findings("collective_order", trial) == (
-        Finding(
-            "group [0,1], collective 8", "all_reduce of 8 B float64 (step 3, other) on every rank", "nothing on rank 1"
+        like(
+            (0, 1),
+            "all_reduce of 8 B float64 (step 3, other) on every rank",
+            "nothing on rank 1",
+            quantity="collective 8",
         ),
     )
 
@@ -200,10 +212,11 @@ def test_what_another_thread_issues_over_a_group_of_its_own_may_come_at_any_time
     for at in (1, 6):
         assert judged("collective_order", beside(1, at, (16, 32))).verdict == Verdict.PASS
     assert findings("collective_order", beside(1, 6, (32, 16))) == (
-        Finding(
-            "group [0,1], collective 0",
+        like(
+            (0, 1),
             "all_reduce of 16 B float32 (step 0, background) on every rank",
             "all_reduce of 32 B float32 (step 0, background) on rank 1",
+            quantity="collective 0",
         ),
     )
 
@@ -212,7 +225,9 @@ def test_a_send_that_nobody_receives_is_named() -> None:
     trial = trial_of(tiny_case("ddp_2"))
     send = Collective("send", (0, 1), "p2p", "float64", 64, "forward", 1, 9, peer=1)
     sent = with_rank(trial, 0, collectives=(*trial.ranks[0].collectives, send))
-    assert findings("collective_order", sent) == (Finding("rank 0 to rank 1", "64 B received", "0 B"),)
+    assert findings("collective_order", sent) == (
+        like((0, 1), 64, 0, unit="bytes", quantity="sent by rank 0, received by rank 1"),
+    )
     received = replace(send, op="recv", peer=0)
     both = with_rank(sent, 1, collectives=(*sent.ranks[1].collectives, received))
     assert judged("collective_order", both).verdict == Verdict.PASS

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from literal import tiny_case, trial_of, with_rank
+from literal import tiny_case, trial_of
 
 from harness.diagnosis import assume
+from harness.evidence.provided import RECORDED
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.recorded import without_slices
-from harness.judge.trial import Recorded, Trial
+from harness.judge.trial import Trial
 from harness.reference import counterfactual
+from harness.spec.measured import Measured
 
 RETRAIN, RETRAIN_APART = assume.retrain, assume.retrain_apart
 RIGHT = trial_of(tiny_case("ddp_2"))
@@ -25,7 +27,9 @@ def _nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def both(key: str, first: Any, second: Any) -> Any:
-    return assume.another_reference(assume.another_reference(RIGHT, **{key: first}), **{key: second}).otherwise[key]
+    return assume.another_reference(
+        assume.another_reference(RIGHT, **{key: first}), **{key: second}
+    ).assumption.reference[key]
 
 
 @pytest.mark.parametrize("key", ["batch", "gradients", "left"])
@@ -77,11 +81,11 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, of: Any, name: str, gives: Any) ->
 def test_the_plan_of_another_case_is_of_the_same_trainer_torch_and_observed_units(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    observed: Any = {0: ()}
-    trial = replace(RIGHT, plan=replace(RIGHT.plan, observed=observed, torch="2.14"))
+    traits = replace(RIGHT.traits, measured=Measured({0: ()}, torch="2.14"))
+    trial = replace(RIGHT, plan=replace(RIGHT.plan, traits=traits))
     plans = calls_of(monkeypatch, assume, "make_plan", lambda *of: "the plan")
     changed = assume.another_feature(trial, loss_parallel=False)
-    assert plans == [((changed.case, trial.traits, observed), {"torch": "2.14"})]
+    assert plans == [((changed.case, traits), {})]
     assert (changed.plan, changed.case.features.loss_parallel) == ("the plan", False)
     assert replace(changed.case, features=trial.case.features) == trial.case
 
@@ -89,10 +93,10 @@ def test_the_plan_of_another_case_is_of_the_same_trainer_torch_and_observed_unit
 @pytest.mark.parametrize("derived", [True, False])
 def test_the_plan_of_another_case_says_what_ranks_hold_unless_that_of_a_recording_did_not(derived: bool) -> None:
     plan = RIGHT.plan if derived else without_slices(RIGHT.plan)
-    recording = replace(RIGHT, plan=plan, recorded=Recorded({}))
+    recording = replace(RIGHT, plan=plan, run=replace(RIGHT.run, provided=RECORDED))
     changed = assume.another_feature(recording, loss_parallel=False).plan
     assert [bool(held) for held in changed.slices.values()] == [derived, derived]
-    unrecorded = assume.another_feature(replace(recording, recorded=None), loss_parallel=False).plan
+    unrecorded = assume.another_feature(replace(recording, run=RIGHT.run), loss_parallel=False).plan
     assert all(unrecorded.slices.values())
 
 
@@ -100,10 +104,10 @@ def test_by_another_recipe_the_reference_is_trained_with_all_that_is_assumed_alr
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trained = calls_of(monkeypatch, assume, "retrain", lambda *of: "the reference")
-    trial = replace(_with_rows(RIGHT, order := np.array([1, 0])), otherwise={"amsgrad": True})
+    trial = _with_rows(RIGHT, order := np.array([1, 0])).assuming(reference={"amsgrad": True})
     recipe = replace(RIGHT.case.training, beta2=0.5)
     changed = assume.another_recipe(trial, recipe)
-    assert trained == [((RIGHT.case.model, recipe, RIGHT.reference), {"rows": {"norm.weight": order}, "amsgrad": True})]
+    assert trained == [((RIGHT.case.model, recipe, trial.reference), {"rows": {"norm.weight": order}, "amsgrad": True})]
     assert (changed.reference, changed.case.training) == ("the reference", recipe)
 
 
@@ -111,7 +115,7 @@ def test_an_optimizer_that_did_something_else_trained_the_reference_so(monkeypat
     trained = calls_of(monkeypatch, assume, "retrain", lambda *of: of[2])
     changed = assume.another_optimizer(RIGHT, AssumedOptimizer(amsgrad=True, copies=1), amsgrad=True)
     assert [words for _, words in trained] == [{"amsgrad": True}]
-    assert (changed.assumed.amsgrad, changed.assumed.copies) == (True, 1)
+    assert (changed.assumption.optimizer.amsgrad, changed.assumption.optimizer.copies) == (True, 1)
 
 
 @pytest.mark.parametrize(("runs", "references"), [(("a", "b"), {0: "b", 1: "a"}), (("a",), {})])
@@ -119,11 +123,11 @@ def test_ranks_that_train_apart_have_a_reference_each_and_one_copy_is_everybodys
     monkeypatch: pytest.MonkeyPatch, runs: tuple[str, ...], references: dict[int, str]
 ) -> None:
     trained = calls_of(monkeypatch, assume, "retrain_apart", lambda *of: runs)
-    trial = replace(RIGHT, otherwise={"amsgrad": True})
+    trial = RIGHT.assuming(reference={"amsgrad": True})
     changed = assume.apart(trial, {0: 1, 1: 0}, [{"left": 1}, {"left": 2}], owners=(0, 1))
     each = [{"amsgrad": True, "left": 1}, {"amsgrad": True, "left": 2}]
     assert trained == [((RIGHT.case.model, RIGHT.case.training, RIGHT.reference, each), {"owners": (0, 1)})]
-    assert (changed.reference, changed.references) == ("a", references)
+    assert (changed.reference, changed.assumption.references) == ("a", references)
 
 
 def test_what_is_assumed_apart_is_not_as_requested_even_with_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,4 +148,4 @@ def test_what_is_otherwise_goes_to_the_reference_that_is_trained_again(monkeypat
 
 
 def _with_rows(trial: Trial, order: np.ndarray) -> Trial:
-    return with_rank(trial, 1, rows={"norm.weight": order})
+    return replace(trial, reference=replace(trial.reference, rows={"norm.weight": order}))

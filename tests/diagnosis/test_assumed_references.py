@@ -16,6 +16,7 @@ from harness.diagnosis.features import other_features
 from harness.diagnosis.localise import localise
 from harness.diagnosis.mixture import Pieces, assuming
 from harness.diagnosis.positions import other_positions
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 
@@ -42,7 +43,7 @@ def test_another_dtype_of_matmuls_is_another_recipe_of_which_there_is_another_re
     bfloat16 = replace(requested.training, compute_dtype="bfloat16")
     trial = trial_of(requested, ran=replace(requested, training=bfloat16))
     found = list(other_features(trial, {"features": judged("features", trial)}))
-    assert [one.cause.text for one in found] == ["compute_dtype float32 is requested, bfloat16 is observed"]
+    assert [cause_line(one.cause) for one in found] == ["compute_dtype float32 is requested, bfloat16 is observed"]
     assert found[0].assume(trial).case.training == bfloat16
     assert [recipe for recipe, _ in trained] == [bfloat16]
 
@@ -60,9 +61,11 @@ def test_an_update_that_is_wrong_before_any_gradient_is_what_is_located() -> Non
     trial = with_value(trial, 1, 1, "parameters", NORM, lambda p: p + 1)
     trial = with_value(trial, 0, 2, "gradients", NORM, lambda g: g + np.arange(2))
     broken = {check: judged(check, trial) for check in ("update", "gradients")}
-    told = f"the update is wrong, gradients before clipping are right: first at rank 1, step 1, {NORM}"
-    assert localise(trial, broken, 0)[0].text == told
-    assert "gradients" in localise(trial, {"gradients": broken["gradients"]}, 0)[0].text
+    cause, _ = localise(trial, broken, 0)
+    assert cause.observed == "the update is wrong, gradients before clipping are right"
+    found = cause.finding
+    assert found is not None and (found.rank, found.step, found.name) == (1, 1, NORM)
+    assert "gradients" in cause_line(localise(trial, {"gradients": broken["gradients"]}, 0)[0])
 
 
 def test_weights_that_are_alike_on_all_ranks_are_those_of_one_training_and_others_of_one_each(

@@ -31,7 +31,8 @@ from harness.diagnosis.backward import OF_ATTENTION, depth, rounding, wrong_back
 from harness.diagnosis.hypothesis import NOT_TESTED, Fact
 from harness.diagnosis.words import traffic_lines
 from harness.evidence.records import Collective
-from harness.judge.result import Cause, Finding
+from harness.judge.finding import Finding
+from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.plan.traffic.flow import Flow
 from harness.spec.dims import ParallelDims
@@ -112,7 +113,7 @@ def not_finite_in(step: int) -> Iterator[Seen]:
     where = f"NaN or infinite in step {step} in 1 of 11 parameters (norm.weight) on rank 2"
 
     def told(text: str) -> Fact:
-        return Fact(Cause("not finite", text), CHECKS)
+        return Fact(Cause("not finite", text), (*CHECKS, "finite"))
 
     finite = told(f"gradients are {where}, the losses are finite")
     yield changed(trial, step, more, WQ), finite
@@ -123,7 +124,7 @@ def not_finite_in(step: int) -> Iterator[Seen]:
     (part,) = trial.ranks[3].steps[step - 1].microbatches
     other = with_step(trial, 3, 3, microbatches=(replace(part, loss_sum=math.nan),))
     untold = with_step(other, 1, step, microbatches=(replace(part, loss_sum=None),))
-    yield untold, replace(finite, checks=tuple(check for check in CHECKS if check != "reported_loss"))
+    yield untold, replace(finite, checks=tuple(check for check in finite.checks if check != "reported_loss"))
     odd = with_step(untold, 3, step, microbatches=(replace(part, loss_sum=math.inf),))
     yield odd, told(f"loss and gradients are {where}")
     labels = trial.reference.labels.copy()
@@ -208,7 +209,7 @@ CALLS = {
 
 def in_another_layout(step: int) -> Iterator[Seen]:
     assert [WHOLE.plan.group_of(0, axis) for axis in ("cp", "dp_shard", "dp_replicate")] == [(0, 1), (0, 2), (0, 4)]
-    none = Fact(NO_KEYS, ("traffic", "reshard", "features", *OF_ONE), NOT_TESTED)
+    none = Fact(NO_KEYS, ("traffic", "exchange", "reshard", "features", *OF_ONE), NOT_TESTED)
     for calls, missing in CALLS[step]:
         trial = changed(with_rank(WHOLE, 0, collectives=tuple(calls)), step, more, NORM)
         cause = Cause("gradients not reduced", f"gradient reduction missing over {missing}")
@@ -227,7 +228,7 @@ def not_exchanged_in(step: int) -> Iterator[Seen]:
         next(flow for flow in trial.plan.flows_of(0, step) if (flow.role, flow.phase) == place)
         for place in OF_ATTENTION
     )
-    checks = ("traffic", "reshard", "features", *OF_ONE)
+    checks = ("traffic", "exchange", "reshard", "features", *OF_ONE)
     yield (trial,)  # of which nothing is told
     yield without(trial, step, keys), Fact(NO_KEYS, checks, NOT_TESTED)
     yield without(trial, step, back), Fact(NO_GRADIENTS, checks, NOT_TESTED)
@@ -279,7 +280,7 @@ def with_loss(trial: Trial, step: int, factor: float) -> Trial:
 
 def test_of_what_is_seen_of_the_gradients_of_a_step_the_first_is_told() -> None:
     checks = broken("gradients", "traffic", "features")
-    lacking = (Finding(f"rank 0, step 1, {LACKING}", "30", "28"),)
+    lacking = (Finding.at(0, 30, 28, step=1, quantity=LACKING),)
     checks |= {"features": replace(checks["features"], findings=lacking)}
     for look, step in itertools.product((*LOOKS, rounded_in), (1, 2)):
         facts = rounding if look is rounded_in else wrong_backward
@@ -306,11 +307,14 @@ def test_what_is_not_exchanged_over_cp_is_told_where_no_gradient_is_wrong_too(ch
     )
     text = "no exchange of K/V gradients over cp: each rank keeps its own"
     (fact,) = wrong_backward(silent, broken(*checks))
-    assert (fact.cause, fact.checks) == (Cause("K/V not exchanged", text), ("traffic", "reshard", "features"))
+    assert (fact.cause, fact.checks) == (
+        Cause("K/V not exchanged", text),
+        ("traffic", "exchange", "reshard", "features"),
+    )
     assert list(wrong_backward(silent, broken("gradients"))) == []
     wrong = with_value(silent, 0, 1, "gradients", NORM, lambda gradient: gradient + 1)
     (fact,) = wrong_backward(wrong, broken("traffic", "gradients"))
-    assert fact.checks == ("traffic", "reshard", "features", "gradients", "loss", "reported_loss")
+    assert fact.checks == ("traffic", "exchange", "reshard", "features", "gradients", "loss", "reported_loss")
     assert list(wrong_backward(wrong, broken("gradients"))) == []
 
 

@@ -13,6 +13,7 @@ from harness.diagnosis import diagnose
 from harness.diagnosis.by_hand import IN_BACKWARD, lines_to_write
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+from harness.report.cause_text import evidence_rows
 
 CLAIM = (
     'if it needs no wrapper: `harness.probe.structure.note_wrapper(model, "{}", replicate_ranks=..)`, the rank\'s group over '
@@ -46,14 +47,16 @@ def test_gradients_that_are_averaged_by_hand_are_answered_with_the_calls_that_la
     trial = averaged_by_hand(wrapper, wrapped=wrapped, behind=behind)
     found = diagnose(trial, judge(trial))
     assert found is not None
-    assert [text for label, text in found.evidence if label == "adapter"] == [line.format(wrapper) for line in lines]
+    assert [text for label, text in evidence_rows(found.evidence) if label == "adapter"] == [
+        line.format(wrapper) for line in lines
+    ]
 
 
 def test_lines_of_the_training_loop_which_no_adapter_can_wrap_have_a_remedy_too() -> None:
     trial = averaged_by_hand("ddp", wrapped=False, behind=True)
     found = diagnose(trial, judge(trial))
     assert found is not None
-    told = next(text for label, text in found.evidence if label == "adapter")
+    told = next(text for label, text in evidence_rows(found.evidence) if label == "adapter")
     assert told.endswith(
         "if lines of the training loop do, which no adapter can wrap: move them, and the division by the number of ranks, into"
         " a function of the script first"

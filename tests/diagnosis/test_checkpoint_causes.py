@@ -9,12 +9,13 @@ import pytest
 from literal import judged, tiny_case, trial_of, with_parameter, with_step
 from resuming import FSDP_4, TP_2, WEIGHT
 
-from harness.diagnosis.hypothesis import Fact
 from harness.diagnosis.resume import wrong_checkpoint
 from harness.diagnosis.words import finding_line
 from harness.evidence.checkpoint_index import SavedTensor
-from harness.judge.result import Cause, Verdict
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line
+from harness.report.finding_text import sentence
 from harness.spec.case import Saved
 
 W1, W3, NORM = "layers.0.feed_forward.w1.weight", "layers.0.feed_forward.w3.weight", "norm.weight"
@@ -39,9 +40,9 @@ def told(trial: Trial) -> tuple[str, ...]:
     assert result.verdict is Verdict.FAIL
     (fact,) = wrong_checkpoint(trial, {"checkpoint": result})
     *also, line = fact.lines
-    assert fact == Fact(Cause("checkpoint", fact.cause.text), ("checkpoint",), fact.lines)
-    assert line == finding_line("checkpoint", result) and {label for label, _ in also} <= {"also"}
-    return (fact.cause.text, *(text for _, text in also))
+    assert (fact.cause.kind, fact.checks, fact.symptom) == ("checkpoint", ("checkpoint",), False)
+    assert line == finding_line(result) and {label for label, _ in also} <= {"also"}
+    return (cause_line(fact.cause), *(text for _, text in also))
 
 
 def without_state_of(fqn: str) -> Trial:
@@ -164,8 +165,9 @@ def test_types_in_which_ranks_trained_are_all_told() -> None:
 def test_where_all_tensors_are_there_once_and_in_their_types_the_check_says_what_is_wrong() -> None:
     short = lambda one: replace(one, shape=(4, 4), numbers=16) if one.name == f"model.{W1}" else one  # noqa: E731
     trial = holding(lambda all_: tuple(map(short, all_)))
-    found = f"model.{W1}: expected shape (8, 4), observed shape (4, 4)"
-    assert told(trial) == (f"{TOLD}does not hold what was trained: {found}",)
+    found = judged("checkpoint", trial).findings[0]
+    assert (found.name, found.expected, found.observed) == (W1, (8, 4), (4, 4))
+    assert told(trial) == (f"{TOLD}does not hold what was trained: {sentence(found)}",)
 
 
 def test_a_checkpoint_is_told_of_where_it_was_read_and_fails_its_check() -> None:

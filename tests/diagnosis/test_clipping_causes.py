@@ -38,6 +38,7 @@ from harness.diagnosis.clipping import clipped_while_adding_up, wrong_clipping
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.plan.slices import tp_dim
+from harness.report.cause_text import cause_line
 
 Arrays = dict[str, np.ndarray]
 
@@ -195,13 +196,13 @@ def test_what_is_clipped_once_more_is_assumed_of_ranks_of_the_reference_and_of_t
     texts = [told.format(""), told.format(more), told.format("") + OF_RANKS, told.format(more) + OF_RANKS]
     assert [one.cause.observed for one in (once, twice, of_ranks, of_ranks_twice)] == texts
     assumed = [one.assume(trial) for one in (once, twice, of_ranks, of_ranks_twice) if one.assume]
-    assert [bool(one.reports) for one in assumed] == [False, True, False, True]
+    assert [bool(one.assumption.reports) for one in assumed] == [False, True, False, True]
     for one in assumed[1::2]:
-        seen, given = trial.ranks[1].steps[0], one.assumed.given
+        seen, given = trial.ranks[1].steps[0], one.assumption.optimizer.given
         assert seen.grad_norm is not None and given is not None
         before = seen.grad_norm * clip(seen.grad_norm, recipe)
         by = clip(before, recipe) * clip(seen.grad_norm, recipe)
-        assert one.reports["grad_norm"](1, 1) == pytest.approx(before, rel=1e-14)
+        assert one.assumption.reports["grad_norm"](1, 1) == pytest.approx(before, rel=1e-14)
         assert given(1, 1, NORM, seen.gradients[NORM]) == pytest.approx(by * seen.gradients[NORM], rel=1e-14)
     for one, times in zip(assumed, (1, 2, 1, 2), strict=True):
         first, norm = one.reference.steps[0], one.reference.steps[0].grad_norm
@@ -220,7 +221,7 @@ def test_a_norm_that_ranks_report_is_a_choice_more_than_the_one_that_it_is() -> 
     trial = trained_otherwise(trial_of(tiny_case("fsdp_2", LOW_CLIP)), given=given)
     for rank, step, _ in list(trial.steps()):
         trial = with_step(trial, rank, step.step, grad_norm=norms[step.step - 1])
-    chosen = {one.cause.text: one.fitted for one in wrong_clipping(trial, broken("update"))}
+    chosen = {cause_line(one.cause): one.fitted for one in wrong_clipping(trial, broken("update"))}
     instead = "not by the global norm: {} on rank 0, expected 1.62647"
     assert chosen == {
         f"each rank clips by the norm of the step before, {instead.format(0)}": 1,

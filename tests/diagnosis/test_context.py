@@ -24,9 +24,11 @@ from harness.diagnosis import diagnose
 from harness.diagnosis.mixture import Pieces, mixture_of
 from harness.diagnosis.positions import wrong_positions
 from harness.evidence.text import positions_text
-from harness.judge.result import Finding, Verdict
+from harness.judge.finding import Finding
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
+from harness.report.cause_text import cause_line, diagnosis_line, evidence_rows
 from harness.spec.dims import ParallelDims
 
 EIGHT = replace(ADAMW, seq_len=8)  # tokens enough that every part of a sample is one of a kind
@@ -93,7 +95,7 @@ def test_a_rank_that_is_told_no_positions_while_others_are_is_found() -> None:
     trial = cp_trial()
     wanted = positions_text(positions(trial.case, 1, 8))
     assert judged("positions", with_step(trial, 1, 2, positions=())).findings == (
-        Finding("rank 1, step 2", wanted, "none received"),
+        Finding.at(1, wanted, None, check="positions", step=2, quantity="positions"),
     )
 
 
@@ -101,7 +103,7 @@ def test_positions_of_another_cp_rank_are_found_also_in_one_row_of_many() -> Non
     trial = cp_trial(cp_load_balance=False)
     rows = np.stack([np.arange(4, 8), np.arange(4)])
     assert judged("positions", telling(trial, 1, rows)).findings == tuple(
-        Finding(f"rank 1, step {step}", "4-7", "0-3") for step in (1, 2, 3)
+        Finding.at(1, "4-7", "0-3", check="positions", step=step, quantity="positions") for step in (1, 2, 3)
     )
 
 
@@ -111,14 +113,14 @@ def test_each_step_of_variable_length_is_judged_by_the_positions_of_its_own_leng
     full = np.arange(4, 8)  # rank 1's in a step of 8 tokens; in one of 4 they are 2 and 3
     assert [trial.ranks[1].steps[step].positions[0].tolist() for step in (0, 1)] == [full.tolist(), [2, 3]]
     assert judged("positions", with_step(trial, 1, 2, positions=(full,))).findings == (
-        Finding("rank 1, step 2", "2-3", "4-7"),
+        Finding.at(1, "2-3", "4-7", check="positions", step=2, quantity="positions"),
     )
 
 
 def test_of_several_wrong_rows_in_a_step_the_first_is_told() -> None:
     rows = np.stack([np.arange(4), np.arange(4), np.arange(4, 8)])
     told = judged("positions", telling(cp_trial(cp_load_balance=False), 1, rows))
-    assert [finding.where for finding in told.findings] == [f"rank 1, step {step}" for step in (1, 2, 3)]
+    assert [(finding.rank, finding.step) for finding in told.findings] == [(1, step) for step in (1, 2, 3)]
 
 
 def test_positions_read_as_intervals() -> None:
@@ -144,7 +146,7 @@ def test_a_later_stage_that_is_told_other_positions_than_the_first_is_named() ->
     found = wrong_positions(replace(telling(trial, 1, np.arange(4)), plan=plan))
     assert found is not None
     told = "rank 1 receives positions 0-3 for its tokens at 4-7"
-    assert found.text == f"later pipeline stages use other rotary positions than the first: {told}"
+    assert cause_line(found) == f"later pipeline stages use other rotary positions than the first: {told}"
 
 
 # ---- what a cp rank receives
@@ -152,8 +154,8 @@ def test_a_later_stage_that_is_told_other_positions_than_the_first_is_named() ->
 
 def test_a_cp_rank_fed_its_peers_part_is_found_and_named() -> None:
     trial = feeding(cp_trial(ParallelDims(cp=4), cp_load_balance=False), 2, np.arange(12, 16))
-    expected = Finding("rank 2, step 1", "the tokens at positions 8-11", "those at 12-15")
-    assert judged("samples", trial).findings[0] == expected
+    first = judged("samples", trial).findings[0]
+    assert (first.rank, first.step, first.expected, first.observed) == (2, 1, "8-11", "12-15")
     told = "rank 2 receives the tokens at 12-15, expected 8-11"
     assert cause(trial) == f"cp ranks receive the wrong part of the sequence: {told}"
 
@@ -207,8 +209,8 @@ def test_attention_that_stays_local_is_named_by_what_does_not_go_round() -> None
 def test_attention_that_stays_local_beside_right_numbers_is_told_with_its_traffic() -> None:
     trial = without(cp_trial(cp_rotation="alltoall"), "all_to_all", ("forward", "backward"))
     found = diagnose(trial, judge(trial))
-    assert found is not None and found.cause == "no K/V exchange over cp"
-    assert "not tested" not in dict(found.evidence)
+    assert found is not None and diagnosis_line(found) == "no K/V exchange over cp"
+    assert "not tested" not in dict(evidence_rows(found.evidence))
     (_, forward), (_, backward) = [line for line in found.evidence if line[0] == "traffic"]
     assert ": all_to_all over cp in forward: expected " in forward and ": all_to_all over cp in backward: " in backward
 

@@ -39,6 +39,7 @@ from harness.diagnosis.engine import explain, failing_checks
 from harness.diagnosis.mixture import Pieces, mixture_of
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line
 
 
 def test_the_first_microbatch_lost() -> None:
@@ -78,7 +79,7 @@ def in_noise_of(trial: Trial) -> list[str]:
     apart = ("replica_agreement", "features", "traffic", "update")
     results = [result for result in judge(trial) if result.check not in apart]
     found = explain(trial, results, (unequal_contributions,), ())
-    return [one.cause.text for proof in found.proofs if proof.complete for one in proof.hypotheses]
+    return [cause_line(one.cause) for proof in found.proofs if proof.complete for one in proof.hypotheses]
 
 
 def test_a_microbatch_lost_in_bfloat16_is_named_within_its_noise() -> None:
@@ -261,7 +262,7 @@ def explained(trial: Trial) -> list[tuple[str, int, bool]]:
     found = [
         (one, hypothesis.tested(trial, results, one)) for one in unequal_contributions(trial, failing_checks(results))
     ]
-    return [(one.cause.text, one.fitted, bool(proof and proof.complete)) for one, proof in found]
+    return [(cause_line(one.cause), one.fitted, bool(proof and proof.complete)) for one, proof in found]
 
 
 def test_reports_of_other_steps_do_not_follow_from_one_step_alone() -> None:
@@ -274,7 +275,10 @@ def test_reports_of_later_steps_follow_from_what_begins_with_them() -> None:
     trial = reporting(fsdp_4(), dict.fromkeys(range(4), 4), steps=(2, 3))
     weights = weights_of(trial, lambda piece: piece.rank, step=2)
     told = f"{LOCAL}, not by the global one"
-    found = {one.cause.text: one.assume(trial).reports for one in _of_all_ranks(fit_of(trial, weights, step=2))}
+    found = {
+        cause_line(one.cause): one.assume(trial).assumption.reports
+        for one in _of_all_ranks(fit_of(trial, weights, step=2))
+    }
     assert {text: [*reports] for text, reports in found.items()} == {
         f"{told} from step 2 on": ["reported_loss"],
         f"{told} in step 2 alone": [],

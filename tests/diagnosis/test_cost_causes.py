@@ -15,6 +15,8 @@ from harness.diagnosis.costs import memory_kept, of_no_plan, ranks_wait
 from harness.evidence.records import Collective
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line, diagnosis_line
+from harness.report.finding_text import SHOWN
 
 LOGITS = "float64 [2, 4, 8]"
 
@@ -78,9 +80,9 @@ def test_more_places_than_a_report_shows_of_a_check_are_all_looked_at() -> None:
     trial = waiting("barrier", "backward", steps=(1, 2, 3), layout=dims(shard=4))
     results = judge(trial)
     (traffic,) = [result for result in results if result.verdict is Verdict.FAIL]
-    assert traffic.check == "traffic" and len(traffic.findings) > len(traffic.shown)
+    assert traffic.check == "traffic" and len(traffic.findings) > SHOWN
     found = diagnose(trial, results)
-    assert found and found.cause == (
+    assert found and diagnosis_line(found) == (
         "ranks synchronize in backward without moving data: 2 x barrier over [0-3] (rank 0, step 1)"
     )
 
@@ -93,7 +95,7 @@ def test_ranks_that_wait_for_each_other_inside_of_a_step_are_told_where_nothing_
     results = {"traffic": judged("traffic", trial)}
     (fact,) = ranks_wait(trial, results)
     told = f"ranks synchronize in {phase} without moving data"
-    assert fact.cause.text == f"{told}: 2 x barrier over [0,1] (rank 0, step 2)"
+    assert cause_line(fact.cause) == f"{told}: 2 x barrier over [0,1] (rank 0, step 2)"
     assert fact.checks == ("traffic",)
     assert list(ranks_wait(trial, broken("traffic"))) == [], "more is wrong with it"
     assert list(ranks_wait(trial, broken("memory"))) == []

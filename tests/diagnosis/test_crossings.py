@@ -12,6 +12,7 @@ from harness.diagnosis.costs import of_no_plan
 from harness.evidence.records import Collective
 from harness.judge.trial import Trial
 from harness.plan.traffic.tensor_parallel import activation_bytes, logits_bytes
+from harness.report.cause_text import cause_line
 
 
 def with_more(calls: dict[tuple[str, str], float], **features: Any) -> Trial:
@@ -86,12 +87,12 @@ RECOMPUTED = {"activation_checkpointing": "full"}
 def test_activations_that_cross_more_often_are_counted_in_each_layer(
     calls: dict[tuple[str, str], float], features: dict[str, Any], told: str
 ) -> None:
-    assert of_traffic(with_more(calls, **features)).endswith(f", as with {told}")
+    assert of_traffic(with_more(calls, **features)).endswith(f"; as with {told}")
 
 
 def of_traffic(trial: Trial) -> str:
     (fact,) = of_no_plan(trial, {"traffic": judged("traffic", trial)})
-    return fact.cause.text
+    return cause_line(fact.cause)
 
 
 def test_what_is_no_multiple_of_an_activation_is_told_by_its_bytes() -> None:

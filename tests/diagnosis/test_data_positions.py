@@ -6,6 +6,7 @@ import pytest
 from diagnosed import fsdp_4, received
 
 from harness.diagnosis.data import wrong_samples
+from harness.report.cause_text import cause_line
 
 
 @pytest.mark.parametrize(
@@ -21,11 +22,11 @@ def test_all_samples_of_another_step_are_told_with_how_far_the_data_are_ahead_or
         trial = received(trial, rank, step, list(ids[2 * rank : 2 * rank + 2]))
     found = wrong_samples(trial)
     assert found is not None and found.kind == "data position"
-    assert found.text.startswith(f"step {step} trains on samples of step {of}: the data are {far}")
+    assert cause_line(found).startswith(f"step {step} trains on samples of step {of}: the data are {far}")
 
 
 def test_samples_of_several_steps_are_counted_with_the_ranks_that_receive_them() -> None:
     trial = received(received(fsdp_4(), 3, 2, [14, 1]), 1, 2, [10, 17])
     found = wrong_samples(trial)
     assert found is not None
-    assert found.text == "2 of 8 samples received in step 2 are those of step 1, 3 on ranks [1,3]"
+    assert cause_line(found) == "2 of 8 samples received in step 2 are those of step 1, 3 on ranks [1,3]"

@@ -32,6 +32,7 @@ from harness.diagnosis.forward import Tries
 from harness.diagnosis.telling import what_weaker_tests_say
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
+from harness.report.cause_text import diagnosis_line, evidence_rows
 from harness.spec.case import Saved
 from harness.spec.dims import ParallelDims
 
@@ -53,7 +54,7 @@ def test_a_suspect_that_raises_is_skipped_and_said_so() -> None:
     trial = with_value(trial, 0, 1, "gradients", NORM, lambda g: g**2)
     whole, found = diagnose(trial, judge(trial)), diagnose(trial, judge(trial), (explode, *SUSPECTS), FACTS)
     assert whole is not None and found is not None
-    assert found.cause == whole.cause
+    assert diagnosis_line(found) == diagnosis_line(whole)
     more = [line for line in found.evidence if line not in whole.evidence]
     assert more[-1][0] == "not tried"
     assert more[-1][1].startswith("explode raised KeyError: 'layers.7' at explode:")
@@ -63,7 +64,7 @@ def test_where_everything_raises_the_first_failing_check_is_told() -> None:
     trial = with_step(fsdp_4(), 1, 3, memory={"parameters": 1888, "optimizer_state": 944})
     found = diagnose(trial, judge(trial), (explode,), (explode,))
     assert found is not None
-    assert found.cause == "memory: rank 1, step 3, parameters: expected 472 B, observed 1.888 kB"
+    assert diagnosis_line(found) == "memory: rank 1, step 3, parameters: expected 472 B, observed 1.888 kB (1888)"
 
 
 @pytest.mark.parametrize("layout", ["hsdp_2x2", "fsdp_2_tp_2", dims(shard=8)], ids=str)
@@ -73,7 +74,7 @@ def test_where_everything_raises_the_first_failing_check_is_told() -> None:
 def test_nothing_raises_on_evidence_that_makes_little_sense(layout, mess) -> None:
     trial = with_every_rank(trial_of(tiny_case(layout, model=UNEVEN)), lambda t, rank: spoiled(t, rank, mess))
     found = diagnose(trial, judge(trial))
-    assert found is None or "not tried" not in dict(found.evidence), found
+    assert found is None or "not tried" not in dict(evidence_rows(found.evidence)), found
 
 
 def spoiled(trial: Trial, rank: int, mess: str) -> Trial:
@@ -98,8 +99,11 @@ def test_what_else_is_broken_is_told_where_nothing_explains_it() -> None:
     trial = with_step(fsdp_4(), 1, 3, memory={"parameters": 1888, "gradients": 472, "optimizer_state": 944})
     trial = replace(trial, golden=replace(trial.golden, losses=(9.0, 9.0, 9.0)))  # type: ignore[type-var]
     found = diagnose(trial, judge(trial))
-    assert found is not None and dict(found.evidence)["not explained"].startswith("golden: ")
-    assert dict(found.evidence)["golden"] == "the reference moved as well: model, data, recipe or torch changed"
+    assert found is not None and dict(evidence_rows(found.evidence))["not explained"].startswith("golden: ")
+    assert (
+        dict(evidence_rows(found.evidence))["golden"]
+        == "the reference moved as well: model, data, recipe or torch changed"
+    )
 
 
 def test_a_check_that_is_broken_without_saying_where_is_told() -> None:
@@ -124,22 +128,23 @@ def test_suspects_of_the_caller_are_those_of_earlier_launches_too() -> None:
 # ---- what weaker tests say
 
 
-def said(*results: tuple[str, Verdict, str]) -> dict[str, str]:
-    return dict(what_weaker_tests_say([Result(name, verdict, 1, note=note) for name, verdict, note in results]))
+def said(*results: tuple[str, Verdict, float | None]) -> dict[str, str]:
+    made = [Result(name, verdict, 1, largest=largest) for name, verdict, largest in results]
+    return dict(evidence_rows(what_weaker_tests_say(made)))
 
 
 def test_the_larger_difference_of_loss_and_gradients_is_told_as_a_number_not_as_a_word() -> None:
     loss, gradients = (
-        ("loss", Verdict.PASS, "largest difference 3e-16"),
-        ("gradients", Verdict.PASS, "largest difference 1e-15"),
+        ("loss", Verdict.PASS, 3e-16),
+        ("gradients", Verdict.PASS, 1e-15),
     )
-    update = ("update", Verdict.FAIL, "")
+    update = ("update", Verdict.FAIL, None)
     assert said(loss, gradients, update) == {
-        "loss, gradients": "equal to the reference within 1e-15: a loss-curve test passes here"
+        "loss, gradients": "equal to the reference within 1.0e-15: a loss-curve test passes here"
     }
-    assert said(gradients, update) == {"gradients": "equal to the reference within 1e-15"}
-    assert said(loss, gradients, ("golden", Verdict.FAIL, "")) == {}
-    assert list(said(("golden", Verdict.FAIL, ""), update)) == ["golden"]
+    assert said(gradients, update) == {"gradients": "equal to the reference within 1.0e-15"}
+    assert said(loss, gradients, ("golden", Verdict.FAIL, None)) == {}
+    assert list(said(("golden", Verdict.FAIL, None), update)) == ["golden"]
 
 
 def test_variations_are_tried_on_the_modules_of_each_stage_and_from_one_on() -> None:

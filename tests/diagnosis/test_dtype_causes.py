@@ -11,8 +11,9 @@ from literal import judged, tiny_case, trial_of, with_rank, with_step
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.features import computed_in_another_dtype
 from harness.diagnosis.hypothesis import NOT_TESTED, Fact
-from harness.evidence.records import Matmul
+from harness.evidence.step import Matmul
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line
 
 
 def computing(by_dtype: dict[str, int], ranks: Sequence[int] = (0, 1)) -> Trial:
@@ -54,7 +55,7 @@ def test_another_dtype_of_matmuls_is_told_with_how_many_where_not_all_have_it(
     by_dtype: dict[str, int], ranks: Sequence[int], text: str
 ) -> None:
     fact = told(computing(by_dtype, ranks))
-    assert (fact.cause.kind, fact.cause.text) == ("another feature", text)
+    assert (fact.cause.kind, cause_line(fact.cause)) == ("another feature", text)
     assert fact.checks == ("features", "reshard", "traffic", "memory", *OF_GRADIENTS)
     assert fact.lines[1:] == NOT_TESTED and fact.lines[0][0] == "features"
     assert not list(computed_in_another_dtype(computing(by_dtype, ranks), {}))
@@ -66,11 +67,11 @@ def test_units_that_cast_to_another_dtype_than_the_others_are_named() -> None:
     odd = next(iter(units))
     trial = with_rank(trial, 0, structure=units | {odd: replace(units[odd], casts_to="float32")})
     computed = "matmuls are computed in float32 and float64 (1 of 8 in forward in float32), requested float64"
-    assert told(trial).cause.text == f"{computed}: FSDP unit {odd} has float32 param_dtype, others float64"
+    assert cause_line(told(trial).cause) == f"{computed}: FSDP unit {odd} has float32 param_dtype, others float64"
 
 
 def test_another_dtype_in_backward_alone_is_not_counted_in_forward() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     seen = {Matmul("forward", "float64"): 8, Matmul("backward", "float32"): 16}
     trial = with_step(trial, 0, 1, activity=replace(trial.ranks[0].steps[0].activity, matmuls=seen))
-    assert told(trial).cause.text == "matmuls are computed in float32 and float64 on rank 0, requested float64"
+    assert cause_line(told(trial).cause) == "matmuls are computed in float32 and float64 on rank 0, requested float64"

@@ -14,10 +14,12 @@ from harness.diagnosis import diagnose, engine, hypothesis
 from harness.diagnosis.engine import explain, failing_checks
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, as_seen, stated
 from harness.diagnosis.words import finding_line
+from harness.evidence.provided import Provided
 from harness.judge.result import Cause, Result, Verdict
 from harness.judge.tolerance import NoBound
-from harness.judge.trial import Recorded, Trial
+from harness.judge.trial import Trial
 from harness.reference import budget
+from harness.report.cause_text import diagnosis_line, evidence_rows
 
 
 def twice_the_gradients(trial: Trial) -> Trial:
@@ -152,7 +154,7 @@ def test_a_check_that_holds_under_the_first_of_two_is_not_broken_for_the_second(
 
 
 def as_reported(trial: Trial) -> Trial:
-    return replace(trial, reports={"grad_norm": lambda rank, step: trial.ranks[rank].steps[step - 1].grad_norm})
+    return trial.assuming(reports={"grad_norm": lambda rank, step: trial.ranks[rank].steps[step - 1].grad_norm})
 
 
 def test_of_two_the_second_is_named_alone_where_alone_it_explains_as_much() -> None:
@@ -178,7 +180,7 @@ def test_what_a_check_saw_is_stated_with_its_first_finding_and_what_is_said_besi
     assert fact == Fact(
         Cause("doubled", "twice as large"),
         ("gradients", "grad_norm"),
-        (finding_line("gradients", broken["gradients"]), ("why", "so")),
+        (finding_line(broken["gradients"]), ("why", "so")),
     )
 
 
@@ -210,22 +212,23 @@ def test_a_check_that_has_nothing_to_judge_holds_only_where_that_is_what_is_assu
     monkeypatch: pytest.MonkeyPatch, check: str, apart: object, holds: bool
 ) -> None:
     monkeypatch.setattr(hypothesis, "verdict_of", lambda trial, name: Verdict.NOT_APPLICABLE)
-    one = Hypothesis(Cause("apart", "apart"), lambda trial: replace(trial, references=apart))  # type: ignore[arg-type]
+    one = Hypothesis(Cause("apart", "apart"), lambda trial: trial.assuming(references=apart))  # type: ignore[arg-type]
     proof = hypothesis.tested(RIGHT, [Result(check, Verdict.FAIL)], one)
     assert proof is not None
     assert (proof.explained, proof.left) == (((check,), ()) if holds else ((), (check,)))
 
 
 def test_a_check_is_judged_by_its_own_name_as_far_as_its_evidence_is_on_record() -> None:
-    recorded = replace(RIGHT, recorded=Recorded({"memory": "-"}, unknown={"traffic": "-"}))
-    found = [hypothesis.verdict_of(recorded, name) for name in ("memory", "traffic", "process_groups", "golden")]
+    provided = Provided().without(("claims",), "-").without(("flows",), "-", unknown=True)
+    recorded = replace(RIGHT, run=replace(RIGHT.run, provided=provided))
+    found = [hypothesis.verdict_of(recorded, name) for name in ("placements", "traffic", "process_groups", "golden")]
     assert found == [Verdict.NOT_APPLICABLE, Verdict.UNKNOWN, Verdict.PASS, Verdict.PASS]
 
 
 def test_two_proofs_that_read_alike_are_said_once() -> None:
     found = diagnose(DOUBLED, judge(DOUBLED), (suspect("doubled", twice_the_gradients),) * 2, (), ())
     assert found is not None
-    assert (found.cause, "or else" in dict(found.evidence)) == ("doubled", False)
+    assert (diagnosis_line(found), "or else" in dict(evidence_rows(found.evidence))) == ("doubled", False)
 
 
 # ---- what is computed and judged is bounded
@@ -257,7 +260,10 @@ def endless(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 def test_a_search_that_computes_too_much_ends_and_says_so() -> None:
     found = diagnose(DOUBLED, judge(DOUBLED), (endless,), (), ())
     assert found is not None
-    assert dict(found.evidence)["not searched further"] == "the reference was computed for 4000 forward passes"
+    assert (
+        dict(evidence_rows(found.evidence))["not searched further"]
+        == "the reference was computed for 4000 forward passes"
+    )
 
 
 def test_what_takes_more_than_is_left_is_not_named_and_what_takes_less_is() -> None:

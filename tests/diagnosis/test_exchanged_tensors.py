@@ -58,7 +58,7 @@ def test_a_tensor_that_a_rank_adds_to_another_one_is_named(
         first_line(wrong)
         == f"tensors are swapped in the reduction over dp_replicate in 1 of 12 parameters ({fqn}) {told}"
     )
-    assert "none that held breaks" in diagnosis_text(wrong)
+    assert "no passing check fails" in diagnosis_text(wrong)
     assert [one.fitted for one in proposed(wrong)] == [2]
 
 

@@ -7,7 +7,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from diagnosed import DDP_2, broken, diagnosis_text, expect_first, first_line, proposed, seen, seen_text
+from diagnosed import (
+    DDP_2,
+    broken,
+    diagnosis_text,
+    expect_first,
+    first_line,
+    here,
+    proposed,
+    seen,
+    seen_text,
+)
 from literal import (
     TINY,
     tiny_case,
@@ -30,10 +40,12 @@ from harness.diagnosis.features import (
 from harness.diagnosis.hypothesis import NOT_TESTED, as_seen
 from harness.diagnosis.random_state import masks_drawn_again
 from harness.diagnosis.units import _other_policies, _with_the_root, other_units
-from harness.evidence.records import Call, Collective, HeldTensor, Wrapper
-from harness.judge.result import Finding
+from harness.evidence.records import Collective, HeldTensor, Wrapper
+from harness.evidence.step import Call
+from harness.judge.finding import Finding
 from harness.judge.trial import Trial
 from harness.plan.stages import actions_of_rank
+from harness.report.cause_text import cause_line
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 
@@ -72,7 +84,7 @@ def test_parameters_kept_gathered_after_the_step() -> None:
     memory = trial.ranks[1].steps[2].memory | {"parameters": 1888}
     expect_first(
         with_step(trial, 1, 3, memory=memory),
-        """memory held between steps differs from the plan: rank 1, step 3, parameters: expected 944 B, observed 1.888 kB""",
+        """memory held between steps differs from the plan: rank 1, step 3, parameters: expected 944 B, observed 1.888 kB (1888)""",
     )
 
 
@@ -279,9 +291,9 @@ def test_what_stages_send_in_another_dtype_is_named() -> None:
     for op in ("send", "recv"):
         found = seen(sent_in_another_dtype, sending("bfloat16", "int64", op=op), "traffic")
         assert found is not None
-        assert found.cause.text == "activations pass between pipeline stages in bfloat16, requested float64"
+        assert cause_line(found.cause) == "activations pass between pipeline stages in bfloat16, requested float64"
         assert found.checks == ("traffic", *OF_GRADIENTS)
-        assert found.lines == (("traffic", "here: expected this, observed that"), *NOT_TESTED)
+        assert found.lines == (here("traffic"), *NOT_TESTED)
     for right in (sending("float64"), sending("bfloat16", "float64"), sending()):
         assert not seen_text(sent_in_another_dtype, right, "traffic")
     for other in (sending("bfloat16", op="all_reduce"), sending("bfloat16", phase="forward")):
@@ -348,7 +360,7 @@ def test_another_schedule_and_another_number_of_microbatches_are_a_choice_each(
 
     trial = running(case(ran), case(requested))
     found = [one for one in other_features(trial, broken("schedule")) if one.fitted == choices]
-    assert [one.cause.text for one in found] == [told]
+    assert [cause_line(one.cause) for one in found] == [told]
     assert not list(other_features(trial, broken("traffic")))
 
 

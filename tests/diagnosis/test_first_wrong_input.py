@@ -20,6 +20,7 @@ from harness.probe.clock import Clock
 from harness.reference.config import ModelConfig
 from harness.reference.model import initial_weights, llama_from
 from harness.reference.train import mean_squares
+from harness.report.cause_text import cause_line, diagnosis_line, evidence_rows
 
 INPUTS = {"layers.0": 4.0, "layers.0.attention.wq": 1.0, "layers.0.attention.wo": 0.25, "norm": 9.0}
 
@@ -43,7 +44,7 @@ def wrong_forward(seen: dict[str, tuple[float, float]], rank: int = 1, layout: s
 def cause(trial: Trial) -> str:
     found = diagnose(trial, judge(trial))
     assert found is not None
-    told = dict(found.evidence).get("not explained", found.cause)
+    told = dict(evidence_rows(found.evidence)).get("still failing", diagnosis_line(found))
     return told.partition("samples are right")[2]
 
 
@@ -69,7 +70,7 @@ AT_NORM = ": the input of layers.0.attention.wo matches the reference in mean sq
 
 def located(trial: Trial) -> str:
     found, _ = localise(trial, {check: judged(check, trial) for check in ("loss", "gradients")}, 0)
-    return found.text.removeprefix("the forward pass is wrong: the loss of step 1 is off by 1.0e-02")
+    return cause_line(found).removeprefix("the forward pass is wrong: the loss of step 1 is off by 1.0e-02")
 
 
 def test_a_difference_of_a_few_parts_in_1e_10_is_rounding() -> None:
@@ -175,7 +176,7 @@ def test_weights_that_are_updated_wrongly_do_not_go_into_the_first_forward_pass(
     results = judge(trial)
     assert "update" in failing_checks(results)
     found = diagnose(trial, results)
-    told = dict(found.evidence).get("not explained", found.cause)
+    told = dict(evidence_rows(found.evidence)).get("still failing", diagnosis_line(found))
     assert told.startswith("the forward pass is wrong: the loss of step 1 is off by ")
 
 

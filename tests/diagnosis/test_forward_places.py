@@ -47,7 +47,7 @@ def test_the_first_pass_whose_loss_is_wrong_is_looked_at(step: int) -> None:
         assert (later is not None) is (step == 1)
     assert first_wrong_pass(trial, broken("gradients")) is None
     assert first_wrong_pass(trial, broken("loss", "completed")) is None
-    assert first_wrong_pass(replace(trial, references={0: trial.reference}), broken("loss")) is None
+    assert first_wrong_pass(trial.assuming(references={0: trial.reference}), broken("loss")) is None
 
 
 def test_a_pass_after_gradients_that_are_wrong_is_not_looked_at() -> None:

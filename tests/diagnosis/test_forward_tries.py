@@ -18,6 +18,7 @@ from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.reference import masks, variations
 from harness.reference.altered import Variation
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 
@@ -162,7 +163,7 @@ def test_ranks_of_a_pipeline_that_compute_otherwise_are_all_that_one_share_goes_
     tries = Tries(trial, step)
     vars(tries)["rows"] = {0: np.arange(4), 1: np.arange(4, 8)}
     cause = tries.cause(Variation("gate", "gates are open", "closed", "block"), modules, ranks)
-    assert (cause.kind, cause.text) == ("gate", f"gates are open{where}, requested closed")
+    assert (cause.kind, cause_line(cause)) == ("gate", f"gates are open{where}, requested closed")
     assert tries.observed.keys() == {0, 1}
 
 

@@ -190,7 +190,7 @@ def beside_another_mistake(put: Put) -> None:
     (part,) = trial.ranks[1].steps[0].microbatches
     assert part.loss_sum is not None
     assert kinds(with_step(trial, 1, 1, microbatches=(replace(part, loss_sum=2 * part.loss_sum),))) == []
-    assert kinds(replace(trial, references={0: trial.reference})) == []
+    assert kinds(trial.assuming(references={0: trial.reference})) == []
 
 
 def of_nothing_known(put: Put) -> None:

@@ -12,6 +12,7 @@ from literal import ADAMW, tiny_case, trial_of, with_step
 
 from harness.diagnosis.labels import lost_labels, mismatched_labels
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 LENGTH_16 = replace(ADAMW, seq_len=16)
@@ -48,9 +49,9 @@ def said(
 ) -> str:
     found = mismatched_labels(relabelled(change, trial, ranks, step), step)
     assert found is None or found.kind == (
-        "labels shifted" if "not shifted" in found.text or "shifted by" in found.text else "wrong labels"
+        "labels shifted" if "not shifted" in cause_line(found) or "shifted by" in cause_line(found) else "wrong labels"
     )
-    return found.text if found else ""
+    return cause_line(found) if found else ""
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_labels_of_cp_ranks_that_are_shifted_before_they_are_cut_are_told_by_the
     for rank, part in enumerate(parts):
         trial = with_step(trial, rank, 1, microbatches=(replace(part, labels=moved[:, 8 * rank : 8 * rank + 8]),))
     found = mismatched_labels(trial, 1)
-    assert found and found.text == "labels are shifted by 1 more: each token predicts the token after the next"
+    assert found and cause_line(found) == "labels are shifted by 1 more: each token predicts the token after the next"
 
 
 TP = labelled(at_every_token, trial_of(tiny_case("fsdp_2_tp_2", LENGTH_16)))
@@ -207,8 +208,8 @@ def test_where_not_all_tokens_were_seen_labels_are_told_without_what_rows_have_i
             lambda labels: labels[:, :-3],
             (
                 "labels lost",
-                "the loss is computed from too few or too many labels: [26] labels (rank 0, step 2), requested labels for"
-                " microbatches of [32] tokens",
+                "the loss is computed from too few or too many labels: rank 0, step 2, labels of each microbatch: expected"
+                " [32], observed [26] (expected: a label for each token)",
             ),
         ),
     ],
@@ -219,7 +220,7 @@ def test_labels_that_are_too_few_are_told_by_their_shift_or_their_number(
     trial = relabelled(change, LONG, step=2)
     assert lost_labels(trial, 1) is None
     found = lost_labels(trial, 2)
-    assert (found.kind, found.text) == told if found else told is None
+    assert (found.kind, cause_line(found)) == told if found else told is None
 
 
 def test_a_shift_is_told_of_labels_whose_loss_is_computed_in_chunks_along_the_sequence() -> None:
@@ -232,4 +233,4 @@ def test_a_shift_is_told_of_labels_whose_loss_is_computed_in_chunks_along_the_se
         chunks = (halves.size // 2,) * 2
         trial = with_step(trial, rank, 1, microbatches=(replace(part, labels=halves, chunks=chunks),))
     found = mismatched_labels(trial, 1)
-    assert found and found.text == "labels are shifted by 1 more: each token predicts the token after the next"
+    assert found and cause_line(found) == "labels are shifted by 1 more: each token predicts the token after the next"

@@ -25,11 +25,12 @@ from literal import (
 
 from harness.checks import shard_contents
 from harness.diagnosis.layout import Layout, _fsdp_over_tp, _part_text, other_layouts, other_slices, renamed
-from harness.evidence.records import AfterForward
+from harness.evidence.step import AfterForward
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.plan import Kept, Plan
 from harness.plan.slices import slices_of_rank
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 WIDE = replace(TINY, dim=16, vocab_size=16, ffn_dim=16)
@@ -61,7 +62,7 @@ def named(trial: Trial) -> str:
     """The first layout that is put to the test; under it every rank holds what it should."""
     first = next(other_layouts(trial, broken("shard_contents")))
     assert shard_contents.check(first.assume(trial)).verdict is Verdict.PASS
-    return first.cause.text
+    return cause_line(first.cause)
 
 
 def cut(part) -> tuple[slice, ...]:
@@ -276,7 +277,7 @@ def test_rows_dealt_out_over_dp_shard_first_are_strided_shards() -> None:
     for rank in range(4):  # rank = 2 * dp_shard + tp
         trial = with_parameter(trial, rank, "output.weight", value=full[4 * rank : 4 * rank + 4])
     first = next(other_layouts(trial, broken("shard_contents")))
-    assert first.cause.text == (
+    assert cause_line(first.cause) == (
         "1 of 12 parameters (output.weight) are cut by dp_shard first and by tp inside, requested tp first (strided shards)"
     )
 
@@ -309,7 +310,8 @@ def test_slices_of_no_known_layout_are_told_with_their_ranks_and_the_first_of_th
     found = seen(other_slices, trial, "shard_contents")
     assert (
         found is not None
-        and found.cause.text == "ranks hold other slices than planned in 1 of 12 parameters (output.weight) on rank 2"
+        and cause_line(found.cause)
+        == "ranks hold other slices than planned in 1 of 12 parameters (output.weight) on rank 2"
     )
     assert found.lines == (
         (

@@ -24,8 +24,10 @@ from harness.diagnosis.layout import (
     wrong_parts,
 )
 from harness.diagnosis.words import traffic_lines
-from harness.judge.trial import Recorded, Trial
+from harness.evidence.provided import RECORDED
+from harness.judge.trial import Trial
 from harness.plan.slices import slices_of_rank
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 WIDE = replace(TINY, dim=16, vocab_size=16, ffn_dim=16)
@@ -224,7 +226,7 @@ def held_as(trial: Trial, ran: ParallelDims, rank_of: Iterable[int]) -> Trial:
 
 def told(trial: Trial, *checks: str) -> list[tuple[str, str, int, bool, tuple[tuple[str, str], ...]]]:
     found = other_layouts(trial, broken(*(checks or ("shard_contents",))))
-    return [(one.cause.kind, one.cause.text, one.fitted, one.renumbers, one.lines) for one in found]
+    return [(one.cause.kind, cause_line(one.cause), one.fitted, one.renumbers, one.lines) for one in found]
 
 
 def without_calls(trial: Trial, axis: str) -> Trial:
@@ -354,8 +356,8 @@ def test_a_parameter_that_the_plan_does_not_know_is_not_held_otherwise() -> None
 @pytest.mark.parametrize("recorded", [True, False])
 def test_where_slices_are_not_derived_other_degrees_alone_are_put_to_the_test(recorded: bool) -> None:
     trial = right(dims(2, 2, tp=2))
-    known = Recorded(not_judged={}) if recorded else None
-    unknown = replace(trial, recorded=known, plan=replace(trial.plan, slices={rank: {} for rank in trial.ranks}))
+    run = replace(trial.run, provided=RECORDED) if recorded else trial.run
+    unknown = replace(trial, run=run, plan=replace(trial.plan, slices={rank: {} for rank in trial.ranks}))
     found = [
         (
             "another layout",

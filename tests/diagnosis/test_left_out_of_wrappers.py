@@ -17,7 +17,9 @@ from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.memory import parameter_bytes
 from harness.plan.plan import Kept
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
+from harness.spec.measured import Measured
 
 WIDE = replace(TINY, dim=16, vocab_size=16, ffn_dim=32)
 LAST = "output.weight"
@@ -41,7 +43,7 @@ def proposed(trial: Trial) -> list[Hypothesis]:
 
 
 def told(trial: Trial) -> list[tuple[str, str, int, bool, tuple[tuple[str, str], ...]]]:
-    return [(one.cause.kind, one.cause.text, one.fitted, one.renumbers, one.lines) for one in proposed(trial)]
+    return [(one.cause.kind, cause_line(one.cause), one.fitted, one.renumbers, one.lines) for one in proposed(trial)]
 
 
 def in_stages(trial: Trial, first: Iterable[int], fqns: set[str]) -> Trial:
@@ -82,7 +84,7 @@ def test_what_fsdp_left_out_is_told_with_its_number_and_the_first_of_it() -> Non
 
 def test_what_fsdp_left_out_is_gathered_by_nobody_and_kept_whole_by_each() -> None:
     trial = without_fsdp()
-    trial = replace(trial, plan=replace(trial.plan, torch="2.9.0", observed={}))
+    trial = replace(trial, plan=replace(trial.plan, traits=replace(trial.traits, measured=Measured({}, torch="2.9.0"))))
     (one,) = proposed(trial)
     assert one.assume is not None
     plan, before = one.assume(trial).plan, trial.plan
@@ -106,15 +108,19 @@ def test_under_another_wrapper_than_fsdp2_what_fsdp_left_out_stays_in_its_unit()
     trial = right(dims(shard=2), wrapper="fsdp1")
     trial = with_rows(trial, NORM, dict.fromkeys((0, 1), (0, 16)))
     (one,) = proposed(trial)
-    assert one.assume is not None and one.cause.text.startswith(
+    assert one.assume is not None and cause_line(one.cause).startswith(
         "FSDP is not applied to 1 of 12 parameters (norm.weight)"
     )
     plan = one.assume(trial).plan
     assert plan.units == trial.plan.units and plan.flows == trial.plan.flows
     for rank, held in trial.plan.slices.items():
         assert plan.slices[rank] == held | {NORM: ((0, 16),)}
-        whole = parameter_bytes(trial.case, rank, plan.slices[rank], trial.plan.flat)
-        assert plan.parameter_bytes[rank] == whole != parameter_bytes(trial.case, rank, plan.slices[rank], ())
+        whole = parameter_bytes(trial.case, trial.traits, rank, plan.slices[rank], trial.plan.flat)
+        assert (
+            plan.parameter_bytes[rank]
+            == whole
+            != parameter_bytes(trial.case, trial.traits, rank, plan.slices[rank], ())
+        )
 
 
 @pytest.mark.parametrize("staged", [True, False])
@@ -124,7 +130,7 @@ def test_what_tp_left_out_is_held_whole_by_the_ranks_of_its_stage(staged: bool) 
         trial = in_stages(trial, (0, 1), {LAST})
     (one,) = proposed(trial)
     whole = "every rank of a group holds them whole"
-    assert one.cause.text == f"TP is not applied to 1 of 12 parameters (output.weight): {whole}"
+    assert cause_line(one.cause) == f"TP is not applied to 1 of 12 parameters (output.weight): {whole}"
     assert (one.cause.kind, one.fitted) == ("left out of a wrapper", 2) and one.assume is not None
     plan = one.assume(trial).plan
     of_last = {LAST: ((0, 16), (0, 16))}
@@ -172,7 +178,7 @@ def test_rows_dealt_out_in_strides_are_told_and_what_tp_ranks_gather_is_assumed_
     one = proposed(trial)[0]
     text = "1 of 12 parameters (output.weight) are cut by dp_shard first and by tp inside, requested tp first (strided shards)"
     contents = f"output.weight on rank {5 if staged else 1}: expected 1/4 of dim 0 [8:12], observed 1/4 of dim 0 [4:8]"
-    assert (one.cause.kind, one.cause.text, one.fitted) == ("strided shards", text, 1)
+    assert (one.cause.kind, cause_line(one.cause), one.fitted) == ("strided shards", text, 1)
     assert one.lines == (("contents", f"1 of 12 parameters; {contents}"),) and one.assume is not None
     before, after = trial.reference.weights, one.assume(trial).reference.weights
     assert np.array_equal(after[LAST], before[LAST][[*range(4), *range(8, 12), *range(4, 8), *range(12, 16)]])
@@ -188,7 +194,7 @@ def test_rows_are_not_in_strides_where_one_rank_holds_others_or_none_or_a_matrix
     nowhere = with_parameter(strided, 3, LAST, value=np.full((4, 16), 7.0))
     assert proposed(nowhere) == []
     both = with_rows(strided, UP, {rank: (8 * rank, 8 * rank + 8) for rank in range(4)})
-    assert [one.cause.text.partition(" are cut")[0] for one in proposed(both)][:1] == [
+    assert [cause_line(one.cause).partition(" are cut")[0] for one in proposed(both)][:1] == [
         f"2 of 12 parameters ({UP}, output.weight)"
     ]
     columns = {rank: strided.reference.weights[DOWN][4 * rank : 4 * rank + 4] for rank in range(4)}
@@ -204,7 +210,7 @@ def test_over_cp_a_layout_that_cuts_some_parameters_is_not_told_as_none() -> Non
         "HSDP ran as FSDP: parameters are sharded over 4 ranks along dp_shard x cp, requested 2, replicated 2 times"
     )
     text = f"another layout is applied to 1 of 12 parameters (output.weight) than to all others: {differs}"
-    assert [one.cause.text for one in proposed(trial)] == [text]
+    assert [cause_line(one.cause) for one in proposed(trial)] == [text]
 
 
 def test_there_are_no_strides_over_one_axis_or_of_flattened_parameters() -> None:

@@ -16,11 +16,12 @@ from weighed import SIXTEEN, every_axis, fit_of, weights_of, with_labels
 
 from harness.diagnosis.contributions import Counting, _averaged_locally, _units
 from harness.diagnosis.mixture import Piece, Pieces
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 
 def said(found: list[Counting]) -> list[tuple[str, str, int]]:
-    return [(one.cause.kind, one.cause.text, one.fitted) for one in found]
+    return [(one.cause.kind, cause_line(one.cause), one.fitted) for one in found]
 
 
 # ---- who
@@ -149,7 +150,7 @@ def test_units_that_only_a_later_step_tells_apart_are_proposed_one_by_one() -> N
     labels = np.ones_like(trial.reference.labels)
     one_by_one = with_labels(trial, np.where(np.arange(48)[:, None] == 16, -100, labels))
     names = ("rank", "microbatch of each rank", "microbatch", "sample")
-    assert [one.cause.text for one in _averaged_locally(fit_of(one_by_one, np.ones(16)))] == [
+    assert [cause_line(one.cause) for one in _averaged_locally(fit_of(one_by_one, np.ones(16)))] == [
         f"the loss is averaged per {name}: each divides by its own number of valid tokens, not by the global one"
         for name in names
     ]
@@ -169,7 +170,7 @@ def test_units_that_only_a_later_step_tells_apart_are_proposed_one_by_one() -> N
 def test_units_that_are_one_are_named_together(times: float, told: str) -> None:
     trial = trial_of(tiny_case(dims(shard=8)))
     found = _averaged_locally(fit_of(trial, times * weights_of(trial, UNITS["dp rank"])))
-    assert [one.cause.text for one in found] == [told]
+    assert [cause_line(one.cause) for one in found] == [told]
 
 
 def test_weights_that_are_nobody_s_means_are_proposed_as_none() -> None:
@@ -211,7 +212,7 @@ def test_a_microbatch_without_valid_tokens_is_not_lost() -> None:
     weights = weights_of(silent, UNITS["dp rank"])
     found = fit_of(silent, np.where(np.array([piece.row < 2 for piece in Pieces(silent).all]), 0.0, weights))
     assert found.lost == []
-    assert [one.cause.text for one in _averaged_locally(found)] == [
+    assert [cause_line(one.cause) for one in _averaged_locally(found)] == [
         "the loss is averaged per rank: each divides by its own number of valid tokens, not by the global one"
     ]
 

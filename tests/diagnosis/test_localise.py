@@ -10,6 +10,7 @@ from diagnosed import broken
 from literal import TINY, tiny_case, trial_of, with_parameter
 
 from harness.diagnosis.localise import _forward, in_common, localise, one_group
+from harness.report.cause_text import cause_line
 
 TRIAL = trial_of(tiny_case("hsdp_2x2", model=replace(TINY, n_layers=2)))
 NAMES = list(TRIAL.plan.shapes)
@@ -64,7 +65,7 @@ def test_the_forward_pass_is_blamed_where_no_check_before_it_is_broken(
 
 def test_of_a_check_without_numbers_the_first_finding_is_told_and_which_others_are_broken() -> None:
     cause, lines = localise(TRIAL, broken("settings", "memory"), 1)
-    assert (cause.kind, cause.text) == ("not explained", "settings: here: expected this, observed that")
-    assert lines == (("tried", "1 hypothesis, none explains this"), ("also broken", "memory"))
+    assert (cause.kind, cause_line(cause)) == ("not explained", "settings: here: expected this, observed that")
+    assert lines == (("tried", "1 hypothesis, none explains this"), ("also failing", "memory"))
     _, lines = localise(TRIAL, broken("settings"), 2, rest=True)
     assert lines == (("tried", "2 hypotheses, none explains the rest"),)

@@ -8,13 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnosed import NORM, broken
+from diagnosed import NORM, broken, here
 from literal import TINY, tiny_case, trial_of, with_parameter, with_step, with_value
 from noisy import with_noise
 
 from harness.diagnosis.localise import localise
-from harness.judge.result import Cause, Finding, Result, Verdict
+from harness.judge.finding import Finding
+from harness.judge.result import Cause, Result, Verdict
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line
 
 TRIAL = trial_of(tiny_case("hsdp_2x2", model=replace(TINY, n_layers=2)))
 NAMES = list(TRIAL.plan.shapes)
@@ -46,7 +48,7 @@ def losing(trial: Trial, step: int, factor: float = 1.01) -> Trial:
 def located(trial: Trial, *checks: str, held: Collection[str] = ()) -> str:
     cause, _ = localise(trial, broken(*(checks or ("loss", "gradients"))), 0, frozenset(held))
     assert cause.kind == "not explained"
-    return cause.text
+    return cause_line(cause)
 
 
 ONE = f"in 1 of 21 parameters ({WQ})"
@@ -157,7 +159,9 @@ def test_what_is_wrong_before_the_forward_pass_is_told_in_its_place() -> None:
 
 def updating(*steps: int | None) -> dict[str, Result]:
     """The check's findings, in this order, each at a place of its own."""
-    findings = tuple(Finding(f"place {place}", "this", "that", step=step) for place, step in enumerate(steps))
+    findings = tuple(
+        Finding(name=f"place {place}", expected="this", observed="that", step=step) for place, step in enumerate(steps)
+    )
     return broken("loss", "gradients") | {"update": Result("update", Verdict.FAIL, 1, findings)}
 
 
@@ -167,30 +171,34 @@ def updating(*steps: int | None) -> dict[str, Result]:
 def test_of_an_update_that_is_wrong_before_the_first_place_is_told(
     steps: tuple[int | None, ...], place: int | None
 ) -> None:
-    before = f"the update is wrong, gradients before clipping are right: first at place {place}"
+    before = "the update is wrong, gradients before clipping are right"
     after = "the loss of step 3 is off by 1.0e-02, its gradients match within the bound of 2.6e-13"
-    cause = localise(losing(TRIAL, 3), updating(*steps), 0)[0]
-    assert cause == Cause("not explained", after if place is None else before)
+    broken_ones = updating(*steps)
+    first = None if place is None else broken_ones["update"].findings[place]
+    cause = localise(losing(TRIAL, 3), broken_ones, 0)[0]
+    assert cause == Cause("not explained", after if place is None else before, finding=first)
 
 
 def test_an_update_after_gradients_that_are_wrong_is_not_looked_at() -> None:
-    assert localise(losing(TRIAL, 1), updating(1), 0)[0].text.startswith("the loss of step 1 is off by 1.0e-02, ")
+    assert cause_line(localise(losing(TRIAL, 1), updating(1), 0)[0]).startswith(
+        "the loss of step 1 is off by 1.0e-02, "
+    )
 
 
 # ---- what is told besides
 
 
 def test_two_of_the_failing_checks_are_shown_and_the_others_are_named() -> None:
-    checks, shown = ("gradients", "update", "golden"), "here: expected this, observed that"
+    checks = ("gradients", "update", "golden")
     cause, lines = localise(off(TRIAL, 1, [WQ]), broken(*checks), 3)
-    assert cause.text == f"gradients are wrong by up to 5e-01 of the largest entry {ONE}; {MATCHES}"
+    assert cause_line(cause) == f"gradients are wrong by up to 5e-01 of the largest entry {ONE}; {MATCHES}"
     assert lines == (
         ("tried", "3 hypotheses, none explains this"),
-        ("gradients", shown),
-        ("update", shown),
-        ("also broken", "update, golden"),
+        here("gradients"),
+        here("update"),
+        ("also failing", "update, golden"),
     )
-    assert localise(TRIAL, broken(*checks), 0)[1] == (("also broken", "update, golden"),)
+    assert localise(TRIAL, broken(*checks), 0)[1] == (("also failing", "update, golden"),)
 
 
 UNTESTED = (
@@ -214,8 +222,8 @@ def test_of_little_that_is_off_in_noise_it_is_told_that_another_order_was_not_te
     trial: Trial, checks: list[str], told: bool
 ) -> None:
     lines = localise(trial, broken(*checks), 0)[1]
-    shown = [(check, "here: expected this, observed that") for check in checks[:2]]
-    others = [("also broken", ", ".join(checks[1:]))] * (len(checks) > 1)
+    shown = [here(check) for check in checks[:2]]
+    others = [("also failing", ", ".join(checks[1:]))] * (len(checks) > 1)
     assert lines == (*shown, *[("not tested", UNTESTED)] * told, *others)
 
 
@@ -225,5 +233,7 @@ def test_where_no_rank_has_a_gradient_there_is_none_that_another_order_would_lea
         for step in trial.case.steps:
             trial = with_step(trial, rank, step, gradients={})
     cause, lines = localise(trial, broken("loss"), 0)
-    assert cause.text == "the loss of step 1 is off by 1.0e-02"  # nothing is said of gradients that nothing examined
-    assert lines == (("loss", "here: expected this, observed that"),)
+    assert (
+        cause_line(cause) == "the loss of step 1 is off by 1.0e-02"
+    )  # nothing is said of gradients that nothing examined
+    assert lines == (here("loss"),)

@@ -23,6 +23,7 @@ from harness.judge.trial import Trial
 from harness.reference import fitted, rounding, variations
 from harness.reference.altered import Variation, altering, put_instead
 from harness.reference.data import IGNORED
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 LAYERS = replace(MODEL, n_layers=3)
@@ -48,7 +49,7 @@ def hypotheses(trial: Trial, *checks: str) -> list[tuple[str, int, tuple[tuple[s
     for one in found:
         assert isinstance(one.assume, partial) and None not in one.assume.keywords.values()
         assert judged("loss", one.assume(trial)).verdict is Verdict.PASS
-    return [(one.cause.text, one.fitted, one.lines) for one in found]
+    return [(cause_line(one.cause), one.fitted, one.lines) for one in found]
 
 
 # ---- where and since when
@@ -98,7 +99,7 @@ def test_checks_whose_mistakes_go_first_leave_nothing_to_search_for(ran: Ran, mo
     assert [found(one, "loss", "gradients") for one in wrong] == [0, 1, 1]
     assert [found(at_once, "loss", "positions", "update", "resume"), found(later, "loss", "gradients")] == [1, 1]
     assert found(at_once, "loss", "positions", "samples") == 0
-    assert found(replace(at_once, references={0: at_once.reference}), "loss") == 0
+    assert found(at_once.assuming(references={0: at_once.reference}), "loss") == 0
 
 
 def test_losses_that_are_those_of_the_samples_received_are_right(ran: Ran) -> None:

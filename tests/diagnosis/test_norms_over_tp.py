@@ -15,6 +15,7 @@ from harness.diagnosis.hypothesis import Fact
 from harness.judge.contents import take
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 WHY = "with sequence parallel each tp rank's norms see their part of the sequence; the sum over tp is missing"
@@ -80,7 +81,7 @@ def test_of_more_than_four_norms_the_first_are_named() -> None:
     norms = [fqn for fqn in trial.plan.shapes if "norm" in fqn]
     fact = told(with_shares(trial, 1, *norms[:5]), 1)
     assert fact is not None
-    assert fact.cause.text == (
+    assert cause_line(fact.cause) == (
         f"gradients of {', '.join(norms[:4])} and 1 more are not summed over tp: 5 parameters wrong, all others right"
     )
 

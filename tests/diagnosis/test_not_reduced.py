@@ -17,6 +17,7 @@ from harness.diagnosis.mixture import Mixture, Pieces
 from harness.diagnosis.reductions import _moving_less, of_each_rank
 from harness.judge.trial import Trial
 from harness.plan.slices import numel
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 FSDP_2_CP_2 = trial_of(tiny_case(ParallelDims(dp_shard=2, cp=2), replace(ADAMW, seq_len=8)))
@@ -133,11 +134,11 @@ def test_what_gradients_hold_that_are_not_reduced_is_told_by_the_axes(
     told += "though collectives ran"
     proposed = found(trial, weights_of(trial, missing))
     assert {one.cause.kind for one in proposed} == {"gradients not reduced"}
-    assert [(one.cause.text, one.fitted, one.lines) for one in proposed] == [
+    assert [(cause_line(one.cause), one.fitted, one.lines) for one in proposed] == [
         (told.format(""), 1, lines),
         (told.format(" in step 1 alone"), 2, lines),
     ]
-    later = [(one.cause.text, one.fitted) for one in found(trial, weights_of(trial, missing), step=2)]
+    later = [(cause_line(one.cause), one.fitted) for one in found(trial, weights_of(trial, missing), step=2)]
     assert later == [(told.format(" from step 2 on"), 1), (told.format(" in step 2 alone"), 2)]
 
 
@@ -163,7 +164,7 @@ def test_reductions_that_did_not_run_are_told_and_are_not_expected_to_move_anyth
     quiet, weights = silent(trial, *ops), weights_of(trial, missing)
     always, once = found(quiet, weights)
     text = f"gradient reduction missing over {' and '.join(missing)}{{}}: {told}"
-    assert [always.cause.text, once.cause.text] == [text.format(""), text.format(" in step 1 alone")]
+    assert [cause_line(always.cause), cause_line(once.cause)] == [text.format(""), text.format(" in step 1 alone")]
     assert always.assume is not None and once.assume is not None
     assert always.assume(quiet).plan.unreduced == {*itertools.product(unreduced, (1, 2, 3))}
     assert once.assume(quiet).plan.unreduced == {*itertools.product(unreduced, (1,))}
@@ -177,14 +178,17 @@ def test_microbatches_that_are_not_reduced_are_told_with_where() -> None:
         for fqns, where in (((), ""), ((LAST, NORM), f" in 2 of 12 parameters ({NORM}, {LAST})")):
             always, once = found(EVERY, weights, fqns=fqns)
             told = f"gradients of {text} of 2 are not reduced over dp_shard{{}}{where}: each rank adds only its own"
-            assert [always.cause.text, once.cause.text] == [told.format(""), told.format(" in step 1 alone")]
+            assert [cause_line(always.cause), cause_line(once.cause)] == [
+                told.format(""),
+                told.format(" in step 1 alone"),
+            ]
             assert always.lines == holding(*[f" of {text} holds the samples of ranks [0,4], expected [0,2,4,6]"] * 2)
     three = trial_of(tiny_case("ddp_2", replace(ADAMW, global_batch=12), accumulation=3))
     (first, _) = found(three, weights_of(three, ["dp_replicate"], (0, 2)))
     text = "gradients of microbatches 1, 3 of 3 are not reduced over dp_replicate: each rank adds only its own"
-    assert first.cause.text == text
+    assert cause_line(first.cause) == text
     (first, _) = found(EVERY, weights_of(EVERY, ["dp_shard"], (0, 1)))
-    assert first.cause.text.startswith("gradient reduction over dp_shard has no effect: ")
+    assert cause_line(first.cause).startswith("gradient reduction over dp_shard has no effect: ")
 
 
 def test_few_parameters_that_are_not_reduced_move_less_where_traffic_is_broken() -> None:
@@ -197,7 +201,7 @@ def test_few_parameters_that_are_not_reduced_move_less_where_traffic_is_broken()
         ([LAST], ["gradients"], 1),
         ([LAST], ["gradients", "traffic"], 2),
     ):
-        assert [one.cause.text for one in found(HSDP, weights, checks, fqns=fqns)] == texts * times
+        assert [cause_line(one.cause) for one in found(HSDP, weights, checks, fqns=fqns)] == texts * times
     assert len(found(HSDP, weights, ["gradients", "traffic"])) == 2
     *_, less, _ = found(HSDP, weights, ["traffic"], fqns=[LAST])
     assert less.assume is not None
@@ -239,7 +243,7 @@ def test_how_often_a_share_counts_is_told_where_it_is_neither_once_nor_undivided
         "gradient reduction over dp_replicate has no effect: rank 0's gradient holds only the samples of ranks [0,1], "
     )
     text += "though collectives ran"
-    assert [one.cause.text for one in proposed][:1] == ([] if told is None else [f"{text}{told}"])
+    assert [cause_line(one.cause) for one in proposed][:1] == ([] if told is None else [f"{text}{told}"])
 
 
 def test_weights_that_differ_in_one_piece_are_no_missing_reduction_but_where_it_has_no_valid_token() -> None:

@@ -9,13 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from diagnosed import DDP_2, accumulating, seen, seen_text
+from diagnosed import DDP_2, accumulating, here, seen, seen_text
 from literal import ADAMW, TINY, judged, tiny_case, trial_of, with_collectives, with_every_rank, with_rank, with_step
 from noisy import noise_of, with_noise
 
 from harness.diagnosis.features import _noise, odd_traces, other_actions
-from harness.evidence.records import Activity, Attention, Call, Collective, Matmul, SavedTensorsHook
+from harness.evidence.records import Collective
+from harness.evidence.step import Activity, Attention, Call, Matmul, SavedTensorsHook
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 FULL = trial_of(tiny_case("ddp_2", activation_checkpointing="full"))
@@ -38,7 +40,9 @@ def also(what: str, **counts: Any) -> Callable[[Activity], Activity]:
 def told(trial: Trial) -> str:
     """What the check alone is told by, whatever else is broken."""
     check = judged("features", trial)
-    return next((fact.cause.text for fact in odd_traces(trial, {"features": check} if check.findings else {})), "")
+    return next(
+        (cause_line(fact.cause) for fact in odd_traces(trial, {"features": check} if check.findings else {})), ""
+    )
 
 
 FUSED, AGAIN = Attention("forward", "attention"), Attention("backward", "attention")
@@ -230,8 +234,8 @@ def test_a_pipeline_that_follows_no_schedule_is_told_by_what_the_check_found_fir
     acting = with_step(with_step(trial, 0, 1, actions=("0F0", "0B0")), 1, 1, actions=("1F0", "1B0"))
     found = seen(other_actions, acting, "schedule")
     assert found is not None and found.checks == ("schedule",)
-    assert found.cause.text == "the pipeline does not follow schedule 1F1B: here: expected this, observed that"
-    assert found.lines == (("schedule", "here: expected this, observed that"),)
+    assert cause_line(found.cause) == "the pipeline does not follow schedule 1F1B: here: expected this, observed that"
+    assert found.cause.finding == here("schedule")[1]
     idle = with_step(acting, 1, 1, actions=())
     assert seen_text(other_actions, idle, "schedule") == "no pipeline ran on rank 1, schedule 1F1B is requested"
     assert seen_text(other_actions, trial, "schedule") == "no pipeline ran, schedule 1F1B is requested"

@@ -204,8 +204,8 @@ def test_other_recipes_are_assumed_of_ranks_and_of_the_reference_from_this_launc
         return ADAMW
 
     assumed = by_recipes(recipe, trial)
-    assert assumed.assumed == AssumedOptimizer(recipe=recipe)
-    assert assumed.otherwise == {"recipe": recipe, "since": 3}
+    assert assumed.assumption.optimizer == AssumedOptimizer(recipe=recipe)
+    assert assumed.assumption.reference == {"recipe": recipe, "since": 3}
 
 
 # ---- of which parameters

@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from diagnosed import DDP_2, broken, first_line
-from literal import ADAMW, EIGHT, judged, tiny_case, trial_of, with_every_rank, with_rank, with_step
+from literal import ADAMW, EIGHT, judged, tiny_case, trial_of, with_rank, with_step
 from noisy import noise_of
 
 from harness.diagnosis.features import CHOICES, _other_schedules, _other_values, odd_traces, other_features
 from harness.diagnosis.hypothesis import Hypothesis, verdict_of
-from harness.evidence.records import Matmul, Wrapper
+from harness.evidence.records import Wrapper
+from harness.evidence.step import Matmul
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.stages import actions_of_rank
+from harness.report.cause_text import cause_line
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 
@@ -91,7 +93,7 @@ def test_what_is_moved_tells_the_value_in_force(
     """With the first rank's flows that are not as planned."""
     trial = trial_of(tiny_case(layout, **requested), tiny_case(layout, **ran))
     (one,) = proposed(trial, "traffic")
-    assert (one.cause.kind, one.cause.text, one.fitted) == ("another feature", told, 1)
+    assert (one.cause.kind, cause_line(one.cause), one.fitted) == ("another feature", told, 1)
     assert one.lines[: len(lines)] == tuple(lines)
     assert one.assume(trial).case == tiny_case(layout, **ran)
     assert verdict_of(one.assume(trial), "traffic") is Verdict.PASS
@@ -140,7 +142,7 @@ def test_traces_and_samples_tell_the_value_in_force(
     """Of traffic nothing is said where it is as planned."""
     trial = trial_of(tiny_case(layout, **requested), tiny_case(layout, **ran))
     (one,) = proposed(trial, check)
-    assert (one.cause.kind, one.cause.text, one.fitted, one.lines) == ("another feature", told, 1, ())
+    assert (one.cause.kind, cause_line(one.cause), one.fitted, one.lines) == ("another feature", told, 1, ())
     assert verdict_of(one.assume(trial), check) is Verdict.PASS
     assert not list(other_features(trial, broken("gradients", "schedule")))
 
@@ -182,7 +184,7 @@ def test_matmuls_in_the_dtype_of_parameters_are_one_value_not_two() -> None:
     trial = trial_of(
         tiny_case("fsdp_2", low, reduce_dtype="float64"), tiny_case("fsdp_2", replace(low, compute_dtype=None))
     )
-    told = [one.cause.text for one in proposed(trial, "features")]
+    told = [cause_line(one.cause) for one in proposed(trial, "features")]
     assert told == ["compute_dtype bfloat16 is requested, float32 is observed"]
 
 
@@ -204,7 +206,7 @@ def test_a_recipe_is_assumed_of_whatever_case_is_assumed_already() -> None:
 def test_a_wrapper_with_flat_parameters_is_proven_whatever_the_order_of_the_trainers_rows() -> None:
     trial = trial_of(tiny_case("fsdp_2"), tiny_case("fsdp_2", wrapper="fsdp1"))
     rows = {"layers.0.attention.wq.weight": np.array([1, 2, 3, 0])}
-    for one in (trial, with_every_rank(trial, lambda t, rank: with_rank(t, rank, rows=rows))):
+    for one in (trial, replace(trial, reference=replace(trial.reference, rows=rows))):
         assert first_line(one) == "wrapper fsdp2 is requested, fsdp1 is observed"
         (found,) = proposed(one, "features")
         assert verdict_of(found.assume(one), "shard_contents") is Verdict.PASS
@@ -239,7 +241,7 @@ def wrapped(trial: Trial, **kinds: str) -> Trial:
 def test_another_wrapper_is_told_with_its_ranks(kinds: dict[str, str], told: str) -> None:
     trial = wrapped(DDP_2, **kinds)
     (fact,) = odd_traces(trial, {"features": judged("features", trial)})
-    assert fact.cause.text == f"wrapper ddp is requested, {told}"
+    assert cause_line(fact.cause) == f"wrapper ddp is requested, {told}"
     assert fact.checks == ("features", "placements", "shard_contents", "reshard", "traffic")
     assert not proposed(trial, "features")
 
@@ -252,7 +254,7 @@ def test_a_wrapper_around_one_data_rank_is_not_blamed_for_other_traces() -> None
     computing = replace(step.activity, matmuls=step.activity.matmuls | {Matmul("other", "float64"): 3})
     odd = with_step(trial, 0, 1, activity=computing)
     (fact,) = odd_traces(odd, {"features": judged("features", odd)})
-    assert fact.cause.text == (
+    assert cause_line(fact.cause) == (
         "matmuls run outside training passes: 3 matmuls outside forward and backward (rank 0, step 1)"
     )
     assert fact.checks == ("features",)

@@ -12,6 +12,7 @@ from harness.diagnosis.layout import BY_RANK, Layout, _layouts
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.spec.dims import ParallelDims
+from harness.spec.measured import Measured
 
 VARIED = replace(ADAMW, global_batch=16, seq_len=16, variable_length=True)
 EVEN = replace(TINY, dim=16, n_heads=4, n_kv_heads=4, vocab_size=16, ffn_dim=16)
@@ -167,9 +168,10 @@ def test_the_plan_of_a_layout_is_that_of_the_known_axes_and_of_cp_keys_and_value
     layout: Layout, known: ParallelDims, place_of: list[int], groups: dict[str, Any]
 ) -> None:
     trial = right(layout.dims)
-    trial = replace(trial, plan=replace(trial.plan, torch="2.9.0", observed=trial.plan.observed or {}))
+    traits = replace(trial.traits, measured=Measured(trial.plan.observed or {}, torch="2.9.0"))
+    trial = replace(trial, plan=replace(trial.plan, traits=traits))
     plan, own = layout.assume(trial).plan, trial.plan
-    wanted = make_plan(replace(trial.case, dims=known), trial.traits, own.observed, torch="2.9.0")
+    wanted = make_plan(replace(trial.case, dims=known), trial.traits)
     assert plan.groups == groups and plan.shard_axis == wanted.shard_axis
     assert (plan.dims, plan.torch, plan.observed, plan.traits) == (own.dims, "2.9.0", own.observed, own.traits)
     assert dict(plan.outside_bytes) == dict(own.outside_bytes)
@@ -189,7 +191,7 @@ def test_of_a_layout_of_other_degrees_and_order_the_plan_is_that_of_these_and_ra
     layout = Layout(dims(2, 2), tuple(DP.split()))
     assumed = layout.assume(trial)
     assert assumed.case == replace(trial.case, dims=dims(2, 2))
-    assert assumed.plan == make_plan(assumed.case, trial.traits, trial.plan.observed, torch=trial.plan.torch)
+    assert assumed.plan == make_plan(assumed.case, trial.traits)
     held = {rank: [t.value for t in evidence.parameters] for rank, evidence in trial.ranks.items()}
     for rank, other in enumerate([0, 2, 1, 3]):
         assert all((a.value == b).all() for a, b in zip(assumed.ranks[other].parameters, held[rank], strict=True))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from diagnosed import broken
+from diagnosed import broken, here
 from literal import ADAMW, TINY, tiny_case, trial_of, with_step, without_step
 
 from harness.diagnosis import assume
@@ -95,7 +95,7 @@ def test_the_model_is_assumed_to_turn_by_the_positions_it_is_told(monkeypatch: p
     assert (one.fitted, one.seen, one.lines) == (
         1,
         ("positions",),
-        (("positions", "here: expected this, observed that"),),
+        (here("positions"),),
     )
     assert one.cause == wrong_positions(trial)
     assert one.assume is not None

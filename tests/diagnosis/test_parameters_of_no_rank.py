@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnosed import NORM, broken, seen
+from diagnosed import NORM, broken, here, seen
 from literal import TINY, tiny_case, trial_of, with_rank, with_step
 
 from harness.diagnosis import assume
@@ -19,7 +19,7 @@ from harness.reference.record import ReferenceRun
 from harness.spec.dims import ParallelDims
 
 FOUR = replace(TINY, n_layers=4)
-SEEN = ("completed", "here: expected this, observed that")
+SEEN = here("completed")
 
 
 def keeping(trial: Trial, rank: int, fqns: set[str]) -> Trial:

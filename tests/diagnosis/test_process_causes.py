@@ -9,7 +9,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnosed import DDP_2, EMBEDDING, NORM, expect, expect_first, first_line, fsdp_4, seen, seen_text
+from diagnosed import (
+    DDP_2,
+    EMBEDDING,
+    NORM,
+    expect,
+    expect_first,
+    first_line,
+    fsdp_4,
+    here,
+    seen,
+    seen_text,
+)
 from literal import (
     ADAMW,
     tiny_case,
@@ -28,6 +39,7 @@ from harness.diagnosis.processes import incomplete, process_failed
 from harness.evidence.records import Exit
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line
 from harness.spec.case import Saved
 from harness.spec.dims import ParallelDims
 
@@ -146,7 +158,7 @@ def test_a_rank_without_steps() -> None:
         with_rank(fsdp_4(), 1, steps=()),
         """\
 rank 1 trained no step, requested 3 steps
-  completed: rank 1: expected steps [1, 2, 3], observed steps []""",
+  completed: rank 1, steps: expected [1, 2, 3], observed none""",
     )
 
 
@@ -242,7 +254,7 @@ def test_where_nobody_can_be_blamed_the_first_ones_stack_is_shown() -> None:
     found = seen(process_failed, with_exits(fsdp_4(), *killed))
     assert (
         found is not None
-        and found.cause.text == "ranks [1,2] did not finish, and nothing shows which of them is the cause"
+        and cause_line(found.cause) == "ranks [1,2] did not finish, and nothing shows which of them is the cause"
     )
     assert found.lines == (
         ("rank 1", "killed: no answer"),
@@ -374,6 +386,6 @@ def test_whole_ranks_that_are_missing_break_every_check_and_what_they_lack_those
     trial: Trial, told: str, checks: tuple[str, ...]
 ) -> None:
     found = seen(incomplete, trial, "completed", "loss")
-    assert found is not None and found.cause.text.startswith(told)
+    assert found is not None and cause_line(found.cause).startswith(told)
     assert (found.cause.kind, found.checks) == ("incomplete", checks)
-    assert found.lines == (("completed", "here: expected this, observed that"),)
+    assert found.lines == (here("completed"),)

@@ -13,10 +13,11 @@ from literal import ADAMW, judged, tiny_case, trial_of, with_step
 from harness.diagnosis import assume
 from harness.diagnosis.features import odd_traces, other_features, quantized_otherwise
 from harness.diagnosis.hypothesis import verdict_of
-from harness.evidence.records import QuantizedMatmul
+from harness.evidence.step import QuantizedMatmul
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.reference import precision
+from harness.report.cause_text import cause_line
 
 ROWWISE = replace(ADAMW, quantize="float8_rowwise")
 QUANTIZED = trial_of(tiny_case("ddp_2", ROWWISE))
@@ -43,7 +44,7 @@ def check(trial: Trial) -> dict[str, Any]:
 
 
 def told(trial: Trial) -> list[str]:
-    return [fact.cause.text for fact in odd_traces(trial, check(trial))]
+    return [cause_line(fact.cause) for fact in odd_traces(trial, check(trial))]
 
 
 @pytest.fixture
@@ -84,13 +85,13 @@ def test_a_reference_is_trained_with_the_modules_in_8_bits_that_ran_so(
 ) -> None:
     trial = in_8_bits(modules)
     (one,) = quantized_otherwise(trial, check(trial))
-    assert (one.cause.kind, one.cause.text, one.fitted) == ("odd traces", text, 1)
+    assert (one.cause.kind, cause_line(one.cause), one.fitted) == ("odd traces", text, 1)
     assert told(trial) == [text] and not list(other_features(trial, check(trial)))
     assert not list(quantized_otherwise(trial, broken("traffic")))
     other = replace(trial, case=replace(trial.case, name="another"))
     assumed = one.assume(other)
     assert trained == [{"altered": ("float8_rowwise", more, fewer)}]
-    assert assumed.otherwise == {"altered": ("float8_rowwise", more, fewer)}
+    assert assumed.assumption.reference == {"altered": ("float8_rowwise", more, fewer)}
     assert sorted(assumed.plan.quantized) == sorted(modules) and assumed.case.name == "another"
 
 
@@ -124,7 +125,7 @@ def test_a_recipe_without_any_has_no_reference_with_some() -> None:
 def test_another_format_of_all_modules_is_another_recipe(format: str, text: str) -> None:
     trial = in_8_bits(MODULES if format else (), format=format)
     (one,) = other_features(trial, check(trial))
-    assert (one.cause.kind, one.cause.text) == ("another feature", text)
+    assert (one.cause.kind, cause_line(one.cause)) == ("another feature", text)
     assert one.assume(trial).case.training == replace(ROWWISE, quantize=format or None)
     assert told(trial) == ([] if format else [text])
     assert not list(quantized_otherwise(trial, check(trial)))

@@ -21,7 +21,7 @@ from harness.diagnosis.received import (
     seen_labels,
     shift_of,
 )
-from harness.evidence.records import Microbatch
+from harness.evidence.step import Microbatch
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
 from harness.spec.dims import ParallelDims

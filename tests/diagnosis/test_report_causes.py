@@ -18,6 +18,7 @@ from diagnosed import (
     expect_first,
     first_line,
     fsdp_4,
+    here,
     received,
     reference_gradient,
     scaled,
@@ -46,6 +47,7 @@ from harness.diagnosis.reports import odd_reports, wrong_reports
 from harness.evidence.records import Collective
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line
 
 # ---- the rest
 
@@ -55,7 +57,7 @@ def test_replicas_that_drift_by_a_last_bit() -> None:
     expect(
         with_value(trial, 2, 2, "gradients", NORM, lambda g: np.nextafter(g, 1.0)),
         """\
-replicas drift apart: step 2, gradients of norm.weight, ranks [0,2]: rank 2 differs by 2.05e-16 of the largest entry
+replicas diverge: ranks [0,2], step 2, gradient of norm.weight: expected the same bytes on all, observed off by 2.05e-16 of the largest entry (on rank 2, compared with rank 0)
   why: within rounding of the reference, but replicas must be bitwise equal: a difference of one bit grows
   loss, gradients: equal to the reference within 2.1e-16: a loss-curve test passes here""",
     )
@@ -77,7 +79,7 @@ def test_a_displayed_loss_that_is_each_ranks_own() -> None:
         """\
 the reported loss is wrong, the training itself is right: each rank reports the loss of its own samples
   assuming this: 1 of 1 failing checks pass, and no passing check fails
-  reported_loss: rank 0, step 1: expected 2.53460829689014, observed 2.1682941969615794 (off by 1.45e-01)
+  reported_loss: rank 0, step 1, reported loss: expected 2.53460829689014, observed 2.1682941969615794 (off by 1.45e-01; bound 1.4e-14)
   loss, gradients: equal to the reference exactly""",
     )
 
@@ -176,7 +178,7 @@ def test_the_reference_moved() -> None:
         replace(trial, golden=accepted),
         """\
 the reference moved, not the trainer: model, data, recipe or torch changed since the golden was accepted
-  golden: step 1, loss: 2.53714290518703 (golden) -> 2.53460829689014 (reference), bound 1.4e-14""",
+  golden: step 1, loss: expected 2.53714290518703, observed 2.53460829689014 (expected: the golden, observed: the reference; bound 1.4e-14)""",
     )
 
 
@@ -185,7 +187,7 @@ def test_a_repeat_that_is_fed_its_samples_in_another_order() -> None:
     other = with_value(received(trial, 1, 2, [12, 13, 15, 14]), 1, 2, "gradients", NORM, lambda g: np.nextafter(g, 1.0))
     expect_first(
         replace(trial, repeat=other.run),
-        """two runs of the same case are not bitwise equal: the repeat received the same samples in another order (rank 1, step 2), first on rank 1, step 2: 1 differ: gradients of norm.weight""",
+        """two runs of the same case are not bitwise equal: the repeat received the same samples in another order (rank 1, step 2): rank 1, step 2, results that differ from the first run: expected 0, observed 1 (gradients of norm.weight)""",
     )
 
 
@@ -193,7 +195,7 @@ def test_a_repeat_that_is_fed_other_samples() -> None:
     trial = trial_of(tiny_case("fsdp_2", runs=2))
     expect_first(
         replace(trial, repeat=received(trial, 0, 3, [16, 17, 18, 18]).run),
-        """two runs of the same case are not bitwise equal: the repeat received other samples (rank 0, step 3), first on rank 0, step 3: 1 differ: loss of microbatch 0""",
+        """two runs of the same case are not bitwise equal: the repeat received other samples (rank 0, step 3): rank 0, step 3, results that differ from the first run: expected 0, observed 1 (loss of microbatch 0)""",
     )
 
 
@@ -202,7 +204,7 @@ def test_a_repeat_that_differs() -> None:
     other = with_value(trial, 1, 2, "gradients", NORM, lambda g: np.nextafter(g, 1.0))
     expect_first(
         replace(trial, repeat=other.run),
-        """two runs of the same case are not bitwise equal, first on rank 1, step 2: 1 differ: gradients of norm.weight""",
+        """two runs of the same case are not bitwise equal: rank 1, step 2, results that differ from the first run: expected 0, observed 1 (gradients of norm.weight)""",
     )
 
 
@@ -219,8 +221,7 @@ def test_a_collective_that_one_rank_skips() -> None:
     expect(
         with_rank(trial, 1, collectives=trial.ranks[1].collectives[:-1]),
         """\
-ranks of a group do not issue the same collectives: group [0-3], collective 20: expected all_reduce of 8 B float64 (step 3, other) on every rank, observed nothing on rank 1
-  collective_order: group [0-3], collective 20: expected all_reduce of 8 B float64 (step 3, other) on every rank, observed nothing on rank 1
+ranks of a group do not issue the same collectives: ranks [0-3], collective 20: expected all_reduce of 8 B float64 (step 3, other) on every rank, observed nothing on rank 1
   loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
     )
 
@@ -233,7 +234,7 @@ def test_a_rank_that_reduces_in_another_order_is_told_beside_wrong_numbers() -> 
     trial = with_step_1_gradients(trial, lambda _, fqn: 2 * reference_gradient(trial, fqn))
     expect_first(
         with_collectives(trial, 1, first_other_as_integer()),
-        """gradients are 2 times what they should be in every parameter, in step 1 alone: as if not divided by dp_shard (2); ranks of a group do not issue the same collectives: group [0,1], collective 6: expected all_reduce of 8 B float64 (step 1, other) on every rank, observed all_reduce of 8 B int64 (step 1, other) on rank 1""",
+        """gradients are 2 times what they should be in every parameter, in step 1 alone: as if not divided by dp_shard (2); ranks of a group do not issue the same collectives: ranks [0,1], collective 6: expected all_reduce of 8 B float64 (step 1, other) on every rank, observed all_reduce of 8 B int64 (step 1, other) on rank 1""",
     )
 
 
@@ -298,8 +299,11 @@ def test_a_displayed_norm_of_what_clipping_left_is_told_if_it_is_so_everywhere()
 def test_collectives_in_another_order_are_told_beside_wrong_numbers() -> None:
     found = seen(of_two_runs, fsdp_4(), "collective_order", "loss")
     assert found is not None and found.checks == ("collective_order",)
-    assert found.cause.text == "ranks of a group do not issue the same collectives: here: expected this, observed that"
-    assert found.lines == (("collective_order", "here: expected this, observed that"),)
+    assert (
+        cause_line(found.cause)
+        == "ranks of a group do not issue the same collectives: here: expected this, observed that"
+    )
+    assert found.cause.finding == here("collective_order")[1]
     assert not seen_text(of_two_runs, fsdp_4(), "loss")
 
 
@@ -323,7 +327,8 @@ def test_what_is_gathered_between_backward_and_the_optimizer_is_told_by_its_coll
         outside = Collective("all_gather", (0, 1, 2, 3), "0", "float64", whole, "other", 1, 99)
         trial = with_rank(trial, rank, collectives=(*trial.ranks[rank].collectives, outside))
     told = "by all_gather over dp_shard [0-3], the size of all parameters or all gradients"
-    assert first_line(trial).startswith("traffic differs from the plan: rank 0, step 1, outside forward and backward: ")
+    start = "traffic differs from the plan: rank 0, step 1, bytes moved outside forward and backward: "
+    assert first_line(trial).startswith(start)
     assert told in first_line(trial)
 
 
@@ -331,7 +336,7 @@ def test_what_is_gathered_between_backward_and_the_optimizer_is_told_by_its_coll
 
 
 def test_replicas_that_drift_beside_other_mistakes_are_not_explained_by_rounding() -> None:
-    assert seen_text(of_two_runs, DDP_2, "replica_agreement") == "replicas drift apart: here: that"
+    assert seen_text(of_two_runs, DDP_2, "replica_agreement") == "replicas diverge: here: expected this, observed that"
     assert not seen_text(of_two_runs, DDP_2, "replica_agreement", "gradients")
 
 
@@ -357,7 +362,7 @@ def test_a_report_is_wrong_beside_a_wrong_rate_and_is_said_to_be() -> None:
             trial = with_step(trial, rank, step.step, lr=2 * step.lr, reported_lr=step.lr)
     found = explain(trial, judge(trial), (wrong_reports,), ())
     told = "the reported learning rate is wrong: each rank reports 0.5 times the right one"
-    assert [one.cause.text.startswith(told) for proof in found.proofs for one in proof.hypotheses] == [True]
+    assert [cause_line(one.cause).startswith(told) for proof in found.proofs for one in proof.hypotheses] == [True]
     assert found.proofs[0].explained == ("reported_rate",)
 
 

@@ -10,6 +10,7 @@ from literal import judged, tiny_case, trial_of, with_step
 
 from harness.diagnosis.reports import wrong_reports
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line
 
 FSDP_4 = trial_of(tiny_case(dims(shard=4)))
 HSDP_8 = trial_of(tiny_case(dims(2, 4)))
@@ -27,7 +28,7 @@ def shown(trial: Trial, what: str, value: Callable[[int], float | None]) -> Tria
 def told(trial: Trial, check: str) -> list[str]:
     """What follows "each rank reports", or what is said of it otherwise."""
     found = wrong_reports(trial, {check: judged(check, trial)})
-    return [one.cause.text.rpartition(": ")[2].removeprefix("each rank reports ") for one in found]
+    return [cause_line(one.cause).rpartition(": ")[2].removeprefix("each rank reports ") for one in found]
 
 
 def right(trial: Trial, what: str) -> dict[int, float]:

@@ -20,7 +20,9 @@ from resuming import FSDP_4, TP_2, WEIGHT, cause, everywhere, resumed, with_resu
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.evidence.records import Collective, HeldTensor
+from harness.judge.result import Cause
 from harness.judge.trial import Trial
+from harness.report.cause_text import diagnosis_line, evidence_rows
 from harness.spec.case import Saved
 from harness.spec.dims import ParallelDims
 
@@ -76,8 +78,8 @@ def test_what_else_did_not_arrive_is_told_below_the_first() -> None:
     for rank in trial.ranks:
         trial = with_step(trial, rank, 3, lr=0.005)
     found = diagnose(trial, judge(trial))
-    assert found is not None and "resumed without optimizer state" in found.cause
-    told = found.cause + " ".join(text for _, text in found.evidence)
+    assert found is not None and "resumed without optimizer state" in diagnosis_line(found)
+    told = diagnosis_line(found) + " ".join(text for _, text in evidence_rows(found.evidence))
     assert "the schedule restarts after resuming" in told or "learning rate of step 3 is 0.005" in told
 
 
@@ -102,11 +104,12 @@ def test_what_only_the_last_launch_breaks_is_said_beside_the_cause_of_an_earlier
         trial := replace(wrong, saved=(with_step(wrong.saved[0], 0, 1, reported_loss=99.0),)), judge(trial)
     )
     assert found is not None
-    assert found.cause.startswith("saved_1: the reported loss is wrong")
-    said = [text for label, text in found.evidence if label == "also broken"]
-    assert sorted(text.split(": ")[:3] for text in said) == [
-        ["the last launch", "resume", f"rank 1, {WEIGHT}"],
-        ["the last launch", "update", f"rank 1, step 3, {WEIGHT}"],
+    assert diagnosis_line(found).startswith("saved_1: the reported loss is wrong")
+    causes = [value for label, value in found.evidence if label == "also failing" and isinstance(value, Cause)]
+    said = [cause.finding for cause in causes if cause.finding is not None]
+    assert sorted((one.check, one.launch, one.ranks, one.step, one.name) for one in said) == [
+        ("resume", "the last launch", (1,), None, WEIGHT),
+        ("update", "the last launch", (1,), 3, WEIGHT),
     ]
 
 

@@ -17,6 +17,7 @@ from harness.diagnosis.words import finding_line
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig
+from harness.report.cause_text import cause_line, evidence_rows
 from harness.spec.case import Saved
 from harness.spec.dims import ParallelDims
 
@@ -89,7 +90,7 @@ def test_each_of_what_is_wrong_may_be_all_and_the_first_is_what_was_seen() -> No
         trial, "optimizer_state", lambda held: {f: {k: 0 * v for k, v in of.items()} for f, of in held.items()}
     )
     trial = with_rates(trial, {3: trial.reference.steps[0].lr})
-    line = finding_line("resume", judged("resume", trial))
+    (line,) = evidence_rows((finding_line(judged("resume", trial)),))
     texts = [
         f"parameters after resuming are not those of step 2 in 1 of 12 parameters ({W1})",
         "resumed without optimizer state: exp_avg and exp_avg_sq are zero in every parameter, after 2 steps",
@@ -97,13 +98,16 @@ def test_each_of_what_is_wrong_may_be_all_and_the_first_is_what_was_seen() -> No
     ]
     kinds = ["parameters changed over the checkpoint", "optimizer state lost", "schedule starts anew"]
     also = tuple(("also", text) for text in texts[1:])
-    seen = [(one.cause.text, one.cause.kind, one.fitted, one.lines, one.seen) for one in hypotheses(trial)]
+    seen = [
+        (cause_line(one.cause), one.cause.kind, one.fitted, (*evidence_rows(one.lines),), one.seen)
+        for one in hypotheses(trial)
+    ]
     assert seen == [
         (texts[0], kinds[0], 1, (*also, line), ("resume",)),
         (texts[1], kinds[1], 1, (line,), ()),
         (texts[2], kinds[2], 1, (line,), ()),
     ]
-    words = [set(under(one, trial).otherwise) for one in hypotheses(trial)]
+    words = [set(under(one, trial).assumption.reference) for one in hypotheses(trial)]
     assert words == [{"left"}, {"state"}, {"rate"}]
 
 
@@ -113,9 +117,9 @@ def test_what_starts_from_scratch_has_one_cause_in_which_parameters_and_state_ar
 ) -> None:
     trial = from_scratch(training)
     one = only(trial)
-    assert (one.cause.text, one.cause.kind) == IGNORED
-    assert one.lines == (finding_line("resume", judged("resume", trial)),)
-    assert set(under(one, trial).otherwise) == {"left", "state"}
+    assert (cause_line(one.cause), one.cause.kind) == IGNORED
+    assert one.lines == (finding_line(judged("resume", trial)),)
+    assert set(under(one, trial).assumption.reference) == {"left", "state"}
 
 
 def training_on(trial: Trial, *ranks: int) -> Trial:
@@ -146,12 +150,12 @@ def test_steps_beyond_the_last_are_what_is_left_from_an_earlier_moment(trial: Tr
 def test_training_goes_on_from_the_parameters_that_were_held_after_the_step_that_was_saved() -> None:
     trial = everywhere(alone(), "parameters", larger)
     assumed, held = under(only(trial), trial), trial.ranks[0].resumed
-    left: Any = assumed.otherwise["left"]
+    left: Any = assumed.assumption.reference["left"]
     assert held is not None
     assert left(1, "as it was") == left(3, "as it was") == "as it was"
     assert set(left(2, "as it was")) == set(held.parameters)
     assert all(np.array_equal(value, held.parameters[fqn]) for fqn, value in left(2, "as it was").items())
-    assert not vars(assumed.assumed)["counter"]
+    assert not vars(assumed.assumption.optimizer)["counter"]
 
 
 def counted(held: dict[str, Any]) -> dict[str, Any]:
@@ -162,12 +166,12 @@ def counted(held: dict[str, Any]) -> dict[str, Any]:
 def test_training_goes_on_from_the_state_that_was_held_before_the_first_step_and_counts_from_there() -> None:
     trial = everywhere(alone(), "optimizer_state", counted)
     assumed, held = under(only(trial), trial), trial.ranks[0].resumed
-    state: Any = assumed.otherwise["state"]
+    state: Any = assumed.assumption.reference["state"]
     assert held is not None
     assert (state(2), state(4)) == (None, None)
     assert {fqn: set(of) for fqn, of in state(3).items()} == {f: set(of) for f, of in held.optimizer_state.items()}
     assert all(np.array_equal(v, held.optimizer_state[f][k]) for f, of in state(3).items() for k, v in of.items())
-    counter = assumed.assumed.counter
+    counter = assumed.assumption.optimizer.counter
     assert counter is not None
     assert [counter(step, W1) for step in (3, 5)] == [8, 10]
     assert [counter(3, fqn) for fqn in (W3, "norm.weight")] == [1, 3]
@@ -175,14 +179,14 @@ def test_training_goes_on_from_the_state_that_was_held_before_the_first_step_and
 
 def test_state_that_did_not_arrive_is_counted_from_its_first_step() -> None:
     trial = everywhere(resumed(), "optimizer_state", lambda held: {fqn: {} for fqn in held})
-    counter = under(only(trial), trial).assumed.counter
+    counter = under(only(trial), trial).assumption.optimizer.counter
     assert counter is not None
     assert [counter(step, W1) for step in (3, 4)] == [1, 2]
 
 
 def test_an_optimizer_that_keeps_no_counter_counts_as_requested() -> None:
     trial = from_scratch(SGD)
-    assert under(only(trial), trial).assumed.counter is None
+    assert under(only(trial), trial).assumption.optimizer.counter is None
 
 
 # ---- the schedule
@@ -216,12 +220,12 @@ RESTARTS = "the schedule restarts after resuming: the learning rate of step {} i
 def test_a_schedule_restarts_where_every_rate_from_some_step_on_is_that_of_so_many_steps_after_its_beginning(
     rates: dict[int, float | None], told: list[str]
 ) -> None:
-    assert [one.cause.text for one in hypotheses(going_on_for_two(rates))] == told
+    assert [cause_line(one.cause) for one in hypotheses(going_on_for_two(rates))] == told
 
 
 def test_a_rate_that_differs_in_its_tenth_digit_is_another() -> None:
     trial = going_on_for_two({2: WHOLE * (1 + 1e-10)}, {1: WHOLE * (1 + 1e-10), 2: WHOLE, 3: WHOLE})
-    assert only(with_rates(trial, {3: WHOLE})).cause.text == RESTARTS.format(2, 1, 0.01)
+    assert cause_line(only(with_rates(trial, {3: WHOLE})).cause) == RESTARTS.format(2, 1, 0.01)
 
 
 @pytest.mark.parametrize(
@@ -231,5 +235,5 @@ def test_a_rate_that_differs_in_its_tenth_digit_is_another() -> None:
 def test_rates_are_those_after_the_beginning_from_the_step_on_in_which_one_is_odd(
     rates: dict[int, float | None], assumed: list[float]
 ) -> None:
-    rate: Callable[[int, str], float] = _going_on(("rate",), 2, going_on_for_two(rates)).otherwise["rate"]
+    rate: Callable[[int, str], float] = _going_on(("rate",), 2, going_on_for_two(rates)).assumption.reference["rate"]
     assert [rate(step, W1) for step in (1, 2, 3)] == assumed

@@ -13,6 +13,7 @@ from resuming import TP_2, WEIGHT, everywhere, resumed, with_resumed
 
 from harness.diagnosis.resume import resumed_otherwise
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line
 from harness.spec.case import Saved
 from harness.spec.dims import ParallelDims
 
@@ -23,8 +24,7 @@ Held = dict[str, Any]
 def told(trial: Trial) -> list[str]:
     """By kind, without the engine: what each is that may be all that is wrong."""
     found = list(resumed_otherwise(trial, {"resume": judged("resume", trial)}))
-    assert all(isinstance(part, str) for one in found for part in vars(one.cause).values())
-    return [f"{one.cause.kind}; {one.cause.text}" for one in found]
+    return [f"{one.cause.kind}; {cause_line(one.cause)}" for one in found]
 
 
 def changed(what: str, change: Callable[[Held], Held], *ranks: int) -> list[str]:

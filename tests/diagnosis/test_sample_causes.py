@@ -33,12 +33,13 @@ from harness.diagnosis.data import other_samples
 from harness.diagnosis.positions import wrong_positions
 from harness.diagnosis.received import seen_labels
 from harness.diagnosis.words import groups_text
-from harness.evidence.records import Microbatch
+from harness.evidence.step import Microbatch
 from harness.judge.losses import global_loss
 from harness.judge.received_samples import received_samples
 from harness.judge.result import Lines
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 # ---- data
@@ -53,10 +54,10 @@ def test_ranks_fed_the_same_samples_although_loss_and_gradients_are_wrong_too() 
         """\
 ranks [0-3] received the same samples, dp ranks must partition the global batch; the loss is averaged per rank: each divides by its own number of valid tokens, not by the global one
   assuming this: 2 of 3 failing checks pass, and no passing check fails; taken as given: samples
-  samples: step 1: 2 received more than once (0, 1); 6 received by no rank (2, 3, 4, 5, ...); ranks [0, 1, 2, 3] received the same
-  not explained: with that assumed, the loss of step 1 is off by 1.4e-01, its gradients match within the bound of 2.5e-14
+  samples: ranks [0-3], step 1, samples: expected each of 8 samples received by one dp rank, observed 2 received more than once (0, 1); 6 received by no rank (2, 3, 4, 5, ...) (ranks [0-3] received the same)
+  still failing: the loss of step 1 is off by 1.4e-01, its gradients match within the bound of 2.5e-14
   tried: 6 hypotheses, none explains the rest
-  loss: step 1: expected 2.53460829689014, observed 2.1682941969615794 (off by 1.45e-01)""",
+  loss: step 1, loss: expected 2.53460829689014, observed 2.1682941969615794 (off by 1.45e-01; bound 1.4e-14)""",
     )
 
 
@@ -73,10 +74,10 @@ def test_overlapping_samples() -> None:
         """\
 dp ranks draw overlapping samples: some are received more than once
   assuming this: 0 of 1 failing checks pass, and no passing check fails; taken as given: samples
-  samples: step 1: 1 received more than once (5); 1 received by no rank (7)
-  not explained: with that assumed, the loss of step 1 is off by 9.7e-02, its gradients match within the bound of 2.5e-14
+  samples: step 1, samples: expected each of 8 samples received by one dp rank, observed 1 received more than once (5); 1 received by no rank (7)
+  still failing: the loss of step 1 is off by 9.7e-02, its gradients match within the bound of 2.5e-14
   tried: 2 hypotheses, none explains the rest
-  loss: step 1: expected 2.53460829689014, observed 2.781272991204308 (off by 9.73e-02)
+  loss: step 1, loss: expected 2.53460829689014, observed 2.781272991204308 (off by 9.73e-02; bound 1.4e-14)
   gradients: equal to the reference exactly""",
     )
 
@@ -122,7 +123,7 @@ def test_of_what_follows_from_different_samples_of_tp_peers_nothing_is_said_but_
     text = diagnosis_text(with_step_1_gradients(trial, lambda _, fqn: 1 + reference_gradient(trial, fqn) ** 2))
     why = "tp peers compute parts of different samples, and no reference tells what follows"
     assert f"not tested: whether all wrong numbers follow from this: {why}" in text
-    assert "not explained" not in text and "tried" not in text
+    assert "not explained" not in text and "still failing" not in text and "tried" not in text
 
 
 def test_labels_of_another_sample() -> None:
@@ -228,7 +229,7 @@ def test_a_step_of_another_length_is_looked_for_at_its_own_positions() -> None:
     found = wrong_positions(trial)
     assert (
         found is not None
-        and found.text == "wrong rotary positions: rank 1 receives positions 4-7 for its tokens at 2-3"
+        and cause_line(found) == "wrong rotary positions: rank 1 receives positions 4-7 for its tokens at 2-3"
     )
 
 
@@ -351,7 +352,12 @@ def test_what_is_lost_is_lost_from_the_divisor_as_well_or_for_one_choice_more_is
         results = {"samples": judged("samples", shown)}
         return [(one.fitted, one.seen, one.lines) for one in other_samples(shown, results)]
 
-    lines = (("samples", "step 1: 1 received by no rank (7)"), ("samples", "rank 3, step 1: [1]"))
+    found = judged("samples", trial).findings
+    assert [(one.rank, one.step, one.observed) for one in found[:2]] == [
+        (None, 1, "1 received by no rank (7)"),
+        (3, 1, (1,)),
+    ]
+    lines = tuple(("samples", one) for one in found[:2])
     assert supposed(1.0) == [(1, ("samples", "positions"), lines), (2, (), lines)]
     assert supposed(share) == [(1, ("samples", "reported_loss", "positions"), lines), (2, (), lines)]
 

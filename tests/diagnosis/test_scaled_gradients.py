@@ -39,6 +39,7 @@ from harness.diagnosis.factors import factor_text, token_factors
 from harness.diagnosis.scaled import _by_stage, gradients_not_zeroed, scaled_gradients
 from harness.judge.losses import losses
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 WQ = "layers.0.attention.wq.weight"
@@ -46,7 +47,7 @@ WQ = "layers.0.attention.wq.weight"
 
 def proposed(trial: Trial) -> list[str]:
     found = explain(trial, judge(trial), (scaled_gradients, gradients_not_zeroed), ())
-    return [one.cause.text for proof in found.proofs if proof.complete for one in proof.hypotheses]
+    return [cause_line(one.cause) for proof in found.proofs if proof.complete for one in proof.hypotheses]
 
 
 # ---- one factor

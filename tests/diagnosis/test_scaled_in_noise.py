@@ -26,6 +26,7 @@ from harness.diagnosis.scaled import scaled_gradients
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
 from harness.reference.counterfactual import Batch
+from harness.report.cause_text import cause_line
 
 WQ = "layers.0.attention.wq.weight"
 
@@ -42,12 +43,12 @@ def numbers(trial: Trial) -> list[Result]:
 
 def in_noise(trial: Trial) -> list[str]:
     found = explain(trial, numbers(trial), (scaled_gradients,), ())
-    return [one.cause.text for proof in found.proofs if proof.complete for one in proof.hypotheses]
+    return [cause_line(one.cause) for proof in found.proofs if proof.complete for one in proof.hypotheses]
 
 
 def located(trial: Trial) -> str:
     assert in_noise(trial) == []
-    return localise(trial, failing_checks(numbers(trial)), 0)[0].text
+    return cause_line(localise(trial, failing_checks(numbers(trial)), 0)[0])
 
 
 def test_a_factor_that_no_entry_shows_is_named() -> None:
@@ -116,7 +117,7 @@ def tried(trial: Trial) -> list[tuple[str, int]]:
     """Each hypothesis, with how many numbers were fitted for it; all show the same lines."""
     found = list(scaled_gradients(trial, {one.check: one for one in numbers(trial) if one.verdict is Verdict.FAIL}))
     assert len({one.lines for one in found}) == 1 and len(found[0].lines) in (2, 3)
-    return [(one.cause.text, one.fitted) for one in found]
+    return [(cause_line(one.cause), one.fitted) for one in found]
 
 
 def test_a_factor_of_everything_may_be_one_of_the_loss_and_is_no_number_of_the_case_where_noise_is_in_it() -> None:
@@ -162,7 +163,7 @@ def test_a_loss_that_is_scaled_before_backward_counts_each_token_so_often_from_t
     for since in (1, 2):
         wrong = with_factors(loud(), lambda rank, step, fqn, since=since: 2.001 if step >= since else 1.0)
         *_, last = scaled_gradients(wrong, {"gradients": judged("gradients", wrong)})
-        assert "rounded otherwise" in last.cause.text
+        assert "rounded otherwise" in cause_line(last.cause)
         assumed: Any = last.assume
         assert assumed.func is another_reference
         counts = [assumed.keywords["batch"](step, Batch(labels, labels)).counts for step in (1, 2, 3)]

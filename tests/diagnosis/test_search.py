@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from diagnosed import here
 from literal import tiny_case
 
 from harness.diagnosis import engine, hypothesis
 from harness.diagnosis.engine import Explanation, explain
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
-from harness.judge.result import Cause, Finding, Result, Verdict
+from harness.judge.result import Cause, Result, Verdict
 from harness.judge.tolerance import NoBound
 from harness.reference import budget
+from harness.report.cause_text import cause_line
 from harness.spec.case import Case
 
 CASE = tiny_case("single")
@@ -37,9 +39,7 @@ def _declared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def results(*broken: str) -> list[Result]:
-    return [Result(check, Verdict.FAIL, 1, (Finding("here", "this", "that"),)) for check in broken] + [
-        Result("memory", Verdict.PASS)
-    ]
+    return [Result(check, Verdict.FAIL, 1, (here(check)[1],)) for check in broken] + [Result("memory", Verdict.PASS)]
 
 
 def one(name: str, *mends: str, fitted: int = 1, breaks: str = "", **told: Any) -> Hypothesis:
@@ -74,7 +74,8 @@ def explained(
 def told(found: Explanation) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """The causes of each proof, what it explains and what it leaves."""
     return [
-        (" + ".join(one.cause.text for one in proof.hypotheses), proof.explained, proof.left) for proof in found.proofs
+        (" + ".join(cause_line(one.cause) for one in proof.hypotheses), proof.explained, proof.left)
+        for proof in found.proofs
     ]
 
 
@@ -131,7 +132,7 @@ def test_of_what_explains_as_much_the_one_that_a_check_left_has_seen_is_said() -
 
 def test_a_second_of_a_kind_of_which_there_are_not_two_is_not_looked_for() -> None:
     first, again, other = one("first", G), one("again", T, S), one("other", T, S, fitted=5)
-    scaled = [replace(of, cause=Cause("gradients scaled", of.cause.text)) for of in (first, again)]
+    scaled = [replace(of, cause=Cause("gradients scaled", cause_line(of.cause))) for of in (first, again)]
     assert told(explained(*scaled, other)) == [("other + first", ALL, ())]
     assert told(explained(*scaled)) == [("again", (T, S), (G,))]
     assert told(explained(first, again)) == [("again + first", ALL, ())]
@@ -222,7 +223,7 @@ def test_facts_are_said_of_checks_that_no_proof_explains(
 ) -> None:
     found = explained(*proposed, facts=tuple(facts), broken=FIVE)
     assert [text for text, *_ in told(found)] == proofs
-    assert [of.cause.text for of in found.facts] == seen
+    assert [cause_line(of.cause) for of in found.facts] == seen
     assert found.left == left
 
 

@@ -109,7 +109,7 @@ def test_what_is_reported_is_the_requested_rate_or_the_one_that_is_taken(reporte
     text = f"learning rate of step 1 on rank 1 is 0.05 (the schedule's of step 2{noted})"
     assert one.cause == Cause("learning rate", text, "", "0.025")
     assert one.assume is not None
-    reports = one.assume(replace(trial, reports={"loss": lambda rank, step: 0.0})).reports
+    reports = one.assume(trial.assuming(reports={"loss": lambda rank, step: 0.0})).assumption.reports
     expected = reports.pop("reported_rate")
     assert [*reports] == ["loss"]
     assert [expected(1, 1), expected(1, 2), expected(0, 1)] == [0.025 if noted else 0.05, 0.05, 0.025]
@@ -119,7 +119,7 @@ def test_a_replica_with_rates_of_its_own_trains_apart() -> None:
     trial = showing(trial_of(tiny_case("ddp_2", LOW)), {1: (0.07, 0.05, 0.02)})
     (one,) = _shown_rate(trial)
     assert one.cause == Cause("learning rate", "learning rate of step 1 on rank 1 is 0.07", "", "0.025")
-    assert [*follows(trial, one).references] == [0, 1]
+    assert [*follows(trial, one).assumption.references] == [0, 1]
 
 
 def test_rates_that_ranks_of_one_model_take_are_those_of_its_slices() -> None:

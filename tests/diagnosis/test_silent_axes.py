@@ -22,6 +22,7 @@ from harness.evidence.records import Collective
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.plan.traffic.flow import OUTSIDE, Flow
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 OF_GRADIENTS = ("gradients", "loss", "reported_loss")
@@ -101,7 +102,7 @@ def test_a_reduction_that_is_missing_is_told_with_the_groups_of_each_axis() -> N
 def test_of_another_layout_no_group_is_missing_that_the_plan_alone_has() -> None:
     trial = trial_of(tiny_case("hsdp_2x2"), tiny_case(ParallelDims(dp_replicate=4)))
     lost = off(without(trial, ("all_reduce", "backward")))
-    found = [fact.cause.text for fact in wrong_backward(lost, broken("gradients", "traffic"))]
+    found = [cause_line(fact.cause) for fact in wrong_backward(lost, broken("gradients", "traffic"))]
     assert found == ["gradient reduction missing over dp_replicate and dp_shard"]
     nan = with_value(lost, 1, 1, "gradients", NORM, lambda gradient: gradient * float("nan"))
     assert [fact.cause.kind for fact in wrong_backward(nan, broken("gradients", "traffic"))] == [
@@ -155,7 +156,7 @@ def test_a_flow_of_attention_of_which_nothing_is_seen_beside_what_else_runs_ther
     trial = trial_of(tiny_case(ParallelDims(cp=2), EIGHT, cp_rotation=rotation))
     silent = moving(trial, lacking(*lost))
     found = _no_exchange(off(silent), [(0, NORM)], 1)
-    checks = ("traffic", "reshard", "features")
+    checks = ("traffic", "exchange", "reshard", "features")
     if not told:
         assert found is None and _no_exchange(silent, [], 1) is None
         return

@@ -34,7 +34,7 @@ def test_what_grows_is_told_with_the_ranks_and_what_nothing_waited_for() -> None
         trial,
         """\
 memory held between steps grows by 552 B a step on rank 1: float64 [2, 4, 8], float64 [5]; torch keeps the results of 2 functional collectives that nothing waited for
-  memory: rank 1, steps 1 to 3, kept from step to step: expected at most 128 B more a step, observed 552 B more a step: float64 [2, 4, 8], float64 [5]
+  memory: rank 1, retained more after each step: expected at most 128 B, observed 552 B (steps 1 to 3: float64 [2, 4, 8], float64 [5])
   loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
     )
     expect_first(
@@ -52,7 +52,7 @@ def test_of_all_that_is_kept_what_is_retained_is_told_first() -> None:
         trial,
         """\
 1.2 kB of float32 are retained in unaccounted tensors on rank 0: 1 tensor with no parameter's shape
-  memory: rank 0, after the last step, unaccounted tensors: expected at most 128 B, observed 1.2 kB in 1 tensor: float32 [300]
+  memory: rank 0, unaccounted tensors after the last step: expected at most 128 B, observed 1.2 kB (1200) (1 tensor: float32 [300])
   if intended: allow: [{what: kept, bytes: 1072, reason: WHY}]
   loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
     )

@@ -14,7 +14,8 @@ import yaml
 
 from harness.diagnosis.assume import retrain
 from harness.diagnosis.suppositions import Supposed, as_yaml, suppose, suppositions, with_own_rates
-from harness.evidence.records import Microbatch, RankEvidence, Run, StepEvidence, TensorEvidence
+from harness.evidence.records import RankEvidence, Run, TensorEvidence
+from harness.evidence.step import Microbatch, StepEvidence
 from harness.judge.order import reordered_reference
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
@@ -196,8 +197,7 @@ def in_rows(trainer: Trainer | None = None) -> Trial:
         if fqn.endswith(("wq.weight", "wk.weight"))
     }
     reference = reordered_reference(REFERENCE, rows)
-    trial = trial_of((trainer or by)(MODEL, reference), reference)
-    return replace(trial, run=replace(trial.run, ranks={0: replace(trial.ranks[0], rows=rows)}))
+    return trial_of((trainer or by)(MODEL, reference), reference)
 
 
 @pytest.mark.parametrize("which", USUAL_ONES, ids=lambda which: which[0][:60])

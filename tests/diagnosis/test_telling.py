@@ -14,8 +14,10 @@ from harness.diagnosis.engine import Explanation
 from harness.diagnosis.hypothesis import Fact, Hypothesis, Proof
 from harness.diagnosis.localise import KIND
 from harness.diagnosis.telling import told, what_weaker_tests_say
-from harness.judge.result import Cause, Finding, Lines, Result, Verdict
+from harness.judge.finding import Finding
+from harness.judge.result import Cause, Lines, Result, Verdict
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line, evidence_rows
 
 RIGHT = fsdp_4()
 
@@ -40,7 +42,7 @@ def fact(name: str, *checks: str, symptom: bool = False) -> Fact:
 
 
 def result(name: str, verdict: Verdict = Verdict.FAIL, note: str = "") -> Result:
-    findings = (Finding(f"rank 0 of {name}", "1", "2"),) if verdict is Verdict.FAIL else ()
+    findings = (Finding(check=name, ranks=(0,), expected=1, observed=2),) if verdict is Verdict.FAIL else ()
     return Result(name, verdict, 1, findings, note)
 
 
@@ -110,13 +112,16 @@ def test_a_symptom_is_a_cause_only_where_there_is_no_other(
     facts = (fact("memory", "memory", symptom=True), *[fact("groups", "process_groups")] * named)
     found, lines = said(Explanation(proofs, facts), "memory", "process_groups", "loss")
     assert found == causes
-    assert (("also seen", "memory") in lines) is also and (("memory", "seen of memory") in lines) is not also
+    assert (("also seen", "memory") in evidence_rows(lines)) is also and (
+        ("memory", "seen of memory") in lines
+    ) is not also
 
 
 def test_other_explanations_are_said_once_each_and_never_the_first() -> None:
     proofs = (proof("one"), proof("two"), proof("one"), proof("three", "four"), proof("two"))
     _, lines = said(Explanation(proofs), "loss")
-    assert lines == (assuming(1, 1), *of("one"), ("or else", "two"), ("or else", "three; four"))
+    rest = [("or else", "two"), ("or else", "three"), ("and", "four")]
+    assert evidence_rows(lines) == [assuming(1, 1), *of("one"), *rest]
 
 
 # ---- what is left
@@ -124,20 +129,22 @@ def test_other_explanations_are_said_once_each_and_never_the_first() -> None:
 
 MEMORY = with_step(RIGHT, 1, 3, memory={"parameters": 1888, "optimizer_state": 944})
 BOTH = with_value(MEMORY, 0, 1, "gradients", NORM, lambda g: 3 * g)
-OF_MEMORY = "rank 1, step 3, parameters: expected 472 B, observed 1.888 kB"
+OF_MEMORY = "rank 1, step 3, parameters: expected 472 B, observed 1.888 kB (1888)"
 
 
 def left_of(trial: Trial, *proofs: Proof, left: tuple[str, ...] = ("memory",)) -> tuple[list[str], dict[str, str]]:
     results = judge(trial)
     found = told(trial, results, Explanation(proofs, left=left, tried=2, ended="the end", raised=("one", "two")))
     assert found.evidence[-3:] == (("not tried", "one"), ("not tried", "two"), ("not searched further", "the end"))
-    return [one.text for one in found.causes], dict(found.evidence)
+    return [cause_line(one) for one in found.causes], dict(evidence_rows(found.evidence))
 
 
 def test_what_nothing_explains_is_the_cause_where_it_first_goes_wrong() -> None:
     causes, lines = left_of(MEMORY)
     assert causes == [f"memory: {OF_MEMORY}"]
-    assert lines["tried"] == "2 hypotheses, none explains this" and "not explained" not in lines
+    assert (
+        lines["tried"] == "2 hypotheses, none explains this" and not {"not explained", "still failing"} & lines.keys()
+    )
 
 
 def test_what_a_proven_cause_leaves_is_told_as_it_is_with_that_assumed() -> None:
@@ -145,13 +152,13 @@ def test_what_a_proven_cause_leaves_is_told_as_it_is_with_that_assumed() -> None
     first = proof("factor", explained=("gradients",), assumed=MEMORY)
     causes, lines = left_of(BOTH, first, proof("other", assumed=RIGHT, renumbers=True))
     assert causes == ["factor"]
-    assert lines["not explained"] == f"with that assumed, memory: {OF_MEMORY}"
+    assert lines["still failing"] == f"memory: {OF_MEMORY}"
     assert lines["tried"] == "2 hypotheses, none explains the rest"
     less = with_step(BOTH, 1, 3, memory={"parameters": 944, "optimizer_state": 944})
     _, lines = left_of(less, proof("factor", assumed=MEMORY))
-    assert lines["not explained"] == f"with that assumed, memory: {OF_MEMORY}"
+    assert lines["still failing"] == f"memory: {OF_MEMORY}"
     _, lines = left_of(less, proof("factor", assumed=RIGHT))
-    assert lines["not explained"].endswith("expected 472 B, observed 944 B"), "as it was, where it holds under that"
+    assert lines["still failing"].endswith("expected 472 B, observed 944 B"), "as it was, where it holds under that"
     _, lines = left_of(less, proof("degree", assumed=MEMORY, renumbers=True), proof("other"))
     assert lines["not explained"].startswith("memory: ") and "observed 944 B" in lines["not explained"]
 
@@ -180,7 +187,7 @@ def test_where_even_that_raises_the_first_finding_is_told_as_it_is(monkeypatch: 
 
     monkeypatch.setattr(telling, "localise", localise)
     found = told(RIGHT, [result("loss"), result("update")], Explanation(left=("loss", "update")))
-    assert [(one.kind, one.text) for one in found.causes] == [(KIND, "loss: rank 0 of loss: expected 1, observed 2")]
+    assert [(one.kind, cause_line(one)) for one in found.causes] == [(KIND, "loss: rank 0: expected 1, observed 2")]
     assert found.evidence == (("not located", "KeyError: 'layers.7'"),)
 
 
@@ -195,7 +202,7 @@ def test_a_listing_of_groups_passes_where_contents_placements_or_traffic_are_wro
 
 
 def test_losses_that_are_equal_are_said_to_be_exactly_so() -> None:
-    exactly = replace(result("loss", Verdict.PASS), note="largest difference 0")
+    exactly = replace(result("loss", Verdict.PASS), largest=0.0)
     assert dict(what_weaker_tests_say([exactly, result("update")])) == {
         "loss": "equal to the reference exactly: a loss-curve test passes here"
     }

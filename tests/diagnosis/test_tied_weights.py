@@ -14,7 +14,8 @@ from harness.diagnosis.backward import TIED, _untied
 from harness.diagnosis.differences import wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Fact
 from harness.judge.contents import take
-from harness.judge.result import Cause, Finding
+from harness.judge.finding import Finding
+from harness.judge.result import Cause
 from harness.judge.trial import Trial
 
 BY_STEP = ([0, 1], [2, 5], [6, 6])  # the tokens of each step's first half
@@ -72,7 +73,7 @@ def test_products_that_are_not_done_in_backward_are_the_missing_part_s() -> None
     trial = with_rows(tied(), 1, [0, 1, 3])
 
     def checks(*places: str) -> tuple[str, ...]:
-        findings = tuple(Finding(f"rank {rank}, step 1, {place}", "1", "2") for rank, place in enumerate(places))
+        findings = tuple(Finding.at(rank, 1, 2, step=1, quantity=place) for rank, place in enumerate(places))
         results = broken("gradients", "features")
         fact = found(trial, 1, results | {"features": replace(results["features"], findings=findings)})
         assert fact is not None

@@ -7,14 +7,14 @@ from dataclasses import replace
 from literal import tiny_case, trial_of, with_collectives
 
 from harness.diagnosis.words import traffic_lines
-from harness.judge.trial import Recorded
+from harness.evidence.provided import RECORDED
 from harness.spec.dims import ParallelDims
 
 
 def test_of_a_recorded_job_what_is_expected_is_a_least() -> None:
     trial = trial_of(tiny_case(ParallelDims(dp_replicate=2, dp_shard=2)), ran=tiny_case(ParallelDims(dp_shard=4)))
     (_, text), *_ = traffic_lines(trial)
-    (_, least), *_ = traffic_lines(replace(trial, recorded=Recorded({})))
+    (_, least), *_ = traffic_lines(replace(trial, run=replace(trial.run, provided=RECORDED)))
     assert "expected at least " in least and least.replace("at least ", "") == text
 
 

@@ -18,6 +18,7 @@ from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.words import Arrays
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line
 
 REQUESTED = trial_of(tiny_case("fsdp_2", LOW_CLIP))
 
@@ -40,7 +41,7 @@ def named(trial: Trial, kind: str = "", **factors: float) -> list[str]:
         return (Hypothesis(Cause(kind or name, name), partial(times, factor)) for name, factor in factors.items())
 
     found = explain(trial, judge(trial), (propose,), ())
-    return [one.cause.text for proof in found.proofs for one in proof.hypotheses]
+    return [cause_line(one.cause) for proof in found.proofs for one in proof.hypotheses]
 
 
 def doubled(*, reported: float | None = None) -> Trial:

@@ -25,6 +25,7 @@ from weighed import SIXTEEN, fit_of, with_labels
 from harness.diagnosis.contributions import _by_microbatch, _of_all_ranks, _unequal_text, unequal_contributions
 from harness.diagnosis.mixture import Pieces
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 
@@ -48,7 +49,7 @@ def test_nothing_is_proposed_of_gradients_that_fail_no_check() -> None:
 
 def test_where_ranks_are_assumed_to_train_apart_nothing_is_fitted_to_one_reference() -> None:
     lost = with_scaled_samples(accumulating(), FIRST_LOST)
-    assert of_gradients(replace(lost, references=dict.fromkeys(lost.ranks, lost.reference))) == []
+    assert of_gradients(lost.assuming(references=dict.fromkeys(lost.ranks, lost.reference))) == []
 
 
 def test_gradients_that_are_scaled_alike_are_left_to_those_who_know_factors_but_in_noise() -> None:
@@ -79,7 +80,7 @@ def test_weights_of_no_rule_are_proposed_where_no_noise_can_have_made_them() -> 
     told = "samples count unequally in the gradient: weights 0 to 1.5, 1 of 7 do not count at all, requested 1 each"
     found = list(_of_all_ranks(fit_of(uneven, np.array([-0.0, 1.5, 1, 1, 1, 1, 1, 0.5]))))
     assert of_gradients(uneven) == [told, f"{told} in step 1 alone"]
-    assert [(one.cause.text, one.fitted) for one in found] == [(told, 4), (f"{told} in step 1 alone", 5)]
+    assert [(cause_line(one.cause), one.fitted) for one in found] == [(told, 4), (f"{told} in step 1 alone", 5)]
     assert of_gradients(in_noise_alike(uneven)) == []
 
 
@@ -107,7 +108,7 @@ def test_a_microbatch_that_is_lost_in_one_parameter_does_not_come_late() -> None
 def test_a_microbatch_that_is_lost_from_a_later_step_on_does_not_come_late() -> None:
     found = list(_of_all_ranks(fit_of(accumulating(), np.array([0.0, 0, 3, 3, 0, 0, 3, 3]), step=2)))
     told = "microbatch 1 of 2 does not contribute to the gradient (weights 0, 3)"
-    assert [(one.cause.text, one.fitted) for one in found] == [
+    assert [(cause_line(one.cause), one.fitted) for one in found] == [
         (f"{told} from step 2 on", 2),
         (f"{told} in step 2 alone", 3),
     ]
@@ -116,7 +117,9 @@ def test_a_microbatch_that_is_lost_from_a_later_step_on_does_not_come_late() -> 
 def test_several_microbatches_come_late_together() -> None:
     trial = trial_of(tiny_case("ddp_2", SIXTEEN, accumulation=4))
     kept = [piece.row // 2 in (1, 3) for piece in Pieces(trial).all]
-    found = [(one.cause.kind, one.cause.text, one.fitted) for one in _of_all_ranks(fit_of(trial, np.array(kept)))]
+    found = [
+        (one.cause.kind, cause_line(one.cause), one.fitted) for one in _of_all_ranks(fit_of(trial, np.array(kept)))
+    ]
     lost = "microbatches 1, 3 of 4 do not contribute to the gradient (weights 0, 1, 0, 1)"
     late = "the gradients of microbatches 1, 3 of 4 come one step late: they are added to the next step's gradient"
     kind = "unequal contributions"
@@ -136,7 +139,7 @@ def test_weights_of_microbatches_are_whole_numbers_where_noise_lets_them_be() ->
     trial = accumulating()
     weights = np.array([-0.004, 0.006, 1.997, 2.005, 0.003, -0.007, 1.996, 2.002])
     (found,) = _by_microbatch(fit_of(trial, weights, close=0.01))
-    assert found.cause.text == "microbatch 1 of 2 does not contribute to the gradient (weights 0, 2)"
+    assert cause_line(found.cause) == "microbatch 1 of 2 does not contribute to the gradient (weights 0, 2)"
     assert found.weights(1).tolist() == [0, 0, 2, 2, 0, 0, 2, 2] and found.fitted == 2
     assert not list(_by_microbatch(fit_of(trial, weights, close=0.001)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from diagnosed import broken, dims, proposed, seen
+from diagnosed import broken, dims, here, proposed, seen
 from literal import tiny_case, trial_of, with_collectives, with_rank, with_step, with_step_1_gradients
 
 from harness.diagnosis.differences import consequences
@@ -21,14 +21,15 @@ from harness.diagnosis.units import (
     other_units,
     units_disagree,
 )
-from harness.evidence.records import AfterEvaluation
+from harness.evidence.step import AfterEvaluation
+from harness.judge.measured import measured
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
-from harness.plan.observed_units import observed_units
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
+from harness.spec.measured import Measured
 
 NORMS = ("layers.0.attention_norm.weight", "layers.0.ffn_norm.weight", "norm.weight")
-SEEN = "here: expected this, observed that"
 
 
 def claiming(trial: Trial, rank: int, *units: tuple[str, ...]) -> Trial:
@@ -76,7 +77,7 @@ def test_a_policy_that_was_in_force_is_proposed_with_the_traffic_that_is_wrong()
 def test_what_units_keep_is_assumed_as_they_claim_it_whatever_is_requested() -> None:
     never, always = (tiny_case("fsdp_2", reshard_after_forward=way) for way in ("never", "always"))
     trial = trial_of(never, always)
-    trial = replace(trial, plan=replace(trial.plan, torch="2.99"))
+    trial = replace(trial, plan=replace(trial.plan, traits=replace(trial.traits, measured=Measured(torch="2.99"))))
     *_, claimed = other_units(trial, broken("reshard"))
     assert claimed.assume is not None and claimed.cause.kind == "other units"
     plan = claimed.assume(trial).plan
@@ -148,7 +149,7 @@ def test_gradients_of_what_fsdp1_leaves_out_follow_from_it_and_others_do_not(
 ) -> None:
     trial = without_norms(trial_of(tiny_case(dims(shard=4), wrapper="fsdp1")))
     trial = with_step_1_gradients(trial, lambda _, fqn: (1 + (fqn in wrong)) * trial.reference.steps[0].gradients[fqn])
-    line = ("placements", SEEN)
+    line = here("placements")
     assert seen(other_flat_units, trial, "placements") == Fact(
         Cause("other units", LEFT_OUT), FLAT, (line, *NOT_TESTED)
     )
@@ -173,13 +174,13 @@ def test_ranks_that_disagree_on_units_of_their_own_choice_are_told_by_what_they_
     first, block, last = trial.plan.units[0]
     for rank in (2, 3):
         trial = claiming(trial, rank, first, block[:4], block[4:], last)
-    plan = replace(trial.plan, observed=observed_units(case, trial.traits, trial.ranks))
-    told = "layers.0 (4) freed; layers.0 (5) freed, those of [0,1]: layers.0 (9) freed"
-    assert seen(units_disagree, replace(trial, plan=plan), "placements") == Fact(
-        Cause("ranks disagree on units", f"ranks wrap different fsdp2 units: ranks [2,3] have {told}"),
-        ("placements",),
-        (("placements", SEEN),),
-    )
+    plan = replace(trial.plan, traits=measured(case, trial.traits, trial.run))
+    fact = seen(units_disagree, replace(trial, plan=plan), "placements")
+    assert fact is not None and (fact.checks, fact.lines) == (("placements",), (here("placements"),))
+    first = fact.cause.finding
+    assert fact.cause.kind == "ranks disagree on units" and first is not None
+    assert (first.ranks, first.expected) == ((2, 3), "layers.0 (9) freed") and "[0,1]" in first.note
+    assert first.observed == "layers.0 (4) freed; layers.0 (5) freed"
     assert seen(units_disagree, replace(trial, plan=plan), "reshard") is None
 
 
@@ -188,7 +189,7 @@ def test_units_that_are_claimed_otherwise_than_planned_are_a_fact_of_their_own()
     finer = claiming(trial, 0, *((fqn,) for fqn in trial.plan.shapes))
     text = "fsdp2 units are finer than requested: parameters are gathered in 12 pieces, requested 3 on rank 0"
     assert seen(units_disagree, finer, "placements") == Fact(
-        Cause("other units", text), ("placements",), (("placements", SEEN),)
+        Cause("other units", text), ("placements",), (here("placements"),)
     )
     assert seen(units_disagree, finer, "reshard") is None
     assert seen(units_disagree, trial, "placements") is None
@@ -204,7 +205,7 @@ def left(step: int, *fqns: str) -> AfterEvaluation:
 
 def test_what_evaluation_left_is_told_with_the_ranks_the_time_and_the_traffic() -> None:
     trial = less_gathered(trial_of(tiny_case("fsdp_2")))
-    checks, lines = ("reshard", "traffic"), (("reshard", SEEN), ("traffic", GATHERED))
+    checks, lines = ("reshard", "traffic"), (here("reshard"), ("traffic", GATHERED))
     one = with_rank(trial, 1, after_evaluation=(left(1, "tok_embeddings.weight"),))
     told = "evaluation left tok_embeddings.weight gathered between steps 1 and 2 on rank 1"
     why = ": no backward follows that would reshard them"
@@ -216,7 +217,7 @@ def test_what_evaluation_left_is_told_with_the_ranks_the_time_and_the_traffic() 
     found = seen(left_by_evaluation, both, "reshard")
     assert found is not None
     each = ("after the last step on rank 0", "between steps 1 and 2 on rank 1")
-    assert all(f"tok_embeddings.weight gathered {when}" in found.cause.text for when in each)
+    assert all(f"tok_embeddings.weight gathered {when}" in cause_line(found.cause) for when in each)
 
 
 def test_what_is_kept_otherwise_is_a_fact_with_the_traffic_that_is_wrong() -> None:
@@ -227,7 +228,7 @@ def test_what_is_kept_otherwise_is_a_fact_with_the_traffic_that_is_wrong() -> No
         Cause("another policy after forward", _kept_text(trial)),
         ("reshard", "traffic"),
     )
-    assert found.lines[:2] == (("reshard", SEEN), ("traffic", GATHERED))
+    assert found.lines[:2] == (here("reshard"), ("traffic", GATHERED))
     assert seen(kept_otherwise, trial, "traffic") is None
 
 

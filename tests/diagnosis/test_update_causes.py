@@ -32,6 +32,7 @@ from harness.diagnosis.engine import explain
 from harness.diagnosis.optimizer import _rates_and_decays, wrong_optimizer
 from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig
+from harness.report.cause_text import cause_line
 
 Arrays = dict[str, np.ndarray]
 
@@ -202,7 +203,7 @@ def test_an_optimizer_that_is_wrong_otherwise() -> None:
     expect(
         with_value(trial, 1, 2, "parameters", NORM, lambda value: value + 1e-3),
         """\
-update: rank 1, step 2, norm.weight: expected entry (1,) moved by -0.000751533, observed moved by 0.000248467 (ratio -0.3306137538); 2 of 2 entries wrong
+update: rank 1, step 2, the optimizer's step of norm.weight: expected -0.000751532890095663, observed 0.00024846710990433785 (entry (1,), ratio -0.3306137538; 2 of 2 entries wrong; bound 1.5e-14)
   loss, gradients: equal to the reference exactly: a loss-curve test passes here""",
     )
 
@@ -330,5 +331,5 @@ def test_a_rate_of_one_replica_is_told_with_the_ranks_that_have_it() -> None:
     rates = [step.lr for step in trial.reference.steps]
     late = trained_otherwise(trial, [1], rate=lambda step, fqn: 0.1234 if step == 2 else rates[step - 1])
     late = with_step(late, 1, 2, lr=0.1234)
-    proposed = [one.cause.text for one in wrong_optimizer(late, {"update": judged("update", late)})]
+    proposed = [cause_line(one.cause) for one in wrong_optimizer(late, {"update": judged("update", late)})]
     assert proposed[0] == "learning rate of step 2 on rank 1 is 0.1234 (reported as requested), requested 0.05"

@@ -17,6 +17,7 @@ from harness.diagnosis.algorithms import HALF
 from harness.diagnosis.clipping import Clipping, _by_norms, clipped_while_adding_up, wrong_clipping
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
+from harness.report.cause_text import cause_line
 
 Arrays = dict[str, np.ndarray]
 NEVER = replace(LOW_CLIP, max_norm=None)
@@ -88,7 +89,7 @@ def test_clipping_without_the_millionth_that_torch_adds_is_told(limit: float) ->
 
     trial = trained_otherwise(trial_of(tiny_case("fsdp_2", recipe)), given=given)
     assert causes(trial) == [(PLAIN, 1)]
-    expect_first(trial, PLAIN.text)
+    expect_first(trial, cause_line(PLAIN))
 
 
 def test_where_the_gradients_of_a_step_are_zero_all_ways_to_clip_are_tried() -> None:
@@ -118,7 +119,7 @@ def by_norms(trial: Trial) -> dict[str, Cause]:
     """By the beginning of what is said of each."""
     norms, limit = {step: observed_norm(trial, step) for step in trial.case.steps}, LOW_CLIP.max_norm
     assert limit is not None
-    return {way.cause.text.split(",")[0]: way.cause for way in _by_norms(trial, norms, limit)}
+    return {cause_line(way.cause).split(",")[0]: way.cause for way in _by_norms(trial, norms, limit)}
 
 
 def test_replicas_whose_gradients_differ_each_clip_rightly_by_their_own_norm() -> None:
@@ -174,10 +175,10 @@ def test_a_norm_that_ranks_report_is_assumed_where_they_all_report_it(off: float
     by: Callable[[int, int, str], float] = lambda rank, step, fqn: 0.5  # noqa: E731
     cause = Cause("clipped by another norm", "-")
     assumed = Clipping(cause, by, norm).assume(trial)
-    assert assumed.reports == ({"grad_norm": norm} if reports else {})
-    assert Clipping(cause, by).assume(trial).reports == {}
-    assert not assumed.references and assumed.assumed.given is not None
-    assert assumed.assumed.given(0, 1, NORM, np.array([3.0])).tolist() == [1.5]
+    assert assumed.assumption.reports == ({"grad_norm": norm} if reports else {})
+    assert Clipping(cause, by).assume(trial).assumption.reports == {}
+    assert not assumed.assumption.references and assumed.assumption.optimizer.given is not None
+    assert assumed.assumption.optimizer.given(0, 1, NORM, np.array([3.0])).tolist() == [1.5]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def test_replicas_that_multiply_by_something_else_are_assumed_to_train_apart(
     by: Callable[[int, int, str], float], apart: bool
 ) -> None:
     assumed = Clipping(Cause("clipped by another norm", "-"), by).assume(trial_of(tiny_case("ddp_2", LOW_CLIP)))
-    assert [*assumed.references] == [0, 1] * apart
+    assert [*assumed.assumption.references] == [0, 1] * apart
 
 
 OF_RANKS = "; each rank clips its own before they are reduced"

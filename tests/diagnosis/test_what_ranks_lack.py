@@ -15,6 +15,7 @@ from harness.diagnosis.processes import layers_lost, missing_parameters, not_tra
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.reference.config import ModelConfig
+from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 FROZEN = "frozen, unused, or in no optimizer that steps"
@@ -218,8 +219,8 @@ CLIPPED = trial_of(tiny_case("fsdp_2", replace(ADAMW, max_norm=0.25)))
 def test_what_has_no_gradient_stays_and_is_in_no_norm() -> None:
     trial = lacking(lacking(CLIPPED, "gradients", (NORM, WQ)), "parameters", (NORM,))
     (only,) = not_trained(trial, broken("completed"))
-    assert (only.cause.kind, only.cause.text) == ("incomplete", missing_parameters(trial))
-    assert only.cause.text == f"ranks [0,1] have no gradient of {WQ}, {NORM} in step 1: {NONE}"
+    assert (only.cause.kind, cause_line(only.cause)) == ("incomplete", missing_parameters(trial))
+    assert cause_line(only.cause) == f"ranks [0,1] have no gradient of {WQ}, {NORM} in step 1: {NONE}"
     assert only.assume is not None
     usual, found = trial.reference, only.assume(trial).reference
     for before, step in zip(usual.steps, found.steps, strict=True):
@@ -237,7 +238,7 @@ def test_what_no_optimizer_has_may_have_gradients_of_its_own_or_those_that_nothi
     text = f"ranks [0,1] do not update {WQ}, {NORM} in step 1: {FROZEN}"
     added = f"{text}; nothing sets their gradients to zero either, so no optimizer has them"
     alone, summed = not_trained(trial, broken("completed"))
-    assert [(one.cause.kind, one.cause.text) for one in (alone, summed)] == [
+    assert [(one.cause.kind, cause_line(one.cause)) for one in (alone, summed)] == [
         ("incomplete", text),
         ("incomplete", added),
     ]
@@ -299,7 +300,7 @@ def test_last_layers_that_are_on_no_rank_leave_a_shallower_model(
     monkeypatch.setattr(assume, "retrain", lambda model, recipe, reference: (trained.append(model), reference)[1])
     (one,) = layers_lost(trial, broken("completed"))
     count = trial.case.model.n_layers
-    assert (one.cause.kind, one.cause.text, one.cause.expected) == (
+    assert (one.cause.kind, cause_line(one.cause), one.cause.expected) == (
         "layers lost",
         f"{told}, requested {count}",
         str(count),

@@ -15,7 +15,7 @@ from literal import ADAMW, SGD, TINY, cause_of, judged, tiny_case, trial_of
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.evidence.checkpoint_index import Checkpoint, SavedTensor, read
-from harness.judge.result import Finding, Verdict
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.run import rank_main
 from harness.spec.case import Saved
@@ -111,10 +111,9 @@ def besides(prefix: str) -> Trial:
 @pytest.mark.parametrize("prefix", ["gradients", "ema"])
 def test_a_second_tensor_of_each_parameter_is_named(prefix: str) -> None:
     trial = besides(prefix)
-    assert (
-        Finding(f"{WEIGHT}, parameter", "one tensor", f"2: model.{WEIGHT}, {prefix}.{WEIGHT}")
-        in judged("checkpoint", trial).findings
-    )
+    (found,) = [one for one in judged("checkpoint", trial).findings if one.name == WEIGHT]
+    assert (found.kind, found.quantity, found.expected, found.observed) == ("parameter", "parameter", 1, 2)
+    assert found.note == f"model.{WEIGHT}, {prefix}.{WEIGHT}"
     names = " and ".join(sorted([f"{prefix}.*", "model.*"]))
     assert cause(trial).endswith(f"the checkpoint of step 2 holds 2 tensors, expected one, in every parameter: {names}")
 
@@ -129,7 +128,8 @@ def test_optimizer_state_in_another_type_is_named() -> None:
 
 def test_a_parameter_that_is_not_saved_is_named() -> None:
     trial = with_tensors(saving(), lambda tensor: [] if tensor.name == f"model.{WEIGHT}" else [tensor])
-    assert judged("checkpoint", trial).findings == (Finding(f"{WEIGHT}, parameter", "saved", "missing"),)
+    (found,) = judged("checkpoint", trial).findings
+    assert (found.kind, found.name, found.quantity, found.observed) == ("parameter", WEIGHT, "parameter", "missing")
     assert f"lacks parameters in 1 of {len(trial.plan.shapes)} parameters ({WEIGHT})" in cause(trial)
 
 
@@ -138,22 +138,22 @@ def test_pieces_that_overlap_or_leave_a_gap_are_found() -> None:
         trial = with_tensors(
             saving(), lambda t, n=numbers: [replace(t, numbers=n) if t.name == f"model.{WEIGHT}" else t]
         )
-        assert judged("checkpoint", trial).findings == (
-            Finding(f"model.{WEIGHT}", "16 numbers, each once", str(numbers)),
-        )
+        (found,) = judged("checkpoint", trial).findings
+        assert (found.name, found.expected, found.observed, found.unit) == (WEIGHT, 16, numbers, "elements")
 
 
 def test_a_tensor_that_is_about_no_parameter_is_found() -> None:
     held = saving().run.checkpoint
     assert held is not None
     trial = with_checkpoint(saving(), tensors=(*held.tensors, SavedTensor("buffer", "", (64,), "float64", 64)))
-    assert [finding.where for finding in judged("checkpoint", trial).findings] == ["buffer"]
+    assert [finding.name for finding in judged("checkpoint", trial).findings] == ["buffer"]
     assert cause(trial).endswith("holds 1 tensor of no parameter: buffer")
 
 
 def test_large_objects_and_files_that_the_index_does_not_know_are_found() -> None:
     trial = with_checkpoint(saving(), objects={"everything": 20_000}, unindexed=40_000)
-    assert [finding.where for finding in judged("checkpoint", trial).findings] == ["everything", "files"]
+    found = [(finding.kind, finding.observed, finding.unit) for finding in judged("checkpoint", trial).findings]
+    assert found == [("file", 20_000, "bytes"), ("file", 40_000, "bytes")]
 
 
 # ---- when it is written

@@ -17,21 +17,8 @@ from same_records import assert_same
 from harness.evidence import format
 from harness.evidence.format import fields_digest, version_of
 from harness.evidence.names import renamed
-from harness.evidence.records import (
-    Activity,
-    Call,
-    Collective,
-    Exit,
-    Group,
-    Microbatch,
-    QuantizedMatmul,
-    RankEvidence,
-    Resumed,
-    Run,
-    StepEvidence,
-    TensorEvidence,
-    Wrapper,
-)
+from harness.evidence.records import Collective, Exit, Group, RankEvidence, Resumed, Run, TensorEvidence, Wrapper
+from harness.evidence.step import Activity, Call, Microbatch, QuantizedMatmul, StepEvidence
 from harness.evidence.store import EvidenceError, evidence_file, load, load_run, save, save_run
 from harness.reference.record import ReferenceRun
 

@@ -14,12 +14,8 @@ import pytest
 from same_records import assert_same
 
 from harness import ROOT
-from harness.evidence.records import (
-    Group,
-    Microbatch,
-    RankEvidence,
-    TensorEvidence,
-)
+from harness.evidence.records import Group, RankEvidence, TensorEvidence
+from harness.evidence.step import Microbatch
 from harness.evidence.store import EvidenceError, load, save, write_text
 
 SMALL = RankEvidence(
@@ -66,7 +62,7 @@ import resource, sys
 sys.dont_write_bytecode = True  # what is imported under the limit would leave it truncated
 from pathlib import Path
 import numpy as np
-from harness.evidence.records import Microbatch
+from harness.evidence.step import Microbatch
 from harness.evidence.store import EvidenceError, save
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 try:

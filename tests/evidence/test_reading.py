@@ -77,7 +77,7 @@ def test_a_launch_has_as_many_ranks_as_it_has_exits(world: object, tmp_path: Pat
 
 def test_what_would_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from harness.evidence import store
-    from harness.evidence.records import Call
+    from harness.evidence.step import Call
 
     assert json_of(b"1" * 9) == 111111111 and MOST > 1_000_000
     monkeypatch.setattr(store, "MOST", 10)

@@ -8,7 +8,7 @@ import pytest
 from literal import judged, tiny_case, trial_of, with_rank
 
 from harness.checks.reshard import left_by_evaluation
-from harness.evidence.records import AfterEvaluation
+from harness.evidence.step import AfterEvaluation
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from checked import like
 from literal import ADAMW, judged, tiny_case, trial_of, with_step, with_value
 from noisy import with_noise
 
 from harness.judge.assembly import misfits
-from harness.judge.result import Finding, Verdict
+from harness.judge.finding import Bound
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.reference.distance import best_fit, relative_distance
 from harness.spec.dims import ParallelDims
@@ -64,11 +66,15 @@ def test_flat_slices_make_up_a_whole_as_well(wrapper: str) -> None:
 def test_a_factor_that_no_entry_shows_is_found() -> None:
     trial = scaled(loud(), WQ, 1.02)
     assert judged("gradients", trial).findings == (
-        Finding(
-            f"ranks [0,1], step 1, {WQ}",
+        like(
+            (0, 1),
             "the reference's",
-            "1.02 times it by best fit",
-            "5.0e-03: 5 x the spread of 16 repeats of the reference",
+            1.02,
+            step=1,
+            name=WQ,
+            bound=Bound(number=0.005, how="5 x the spread of 16 repeats of the reference"),
+            quantity="gradient",
+            unit="times the reference by best fit",
         ),
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from literal import ADAMW, SGD, TINY, tiny_case
 
+from harness.judge.finding import Bound
 from harness.judge.tolerance import (
     FIT_FACTOR,
     Bounds,
@@ -109,7 +110,7 @@ def test_adamw_divides_that_noise_by_the_root_of_the_second_moment(max_norm: flo
     seen = derived_bounds(recipe, path())
     assert close(seen, expected(moved))
     assert bounds(recipe, path()) == seen and seen.how == ""
-    assert seen.text(1.5e-9) == "1.5e-09"
+    assert seen.of(1.5e-9) == Bound(1.5e-9)
 
 
 def test_a_path_without_a_number_or_of_a_zero_gradient_gives_no_bound() -> None:
@@ -188,7 +189,7 @@ def test_a_measured_bound_is_four_times_the_spread() -> None:
     )
     assert measured_bounds(case(dtype="float32"), NOISE) == wanted
     assert bounds(case(dtype="float32"), path(), NOISE) == wanted
-    assert wanted.text(0.25) == "2.5e-01: 4 x the spread of 16 repeats of the reference"
+    assert wanted.of(0.25) == Bound(0.25, "4 x the spread of 16 repeats of the reference")
 
 
 def test_a_whole_parameter_has_a_bound_for_its_factor_and_a_sharper_one_for_its_distance_in_step_1() -> None:
@@ -196,7 +197,7 @@ def test_a_whole_parameter_has_a_bound_for_its_factor_and_a_sharper_one_for_its_
     wanted = {"w": ParameterBounds({1: 2 * 1e-3, 2: 4 * 2e-3}, {1: 5 * 3e-3, 2: 5 * 4e-3})}
     assert measured_bounds(case(dtype="float32"), noise).by_parameter == wanted
     assert measured_bounds(case(dtype="float32"), NOISE).by_parameter == {}
-    assert measured_bounds(case(dtype="float32"), noise).text(0.25, FIT_FACTOR).startswith("2.5e-01: 5 x the spread")
+    assert measured_bounds(case(dtype="float32"), noise).of(0.25, FIT_FACTOR).how.startswith("5 x the spread")
 
 
 def test_where_products_jump_no_distance_has_the_sharper_bound() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from literal import SGD, judged, tiny_case, trial_of, with_step
 
-from harness.evidence.records import StepEvidence
-from harness.judge.clipping import before_clipping
+from harness.evidence.step import StepEvidence
+from harness.judge.clipping import late_steps, with_gradients_after
 from harness.judge.result import Verdict
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
@@ -40,6 +40,12 @@ def coefficient(trial: Trial, number: int) -> float:
 
 
 def seen(scale: float, *, clipped: bool = False, by: float = 1.0) -> Trial:
+    """As it is stored once all ranks have ended."""
+    trial = as_left(scale, clipped=clipped, by=by)
+    return replace(trial, run=with_gradients_after(trial.run, late_steps(trial)))
+
+
+def as_left(scale: float, *, clipped: bool = False, by: float = 1.0) -> Trial:
     """As if gradients were `scale` times the reference's when backward ended, and the optimizer was given the reference's,
     clipped or not, times `by`."""
     trial = trial_of(CASE)
@@ -49,7 +55,7 @@ def seen(scale: float, *, clipped: bool = False, by: float = 1.0) -> Trial:
         return replace(step, gradients={f: scale * g for f, g in step.gradients.items()}, scaled=given / scale)
 
     ranks = {rank: replace(e, steps=tuple(map(altered, e.steps))) for rank, e in trial.ranks.items()}
-    return before_clipping(replace(trial, run=replace(trial.run, ranks=ranks)))
+    return replace(trial, run=replace(trial.run, ranks=ranks))
 
 
 def gradients_of(trial: Trial, number: int = 1) -> float:
@@ -87,4 +93,11 @@ def test_gradients_of_what_is_no_parameter_of_the_references_are_not_compared() 
     for rank in trial.ranks:
         for step in trial.ranks[rank].steps:
             trial = with_step(trial, rank, step.step, gradients={"wqkv": np.ones(4)} | step.gradients, scaled=0.5)
-    assert before_clipping(trial).run == trial.run
+    assert late_steps(trial) == set()
+
+
+def test_evidence_that_was_written_when_no_bound_was_known_is_unknown_and_not_wrong() -> None:
+    trial = as_left(64.0)
+    assert late_steps(trial) == {1, 2, 3}
+    assert judged("gradients", trial).verdict is Verdict.UNKNOWN
+    assert late_steps(seen(64.0)) == set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.evidence.records import Microbatch
+from harness.evidence.step import Microbatch
 from harness.judge.labels import laid_out
 
 OWN = np.array([[1, 2, -100, 4], [5, -100, 6, 7]])

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
-from literal_recording import GATHER, SUM, hsdp, summary
+from checked import where
+from literal_recording import GATHER, SUM, hsdp, judged_of, summary
 
 from harness.evidence.summary import Outside, Summary, Use
-from harness.judge.observed_checks import exchange, finite, observed_checks, replica_agreement, samples
-from harness.judge.result import Verdict
+from harness.judge.result import Result, Verdict
 from harness.spec.dims import ParallelDims
 
 FOUR = ParallelDims(dp_shard=4)
+CHECKS = ("exchange", "replica_agreement", "samples", "finite")
+exchange, replica_agreement, samples, finite = (partial(judged_of, name) for name in CHECKS)
+
+
+def of_all(ranks: list[Summary], dims: ParallelDims) -> list[Result]:
+    return [judged_of(name, ranks, dims) for name in CHECKS]
 
 
 def test_data_parallel_ranks_that_are_fed_the_same_in_every_step_are_named() -> None:
     fed = [summary(rank, fed={1: rank, 2: 7}) for rank in range(3)] + [summary(3, fed={1: 0, 2: 7})]
     (finding,) = samples(fed, FOUR).findings
-    assert finding.where == "ranks [0,3]"
+    assert finding.ranks == (0, 3)
 
 
 def test_the_same_batch_once_is_no_finding() -> None:
@@ -36,8 +43,7 @@ def test_a_tp_rank_that_is_fed_other_tokens_than_its_peer_is_named() -> None:
     wrong = [*right[:3], summary(3, fed={1: 3}, tokens={1: 1, 2: 9})]
     assert samples(right, dims).verdict == Verdict.PASS
     (finding,) = samples(wrong, dims).findings
-    assert (finding.where, finding.expected) == ("rank 3", "the tokens of its tp peer, rank 2")
-    assert finding.observed == "others in step 2"
+    assert (finding.ranks, finding.step, finding.quantity) == ((3,), 2, "tokens")
     alone = ParallelDims(tp=4)
     assert samples([summary(rank, tokens={1: 7}) for rank in range(4)], alone).verdict == Verdict.PASS
     assert samples([summary(rank, tokens={1: rank}) for rank in range(4)], alone).verdict == Verdict.FAIL
@@ -98,7 +104,7 @@ def test_norms_that_dtensors_copy_over_tensor_parallel_ranks_agree_though_the_re
     dims = ParallelDims(dp_shard=2, tp=2)
     assert replica_agreement([tp(rank, rank // 2) for rank in range(4)], dims).verdict == Verdict.PASS
     broken = replica_agreement([tp(rank, max(rank, 1)) for rank in range(4)], dims)
-    assert [finding.where for finding in broken.findings] == ["ranks [3], after step 1"]
+    assert [(finding.ranks, finding.step) for finding in broken.findings] == [((3,), 1)]
 
 
 def test_ranks_that_claim_nothing_and_are_replicas_by_the_layout_agree_if_they_began_alike() -> None:
@@ -120,7 +126,7 @@ def test_a_replica_that_a_wrapper_was_told_to_ignore_is_named_and_an_expert_of_e
         for rank in range(2)
     ]
     broken = replica_agreement(ranks, dims)
-    assert [finding.where for finding in broken.findings] == ["ranks [1], after step 1, wq"]
+    assert [where(finding) for finding in broken.findings] == [(1, 1, "wq")]
     experts = [dataclasses.replace(one, ignored={"expert": one.ignored["expert"]}) for one in ranks]
     assert replica_agreement(experts, dims).verdict == Verdict.PASS
     assert replica_agreement(ranks, ParallelDims(tp=2)).verdict == Verdict.PASS
@@ -134,7 +140,7 @@ def test_replicas_of_a_model_that_is_not_on_record_may_differ() -> None:
     alike = [hsdp(rank, left_out=left) for rank in range(4)]
     apart = [*alike[:3], hsdp(3, left_out=left, contents={1: 5})]
     for ranks, verdict in ((alike, Verdict.UNKNOWN), (apart, Verdict.FAIL)):
-        _, agreement, _, numbers = observed_checks(ranks, dims)
+        _, agreement, _, numbers = of_all(ranks, dims)
         assert (agreement.verdict, numbers.verdict) == (verdict, Verdict.UNKNOWN)
         assert numbers.note == f"not recorded: {left[0]}"
 
@@ -144,7 +150,7 @@ def test_where_the_recorder_itself_raised_what_is_wrong_is_told_and_nothing_pass
     ranks[3] = dataclasses.replace(
         ranks[3], failed=("the recorder itself raised KeyError()",), contents={1: 5}, shown=0
     )
-    found = observed_checks(ranks, ParallelDims(dp_replicate=2, dp_shard=2))
+    found = of_all(ranks, ParallelDims(dp_replicate=2, dp_shard=2))
     assert [one.verdict.name for one in found] == ["NOT_APPLICABLE", "FAIL", "UNKNOWN", "UNKNOWN"]
     assert found[2].note == "rank 3 is not recorded to its end: the recorder itself raised KeyError()"
 
@@ -167,20 +173,19 @@ def test_replicas_that_began_apart_and_that_nothing_joins_are_none() -> None:
     dims = ParallelDims(dp_replicate=2)
     alone = [summary(rank, 2, shown=2, contents={0: rank, 1: 5 + rank}, optimizers=("SGD",)) for rank in range(2)]
     (finding,) = replica_agreement(alone, dims).findings
-    assert (finding.where, finding.expected) == ("replicas [0,1]", "collectives that reduce gradients")
-    assert finding.observed == "none between [0] and [1] in forward or backward of step 2, nor outside as much"
+    assert (finding.ranks, finding.observed) == ((0, 1), None)
     joined = [dataclasses.replace(one, uses=(Use("0,1", *SUM),)) for one in alone]
     assert replica_agreement(joined, dims).verdict == Verdict.NOT_APPLICABLE
     assert replica_agreement(alone, ParallelDims(dp_shard=2)).verdict == Verdict.NOT_APPLICABLE
 
 
 def test_infinite_numbers_are_found_with_their_step() -> None:
-    (finding,) = finite([summary(0, contents={1: 1}, not_finite={1: ("w",)})]).findings
-    assert finding.where == "rank 0, step 1, w"
+    (finding,) = finite([summary(0, 1, contents={1: 1}, not_finite={1: ("w",)})], ParallelDims()).findings
+    assert where(finding) == (0, 1, "w")
 
 
 def test_ranks_that_claim_the_same_and_of_which_no_step_is_recorded_agree_on_nothing() -> None:
-    _, agreement, *_ = observed_checks([hsdp(rank, contents={0: rank % 2}) for rank in range(4)], ParallelDims(2, 2))
+    _, agreement, *_ = of_all([hsdp(rank, contents={0: rank % 2}) for rank in range(4)], ParallelDims(2, 2))
     assert (agreement.verdict, agreement.note) == (Verdict.UNKNOWN, "nothing was examined")
 
 
@@ -189,8 +194,8 @@ def test_tensor_parallelism_that_moves_nothing_over_its_ranks_is_not_there() -> 
     over_tp = {rank: Use("0,1" if rank < 2 else "2,3", "all_reduce", "forward", "float32", 1, 8) for rank in range(4)}
     dims = ParallelDims(dp_shard=2, tp=2)
     alone = exchange([summary(rank, shown=2, uses=(over_dp[rank],)) for rank in range(4)], dims)
-    assert [(f.rank, f.observed) for f in alone.findings] == [(rank, "none") for rank in range(4)]
-    assert "over its tp group [0,1]" in alone.findings[0].expected
+    assert [(f.rank, f.observed) for f in alone.findings] == [(rank, None) for rank in range(4)]
+    assert (alone.findings[0].axis, alone.findings[0].group) == ("tp", (0, 1))
     both = [summary(rank, shown=2, uses=(over_dp[rank], over_tp[rank])) for rank in range(4)]
     assert exchange(both, dims).verdict == Verdict.PASS
     assert exchange(both, FOUR).verdict == Verdict.NOT_APPLICABLE
@@ -203,7 +208,7 @@ def test_a_pipeline_sends_and_where_only_sums_run_over_its_stages_nobody_knows()
     sent = [
         summary(rank, 2, shown=2, outside=(Outside("0,1", "send", "other", "float32", 1, 8, "2"),)) for rank in (0, 1)
     ]
-    assert [finding.observed for finding in exchange(silent, dims).findings] == ["none", "none"]
+    assert [finding.observed for finding in exchange(silent, dims).findings] == [None, None]
     assert exchange(summed, dims).verdict == Verdict.UNKNOWN
     assert exchange(summed, dims).note.startswith(
         "rank 0, its pp group [0,1]: all_reduce in backward may be of another axis"

@@ -11,7 +11,8 @@ from literal_recording import hsdp, outside, summary
 
 from harness.cli import main
 from harness.evidence.recording import RankRecord, record_file, save_record
-from harness.evidence.records import Collective, RankEvidence, StepEvidence
+from harness.evidence.records import Collective, RankEvidence
+from harness.evidence.step import StepEvidence
 from harness.evidence.summary import Outside, Summary, summary_of
 from harness.judge.stored_recording import Recording
 from harness.judge.structure import compared_outside, differences, structure

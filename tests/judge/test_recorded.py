@@ -9,19 +9,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checked import like, where
 from literal import LAYOUTS, tiny_case, trial_of
 
-from harness.checks import OF_RECORDED, all_checks, placements, run_check
+from harness.checks import all_checks, placements, run_check
 from harness.diagnosis import diagnose
 from harness.diagnosis.layout import other_layouts
 from harness.evidence.recording import RankRecord, RecordedStep
 from harness.evidence.records import RankEvidence, TensorEvidence
 from harness.judge import recorded
+from harness.judge.finding import Finding
+from harness.judge.measured import claimed_cut_dims
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
+from harness.report.cause_text import diagnosis_line
 from harness.spec.dims import ParallelDims
+from harness.spec.measured import Measured
+from harness.spec.traits import TrainerTraits
 
 FSDP_2 = LAYOUTS["fsdp_2"]
+STRUCTURE = {"completed", "collective_order", "process_groups", "placements", "traffic", "memory", "reshard"}
+DIGESTS = {"exchange", "replica_agreement", "samples", "finite"}
+"""Checks of what literal records have not."""
 ADAMW = "AdamW(betas (0.9, 0.999), weight_decay 0.01, amsgrad False)"
 
 
@@ -41,13 +51,17 @@ def judged(trial: Trial) -> list[Result]:
 
 
 def verdicts(trial: Trial) -> dict[str, Verdict]:
-    return {result.check: result.verdict for result in judged(trial) if result.verdict != Verdict.NOT_APPLICABLE}
+    return {
+        result.check: result.verdict
+        for result in judged(trial)
+        if result.verdict != Verdict.NOT_APPLICABLE and result.check not in DIGESTS
+    }
 
 
 @pytest.mark.parametrize("name", ["ddp_2", "fsdp_2", "hsdp_2x2"])
 def test_a_correct_job_passes_every_check_that_needs_no_reference(name: str) -> None:
     found = verdicts(recorded_trial(trial_of(tiny_case(name)), LAYOUTS[name]))
-    wanted = set(OF_RECORDED) - ({"reshard"} if name == "ddp_2" else set())
+    wanted = STRUCTURE - ({"reshard"} if name == "ddp_2" else set())
     assert found == dict.fromkeys(wanted, Verdict.PASS)
 
 
@@ -56,7 +70,7 @@ def test_whole_parameters_on_ranks_of_cp_are_replicas_unless_something_claims_to
     trial = trial_of(tiny_case("ddp_2"))
     ranks = {rank: e if wrapped else replace(e, structure={}) for rank, e in trial.ranks.items()}
     found = verdicts(recorded_trial(replace(trial, run=replace(trial.run, ranks=ranks)), ParallelDims(cp=2)))
-    wanted = set(OF_RECORDED) - {"reshard"} - (set() if wrapped else {"placements", "traffic", "memory"})
+    wanted = STRUCTURE - {"reshard"} - (set() if wrapped else {"placements", "traffic", "memory"})
     assert found == dict.fromkeys(wanted, Verdict.PASS)
 
 
@@ -91,8 +105,8 @@ def test_hsdp_that_ran_as_fsdp_has_the_first_line_of_the_matrix() -> None:
     told = diagnose(trial, judged(trial), (other_layouts,), ())
     of_the_matrix = diagnose(ran, judged(ran))
     assert told is not None and of_the_matrix is not None
-    assert told.cause == of_the_matrix.cause
-    assert told.cause.startswith(
+    assert diagnosis_line(told) == diagnosis_line(of_the_matrix)
+    assert diagnosis_line(told).startswith(
         "HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated 2 times"
     )
 
@@ -108,7 +122,7 @@ def test_hsdp_that_ran_as_fsdp_is_named_by_its_wrappers_where_slices_are_not_der
     trial = recorded_trial(ran, requested.dims)
     assert verdicts(trial)["placements"] == Verdict.FAIL
     told = diagnose(trial, judged(trial), (other_layouts,), ())
-    assert told is not None and told.cause.startswith(
+    assert told is not None and diagnosis_line(told).startswith(
         "HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated 2 times"
     )
 
@@ -116,7 +130,7 @@ def test_hsdp_that_ran_as_fsdp_is_named_by_its_wrappers_where_slices_are_not_der
 def test_a_job_of_fewer_ranks_than_the_layout_is_told() -> None:
     trial = recorded_trial(trial_of(tiny_case("fsdp_2")), ParallelDims(dp_shard=4))
     (completed,) = [one for one in judged(trial) if one.check == "completed"]
-    assert ("4 ranks", "2 ranks") in [(finding.expected, finding.observed) for finding in completed.findings]
+    assert (4, 2) in [(finding.expected, finding.observed) for finding in completed.findings]
 
 
 def test_collectives_beside_those_of_parameters_are_the_trainers_own() -> None:
@@ -197,7 +211,7 @@ def test_where_a_second_model_is_not_on_record_what_looks_at_parameters_is_unkno
     more = changed_steps(ran, 0, memory={kind: 2 * size for kind, size in held.items()})
     records = {rank: record_of(evidence, left_out=left) for rank, evidence in more.ranks.items()}
     results = {one.check: one for one in judged(recorded.trial_of(records, dims, "run", 2))}
-    unknown = {name for name, one in results.items() if one.verdict == Verdict.UNKNOWN}
+    unknown = {name for name, one in results.items() if one.verdict == Verdict.UNKNOWN} - DIGESTS
     assert unknown == {"memory", "traffic", "placements", "reshard"}
     assert {results[name].note for name in unknown} == {"not recorded: Critic, which has a parameter 0.weight"}
     over = {rank: replace(one, evidence=with_shards(one.evidence, ())) for rank, one in records.items()}
@@ -208,7 +222,7 @@ def test_where_the_recorder_itself_raised_nothing_that_it_saw_proves_that_a_chec
     ran, told = trial_of(tiny_case("fsdp_2")), ("the recorder itself raised KeyError() in pass_begins",)
     records = {rank: record_of(evidence) for rank, evidence in ran.ranks.items()}
     records[1] = replace(records[1], failed=told)
-    results = [one for one in judged(recorded.trial_of(records, FSDP_2, "run", 2)) if one.check in OF_RECORDED]
+    results = [one for one in judged(recorded.trial_of(records, FSDP_2, "run", 2)) if one.check in STRUCTURE]
     assert {one.verdict for one in results} == {Verdict.UNKNOWN}
     assert {one.note for one in results} == {f"rank 1 is not recorded to its end: {told[0]}"}
     records[0] = replace(records[0], ended="raised", error="ValueError: no such file")
@@ -241,14 +255,20 @@ def test_fsdp_may_cut_along_any_dim_but_only_over_the_ranks_of_the_layout() -> N
     (right, no_cause), (wrong, cause) = found
     assert set(right.values()) == {Verdict.PASS} and no_cause is None
     assert wrong["placements"] == Verdict.FAIL
-    assert cause is not None and cause.cause.startswith("HSDP ran as FSDP: parameters are sharded over 4 ranks")
+    assert cause is not None and diagnosis_line(cause).startswith(
+        "HSDP ran as FSDP: parameters are sharded over 4 ranks"
+    )
 
 
-def test_a_parameter_that_no_unit_of_fsdp2_has_is_read_as_it_is() -> None:
+def test_the_dims_that_fsdp2_cuts_are_measured_of_parameters_that_a_unit_of_its_own_has() -> None:
     evidence = cut_along_the_last_dim(trial_of(tiny_case("fsdp_2")).ranks[0])
     other = replace(evidence, structure={name: replace(w, kind="fsdp1") for name, w in evidence.structure.items()})
-    assert {tensor.placements for tensor in recorded.cut_first(evidence).parameters} == {("Shard(0)",)}
-    assert recorded.cut_first(other) == other
+    cut = claimed_cut_dims([evidence])
+    assert cut == {t.fqn: 1 for t in evidence.parameters if len(t.global_shape) == 2}
+    assert claimed_cut_dims([other]) == {}
+    case = tiny_case("fsdp_2")
+    held = make_plan(case, TrainerTraits(measured=Measured(cut_dims=cut))).slices[1]
+    assert held["layers.0.feed_forward.w1.weight"] == ((0, 8), (2, 4)) and held["norm.weight"] == ((2, 4),)
 
 
 def test_what_another_type_gathers_in_the_first_step_alone_sets_a_wrapper_up_and_is_no_parameter() -> None:
@@ -313,7 +333,7 @@ def test_stages_of_a_pipeline_have_units_of_their_own() -> None:
         rank: replace(evidence, parameters=tuple(t for t in evidence.parameters if t.fqn in held[rank]))
         for rank, evidence in trial.ranks.items()
     }
-    plan = replace(trial.plan, slices={0: {}, 1: {}}, observed=stages)
+    plan = replace(trial.plan, slices={0: {}, 1: {}}, traits=trial.traits.with_units(stages))
     assert placements.disagreements(replace(trial, plan=plan, run=replace(trial.run, ranks=ranks))) == []
     alike = {rank: trial.ranks[0] for rank in ranks}
     assert len(placements.disagreements(replace(trial, plan=plan, run=replace(trial.run, ranks=alike)))) == 1
@@ -326,16 +346,15 @@ def changed_steps(ran: Trial, rank: int, **changes: Any) -> Trial:
     return replace(ran, run=replace(ran.run, ranks={**ran.ranks, rank: replace(evidence, steps=steps)}))
 
 
-def broken(trial: Trial) -> dict[str, list[tuple[str, str, str]]]:
-    return {r.check: [(f.where, f.expected, f.observed) for f in r.findings] for r in judged(trial) if r.findings}
+def broken(trial: Trial) -> dict[str, list[Finding]]:
+    return {r.check: list(r.findings) for r in judged(trial) if r.findings}
 
 
 def test_a_rank_that_holds_whole_parameters_between_steps_is_named() -> None:
     ran = trial_of(tiny_case("fsdp_2"))
     held = ran.ranks[1].steps[1].memory
     found = broken(recorded_trial(changed_steps(ran, 1, memory=held | {"parameters": 2 * held["parameters"]}), FSDP_2))
-    ((where, expected, observed),) = found.pop("memory")
-    assert (where, expected, observed) == ("rank 1, step 2, parameters", "944 B", "1.888 kB")
+    assert found.pop("memory") == [like(1, 944, 1888, step=2, quantity="parameters", unit="bytes")]
     assert not found
 
 
@@ -354,7 +373,9 @@ def test_a_unit_that_is_still_gathered_after_forward_is_named() -> None:
     name = "layers.0.attention.wq.weight"
     more = replace(left, bytes=left.bytes | {name: 2 * left.bytes[name]}, storage=left.storage + left.bytes[name])
     found = broken(recorded_trial(changed_steps(ran, 1, after_forward=(more,)), FSDP_2))
-    assert found.pop("reshard")[0] == (f"rank 1, step 2, {name} after forward", "freed", "gathered")
+    assert found.pop("reshard")[0] == like(
+        1, "freed", "gathered", step=2, kind="parameter", name=name, quantity="memory after forward"
+    )
     assert not found
 
 
@@ -364,7 +385,7 @@ def test_a_unit_that_is_freed_on_paper_only_is_in_memory() -> None:
     found = broken(
         recorded_trial(changed_steps(ran, 1, after_forward=(replace(left, storage=2 * left.storage),)), FSDP_2)
     )
-    assert [where for where, _, _ in found["reshard"]] == ["rank 1, step 2, memory of all parameters after forward"]
+    assert [where(finding) for finding in found["reshard"]] == [(1, 2, "memory of all parameters after forward")]
 
 
 def test_in_the_first_step_there_may_be_what_parameters_were_made_from() -> None:

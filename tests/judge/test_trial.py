@@ -13,8 +13,8 @@ from harness.checks import judge
 from harness.evidence.records import RankEvidence, Resumed, Run
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.contents import locate
-from harness.judge.order import as_planned, reordered_reference
-from harness.judge.result import Finding, Result, Verdict
+from harness.judge.order import flattened, reordered_reference
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.spec.case import Saved
@@ -25,18 +25,16 @@ TWO_LAYERS = dataclasses.replace(TINY, n_layers=2)
 
 @pytest.mark.parametrize("layout", ["ddp_2", "fsdp_2"])
 @pytest.mark.parametrize("told", [True, False])
-def test_rows_in_another_order_are_judged_in_that_order_and_only_if_it_is_told(layout: str, told: bool) -> None:
+def test_rows_in_another_order_are_judged_in_that_order_and_only_if_the_adapter_names_it(
+    layout: str, told: bool
+) -> None:
     fqn, order = "layers.0.attention.wq.weight", np.array([2, 0, 3, 1])
     theirs = trial_of(tiny_case(layout))
     ours = reordered_reference(theirs.reference, {fqn: np.argsort(order)})
     assert np.array_equal(theirs.reference.weights[fqn], ours.weights[fqn][[2, 0, 3, 1]])
-    rows = {fqn: order} if told else {}
-    ranks = {rank: dataclasses.replace(evidence, rows=rows) for rank, evidence in theirs.ranks.items()}
-    run = dataclasses.replace(theirs.run, ranks=ranks)
-    results = {
-        result.check: result.verdict
-        for result in judge(as_planned(dataclasses.replace(theirs, reference=ours, run=run)))
-    }
+    stored = reordered_reference(ours, {fqn: order} if told else {})
+    assert stored.rows.keys() == ({fqn} if told else set())
+    results = {result.check: result.verdict for result in judge(dataclasses.replace(theirs, reference=stored))}
     for check in ("initial_weights", "shard_contents", "gradients"):
         assert results[check] is (Verdict.PASS if told else Verdict.FAIL), check
 
@@ -67,7 +65,7 @@ def test_vectors_and_what_was_resumed_are_flattened_with_all_else() -> None:
     steps = tuple(dataclasses.replace(step, **square_step) for step in evidence.steps)
     held = dataclasses.replace(evidence, parameters=(square,), steps=steps, resumed=Resumed(whole, {"a": counter}))
     run = dataclasses.replace(trial.run, ranks={0: held})
-    flat = as_planned(dataclasses.replace(trial, run=run, repeat=run, reference=trial.reference))
+    flat = flattened(dataclasses.replace(trial, run=run, repeat=run, reference=trial.reference))
     shapes = flat.ranks[0]
     assert {
         value.shape
@@ -104,12 +102,6 @@ def test_a_parameter_that_the_reference_does_not_know_lies_nowhere() -> None:
     assert trial.holdings[1]["norm.weight"] == ((0, 4),)
 
 
-def test_a_run_without_any_rank_has_no_rows_to_put_in_order() -> None:
-    trial = trial_of(tiny_case("ddp_2"))
-    nobody = dataclasses.replace(trial, run=dataclasses.replace(trial.run, ranks={}))
-    assert as_planned(nobody) is nobody
-
-
 def test_a_last_stage_is_fed_by_the_first_stage_of_its_own_pipeline() -> None:
     case = tiny_case(ParallelDims(pp=2, dp_shard=2), schedule="1F1B", microbatches=2, model=TWO_LAYERS)
     ranks = {rank: RankEvidence(rank, 4, (), (), (), ()) for rank in range(4)}
@@ -137,9 +129,3 @@ def test_bytes_are_told_in_thousands(count: int, text: str) -> None:
 )
 def test_three_neighbours_are_told_as_a_range(ranks: list[int], text: str) -> None:
     assert ranks_text(ranks) == text
-
-
-def test_the_first_findings_are_shown_and_the_others_counted() -> None:
-    findings = tuple(Finding(str(number), "this", "that") for number in range(9))
-    assert Result("loss", Verdict.FAIL, findings=findings[:8]).shown == findings[:8]
-    assert Result("loss", Verdict.FAIL, findings=findings).shown == (*findings[:8], Finding("and 1 more", "", ""))

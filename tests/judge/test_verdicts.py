@@ -3,11 +3,13 @@ lies just beyond what a check looks at."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from checked import like, where
 from literal import (
     ADAMW,
     EIGHT,
@@ -24,8 +26,9 @@ from literal import (
 
 from harness.checks import judge, run_check
 from harness.evidence.records import Collective
+from harness.judge.finding import Bound, Limit, Part
 from harness.judge.received_samples import received_samples, shares_of_samples, ways_to_cut
-from harness.judge.result import Finding, Verdict
+from harness.judge.result import Verdict
 from harness.judge.tolerance import Bounds
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
@@ -36,7 +39,7 @@ EXAMINED: dict[str, Any] = {
     "hsdp_2x2": (
         tiny_case("hsdp_2x2", runs=2),
         {
-            **{"completed": 4, "collective_order": 108, "features": 160, "memory": 36, "placements": 72},
+            **{"completed": 4, "finite": 16, "collective_order": 108, "features": 160, "memory": 36, "placements": 72},
             **{"process_groups": 8, "reshard": 144, "settings": 84, "shard_contents": 48, "traffic": 60},
             **{
                 "initial_weights": 12,
@@ -53,7 +56,15 @@ EXAMINED: dict[str, Any] = {
     "fsdp_2_tp_2": (
         tiny_case("fsdp_2_tp_2"),
         {
-            **{"completed": 4, "collective_order": 204, "features": 160, "memory": 36, "placements": 72},
+            **{
+                "completed": 4,
+                "exchange": 4,
+                "finite": 16,
+                "collective_order": 204,
+                "features": 160,
+                "memory": 36,
+                "placements": 72,
+            },
             **{"process_groups": 8, "reshard": 144, "settings": 84, "shard_contents": 48, "traffic": 108},
             **{"initial_weights": 12, "samples": 48, "golden": 6, "grad_norm": 12, "gradients": 144, "loss": 3},
             **{"replica_agreement": 36, "reported_loss": 12, "reported_rate": 12, "update": 144},
@@ -62,7 +73,15 @@ EXAMINED: dict[str, Any] = {
     "fsdp_2_cp_2": (
         tiny_case(ParallelDims(dp_shard=2, cp=2), EIGHT),
         {
-            **{"completed": 4, "collective_order": 156, "features": 112, "memory": 36, "placements": 72},
+            **{
+                "completed": 4,
+                "exchange": 4,
+                "finite": 16,
+                "collective_order": 156,
+                "features": 112,
+                "memory": 36,
+                "placements": 72,
+            },
             **{"process_groups": 8, "reshard": 144, "settings": 84, "shard_contents": 48, "traffic": 84},
             **{
                 "initial_weights": 12,
@@ -100,6 +119,7 @@ def test_a_check_without_an_object_says_why() -> None:
         "checkpoint": "this launch writes none",
         "determinism": "the case requests one run (runs: 2 repeats it)",
         "replica_agreement": "no two ranks hold the same slice of anything",
+        "exchange": "neither tensor, context nor pipeline parallelism",
     }
 
 
@@ -120,23 +140,22 @@ def test_what_is_equal_to_the_bit_passes_with_no_room_at_all(check: str) -> None
     no_room = dict.fromkeys((1, 2, 3), 0.0)
     trial.__dict__["bounds"] = Bounds(no_room, no_room, no_room)
     told = judged(check, trial)
-    assert (told.verdict, told.note) == (Verdict.PASS, "largest difference 0.0e+00")
+    assert (told.verdict, told.largest) == (Verdict.PASS, 0)
 
 
 @pytest.mark.parametrize(
     ("check", "spoil", "off"),
     [
-        ("reported_loss", lambda t: with_step(t, 1, 2, reported_loss=1.5 * t.reference.steps[1].loss), "5.00e-01"),
-        ("gradients", lambda t: with_value(t, 1, 2, "gradients", WQ, lambda g: g * float("nan")), "inf"),
+        ("reported_loss", lambda t: with_step(t, 1, 2, reported_loss=1.5 * t.reference.steps[1].loss), 0.5),
+        ("gradients", lambda t: with_value(t, 1, 2, "gradients", WQ, lambda g: g * float("nan")), math.inf),
     ],
 )
-def test_a_number_that_is_off_is_told_by_its_share_and_the_bound(check: str, spoil: Any, off: str) -> None:
+def test_a_number_that_is_off_is_told_with_the_bound(check: str, spoil: Any, off: float) -> None:
     trial = spoil(trial_of(tiny_case("fsdp_2")))
     told = judged(check, trial)
     bound = trial.bounds.loss[2] if check == "reported_loss" else trial.bounds.gradient[2]
-    assert f"off by {off}" in told.findings[0].observed
-    assert told.findings[0].bound == f"{bound:.1e}"
-    assert told.note == f"largest difference {float(off):.1e}"
+    assert told.findings[0].bound == Bound(bound)
+    assert told.largest == pytest.approx(off)
 
 
 def test_values_that_are_nowhere_in_the_seed_are_not_compared_with_any_slice() -> None:
@@ -146,11 +165,15 @@ def test_values_that_are_nowhere_in_the_seed_are_not_compared_with_any_slice() -
     assert judged("gradients", strange).verdict is Verdict.PASS
     slices = {rank: {f: part for f, part in held.items() if f != WQ} for rank, held in strange.plan.slices.items()}
     told = judged("gradients", replace(strange, plan=replace(strange.plan, slices=slices)))
-    assert told.findings[0] == Finding(
-        f"rank 1, step 1, {WQ}",
+    assert told.findings[0] == like(
+        1,
         "the reference's",
-        "off by inf of the largest entry",
-        f"{trial.bounds.gradient[1]:.1e}",
+        math.inf,
+        step=1,
+        name=WQ,
+        bound=Bound(trial.bounds.gradient[1]),
+        unit="of the largest entry",
+        quantity="gradient",
     )
 
 
@@ -170,7 +193,7 @@ def test_gradients_that_are_kept_whole_are_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     held = trial.ranks[1].steps[2].memory
     told = judged("memory", with_step(trial, 1, 3, memory=held | {"gradients": 2 * held["parameters"]}))
-    assert told.findings == (Finding("rank 1, step 3, gradients", "0 B to 944 B", "1.888 kB"),)
+    assert told.findings == (like(1, Limit(least=0, most=944), 1888, step=3, unit="bytes", quantity="gradients"),)
 
 
 def test_a_send_to_nobody_knows_whom_is_not_paired() -> None:
@@ -192,7 +215,7 @@ def test_what_is_reduced_elsewhere_than_over_the_data_ranks_has_any_dtype() -> N
         assert judged("features", more).verdict is Verdict.PASS, call
     wrong = Collective("all_reduce", (0, 2), "dp", "float32", 8, "backward", 1, 9)
     told = judged("features", with_rank(trial, 0, collectives=(*trial.ranks[0].collectives, wrong)))
-    assert told.findings == (Finding("rank 0, dtype of reduced gradients", "float64", "float32 and float64"),)
+    assert told.findings == (like(0, "float64", "float32 and float64", quantity="dtype of reduced gradients"),)
 
 
 def test_memory_after_forward_is_told_as_a_range_where_padding_is_allowed() -> None:
@@ -206,10 +229,9 @@ def test_memory_after_forward_is_told_as_a_range_where_padding_is_allowed() -> N
     for storage in (record.storage - 1, record.storage + padding + 1):
         told = judged("reshard", with_step(trial, 1, 1, after_forward=(replace(record, storage=storage),)))
         (finding,) = told.findings
-        assert (finding.where, finding.expected.count(" to ")) == (
-            "rank 1, step 1, memory of all parameters after forward",
-            1,
-        )
+        allowed = Limit(record.storage, record.storage + padding)
+        name = "memory of all parameters after forward"
+        assert finding == like(1, allowed, storage, step=1, quantity=name, unit="bytes")
 
 
 # ---- samples
@@ -240,9 +262,7 @@ def test_rows_of_no_sample_are_counted_by_rank() -> None:
         return with_step(trial, rank, 2, microbatches=parts)
 
     told = judged("samples", garbled(trial_of(tiny_case("fsdp_2", ADAMW)), 1))
-    expected = Finding(
-        "rank 1, step 2", "samples of the recipe's steps", "4 rows of tokens that belong to none of them"
-    )
+    expected = like(1, 0, 4, step=2, quantity="rows of tokens that are no sample of the recipe")
     assert expected in told.findings
 
 
@@ -255,7 +275,7 @@ def test_a_gradient_is_off_by_a_share_of_the_whole_parameters_largest_entry_on_e
     for rank in (0, 1):
         largest = np.abs(trial.ranks[rank].steps[0].gradients[WQ]).max()
         told = judged("gradients", with_value(trial, rank, 1, "gradients", WQ, lambda g: 1.5 * g))
-        assert told.findings[0].observed == f"off by {0.5 * largest / whole:.2e} of the largest entry", rank
+        assert told.findings[0].observed == pytest.approx(0.5 * largest / whole), rank
     assert len({np.abs(trial.ranks[rank].steps[0].gradients[WQ]).max() for rank in (0, 1)}) == 2
 
 
@@ -267,10 +287,15 @@ def test_much_that_is_moved_outside_of_forward_and_backward_is_named(phase: str)
         call = Collective("all_gather", ranks, "g", "float64", most - done + extra, phase, 2, 99)
         told = judged("traffic", with_rank(trial, 1, collectives=(*trial.ranks[1].collectives, call)))
         assert told.findings == tuple(
-            Finding(
-                "rank 1, step 2, outside forward and backward",
-                f"at most {most} B ({most})",
-                f"{moved} B ({moved})",
+            like(
+                1,
+                Limit(most=most),
+                moved,
+                step=2,
+                kind="collective",
+                phase="outside",
+                quantity="bytes moved",
+                unit="bytes",
             )
             for moved in findings
         )
@@ -284,7 +309,7 @@ def calling(trial: Trial, op: str, dtype: str, count: int, step: int) -> Trial:
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
 def test_integers_that_are_gathered_inside_of_forward_are_named(dtype: str) -> None:
     trial = calling(trial_of(tiny_case("fsdp_2")), "all_gather", dtype, 64, 1)
-    told = Finding("rank 0, step 1, integers in forward and backward", "nothing", "64 B (64)")
+    told = like(0, 0, 64, step=1, unit="bytes", quantity="integers in forward and backward")
     assert judged("traffic", trial).findings == (told,)
 
 
@@ -312,7 +337,7 @@ def test_a_stage_may_greet_its_neighbour_with_one_number_and_no_more(op: str) ->
         assert (told.verdict is Verdict.PASS) is passes, count
     tiny = Collective("all_reduce", (0, 1), "g", "float64", 8, "forward", 1, 99)
     assert judged("traffic", with_rank(trial, 0, collectives=(*trial.ranks[0].collectives, tiny))).findings == (
-        Finding("rank 0, step 1, forward all_reduce over dp_replicate [0,1]", "nothing", "8 B (8)"),
+        like(0, 0, 8, step=1, name="all_reduce", unit="bytes", phase="forward", axis="dp_replicate", group=(0, 1)),
     )
 
 
@@ -320,15 +345,23 @@ def test_slices_of_flattened_parameters_are_told_in_elements() -> None:
     trial = trial_of(tiny_case("fsdp_2", wrapper="fsdp1"))
     value = trial.ranks[0].parameters[0].value
     told = judged("shard_contents", with_parameter(trial, 0, "tok_embeddings.weight", value=value[:16]))
-    assert told.findings == (Finding("rank 0, tok_embeddings.weight", "whole", "1/2 of its elements [0:16]"),)
+    assert told.findings == (
+        like(
+            0,
+            Part(((0, 32),), (32,), flat=True),
+            Part(((0, 16),), (32,), flat=True),
+            name="tok_embeddings.weight",
+            quantity="slice",
+        ),
+    )
     whole = trial.reference.weights["tok_embeddings.weight"]
     told = judged("shard_contents", with_parameter(trial, 1, "tok_embeddings.weight", value=whole))
-    assert [finding.observed for finding in told.findings] == ["whole"]
+    assert [finding.observed for finding in told.findings] == [Part(((0, 32),), (32,), flat=True)]
     cut = trial_of(tiny_case(ParallelDims(dp_shard=4), wrapper="fsdp1"))
     value = next(t.value for t in cut.ranks[2].parameters if t.fqn == "norm.weight")
     told = judged("shard_contents", with_parameter(cut, 1, "norm.weight", value=value))
-    halves = "1/2 of its elements [0:2]", "1/2 of its elements [2:4]"
-    assert told.findings == (Finding("rank 1, norm.weight", *halves),)
+    halves = (Part(((start, start + 2),), (4,), flat=True) for start in (0, 2))
+    assert told.findings == (like(1, *halves, name="norm.weight", quantity="slice"),)
 
 
 def test_the_bound_of_an_update_is_told_and_follows_from_all_that_was_added_up() -> None:
@@ -345,10 +378,12 @@ def test_the_bound_of_an_update_is_told_and_follows_from_all_that_was_added_up()
         allowed = (64 + 8 * np.sqrt(236)) * 2.0**-53 * added
         at = np.unravel_index(np.argmax(np.eye(4) / allowed), (4, 4))
         first = told.findings[0]
-        assert first.where == f"rank 0, step 1, {WQ}"
-        assert first.expected.startswith(f"entry {tuple(map(int, at))} moved by ")
-        assert first.bound == f"{allowed[at]:.1e}"
-        assert first.observed.endswith("; 4 of 16 entries wrong")
+        assert where(first) == (0, 1, WQ)
+        assert first.bound == Bound(pytest.approx(allowed[at]))
+        assert first.observed - first.expected == pytest.approx(1)
+        assert first.note.startswith(f"entry {tuple(map(int, at))}, ") and first.note.endswith(
+            "; 4 of 16 entries wrong"
+        )
 
 
 def test_a_check_that_raises_is_told_with_the_innermost_place() -> None:
@@ -360,4 +395,4 @@ def test_a_check_that_raises_is_told_with_the_innermost_place() -> None:
 
     told = run_check("loss", lambda _: deeper(), trial_of(tiny_case("single")))  # type: ignore[arg-type, return-value]
     line = deepest.__code__.co_firstlineno + 1
-    assert told.note == f"the check itself raised KeyError('oops') at deepest:{line}"
+    assert told.note == f"the check itself raised KeyError('oops') in deepest (test_verdicts.py:{line})"

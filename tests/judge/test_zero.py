@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from checked import findings
+from checked import findings, where
 from literal import (
     ADAMW,
     APART,
@@ -23,6 +23,7 @@ from literal import (
 
 from harness.checks import judge
 from harness.evidence.records import Collective
+from harness.judge.finding import Limit
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
@@ -94,15 +95,16 @@ def test_optimizer_state_that_is_kept_whole_is_a_finding() -> None:
     trial = trial_of(zero_case("zero1"))
     memory = trial.ranks[1].steps[0].memory
     trial = with_step(trial, 1, 1, memory=memory | {"optimizer_state": 2 * memory["parameters"]})
-    assert [finding.where for finding in judged("memory", trial).findings] == ["rank 1, step 1, optimizer_state"]
+    assert [where(finding) for finding in judged("memory", trial).findings] == [(1, 1, "optimizer_state")]
 
 
 def test_parameters_that_are_not_gathered_behind_the_optimizer_are_missed() -> None:
     trial = trial_of(zero_case("zero1"))
     kept = tuple(call for call in trial.ranks[0].collectives if (call.op, call.step) != ("all_gather", 2))
     (finding,) = findings("traffic", with_rank(trial, 0, collectives=kept))
-    assert finding.where == "rank 0, step 2, all_gather after the optimizer over dp_shard [0-2]"
-    assert (finding.expected, finding.observed) == ("at least 1.536 kB (1536)", "nothing")
+    assert where(finding) == (0, 2, "all_gather")
+    assert (finding.axis, finding.group, finding.phase) == ("dp_shard", (0, 1, 2), "outside")
+    assert (finding.expected, finding.observed, finding.unit) == (Limit(least=1536), 0, "bytes")
 
 
 def gathered_late(*, but: int = 0) -> Trial:
@@ -122,18 +124,15 @@ def test_parameters_may_be_gathered_in_the_next_steps_forward_pass_and_behind_th
 
 
 def test_parameters_that_are_gathered_at_once_where_that_is_to_be_late_are_found() -> None:
-    where = [finding.where for finding in judged("traffic", gathered_late(but=1)).findings if finding.rank == 0]
-    assert where == [
-        "rank 0, step 1, outside forward and backward",
-        "rank 0, step 2, forward all_gather over dp_shard [0-2]",
-    ]
+    places = [where(finding) for finding in judged("traffic", gathered_late(but=1)).findings if finding.rank == 0]
+    assert places == [(0, 1, "bytes moved"), (0, 2, "all_gather")]
 
 
 def test_parameters_that_are_not_gathered_behind_the_last_step_are_missed() -> None:
     trial = gathered_late()
     kept = tuple(call for call in trial.ranks[0].collectives if (call.op, call.phase) != ("all_gather", "other"))
     (finding,) = findings("traffic", with_rank(trial, 0, collectives=kept))
-    assert finding.where == f"rank 0, step {trial.case.steps[-1]}, all_gather after the optimizer over dp_shard [0-2]"
+    assert (*where(finding), finding.group) == (0, trial.case.steps[-1], "all_gather", (0, 1, 2))
 
 
 def test_a_rank_that_gives_no_gradient_of_its_part_is_missing_one() -> None:
@@ -213,14 +212,14 @@ def test_columns_of_a_row_parallel_weight_in_another_tp_ranks_place_are_a_findin
     trial = trial_of(with_tp())
     other = trial.ranks[1].steps[0].gradients
     trial = with_step(trial, 0, 1, gradients=trial.ranks[0].steps[0].gradients | {WO: other[WO]})
-    assert {finding.where for finding in judged("gradients", trial).findings} == {f"rank 0, step 1, {WO}"}
+    assert {where(finding) for finding in judged("gradients", trial).findings} == {(0, 1, WO)}
 
 
 def test_a_weight_that_claims_to_be_whole_on_tensor_parallel_ranks_is_a_finding() -> None:
     trial = with_parameter(trial_of(with_tp()), 1, WO, mesh=None, placements=())
     (finding,) = findings("placements", trial)
-    assert (finding.where, finding.expected, finding.observed) == (
-        f"rank 1, {WO}",
+    assert (where(finding), finding.expected, finding.observed) == (
+        (1, WO),
         "dim 1 over [0,1]",
         "whole on every rank",
     )

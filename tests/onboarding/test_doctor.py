@@ -15,8 +15,9 @@ from harness import ROOT
 from harness.checks import judge
 from harness.cli import doctor, main
 from harness.cli.exit_codes import INTERRUPTED
+from harness.judge.finding import Finding
 from harness.judge.judgement import Judgement
-from harness.judge.result import Finding, Result, Verdict, one_cause
+from harness.judge.result import Result, Verdict, one_cause
 from harness.onboarding import examination
 from harness.run.options import Options
 from harness.spec.case import Case

@@ -12,7 +12,8 @@ from torch import nn
 from harness.checks import placements
 from harness.evidence.checkpoint_index import Checkpoint, SavedTensor
 from harness.evidence.fused import apart, blocks, saved_apart
-from harness.evidence.records import RankEvidence, Resumed, StepEvidence, TensorEvidence
+from harness.evidence.records import RankEvidence, Resumed, TensorEvidence
+from harness.evidence.step import StepEvidence
 from harness.judge.result import Verdict
 from harness.reference.config import ModelConfig
 from harness.reference.model import initial_weights

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.evidence.records import Microbatch, RankEvidence, Run, StepEvidence
+from harness.evidence.records import RankEvidence, Run
+from harness.evidence.step import Microbatch, StepEvidence
 from harness.judge.trial import Trial
 from harness.onboarding import constructors, examination, name_table, names, sample_orders, skeleton
 from harness.onboarding.script_facts import read

@@ -13,12 +13,12 @@ from test_plans import CASES, EIGHT, FIVE, FOUR
 from harness.plan import make_plan as module
 from harness.plan.kinds import PerRank, places_of_ranks
 from harness.plan.make_plan import make_plan
-from harness.plan.observed_units import Unit
 from harness.plan.plan import Plan
 from harness.reference.config import PRESETS, TrainingConfig
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
+from harness.spec.measured import Unit
 from harness.spec.traits import TrainerTraits
 
 MANY = {
@@ -58,9 +58,9 @@ def of_plans(name: str) -> Case:
 def test_ranks_whose_wrappers_claim_other_units_are_of_other_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     case, names = tiny_case("hsdp_2x2"), tuple(tiny_case("hsdp_2x2").model.parameter_shapes())
     together, apart = (Unit(names, 2),), (Unit(names[:3], 2), Unit(names[3:], 1))
-    observed = {0: together, 1: apart, 2: together, 3: ()}
-    plan = make_plan(case, observed=observed)
-    assert fields_of(plan) == each_alone(monkeypatch, case, observed=observed)
+    traits = TrainerTraits().with_units({0: together, 1: apart, 2: together, 3: ()})
+    plan = make_plan(case, traits)
+    assert fields_of(plan) == each_alone(monkeypatch, case, traits=traits)
     assert plan.units[0] == plan.units[2] == (names,) and plan.units[1] == (names[:3], names[3:])
 
 

@@ -16,16 +16,19 @@ from harness.checks import all_checks, judge
 from harness.diagnosis import diagnose
 from harness.evidence.records import Run
 from harness.judge import stored_trial
-from harness.judge.result import Finding, Verdict
+from harness.judge.measured import measured
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
-from harness.plan.observed_units import Unit, as_laid_out, modules_text, observed_units, units_text
 from harness.plan.plan import Plan
 from harness.plan.traffic.flow import Flow
+from harness.plan.units_text import modules_text, units_text
+from harness.report.cause_text import diagnosis_line
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.dims import ParallelDims
 from harness.spec.loading import find_case, load_all
+from harness.spec.measured import Unit
 from harness.spec.traits import TrainerTraits
 from harness.trainers import Adapter
 from harness.trainers.support.requests import beyond
@@ -43,13 +46,14 @@ def open_trial(*, layout="fsdp_2", requested=None, **ran) -> Trial:
 def planned_again(units: tuple[Unit, ...], **features) -> set[Flow]:
     """What rank 0 of four gathers again in backward."""
     case = tiny_case(FSDP_4, fsdp_units="observed", **features)
-    flows = make_plan(case, observed=dict.fromkeys(range(4), units)).flows[0]
+    flows = make_plan(case, TrainerTraits().with_units(dict.fromkeys(range(4), units))).flows[0]
     return {flow for flow in flows if (flow.role, flow.phase) == ("parameters", "backward")}
 
 
 def test_an_adapter_that_says_nothing_leaves_units_open_and_a_case_that_asks_for_some_does_not() -> None:
     def observed(case):
-        return observed_units(case, Adapter.traits(None, case), {})  # type: ignore[arg-type]
+        traits = Adapter.traits(None, case)  # type: ignore[arg-type]
+        return measured(case, traits, Run("", 2, (), {})).measured.units
 
     assert observed(tiny_case("fsdp_2")) == {}
     for requested in ({"fsdp_units": "root"}, {"fsdp_units": "apart"}, {"wrapper": "fsdp1"}):
@@ -100,7 +104,7 @@ def test_units_of_a_pipeline_are_planned_like_a_policy_that_says_the_same(policy
     case = tiny_case(layout, model=TWO, fsdp_units="observed", schedule="GPipe")
     units = tuple(Unit((fqn,), ways) for fqn in case.model.parameter_shapes())
     requested = make_plan(tiny_case(layout, model=TWO, reshard_after_forward=policy, schedule="GPipe"))
-    observed = make_plan(case, observed=dict.fromkeys(range(4), units))
+    observed = make_plan(case, TrainerTraits().with_units(dict.fromkeys(range(4), units)))
     assert [moved(observed, rank) for rank in range(4)] == [moved(requested, rank) for rank in range(4)]
     assert observed.after_forward == requested.after_forward
 
@@ -140,21 +144,21 @@ def test_a_unit_that_keeps_what_its_wrapper_says_it_frees_is_found() -> None:
     trial, kept = open_trial(), open_trial(reshard_after_forward="never")
     for rank in (0, 1):
         trial = with_rank(trial, rank, steps=kept.ranks[rank].steps)
-    assert judged("reshard", trial).findings[0] == Finding(
-        "rank 0, step 1, tok_embeddings.weight after forward", "freed", "gathered"
-    )
+    first = judged("reshard", trial).findings[0]
+    assert (first.ranks, first.step, first.name) == ((0,), 1, "tok_embeddings.weight")
+    assert (first.expected, first.observed) == ("freed", "gathered")
 
 
 def test_replicas_that_keep_different_units_are_found_and_named() -> None:
     trial, other = (open_trial(layout="hsdp_2x2", reshard_after_forward=policy) for policy in ("default", "always"))
     ranks = {rank: (other if rank > 1 else trial).ranks[rank] for rank in range(4)}
-    observed = observed_units(trial.case, trial.traits, ranks)
-    trial = replace(trial, run=replace(trial.run, ranks=ranks), plan=make_plan(trial.case, trial.traits, observed))
-    finding = Finding("ranks [2,3], FSDP units", "those of [0,1]: norm, output (2) kept", "norm, output (2) freed")
-    assert judged("placements", trial).findings == (finding,)
+    trial = as_measured(replace(trial, run=replace(trial.run, ranks=ranks)))
+    (finding,) = judged("placements", trial).findings
+    assert (finding.ranks, finding.kind) == ((2, 3), "unit")
+    assert (finding.expected, finding.observed) == ("norm, output (2) kept", "norm, output (2) freed")
     assert {judged(check, trial).verdict for check in ("reshard", "traffic")} == {Verdict.PASS}
-    cause = "ranks wrap different fsdp2 units: ranks [2,3] have norm, output (2) freed, those of [0,1]: norm, output (2) kept"
-    assert cause_of(diagnose(trial, judge(trial))) == cause
+    found = diagnose(trial, judge(trial))
+    assert found is not None and found.kinds == ("ranks disagree on units",) and found.causes[0].ranks == (2, 3)
 
 
 def with_structure(trial: Trial, change) -> Trial:
@@ -162,9 +166,12 @@ def with_structure(trial: Trial, change) -> Trial:
     for rank, evidence in trial.ranks.items():
         structure = {module: change(wrapper) for module, wrapper in evidence.structure.items()}
         trial = with_rank(trial, rank, structure=structure)
-    return replace(
-        trial, plan=make_plan(trial.case, trial.traits, observed_units(trial.case, trial.traits, trial.ranks))
-    )
+    return as_measured(trial)
+
+
+def as_measured(trial: Trial) -> Trial:
+    """With the plan that follows from what its ranks claim."""
+    return replace(trial, plan=make_plan(trial.case, measured(trial.case, trial.traits, trial.run)))
 
 
 def test_a_parameter_of_no_unit_is_found() -> None:
@@ -172,7 +179,8 @@ def test_a_parameter_of_no_unit_is_found() -> None:
         return replace(wrapper, parameters=tuple(fqn for fqn in wrapper.parameters if fqn != "norm.weight"))
 
     trial = with_structure(open_trial(), without_norm)
-    assert judged("placements", trial).findings[0] == Finding("rank 0, norm.weight", "in one FSDP unit", "in none")
+    first = judged("placements", trial).findings[0]
+    assert (first.ranks, first.name, first.expected, first.observed) == ((0,), "norm.weight", 1, 0)
 
 
 def test_units_left_open_of_which_no_wrapper_tells_are_unknown() -> None:
@@ -222,8 +230,8 @@ def test_what_evaluation_leaves_of_uneven_slices_fails_no_check(tmp_path: Path) 
 
 def test_what_the_root_keeps_by_default_is_not_always_freed(tmp_path: Path) -> None:
     judgement = run_wrapped(tmp_path, "fsdp_4_reshard_always", "blocks")
-    assert judgement.diagnosis is not None
-    assert judgement.diagnosis.cause.startswith("after forward: tok_embeddings, norm, output still gathered, should be")
+    text = diagnosis_line(judgement.diagnosis)
+    assert text.startswith("after forward: tok_embeddings, norm, output still gathered, should be")
 
 
 # ---- FSDP1
@@ -247,7 +255,7 @@ def test_parameters_lie_in_the_vectors_of_fsdp1_as_its_wrappers_claim_and_bytes_
     claimed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, run = tiny_case("fsdp_2", wrapper="fsdp1"), laid_out(claimed)
-    monkeypatch.setattr(stored_trial, "load_case", lambda folder: (case, {"run": TrainerTraits()}))
+    monkeypatch.setattr(stored_trial, "load_case", lambda folder: (case, {"run": measured(case, TrainerTraits(), run)}))
     monkeypatch.setattr(stored_trial, "load", lambda *_: reference_of(case))
     monkeypatch.setattr(stored_trial, "load_run", lambda folder: run)
     trial = stored_trial.load_trial(Path())
@@ -257,6 +265,9 @@ def test_parameters_lie_in_the_vectors_of_fsdp1_as_its_wrappers_claim_and_bytes_
 
 def test_an_order_that_the_adapter_tells_goes_before_that_of_the_wrappers() -> None:
     told, case = TrainerTraits(flat_order=("norm.weight",)), tiny_case("fsdp_2", wrapper="fsdp1")
-    assert as_laid_out(case, told, laid_out(True).ranks) is told
-    assert as_laid_out(case, told, {}) is told
-    assert as_laid_out(tiny_case("fsdp_2"), TrainerTraits(), laid_out(True).ranks) == TrainerTraits()
+    run = laid_out(True)
+    assert measured(case, told, run).vector_order == ("norm.weight",)
+    claimed = [fqn for one in run.ranks[0].structure.values() for fqn in one.parameters]
+    assert measured(case, TrainerTraits(), run).vector_order == tuple(claimed) != ()
+    assert measured(case, TrainerTraits(), replace(run, ranks={})).vector_order == ()
+    assert measured(tiny_case("fsdp_2"), TrainerTraits(), run).vector_order == ()

@@ -10,10 +10,10 @@ import pytest
 from literal import ADAMW, TINY, UNEVEN, tiny_case
 
 from harness.plan.make_plan import make_plan
-from harness.plan.observed_units import Unit
 from harness.plan.traffic.flow import Flow
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
+from harness.spec.measured import Unit
 from harness.spec.traits import TrainerTraits
 
 # ---- traffic
@@ -89,7 +89,7 @@ def of_output_alone(degree: int, traits: TrainerTraits, **features: Any) -> dict
     rest = tuple(name for name in names if name not in block + output)
     units = (Unit(rest, 1), Unit(block, 2), Unit(output, degree))
     found: dict[tuple[str, str], int] = defaultdict(int)
-    for flow in make_plan(case, traits, {rank: units for rank in range(2)}).flows[0]:
+    for flow in make_plan(case, traits.with_units(dict.fromkeys(range(2), units))).flows[0]:
         found[flow.op, flow.phase] += flow.bytes
     return dict(found)
 
@@ -143,7 +143,7 @@ def test_in_a_pipeline_each_microbatch_gathers_the_freed_output_for_every_other_
 
     def gathered(chunks: int, degree: int) -> int:
         units = {rank: (Unit(tuple(names), 1), Unit(("output.weight",), degree)) for rank in range(4)}
-        plan = make_plan(case, TrainerTraits(loss_chunks=chunks, loss_in_forward=True), units)
+        plan = make_plan(case, TrainerTraits(loss_chunks=chunks, loss_in_forward=True).with_units(units))
         return sum(flow.bytes for flow in plan.flows[2] if (flow.op, flow.phase) == ("all_gather", "forward"))
 
     assert gathered(4, degree=2) - gathered(1, degree=2) == 3 * case.microbatches * 256

@@ -11,6 +11,7 @@ from harness.cli import parser
 from harness.evidence.records import Exit
 from harness.preflight.commands import CommandRun, _ended, judged, log_file, run_alone
 from harness.preflight.launches import LATE
+from harness.report.cause_text import diagnosis_line
 from harness.spec.dims import ParallelDims
 
 SCRIPT = str(Path(__file__).parents[1] / "recorded_script.py")
@@ -32,7 +33,7 @@ def test_a_script_without_an_adapter_that_runs_hsdp_as_fsdp_is_named_on_one_of_6
     assert (run.records[3].ended, run.records[3].steps_seen) == ("ok", 3)
     verdicts = judged(run, ParallelDims(dp_replicate=2, dp_shard=32))
     assert verdicts.diagnosis is not None
-    assert verdicts.diagnosis.cause == (
+    assert diagnosis_line(verdicts.diagnosis) == (
         "HSDP ran as FSDP: parameters are sharded over 64 ranks, requested 32, replicated 2 times"
     )
 

@@ -10,6 +10,7 @@ from harness.preflight.judging import judged
 from harness.preflight.launches import fly
 from harness.preflight.request import Request
 from harness.preflight.text import preflight_text
+from harness.report.cause_text import diagnosis_line
 from harness.spec.loading import find_case, load_all
 from tools.preflight_equal import compared
 
@@ -25,7 +26,7 @@ def test_hsdp_that_runs_as_fsdp_is_named_on_one_of_64_ranks(tmp_path: Path) -> N
     flown = fly(case, (3,), tmp_path / "ranks", fault="hsdp_runs_as_fsdp")
     verdicts = judged(case, flown)
     assert verdicts.diagnosis is not None
-    assert verdicts.diagnosis.cause == (
+    assert diagnosis_line(verdicts.diagnosis) == (
         "HSDP ran as FSDP: parameters are sharded over 64 ranks, requested 32, replicated 2 times"
     )
     text = preflight_text(case, Chosen({"as requested": (3,)}, 0), flown, verdicts, 0)

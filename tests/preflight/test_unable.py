@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from harness.evidence.records import Exit
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+from harness.preflight.judging import of_lone_ranks
 from harness.preflight.unable import why_unable
 
 
@@ -65,9 +66,8 @@ def test_who_raises_after_it_was_given_a_number_goes_on_by_it() -> None:
 def stopped(unable: dict[int, str]) -> Trial:
     """Rank 3 raised."""
     trial = without_rank(alone(tiny_case("hsdp_2x2")), 3)
-    assert trial.alone is not None
     exits = (trial.run.exits[0], Exit(3, "raised", 1, error="RuntimeError: no", blamed=True))
-    return replace(trial, run=replace(trial.run, exits=exits), alone=replace(trial.alone, unable=unable))
+    return replace(trial, run=of_lone_ranks(replace(trial.run, exits=exits), (0, 3), unable))
 
 
 def test_a_rank_that_could_not_be_run_alone_is_unknown_to_all_checks() -> None:

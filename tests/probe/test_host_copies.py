@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.evidence.records import RankEvidence, StepEvidence
+from harness.evidence.records import RankEvidence
+from harness.evidence.step import StepEvidence
 from harness.probe import Probe, host_copies, live_tensors, values
 
 LABELS = torch.tensor([[1, 2, -100, 4], [5, -100, 6, 7]])

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from harness.evidence.records import Activity, Attention, Call, Matmul, SavedTensorsHook
+from harness.evidence.step import Activity, Attention, Call, Matmul, SavedTensorsHook
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
 from harness.probe.compiler import CompilerRecorder, compiler

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from harness.evidence.records import Call, Microbatch
+from harness.evidence.step import Call, Microbatch
 from harness.probe import Probe
 
 LABELS = torch.tensor([[1, 2, -100, 4], [5, -100, 6, 7]])

@@ -21,9 +21,9 @@ def test_the_grid_names_checks_over_their_columns_and_reasons_in_the_row() -> No
     assert lines[:3] == [
         "a column a check, in this order:",
         "  process    completed",
-        "  structure  collective_order features memory placements process_groups reshard",
+        "  structure  collective_order exchange features memory placements process_groups",
     ]
-    assert lines[-3:] == ["       p structure  data  numbers", "tp_2   SKIPPED: no GPU", "ddp_2  ERROR: disk full"]
+    assert lines[-3:] == ["       p structure   data  numbers", "tp_2   SKIPPED: no GPU", "ddp_2  ERROR: disk full"]
     assert len(lines) <= 13 and max(map(len, lines)) <= 80
     assert summary(outcomes, 1.25) == "2 cases in 1.2 s: 1 SKIPPED, 1 ERROR"
 
@@ -35,7 +35,7 @@ def test_a_row_of_the_grid_has_a_letter_for_each_check_and_below_it_the_checks_t
     results = tuple(Result(check, verdict, 1) for check, verdict in found.items())
     judgement = Judgement(Case("ddp_2", "x"), Path("x"), results, None, 9.0)
     assert grid([judged(judgement)]).splitlines()[-2:] == [
-        "ddp_2  P PPFPPP-PPP PPPPP P?PPFPPPP  FAIL      9.0 s",
+        "ddp_2  P PPPFPPP-PPP PPPPP PP?PPFPPPP  FAIL      9.0 s",
         "    F memory loss",
     ]
 

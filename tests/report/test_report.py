@@ -14,12 +14,14 @@ from literal import SGD, tiny_case, trial_of, with_parameter, without_rank
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.evidence.records import Exit
+from harness.judge.finding import Bound, Finding
 from harness.judge.judgement import Judgement
-from harness.judge.result import Finding, Result, Verdict, one_cause
+from harness.judge.result import Result, Verdict, one_cause
 from harness.judge.trial import Trial
+from harness.report.finding_text import finding_text
 from harness.report.grid import replaced as replaced_in_cases
 from harness.report.outcome import judged
-from harness.report.text import case_report, check_text, command, finding_text, headline, provenance, pytest_command
+from harness.report.text import case_report, check_text, command, headline, provenance, pytest_command
 from harness.spec.dims import ParallelDims
 
 
@@ -40,6 +42,7 @@ PASS tiny
 
   completed         PASS            4 examined
   collective_order  PASS            108 examined
+  exchange          NOT APPLICABLE  neither tensor, context nor pipeline parallelism
   features          PASS            160 examined
   memory            PASS            36 examined
   placements        PASS            72 examined
@@ -55,6 +58,7 @@ PASS tiny
   resume            NOT APPLICABLE  nothing is resumed
   samples           PASS            24 examined
   determinism       PASS            12 examined
+  finite            PASS            16 examined
   golden            PASS            6 examined
   grad_norm         PASS            12 examined, largest difference 0.0e+00
   gradients         PASS            144 examined, largest difference 0.0e+00
@@ -124,6 +128,7 @@ def test_below_the_cause_each_check_has_a_line(failed: list[str]) -> None:
         """\
   completed         PASS            4 examined
   collective_order  PASS            84 examined
+  exchange          NOT APPLICABLE  neither tensor, context nor pipeline parallelism
   features          PASS            156 examined
   memory            FAIL            36 examined
   placements        FAIL            72 examined
@@ -139,6 +144,7 @@ def test_below_the_cause_each_check_has_a_line(failed: list[str]) -> None:
   resume            NOT APPLICABLE  nothing is resumed
   samples           PASS            24 examined
   determinism       NOT APPLICABLE  the case requests one run (runs: 2 repeats it)
+  finite            PASS            16 examined
   golden            PASS            6 examined
   grad_norm         PASS            12 examined, largest difference 0.0e+00
   gradients         PASS            144 examined, largest difference 0.0e+00
@@ -162,14 +168,14 @@ def test_each_check_that_is_broken_shows_its_first_findings_and_how_many_more_th
         failed[5],
         """\
   shard_contents: Each rank holds, byte for byte, the slice of every seed weight that the plan gives it.
-    rank 0, tok_embeddings.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
-    rank 0, layers.0.attention.wq.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
-    rank 0, layers.0.attention.wk.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
-    rank 0, layers.0.attention.wv.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
-    rank 0, layers.0.attention.wo.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
-    rank 0, layers.0.feed_forward.w1.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
-    rank 0, layers.0.feed_forward.w2.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
-    rank 0, layers.0.feed_forward.w3.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
+    rank 0, slice of tok_embeddings.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
+    rank 0, slice of layers.0.attention.wq.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
+    rank 0, slice of layers.0.attention.wk.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
+    rank 0, slice of layers.0.attention.wv.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
+    rank 0, slice of layers.0.attention.wo.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
+    rank 0, slice of layers.0.feed_forward.w1.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
+    rank 0, slice of layers.0.feed_forward.w2.weight: expected 1/2 of dim 0 [0:2], observed 1/4 of dim 0 [0:1]
+    rank 0, slice of layers.0.feed_forward.w3.weight: expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
     and 40 more""",
     )
 
@@ -190,13 +196,13 @@ FAIL tiny    rank 1 raised: ValueError: no
   evidence          out/tiny
 
   completed         FAIL            2 examined
-  24 other checks     UNKNOWN         no evidence from rank 1; see `completed`
+  26 other checks   UNKNOWN         no evidence from rank 1; see `completed`
 
   completed: Every rank exited by itself with code 0, left evidence of every requested step and parameter, and left no process behind.
     rank 1: expected exit code 0, observed raised: ValueError: no
       a.py:7 in f
       b.py:9 in g
-    rank 0 (only waited): expected exit code 0, observed raised: RuntimeError: Connection closed by peer""",
+    rank 0, only waited: expected exit code 0, observed raised: RuntimeError: Connection closed by peer""",
     )
 
 
@@ -244,7 +250,7 @@ ranks hold other slices than planned in 1 of 12 parameters (norm.weight) on rank
   groups            every group of the plan exists: a listing of process groups
                       passes here
 shard_contents FAIL
-  rank 1, norm.weight: expected 1/2 of dim 0 [2:4], observed whole
+  rank 1, slice of norm.weight: expected 1/2 of dim 0 [2:4], observed whole
   again             pytest -k tiny
   evidence          out/tiny""",
     )
@@ -263,15 +269,13 @@ golden UNKNOWN: no golden of this recipe
 
 
 def test_a_finding_that_runs_over_several_lines_is_indented() -> None:
-    finding = Finding("rank 1", "exit code 0", "raised\na.py:7 in f")
+    finding = Finding.at(1, "exit code 0", "raised\na.py:7 in f")
     assert finding_text(finding, "  ") == "  rank 1: expected exit code 0, observed raised\n    a.py:7 in f"
 
 
-def test_a_finding_shows_its_bound_and_a_remark_has_none() -> None:
-    assert (
-        finding_text(Finding("step 1", "2.0", "2.1", "1.0e-14")) == "step 1: expected 2.0, observed 2.1 (bound 1.0e-14)"
-    )
-    assert finding_text(Finding("and 3 more", "", "")) == "and 3 more"
+def test_a_finding_shows_its_bound() -> None:
+    finding = Finding(step=1, expected=2.0, observed=2.1, bound=Bound(1e-14))
+    assert finding_text(finding) == "step 1: expected 2.0, observed 2.1 (bound 1.0e-14)"
 
 
 def test_what_stands_above_the_checks_fits_a_terminal_of_80_columns_but_for_what_is_copied_from_it() -> None:

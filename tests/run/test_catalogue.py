@@ -322,6 +322,6 @@ def test_an_unexpected_exception_leaves_one_fault_untried_and_is_told(monkeypatc
 def test_what_is_not_caught_is_told_once_more_at_the_end() -> None:
     missed = replace(ATTEMPT, fault="lost", outcome=Outcome.MISSED, cause="", note="no check fails")
     *_, again, counts = shown.report([ATTEMPT, missed, ATTEMPT], None, 1.0).split("\n\n")
-    assert again.split() == ["MISSED", "lost", "tiny", "no", "check", "is", "broken"]
+    assert again.split() == ["MISSED", "lost", "tiny", "no", "check", "fails"]
     assert counts == "3 faults in 1.0 s: 2 CAUGHT, 1 MISSED"
     assert shown.report([ATTEMPT], None, 1.0).count("halved") == 1

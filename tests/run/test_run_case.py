@@ -17,6 +17,7 @@ import pytest
 from harness.evidence.store import EvidenceError, load_run
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
+from harness.report.cause_text import diagnosis_line
 from harness.report.text import case_report
 from harness.run import run_case as module
 from harness.run.folders import folder_of
@@ -43,7 +44,7 @@ def test_a_rank_killed_under_torchrun_is_blamed(tmp_path: Path) -> None:
     case = case_of("killed", dims={"dp_shard": 2})
     judgement = run_case(case, Options(out=tmp_path, launcher="torchrun", fault="rank_killed_in_step_2"))
     assert judgement.diagnosis is not None
-    assert judgement.diagnosis.cause.startswith("rank 1 died by SIGKILL")
+    assert diagnosis_line(judgement.diagnosis).startswith("rank 1 died by SIGKILL")
 
 
 def test_a_file_of_real_tokens_takes_the_place_of_the_made_ones(tmp_path: Path) -> None:
@@ -106,6 +107,7 @@ def test_evidence_lies_where_it_is_looked_for_though_the_trainer_keeps_its_own_r
     monkeypatch.setattr(module, "reference_folder", lambda *_: tmp_path)
     monkeypatch.setattr(module, "hard_link", lambda *_: None)
     monkeypatch.setattr(module, "launch_all", lambda *_: None)
+    monkeypatch.setattr(module, "write_measured", lambda *_: None)
     options = Options(out=tmp_path / "out")
     assert module.make(case, options) == folder_of(case, options)
 
@@ -147,14 +149,16 @@ def test_launches_that_resume_give_the_same_verdicts_and_cause_locally_through_t
     assert (again.results, again.diagnosis, again.fired) == (local.results, local.diagnosis, True)
     torchrun = run_case(case_of("resumed", **RESUMED), replace(options, out=tmp_path / "torchrun", launcher="torchrun"))
     assert verdicts(torchrun) == verdicts(local), case_report(torchrun)
-    assert torchrun.diagnosis and local.diagnosis and torchrun.diagnosis.cause == local.diagnosis.cause
+    assert (
+        torchrun.diagnosis and local.diagnosis and diagnosis_line(torchrun.diagnosis) == diagnosis_line(local.diagnosis)
+    )
 
 
 def test_after_a_launch_that_fails_none_is_started_and_it_is_the_one_that_is_named(tmp_path: Path) -> None:
     case = case_of("resumed", dims={"dp_shard": 2}, resume=[{"after": 2, "dims": {"dp_shard": 2}}])
     judgement = run_case(case, Options(out=tmp_path, fault="rank_killed_in_step_2"))
     assert judgement.diagnosis is not None
-    assert judgement.diagnosis.cause.startswith("saved_1: rank 1 died by SIGKILL")
+    assert diagnosis_line(judgement.diagnosis).startswith("saved_1: rank 1 died by SIGKILL")
     assert load_run(judgement.folder / "run").exits[0].error == "not started: saved_1 failed"
 
 

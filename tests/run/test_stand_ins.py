@@ -10,7 +10,8 @@ import pytest
 from literal import LAYOUTS, tiny_case, trial_of
 
 from harness.evidence.recording import RankRecord, RecordedStep
-from harness.evidence.records import Activity, RankEvidence
+from harness.evidence.records import RankEvidence
+from harness.evidence.step import Activity
 from harness.evidence.summary import summary_of
 from harness.judge.result import Verdict
 from harness.judge.stored_recording import Recording

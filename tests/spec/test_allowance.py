@@ -12,8 +12,10 @@ from literal import judged, tiny_case, trial_of, with_rank, with_step
 from literal_ranks import APART
 
 from harness import trainers
-from harness.evidence.records import Attention, Collective, HeldTensor, Matmul, SavedTensorsHook
-from harness.judge.result import Finding, Verdict
+from harness.evidence.records import Collective, HeldTensor
+from harness.evidence.step import Attention, Matmul, SavedTensorsHook
+from harness.judge.finding import Limit
+from harness.judge.result import Verdict
 from harness.judge.traffic import observed_outside
 from harness.judge.trial import Trial
 from harness.spec.allowance import Allowance
@@ -75,9 +77,9 @@ def test_a_logging_all_reduce_inside_forward_is_moved_where_that_is_allowed_and_
         Verdict.PASS,
         "allowed: moved 8 by all_reduce over world (forward) (the loss is logged)",
     )
-    assert judged("traffic", allowing(logging(16), LOGGED)).findings[0] == Finding(
-        "rank 0, step 2, forward all_reduce over dp_shard [0,1]", "nothing", "16 B (16)"
-    )
+    first = judged("traffic", allowing(logging(16), LOGGED)).findings[0]
+    assert (first.rank, first.step, first.phase, first.name) == (0, 2, "forward", "all_reduce")
+    assert (first.axis, first.group, first.expected, first.observed) == ("dp_shard", (0, 1), 0, 16)
     assert judged("traffic", allowing(logging(8), replace(LOGGED, phase="backward"))).verdict is Verdict.FAIL
 
 
@@ -152,7 +154,7 @@ def averaged_model(matmuls: int, batched: int = 0) -> Trial:
 
 def test_what_another_model_computes_is_allowed_in_matmuls_and_no_more() -> None:
     forward = trial_of(tiny_case("fsdp_2")).ranks[1].steps[1].activity.matmuls[Matmul("forward", "float64")]
-    assert judged("features", averaged_model(forward)).findings[0].name == "matmuls outside training passes"
+    assert judged("features", averaged_model(forward)).findings[0].quantity == "matmuls outside training passes"
     for allow in (AVERAGED, replace(AVERAGED, matmuls=forward)):
         passed = judged("features", allowing(averaged_model(forward), allow))
         assert (passed.verdict, passed.note) == (
@@ -160,7 +162,7 @@ def test_what_another_model_computes_is_allowed_in_matmuls_and_no_more() -> None
             f"allowed: computed {allow.matmuls} (the average is evaluated)",
         )
         (finding,) = judged("features", allowing(averaged_model(forward + 1), allow)).findings
-        assert (finding.expected, finding.observed) == (f"at most {forward}", f"{forward + 1}")
+        assert (finding.expected, finding.observed) == (Limit(most=forward), forward + 1)
     unused = judged("features", allowing(trial_of(tiny_case("fsdp_2")), AVERAGED))
     assert (unused.verdict, unused.note.endswith(", not used")) == (Verdict.PASS, True)
 

@@ -8,11 +8,13 @@ import pytest
 from literal import SGD, judged, tiny_case, trial_of, with_collectives
 
 from harness.evidence.records import Collective, Run
-from harness.judge.stored_trial import torch_of
+from harness.judge.measured import torch_of
 from harness.plan.make_plan import make_plan
 from harness.spec import releases
 from harness.spec.dims import ParallelDims
 from harness.spec.loading import find_case, load_all
+from harness.spec.measured import Measured
+from harness.spec.traits import TrainerTraits
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def test_norm_gradients_are_summed_over_tp_as_computed_and_from_2_15_on_as_they_
     case = find_case("bf16_fsdp_2_tp_2", load_all())
 
     def summed(torch: str) -> list[int]:
-        flows = make_plan(case, torch=torch).flows_of(0, 1)
+        flows = make_plan(case, TrainerTraits(measured=Measured(torch=torch))).flows_of(0, 1)
         return [flow.bytes for flow in flows if flow.role == "norm gradients"]
 
     assert (summed("2.13.0+cpu"), summed("2.14.1"), summed("2.15.0")) == ([640], [640], [1280])
@@ -62,5 +64,5 @@ def test_as_many_elements_in_another_dtype_of_the_recipe_are_told_as_that() -> N
     def narrow(call: Collective) -> list[Collective]:
         return [replace(call, dtype="bfloat16", bytes=call.bytes // 2) if call.op == "reduce_scatter" else call]
 
-    observed = judged("traffic", with_collectives(trial, 0, narrow)).findings[0].observed
-    assert observed.endswith("elements of bfloat16; expected as many of float32")
+    note = judged("traffic", with_collectives(trial, 0, narrow)).findings[0].note
+    assert note.endswith("elements of bfloat16; expected as many of float32")

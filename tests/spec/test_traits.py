@@ -18,6 +18,7 @@ from harness.spec.allowance import Allowance
 from harness.spec.case import ExpectedFailure, Saved
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
+from harness.spec.measured import Measured, Unit
 from harness.spec.traits import TrainerTraits, settled
 
 ROOT_UNITS = TrainerTraits(fsdp_units="root")
@@ -85,6 +86,9 @@ def test_every_launch_has_the_choices_that_were_made_for_it() -> None:
     }
 
 
+MEASURED = ', "measured": {"units": null, "flat_order": [], "cut_dims": {}, "torch": ""}}}'
+
+
 def test_another_model_is_judged_by_the_noise_of_another_build() -> None:
     recipe = tiny_case("fsdp_2", replace(SGD, dtype="float32"))
     assert [TrainerTraits(own_model=own).noise_key(recipe) for own in (False, True)] == [
@@ -96,7 +100,13 @@ def test_another_model_is_judged_by_the_noise_of_another_build() -> None:
 
 def test_traits_are_stored_and_read_again() -> None:
     chosen = replace(ROOT_UNITS, loss_chunks=8, own_model=True, expected_failure=EXPECTED, allow=(AVERAGE,))
-    chosen = replace(chosen, flat_order=("norm.weight",))
+    units = (Unit(("norm.weight",), 2), Unit(("output.weight",), 1, backward_gathers=False))
+    observed = {0: units, 1: (), 2: units}
+    chosen = replace(
+        chosen,
+        flat_order=("norm.weight",),
+        measured=Measured(observed, ("output.weight",), {"output.weight": 1}, "2.9.0"),
+    )
     assert traits.from_json(json.loads(json.dumps(traits.to_json(chosen)))) == chosen
 
 
@@ -113,8 +123,9 @@ def test_a_choice_that_there_is_not_is_refused(key: str, value: object) -> None:
         ("{", "damaged"),
         ("[]", "damaged"),
         ("{}", "nothing of run"),
-        ('{"run": {"cp_heads": "all"}}', "cp_heads 'all': choose one of query, key_value"),
-        ('{"run": {"units": 1}}', "unexpected keyword argument 'units'"),
+        ('{"run": {"cp_heads": "query"}}', "nothing says what was measured"),
+        ('{"run": {"cp_heads": "all"' + MEASURED, "cp_heads 'all': choose one of query, key_value"),
+        ('{"run": {"units": 1' + MEASURED, "unexpected keyword argument 'units'"),
     ],
 )
 def test_traits_that_cannot_be_read_are_said_to_be_damaged(tmp_path, text: str | None, problem: str) -> None:

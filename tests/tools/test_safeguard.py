@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tools import safeguard
-from tools.safeguard import Entry, Said, differences, main, places, ranges, ranks_of, table_of, text_of, without_varying
+from tools.safeguard import Entry, Said, differences, main, places, ranges, table_of, text_of, without_varying
 
 ENTRY = Entry(
     "FAIL",
@@ -28,40 +28,36 @@ ENTRY = Entry(
 )
 
 
-def finding(where: str, rank: int | None = None, step: int | None = None, name: str = "") -> dict[str, Any]:
-    return {"where": where, "expected": "", "observed": "", "bound": "", "rank": rank, "step": step, "name": name}
+def finding(*ranks: int, step: int | None = None, name: str = "", **more: Any) -> dict[str, Any]:
+    """As verdict.json has it: what is empty is left out."""
+    found = {"ranks": [*ranks], "step": step, "name": name, "kind": "parameter" if name else "", **more}
+    return {key: value for key, value in found.items() if value not in (None, "", [])}
 
 
 @pytest.mark.parametrize(
     ("found", "said"),
     [
         ([], ""),
-        ([finding("rank 1, step 2, norm.weight", 1, 2, "norm.weight")], "ranks 1; steps 2; parameters 1: norm.weight"),
-        ([finding("rank 3 (only waited)")], "ranks 3"),
-        ([finding("ranks [0-3], step 2, layers.0.attention.wq.weight")],
-         "ranks 0-3; steps 2; parameters 1: layers.0.attention.wq.weight"),
-        ([finding("group [0,2], collective 17"), finding("rank 4 to rank 5")], "ranks 0 2 4-5"),
-        ([finding("ranks [0,8,..,32], FSDP units")], "ranks 0 8 16 24 32"),
-        ([finding("saved_1: step 3")], "steps 3"),
-        ([finding("number of steps")], ""),
-        ([finding("saved_1: optimizer.state.norm.weight.exp_avg")], "parameters 1: norm.weight"),
-        ([finding("rank 0, norm.weight, exp_avg", 0, None, "norm.weight, exp_avg")], "ranks 0; parameters 1: norm.weight"),
+        ([finding(1, step=2, name="norm.weight")], "ranks 1; steps 2; parameters 1: norm.weight"),
+        ([finding(0, 1, 2, 3, step=2), finding(5)], "ranks 0-3 5; steps 2"),
+        ([finding(group=[0, 2], kind="group"), finding(4, 5)], "ranks 0 2 4-5"),
+        ([finding(quantity="number of steps")], ""),
+        ([finding(kind="setting", name="TF32")], ""),
     ],
-)  # fmt: skip
-def test_places_are_taken_from_fields_and_else_from_the_text(found: list[dict[str, Any]], said: str) -> None:
+)
+def test_places_are_ranks_steps_and_parameters(found: list[dict[str, Any]], said: str) -> None:
     assert places(found) == said
 
 
 def test_of_many_parameters_the_first_and_a_digest_of_all_are_kept() -> None:
-    many = [finding("", 0, 1, f"layers.{n}.ffn.w1.weight") for n in range(5)]
+    many = [finding(0, step=1, name=f"layers.{n}.ffn.w1.weight") for n in range(5)]
     text = places(many)
     assert text.startswith("ranks 0; steps 1; parameters 5: layers.0.ffn.w1.weight layers.1") and ".. " in text
-    assert places(many[::-1]) == text != places([*many[:4], finding("", 0, 1, "layers.9.ffn.w1.weight")])
+    assert places(many[::-1]) == text != places([*many[:4], finding(0, step=1, name="layers.9.ffn.w1.weight")])
 
 
-def test_ranges_are_the_inverse_of_ranks() -> None:
+def test_ranges_name_runs_of_numbers() -> None:
     assert ranges([7, 0, 1, 2, 4]) == "0-2 4 7"
-    assert ranks_of("0-2,4,7") == [0, 1, 2, 4, 7]
 
 
 def test_a_table_is_read_as_it_was_written() -> None:
@@ -104,7 +100,15 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     put(out, "fsdp_2", "default")
     put(out, "fsdp_4", "nightly")
     put(out, "fsdp_2+seed_7", "default", case="fsdp_2")
-    put(out, "fsdp_2+halved", "default", case="fsdp_2", fault="/f.py:halved", verdict="FAIL", kinds=["scaled"])
+    put(
+        out,
+        "fsdp_2+halved",
+        "default",
+        case="fsdp_2",
+        fault=f"{safeguard.CATALOGUE}/mesh.py:halved",
+        verdict="FAIL",
+        diagnosis={"causes": [{"kind": "scaled"}]},
+    )
     yield out
 
 
@@ -112,7 +116,7 @@ def put(out: Path, name: str, tier: str, examined: int = 2, **said: Any) -> None
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     results = [{"check": "completed", "verdict": "PASS", "examined": examined, "findings": [], "note": ""}]
-    verdict: Mapping[str, Any] = {"case": name, "verdict": "PASS", "kinds": [], "fault": None, "results": results}
+    verdict: Mapping[str, Any] = {"case": name, "verdict": "PASS", "fault": None, "results": results}
     (folder / "verdict.json").write_text(json.dumps({**verdict, **said}))
     (folder / "case.json").write_text(json.dumps({"tier": tier}))
 

@@ -12,8 +12,9 @@ from literal import SGD, tiny_case
 
 from harness.faults import fault
 from harness.faults.attempt import Attempt, Outcome, accepted
+from harness.judge.finding import Finding
 from harness.judge.judgement import Judgement
-from harness.judge.result import Finding, Result, Verdict
+from harness.judge.result import Result, Verdict
 from harness.run.options import Options
 from harness.spec.case import Case
 from harness.spec.loading import load_all
@@ -46,7 +47,12 @@ def broken_on(
 
     def run(case: Case, options: Options) -> Judgement:
         wrong_here = options.fault is not None and case.name == name
-        result = Result("loss", verdict if wrong_here else Verdict.PASS, 1, (Finding("-", "-", "-"),) * wrong_here)
+        result = Result(
+            "loss",
+            verdict if wrong_here else Verdict.PASS,
+            1,
+            (Finding(name="-", expected="-", observed="-"),) * wrong_here,
+        )
         return Judgement(case, Path("-"), (result,), None, 0.0, options.fault, fired if options.fault else None)
 
     return run

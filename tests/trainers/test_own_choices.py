@@ -11,6 +11,7 @@ import yaml
 from harness import ROOT
 from harness.diagnosis.declarable import LABEL
 from harness.judge.result import Verdict
+from harness.report.cause_text import evidence_rows
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.allowance import Allowance
@@ -34,7 +35,9 @@ def test_a_choice_passes_once_the_line_that_the_report_prints_declares_it(
     requested, options = find_case(case, load_all()), Options(out=tmp_path, fault=f"{CHOICES}:{choice}")
     failed = run_case(requested, options)
     assert failed.verdict is Verdict.FAIL and failed.diagnosis is not None
-    lines = [yaml.safe_load(text)["allow"] for label, text in failed.diagnosis.evidence if label == LABEL]
+    lines = [
+        yaml.safe_load(text)["allow"] for label, text in evidence_rows(failed.diagnosis.evidence) if label == LABEL
+    ]
     allow = tuple(Allowance(**one) for entries in lines for one in entries)
     assert allow
     assert run_case(replace(requested, allow=allow), options).verdict is Verdict.PASS

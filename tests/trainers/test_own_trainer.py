@@ -12,6 +12,7 @@ from harness import ROOT, trainers
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
 from harness.reference.config import ModelConfig, TrainingConfig
+from harness.report.cause_text import diagnosis_line
 from harness.report.text import command
 from harness.run.options import Options
 from harness.run.run_case import run_case
@@ -102,7 +103,7 @@ def test_two_names_mapped_for_each_other_are_named(tmp_path: Path) -> None:
     judgement = run_case(find_case("ddp_2", load_all()), Options(out=tmp_path, trainer=str(mine)))
     broken = {result.check for result in judgement.results if result.verdict is Verdict.FAIL}
     assert {"shard_contents", "initial_weights"} <= broken
-    assert judgement.diagnosis is not None and "feed_forward.w1.weight" in judgement.diagnosis.cause
+    assert judgement.diagnosis is not None and "feed_forward.w1.weight" in diagnosis_line(judgement.diagnosis)
 
 
 def test_a_file_that_is_no_trainer_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from harness import ROOT, trainers
 from harness.cli import main
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
+from harness.report.cause_text import diagnosis_line
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.loading import load_all
@@ -160,7 +161,7 @@ def test_a_checkpoint_that_is_not_there_is_named_with_its_path(folder: Path) -> 
     Path("train.py").write_text(changed(Path("train.py").read_text(), (saves, "    pass\n")))
     judgement = judged(folder)
     assert judgement.diagnosis is not None
-    assert str(judgement.folder.resolve() / "checkpoint") in judgement.diagnosis.cause
+    assert str(judgement.folder.resolve() / "checkpoint") in diagnosis_line(judgement.diagnosis)
 
 
 def test_the_folder_of_checkpoints_is_that_of_a_launch_alone(monkeypatch: pytest.MonkeyPatch) -> None:

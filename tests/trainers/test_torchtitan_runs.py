@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness.judge.result import Verdict
+from harness.report.cause_text import diagnosis_line
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.loading import find_case, load_all
@@ -50,4 +51,4 @@ def test_issue_711_is_seen_in_the_real_one(tmp_path: Path, commit: str, verdict:
         subprocess.run(["git", *command], check=True, capture_output=True)
     options = Options(out=tmp_path / "out", trainer=f"torchtitan@{clone}")
     judgement = run_case(find_case("hsdp_2x2_valid", load_all()), options)
-    assert (judgement.verdict, judgement.diagnosis and judgement.diagnosis.cause) == (verdict, cause)
+    assert (judgement.verdict, judgement.diagnosis and diagnosis_line(judgement.diagnosis)) == (verdict, cause)

@@ -196,7 +196,7 @@ attention_stays_local = fault(
     breaks="attention of each cp rank looks at its own part of the sequence only",
     bug="of the family of X01: forms of cp that patch a function are lost on attention that imported it by name",
     case="cp_2_contiguous",
-    caught_by="traffic loss gradients",
+    caught_by="traffic loss gradients exchange",
     named="attention over cp",
     does=op.skip_call(".context:apply_context_parallel"),
 )

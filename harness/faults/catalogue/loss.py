@@ -96,7 +96,7 @@ mean_over_no_valid_token = fault(
     breaks="each rank sums masked losses and divides by its own number of valid tokens, and one rank has none",
     bug="L-class: 0/0 on a rank whose samples are all masked, and after the reduction NaN on every rank",
     case="ddp_4_no_labels",
-    caught_by="gradients reported_loss",
+    caught_by="gradients reported_loss finite",
     named="not finite",
     does=op.together(
         op.instead(".trainer:loss_of", _masked_mean),

@@ -45,7 +45,7 @@ tp_not_applied = fault(
     breaks="the tensor-parallel plan is never applied: tp ranks repeat each other's work on whole weights",
     bug="of the family of X01 pytorch/torchtitan #1880: a parallelism requested is silently off",
     case="fsdp_2_tp_2",
-    caught_by="shard_contents placements traffic memory",
+    caught_by="shard_contents placements traffic memory exchange",
     named="another layout",
     does=op.skip_call(".parallelize:apply_tensor_parallel"),
 )

@@ -211,7 +211,7 @@ overflow_goes_into_the_weights = fault(
     breaks="a gradient that overflowed is not noticed before the optimizer uses it",
     bug="C11 pytorch/torchtitan #4226",
     case="fsdp_2",
-    caught_by="gradients update",
+    caught_by="gradients update finite",
     named="not finite",
     does=op.scale_result(".trainer:scaled", float("inf")),
 )

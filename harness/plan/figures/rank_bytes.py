@@ -64,7 +64,7 @@ def _gathered(case: Case, plan: Plan, rank: int) -> int:
         return 0
     size = BYTES[case.training.compute_dtype or case.training.dtype]
     if case.dims.pp > 1:
-        return _elements(case, rank, plan.slices[rank]) * size
+        return _elements(case, plan, rank, plan.slices[rank]) * size
     after = plan.after_forward[rank]
     kept = sum(one.bytes for one in after.values() if one.degree < plan.shards)
     return kept + _two_largest(case, plan, rank, freed=True) * size
@@ -79,7 +79,7 @@ def _unreduced(case: Case, plan: Plan, rank: int) -> int:
         return 0
     computed, features = case.training.compute_dtype or case.training.dtype, case.features
     if case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync is True):
-        return _elements(case, rank, plan.slices[rank]) * BYTES[features.reduce_dtype or computed]
+        return _elements(case, plan, rank, plan.slices[rank]) * BYTES[features.reduce_dtype or computed]
     return _two_largest(case, plan, rank, freed=False) * BYTES[computed]
 
 
@@ -90,10 +90,10 @@ def _two_largest(case: Case, plan: Plan, rank: int, *, freed: bool) -> int:
         [fqn for fqn in unit if not freed or fqn not in after or after[fqn].degree == plan.shards]
         for unit in plan.units[rank]
     ]
-    return sum(sorted(_elements(case, rank, unit) for unit in units)[-2:])
+    return sum(sorted(_elements(case, plan, rank, unit) for unit in units)[-2:])
 
 
-def _elements(case: Case, rank: int, names: Iterable[str]) -> int:
+def _elements(case: Case, plan: Plan, rank: int, names: Iterable[str]) -> int:
     """Of these parameters as tp leaves them, padded as FSDP gathers them."""
     tp_index = coordinate(case.dims, rank)["tp"]
-    return sum(padded_numel(case, fqn, tp_index) for fqn in names)
+    return sum(padded_numel(case, plan.traits, fqn, tp_index) for fqn in names)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from harness.plan.grid import coordinate, gathered_over, shard_axis
-from harness.plan.observed_units import Unit
 from harness.plan.slices import BYTES, flat_units, padded_numel, parameter_shapes
 from harness.plan.stages import actions_of_rank, parameters_of_stage, stages_of_rank
 from harness.plan.traffic.flow import Flow
@@ -14,6 +13,7 @@ from harness.plan.units import output_alone
 from harness.spec import schedule
 from harness.spec.case import Case
 from harness.spec.features import LOOPED, ZERO
+from harness.spec.measured import Unit
 from harness.spec.traits import TrainerTraits
 
 
@@ -33,7 +33,7 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     over_replicas = reduced if features.defer_sync else scattered
     shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
     held = [fqn for unit in units for fqn in unit.parameters] if shards > 1 else parameter_shapes(case.model)
-    everything = sum(padded_numel(case, fqn, tp_index) for fqn in held)
+    everything = _padded(case, traits, held, tp_index)
     alone = output_alone(units) if traits.loss_chunks > 1 else None
     waited = _reduced_apart(case, traits, everything, tp_index) if alone else 0
     if shards > 1:
@@ -42,15 +42,14 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
         freed = [unit for unit in units if unit.degree > 1 and unit.backward_gathers and unit is not held_whole]
         yield Flow(axis, "parameters", "all_gather", "forward", times * everything)
         for degree in sorted({unit.degree for unit in freed}):
-            again = sum(
-                padded_numel(case, fqn, tp_index) for unit in freed if unit.degree == degree for fqn in unit.parameters
-            )
-            yield Flow(gathered_over(case, degree), "parameters", "all_gather", "backward", times * again)
+            again = [fqn for unit in freed if unit.degree == degree for fqn in unit.parameters]
+            again_bytes = times * _padded(case, traits, again, tp_index)
+            yield Flow(gathered_over(case, degree), "parameters", "all_gather", "backward", again_bytes)
         yield Flow(axis, "gradients", "reduce_scatter", "backward", everything * scattered + waited * reduced)
         if alone and not traits.holds_output:
             yield from _gathered_for_each_chunk(case, traits, axis, alone, tp_index)
         elif traits.chunks_behind_forward and not alone:
-            yield from _gathered_for_the_loss(case, axis, units[-1], tp_index)
+            yield from _gathered_for_the_loss(case, traits, axis, units[-1], tp_index)
     if dims.dp_replicate > 1:
         replicated = everything * over_replicas + waited * reduced
         yield Flow(case.replicate_axis, "gradients", "all_reduce", "backward", replicated // shards)
@@ -59,12 +58,17 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
         yield Flow(case.replicate_axis, "weights", "broadcast", "forward", weights, first=True)
 
 
-def _gathered_for_the_loss(case: Case, axis: str, last: Unit, tp_index: int) -> Iterable[Flow]:
+def _padded(case: Case, traits: TrainerTraits, fqns: Iterable[str], tp_index: int) -> int:
+    """Return the elements that FSDP2 moves for these parameters."""
+    return sum(padded_numel(case, traits, fqn, tp_index) for fqn in fqns)
+
+
+def _gathered_for_the_loss(case: Case, traits: TrainerTraits, axis: str, last: Unit, tp_index: int) -> Iterable[Flow]:
     """Final norm and output are a unit. A loss in chunks calls the output when the model's forward is over: a unit whose policy
     is to be freed is freed then, and gathered once more for the loss. The loss leaves it with that policy, so that one that
     was to be kept is so in the first pass only."""
     size = BYTES[case.training.compute_dtype or case.training.dtype]
-    once = sum(padded_numel(case, fqn, tp_index) for fqn in last.parameters) * size
+    once = _padded(case, traits, last.parameters, tp_index) * size
     yield Flow(axis, "parameters", "all_gather", "forward", (case.features.accumulation - 1) * once)
     yield Flow(axis, "parameters", "all_gather", "forward", once, later=case.features.reshard_after_forward != "always")
 
@@ -75,7 +79,7 @@ def _gathered_for_each_chunk(
     """Besides its first forward and first backward. FSDP2 frees a unit behind each backward of its module, and by its policy
     behind each forward: an output that is a unit of its own is gathered again for every other chunk."""
     size = BYTES[case.training.compute_dtype or case.training.dtype]
-    once = sum(padded_numel(case, fqn, tp_index) for fqn in output.parameters) * size
+    once = _padded(case, traits, output.parameters, tp_index) * size
     others = (traits.loss_chunks - 1) * case.features.accumulation * once
     if output.degree > 1:
         yield Flow(gathered_over(case, output.degree), "parameters", "all_gather", "forward", others)
@@ -88,7 +92,7 @@ def _gathered_for_chunks_of_a_stage(case: Case, traits: TrainerTraits, rank: int
     if output is None or output.degree == 1 or last not in stages_of_rank(case, rank):
         return
     size = BYTES[case.training.compute_dtype or case.training.dtype] * case.features.accumulation
-    once = padded_numel(case, "output.weight", coordinate(case.data_dims, rank)["tp"]) * size
+    once = padded_numel(case, traits, "output.weight", coordinate(case.data_dims, rank)["tp"]) * size
     others = (traits.loss_chunks - 1) * case.microbatches * once
     yield Flow(gathered_over(case, output.degree), "parameters", "all_gather", "forward", others)
 
@@ -99,7 +103,7 @@ def _reduced_apart(case: Case, traits: TrainerTraits, everything: int, tp_index:
     each chunk's backward at once and the output wait for the last."""
     if case.features.accumulation == 1 or case.features.defer_sync is not True:
         return 0
-    output = padded_numel(case, "output.weight", tp_index)
+    output = padded_numel(case, traits, "output.weight", tp_index)
     return everything - output if traits.holds_output else output
 
 
@@ -113,7 +117,7 @@ def _fsdp1_flows(case: Case, traits: TrainerTraits) -> Iterable[Flow]:
     reduces gradients; but not the root's, whose strategy is to free it."""
     degree, size, passes = case.dims.dp_shard, BYTES[case.training.dtype], case.features.accumulation
     kept = case.features.reshard_after_forward == "never"
-    moved = [unit.part(degree) * degree * size for unit in flat_units(case, traits.flat_order)]
+    moved = [unit.part(degree) * degree * size for unit in flat_units(case, traits.vector_order)]
     if degree > 1:
         times = reductions_per_step(case) if kept else passes
         yield Flow("dp_shard", "parameters", "all_gather", "forward", times * sum(moved))
@@ -133,8 +137,7 @@ def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, 
     dims, features, stored = case.data_dims, case.features, case.training.dtype
     tp_index = coordinate(dims, rank)["tp"]
     sizes = {
-        stage: sum(padded_numel(case, fqn, tp_index) for fqn in parameters_of_stage(case, stage))
-        for stage in stages_of_rank(case, rank)
+        stage: _padded(case, traits, parameters_of_stage(case, stage), tp_index) for stage in stages_of_rank(case, rank)
     }
     gathered = features.accumulation * BYTES[case.training.compute_dtype or stored]
     reduced = features.accumulation * BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
@@ -144,7 +147,7 @@ def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, 
     for again in (False, True) if shards > 1 else ():
         for (stage, phase), count in schedule.gathers(order, looped=looped, freed=again).items():
             mine = [fqn for fqn in parameters_of_stage(case, stage) if (fqn in freed) == again]
-            size = sum(padded_numel(case, fqn, tp_index) for fqn in mine)
+            size = _padded(case, traits, mine, tp_index)
             yield Flow(axis, "parameters", "all_gather", phase, count * size * gathered)
     if shards > 1:
         yield from _gathered_for_chunks_of_a_stage(case, traits, rank, units)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from harness.plan.observed_units import Unit
 from harness.plan.slices import BYTES, parameter_shapes
 from harness.plan.stages import stages_of_rank
 from harness.plan.traffic.context_parallel import context_parallel_flows
@@ -15,21 +14,17 @@ from harness.plan.traffic.recomputation import recomputed_flows
 from harness.plan.traffic.tensor_parallel import loss_bytes, scale_flows, tensor_parallel_flows
 from harness.spec.case import Case
 from harness.spec.dims import AXES
+from harness.spec.measured import Unit
 from harness.spec.traits import TrainerTraits
 
 
-def flows_of_rank(
-    case: Case, traits: TrainerTraits, rank: int, length: int, units: list[Unit], torch: str
-) -> tuple[Flow, ...]:
-    """All that a rank moves in a step of sequences of this length. units: FSDP2's, as they are planned for this rank.
-
-    torch: the release that runs.
-    """
+def flows_of_rank(case: Case, traits: TrainerTraits, rank: int, length: int, units: list[Unit]) -> tuple[Flow, ...]:
+    """All that a rank moves in a step of sequences of this length. units: FSDP2's, as they are planned for this rank."""
     pipelined = case.dims.pp > 1
     flows = (
         *(pipelined_data_parallel_flows(case, traits, rank, units) if pipelined else ()),
         *(data_parallel_flows(case, traits, rank, units) if not pipelined else ()),
-        *tensor_parallel_flows(case, traits, stages_of_rank(case, rank), length, torch),
+        *tensor_parallel_flows(case, traits, stages_of_rank(case, rank), length),
         *scale_flows(case, rank, length),
         *context_parallel_flows(case, traits, rank, length),
         *recomputed_flows(case, traits, rank, length),

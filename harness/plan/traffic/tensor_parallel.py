@@ -13,9 +13,7 @@ from harness.spec.case import Case
 from harness.spec.traits import TrainerTraits
 
 
-def tensor_parallel_flows(
-    case: Case, traits: TrainerTraits, stages: tuple[int, ...], length: int, torch: str
-) -> Iterable[Flow]:
+def tensor_parallel_flows(case: Case, traits: TrainerTraits, stages: tuple[int, ...], length: int) -> Iterable[Flow]:
     """Every crossing of the residual stream: into and out of attention and feed-forward, out of embedding, into output.
 
     With sequence parallel a crossing is an all_gather or a reduce_scatter, and backward mirrors forward. Without it, it
@@ -39,7 +37,7 @@ def tensor_parallel_flows(
             yield Flow("tp", "activations again", "all_gather", "backward", (2 * layers + last) * activation)
         norms = (2 * layers + last) * model.dim  # each rank's norms saw its part of the sequence
         phase = "pipeline" if dims.pp > 1 else "backward"
-        size_of_sums = _bytes_of_norm_gradients(case, torch)
+        size_of_sums = _bytes_of_norm_gradients(case, traits.measured.torch)
         yield Flow("tp", "norm gradients", "all_reduce", phase, norms * size_of_sums, optional=True)
     else:
         yield Flow("tp", "activations", "all_reduce", "forward", (2 * layers + first) * activation)

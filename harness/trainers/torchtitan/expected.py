@@ -11,13 +11,13 @@ NO_SEQUENCE_PARALLEL = ExpectedFailure(
     because="torchtitan sums, scatters and gathers in each matmul of backward what one sum a crossing would do",
     script="upstream_bugs/torchtitan_tp_without_sequence_parallel.py",
     checks="traffic",
-    named="backward all_gather over tp",
+    named="traffic of no plan",
 )
 TIED = ExpectedFailure(
     because="torchtitan unties the weight for tensor parallel, FSDP2 notes two of it, and it is tied again",
     script="upstream_bugs/torchtitan_tied_under_tp.py",
     checks="memory placements",
-    named="fsdp2 units differ from those requested",
+    named="other units",
 )
 TIED_AND_SHARDED = dataclasses.replace(TIED, checks="memory placements reshard traffic")
 

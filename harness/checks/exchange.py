@@ -1,0 +1,113 @@
+"""Along each of tp, cp and pp every rank moves something that data parallelism would not, over its group of the layout.
+
+It is seen in one step: of tp and cp in forward or backward, of pp anywhere. Where all that moves may be of another axis, nobody
+knows: gradients are summed over replicas, FSDP gathers over its shards, and DDP shares buffers. Of a declared case the plan
+says how much of that there is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from harness.evidence.keys import ranks_of
+from harness.evidence.summary import POINT_TO_POINT, Outside, Summary, Use
+from harness.evidence.text import ranks_text
+from harness.judge.finding import Finding
+from harness.judge.observed_order import other_order
+from harness.judge.result import Result, Verdict, not_applicable, verdict_of
+from harness.judge.traffic import OF_PARAMETERS
+from harness.judge.trial import Trial
+from harness.plan.slices import BYTES
+
+STAGE = "structure"
+NEEDS = frozenset({"uses"})
+
+
+def check(trial: Trial) -> Result:
+    dims = trial.plan.dims
+    axes = [axis for axis in ("tp", "cp", "pp") if getattr(dims, axis) > 1 and _is_expected(trial, axis)]
+    if not axes:
+        return not_applicable("exchange", "neither tensor, context nor pipeline parallelism")
+    judged = [one for one in trial.glances if one.shown and not one.failed]
+    findings: list[Finding] = []
+    untold: list[str] = []
+    for axis in axes:
+        lines = trial.lines(axis)
+        for one in judged:
+            moved = _moved(one, lines[one.rank], between_passes=axis == "pp")
+            told = f"its {axis} group {ranks_text(lines[one.rank])}"
+            declared = bool(moved) and _of_data_parallelism(trial, one, moved)
+            if not moved or declared:
+                where = "" if axis == "pp" else " in forward or backward"
+                what: dict[str, Any] = {"kind": "group", "axis": axis, "group": lines[one.rank], "step": one.shown}
+                none = "none but of parameters" if declared else None
+                findings.append(Finding.at(one.rank, f"collectives{where}", none, **what))
+            elif not any(TELLING[axis](use.op, use.phase) and not _of_shards(one, use, axis) for use in moved):
+                ops = ", ".join(sorted({f"{use.op} in {use.phase}" for use in moved}))
+                untold.append(f"rank {one.rank}, {told}: {ops} may be of another axis")
+        untold += _began_alike(judged, lines) if axis == "pp" else []
+    hint = other_order(judged, dims) if findings or untold else ""
+    found = verdict_of("exchange", findings, len(judged), note=hint)
+    return found if findings or not untold else replace(found, verdict=Verdict.UNKNOWN, note=hint or untold[0])
+
+
+def _is_expected(trial: Trial, axis: str) -> bool:
+    """Whether something should move along it; of what nobody declared the layout says so."""
+    if "declared" not in trial.provided:
+        return True
+    flows = (flow for rank in trial.ranks for flow in trial.plan.flows_of(rank, trial.first_step))
+    return any(flow.axis == axis and flow.role not in OF_PARAMETERS for flow in flows)
+
+
+def _of_data_parallelism(trial: Trial, one: Summary, moved: Sequence[Use | Outside]) -> bool:
+    """Whether a case is declared, and by its plan all of this moves for parameters and gradients."""
+    planned: Counter[tuple[tuple[int, ...], str, str]] = Counter()
+    for flow in trial.plan.flows_of(one.rank, one.shown) if "declared" in trial.provided else ():
+        if flow.role in OF_PARAMETERS:
+            planned[trial.plan.group_of(one.rank, flow.axis), flow.op, flow.phase] += flow.bytes
+    return all(use.bytes <= planned[ranks_of(use.ranks), use.op, use.phase] for use in moved)
+
+
+TELLING: dict[str, Callable[[str, str], bool]] = {
+    "tp": lambda op, phase: op not in ("broadcast", *POINT_TO_POINT) and phase != "backward",
+    "cp": lambda op, phase: op not in ("all_reduce", "broadcast"),
+    "pp": lambda op, phase: op in POINT_TO_POINT,
+}
+"""By axis, whether a collective of this phase is none that data parallelism without shards has, too; nor a ring, of tp."""
+
+
+GATHERED = BYTES | {"float16": 2}
+"""Of a number that FSDP gathers, which may be in a dtype that no case requests."""
+
+
+def _of_shards(one: Summary, use: Use | Outside, axis: str) -> bool:
+    """Whether it may be what a wrapper moves that says that it shards over these ranks. cp may share FSDP's ranks: then it is
+    what is gathered or scattered in backward, and what is gathered in forward if that is the parameters, once or several
+    times. Who exchanges keys and values there gathers other bytes, or uses another collective."""
+    if not one.roles.get(use.ranks, "").startswith("sharded") or axis == "pp":
+        return False
+    if axis == "tp":
+        return True
+    if use.phase == "backward":
+        return use.op in ("all_gather", "reduce_scatter")
+    whole = one.elements * GATHERED.get(use.dtype, 0)
+    return (use.op, use.phase) == ("all_gather", "forward") and whole > 0 and use.bytes % whole == 0
+
+
+def _began_alike(judged: Sequence[Summary], lines: dict[int, tuple[int, ...]]) -> list[str]:
+    """Ranks that claim nothing and begin with the same bytes of all parameters may be replicas: cp sends, too."""
+    found: dict[object, list[int]] = {}
+    for one in judged:
+        if not one.slices and 0 in one.contents:
+            found.setdefault((lines[one.rank], one.model, one.contents[0]), []).append(one.rank)
+    alike = [ranks for ranks in found.values() if len(ranks) > 1]
+    return [f"ranks {ranks_text(ranks)} of a pp group begin with the same bytes, as replicas do" for ranks in alike]
+
+
+def _moved(one: Summary, line: tuple[int, ...], *, between_passes: bool) -> list[Use | Outside]:
+    """What it ran over itself and at least one other of these ranks. Stages of a pipeline send between passes, too."""
+    uses: tuple[Use | Outside, ...] = (*one.uses, *one.outside, *one.background) if between_passes else one.uses
+    return [use for use in uses if len(set(line).intersection(ranks_of(use.ranks))) > 1]

@@ -1,0 +1,95 @@
+"""What checks need, in plain words, and which of these a kind of evidence provides.
+
+A check says in its NEEDS without which words it can say nothing. Evidence says which it lacks, and why: this kind of evidence
+has no such thing (the check is NOT APPLICABLE), or it would have it, and it was not seen here (UNKNOWN).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+WORDS = {
+    "ends": "how each rank ended",
+    "reference": "the same training on one device, and the samples of each step",
+    "values": "what is in parameters, gradients and optimizer state, and the losses",
+    "checkpoint": "what is in the checkpoint that was left, and in the one that was read",
+    "declared": "a case: recipe, features, steps. Without one the plan says what is moved at least and what is held at most",
+    "claims": "somebody who says where parameters lie: wrappers, DTensors",
+    "slices": "which part of each parameter a rank should hold",
+    "flows": "which bytes of parameters and gradients should move",
+    "sizes": "all models of the job: their bytes, held and moved",
+    "contents": "what parameters hold after a step, as values or as digests",
+    "samples": "what ranks are fed, as tokens or as digests",
+    "uses": "over which groups each rank moves something, in one step at least",
+    "structure": "parameters, wrappers, groups, collectives and memory of each rank, in every step judged",
+    "moment": "the process groups of all ranks, listed at one moment",
+}
+"""All of them. Where several are lacking, the first one here is told."""
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Of a word that evidence does not provide."""
+
+    why: str
+    """The reason, as a person reads it."""
+    unknown: bool = False
+    """Whether it would be there and was not seen; else this kind of evidence has none."""
+
+
+@dataclass(frozen=True)
+class Provided:
+    """Which words a kind of evidence provides: all that are not lacking."""
+
+    lacking: Mapping[str, Lack] = field(default_factory=dict)
+    """By word, why it is not there."""
+    partly: Mapping[str, str] = field(default_factory=dict)
+    """By word, what of it was not seen: what is there may break a check, and proves none."""
+    singly: frozenset[str] = frozenset()
+    """Words that each rank has by itself: those that left it are judged, though others left nothing."""
+
+    def __contains__(self, word: str) -> bool:
+        return word not in self.lacking
+
+    def lack(self, needs: Iterable[str]) -> Lack | None:
+        """Return why a check with these needs cannot judge; what this kind of evidence never has comes first."""
+        found = [self.lacking[word] for word in WORDS if word in needs and word in self.lacking]
+        return next((one for one in found if not one.unknown), found[0] if found else None)
+
+    def doubt(self, needs: Iterable[str]) -> str:
+        """Return why nothing that was seen proves a check with these needs; empty if something may."""
+        return next((self.partly[word] for word in WORDS if word in needs and word in self.partly), "")
+
+    def without(self, words: Iterable[str], why: str, *, unknown: bool = False) -> Provided:
+        """Return the same, and these words lacking for this reason, unless they have one."""
+        return replace(self, lacking={**dict.fromkeys(words, Lack(why, unknown)), **self.lacking})
+
+    def only_partly(self, words: Iterable[str], why: str) -> Provided:
+        """Return the same, and of these words something not seen."""
+        return replace(self, partly={**dict.fromkeys(words, why), **self.partly})
+
+    def unseen(self, why: str) -> Provided:
+        """Return what is left where some rank or step is not there: its end, and what ranks have singly."""
+        return self.without(WORDS.keys() - {"ends"} - self.singly, why, unknown=True)
+
+
+EVERYTHING = Provided()
+_NO_REFERENCE = "needs a reference: an adapter brings it"
+_NO_DATA = "needs numbers: ranks alone have no data"
+
+RECORDED = (
+    Provided(singly=frozenset({"contents", "samples", "uses"}))
+    .without(("reference", "values", "checkpoint"), _NO_REFERENCE)
+    .without(("declared",), "needs a recipe and features: a command declares none")
+    .without(("moment",), "ranks are recorded at different moments")
+)
+"""A recording of any command, judged by a layout."""
+
+ALONE = EVERYTHING.without(("reference", "values", "checkpoint", "contents", "samples"), _NO_DATA)
+"""Single ranks, each run without the others and without data."""
+
+
+def alone(provided: Provided) -> Provided:
+    """Return what single ranks provide of this, each run without the others and without data."""
+    return replace(provided, lacking={**provided.lacking, **ALONE.lacking}, singly=frozenset())

@@ -1,0 +1,123 @@
+"""The data of documents on layouts: a plan, a recording, and what checks say of either."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from harness.judge.result import Diagnosis, Result
+from harness.judge.stored_recording import Recording
+from harness.judge.structure import costs, structure
+from harness.plan.figures.pipeline_time import matmul_operations, other_schedules, pipeline_time
+from harness.plan.figures.rank_bytes import RankBytes, rank_bytes
+from harness.plan.plan import Plan
+from harness.report.as_data import as_data
+from harness.report.cause_text import diagnosis_line
+from harness.report.layout_text import balance, kinds_of, most_sent, neediest
+from harness.report.recording_layout import verdict_of_all
+from harness.report.recording_odd import oddities
+from harness.report.recording_page import facts
+from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
+
+MOST_RANKS = 64
+"""Of a plan whose slices are written rank by rank."""
+
+
+def judged(results: Sequence[Result], diagnosis: Diagnosis | None) -> dict[str, Any]:
+    """Return the verdict of all results, and its cause."""
+    return {
+        "verdict": verdict_of_all(results),
+        "cause": diagnosis_line(diagnosis),
+        "results": results,
+        "diagnosis": diagnosis,
+    }
+
+
+def recording(
+    found: Recording, dims: ParallelDims | None = None, results: Sequence[Result] = (), cause: Diagnosis | None = None
+) -> dict[str, Any]:
+    """Return what is odd, what ran, in words and as structure; with the verdict on a layout where one was declared."""
+    summaries = [one for _, one in sorted(found.summaries.items())]
+    rows = facts(found, summaries, with_layout=dims is not None) if summaries else []
+    return {
+        "directory": found.directory,
+        "command": found.command,
+        "code": found.code,
+        "world": found.world,
+        "left_evidence": list(found.summaries),
+        "exits": found.exits,
+        "unreadable": found.unreadable,
+        "odd": oddities(found),
+        "facts": [{"label": label, "text": text} for label, text in rows],
+        "structure": structure(found) if summaries else {},
+        "costs": costs(found),
+        **({"layout": dims, **judged(results, cause)} if dims else {}),
+    }
+
+
+# ---- plans
+
+
+def plan(case: Case, plan: Plan, gpu: str) -> dict[str, Any]:
+    """Return groups, kinds of ranks and their bytes; of few ranks also the slices of each."""
+    return {
+        "case": case.name,
+        "requested": case,
+        "dims": plan.dims,
+        "world": plan.dims.world_size,
+        "groups": plan.groups,
+        "shapes": plan.shapes,
+        "kinds": [_kind(case, plan, ranks) for ranks in kinds_of(plan)],
+        "slices": _slices(plan) if plan.dims.world_size <= MOST_RANKS else [],
+        **figures(case, plan, gpu),
+    }
+
+
+def figures(case: Case, plan: Plan, gpu: str) -> dict[str, Any]:
+    """Return what is said of all ranks: who needs most memory, what goes over links, who waits, and what is uneven."""
+    rank, held = neediest(case, plan)
+    return {
+        "gpu": gpu,
+        "neediest": {"rank": rank, **_bytes(held)},
+        "sent": [as_data(one) | {"links": one.links} for one in most_sent(plan)],
+        "pipeline": _pipeline(case) if case.dims.pp > 1 else {},
+        "balance": list(balance(case, plan)),
+    }
+
+
+def _kind(case: Case, plan: Plan, ranks: Sequence[int]) -> dict[str, Any]:
+    first = ranks[0]
+    return {
+        "ranks": ranks,
+        "stages": plan.stages[first],
+        "bytes": _bytes(rank_bytes(case, plan, first)),
+        "parameter_bytes": plan.parameter_bytes[first],
+        "flows": plan.flows[first],
+        "even_flows": plan.even_flows[first] if plan.even_flows[first] != plan.flows[first] else (),
+    }
+
+
+def _bytes(held: RankBytes) -> dict[str, Any]:
+    return {**as_data(held), "stays": held.stays, "most": held.most}
+
+
+def _slices(plan: Plan) -> list[dict[str, Any]]:
+    found: dict[tuple[str, Any], list[int]] = {}
+    for rank, slices in plan.slices.items():
+        for fqn, part in slices.items():
+            found.setdefault((fqn, part), []).append(rank)
+    return [{"parameter": fqn, "intervals": part, "ranks": ranks} for (fqn, part), ranks in found.items()]
+
+
+def _pipeline(case: Case) -> dict[str, Any]:
+    mine = pipeline_time(case, lambda stage: matmul_operations(case, stage))
+    return {
+        "schedule": case.features.schedule,
+        "microbatches": case.microbatches,
+        "stages": case.n_stages,
+        "bubble": mine.bubble,
+        "idle": mine.idle,
+        "bubble_of_equal_stages": pipeline_time(case).bubble,
+        "bubble_of_others": {name: time.bubble for name, time in other_schedules(case)},
+    }

@@ -1,0 +1,59 @@
+"""Traits that neither a case nor an adapter declares: they are measured once, when the evidence of a launch is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Unit(NamedTuple):
+    """Parameters that FSDP2 gathers together."""
+
+    parameters: tuple[str, ...]
+    """Their fqns, in the wrapper's order."""
+    degree: int
+    """Over how many ranks they stay cut after forward; 1 if they stay whole."""
+    backward_gathers: bool = True
+    """Whether backward gathers a unit that was freed after forward."""
+
+
+Observed = Mapping[int, tuple[Unit, ...]]
+"""By rank, the units that its wrappers claim; an empty tuple if they claim none."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one launch showed of its trainer, where the plan needs it and nobody declared it."""
+
+    units: Observed | None = None
+    """By rank, FSDP2's units; None if the case or the adapter names them, or the wrapper is another one."""
+    flat_order: tuple[str, ...] = ()
+    """Fqns in the order of FSDP1's vectors; empty if the adapter declares it, or the wrapper is another one."""
+    cut_dims: Mapping[str, int] = field(default_factory=dict)
+    """By fqn, the dim along which FSDP2 cuts a parameter; a parameter that is not named is cut along dim 0."""
+    torch: str = ""
+    """Release of torch that the ranks ran; empty for the oldest one supported."""
+
+
+NOTHING = Measured()
+
+
+def to_json(measured: Measured) -> dict[str, Any]:
+    """Return plain values; ranks that claim the same units share one entry."""
+    kinds: dict[tuple[Unit, ...], list[int]] = {}
+    for rank, units in (measured.units or {}).items():
+        kinds.setdefault(units, []).append(rank)
+    entries = [{"ranks": ranks, "units": [unit._asdict() for unit in units]} for units, ranks in kinds.items()]
+    rest = {"cut_dims": dict(measured.cut_dims), "flat_order": list(measured.flat_order)}
+    return vars(measured) | rest | {"units": None if measured.units is None else entries}
+
+
+def from_json(record: Mapping[str, Any]) -> Measured:
+    """Return the inverse of to_json. Raise KeyError, TypeError or ValueError for anything else."""
+    by_rank: dict[int, tuple[Unit, ...]] = {}
+    for entry in record["units"] or ():
+        units = tuple(Unit(**{**one, "parameters": tuple(one["parameters"])}) for one in entry["units"])
+        by_rank |= dict.fromkeys(entry["ranks"], units)
+    observed = None if record["units"] is None else dict(sorted(by_rank.items()))
+    return Measured(**{**record, "units": observed, "flat_order": tuple(record["flat_order"])})
