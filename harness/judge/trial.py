@@ -33,20 +33,26 @@ from harness.spec.traits import TrainerTraits
 
 @dataclass(frozen=True)
 class Trial:
-    """One launch, and in `saved` those whose checkpoints it came from. The reference never stopped: it has all steps.
-
-    assumption: what a hypothesis assumes that is put to the test.
-    """
+    """One launch of a case, with all that checks may look at."""
 
     case: Case
+    """What is requested of this launch."""
     plan: Plan
+    """What must be true, by case and traits."""
     run: Run
+    """What the ranks of this launch left."""
     reference: ReferenceRun
+    """The same training on one device, in all steps: it never stopped. Empty for a recording and for ranks alone."""
     repeat: Run | None = None
+    """The second run of the same launch; None where the case requests one."""
     golden: Golden | None = None
+    """The accepted curves of this recipe; None where there are none."""
     golden_problem: str = ""
+    """Why the golden could not be read; empty where it could, or where none is needed."""
     saved: tuple[Trial, ...] = ()
+    """The earlier launches whose checkpoints this one continues, in their order."""
     assumption: Assumption = AS_REQUESTED
+    """What a hypothesis assumes that is put to the test."""
 
     @property
     def provided(self) -> Provided:
