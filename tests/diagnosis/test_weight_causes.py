@@ -117,7 +117,7 @@ def test_one_weight_of_one_rank_that_is_nan() -> None:
         """\
 training does not start from the seed weights in 1 of 12 parameters (norm.weight) on rank 2
   weights: rank 2, norm.weight: not finite
-  not explained: finite: rank 2, step 0, value of norm.weight: expected finite numbers, observed others
+  not explained: finite: rank 2, step 0, value of norm.weight: expected finite numbers, observed NaN or infinity
   tried: 1 hypothesis, none explains the rest
   also failing: update
   loss, gradients: equal to the reference exactly: a loss-curve test passes here
