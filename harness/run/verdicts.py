@@ -135,7 +135,7 @@ class Record:
 
 
 def begin(cases: Sequence[Case], options: Options, shard: str) -> Record:
-    record = Record(options.out, f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:6]}")
+    record = Record(options.out, f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{uuid.uuid4().hex[:6]}")
     append(record.file, {"run": record.run, "begins": beginning(cases, options, shard)})
     return record
 
