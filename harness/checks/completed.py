@@ -100,6 +100,8 @@ def _exit_finding(exit: Exit) -> Finding:
         if exit.error.startswith((ended, "exited with code"))
         else ": ".join(text for text in (ended, exit.error) if text)
     )
+    if exit.reason:
+        observed = f"{observed}; {exit.reason}"
     if exit.last_collective:
         observed += f"; last collective {exit.last_collective}"
     if reason := why(exit.error):

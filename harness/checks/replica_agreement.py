@@ -11,7 +11,7 @@ the same bytes are compared too, and so is a parameter that a wrapper was told t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from harness.evidence.summary import Summary
 from harness.evidence.text import ranks_text
 from harness.judge.finding import Finding
-from harness.judge.observed import copied, differing, replicas
+from harness.judge.observed import copied, differing, most_and_others, replicas
 from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.separate_models import joined_sets
 from harness.judge.trial import Trial
@@ -96,12 +96,12 @@ def _shared(held: Mapping[int, Mapping[str, Slice | None]]) -> dict[Replicated, 
 
 def _differing(trial: Trial, step: int, what: str, fqn: str, ranks: list[int]) -> list[Finding]:
     values = {rank: _value(trial, rank, step, what, fqn) for rank in ranks}
-    first = values[ranks[0]]
-    odd = [rank for rank in ranks[1:] if not _same_bytes(values[rank], first)]
-    if not odd:
+    pair = most_and_others({rank: _key(value) for rank, value in values.items()})
+    if pair is None:
         return []
-    other = values[odd[0]]
-    seen = None if other is None or first is None else _distance(other, first)
+    first, other = pair[0][0], pair[1][0]
+    one, another = values[first], values[other]
+    seen = None if one is None or another is None else _distance(another, one)
     return [
         Finding(
             ranks=tuple(ranks),
@@ -112,7 +112,7 @@ def _differing(trial: Trial, step: int, what: str, fqn: str, ranks: list[int]) -
             expected="the same bytes on all",
             observed=seen,
             unit="of the largest entry" if isinstance(seen, float) else "",
-            note=f"on rank {ranks[0] if first is None else odd[0]}, compared with rank {odd[0] if first is None else ranks[0]}",
+            note=f"on rank {first if one is None else other}, compared with rank {other if one is None else first}",
         )
     ]
 
@@ -121,10 +121,9 @@ def _value(trial: Trial, rank: int, step: int, what: str, fqn: str) -> np.ndarra
     return next(getattr(s, what).get(fqn) for s in trial.ranks[rank].steps if s.step == step)
 
 
-def _same_bytes(one: np.ndarray | None, other: np.ndarray | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.shape == other.shape and one.tobytes() == other.tobytes()
+def _key(value: np.ndarray | None) -> Hashable:
+    """What is equal where contents are, as digests are of a recording: shape and bytes."""
+    return ("nothing",) if value is None else (value.shape, value.tobytes())
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> str | float:

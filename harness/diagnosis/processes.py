@@ -93,9 +93,9 @@ def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
 def _how_it_ended(exit: Exit) -> str:
     ended = f"died by {exit.signal}" if exit.how == "signal" else ENDED.get(exit.how, exit.how)
     text = exit.error.removeprefix(ended).lstrip(",; ").rstrip(".")
-    own, disagrees, other = text.partition("; issued ")
-    if disagrees:  # says more than what came of it
-        return f"issued {other}, then {ended}: {own}"
+    if exit.diverged:  # says more than what came of it
+        return f"{exit.reason}, then {ended}: {text}"
+    text = "; ".join(filter(None, [text, exit.reason]))
     return f"{ended}: {text}" if text else ended
 
 

@@ -206,6 +206,10 @@ class Exit:
     """Collective that it was in, as text."""
     blamed: bool = False
     """Whether this rank caused the failure; False for ranks that only waited for it."""
+    reason: str = ""
+    """Why it is to blame, from what all ranks issued and how they ended; empty where its own error shows it."""
+    diverged: bool = False
+    """Whether the reason is a collective that differs from what other members of the group issued."""
     log: str = ""
     """Path of its log."""
     left: tuple[str, ...] = ()

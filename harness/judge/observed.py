@@ -7,6 +7,7 @@ DTensor tells it: FSDP and tensor parallelism use the same collectives.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -104,10 +105,14 @@ def _moved(groups: Iterable[str], uses: Mapping[str, list[Use]]) -> tuple[Moved,
 
 def together(summaries: Iterable[Summary], what: Callable[[Summary], H | None]) -> dict[H, list[int]]:
     """The ranks by what they have, None left out; the most first."""
+    return _grouped((summary.rank, what(summary)) for summary in summaries)
+
+
+def _grouped(pairs: Iterable[tuple[int, H | None]]) -> dict[H, list[int]]:
     found: dict[H, list[int]] = defaultdict(list)
-    for summary in summaries:
-        if (thing := what(summary)) is not None:
-            found[thing].append(summary.rank)
+    for rank, thing in pairs:
+        if thing is not None:
+            found[thing].append(rank)
     return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[1])))
 
 
@@ -135,15 +140,18 @@ def differing(families: Iterable[list[Summary]]) -> dict[int, list[tuple[list[in
     found: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
     for family in families:
         for step in sorted({step for one in family for step in one.contents if step}):
-            kinds = together(family, functools.partial(_contents, step))
-            if len(kinds) > 1:
-                most, *others = kinds.values()
-                found[step].append((most, sorted(rank for ranks in others for rank in ranks)))
+            if pair := most_and_others({one.rank: one.contents.get(step) for one in family}):
+                found[step].append(pair)
     return dict(sorted(found.items()))
 
 
-def _contents(step: int, one: Summary) -> int | None:
-    return one.contents.get(step)
+def most_and_others(keys: Mapping[int, Hashable | None]) -> tuple[list[int], list[int]] | None:
+    """Return the ranks whose contents have the most frequent key, and those with another one; None where all are alike.
+
+    keys: by rank, what is equal where contents are: bytes, or a digest. A rank without one, None, is not compared.
+    """
+    most, *others = _grouped(keys.items()).values() or [[]]
+    return (most, sorted(itertools.chain.from_iterable(others))) if others else None
 
 
 def out_of_order(summaries: Iterable[Summary]) -> list[tuple[str, tuple[int, ...]]]:

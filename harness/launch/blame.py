@@ -58,10 +58,11 @@ def judge(fates: Sequence[Fate]) -> list[Exit]:
     """One Exit per rank, the culprits blamed, with the reason."""
     blamed = culprits(fates)
     between = "" if blamed else undelivered(fates)
-    return [replace(exit_of(fate, blamed.get(fate.rank)), undelivered=between) for fate in fates]
+    diverged = bool(blamed) and blamed == disagreeing(fates)
+    return [replace(exit_of(fate, blamed.get(fate.rank), diverged), undelivered=between) for fate in fates]
 
 
-def exit_of(fate: Fate, why: str | None) -> Exit:
+def exit_of(fate: Fate, why: str | None, diverged: bool = False) -> Exit:
     """`why`: None for a rank that is not to blame, "" for one whose own error says it all."""
     how = how_it_ended(fate)
     return Exit(
@@ -69,10 +70,12 @@ def exit_of(fate: Fate, why: str | None) -> Exit:
         how=how,
         code=fate.status if fate.status is not None and fate.status >= 0 else None,
         signal=signal_name(fate.status) if how in ("signal", "killed") else None,
-        error="; ".join(filter(None, [what_happened(fate), why])),
+        error=what_happened(fate),
         stack="" if how == "ok" else render(useful(frames(fate))),
         last_collective=describe(fate.issued[-1]) if fate.issued else "",
         blamed=why is not None,
+        reason=why or "",
+        diverged=diverged and bool(why),
         log=fate.log,
         left=fate.left,
     )

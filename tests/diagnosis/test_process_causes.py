@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,7 +227,7 @@ def test_a_parameter_in_no_optimizer_is_told_by_its_gradients_that_nothing_sets_
 
 def test_a_rank_that_issues_another_collective_is_named_by_it_and_not_by_its_exception() -> None:
     other = "issued barrier #3 of group [0,1] (step 2, other, 0 B) where rank 1 issued all_reduce #3 of group [0,1]"
-    culprit = Exit(0, "raised", 1, error=f"RuntimeError: Timed out; {other}", blamed=True)
+    culprit = Exit(0, "raised", 1, error="RuntimeError: Timed out", blamed=True, reason=other, diverged=True)
     waiting = Exit(1, "raised", 1, error="RuntimeError: Connection closed by peer")
     expect_first(
         with_exits(trial_of(tiny_case("fsdp_2")), culprit, waiting),
@@ -305,12 +306,13 @@ def test_steps_that_a_resumed_launch_left_out_are_told_with_those_it_was_request
 
 
 def test_how_a_rank_ended_is_told_without_its_full_stop_and_first_what_it_issued() -> None:
-    def ended(error: str) -> str:
-        exits = (Exit(0, "raised", 1, error=error, blamed=True), *DDP_2.run.exits[1:])
+    def ended(error: str, **why: Any) -> str:
+        exits = (Exit(0, "raised", 1, error=error, blamed=True, **why), *DDP_2.run.exits[1:])
         return seen_text(process_failed, replace(DDP_2, run=replace(DDP_2.run, exits=exits)))
 
     assert ended("ValueError: X.") == "rank 0 raised: ValueError: X"
-    assert ended("lost; issued a; issued b") == "rank 0 issued a; issued b, then raised: lost"
+    assert ended("lost", reason="issued a", diverged=True) == "rank 0 issued a, then raised: lost"
+    assert ended("lost", reason="the first to fail") == "rank 0 raised: lost; the first to fail"
 
 
 def test_the_last_collectives_of_two_culprits_are_told() -> None:

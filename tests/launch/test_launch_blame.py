@@ -39,7 +39,7 @@ WAITING_FOR_A_QUEUE = dump("/usr/lib/python3.11/threading.py:327:wait", "/t/data
 
 
 def blamed(*fates: Fate) -> dict[int, str]:
-    return {exit.rank: exit.error for exit in judge(fates) if exit.blamed}
+    return {exit.rank: "; ".join(filter(None, (exit.error, exit.reason))) for exit in judge(fates) if exit.blamed}
 
 
 def test_nobody_is_blamed_when_all_is_well():
@@ -113,7 +113,7 @@ def test_in_a_hang_the_rank_whose_sequence_lags_is_blamed():
         ("killed", "SIGKILL", True, "all_reduce #2 of group [0,1] (step 2, backward, 16 B)"),
     ]
     waited = "rank 0 waited for it in all_reduce #3 of group [0,1] (step 2, backward, 16 B)"
-    assert [exit.error for exit in exits] == [LIMIT, f"{LIMIT}; {waited}"]
+    assert [(exit.error, exit.reason) for exit in exits] == [(LIMIT, ""), (LIMIT, waited)]
 
 
 def test_a_rank_that_lags_because_it_waits_for_another_is_a_victim():
@@ -182,7 +182,7 @@ def test_a_rank_that_exited_0_one_step_early_is_blamed():
     stayed = Fate(0, 1, failure=failure(RESET), issued=(all_reduce(2),))
     left = judge([stayed, Fate(1, 0, ended=1.0, issued=(all_reduce(1),))])[1]
     told = "exited while rank 0 waited for it in all_reduce #2 of group [0,1] (step 2, backward, 16 B)"
-    assert (left.how, left.blamed, left.error) == ("ok", True, told)
+    assert (left.how, left.blamed, left.reason) == ("ok", True, told)
 
 
 def test_a_rank_that_exited_0_early_is_blamed_also_without_a_record_of_collectives():
