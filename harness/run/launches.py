@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import shlex
 import time
@@ -170,10 +171,20 @@ def _wanted(case: Case, folder: Path, weights: Path, options: Options) -> dict[s
         "weights": str(weights.resolve()),
         "device": options.device,
         "fault": options.fault,
-        "compile_cache": str((options.out / ".inductor").resolve()) if case.features.compile else None,
+        "compile_cache": _compile_cache(case, options.out) if case.features.compile else None,
         "directory": str(folder.resolve()),
         "checkpoints": str(folder.resolve().with_name(CHECKPOINT)),
     }
+
+
+def _compile_cache(case: Case, out: Path) -> str:
+    """Return the folder of compiled code, which cases with the same features share.
+
+    torch's keys do not contain all that a trainer chooses while a graph is traced, as
+    upstream_bugs/compile_cache_ignores_cp_rotation.py shows.
+    """
+    features = hashlib.sha256(repr(case.features).encode()).hexdigest()[:12]
+    return str((out / ".inductor" / features).resolve())
 
 
 def _slots(case: Case, options: Options) -> int | None:
