@@ -62,6 +62,7 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
         "host": "h",
         "last": None,
         "joined": None,
+        "reached": None,
         "launch": "",
     }
     plain["steps_seen"] = 3

@@ -16,7 +16,7 @@ import numpy as np
 
 from harness.evidence.alike import alike, lines_through
 from harness.evidence.keys import number, ranks_key
-from harness.evidence.recording import Fed, Last, RankRecord
+from harness.evidence.recording import Fed, Last, RankRecord, Reached
 from harness.evidence.records import BACKGROUND, Collective, RankEvidence, TensorEvidence
 
 INSIDE = ("forward", "backward", "pipeline")
@@ -124,9 +124,13 @@ class Summary:
     failed: tuple[str, ...] = ()
     idle_steps: tuple[int, ...] = ()
     launch: str = ""  # the id of the recording
+    reached: Reached | None = None  # how far the rank came
 
 
-COPIED = ("ended", "error", "host", "steps_seen", "last", "parts", "optimizers", "argv", "left_out", "failed", "own")
+COPIED = (
+    *("ended", "error", "host", "steps_seen", "last", "reached", "parts", "optimizers", "argv", "left_out", "failed"),
+    "own",
+)
 """What a summary has of the record as it is."""
 
 
@@ -176,8 +180,8 @@ def _model(record: RankRecord) -> dict[str, Any]:
 def _steps(record: RankRecord) -> dict[str, Any]:
     """What is compared in every step that was recorded."""
     places = claimed_places(record.evidence)
-    told = {fqn for fqn, *_ in places} or {tensor.fqn for tensor in record.evidence.parameters}
-    held = {s.step: sorted((fqn, value) for fqn, value in s.digests.items() if fqn in told) for s in record.steps}
+    of = {fqn for fqn, *_ in places} or {tensor.fqn for tensor in record.evidence.parameters}
+    held = {s.step: sorted((fqn, value) for fqn, value in s.digests.items() if fqn in of) for s in record.steps}
     return {
         "slices": number(places) if places else 0,
         "contents": {step: number(values) for step, values in held.items() if values},
@@ -306,10 +310,6 @@ def _array(mesh: Any) -> np.ndarray:
     return _looked_up(mesh)[1]
 
 
-def _members(mesh: Any) -> int:
-    return _looked_up(mesh)[2]
-
-
 def placement_text(tensor: TensorEvidence) -> str:
     """ "Replicate over 2, Shard(0) over 8"; "plain"."""
     if tensor.mesh is None:
@@ -346,7 +346,7 @@ def _place(rank: int, tensor: TensorEvidence) -> tuple[Any, ...] | None:
     cut = [(kind, n, i) for kind, n, i in zip(tensor.placements, mesh.shape, at, strict=True) if n > 1]
     if any(kind == "Partial" for kind, _, _ in cut):
         return None
-    return (_members(tensor.mesh), *(one for one in cut if one[0] != "Replicate"))
+    return (_looked_up(tensor.mesh)[2], *(one for one in cut if one[0] != "Replicate"))
 
 
 def roles(evidence: RankEvidence) -> dict[str, str]:
@@ -376,9 +376,8 @@ def copies(record: RankRecord) -> dict[str, dict[int, int]]:
                 copied[ranks].add(tensor.fqn)
     found: dict[str, dict[int, int]] = {}
     for ranks in sorted(cut.intersection(copied)):
-        told = {
-            s.step: sorted((f, value) for f, value in s.digests.items() if f in copied[ranks]) for s in record.steps
-        }
+        of = copied[ranks]
+        told = {s.step: sorted((f, value) for f, value in s.digests.items() if f in of) for s in record.steps}
         found[ranks] = {step: number(values) for step, values in told.items() if values}
     return found
 

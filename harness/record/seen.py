@@ -182,6 +182,7 @@ class Seen:
             step.lr = float(optimizer.param_groups[0]["lr"])
         if not (stepped := self._optimizers.ended(optimizer)):
             return
+        self._layout = self._layout_now()  # a script may give up its model before it ends
         self._note_contents(self._clock.step, stepped)
         step.read_late = not step.digests
         step.memory["parameters"] = held_bytes(p for _, p in sharded_parameters(self.parts))

@@ -105,9 +105,18 @@ def _ended(recording: Recording) -> list[Odd]:
     rows = [*own, *(row for row in ends if row not in waited), *lost, *waited]
     unheard = _grouped({rank: text for rank, text in told.items() if rank not in recording.exits})
     rows += [Odd.on("ENDED UNHEARD", ranks, f"{some_ranks(ranks)}, {text}") for text, ranks in unheard[:4]]
+    rows += _reached(recording) if rows else []
     if recording.code and recording.summaries and not rows:
         rows.append(Odd("ENDED", f"the command, with {exit_text(recording.code)}; no rank is known to have ended so"))
     return rows
+
+
+def _reached(recording: Recording) -> list[Odd]:
+    """How far ranks came, of a job that did not end well: the fewest ranks first."""
+    told = {rank: one.reached.text for rank, one in recording.summaries.items() if one.reached is not None}
+    came = _grouped(told)
+    steps = {text: one.reached.step for one in recording.summaries.values() if one.reached and (text := told[one.rank])}
+    return [Odd.on("REACHED", ranks, f"{some_ranks(ranks)}: {text}", steps[text]) for text, ranks in came[:4]]
 
 
 def _how(recording: Recording, rank: int) -> str:

@@ -79,7 +79,7 @@ def facts(recording: Recording, summaries: Sequence[Summary], *, with_layout: bo
     return [
         ("command", _command(recording.command or " ".join(summaries[0].argv))),
         ("model", _model(summaries)),
-        *(_step(summaries) if stepped else [("steps", "none was recorded from its beginning to its end")]),
+        *(_step(summaries) if stepped else [("steps", _no_steps(summaries))]),
         ("parameters", _placements(summaries)),
         ("contents", _contents(summaries)),
         *_fed(summaries),
@@ -95,6 +95,12 @@ def _step(summaries: Sequence[Summary]) -> Rows:
     inside = list(_axes(axes(summaries))) or _no_axes(summaries)
     outside = (*outside_rows(summaries, groups_text), *background_rows(summaries, groups_text))
     return [*inside, *outside, *_idle(summaries)]
+
+
+def _no_steps(summaries: Sequence[Summary]) -> str:
+    none = "none was recorded from its beginning to its end"
+    needs = "; a step ends where an optimizer that derives from torch.optim.Optimizer has stepped"
+    return none + needs * all(not one.steps_seen and one.ended == "ok" for one in summaries)
 
 
 def _command(command: str, most: int = 150) -> str:
