@@ -18,6 +18,7 @@ from harness.evidence.alike import alike, lines_through
 from harness.evidence.keys import number, ranks_key
 from harness.evidence.recording import Fed, Last, RankRecord, Reached
 from harness.evidence.records import BACKGROUND, Collective, RankEvidence, TensorEvidence
+from harness.evidence.unclaimed import unclaimed
 
 INSIDE = ("forward", "backward", "pipeline")
 POINT_TO_POINT = ("send", "recv")
@@ -125,6 +126,8 @@ class Summary:
     idle_steps: tuple[int, ...] = ()
     launch: str = ""  # the id of the recording
     reached: Reached | None = None  # how far the rank came
+    hooks: tuple[str, ...] = ()  # DDP's communication hooks
+    unclaimed: dict[str, tuple[int, int]] = field(default_factory=dict)  # as evidence.unclaimed has it
 
 
 COPIED = (
@@ -151,6 +154,8 @@ def summary_of(record: RankRecord, *, places: bool = True) -> Summary:
         ignored=ignored(record),
         joined=evidence.joined,
         launch=evidence.launch,
+        hooks=tuple(sorted({wrapper.comm_hook for wrapper in evidence.structure.values()} - {""})),
+        unclaimed=unclaimed(record),
         idle_steps=idle_steps(record),
         outside=outside(evidence, whole_steps(record)),
         whole=whole_steps(record),
@@ -306,15 +311,11 @@ def _looked_up(mesh: Any) -> tuple[Any, np.ndarray, int]:
     return _known[id(mesh)]
 
 
-def _array(mesh: Any) -> np.ndarray:
-    return _looked_up(mesh)[1]
-
-
 def placement_text(tensor: TensorEvidence) -> str:
     """ "Replicate over 2, Shard(0) over 8"; "plain"."""
     if tensor.mesh is None:
         return "plain"
-    degrees = _array(tensor.mesh).shape
+    degrees = _looked_up(tensor.mesh)[1].shape
     texts = [f"{kind} over {n}" for kind, n in zip(tensor.placements, degrees, strict=True) if n > 1]
     return ", ".join(texts) or "on one rank"
 
@@ -339,7 +340,7 @@ def claimed_places(evidence: RankEvidence) -> list[tuple[Any, ...]]:
 
 def _place(rank: int, tensor: TensorEvidence) -> tuple[Any, ...] | None:
     """The mesh, and by sharded axis of it how the tensor is cut, in how many parts, and which one this is."""
-    mesh = _array(tensor.mesh)
+    mesh = _looked_up(tensor.mesh)[1]
     if rank not in mesh:
         return None
     at = [int(index) for index in np.argwhere(mesh == rank)[0]]
@@ -392,7 +393,7 @@ def ignored(record: RankRecord) -> dict[str, dict[int, int]]:
 
 def _lines(rank: int, tensor: TensorEvidence) -> list[tuple[str, str]]:
     """Of each axis of its mesh, the placement and the ranks along it."""
-    mesh = _array(tensor.mesh if tensor.mesh is not None else NOWHERE)
+    mesh = _looked_up(tensor.mesh if tensor.mesh is not None else NOWHERE)[1]
     if rank not in mesh:
         return []
     named = zip(tensor.placements, lines_through(rank, mesh), strict=True)

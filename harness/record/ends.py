@@ -114,7 +114,7 @@ class Ends:
                     (self._directory / "processes" / f"{os.uname().nodename}-{child.pid}.code").write_text(str(code))
             return code
 
-        popen_fork.Popen.poll = polled  # type: ignore[method-assign]
+        popen_fork.Popen.poll = polled  # type: ignore[method-assign,assignment]
 
 
 def _handled() -> BaseException | None:

@@ -192,6 +192,7 @@ class Recorder:
     def _between_steps(self) -> None:
         if self.clock.step and not self._saved:
             self.seen.step_is_over()
+            self._timed(self.seen.read_again)
             self._timed(self.seen.see_what_was_left)
             self._timed(self.save)
 
@@ -219,6 +220,8 @@ class Recorder:
         """With the process."""
         if self.seen.classes and self.seen.pid == os.getpid():
             self.ended = "raised" if self.ends.error else "ok"
+            if self.ended == "ok":
+                self._timed(self.seen.read_again)
             self.save()
         elif self.ends.error and not self.seen.classes:
             raised_early(self.directory, self.ends.error)

@@ -242,3 +242,33 @@ def test_without_an_optimizer_what_the_recorder_needs_is_the_reason(
     assert main(words) == 2
     printed = " ".join(capsys.readouterr().out.split())
     assert "torch.optim.Optimizer" in printed and "see `completed`" not in printed
+
+
+AVERAGES = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= 2
+dist.destroy_process_group()
+"""
+
+
+def test_parameters_that_are_averaged_after_the_optimizers_step_are_read_as_the_next_step_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(AVERAGES)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert main(["record", "-o", "out", "--layout", "dp_replicate=2", "--", *torchrun, "train.py"]) == 0
+    one, other = load_recording(Path("out")).summaries.values()
+    assert one.contents == other.contents
+    assert len({*one.contents.values()}) == 4
