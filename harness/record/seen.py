@@ -227,7 +227,7 @@ class Seen:
         Of sharded ones the optimizer's step has the last word."""
         last = self._clock.finished
         step = self._steps.get(last)
-        if step is None or not step.digests or any(not w.kind.startswith(REPLICATED) for w in self._layout[1].values()):
+        if step is None or not step.stepped or any(not w.kind.startswith(REPLICATED) for w in self._layout[1].values()):
             return
         calls = (
             call for call in self._collectives.records[step.issued :] if (call.step, call.phase) == (last, "other")
