@@ -34,6 +34,7 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
         "copies",
         "tokens",
         "ignored",
+        "unclaimed",
     )
     plain |= {name: {} for name in tables}
     plain |= {
@@ -52,6 +53,7 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
             "background",
             "idle_steps",
             "places",
+            "hooks",
         )
     }
     plain |= {
@@ -62,6 +64,7 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
         "host": "h",
         "last": None,
         "joined": None,
+        "reached": None,
         "launch": "",
     }
     plain["steps_seen"] = 3

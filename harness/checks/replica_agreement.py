@@ -19,6 +19,7 @@ import numpy as np
 from harness.evidence.summary import Summary
 from harness.evidence.text import ranks_text
 from harness.judge.finding import Finding
+from harness.judge.local_training import hook_of, not_averaged
 from harness.judge.observed import copied, differing, most_and_others, replicas
 from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.separate_models import joined_sets
@@ -146,12 +147,21 @@ UNSTEPPED = "no parameter was read after a step: no step of an optimizer was ove
 def _by_digests(trial: Trial) -> Result:
     summaries, dims = trial.glances, trial.plan.dims
     apart, compared = _ignored_replicas(summaries, dims)
-    families = [*replicas(summaries), *copied(summaries), *_replicas_by_layout(summaries, dims)]
+    claimed = replicas(summaries)
+    if local := not_averaged(claimed):
+        ranks = ranks_text(tuple(one.rank for one in local[0]))
+        told = (
+            f"ranks {ranks} train locally by {hook_of(local[0])}, and no recorded step leaves them the same bytes again"
+        )
+        return Result("replica_agreement", Verdict.UNKNOWN, note=told)
+    own = [family for family in claimed if not hook_of(family)]
+    averaged_again = len(claimed) - len(own)
+    families = [*own, *copied(summaries), *_replicas_by_layout(summaries, dims)]
     if others := _other_parameters(trial):
         told = f"ranks {ranks_text(others)} are replicas by the layout but have other parameters, as pipeline stages do"
         return Result("replica_agreement", Verdict.UNKNOWN, note=told)
     parted = _parted_replicas(trial)
-    if not families and not compared and not parted:
+    if not families and not compared and not parted and not averaged_again:
         none = "no two ranks claim the same parts of all parameters"
         return not_applicable("replica_agreement", f"{none}, or are replicas by the layout and began alike")
     findings = [
@@ -165,7 +175,7 @@ def _by_digests(trial: Trial) -> Result:
         for step, pairs in differing(families).items()
         for most, others in pairs
     ]
-    examined = compared + _compared(families) + len(parted)
+    examined = compared + _compared(families) + len(parted) + averaged_again
     if not examined and any(one.shown and 0 in one.contents for one in summaries):
         stepped = any(one.optimizers for one in summaries)
         return Result("replica_agreement", Verdict.UNKNOWN, note=UNREAD if stepped else UNSTEPPED)

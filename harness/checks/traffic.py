@@ -10,11 +10,14 @@ Inside of a pass no rank waits at a barrier.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import Any
 
 from harness.evidence.records import RankEvidence
+from harness.evidence.text import bytes_text
 from harness.judge import after_evaluation
 from harness.judge.finding import Finding, Limit
+from harness.judge.kept_alike import first_difference, moves_in_step
 from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.traffic import (
     INSIDE,
@@ -79,8 +82,24 @@ def _at_least(trial: Trial) -> Result:
             seen |= _by_evaluation(trial, rank, step, wanted, seen)
             examined += len(wanted)
             seen |= {key: count for key, count in wanted.items() if seen.get(key, 0) > count}
-            findings += _compare(trial, rank, step, wanted, {key: seen.get(key, 0) for key in wanted})
+            lacking = _compare(trial, rank, step, wanted, {key: seen.get(key, 0) for key in wanted})
+            findings += [one for found in lacking for one in _by_optimizer(trial, rank, found)]
     return verdict_of("traffic", findings, examined, note="at least what the layout needs is moved; more is not judged")
+
+
+def _by_optimizer(trial: Trial, rank: int, lacking: Finding) -> list[Finding]:
+    """Return nothing for replicas that no sum of gradients joins, if their optimizer's step moves something and leaves them the
+    same bytes; else the finding."""
+    step, group = lacking.step or 0, lacking.group
+    moved = moves_in_step(trial, rank, step, group)
+    if lacking.axis != "dp_replicate" or lacking.phase != "backward" or not moved:
+        return [lacking]
+    differ = first_difference(trial, group)
+    if differ == 0:
+        return []
+    said = "was not read" if differ is None else f"differs after step {differ}"
+    note = f"the optimizer's step moves {bytes_text(moved)} over these ranks, and what they hold {said}"
+    return [replace(lacking, note="; ".join(filter(None, (lacking.note, note))))]
 
 
 def _allowed(trial: Trial, rank: int) -> dict[Key, int]:

@@ -8,8 +8,8 @@ import numpy as np
 
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.result import Line, Result
+from harness.judge.traffic import OF_PARAMETERS, observed_outside
 from harness.judge.traffic import observed as observed_traffic
-from harness.judge.traffic import observed_outside
 from harness.judge.trial import Trial
 from harness.plan.plan import Plan
 from harness.plan.traffic.flow import OUTSIDE, Flow
@@ -106,10 +106,12 @@ def finding_line(result: Result) -> Line:
 
 def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
     """The first rank's planned flows that did not happen as planned, in the first step; of a recorded job, that moved less."""
-    rank, least = min(trial.ranks), "" if "declared" in trial.run.provided else "at least "
+    declared = "declared" in trial.run.provided
+    rank, least = min(trial.ranks), "" if declared else "at least "
+    planned = (flow for flow in trial.plan.flows[rank] if declared or flow.role in OF_PARAMETERS)
     seen = observed_traffic(trial, trial.ranks[rank], trial.first_step)
     outside = observed_outside(trial.ranks[rank], trial.first_step)
-    for (axis, op, phase), flows in _by_collective(trial.plan.flows[rank]).items():
+    for (axis, op, phase), flows in _by_collective(planned).items():
         key, wanted = (trial.plan.group_of(rank, axis), op, phase), sum(flow.bytes for flow in flows)
         moved = seen.get(key, 0) if phase != OUTSIDE else min(wanted, outside.get(key, 0))
         enough = moved == wanted or (least and moved > wanted)

@@ -26,6 +26,8 @@ from harness.evidence.store import EvidenceError, decoded_without_values, encode
 from harness.evidence.whole_file import whole_file
 
 S = TypeVar("S")
+PAGE, SECOND_PART = 4096, 3072
+"""Bytes of the file that a killed process leaves: the last collective, and from this place how far it came."""
 RANKS = 2**20  # of any job, and steps that are named as one range
 
 
@@ -66,6 +68,24 @@ class Last:
 
 
 @dataclass(frozen=True)
+class Reached:
+    """How far a rank came."""
+
+    step: int
+    """The training step, 0 before the first."""
+    phase: str
+    """"forward", "backward", "optimizer" or "evaluation": the last one that it began."""
+    over: bool = False
+    """Whether that one ended."""
+
+    @property
+    def text(self) -> str:
+        """In the optimizer's step of step 1; after backward of step 3."""
+        phase = "the optimizer's step" if self.phase == "optimizer" else self.phase
+        return f"{'after' if self.over else 'in'} {phase} of step {self.step}"
+
+
+@dataclass(frozen=True)
 class RankRecord:
     """evidence: without values. parts: the classes of its models; left_out: models that are not recorded, and why. failed: what
     the recorder itself raised, after which it records nothing more. optimizers: each in one line. stepped: parameters that an
@@ -87,6 +107,7 @@ class RankRecord:
     last: Last | None = None
     host: str = ""
     own: float = 0.0
+    reached: Reached | None = None  # as it was saved
 
 
 def record_file(directory: Path, rank: int) -> Path:

@@ -16,8 +16,9 @@ import numpy as np
 
 from harness.evidence.alike import alike, lines_through
 from harness.evidence.keys import number, ranks_key
-from harness.evidence.recording import Fed, Last, RankRecord
+from harness.evidence.recording import Fed, Last, RankRecord, Reached
 from harness.evidence.records import BACKGROUND, Collective, RankEvidence, TensorEvidence
+from harness.evidence.unclaimed import unclaimed
 
 INSIDE = ("forward", "backward", "pipeline")
 POINT_TO_POINT = ("send", "recv")
@@ -124,9 +125,15 @@ class Summary:
     failed: tuple[str, ...] = ()
     idle_steps: tuple[int, ...] = ()
     launch: str = ""  # the id of the recording
+    reached: Reached | None = None  # how far the rank came
+    hooks: tuple[str, ...] = ()  # DDP's communication hooks
+    unclaimed: dict[str, tuple[int, int]] = field(default_factory=dict)  # as evidence.unclaimed has it
 
 
-COPIED = ("ended", "error", "host", "steps_seen", "last", "parts", "optimizers", "argv", "left_out", "failed", "own")
+COPIED = (
+    *("ended", "error", "host", "steps_seen", "last", "reached", "parts", "optimizers", "argv", "left_out", "failed"),
+    "own",
+)
 """What a summary has of the record as it is."""
 
 
@@ -147,6 +154,8 @@ def summary_of(record: RankRecord, *, places: bool = True) -> Summary:
         ignored=ignored(record),
         joined=evidence.joined,
         launch=evidence.launch,
+        hooks=tuple(sorted({wrapper.comm_hook for wrapper in evidence.structure.values()} - {""})),
+        unclaimed=unclaimed(record),
         idle_steps=idle_steps(record),
         outside=outside(evidence, whole_steps(record)),
         whole=whole_steps(record),
@@ -176,8 +185,8 @@ def _model(record: RankRecord) -> dict[str, Any]:
 def _steps(record: RankRecord) -> dict[str, Any]:
     """What is compared in every step that was recorded."""
     places = claimed_places(record.evidence)
-    told = {fqn for fqn, *_ in places} or {tensor.fqn for tensor in record.evidence.parameters}
-    held = {s.step: sorted((fqn, value) for fqn, value in s.digests.items() if fqn in told) for s in record.steps}
+    of = {fqn for fqn, *_ in places} or {tensor.fqn for tensor in record.evidence.parameters}
+    held = {s.step: sorted((fqn, value) for fqn, value in s.digests.items() if fqn in of) for s in record.steps}
     return {
         "slices": number(places) if places else 0,
         "contents": {step: number(values) for step, values in held.items() if values},
@@ -302,19 +311,11 @@ def _looked_up(mesh: Any) -> tuple[Any, np.ndarray, int]:
     return _known[id(mesh)]
 
 
-def _array(mesh: Any) -> np.ndarray:
-    return _looked_up(mesh)[1]
-
-
-def _members(mesh: Any) -> int:
-    return _looked_up(mesh)[2]
-
-
 def placement_text(tensor: TensorEvidence) -> str:
     """ "Replicate over 2, Shard(0) over 8"; "plain"."""
     if tensor.mesh is None:
         return "plain"
-    degrees = _array(tensor.mesh).shape
+    degrees = _looked_up(tensor.mesh)[1].shape
     texts = [f"{kind} over {n}" for kind, n in zip(tensor.placements, degrees, strict=True) if n > 1]
     return ", ".join(texts) or "on one rank"
 
@@ -339,14 +340,14 @@ def claimed_places(evidence: RankEvidence) -> list[tuple[Any, ...]]:
 
 def _place(rank: int, tensor: TensorEvidence) -> tuple[Any, ...] | None:
     """The mesh, and by sharded axis of it how the tensor is cut, in how many parts, and which one this is."""
-    mesh = _array(tensor.mesh)
+    mesh = _looked_up(tensor.mesh)[1]
     if rank not in mesh:
         return None
     at = [int(index) for index in np.argwhere(mesh == rank)[0]]
     cut = [(kind, n, i) for kind, n, i in zip(tensor.placements, mesh.shape, at, strict=True) if n > 1]
     if any(kind == "Partial" for kind, _, _ in cut):
         return None
-    return (_members(tensor.mesh), *(one for one in cut if one[0] != "Replicate"))
+    return (_looked_up(tensor.mesh)[2], *(one for one in cut if one[0] != "Replicate"))
 
 
 def roles(evidence: RankEvidence) -> dict[str, str]:
@@ -376,9 +377,8 @@ def copies(record: RankRecord) -> dict[str, dict[int, int]]:
                 copied[ranks].add(tensor.fqn)
     found: dict[str, dict[int, int]] = {}
     for ranks in sorted(cut.intersection(copied)):
-        told = {
-            s.step: sorted((f, value) for f, value in s.digests.items() if f in copied[ranks]) for s in record.steps
-        }
+        of = copied[ranks]
+        told = {s.step: sorted((f, value) for f, value in s.digests.items() if f in of) for s in record.steps}
         found[ranks] = {step: number(values) for step, values in told.items() if values}
     return found
 
@@ -393,7 +393,7 @@ def ignored(record: RankRecord) -> dict[str, dict[int, int]]:
 
 def _lines(rank: int, tensor: TensorEvidence) -> list[tuple[str, str]]:
     """Of each axis of its mesh, the placement and the ranks along it."""
-    mesh = _array(tensor.mesh if tensor.mesh is not None else NOWHERE)
+    mesh = _looked_up(tensor.mesh if tensor.mesh is not None else NOWHERE)[1]
     if rank not in mesh:
         return []
     named = zip(tensor.placements, lines_through(rank, mesh), strict=True)

@@ -198,7 +198,7 @@ def odd_ranks(summaries: Iterable[Summary]) -> list[Odd]:
     told: list[tuple[str, Callable[[Summary], str | None]]] = [
         *((name, functools.partial(_of, "settings", name)) for name in switches),
         *((f"{name}'s version", functools.partial(_of, "versions", name)) for name in ("torch", "python")),
-        ("optimizer", lambda one: ", ".join(sorted({text.partition("(")[0] for text in one.optimizers}))),
+        ("optimizer", lambda one: ", ".join(sorted({text.partition("(")[0] for text in one.optimizers})) or None),
         ("steps", lambda one: str(one.steps_seen) if one.ended == "ok" and not uneven else None),
     ]
     for what, read in told:

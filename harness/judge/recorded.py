@@ -36,6 +36,7 @@ from harness.spec.traits import TrainerTraits
 
 NO_REFERENCE = ReferenceRun({}, (), (), (), np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64))
 FREED = "parameters have no elements before the first pass, as under ZeRO-3: where they lie was not seen"
+NO_OPTIMIZER = "no step was seen: a step ends where a torch.optim.Optimizer has stepped, and none did"
 CUT = "{} degree above 1: what a rank holds of a parameter is not derived"
 
 
@@ -96,11 +97,18 @@ def _provided(
         found = found.without((word,), why) if why else found
     if why := _claims_not_seen(case, ranks, records):
         found = found.without(("claims",), why, unknown=True)
+    if records and all(_stepped_nothing(record) for record in records.values()):
+        found = found.unseen(NO_OPTIMIZER).without(("contents",), NO_OPTIMIZER, unknown=True)
     if partial := not_recorded(summaries):
         found = found.without(("sizes",), partial, unknown=True).only_partly(("claims", "slices", "contents"), partial)
     if failed := recorder_failed(summaries):
         found = found.unseen(failed).only_partly(found.singly, failed)
     return found
+
+
+def _stepped_nothing(record: RankRecord) -> bool:
+    """Whether a rank trained to its end, and the recorder saw the end of no step."""
+    return record.ended == "ok" and not record.evidence.steps and not record.steps_seen
 
 
 def _plan(case: Case, traits: TrainerTraits, ignored: set[str]) -> Plan:

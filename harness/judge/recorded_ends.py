@@ -45,14 +45,19 @@ def _exit(rank: int, left: Summary | None, recording: Recording) -> Exit:
         signal, last = exit_text(code), _last(rank, recording)
         if only_waited(recording, rank):
             return Exit(rank, "killed", signal=signal, error=f"{signal} after another had ended", last_collective=last)
-        return Exit(rank, "signal", signal=signal, last_collective=last, blamed=True)
+        return Exit(rank, "signal", signal=signal, error=_reached(left), last_collective=last, blamed=True)
     if code:
         return Exit(rank, "raised", code, error=f"exited with code {code}", blamed=True)
     if left is None:
         return Exit(rank, "lost", error="it left no evidence")
     if left.ended or code == 0 or recording.code == 0:
         return Exit(rank, "ok", 0)
-    return Exit(rank, "killed", error=NOTHING_HEARD, last_collective=_last(rank, recording))
+    how = ", ".join(filter(None, (NOTHING_HEARD, _reached(left))))
+    return Exit(rank, "killed", error=how, last_collective=_last(rank, recording))
+
+
+def _reached(left: Summary | None) -> str:
+    return left.reached.text if left is not None and left.reached is not None else ""
 
 
 def _last(rank: int, recording: Recording) -> str:

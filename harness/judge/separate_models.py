@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from harness.evidence.keys import ranks_of
 from harness.evidence.summary import Outside, Summary, Use
+from harness.judge.local_training import hook_of
 
 LEAST = 100  # a hundredth of the bytes of a rank's parameters: gradients may move compressed, and some of them only
 
@@ -31,7 +32,7 @@ def separate_models(summaries: Sequence[Summary]) -> Separate | None:
     """None as well where some rank left no step, for nobody knows what it did."""
     sets = joined_sets(summaries)
     home = {rank: number for number, ranks in enumerate(sets) for rank in ranks}
-    for family in _alike_at_first(summaries):
+    for family in (ranks for ranks in _alike_at_first(summaries) if not hook_of(ranks)):
         steps = set.intersection(*({step for step in one.contents if step} for one in family))
         last = max(steps, default=0)
         if (

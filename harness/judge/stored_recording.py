@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from harness.evidence.keys import ranks_of
 from harness.evidence.reading import read_json
-from harness.evidence.recording import RANKS, Last, load_summary, record_file
+from harness.evidence.recording import RANKS, SECOND_PART, Last, Reached, load_summary, record_file
 from harness.evidence.store import EvidenceError
 from harness.evidence.summary import Summary
 from harness.record.injection import PROCESSES
@@ -57,7 +58,7 @@ def load_recording(directory: Path) -> Recording:
             if one.launch != (launch := told.get("launch", launch or one.launch)):
                 ids = f"{one.launch or 'none'}, the recording is {launch or 'none'}"
                 raise EvidenceError(f"{file}: belongs to another recording (it is of {ids}); record the job again")
-            summaries[one.rank] = one
+            summaries[one.rank] = _as_it_ended(directory, one)
         except EvidenceError as error:
             unreadable[int(file.stem.removeprefix("rank_"))] = str(error)
     last = {rank: found for rank, one in summaries.items() if not one.ended and (found := _trace(directory, one))}
@@ -99,13 +100,26 @@ def only_waited(recording: Recording, rank: int) -> bool:
 
 
 def _exits(folder: Path) -> dict[int, int]:
-    """What ranks left as they ended, and the launchers that waited for them."""
-    found: dict[int, int] = {}
+    """What ranks left as they ended, and the launchers and parents that waited for them."""
+    found = _exits_of_children(folder)
     for file in sorted(folder.glob("*.ends")):
         try:
             found |= {int(rank): int(code) for rank, code in read_json(file).items()}
         except (OSError, ValueError) as error:
             raise EvidenceError(f"{file}: damaged ({error}); record the job again") from error
+    return found
+
+
+def _exits_of_children(folder: Path) -> dict[int, int]:
+    """Of ranks that multiprocessing started. After a restart the last process is the rank's."""
+    found = {}
+    claims = (file for file in folder.glob("rank_*.*") if file.suffix[1:].isdecimal())
+    for file in sorted(claims, key=lambda file: int(file.suffix[1:])):
+        rank = int(file.stem.removeprefix("rank_"))
+        try:
+            found[rank] = int((folder / f"{file.read_text()}.code").read_text())
+        except (OSError, ValueError):  # nobody waited for it
+            found.pop(rank, None)
     return found
 
 
@@ -118,11 +132,25 @@ def _started(directory: Path) -> dict[str, Any]:
         raise EvidenceError(f"{directory / STARTED}: damaged ({error}); record the job again") from error
 
 
+def _as_it_ended(directory: Path, one: Summary) -> Summary:
+    """With what a rank left later than its record: the error with which os._exit was called, and how far it came."""
+    if one.ended:
+        return one
+    error, reached = directory / PROCESSES / f"rank_{one.rank:05d}.error", one.reached
+    with contextlib.suppress(OSError, ValueError, TypeError):  # it was killed before it wrote, or as it did
+        reached = Reached(*json.loads(_page(directory, one)[SECOND_PART:].split(b"\n")[0]))
+    one = replace(one, reached=reached)
+    return replace(one, ended="raised", error=error.read_text()) if error.exists() else one
+
+
+def _page(directory: Path, one: Summary) -> bytes:
+    return (directory / "ranks" / f"rank_{one.rank:05d}.last").read_bytes()
+
+
 def _trace(directory: Path, one: Summary) -> Last | None:
     """What a killed process left of its last collective, later than its record."""
-    file = directory / "ranks" / f"rank_{one.rank:05d}.last"
     try:
-        op, group, place, step, phase = json.loads(file.read_bytes().split(b"\n")[0])
+        op, group, place, step, phase = json.loads(_page(directory, one)[:SECOND_PART].split(b"\n")[0])
     except (OSError, ValueError):  # it had not got so far, or was killed as it wrote
         return one.last
     ranks = next((i.ranks for i in one.issued if i.group == group), "")

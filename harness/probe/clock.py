@@ -36,6 +36,11 @@ class Account:
         return self.step == step and self.kind == "training"
 
 
+def _of_python(thread: int) -> bool:
+    """Return whether Python code started this thread, or it is the main one."""
+    return any(one.ident == thread for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
+
+
 class Clock:
     """between_steps is called when a step begins, and at the end; once more where what began it may not have trained.
     schedule_ended, when a pass of a pipeline's schedule that trains has ended. step_begins, when it has. pass_begins, when a
@@ -74,12 +79,17 @@ class Clock:
 
     def _in_background(self) -> bool:
         thread = threading.get_ident()
-        if thread == self._trains or torch._C._current_graph_task_id() != -1:
-            return False
-        return any(one.ident == thread for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
+        return thread != self._trains and torch._C._current_graph_task_id() == -1 and _of_python(thread)
+
+    def _in_callback(self) -> bool:
+        """Between forward and optimizer a future's callback, such as a communication hook's, works for backward. It runs in
+        backward's own thread where the future is done already, else in one of C++."""
+        passes = self.forward_depth or self.in_pipeline or self.in_optimizer or self._step_is_over
+        thread = threading.get_ident()
+        return not passes and thread != self._trains and not _of_python(thread)
 
     def phase(self) -> str:
-        if torch._C._current_graph_task_id() != -1 or self.reducing:
+        if torch._C._current_graph_task_id() != -1 or self.reducing or self._in_callback():
             return "backward"
         if self.account.kind == "evaluation":
             return "evaluation"

@@ -28,7 +28,7 @@ BY = "HARNESS_RECORD_BY"
 """The module that hears of a process's imports, where it is another than the recorder; in its environment."""
 SITE = Path(__file__).resolve().parent / "site"
 PROCESSES = "processes"
-STATES = ("started", "torch", "failed", "raised", "launcher")
+STATES = ("started", "torch", "called", "failed", "raised", "launcher")
 """How far a process got, in names of files."""
 
 
@@ -163,9 +163,7 @@ def why_nothing(directory: Path, command: Sequence[str], code: int = 0) -> str:
     if states["failed"]:
         return f"the recorder failed: {states['failed'][0].read_text().strip()[:300]}"
     if code < 0:
-        return (
-            f"it was ended by {signal.Signals(-code).name} before a forward pass of a model was over; {_got_to(states)}"
-        )
+        return f"it was ended by {signal.Signals(-code).name} before an optimizer's first step; {_got_to(states)}"
     if not states["started"]:
         kept = [word for word in command if word in ("-I", "-E", "-S")]
         why = f"`python {kept[0]}` ignores it" if kept else "python -I, -E or -S, a container, another machine"
@@ -182,6 +180,8 @@ def why_nothing(directory: Path, command: Sequence[str], code: int = 0) -> str:
     if raised := [file for file in states["raised"] if file.stem in with_torch] or states["raised"] * bool(code):
         silent = with_torch - {file.stem for file in raised}
         return f"{_processes(states['torch'])} imported torch; {_error_of_most(raised, len(silent))}"
+    if states["called"]:
+        return f"{_processes(states['called'])} called a model, and none came to an optimizer's step"
     return (
         f"{_processes(states['torch'])} imported torch, and in none a module with parameters was called while gradients "
         "were recorded: nothing was trained, or the job ended before its first forward pass"
@@ -205,7 +205,9 @@ def _got_to(states: Mapping[str, Sequence[Path]]) -> str:
         return "no rank's Python process had started"
     if not states["torch"]:
         return f"{_processes(states['started'])} had started, and none had imported torch"
-    return f"{_processes(states['torch'])} had imported torch"
+    if not states["called"]:
+        return f"{_processes(states['torch'])} had imported torch"
+    return f"{_processes(states['called'])} had called a model"
 
 
 def _processes(files: Sequence[Path]) -> str:

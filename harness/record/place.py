@@ -23,12 +23,19 @@ def place_of() -> tuple[int, int]:
     return 0, 1
 
 
+def is_named() -> bool:
+    """Return whether a launcher's environment says which rank this process is."""
+    return any(rank in os.environ and world in os.environ for rank, world in RANKS)
+
+
 def claimed(directory: Path, rank: int) -> bool:
     """The first process that trains as a rank has its file, and after a restart by torchrun the first of the new ones."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
-        (directory / "processes" / f"rank_{rank:05d}.{attempt}").touch(exist_ok=False)
-        _ends(directory, rank).unlink(missing_ok=True)
+        with (directory / "processes" / f"rank_{rank:05d}.{attempt}").open("x") as file:
+            file.write(f"{os.uname().nodename}-{os.getpid()}")
+        for state in ("ends", "error"):
+            _of_rank(directory, rank, state).unlink(missing_ok=True)
         return True
     except FileExistsError:
         print(f"harness: another process trains as rank {rank} already; this one is not recorded", file=sys.stderr)
@@ -44,14 +51,22 @@ def unsaved(directory: Path, rank: int, why: str) -> None:
         (directory / "processes" / f"rank_{rank:05d}.failed").write_text(why)
 
 
-def left_at_once(directory: Path, rank: int, code: int) -> None:
+def left_at_once(directory: Path, rank: int, code: int, error: str) -> None:
     """By os._exit, which runs nothing of what Python runs as it ends."""
     with contextlib.suppress(OSError):  # of a full disk: nothing is heard of its end, then
-        _ends(directory, rank).write_text(json.dumps({rank: code}), encoding="utf-8")
+        _of_rank(directory, rank, "ends").write_text(json.dumps({rank: code}), encoding="utf-8")
+        if error:
+            _of_rank(directory, rank, "error").write_text(error, encoding="utf-8")
 
 
-def _ends(directory: Path, rank: int) -> Path:
-    return directory / "processes" / f"rank_{rank:05d}.ends"
+def _of_rank(directory: Path, rank: int, state: str) -> Path:
+    return directory / "processes" / f"rank_{rank:05d}.{state}"
+
+
+def called(directory: Path) -> None:
+    """A process of which no rank is known yet called a model."""
+    with contextlib.suppress(OSError):  # of a full disk
+        (directory / "processes" / f"{os.uname().nodename}-{os.getpid()}.called").touch()
 
 
 def raised_early(directory: Path, error: str) -> None:

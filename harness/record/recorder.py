@@ -10,12 +10,12 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,8 +32,9 @@ from harness.probe.samples import leave_pass
 from harness.probe.without_memory import trains
 from harness.record.chosen import Chosen
 from harness.record.compiling import COMPILER, compiler_imported, no_compiler, not_compiled
-from harness.record.errors import in_one_line
-from harness.record.place import claimed, left_at_once, place_of, raised_early, unsaved
+from harness.record.ends import Ends
+from harness.record.place import called, claimed, is_named, left_at_once, place_of, raised_early, unsaved
+from harness.record.progress import Progress
 from harness.record.seen import Seen
 from harness.record.trace import TracedCollectives
 
@@ -58,10 +59,12 @@ class Recorder:
     def __init__(self, directory: Path, chosen: Chosen) -> None:
         self.directory, self.chosen = directory, chosen
         self.clock = Clock()
-        self.collectives = TracedCollectives(self.clock, self.is_chosen)
+        self.progress = Progress(self.clock)
+        self.collectives = TracedCollectives(self.clock, self.is_chosen, self.progress)
         self.pipeline = PipelineRecorder(self.clock)
         self.seen = Seen(self.clock, self.collectives, self.pipeline, lambda: self.own)
-        self.ended, self.error, self.failed, self.own = "", "", "", 0.0
+        self.ends = Ends(directory, end=self.end, leave=self._left_at_once)
+        self.ended, self.failed, self.own = "", "", 0.0
         self._inside = self._leaving_join = False
         self._saved = True
         self._mine: bool | None = None
@@ -75,8 +78,8 @@ class Recorder:
         self._see_calls()
         self._see_joins()
         atexit.register(self.end)
-        self._see_errors()
-        self._see_os_exit()
+        self.ends.install()
+        self.progress.install()
 
     def is_chosen(self) -> bool:
         """Whether what happens now is recorded; in step 0 what sets the job up is."""
@@ -136,11 +139,15 @@ class Recorder:
             return original(module, *args, **kwargs)
         self._inside = True
         self.clock.enter_forward(recording=torch.is_grad_enabled(), in_training_mode=module.training)
+        self.progress.pass_begins()
+        self.ends.trains_on()
         output = None
         try:
+            self._timed(self._first_look)
             self._timed(self.seen.pass_begins, module, args, kwargs)
             output = original(module, *args, **kwargs)
             self._timed(self.seen.pass_ends, module)
+            self.progress.pass_ended()
         finally:
             leave_pass(self.clock, output)
             self._inside = False
@@ -173,8 +180,11 @@ class Recorder:
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._timed(self.seen.optimizer_begins, optimizer)
         self.clock.enter_optimizer()
+        self.progress.optimizer_begins()
+        self._timed(self._first_look, True)
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        self.progress.optimizer_ended()
         self.clock.leave_optimizer()
         self._timed(self.seen.optimizer_ended, optimizer)
         self._saved = False
@@ -182,40 +192,39 @@ class Recorder:
     def _between_steps(self) -> None:
         if self.clock.step and not self._saved:
             self.seen.step_is_over()
+            self._timed(self.seen.read_again)
             self._timed(self.seen.see_what_was_left)
             self._timed(self.save)
 
     # ---- the end
 
-    def _see_errors(self) -> None:
-        hook = sys.excepthook
+    def _first_look(self, stepping: bool = False) -> None:
+        """A rank that is killed in its first step leaves a record, too. Trap: before a process joins others its rank may be
+        unknown, and a process that loads data for a rank has that one's environment."""
+        if self._mine is not None or not self.seen.classes:
+            return
+        known = (dist.is_available() and dist.is_initialized()) or is_named() or stepping
+        if known and not multiprocessing.current_process().daemon:
+            self.save()
+        else:
+            called(self.directory)
 
-        def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if not (issubclass(kind, SystemExit) and not error.args):
-                self.ended, self.error = "raised", in_one_line(kind, error)
-            hook(kind, error, trace)
-
-        sys.excepthook = raised
-
-    def _see_os_exit(self) -> None:
-        """Nothing is saved then: who leaves so may hang, and reading a device would wait."""
-        leave = os._exit
-
-        @functools.wraps(leave)
-        def left(status: int) -> None:
-            if self._mine and self._place and self.seen.pid == os.getpid() and not self.ended:
-                left_at_once(self.directory, self._place[0], status)
-            leave(status)
-
-        os._exit = left  # type: ignore[assignment]
+    def _left_at_once(self, code: int) -> None:
+        """By os._exit. Nothing is saved then: who leaves so may hang, and reading a device would wait."""
+        if self._mine and self._place and self.seen.pid == os.getpid():
+            left_at_once(self.directory, self._place[0], code, self.ends.error)
+        elif self.ends.error and not self.seen.classes:
+            raised_early(self.directory, self.ends.error)
 
     def end(self) -> None:
         """With the process."""
         if self.seen.classes and self.seen.pid == os.getpid():
-            self.ended = self.ended or "ok"
+            self.ended = "raised" if self.ends.error else "ok"
+            if self.ended == "ok":
+                self._timed(self.seen.read_again)
             self.save()
-        elif self.error and not self.seen.classes:
-            raised_early(self.directory, self.error)
+        elif self.ends.error and not self.seen.classes:
+            raised_early(self.directory, self.ends.error)
 
     def save(self) -> None:
         """What cannot be written is said; training goes on."""
@@ -228,7 +237,7 @@ class Recorder:
         try:
             record = self._record(rank, world)
             save_record(record_file(self.directory, rank), summary_of(record), record)
-            self.collectives.open_trace(record_file(self.directory, rank), finished=bool(self.ended))
+            self.progress.open(record_file(self.directory, rank), finished=bool(self.ended))
         except Exception as error:
             unsaved(self.directory, rank, f"the recording of rank {rank} cannot be written: {error!r}")
 
@@ -245,9 +254,10 @@ class Recorder:
             left_out=tuple(self.seen.left_out),
             failed=tuple(filter(None, [self.failed, self.collectives.failed])),
             ended=self.ended,
-            error=self.error,
+            error=self.ends.error if self.ended else "",
             steps_seen=self.clock.finished,
             last=self.collectives.last,
             host=os.uname().nodename,
             own=self.own,
+            reached=self.progress.reached,
         )

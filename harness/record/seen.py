@@ -34,6 +34,10 @@ from harness.record.digests import constant, digest, not_finite
 from harness.record.inputs import samples_of
 from harness.record.optimizers import Optimizers, gradient_bytes
 
+REPLICATED = ("ddp", "replicate")
+LEAST = 100
+"""A hundredth of the bytes of a rank's parameters: less cannot average them."""
+
 
 @dataclass
 class Step:
@@ -52,6 +56,8 @@ class Step:
     peak: int = 0
     ungraded: tuple[str, ...] | None = None
     read_late: bool = False
+    stepped: set[int] = field(default_factory=set)
+    issued: int = 0
 
 
 class Seen:
@@ -182,8 +188,10 @@ class Seen:
             step.lr = float(optimizer.param_groups[0]["lr"])
         if not (stepped := self._optimizers.ended(optimizer)):
             return
+        self._layout = self._layout_now()  # a script may give up its model before it ends
         self._note_contents(self._clock.step, stepped)
         step.read_late = not step.digests
+        step.stepped, step.issued = stepped, len(self._collectives.records)
         step.memory["parameters"] = held_bytes(p for _, p in sharded_parameters(self.parts))
         states = [s for each in self._optimizers for s in each.state.values()]
         held = [v for state in states for v in state.values() if torch.is_tensor(v) and v.dim()]
@@ -213,6 +221,19 @@ class Seen:
         for fqn, parameter in sharded_parameters([part]):
             if fqn not in before.digests and local(parameter).numel():
                 self._note_content(before, fqn, parameter)
+
+    def read_again(self) -> None:
+        """Parameters that a trainer averages after the optimizer's step, as in local SGD: a step leaves what the next finds.
+        Of sharded ones the optimizer's step has the last word."""
+        last = self._clock.finished
+        step = self._steps.get(last)
+        if step is None or not step.stepped or any(not w.kind.startswith(REPLICATED) for w in self._layout[1].values()):
+            return
+        calls = (
+            call for call in self._collectives.records[step.issued :] if (call.step, call.phase) == (last, "other")
+        )
+        if sum(call.bytes for call in calls if len(call.ranks) > 1) * LEAST >= step.memory["parameters"]:
+            self._note_contents(last, step.stepped)
 
     def see_what_was_left(self) -> None:
         self._gathered.see_what_was_left(self.parts)

@@ -1,38 +1,31 @@
-"""Collectives: those of chosen steps on record, of all others only the last one, which a killed process leaves as well.
-
-That one is in a file of a page, mapped into memory, beside the rank's record. A process that ends by itself removes it.
-"""
+"""Collectives: those of chosen steps on record, of all others only the last one, which a killed process leaves as well."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import mmap
 import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from harness.evidence.recording import Last
 from harness.evidence.records import BACKGROUND
 from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder, _group_of, members
+from harness.record.progress import Progress
 
-PAGE = 4096
 MOST = 1000
 """Collectives of a group on record that are of no step, so that a job may be of any length: the first ones."""
 
 
 class TracedCollectives(CollectiveRecorder):
-    def __init__(self, clock: Clock, chosen: Callable[[], bool]) -> None:
+    def __init__(self, clock: Clock, chosen: Callable[[], bool], progress: Progress) -> None:
         super().__init__(clock.where, None, lambda: clock.account)
+        self._progress = progress
         self._clock, self._chosen = clock, chosen
         self._counts: Counter[str] = Counter()
         self._in_background: Counter[str] = Counter()
         self._latest: tuple[str, Any, int, int, str] | None = None
         self._ranks: dict[str, tuple[int, ...]] = {}
-        self._page: mmap.mmap | None = None
         self.failed = ""
 
     def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
@@ -53,9 +46,7 @@ class TracedCollectives(CollectiveRecorder):
         self._counts[name] += 1
         step, phase = self._clock.where()
         self._latest = (op, name, self._counts[name], step, phase)
-        if self._page is not None:
-            text = json.dumps(self._latest).encode()[: PAGE - 1]
-            self._page[: len(text) + 1] = text + b"\n"
+        self._progress.note_collective(self._latest)
         if phase == BACKGROUND:
             self._in_background[name] += 1
         recorded = self._in_background[name] <= MOST if phase == BACKGROUND else self._chosen()
@@ -65,16 +56,6 @@ class TracedCollectives(CollectiveRecorder):
     @property
     def last(self) -> Last | None:
         return last_of(self._latest, self._ranks) if self._latest else None
-
-    def open_trace(self, beside: Path, *, finished: bool) -> None:
-        path = beside.with_suffix(".last")
-        if finished:
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-        elif self._page is None:
-            path.write_bytes(bytes(PAGE))
-            with open(path, "r+b") as file:
-                self._page = mmap.mmap(file.fileno(), PAGE)
 
 
 def last_of(latest: Any, ranks: dict[str, tuple[int, ...]]) -> Last:

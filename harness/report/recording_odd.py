@@ -11,6 +11,7 @@ from harness.evidence.lost_peer import lost_a_peer
 from harness.evidence.recording import Last
 from harness.evidence.summary import Summary
 from harness.evidence.text import ranks_text
+from harness.judge.local_training import hook_of, not_averaged, partly_equal
 from harness.judge.observed import copied, differing, odd_ranks, out_of_order, replicas, together
 from harness.judge.separate_models import separate_models
 from harness.judge.stored_recording import Recording, exit_text, only_waited
@@ -55,6 +56,7 @@ def oddities(recording: Recording) -> list[Odd]:
         *_separate(summaries),
         *_untrained(summaries),
         *_replicas(summaries),
+        *_partly(summaries),
         *_not_finite(summaries),
         *[
             Odd.on(
@@ -66,8 +68,8 @@ def oddities(recording: Recording) -> list[Odd]:
     ]
 
 
-OF_RECORDER = {"UNREADABLE", "NOT RECORDED"}
-"""Labels of what is wrong with a recording, and not with the job."""
+OF_RECORDER = {"UNREADABLE", "NOT RECORDED", "NOT AVERAGED", "PARTLY EQUAL"}
+"""Labels of what is wrong with a recording, or may be meant: neither is a finding on the job."""
 
 
 def _no_evidence(recording: Recording) -> list[Odd]:
@@ -105,9 +107,18 @@ def _ended(recording: Recording) -> list[Odd]:
     rows = [*own, *(row for row in ends if row not in waited), *lost, *waited]
     unheard = _grouped({rank: text for rank, text in told.items() if rank not in recording.exits})
     rows += [Odd.on("ENDED UNHEARD", ranks, f"{some_ranks(ranks)}, {text}") for text, ranks in unheard[:4]]
+    rows += _reached(recording) if rows else []
     if recording.code and recording.summaries and not rows:
         rows.append(Odd("ENDED", f"the command, with {exit_text(recording.code)}; no rank is known to have ended so"))
     return rows
+
+
+def _reached(recording: Recording) -> list[Odd]:
+    """How far ranks came, of a job that did not end well: the fewest ranks first."""
+    told = {rank: one.reached.text for rank, one in recording.summaries.items() if one.reached is not None}
+    came = _grouped(told)
+    steps = {text: one.reached.step for one in recording.summaries.values() if one.reached and (text := told[one.rank])}
+    return [Odd.on("REACHED", ranks, f"{some_ranks(ranks)}: {text}", steps[text]) for text, ranks in came[:4]]
 
 
 def _how(recording: Recording, rank: int) -> str:
@@ -214,7 +225,12 @@ def _untrained(summaries: Sequence[Summary]) -> list[Odd]:
 
 
 def _replicas(summaries: Sequence[Summary]) -> list[Odd]:
-    same = ((replicas(summaries), "the same parts as"), (copied(summaries), "copies of the same parameters as"))
+    local = [
+        Odd.on("NOT AVERAGED", (one.rank for one in family), _not_averaged(family))
+        for family in not_averaged(replicas(summaries))[:1]
+    ]
+    own = [family for family in replicas(summaries) if not hook_of(family)]
+    same = ((own, "the same parts as"), (copied(summaries), "copies of the same parameters as"))
     for families, what in same:
         for step, apart in differing(families).items():
             most, others = apart[0]
@@ -222,8 +238,31 @@ def _replicas(summaries: Sequence[Summary]) -> list[Odd]:
             s = "s" * (len(others) == 1)
             text = f"{some_ranks(others)} claim{s} {what} {some_ranks(most)}, and hold{s} other bytes after step {step}{many}"
             family = next(family for family in families if {one.rank for one in family} >= {*most, *others})
-            return [Odd.on("REPLICAS DIFFER", others, text + _from_the_start(family, (*most, *others)), step)]
-    return []
+            return [Odd.on("REPLICAS DIFFER", others, text + _from_the_start(family, (*most, *others)), step), *local]
+    return local
+
+
+def _not_averaged(family: Sequence[Summary]) -> str:
+    steps = steps_text(tuple(sorted({step for one in family for step in one.contents if step})))
+    who = some_ranks(one.rank for one in family)
+    return f"{who} train locally by {hook_of(family)}, and are not the same again after any of {steps}"
+
+
+def _partly(summaries: Sequence[Summary]) -> list[Odd]:
+    """An optimizer that shares what it steps on, and leaves the rest alone; experts of a rank's own look like that, too."""
+    return [
+        Odd.on(
+            "PARTLY EQUAL",
+            one.ranks,
+            f"{some_ranks(one.ranks)} began alike; {_names(one.equal)} stay equal, {_names(one.differ)} do not: "
+            "nothing reduces these, or they are a rank's own",
+        )
+        for one in partly_equal(summaries)[:2]
+    ]
+
+
+def _names(fqns: Sequence[str], most: int = 3) -> str:
+    return f"{len(fqns)} parameters ({', '.join(fqns[:most])}{', ..' * (len(fqns) > most)})"
 
 
 def _from_the_start(summaries: Sequence[Summary], ranks: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from harness.evidence.keys import ranks_key, ranks_of, steps_text
 from harness.evidence.summary import Summary
 from harness.evidence.text import MANY, bytes_text, ranks_text
+from harness.judge.local_training import averaged, hook_of
 from harness.judge.observed import Axis, Moved, axes, left_on, replicas, together
 from harness.judge.stored_recording import Recording
 from harness.report.recording_odd import SEPARATE, UNTRAINED, Rows, odd, some_ranks
@@ -79,7 +80,7 @@ def facts(recording: Recording, summaries: Sequence[Summary], *, with_layout: bo
     return [
         ("command", _command(recording.command or " ".join(summaries[0].argv))),
         ("model", _model(summaries)),
-        *(_step(summaries) if stepped else [("steps", "none was recorded from its beginning to its end")]),
+        *(_step(summaries) if stepped else [("steps", _no_steps(summaries))]),
         ("parameters", _placements(summaries)),
         ("contents", _contents(summaries)),
         *_fed(summaries),
@@ -95,6 +96,12 @@ def _step(summaries: Sequence[Summary]) -> Rows:
     inside = list(_axes(axes(summaries))) or _no_axes(summaries)
     outside = (*outside_rows(summaries, groups_text), *background_rows(summaries, groups_text))
     return [*inside, *outside, *_idle(summaries)]
+
+
+def _no_steps(summaries: Sequence[Summary]) -> str:
+    none = "none was recorded from its beginning to its end"
+    needs = "; a step ends where an optimizer that derives from torch.optim.Optimizer has stepped"
+    return none + needs * all(not one.steps_seen and one.ended == "ok" for one in summaries)
 
 
 def _command(command: str, most: int = 150) -> str:
@@ -172,14 +179,17 @@ def _contents(summaries: Sequence[Summary]) -> str:
     kinds = together(summaries, lambda one: (one.model, one.contents.get(last)))
     families = replicas(summaries)
     when = f"after step {last}" if last else "before the first step"
-    parts = f"{len(kinds)} different part{'s' * (len(kinds) != 1)} of the parameters {when}"
     several = [ranks_key(tuple(ranks)) for ranks in kinds.values() if len(ranks) > 1]
     equal = f", equal on {groups_text(several)}" if several else ""
+    if families and (hook := hook_of(families[0])):
+        again = averaged(families[0])
+        when += f" (local by {hook}" + (f", the same again after {steps_text(again)})" if again else ")")
     claimed = (
         f"; replicas as claimed: {len(families)} set{'s' * (len(families) != 1)} of {len(families[0])}"
         if families
         else f"; {_no_replicas(summaries)}"
     )
+    parts = f"{len(kinds)} different part{'s' * (len(kinds) != 1)} of the parameters {when}"
     return parts + equal + claimed
 
 
@@ -224,9 +234,25 @@ def costs(summaries: Sequence[Summary]) -> Rows:
     waiting = [one.rank for one in summaries if one.waits]
     if waiting:
         rows.append(("barriers", f"inside forward and backward, on {some_ranks(waiting)}"))
+    rows += _reduced_again(summaries)
     on = left_on(summaries)
     if on:
         rows.append(("switched on", ", ".join(f"{name} ({count} ranks)" for name, count in on.items())))
+    return rows
+
+
+def _reduced_again(summaries: Sequence[Summary]) -> Rows:
+    """DDP looks at no_sync as its forward pass ends: around backward alone it spares nothing."""
+    gradients = max((one.memory.get("gradients", 0) for one in summaries), default=0)
+    rows = []
+    for axis in axes(summaries) if gradients else ():
+        sums = [one for one in axis.moved if (one.op, one.phase) == ("all_reduce", "backward")]
+        moved, calls = sum(one.most for one in sums), sum(one.calls for one in sums)
+        if axis.role == "replicated by ddp" and moved >= 2 * gradients and moved % gradients == 0:
+            text = f"{bytes_text(moved)} for {bytes_text(gradients)} of gradients in {calls} calls: DDP reduces them"
+            rows.append(
+                ("reduced again", f"{text} {moved // gradients} times a step, as without no_sync around forward")
+            )
     return rows
 
 

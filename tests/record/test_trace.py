@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from harness.probe.clock import Clock
 from harness.record import trace
+from harness.record.progress import Progress
 from harness.record.trace import TracedCollectives
 
 
@@ -20,7 +21,8 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TracedCo
     """Of a group of one, in steps of which none is chosen."""
     monkeypatch.setattr(trace, "MOST", 2)
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    recorder = TracedCollectives(Clock(), lambda: False)
+    clock = Clock()
+    recorder = TracedCollectives(clock, lambda: False, Progress(clock))
     recorder.install()
     yield recorder
     recorder.remove()

@@ -1,0 +1,68 @@
+"""Replicas that differ by request, and those of which some parameters are kept equal and others are not.
+
+DDP's communication hook of post-local SGD reduces within subgroups only; parameters are averaged from time to time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from harness.evidence.summary import Summary
+
+LOCAL = re.compile("local_?sgd", re.IGNORECASE)
+
+
+def hook_of(family: Iterable[Summary]) -> str:
+    """Return the hook by which all of these train locally; empty if some rank has no such hook."""
+    hooks = [next(filter(LOCAL.search, one.hooks), "") for one in family]
+    return hooks[0] if hooks and all(hooks) else ""
+
+
+def averaged(family: Sequence[Summary]) -> tuple[int, ...]:
+    """Return the steps after which ranks that differed before hold the same again."""
+    steps = sorted(set.intersection(*({step for step in one.contents if step} for one in family)))
+    alike = {step: len({one.contents[step] for one in family}) == 1 for step in steps}
+    first = next((step for step in steps if not alike[step]), None)
+    return tuple(step for step in steps if first is not None and step > first and alike[step])
+
+
+def not_averaged(families: Iterable[Sequence[Summary]]) -> list[Sequence[Summary]]:
+    """Return the families that train locally, differ, and were never equal again: the recording may be too short."""
+    local = (family for family in families if hook_of(family) and not averaged(family))
+    return [family for family in local if any(len({one.contents.get(s) for one in family}) > 1 for s in _steps(family))]
+
+
+def _steps(family: Iterable[Summary]) -> set[int]:
+    return {step for one in family for step in one.contents if step}
+
+
+@dataclass(frozen=True)
+class PartlyEqual:
+    """Ranks that began with the same parameters, which claim nothing."""
+
+    ranks: tuple[int, ...]
+    """Global ranks, ascending."""
+    equal: tuple[str, ...]
+    """Parameters that changed, and are equal on all of these ranks."""
+    differ: tuple[str, ...]
+    """Parameters that are not."""
+
+
+def partly_equal(summaries: Iterable[Summary]) -> list[PartlyEqual]:
+    """Return the sets of ranks of which some parameters are kept equal, and others are not."""
+    began: dict[object, list[Summary]] = defaultdict(list)
+    for one in summaries:
+        if one.unclaimed:
+            began[one.model, tuple((fqn, first) for fqn, (first, _) in one.unclaimed.items())].append(one)
+    found = []
+    for family in began.values():
+        held = {fqn: {one.unclaimed[fqn][1] for one in family} for fqn in family[0].unclaimed}
+        changed = {fqn for fqn, (first, _) in family[0].unclaimed.items() if held[fqn] != {first}}
+        equal = tuple(fqn for fqn in held if len(held[fqn]) == 1 and fqn in changed)
+        differ = tuple(fqn for fqn in held if len(held[fqn]) > 1)
+        if equal and differ:
+            found.append(PartlyEqual(tuple(sorted(one.rank for one in family)), equal, differ))
+    return found

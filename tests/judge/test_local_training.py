@@ -1,0 +1,180 @@
+"""Replicas that differ by request, that an optimizer keeps alike, and those of which only some parameters agree."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from literal import LAYOUTS, tiny_case, trial_of
+from literal_recording import judged_of, summary
+
+from harness.checks import all_checks, run_check
+from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
+from harness.cli.show import exit_code
+from harness.diagnosis import diagnose
+from harness.diagnosis.layout import other_layouts
+from harness.evidence.recording import RankRecord, RecordedStep
+from harness.evidence.records import Collective, RankEvidence
+from harness.evidence.summary import Use
+from harness.judge import recorded
+from harness.judge.local_training import averaged, partly_equal
+from harness.judge.result import Result, Verdict
+from harness.judge.stored_recording import Recording
+from harness.judge.trial import Trial
+from harness.plan.traffic.flow import Flow
+from harness.probe.clock import Clock
+from harness.report.recording_odd import oddities
+from harness.report.recording_page import costs
+from harness.spec.dims import ParallelDims
+
+LOCAL = {"hooks": ("post_localSGD_hook",), "slices": 7, "shown": 2}
+
+
+def replicas(*contents: dict[int, int], **changes: Any) -> Recording:
+    ranks = [summary(rank, len(contents), contents=held, **changes) for rank, held in enumerate(contents)]
+    return Recording(Path("run"), {one.rank: one for one in ranks})
+
+
+def agreement(recording: Recording) -> Verdict:
+    return judged_of("replica_agreement", [*recording.summaries.values()], ParallelDims(dp_replicate=2)).verdict
+
+
+def test_replicas_that_are_averaged_from_time_to_time_are_local_training_and_no_finding() -> None:
+    found = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, **LOCAL)
+    assert averaged([*found.summaries.values()]) == (3,)
+    assert (oddities(found), exit_code(found), agreement(found)) == ([], PASSED, Verdict.PASS)
+
+
+def test_replicas_of_local_training_that_no_step_leaves_alike_are_undecided_and_reported_first() -> None:
+    found = replicas({0: 1, 1: 2, 2: 3, 3: 8}, {0: 1, 1: 2, 2: 4, 3: 9}, **LOCAL)
+    assert [(one.label, one.ranks) for one in oddities(found)] == [("NOT AVERAGED", (0, 1))]
+    assert (exit_code(found), agreement(found)) == (NOT_JUDGED, Verdict.UNKNOWN)
+
+
+def test_without_the_hook_the_same_bytes_are_a_finding() -> None:
+    found = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2)
+    assert [(one.label, one.step) for one in oddities(found)] == [("REPLICAS DIFFER", 2)]
+    assert (exit_code(found), agreement(found)) == (BROKEN, Verdict.FAIL)
+
+
+def unclaimed(*last: dict[str, int]) -> Recording:
+    held = [{fqn: (1, value) for fqn, value in one.items()} for one in last]
+    ranks = [summary(rank, len(last), unclaimed=one) for rank, one in enumerate(held)]
+    return Recording(Path("run"), {one.rank: one for one in ranks})
+
+
+def test_parameters_of_which_some_agree_and_some_do_not_are_named() -> None:
+    found = unclaimed({"matrix": 5, "head": 6, "frozen": 1}, {"matrix": 5, "head": 7, "frozen": 1})
+    (one,) = partly_equal(found.summaries.values())
+    assert (one.ranks, one.equal, one.differ) == ((0, 1), ("matrix",), ("head",))
+    assert [(one.label, one.ranks) for one in oddities(found)] == [("PARTLY EQUAL", (0, 1))]
+    assert exit_code(found) == NOT_JUDGED
+
+
+@pytest.mark.parametrize("head", [6, 1])
+def test_parameters_that_all_agree_or_that_only_frozen_ones_agree_on_are_no_anomaly(head: int) -> None:
+    alike = unclaimed({"matrix": 5, "head": head}, {"matrix": 5, "head": head})
+    assert oddities(alike) == []
+    assert oddities(unclaimed({"matrix": 5, "head": 1}, {"matrix": 6, "head": 1})) == []
+
+
+@pytest.mark.parametrize(("moved", "rows"), [(100, 0), (200, 1), (250, 0), (400, 1)])
+def test_gradients_that_ddp_reduces_several_times_a_step_are_reported_with_their_bytes(moved: int, rows: int) -> None:
+    use = Use("0,1", "all_reduce", "backward", "float32", 4, moved)
+    ranks = [
+        summary(rank, 2, roles={"0,1": "replicated by ddp"}, uses=(use,), memory={"gradients": 100}) for rank in (0, 1)
+    ]
+    assert len([text for label, text in costs(ranks) if label == "reduced again"]) == rows
+
+
+# ---- an optimizer that joins replicas in its step
+
+
+Held = Callable[[int, int], int]
+ALIKE: Held = lambda rank, step: 10 * step + rank % 2  # noqa: E731
+APART: Held = lambda rank, step: 10 * step + rank * (step > 1) + rank % 2  # noqa: E731
+
+
+def in_step(rank: int, evidence: RankEvidence) -> RankEvidence:
+    """No sum over replicas in backward, and something over them in the optimizer's step."""
+    pair = (rank % 2, rank % 2 + 2)
+    kept = tuple(c for c in evidence.collectives if (c.op, c.phase) != ("all_reduce", "backward"))
+    more = (Collective("all_reduce", pair, "r", "float32", 64, "optimizer", s.step, seq=9) for s in evidence.steps)
+    return replace(evidence, collectives=(*kept, *more))
+
+
+def judged_of_optimizer(held: Held) -> dict[str, Result]:
+    ran = trial_of(tiny_case("hsdp_2x2"))
+    records = {}
+    for rank, evidence in ran.ranks.items():
+        names = [tensor.fqn for tensor in evidence.parameters]
+        steps = [
+            RecordedStep(number, dict.fromkeys(names, held(rank, number)))
+            for number in (0, *(one.step for one in evidence.steps))
+        ]
+        records[rank] = RankRecord(in_step(rank, evidence), tuple(steps), ended="ok")
+    trial = recorded.trial_of(records, LAYOUTS["hsdp_2x2"], "run", len(records))
+    return {name: run_check(name, module.check, trial) for name, module in all_checks().items()}
+
+
+def test_replicas_that_the_optimizers_step_leaves_alike_need_no_sum_of_gradients() -> None:
+    assert judged_of_optimizer(ALIKE)["traffic"].verdict == Verdict.PASS
+
+
+def test_replicas_that_the_optimizers_step_does_not_leave_alike_lack_it() -> None:
+    found = judged_of_optimizer(APART)["traffic"]
+    assert found.verdict == Verdict.FAIL
+    first = found.findings[0]
+    assert (first.axis, first.phase, first.observed) == ("dp_replicate", "backward", 0)
+    assert "after step 2" in first.note
+
+
+# ---- collectives of a future's callback
+
+
+def test_a_callback_between_forward_and_optimizer_works_for_backward() -> None:
+    clock, seen, done = Clock(), list[str](), threading.Event()
+    clock.enter_forward()
+    clock.leave_forward()
+
+    def callback() -> None:
+        seen.append(clock.phase())
+        done.set()
+
+    _thread.start_new_thread(callback, ())  # a thread that Python's threading does not list, as those of C++
+    done.wait()
+    assert (seen, clock.phase()) == (["backward"], "other")
+
+
+@pytest.mark.parametrize(("hook", "verdict"), [("powerSGD_hook", Verdict.PASS), ("", Verdict.FAIL)])
+def test_phases_are_compared_only_where_no_communication_hook_issues_collectives(hook: str, verdict: Verdict) -> None:
+    ran = trial_of(tiny_case("ddp_2"))
+    ranks = {}
+    for rank, e in ran.ranks.items():
+        calls = tuple(replace(c, phase="other") if rank and c.phase == "backward" else c for c in e.collectives)
+        hooked = {name: replace(one, comm_hook=hook) for name, one in e.structure.items()}
+        ranks[rank] = replace(e, collectives=calls, structure=hooked)
+    trial = replace(ran, run=replace(ran.run, ranks=ranks))
+    found = run_check("collective_order", all_checks()["collective_order"].check, trial)
+    assert found.verdict == verdict
+
+
+# ---- what evidence of another layout lists
+
+
+def test_what_activations_would_move_is_not_expected_of_a_recording() -> None:
+    requested = ParallelDims(dp_replicate=2, tp=2)
+    ran: Trial = trial_of(tiny_case(requested), tiny_case(ParallelDims(dp_shard=2, tp=2)))
+    records = {rank: RankRecord(evidence, (), ended="ok") for rank, evidence in ran.ranks.items()}
+    trial = recorded.trial_of(records, requested, "run", len(records))
+    flows: list[Flow] = [flow for flow in trial.plan.flows[0] if flow.role == "activations"]
+    assert flows  # the plan has them
+    results = [run_check(name, module.check, trial) for name, module in all_checks().items()]
+    cause = diagnose(trial, results, (other_layouts,), ())
+    assert cause is not None
+    assert not [text for label, text in cause.evidence if label == "traffic" and "activations" in str(text)]
