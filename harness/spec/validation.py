@@ -137,19 +137,18 @@ def _validate_features(case: Case, where: str) -> None:
 
 
 def _validate_zero(case: Case, where: str) -> None:
-    """ZeRO cuts over dp_shard, and over nothing else; ZeRO-1 also what a pipeline's stage and a tensor parallel rank has."""
+    """ZeRO cuts over dp_shard, and over nothing else; ZeRO-1 also over cp, and what a pipeline's stage and a tensor parallel
+    rank has."""
     if case.wrapper not in ZERO:
         return
-    planned = ("dp_shard", "pp", "tp") if case.wrapper == "zero1" else ("dp_shard",)
+    planned = ("dp_shard", "pp", "tp", "cp") if case.wrapper == "zero1" else ("dp_shard",)
     other = [f"{axis} {degree}" for axis, degree in vars(case.dims).items() if axis not in planned and degree > 1]
-    if other or case.dims.dp_shard == 1:
+    if other or case.dims.dp_shard * case.dims.cp == 1:
         problem = f"with {other[0]}" if other else "with dp_shard 1"
         raise CaseError(f"{where}: wrapper {case.wrapper!r} {problem}: ZeRO is planned over dp_shard ranks alone")
     if case.model.vocab_size % case.dims.tp:
         sizes = f"vocab_size {case.model.vocab_size} is not divisible by tp {case.dims.tp}"
         raise CaseError(f"{where}: wrapper {case.wrapper!r}: {sizes}: vectors of unequal ranks are not planned")
-    if case.training.compute_dtype or case.features.reduce_dtype:
-        raise CaseError(f"{where}: wrapper {case.wrapper!r} with compute_dtype or reduce_dtype: not planned")
     if case.wrapper != "zero1" and not case.features.defer_sync:
         raise CaseError(f"{where}: defer_sync false: {case.wrapper} reduces after each microbatch anyway; leave it out")
 

@@ -115,17 +115,19 @@ def reductions_per_step(case: Case) -> int:
 def _fsdp1_flows(case: Case, traits: TrainerTraits) -> Iterable[Flow]:
     """Whole flat vectors, padded to equal parts. A unit that is kept after forward is kept after backward too, until one
     reduces gradients; but not the root's, whose strategy is to free it."""
-    degree, size, passes = case.dims.dp_shard, BYTES[case.training.dtype], case.features.accumulation
+    degree, passes, computed = case.dims.dp_shard, case.features.accumulation, case.training.compute_dtype
+    size = BYTES[computed or case.training.dtype]
+    again = BYTES[case.features.reduce_dtype or computed or case.training.dtype]
     kept = case.features.reshard_after_forward == "never"
     moved = [unit.part(degree) * degree * size for unit in flat_units(case, traits.vector_order)]
+    reduced = reductions_per_step(case) * sum(moved) // size * again
     if degree > 1:
         times = reductions_per_step(case) if kept else passes
         yield Flow("dp_shard", "parameters", "all_gather", "forward", times * sum(moved))
         yield Flow("dp_shard", "parameters", "all_gather", "backward", 0 if kept else passes * sum(moved[1:]))
-        yield Flow("dp_shard", "gradients", "reduce_scatter", "backward", reductions_per_step(case) * sum(moved))
+        yield Flow("dp_shard", "gradients", "reduce_scatter", "backward", reduced)
     if case.dims.dp_replicate > 1:
-        reduced = reductions_per_step(case) * sum(moved) // degree
-        yield Flow("dp_replicate", "gradients", "all_reduce", "backward", reduced)
+        yield Flow("dp_replicate", "gradients", "all_reduce", "backward", reduced // degree)
 
 
 def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
