@@ -101,7 +101,11 @@ def _kind(case: Case, plan: Plan, ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def _bytes(held: RankBytes) -> dict[str, Any]:
-    return {**as_data(held), "stays": held.stays, "most": held.most}
+    return {**as_data(held), "stays": held.stays, "loss": held.loss, "backward": held.backward, **_most(held)}
+
+
+def _most(held: RankBytes) -> dict[str, Any]:
+    return {"most": held.most, "phase": held.phase, "reserved": held.reserved}
 
 
 def _slices(plan: Plan) -> list[dict[str, Any]]:
