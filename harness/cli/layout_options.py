@@ -14,7 +14,7 @@ from harness.spec.traits import USUAL
 FILES = "torchtitan's .toml, accelerate's or NeMo's .yaml, NeMo's .py, DeepSpeed's .json"
 KEYS = (
     *("dims", "world", "model", "seq", "batch", "microbatches", "stages_per_rank", "schedule", "checkpointing"),
-    "wrapper",
+    *("wrapper", "cp_replicates"),
 )
 
 
@@ -37,6 +37,7 @@ def add_layout(parser: argparse.ArgumentParser, *, or_command: bool = False) -> 
         "--schedule", metavar="NAME", help="of a pipeline; default 1F1B, of several stages Interleaved1F1B"
     )
     what.add_argument("--checkpointing", metavar="KIND", help="of activations: full, layer, op; default none")
+    what.add_argument("--cp-replicates", action="store_true", default=None, help="FSDP does not shard over cp")
     what.add_argument("--wrapper", metavar="NAME", help="over data ranks: fsdp2, zero1, ..; default a file's own")
 
 

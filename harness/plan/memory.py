@@ -20,7 +20,7 @@ def parameter_bytes(
     """(least, most) bytes of its parameters that a rank keeps between steps: its slices, and those with their padding."""
     tp_index = coordinate(case.dims, rank)["tp"]
     size = BYTES[kept_dtype(case)]
-    degree = case.data_dims.dp_shard * case.data_dims.cp
+    degree = case.data_dims.shards
     least = sum(numel(part) for part in held.values()) * size
     if flat:
         parts = sum(unit.part(degree) for unit in units_held(flat, held))
@@ -72,7 +72,7 @@ def kept_after_forward(
     case: Case, traits: TrainerTraits, rank: int, held: dict[str, Slice], units: list[Unit]
 ) -> dict[str, Kept]:
     """By fqn, what is there of each parameter between forward and backward; empty where nothing is sharded."""
-    shards, index = shard_place(case.dims, rank)
+    shards, index = shard_place(case.data_dims, rank)
     if case.shards == 1:
         return {}
     stored, computed = BYTES[case.training.dtype], BYTES[case.training.compute_dtype or case.training.dtype]

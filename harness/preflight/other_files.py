@@ -117,6 +117,9 @@ def _data_ranks(file: str, world: int | None, tp: int, batch: int | None, local:
     if world is not None:
         if world % tp:
             raise CaseError(f"{file}: autotp_size {tp} does not divide the {world} of --world")
+        if batch is not None and local is not None and batch != local * times * (world // tp):
+            counted = f"{MICRO} {local} x {TIMES} {times} x {world // tp} data ranks"
+            raise CaseError(f"{file}: {BATCH} {batch} is not {counted}")
         return world // tp
     if batch is None or local is None or batch % (local * times):
         words = f"{BATCH}, {MICRO} and {TIMES}"

@@ -59,6 +59,8 @@ class Request:
     """Blocks that are recomputed."""
     wrapper: str | None = None
     """Who looks after the data ranks."""
+    cp_replicates: bool | None = None
+    """Whether FSDP does not shard over cp."""
     steps: int = 1
     """Steps that are trained."""
 
@@ -109,6 +111,7 @@ class Request:
             "schedule": self.schedule,
             "activation_checkpointing": self.checkpointing,
             "wrapper": self.wrapper,
+            "shards_over_cp": False if self.cp_replicates else None,
         }
         features = {**draft.features, **{key: value for key, value in asked.items() if value is not None}}
         if (self.stages_per_rank or 1) > 1 and "schedule" not in features:

@@ -66,7 +66,7 @@ def _members(group: Sequence[int]) -> str:
 def kinds_lines(case: Case, plan: Plan) -> list[str]:
     """A kind of ranks a row, and what each of its ranks has."""
     rows = [["pp", "shards", "tp", "ranks", "layers", "stay", "gathered", "waiting", "kept", "backward", "loss"]]
-    kinds, places = kinds_of(plan), places_of_ranks(case.dims)
+    kinds, places = kinds_of(plan), places_of_ranks(case.data_dims)
     for ranks in kinds[:SHOWN_KINDS]:
         held = rank_bytes(case, plan, ranks[0])
         sizes = (held.stays, held.gathered, held.unreduced, held.activations, held.backward, held.loss)
@@ -89,7 +89,7 @@ def _where(case: Case, plan: Plan, ranks: list[int], places: dict[int, Place]) -
     ]
     cut = (
         "all" if len(at) == degree else _spans(sorted(at))
-        for at, degree in ((shards, case.dims.dp_shard * case.dims.cp), (tp, case.dims.tp))
+        for at, degree in ((shards, case.data_dims.shards), (tp, case.dims.tp))
     )
     return [str(places[ranks[0]].pp), *cut, f"{len(ranks):,}", "+".join(named)]
 

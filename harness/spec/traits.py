@@ -170,7 +170,7 @@ def with_choices(case: Case, traits: TrainerTraits) -> Case:
     features = case.features
     if traits.defers_sync is True or features.accumulation == 1 or case.dims.pp > 1 or case.wrapper is None:
         return case
-    hybrid = case.wrapper == "fsdp2" and case.dims.dp_replicate > 1 < case.data_dims.dp_shard * case.data_dims.cp
+    hybrid = case.wrapper == "fsdp2" and case.data_dims.replicas > 1 < case.data_dims.shards
     return dataclasses.replace(case, features=dataclasses.replace(features, defer_sync=hybrid and traits.defers_sync))
 
 

@@ -125,6 +125,8 @@ def _validate_features(case: Case, where: str) -> None:
         raise CaseError(f"{where}: wrapper {features.wrapper!r} shards nothing, but dp_shard {dims.dp_shard}")
     if features.wrapper == "fsdp1" and dims.tp > 1:
         raise CaseError(f"{where}: wrapper 'fsdp1' with tp {dims.tp}: flattened parts of what tp cuts are not planned")
+    if not features.shards_over_cp and (case.wrapper != "fsdp2" or dims.cp == 1 or dims.dp_shard == 1):
+        raise CaseError(f"{where}: shards_over_cp false means something with wrapper fsdp2, cp and dp_shard above 1")
     _validate_zero(case, where)
     _validate_wrapper_options(case, where)
     if dims.pp > 1 and case.model.tied_embeddings:
@@ -165,7 +167,7 @@ def _validate_wrapper_options(case: Case, where: str) -> None:
                 raise CaseError(
                     f"{where}: {key} is {whose}, and this case has wrapper {case.wrapper or 'none'}; leave it out"
                 )
-    degree, policy = case.data_dims.dp_shard * case.data_dims.cp, features.reshard_after_forward
+    degree, policy = case.data_dims.shards, features.reshard_after_forward
     if degree == 1 and policy != "default":
         raise CaseError(
             f"{where}: reshard_after_forward {policy!r} means nothing with dp_shard 1 and cp 1; leave it out"
@@ -176,9 +178,7 @@ def _validate_wrapper_options(case: Case, where: str) -> None:
         missing = "wrapper none" if case.wrapper is None else "accumulation 1"
         value = str(features.defer_sync).lower()
         raise CaseError(f"{where}: defer_sync {value} means nothing with {missing}; leave it out")
-    if features.defer_sync == "all_reduce" and not (
-        case.wrapper == "fsdp2" and degree > 1 < case.data_dims.dp_replicate
-    ):
+    if features.defer_sync == "all_reduce" and not (case.wrapper == "fsdp2" and degree > 1 < case.data_dims.replicas):
         raise CaseError(
             f"{where}: defer_sync all_reduce is of HSDP: it takes wrapper fsdp2, dp_replicate and dp_shard above 1"
         )

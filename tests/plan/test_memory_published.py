@@ -88,7 +88,7 @@ def test_a_policy_that_keeps_what_no_block_has_is_refused() -> None:
 
 def test_zeros_optimizer_holds_its_part_of_state_and_of_a_copy_in_float32() -> None:
     elements = 8_030_261_248
-    plain = held(TrainerTraits(master_weights=True), dims="dp_shard=8", model="8B", wrapper="zero1")
+    plain = held(dims="dp_shard=8", model="8B", wrapper="zero1")
     assert (plain.parameters, plain.gradients) == (2 * elements, 4 * elements)
     assert plain.optimizer == 3 * 4 * elements // 8
 

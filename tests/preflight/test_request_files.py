@@ -36,6 +36,7 @@ DEEPSPEED = {
     "zero_optimization": {"stage": 2},
     "gradient_clipping": 0.5,
 }
+EIGHT_B = 8_030_261_248
 RECIPE = """
 def model():
     return run.Config(LlamaModel, config=run.Config(Llama3Config70B))
@@ -177,6 +178,7 @@ def test_nemos_degrees_are_those_of_its_recipe_and_of_its_file(name: str, text: 
         ("some.yaml", "cases: {}", {"model": "8B"}, "some.yaml"),
         ("some.json", json.dumps(DEEPSPEED), {}, "--model"),
         ("some.json", json.dumps(DEEPSPEED | {"train_batch_size": "auto"}), {"model": "8B"}, "--world"),
+        ("some.json", json.dumps(DEEPSPEED), {"model": "8B", "world": 16}, "16"),
         ("some.json", json.dumps({"a": 1}), {"model": "8B"}, "some.json"),
         ("some.json", "[1", {"model": "8B"}, "some.json"),
         ("some.py", RECIPE.replace("num_nodes=num_nodes,", ""), {"world": 33}, "33"),
@@ -225,3 +227,25 @@ def test_fsdp1_gathers_in_the_dtype_that_it_computes_with() -> None:
     flows = make_plan(Request(dims="dp_shard=2", model="8B", wrapper="fsdp1").case()).flows[0]
     gathered = next(flow.bytes for flow in flows if (flow.op, flow.phase) == ("all_gather", "forward"))
     assert next(flow.bytes for flow in flows if flow.op == "reduce_scatter") == 2 * gathered
+
+
+def test_where_cp_replicates_fsdp_shards_over_dp_shard_and_gradients_are_reduced_over_cp_too() -> None:
+    apart = make_plan(Request(dims="dp_shard=4,cp=2", model="8B", cp_replicates=True).case())
+    over = make_plan(Request(dims="dp_shard=4,cp=2", model="8B").case())
+    assert (apart.shards, over.shards, apart.shard_axis) == (4, 8, "dp_shard")
+    assert apart.parameter_bytes[0][0] == 2 * over.parameter_bytes[0][0]
+    assert apart.slices[0] == apart.slices[1] != apart.slices[2]
+    reduced = {(flow.axis, flow.op): flow.bytes for flow in apart.flows[0] if flow.role == "gradients"}
+    assert reduced == {("dp_shard", "reduce_scatter"): 4 * EIGHT_B, ("cp", "all_reduce"): EIGHT_B}
+
+
+def test_of_replicas_and_cp_together_gradients_are_reduced_over_both() -> None:
+    plan = make_plan(Request(dims="dp_replicate=2,dp_shard=2,cp=2", model="8B", cp_replicates=True).case())
+    assert plan.groups["dp_replicate_cp"] == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert [flow.bytes for flow in plan.flows[0] if flow.axis == "dp_replicate_cp"] == [2 * EIGHT_B]
+
+
+@pytest.mark.parametrize("dims", ["dp_shard=4", "cp=4", "dp_replicate=2,cp=2"])
+def test_cp_that_replicates_means_something_with_cp_and_shards_alone(dims: str) -> None:
+    with pytest.raises(CaseError, match="shards_over_cp"):
+        Request(dims=dims, model="8B", cp_replicates=True).case()

@@ -93,7 +93,8 @@ class RankBytes:
 def rank_bytes(case: Case, plan: Plan, rank: int) -> RankBytes:
     parameters, padded = plan.parameter_bytes[rank]
     gradients, state = _gradients(case, plan, rank), plan.state_bytes[rank][0] if plan.state_bytes else parameters
-    numbers = STATES[case.training.optimizer] + (plan.traits.master_weights and case.wrapper in ZERO)
+    copied = plan.traits.master_weights or kept_dtype(case) != case.training.dtype
+    numbers = STATES[case.training.optimizer] + (copied and case.wrapper in ZERO)
     return RankBytes(
         parameters=parameters,
         gradients=gradients,

@@ -31,7 +31,7 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     reduced = BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
     scattered = reduced * reductions_per_step(case)
     over_replicas = reduced if features.defer_sync else scattered
-    shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
+    shards, axis = dims.shards, shard_axis(dims)
     held = [fqn for unit in units for fqn in unit.parameters] if shards > 1 else parameter_shapes(case.model)
     everything = _padded(case, traits, held, tp_index)
     alone = output_alone(units) if traits.loss_chunks > 1 else None
@@ -50,7 +50,7 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
             yield from _gathered_for_each_chunk(case, traits, axis, alone, tp_index)
         elif traits.chunks_behind_forward and not alone:
             yield from _gathered_for_the_loss(case, traits, axis, units[-1], tp_index)
-    if dims.dp_replicate > 1:
+    if dims.replicas > 1:
         replicated = everything * over_replicas + waited * reduced
         yield Flow(case.replicate_axis, "gradients", "all_reduce", "backward", replicated // shards)
     if case.wrapper == "replicate":  # it begins in its first forward what DDP does when it is made
@@ -143,7 +143,7 @@ def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, 
     }
     gathered = features.accumulation * BYTES[case.training.compute_dtype or stored]
     reduced = features.accumulation * BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
-    shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
+    shards, axis = dims.shards, shard_axis(dims)
     order, looped = actions_of_rank(case, rank), features.schedule in LOOPED
     freed = {fqn for unit in units if unit.degree == shards for fqn in unit.parameters}
     for again in (False, True) if shards > 1 else ():
@@ -154,6 +154,6 @@ def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, 
     if shards > 1:
         yield from _gathered_for_chunks_of_a_stage(case, traits, rank, units)
         yield Flow(axis, "gradients", "reduce_scatter", "pipeline", sum(sizes.values()) * reduced)
-    if dims.dp_replicate > 1:
+    if dims.replicas > 1:
         phase = "backward" if case.wrapper == "ddp" else "pipeline"
         yield Flow(case.replicate_axis, "gradients", "all_reduce", phase, sum(sizes.values()) // shards * reduced)
