@@ -22,7 +22,8 @@ def add(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    case = layout_case(args)
-    plan = make_plan(case)
-    answer(args, "plan", lambda: layout_documents.plan(case, plan, args.gpu), plan_text(case, plan, args.gpu))
+    asked = layout_case(args)
+    case, plan = asked.case, make_plan(asked.case, asked.traits)
+    text = plan_text(case, plan, args.gpu, set_aside=asked.set_aside)
+    answer(args, "plan", lambda: layout_documents.plan(case, plan, args.gpu, asked.set_aside), text)
     return PASSED

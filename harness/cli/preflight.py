@@ -51,7 +51,6 @@ def add(commands: Any) -> None:
         metavar="FILE.toml|MODULE:FUNCTION",
         help="or torchtitan's own configuration, with --world: a file, or what returns one",
     )
-    parser.add_argument("--world", type=positive_int, metavar="N", help="how many ranks --config or a command is for")
     parser.add_argument("--layout", metavar="DEGREES", help=f"of a command: dp_shard=512, or {layout.FILES}")
     how = parser.add_argument_group("how")
     add_trainer(how)
@@ -124,9 +123,9 @@ def _case(args: argparse.Namespace) -> tuple[Case, tuple[str, ...]]:
             raise BadInput("--config needs --world, and neither CASE nor --dims")
         found = _configured(args)
         return replace(found.case, training=replace(found.case.training, steps=args.steps)), found.set_aside
-    case = layout_case(args)
-    steps = min(args.steps, case.training.steps) if args.case else args.steps
-    return replace(case, training=replace(case.training, steps=steps)), ()
+    asked = layout_case(args)
+    case, steps = asked.case, min(args.steps, asked.case.training.steps) if args.case else args.steps
+    return replace(case, training=replace(case.training, steps=steps)), asked.set_aside
 
 
 def _configured(args: argparse.Namespace) -> config_file.FromFile:

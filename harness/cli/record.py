@@ -23,8 +23,6 @@ from harness.record.chosen import Chosen
 from harness.report.output import complain
 from harness.spec import layout
 
-MANY = 1 << 40  # ranks: any layout has room on them
-
 
 def add(commands: Any) -> None:
     parser = add_command(
@@ -65,7 +63,7 @@ def command(args: argparse.Namespace) -> int:
 def checked_layout(text: str, ranks: int | None) -> None:
     """ranks: those that the command asks for, None where it does not say. Raises CaseError for a layout that cannot be read,
     and BadInput for one of another number of ranks."""
-    dims = layout.layout(text, ranks or MANY)
+    dims = layout.layout(text, ranks or layout.MANY)
     if ranks is not None and dims.world_size != ranks:
         raise BadInput(f"--layout: {dims} = {dims.world_size} ranks, but the command starts {ranks}")
 

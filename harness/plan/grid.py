@@ -35,7 +35,7 @@ def groups_by_axis(case: Case, units: Iterable[list[Unit]]) -> dict[str, tuple[t
     """By axis of degree above 1, folded axes included, its groups; with those of what FSDP keeps cut after forward."""
     dims = case.dims
     found = {axis: groups(dims, axis) for axis in AXES if getattr(dims, axis) > 1}
-    if dims.dp_shard > 1 and dims.cp > 1:
+    if dims.dp_shard > 1 and dims.cp > 1 and case.data_dims.over_cp:
         found["dp_shard_cp"] = groups(dims, "dp_shard", "cp")
     if case.replicate_axis == "dp_replicate_cp":
         found["dp_replicate_cp"] = groups(dims, "dp_replicate", "cp")
@@ -60,8 +60,8 @@ def _post_forward_groups(shards: tuple[tuple[int, ...], ...], degree: int) -> tu
 
 
 def shard_axis(dims: ParallelDims) -> str:
-    """Context parallel ranks hold equal parameters, so FSDP shards over them as well."""
-    if dims.cp == 1:
+    """Context parallel ranks hold equal parameters, so FSDP usually shards over them as well."""
+    if dims.cp == 1 or not dims.over_cp:
         return "dp_shard"
     return "dp_shard_cp" if dims.dp_shard > 1 else "cp"
 
@@ -69,7 +69,7 @@ def shard_axis(dims: ParallelDims) -> str:
 def shard_place(dims: ParallelDims, rank: int) -> tuple[int, int]:
     """(degree, index) of data-parallel sharding."""
     at = coordinate(dims, rank)
-    return dims.dp_shard * dims.cp, at["dp_shard"] * dims.cp + at["cp"]
+    return dims.shards, at["dp_shard"] * dims.cp + at["cp"] if dims.over_cp else at["dp_shard"]
 
 
 def tp_place(dims: ParallelDims, rank: int) -> tuple[int, int]:

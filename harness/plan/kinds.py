@@ -63,7 +63,7 @@ class Place(NamedTuple):
 def places_of_ranks(dims: ParallelDims) -> dict[int, Place]:
     """shard: over dp_shard and cp folded, as in `shard_place`."""
     pp, _, dp_shard, cp, tp = (index.tolist() for index in np.unravel_index(np.arange(dims.world_size), dims.degrees))
-    folded = (outer * dims.cp + inner for outer, inner in zip(dp_shard, cp, strict=True))
+    folded = (outer * dims.cp + inner for outer, inner in zip(dp_shard, cp, strict=True)) if dims.over_cp else dp_shard
     return dict(enumerate(map(Place, pp, folded, tp)))
 
 
@@ -79,7 +79,7 @@ def kinds_of_ranks(
 
     held: the shapes of the parameters of a rank's stages, by fqn; kinds are pp indices.
     """
-    shards = dims.dp_shard * dims.cp
+    shards = dims.shards
     cuts = traits.measured.cut_dims
     some = {held.kinds[rank]: _one_of_each_shape(held[rank], cuts) for rank in held.firsts()}
     every = _one_of_each_shape({fqn: shape for shapes in some.values() for fqn, shape in shapes.items()}, cuts)

@@ -129,7 +129,7 @@ def _shapes_of_stages(case: Case, stages: Sequence[int], shapes: Shapes) -> Shap
 
 def _slices(case: Case, traits: TrainerTraits, rank: int, held: Shapes, flat: tuple[FlatUnit, ...]) -> dict[str, Slice]:
     """What a rank holds of each parameter of its stages, by fqn."""
-    place = shard_place(case.dims, rank) if case.shards > 1 else (1, 0)
+    place = shard_place(case.data_dims, rank) if case.shards > 1 else (1, 0)
     if flat:
         return flat_slices(flat, held, *place, tp_place(case.dims, rank))
     return slices_of_rank(case.data_dims, rank, held, traits)

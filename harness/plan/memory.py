@@ -7,7 +7,7 @@ from harness.plan.plan import Kept
 from harness.plan.slices import BYTES, FlatUnit, Slice, numel, padded_numel, parameter_shapes, slice_of
 from harness.plan.stages import stages_of_rank
 from harness.plan.units import fsdp2_units
-from harness.plan.zero import units_held
+from harness.plan.zero import kept_dtype, units_held, zero_degree
 from harness.spec.case import Case
 from harness.spec.features import ZERO
 from harness.spec.measured import Unit
@@ -19,8 +19,8 @@ def parameter_bytes(
 ) -> tuple[int, int]:
     """(least, most) bytes of its parameters that a rank keeps between steps: its slices, and those with their padding."""
     tp_index = coordinate(case.dims, rank)["tp"]
-    size = BYTES[case.training.dtype]
-    degree = case.data_dims.dp_shard * case.data_dims.cp
+    size = BYTES[kept_dtype(case)]
+    degree = case.data_dims.shards
     least = sum(numel(part) for part in held.values()) * size
     if flat:
         parts = sum(unit.part(degree) for unit in units_held(flat, held))
@@ -32,7 +32,7 @@ def parameter_bytes(
 def state_bytes(case: Case, held: dict[str, Slice], flat: tuple[FlatUnit, ...]) -> tuple[int, int]:
     """Of each number that ZeRO's optimizer keeps of its part of every parameter: (least, most), the most with padding."""
     size = BYTES[case.training.dtype]
-    padded = sum(unit.part(case.dims.dp_shard) for unit in units_held(flat, held))
+    padded = sum(unit.part(zero_degree(case)) for unit in units_held(flat, held))
     return sum(map(numel, held.values())) * size, padded * size
 
 
@@ -72,7 +72,7 @@ def kept_after_forward(
     case: Case, traits: TrainerTraits, rank: int, held: dict[str, Slice], units: list[Unit]
 ) -> dict[str, Kept]:
     """By fqn, what is there of each parameter between forward and backward; empty where nothing is sharded."""
-    shards, index = shard_place(case.dims, rank)
+    shards, index = shard_place(case.data_dims, rank)
     if case.shards == 1:
         return {}
     stored, computed = BYTES[case.training.dtype], BYTES[case.training.compute_dtype or case.training.dtype]

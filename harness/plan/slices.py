@@ -177,7 +177,7 @@ def padded_numel(case: Case, traits: TrainerTraits, fqn: str, tp_index: int) -> 
     if dim is not None and dim < len(shape):
         start, stop = chunk((0, shape[dim]), case.dims.tp, tp_index)
         shape[dim] = stop - start
-    degree = case.data_dims.dp_shard * case.data_dims.cp
+    degree = case.data_dims.shards
     cut_dim = traits.measured.cut_dims.get(fqn, 0)
     shape[cut_dim] = -(-shape[cut_dim] // degree) * degree
     return math.prod(shape)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from harness.plan.slices import FlatUnit, local_numel, parameter_shapes
 from harness.plan.stages import parameters_of_stage
 from harness.spec.case import Case
+from harness.spec.features import ZERO
 from harness.spec.traits import FlatLayout, TrainerTraits
 
 
@@ -34,6 +35,17 @@ def _vector(case: Case, layout: FlatLayout, tensors: Iterable[tuple[str, ...]]) 
             starts[fqn].append(end)
             end += numel_of_rank(case, fqn) // parts.count(fqn)
     return FlatUnit({fqn: tuple(begun) for fqn, begun in starts.items()}, end, layout.parts, layout.whole)
+
+
+def zero_degree(case: Case) -> int:
+    """Over how many ranks ZeRO cuts: those of cp hold equal parameters."""
+    return case.dims.dp_shard * case.dims.cp
+
+
+def kept_dtype(case: Case) -> str:
+    """Of the parameters that a rank keeps: ZeRO's are those that it computes with, and its optimizer has a copy of its part."""
+    computed = case.training.compute_dtype if case.wrapper in ZERO else None
+    return computed or case.training.dtype
 
 
 def units_held(units: Iterable[FlatUnit], held: Iterable[str]) -> tuple[FlatUnit, ...]:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.evidence.reading import read_text
-from harness.preflight.request import LLAMA_3
+from harness.preflight.draft import LLAMA_3
 from harness.reference.config import PRESETS, ModelConfig
 from harness.spec.case import Case, CaseError
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
+from harness.spec.traits import TrainerTraits
 
 SECTIONS = ("training", "parallelism", "experimental")
 DEGREES = {
@@ -37,6 +38,10 @@ READ = (
 OF_NUMBERS = ("steps", "warmup_steps", "dataset", "dataset_path", "seed", "deterministic", "gc_freq")
 
 
+TITAN = TrainerTraits(fsdp_units="root", cp_heads="key_value")
+"""What it chooses where a case leaves the choice to it, as of the end of 2024."""
+
+
 @dataclass(frozen=True)
 class FromFile:
     """set_aside: of what the file asks for, what is not run."""
@@ -45,40 +50,49 @@ class FromFile:
     set_aside: tuple[str, ...]
 
 
-def read(path: Path, world: int) -> FromFile:
-    """world: how many ranks it is for, which the file does not say. Raises CaseError."""
+def read(path: Path, world: int | None, flavor: str | None = None) -> FromFile:
+    """world: how many ranks it is for; None where its degrees say it. flavor: in place of its own. Raises CaseError."""
     try:
         told: dict[str, Any] = tomllib.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise CaseError(f"--config {path}: {error}") from error
-    model = told.get("model", {})
-    flavor = "debug" if model.get("flavor") == "debugmodel" else model.get("flavor")
-    if model.get("name") != "llama3" or flavor not in PRESETS:
-        known = ", ".join(PRESETS)
-        raise CaseError(f"--config {path}: model {model.get('name')} {flavor}: llama3 of a size {known} is known here")
+        raise CaseError(f"{path}: {error}") from error
+    model = _section(path, told, "model")
+    if flavor is None:
+        flavor = "debug" if model.get("flavor") == "debugmodel" else model.get("flavor")
+        if model.get("name") != "llama3" or flavor not in PRESETS:
+            which = f"model {model.get('name')} {flavor}: llama3 of a size {', '.join(PRESETS)} is known here"
+            raise CaseError(f"{path}: {which}; add --model for another one")
     return case_of(str(path), told, PRESETS[flavor], world)
 
 
-def case_of(name: str, told: Mapping[str, Any], model: ModelConfig, world: int) -> FromFile:
+def _section(path: Path, told: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    if not isinstance(section := told.get(name, {}), dict):
+        raise CaseError(f"{path}: {name}: expected a section")
+    return section
+
+
+def case_of(name: str, told: Mapping[str, Any], model: ModelConfig, world: int | None) -> FromFile:
     """name: of the configuration. told: what it says, by section. Raises CaseError."""
-    said = {key: value for section in SECTIONS for key, value in told.get(section, {}).items()}
+    said = {key: value for section in SECTIONS for key, value in _section(Path(name), told, section).items()}
     try:
         case = _case(name, said, _dims(said, world), model, told.get("activation_checkpoint", {}))
     except ValueError as error:
-        raise CaseError(f"--config {name}: {error}") from error
+        raise CaseError(f"{name}: {error}") from error
     return FromFile(case, tuple(_set_aside(told, said)))
 
 
-def _dims(said: Mapping[str, Any], world: int) -> ParallelDims:
+def _dims(said: Mapping[str, Any], world: int | None) -> ParallelDims:
     """A shard degree of -1, which is the usual one, is what the others leave of the ranks."""
     degrees = {axis: int(said.get(word, 1)) for word, axis in DEGREES.items()}
     if int(said.get("data_parallel_shard_degree", -1)) == -1:
         others = ParallelDims(**degrees | {"dp_shard": 1}).world_size
+        if world is None:
+            raise ValueError("data_parallel_shard_degree -1 is the rest of a world that it does not say: add --world N")
         if world % others:
             raise ValueError(f"{others} ranks of the other degrees do not divide the {world} of --world")
         degrees["dp_shard"] = world // others
     dims = ParallelDims(**degrees)
-    if dims.world_size != world:
+    if dims.world_size != (world or dims.world_size):
         raise ValueError(f"{dims} = {dims.world_size} ranks, --world says {world}")
     return dims
 

@@ -14,7 +14,7 @@ from harness.plan.figures.pipeline_time import matmul_operations, pipeline_time
 from harness.plan.figures.rank_bytes import GPUS
 from harness.plan.plan import Plan
 from harness.preflight.launches import Flown
-from harness.report.layout_text import balance, neediest, room_left, sent_by_axis
+from harness.report.layout_text import balance, most_text, neediest, room_left, sent_by_axis
 from harness.spec.case import Case
 
 Rows = Iterator[tuple[str, str]]
@@ -51,7 +51,7 @@ def of_layout(case: Case, plan: Plan, gpu: str) -> Rows:
     """Of all ranks, ran or not."""
     rank, held = neediest(case, plan)
     estimated = f"of it activations, estimated, {bytes_text(held.activations)}"
-    yield "planned", f"{rank} needs {bytes_text(held.most)}, the most of all, {estimated}; {_of_gpu(held.most, gpu)}"
+    yield "planned", f"{rank} needs {most_text(held)}, the most of all, {estimated}; {_of_gpu(held.reserved, gpu)}"
     links = [f"{axis} {sent}" for axis, sent in sent_by_axis(plan).items()]
     if links:
         yield "links", f"a rank sends a step, at most, {'; '.join(links)}"

@@ -1,5 +1,5 @@
 """Why a rank could not be run alone, where what it raised says nothing of the trainer: a tensor was asked for what is in it,
-and without memory there is nothing in it.
+and without memory there is nothing in it; or torch refuses something where tensors have no memory, or ranks are not there.
 
 What a trainer does with a shape is its own: two that do not fit are its failure, here as on a cluster.
 """
@@ -27,6 +27,19 @@ ASKED_FOR_CONTENTS = re.compile(
     r"|_share_fd_: only available on CPU"
 )
 """torch's words where it is C++ that would read what is not there."""
+OF_ALONE = re.compile(
+    r"torch dispatch mode present"
+    r"|found no compiled frames"
+    r"|[Mm]ixing fake modes"
+    r"|fake mode .*doesn't match"
+    r"|Expected fake mode of"
+    r"|Backend fake |[Ff]ake ?(?:ProcessGroup|Store|Work)"
+    r"|monitored_barrier is only implemented for"
+    r"|c10d/init\.cpp.*Not implemented",
+    re.DOTALL,
+)
+"""torch's words where it is the pre-flight's own modes, process group or store that cannot do a thing: torch.compile of a whole
+graph while a dispatch mode is on, a backend that knows no barrier of its own, a store that nobody else writes to."""
 BELOW = (
     "torch._subclasses",
     "torch._ops",
@@ -47,6 +60,8 @@ def why_unable(error: BaseException, asked: Collection[CodeType]) -> str:
         said = f"{type(link).__name__}: {str(link).strip() or 'no words'}".splitlines()[0]
         if _is_of_contents(link):
             return f"it asks for what is in a tensor ({said}), and alone nothing is"
+        if OF_ALONE.search(str(link)):
+            return f"torch refuses it to a rank alone, whatever the trainer is ({said})"
         if _saves(link):
             return f"it saves tensors ({said}), and alone there is nothing in them"
         if any(frame.f_code in asked for frame in _raised_by(link)):

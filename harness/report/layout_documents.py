@@ -59,11 +59,13 @@ def recording(
 # ---- plans
 
 
-def plan(case: Case, plan: Plan, gpu: str) -> dict[str, Any]:
-    """Return groups, kinds of ranks and their bytes; of few ranks also the slices of each."""
+def plan(case: Case, plan: Plan, gpu: str, set_aside: Sequence[str] = ()) -> dict[str, Any]:
+    """Return groups, kinds of ranks and their bytes; of few ranks also the slices of each. set_aside: what of a file is not
+    planned."""
     return {
         "case": case.name,
         "requested": case,
+        "not_planned": set_aside,
         "dims": plan.dims,
         "world": plan.dims.world_size,
         "groups": plan.groups,
@@ -99,7 +101,11 @@ def _kind(case: Case, plan: Plan, ranks: Sequence[int]) -> dict[str, Any]:
 
 
 def _bytes(held: RankBytes) -> dict[str, Any]:
-    return {**as_data(held), "stays": held.stays, "most": held.most}
+    return {**as_data(held), "stays": held.stays, "loss": held.loss, "backward": held.backward, **_most(held)}
+
+
+def _most(held: RankBytes) -> dict[str, Any]:
+    return {"most": held.most, "phase": held.phase, "reserved": held.reserved}
 
 
 def _slices(plan: Plan) -> list[dict[str, Any]]:

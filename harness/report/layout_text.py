@@ -14,7 +14,7 @@ from harness.plan.figures.activations import activation_bytes
 from harness.plan.figures.balance import attention_over_cp, layers_by_stage, matmuls_over_pp, rows_over_shards
 from harness.plan.figures.links import AxisTraffic, traffic_by_axis
 from harness.plan.figures.pipeline_time import matmul_operations, other_schedules, pipeline_time
-from harness.plan.figures.rank_bytes import GPUS, RankBytes, rank_bytes
+from harness.plan.figures.rank_bytes import ALLOCATOR, GPUS, RankBytes, rank_bytes
 from harness.plan.kinds import PerRank, Place, places_of_ranks
 from harness.plan.plan import Plan
 from harness.plan.stages import layers_of_stage
@@ -65,11 +65,11 @@ def _members(group: Sequence[int]) -> str:
 
 def kinds_lines(case: Case, plan: Plan) -> list[str]:
     """A kind of ranks a row, and what each of its ranks has."""
-    rows = [["pp", "shards", "tp", "ranks", "layers", "stay", "gathered", "unreduced", "activations", "most"]]
-    kinds, places = kinds_of(plan), places_of_ranks(case.dims)
+    rows = [["pp", "shards", "tp", "ranks", "layers", "stay", "gathered", "waiting", "kept", "backward", "loss"]]
+    kinds, places = kinds_of(plan), places_of_ranks(case.data_dims)
     for ranks in kinds[:SHOWN_KINDS]:
         held = rank_bytes(case, plan, ranks[0])
-        sizes = (held.stays, held.gathered, held.unreduced, held.activations, held.most)
+        sizes = (held.stays, held.gathered, held.unreduced, held.activations, held.backward, held.loss)
         rows.append([*_where(case, plan, ranks, places), *(f"{size / 1e9:.3g}" for size in sizes)])
     rows = [
         list(row)
@@ -89,7 +89,7 @@ def _where(case: Case, plan: Plan, ranks: list[int], places: dict[int, Place]) -
     ]
     cut = (
         "all" if len(at) == degree else _spans(sorted(at))
-        for at, degree in ((shards, case.dims.dp_shard * case.dims.cp), (tp, case.dims.tp))
+        for at, degree in ((shards, case.data_dims.shards), (tp, case.dims.tp))
     )
     return [str(places[ranks[0]].pp), *cut, f"{len(ranks):,}", "+".join(named)]
 
@@ -117,7 +117,7 @@ def memory_lines(case: Case, plan: Plan, gpu: str) -> list[str]:
         f"  rank {rank}, and the {GPUS[gpu]} GB of {gpu}",
         *columns(rows, indent=4),
         f"    [{bar[:BAR]:<{BAR}}]{bar[BAR:][:20]}{'..' * (len(bar) > BAR + 20)}",
-        f"    at its most {bytes_text(held.most)}: {room_left(held.most, gpu)}",
+        *wrapped(f"at its most {most_text(held)}: {room_left(held.reserved, gpu)}", "    "),
         *wrapped(f"activations with activation_checkpointing {_recomputed(case, plan, rank)}", "    "),
     ]
 
@@ -134,15 +134,27 @@ def room_left(size: int, gpu: str) -> str:
     return f"leaves {bytes_text(room - size)} for all that is not counted" if size <= room else "more than it has"
 
 
+def most_text(held: RankBytes) -> str:
+    """What is in use at the most, in which phase, and what an allocator reserves for it."""
+    phase = {"loss": "of the loss", "backward": "of the last block"}[held.phase]
+    return f"{bytes_text(held.most)}, in the backward {phase}, for which {bytes_text(held.reserved)} are reserved"
+
+
 def _parts(held: RankBytes) -> list[tuple[str, str, int]]:
+    """Of the phase in which there is most."""
+    in_loss = held.phase == "loss"
+    there = not in_loss or held.waiting
     return [
         ("parameters", "p", held.parameters),
-        ("gradients", "g", held.gradients),
+        ("gradients", "g", held.gradients if there else 0),
         ("optimizer state", "o", held.optimizer),
         ("padding, at most", "-", held.padding),
-        ("gathered parameters", "w", held.gathered),
-        ("gradients not reduced yet", "u", held.unreduced),
+        ("gathered parameters", "w", held.gathered_after_forward if in_loss else held.gathered),
+        ("gradients not reduced yet", "u", held.unreduced if there else 0),
         ("activations, estimated", "a", held.activations),
+        ("backward of a block, estimated", "b", 0 if in_loss else held.in_block),
+        ("logits and their gradients", "l", held.in_loss if in_loss else 0),
+        (f"an allocator's share, x {ALLOCATOR}", "~", held.reserved - held.most),
     ]
 
 

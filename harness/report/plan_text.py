@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from harness.evidence.text import bytes_text, ranks_text
 from harness.plan.grid import coordinate
@@ -32,11 +32,12 @@ SHOWN_PARAMETERS = (
 )  # one for each way of being cut: by rows, by columns, not by tp
 
 
-def plan_text(case: Case, plan: Plan, gpu: str = "H100") -> str:
-    """gpu: whose memory is compared with what a rank holds."""
+def plan_text(case: Case, plan: Plan, gpu: str = "H100", *, set_aside: Sequence[str] = ()) -> str:
+    """gpu: whose memory is compared with what a rank holds. set_aside: what of a file is not planned."""
     parts = wrapped(f"{case.name}: {plan.dims} = {plan.dims.world_size:,} ranks", "", "  ")
     parts += wrapped(case.why, "  ")
     parts += [line for text in _unusual(case) for line in wrapped(text, "  ", "    ")]
+    parts += wrapped(f"not planned: {', '.join(set_aside)}", "  ", "    ") if set_aside else []
     parts += [f"  resumes what {saved.dims} saved after step {saved.after}" for saved in case.resume]
     parts += _each_rank(plan) if plan.dims.world_size <= MOST_RANKS else ["", "groups", *groups_lines(plan)]
     return "\n".join([*parts, *_costs(case, plan, gpu)])

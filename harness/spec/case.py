@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.reference.config import ModelConfig, TrainingConfig, noise_key
 from harness.spec.allowance import Allowance
-from harness.spec.dims import ParallelDims
+from harness.spec.dims import CpReplicates, ParallelDims
 from harness.spec.features import LOOPED, Features
 
 
@@ -160,19 +160,21 @@ class Case:
     @property
     def shards(self) -> int:
         """Over how many ranks a parameter is cut, by FSDP or ZeRO-3. ZeRO-1 and 2 leave it whole."""
-        return 1 if self.wrapper in ("zero1", "zero2") else self.data_dims.dp_shard * self.data_dims.cp
+        return 1 if self.wrapper in ("zero1", "zero2") else self.data_dims.shards
 
     @property
     def data_dims(self) -> ParallelDims:
         """The ranks as parameters lie on them. DDP shards over nothing, so that ranks of cp are replicas among others; where it
         is, dp_shard is 1, and folding both changes no rank's place."""
+        if not self.features.shards_over_cp:
+            return CpReplicates(*self.dims.degrees)
         if self.wrapper not in ("ddp", "replicate") or self.dims.cp == 1:
             return self.dims
         return dataclasses.replace(self.dims, dp_replicate=self.dims.dp_replicate * self.dims.cp, cp=1)
 
     @property
     def replicate_axis(self) -> str:
-        """Over which whole gradients are reduced: by DDP over cp as well."""
+        """Over which whole gradients are reduced: by DDP, or where FSDP does not shard over cp, over cp as well."""
         if self.data_dims == self.dims:
             return "dp_replicate"
         return "cp" if self.dims.dp_replicate == 1 else "dp_replicate_cp"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -17,6 +18,8 @@ class ParallelDims:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    over_cp: ClassVar[bool] = True
+    """Whether parameters are sharded over cp as well."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -33,9 +36,25 @@ class ParallelDims:
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
+    def shards(self) -> int:
+        """Over how many ranks a parameter is cut."""
+        return self.dp_shard * (self.cp if self.over_cp else 1)
+
+    @property
+    def replicas(self) -> int:
+        """On how many ranks each part of a parameter lies, those of tp and pp aside."""
+        return self.dp_replicate * (1 if self.over_cp else self.cp)
+
+    @property
     def dp(self) -> int:
         """The data-parallel degree: over how many ranks the samples of a step are divided."""
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {degree}" for axis, degree in zip(AXES, self.degrees, strict=True))
+
+
+class CpReplicates(ParallelDims):
+    """The same degrees where ranks of cp are replicas."""
+
+    over_cp: ClassVar[bool] = False

@@ -56,6 +56,8 @@ class Features:
     """K/V exchange over cp: allgather or alltoall."""
     cp_load_balance: bool = True
     """Whether each cp rank gets an early and a late part of the sequence, so that causal attention is balanced."""
+    shards_over_cp: bool = True
+    """Whether FSDP2 shards parameters over cp as well; else ranks of cp are replicas."""
     activation_checkpointing: str = "none"
     """Blocks that are recomputed: none, full (every block), layer (every second) or op (all but costly operators)."""
     compile: bool = False

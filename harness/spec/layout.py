@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import math
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ SECTIONS = ("training", "experimental", "parallelism")
 FILES = "torchtitan's .toml, its MODULE:FUNCTION, or accelerate's .yaml"
 """What may be given in the place of degrees."""
 REST = "dp_shard"  # what -1 may be written for
+MANY = 1 << 40  # ranks: any layout has room on them
 ACCELERATE = {f"parallelism_config_{axis}_size": axis for axis in ("dp_replicate", "dp_shard", "cp", "tp")}
 """accelerate's, in the section parallelism_config of its configuration (1.10 on)."""
 REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU")
@@ -38,9 +40,9 @@ NOT_SHARDED, WITHIN_MACHINES = ("NO_SHARD", "3"), ("HYBRID_SHARD", "HYBRID_SHARD
 """Of FSDP1's strategies, which accelerate takes by name or number."""
 
 
-def layout(text: str, world_size: int) -> ParallelDims:
+def layout(text: str, world_size: int | None) -> ParallelDims:
     """Degrees, or what has them: torchtitan's TOML file, MODULE:FUNCTION that returns its configuration, accelerate's YAML
-    file. Raises CaseError."""
+    file. world_size: None where nobody says it but a file. Raises CaseError."""
     degrees = _reader(text)(text, world_size)
     try:
         return ParallelDims(**degrees)
@@ -48,7 +50,7 @@ def layout(text: str, world_size: int) -> ParallelDims:
         raise CaseError(f"{text!r}: {error}") from error
 
 
-def _reader(text: str) -> Callable[[str, int], dict[str, int]]:
+def _reader(text: str) -> Callable[[str, int | None], dict[str, int]]:
     if text.endswith(".toml"):
         return _of_toml
     if text.endswith((".yaml", ".yml")):
@@ -56,7 +58,7 @@ def _reader(text: str) -> Callable[[str, int], dict[str, int]]:
     return _of_python if ":" in text and "=" not in text else _of_words
 
 
-def _of_words(text: str, _world_size: int) -> dict[str, int]:
+def _of_words(text: str, _world_size: int | None) -> dict[str, int]:
     degrees: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         axis, _, degree = part.strip().partition("=")
@@ -71,7 +73,7 @@ def _of_words(text: str, _world_size: int) -> dict[str, int]:
 # ---- torchtitan
 
 
-def _of_toml(file: str, world_size: int) -> dict[str, int]:
+def _of_toml(file: str, world_size: int | None) -> dict[str, int]:
     text = _read(file)
     try:
         told = tomllib.loads(text)
@@ -81,7 +83,7 @@ def _of_toml(file: str, world_size: int) -> dict[str, int]:
     return _of_titan(file, words, world_size)
 
 
-def _of_python(reference: str, world_size: int) -> dict[str, int]:
+def _of_python(reference: str, world_size: int | None) -> dict[str, int]:
     """Imported as a job started here would import it."""
     module, _, name = reference.partition(":")
     if "" not in sys.path:
@@ -93,22 +95,40 @@ def _of_python(reference: str, world_size: int) -> dict[str, int]:
     return _of_titan(reference, {word: getattr(told, word) for word in TITAN if hasattr(told, word)}, world_size)
 
 
-def _of_titan(source: str, told: Mapping[str, Any], world_size: int) -> dict[str, int]:
+def _of_titan(source: str, told: Mapping[str, Any], world_size: int | None) -> dict[str, int]:
     """A shard degree of -1 is what the others leave of the ranks."""
     degrees = {axis: _degree(source, word, told[word]) for word, axis in TITAN.items() if word in told}
     if degrees.get(REST, -1) == -1:
-        others = [degree for axis, degree in degrees.items() if axis != REST]
-        rest = world_size
-        for degree in others:
-            rest //= max(degree, 1)
-        degrees[REST] = rest
+        others = math.prod(max(degree, 1) for axis, degree in degrees.items() if axis != REST)
+        degrees[REST] = rest_of(source, "data_parallel_shard_degree -1", others, world_size)
     return degrees
+
+
+def rest_of(source: str, word: str, others: int, world_size: int | None) -> int:
+    """What other degrees leave of the ranks. Raises CaseError where they do not divide them, or nobody says how many these
+    are."""
+    if world_size is None:
+        raise CaseError(f"{source}: {word} is what is left of a world that it does not say: add --world N")
+    if world_size % others and world_size != MANY:
+        raise CaseError(f"{source}: {others} ranks of the other degrees do not divide the {world_size} of the world")
+    return world_size // others
 
 
 # ---- accelerate
 
 
-def _of_accelerate(file: str, world_size: int) -> dict[str, int]:
+def _of_accelerate(file: str, world_size: int | None) -> dict[str, int]:
+    """Its own world is num_processes, where nobody says another."""
+    told = accelerate_file(file)
+    section = _section(file, told, "parallelism_config")
+    if section.get("parallelism_config_sp_size", 1) != 1:
+        raise CaseError(f"{file}: parallelism_config_sp_size: no axis of a layout; give the degrees themselves")
+    degrees = {axis: _degree(file, word, section[word]) for word, axis in ACCELERATE.items() if word in section}
+    return degrees or _of_kind(file, told, world_size or processes(file, told))
+
+
+def accelerate_file(file: str) -> dict[str, Any]:
+    """Return what accelerate's configuration says. Raises CaseError for a file that is none."""
     text = _read(file)
     try:
         told = document_of(text)
@@ -116,11 +136,15 @@ def _of_accelerate(file: str, world_size: int) -> dict[str, int]:
         raise CaseError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(told, dict) or "distributed_type" not in told:
         raise CaseError(f"{file}: no configuration of accelerate: it has no distributed_type")
-    section = _section(file, told, "parallelism_config")
-    if section.get("parallelism_config_sp_size", 1) != 1:
-        raise CaseError(f"{file}: parallelism_config_sp_size: no axis of a layout; give the degrees themselves")
-    degrees = {axis: _degree(file, word, section[word]) for word, axis in ACCELERATE.items() if word in section}
-    return degrees or _of_kind(file, told, world_size)
+    return told
+
+
+def processes(file: str, told: Mapping[str, Any]) -> int:
+    """Of how many ranks accelerate's configuration is. Raises CaseError where it does not say."""
+    number = told.get("num_processes")
+    if number is None:
+        raise CaseError(f"{file}: it has no num_processes, of how many ranks it is: add --world N")
+    return _degree(file, "num_processes", number)
 
 
 def _of_kind(file: str, told: Mapping[str, Any], world_size: int) -> dict[str, int]:
@@ -132,10 +156,12 @@ def _of_kind(file: str, told: Mapping[str, Any], world_size: int) -> dict[str, i
         raise CaseError(f"{file}: distributed_type {kind} tells no degrees that are read; give them themselves")
     fsdp = _section(file, told, "fsdp_config")
     strategy = str(fsdp.get("fsdp_sharding_strategy", fsdp.get("fsdp_reshard_after_forward", ""))).upper()
-    replicate = world_size if strategy in NOT_SHARDED else 1
-    if strategy in WITHIN_MACHINES:
-        replicate = max(1, _degree(file, "num_machines", told.get("num_machines", 1)))
-    return {"dp_replicate": replicate, "dp_shard": world_size // replicate}
+    if strategy in NOT_SHARDED:
+        return {"dp_replicate": world_size}
+    if strategy not in WITHIN_MACHINES:
+        return {"dp_shard": world_size}
+    machines = max(1, _degree(file, "num_machines", told.get("num_machines", 1)))
+    return {"dp_replicate": machines, "dp_shard": rest_of(file, strategy, machines, world_size)}
 
 
 def _section(file: str, told: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from harness.spec.measured import NOTHING, Measured, Observed
 OBSERVED = "observed"
 """Of FSDP2's units: they are judged as the wrappers claim them."""
 
+RESULTS = ("attention", "wq", "wk", "wv", "wo", "w1", "w3", "w2")
+"""What a block computes that a policy may keep."""
 CHOICES = {
     "fsdp_units": ("apart", "root", OBSERVED),
     "cp_heads": ("query", "key_value"),
@@ -60,6 +62,9 @@ class TrainerTraits:
     """Whether its model is not the reference's, and so rounds at other places (docs/float32.md)."""
     attention: str | None = None
     """Attention: "fused", one kernel does all of it; None: anything, the same in all layers."""
+    op_keeps: tuple[str, ...] = ("attention", "wq", "wv", "w1", "w2")
+    """Results that a block keeps whose other operators are recomputed ("op"), by the modules that they are of: by default
+    attention and every second matmul."""
     loss_chunks: int = 1
     """Number of parts of a sequence that the loss applies the output to, one after the other. FSDP2 frees the output's unit
     after the last."""
@@ -98,6 +103,8 @@ class TrainerTraits:
         for key, known in CHOICES.items():
             if getattr(self, key) not in known:
                 raise ValueError(f"{key} {getattr(self, key)!r}: choose one of {', '.join(map(str, known))}")
+        if unknown := [name for name in self.op_keeps if name not in RESULTS]:
+            raise ValueError(f"op_keeps {unknown[0]!r}: choose of {', '.join(RESULTS)}")
         if self.loss_chunks < 1:
             raise ValueError(f"loss_chunks must be at least 1, got {self.loss_chunks}")
 
@@ -163,7 +170,7 @@ def with_choices(case: Case, traits: TrainerTraits) -> Case:
     features = case.features
     if traits.defers_sync is True or features.accumulation == 1 or case.dims.pp > 1 or case.wrapper is None:
         return case
-    hybrid = case.wrapper == "fsdp2" and case.dims.dp_replicate > 1 < case.data_dims.dp_shard * case.data_dims.cp
+    hybrid = case.wrapper == "fsdp2" and case.data_dims.replicas > 1 < case.data_dims.shards
     return dataclasses.replace(case, features=dataclasses.replace(features, defer_sync=hybrid and traits.defers_sync))
 
 
@@ -193,6 +200,7 @@ def from_json(record: Mapping[str, Any]) -> TrainerTraits:
         "rates": rates,
         "zero_layout": layout,
         "flat_order": tuple(record.get("flat_order", ())),
+        "op_keeps": tuple(record.get("op_keeps", USUAL.op_keeps)),
     }
     if "measured" not in record:
         raise ValueError("nothing says what was measured")

@@ -125,6 +125,8 @@ def _validate_features(case: Case, where: str) -> None:
         raise CaseError(f"{where}: wrapper {features.wrapper!r} shards nothing, but dp_shard {dims.dp_shard}")
     if features.wrapper == "fsdp1" and dims.tp > 1:
         raise CaseError(f"{where}: wrapper 'fsdp1' with tp {dims.tp}: flattened parts of what tp cuts are not planned")
+    if not features.shards_over_cp and (case.wrapper != "fsdp2" or dims.cp == 1 or dims.dp_shard == 1):
+        raise CaseError(f"{where}: shards_over_cp false means something with wrapper fsdp2, cp and dp_shard above 1")
     _validate_zero(case, where)
     _validate_wrapper_options(case, where)
     if dims.pp > 1 and case.model.tied_embeddings:
@@ -137,19 +139,18 @@ def _validate_features(case: Case, where: str) -> None:
 
 
 def _validate_zero(case: Case, where: str) -> None:
-    """ZeRO cuts over dp_shard, and over nothing else; ZeRO-1 also what a pipeline's stage and a tensor parallel rank has."""
+    """ZeRO cuts over dp_shard, and over nothing else; ZeRO-1 also over cp, and what a pipeline's stage and a tensor parallel
+    rank has."""
     if case.wrapper not in ZERO:
         return
-    planned = ("dp_shard", "pp", "tp") if case.wrapper == "zero1" else ("dp_shard",)
+    planned = ("dp_shard", "pp", "tp", "cp") if case.wrapper == "zero1" else ("dp_shard",)
     other = [f"{axis} {degree}" for axis, degree in vars(case.dims).items() if axis not in planned and degree > 1]
-    if other or case.dims.dp_shard == 1:
+    if other or case.dims.dp_shard * case.dims.cp == 1:
         problem = f"with {other[0]}" if other else "with dp_shard 1"
         raise CaseError(f"{where}: wrapper {case.wrapper!r} {problem}: ZeRO is planned over dp_shard ranks alone")
     if case.model.vocab_size % case.dims.tp:
         sizes = f"vocab_size {case.model.vocab_size} is not divisible by tp {case.dims.tp}"
         raise CaseError(f"{where}: wrapper {case.wrapper!r}: {sizes}: vectors of unequal ranks are not planned")
-    if case.training.compute_dtype or case.features.reduce_dtype:
-        raise CaseError(f"{where}: wrapper {case.wrapper!r} with compute_dtype or reduce_dtype: not planned")
     if case.wrapper != "zero1" and not case.features.defer_sync:
         raise CaseError(f"{where}: defer_sync false: {case.wrapper} reduces after each microbatch anyway; leave it out")
 
@@ -166,7 +167,7 @@ def _validate_wrapper_options(case: Case, where: str) -> None:
                 raise CaseError(
                     f"{where}: {key} is {whose}, and this case has wrapper {case.wrapper or 'none'}; leave it out"
                 )
-    degree, policy = case.data_dims.dp_shard * case.data_dims.cp, features.reshard_after_forward
+    degree, policy = case.data_dims.shards, features.reshard_after_forward
     if degree == 1 and policy != "default":
         raise CaseError(
             f"{where}: reshard_after_forward {policy!r} means nothing with dp_shard 1 and cp 1; leave it out"
@@ -177,9 +178,7 @@ def _validate_wrapper_options(case: Case, where: str) -> None:
         missing = "wrapper none" if case.wrapper is None else "accumulation 1"
         value = str(features.defer_sync).lower()
         raise CaseError(f"{where}: defer_sync {value} means nothing with {missing}; leave it out")
-    if features.defer_sync == "all_reduce" and not (
-        case.wrapper == "fsdp2" and degree > 1 < case.data_dims.dp_replicate
-    ):
+    if features.defer_sync == "all_reduce" and not (case.wrapper == "fsdp2" and degree > 1 < case.data_dims.replicas):
         raise CaseError(
             f"{where}: defer_sync all_reduce is of HSDP: it takes wrapper fsdp2, dp_replicate and dp_shard above 1"
         )

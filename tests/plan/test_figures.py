@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from literal import EIGHT, TINY, UNEVEN, tiny_case
 
-from harness.plan.figures.activations import activation_bytes, block_bytes, most_waiting
+from harness.plan.figures.activations import activation_bytes, backward_bytes, block_bytes, most_waiting
 from harness.plan.figures.balance import attention_over_cp, layers_by_stage, matmuls_over_pp, rows_over_shards
 from harness.plan.figures.links import sent_bytes, traffic_by_axis
 from harness.plan.figures.pipeline_time import other_schedules, pipeline_time
@@ -70,13 +70,13 @@ def test_a_pipelines_first_stage_keeps_as_many_microbatches_as_there_are_stages_
     assert [most_waiting(gpipe, rank, lambda stage: 1) for rank in (0, 1)] == [4, 4]
 
 
-def test_recomputed_blocks_keep_their_inputs_and_one_of_them_all() -> None:
+def test_recomputed_blocks_keep_their_inputs_and_backward_has_one_of_them_whole() -> None:
     case = tiny_case("single", EIGHT, model=replace(TINY, n_layers=4))
     full = replace(case, features=Features(activation_checkpointing="full"))
     samples_and_tokens = 8 * 8
-    assert (
-        activation_bytes(case, 0) - activation_bytes(full, 0) == 3 * block_bytes(case) - 4 * samples_and_tokens * 4 * 8
-    )
+    inputs = samples_and_tokens * 4 * 8
+    assert activation_bytes(case, 0) - activation_bytes(full, 0) == 4 * (block_bytes(case) - inputs)
+    assert backward_bytes(full, 0) - backward_bytes(case, 0) == block_bytes(case) - inputs
 
 
 def test_autograd_keeps_of_a_block_what_the_formula_says_and_two_inputs_of_unfused_norms_besides() -> None:

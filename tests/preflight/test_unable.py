@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import CodeType
+from typing import Any
 
 import pytest
 import torch
 from literal import tiny_case, without_rank
 from test_alone_judged import alone, results
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.evidence.records import Exit
 from harness.judge.result import Verdict
@@ -46,6 +48,38 @@ def test_what_is_raised_while_contents_were_asked_for_came_of_that() -> None:
             raise KeyError("rows") from None
 
     assert raised(handled).startswith("it asks for what is in a tensor (RuntimeError: .numpy()")
+
+
+class Watching(TorchDispatchMode):
+    """As the pre-flight's own."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_compiler_that_refuses_the_pre_flights_own_mode_is_not_the_trainers_failure() -> None:
+    """As optimizers compile their step."""
+    compiled = torch.compile(lambda tensor: tensor / tensor.norm(), fullgraph=True, backend="eager")
+    with pytest.raises(RuntimeError) as error, Watching():
+        compiled(torch.ones(4))
+    assert why_unable(error.value, ()).startswith("torch refuses it to a rank alone")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "monitored_barrier is only implemented for GLOO backend",
+        "Backend fake does not yet support sequence numbers",
+        'fn INTERNAL ASSERT FAILED at "/torch/csrc/distributed/c10d/init.cpp":234, please report. Not implemented',
+        "Mixing fake modes NYI x.fake_mode=1 vs self=2",
+    ],
+)
+def test_what_the_group_of_ranks_that_are_not_there_cannot_do_is_not_the_trainers_failure(words: str) -> None:
+    assert why_unable(RuntimeError(words), ()).startswith("torch refuses it to a rank alone")
+
+
+def test_a_compiled_function_that_raises_by_itself_is_the_trainers_failure() -> None:
+    assert why_unable(RuntimeError("the mode of dispatch is wrong"), ()) == ""
 
 
 def test_shapes_that_do_not_fit_are_the_trainers_failure() -> None:

@@ -147,7 +147,10 @@ def test_the_schema_has_the_fields_that_the_code_has() -> None:
     }
     for name, kind in kinds.items():
         assert set(SCHEMA["$defs"][name]["properties"]) == {one.name for one in dataclasses.fields(kind)}, name
-    more = {"result": (Result, {"more"}), "bytes": (RankBytes, {"rank", "stays", "most"})}
+    more = {
+        "result": (Result, {"more"}),
+        "bytes": (RankBytes, {"rank", "stays", "loss", "backward", "most", "phase", "reserved"}),
+    }
     for name, (kind, added) in more.items():
         assert set(SCHEMA["$defs"][name]["properties"]) == {one.name for one in dataclasses.fields(kind)} | added
     of_outcome = {one.name for one in dataclasses.fields(Outcome)} - {"report"}

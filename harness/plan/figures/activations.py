@@ -8,9 +8,13 @@ feed-forward, t the tp degree, and r = t with sequence parallel, else 1, a block
     (2 h + 2 v + 4 f)/t  queries, keys, values, attention's output; what w1 and w3 give, silu of it, and the input of w2
 
 That is an eager block with fused norms and a fused attention kernel. Recomputed, it keeps its input, h / r; by operator ("op")
-besides that attention's output and the two results that tp reduces. Behind the last block: norm's and output's inputs, the
-logits, and the loss's copy of them in float32, of one of `loss_chunks` at a time. Left out: what unfused norms keep (2 h, in
-float32), rotary tables, masks, K/V of other cp ranks, heads after GQA expansion, what kernels and an allocator take.
+besides that what the trainer's policy names (`op_keeps`) and the two results that tp reduces. Behind the last block: norm's and
+output's inputs. Left out: what unfused norms keep (2 h, in float32), rotary tables, masks, K/V of other cp ranks, heads after
+GQA expansion.
+
+At its most in backward a block has its gradients besides, of which there are 2 h / r + h + 3 f / t at once. At its most the
+loss has, for each token and row of the vocabulary, of one of `loss_chunks` at a time, three numbers of at least float32: the
+logarithms that autograd keeps, their gradient, and that of the logits; over tp (`loss_parallel`) also their exponentials.
 """
 
 from __future__ import annotations
@@ -24,17 +28,16 @@ from harness.spec.traits import USUAL, TrainerTraits
 
 
 def activation_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
-    """The most that a rank keeps at any moment of a step: of all microbatches that wait for their backward, and of the block
-    that is recomputed."""
+    """The most that a rank keeps at any moment of a step: of all microbatches that wait for their backward."""
     recomputed = set(recomputed_layers(case, rank))
 
     def of_stage(stage: int) -> int:
         layers = layers_of_stage(case, stage)
         again = sum(layer in recomputed for layer in layers)
-        blocks = (len(layers) - again) * block_bytes(case) + again * recomputed_block_bytes(case)
-        return blocks + (_loss_bytes(case, traits) if stage == case.n_stages - 1 else 0)
+        blocks = (len(layers) - again) * block_bytes(case) + again * recomputed_block_bytes(case, traits)
+        return blocks + (_loss_inputs(case) if stage == case.n_stages - 1 else 0)
 
-    return most_waiting(case, rank, of_stage) + (block_bytes(case) if recomputed else 0)
+    return most_waiting(case, rank, of_stage)
 
 
 def most_waiting(case: Case, rank: int, of_stage: Callable[[int], int]) -> int:
@@ -54,33 +57,54 @@ def block_bytes(case: Case) -> int:
     model, tp = case.model, case.dims.tp
     kv = model.n_kv_heads * model.head_dim
     width = 2 * model.dim // _residual_degree(case) + 2 * model.dim + (2 * model.dim + 2 * kv + 4 * model.ffn_dim) // tp
-    return _tokens(case) * width * _size(case)
+    return tokens(case) * width * size(case)
 
 
-def recomputed_block_bytes(case: Case) -> int:
+def recomputed_block_bytes(case: Case, traits: TrainerTraits = USUAL) -> int:
     """Of one that is computed again in backward."""
-    model = case.model
+    model, tp = case.model, case.dims.tp
     width = model.dim // _residual_degree(case)
     if case.features.activation_checkpointing == "op":
-        width += 2 * model.dim // _residual_degree(case) + model.dim // case.dims.tp
-    return _tokens(case) * width * _size(case)
+        kv = model.n_kv_heads * model.head_dim
+        results = {"attention": model.dim // tp, "wq": model.dim // tp, "wk": kv // tp, "wv": kv // tp}
+        results |= {"w1": model.ffn_dim // tp, "w3": model.ffn_dim // tp, "wo": model.dim, "w2": model.dim}
+        width += sum(results[name] for name in traits.op_keeps)
+        width += 2 * model.dim // _residual_degree(case) if tp > 1 else 0
+    return tokens(case) * width * size(case)
 
 
-def _loss_bytes(case: Case, traits: TrainerTraits) -> int:
-    """Of one microbatch in the last stage, behind its blocks."""
+def backward_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
+    """What the backward of one block has besides what was kept: what is computed again of it, and its gradients."""
     model, tp = case.model, case.dims.tp
-    columns = -(-model.vocab_size // tp) if case.features.loss_parallel else model.vocab_size
-    inputs = (model.dim // _residual_degree(case) + model.dim) * _size(case)
-    return _tokens(case) * (inputs + columns * (_size(case) + BYTES["float32"]) // traits.loss_chunks)
+    again = max(block_bytes(case) - recomputed_block_bytes(case, traits), 0) if recomputed_layers(case, rank) else 0
+    gradients = 2 * model.dim // _residual_degree(case) + model.dim + 3 * model.ffn_dim // tp
+    return again + tokens(case) * gradients * size(case)
+
+
+def loss_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
+    """Of one microbatch on a rank with the last stage: the logits, their copies and gradients, at their most."""
+    if case.n_stages - 1 not in stages_of_rank(case, rank):
+        return 0
+    model, tp = case.model, case.dims.tp
+    parallel = case.features.loss_parallel and tp > 1
+    columns = -(-model.vocab_size // tp) if parallel else model.vocab_size
+    numbers = 4 if parallel else 3
+    return tokens(case) * columns * numbers * max(size(case), BYTES["float32"]) // traits.loss_chunks
+
+
+def _loss_inputs(case: Case) -> int:
+    return tokens(case) * (case.model.dim // _residual_degree(case) + case.model.dim) * size(case)
 
 
 def _residual_degree(case: Case) -> int:
     return case.dims.tp if case.features.sequence_parallel else 1
 
 
-def _tokens(case: Case) -> int:
+def tokens(case: Case) -> int:
+    """Of a microbatch on a rank."""
     return case.local_batch * (case.training.seq_len // case.dims.cp)
 
 
-def _size(case: Case) -> int:
+def size(case: Case) -> int:
+    """Of a number as it is computed."""
     return BYTES[case.training.compute_dtype or case.training.dtype]

@@ -44,7 +44,7 @@ def attention_over_cp(case: Case, *, load_balance: bool | None = None) -> Balanc
 
 def rows_over_shards(case: Case, plan: Plan, fqn: str) -> Balance:
     """Elements of a parameter on each rank of a shard group, as tp's first rank has them."""
-    degree, _ = shard_place(case.dims, 0)
+    degree, _ = shard_place(case.data_dims, 0)
     places = ((degree, index) for index in range(degree))
     shape, cut_dim = plan.shapes[fqn], plan.traits.measured.cut_dims.get(fqn, 0)
     return Balance(tuple(numel(slice_of(fqn, shape, (case.dims.tp, 0), place, cut_dim)) for place in places))

@@ -1,6 +1,7 @@
 """The bytes of a rank's memory: what stays between steps exactly, what is there within a step by arithmetic of its wrapper.
 
-Left out: the CUDA context, buffers of NCCL, workspaces of kernels, copies for communication, and what the allocator wastes.
+A step has most either while the loss is differentiated or while the last block is. Left out: the CUDA context, buffers of NCCL,
+workspaces of kernels, copies for communication. What an allocator wastes of what it reserves is a factor.
 """
 
 from __future__ import annotations
@@ -8,53 +9,121 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from harness.plan.figures.activations import activation_bytes
+from harness.plan.figures.activations import activation_bytes, backward_bytes, loss_bytes
 from harness.plan.grid import coordinate
 from harness.plan.plan import Plan
 from harness.plan.slices import BYTES, padded_numel
+from harness.plan.zero import kept_dtype
 from harness.spec.case import Case
+from harness.spec.features import ZERO
 
 GPUS = {"A100": 80, "H100": 80, "H200": 141, "B200": 180}
 """GB that they are sold with, of 10^9 bytes each. (80 GB are 80 GiB, 5.9e9 bytes more, of which a context, NCCL and an
 allocator take some that nobody can compute.)"""
 
 STATES = {"adamw": 2, "sgd": 0}
+FREED = (None, "fsdp2", "fsdp1")
+"""Wrappers that keep no buffers of gradients, so that these are gone when a step begins."""
+
+
+ALLOCATOR = 1.2
+"""What an allocator reserves, of what is in use at the most: fixed on two published runs (docs/preflight.md)."""
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """parameters, gradients, optimizer: of the rank's slices, exactly; padding: of the first two, at most. These stay between
-    steps. gathered: parameters of other ranks, at their most. unreduced: gradients that wait to be reduced. activations: an
-    estimate, see activations.py."""
+    """Bytes of a rank. The first four stay between steps."""
 
     parameters: int
+    """Of its slices, exactly."""
     gradients: int
+    """Of its slices, exactly."""
     optimizer: int
+    """Of its optimizer's state, exactly."""
     padding: int
+    """Of parameters and gradients, at most."""
     gathered: int
+    """Parameters of other ranks, at their most."""
+    gathered_after_forward: int
+    """Those that are there while the loss is computed."""
     unreduced: int
+    """Gradients that wait to be reduced."""
+    waiting: bool
+    """Whether gradients of earlier microbatches are there while the loss is computed."""
     activations: int
+    """What autograd keeps of microbatches, an estimate (activations.py)."""
+    in_block: int
+    """What the backward of a block has besides, an estimate."""
+    in_loss: int
+    """Logits, their copies and gradients, an estimate; 0 without the last stage."""
 
     @property
     def stays(self) -> int:
         return self.parameters + self.gradients + self.optimizer + self.padding
 
     @property
+    def loss(self) -> int:
+        """What is in use while the loss is differentiated. A step begins without gradients."""
+        if not self.in_loss:
+            return 0
+        gradients = self.gradients + self.unreduced if self.waiting else 0
+        held = self.parameters + self.optimizer + self.padding + gradients + self.gathered_after_forward
+        return held + self.activations + self.in_loss
+
+    @property
+    def backward(self) -> int:
+        """What is in use while the last block is differentiated."""
+        return self.stays + self.gathered + self.unreduced + self.activations + self.in_block
+
+    @property
     def most(self) -> int:
-        return self.stays + self.gathered + self.unreduced + self.activations
+        return max(self.loss, self.backward)
+
+    @property
+    def phase(self) -> str:
+        """In which there is most."""
+        return "loss" if self.loss > self.backward else "backward"
+
+    @property
+    def reserved(self) -> int:
+        """What an allocator takes for it, an estimate."""
+        return int(ALLOCATOR * self.most)
 
 
 def rank_bytes(case: Case, plan: Plan, rank: int) -> RankBytes:
     parameters, padded = plan.parameter_bytes[rank]
+    gradients, state = _gradients(case, plan, rank), plan.state_bytes[rank][0] if plan.state_bytes else parameters
+    copied = plan.traits.master_weights or kept_dtype(case) != case.training.dtype
+    numbers = STATES[case.training.optimizer] + (copied and case.wrapper in ZERO)
     return RankBytes(
         parameters=parameters,
-        gradients=parameters,
-        optimizer=STATES[case.training.optimizer] * parameters,
+        gradients=gradients,
+        optimizer=numbers * state,
         padding=2 * (padded - parameters),
         gathered=_gathered(case, plan, rank),
+        gathered_after_forward=_after_forward(case, plan, rank),
         unreduced=_unreduced(case, plan, rank),
+        waiting=case.passes > 1 or case.wrapper not in FREED,
         activations=activation_bytes(case, rank, plan.traits),
+        in_block=backward_bytes(case, rank, plan.traits),
+        in_loss=loss_bytes(case, rank, plan.traits),
     )
+
+
+def _gradients(case: Case, plan: Plan, rank: int) -> int:
+    """Of its slices as they are reduced; ZeRO-1 keeps them whole, in the dtype that they are added up in."""
+    if case.wrapper not in ZERO:
+        return plan.parameter_bytes[rank][0]
+    kept = kept_dtype(case)
+    if plan.gradient_bytes:
+        return plan.gradient_bytes[rank][0] * BYTES[kept] // BYTES[case.training.dtype]
+    return plan.parameter_bytes[rank][0] * BYTES[case.features.reduce_dtype or kept] // BYTES[kept]
+
+
+def _after_forward(case: Case, plan: Plan, rank: int) -> int:
+    if case.dims.pp > 1 or plan.shards == 1:
+        return _gathered(case, plan, rank)
+    return sum(one.bytes for one in plan.after_forward[rank].values() if one.degree < plan.shards)
 
 
 def _gathered(case: Case, plan: Plan, rank: int) -> int:
@@ -75,7 +144,7 @@ def _unreduced(case: Case, plan: Plan, rank: int) -> int:
     those of two units, as they are computed. DDP's buckets are a copy of all."""
     if case.wrapper in ("ddp", "replicate"):
         return plan.parameter_bytes[rank][1]
-    if plan.shards == 1 and case.wrapper is None:
+    if plan.shards == 1 and (case.wrapper is None or case.wrapper == "zero1"):
         return 0
     computed, features = case.training.compute_dtype or case.training.dtype, case.features
     if case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync is True):

@@ -31,7 +31,7 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     reduced = BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
     scattered = reduced * reductions_per_step(case)
     over_replicas = reduced if features.defer_sync else scattered
-    shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
+    shards, axis = dims.shards, shard_axis(dims)
     held = [fqn for unit in units for fqn in unit.parameters] if shards > 1 else parameter_shapes(case.model)
     everything = _padded(case, traits, held, tp_index)
     alone = output_alone(units) if traits.loss_chunks > 1 else None
@@ -50,7 +50,7 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
             yield from _gathered_for_each_chunk(case, traits, axis, alone, tp_index)
         elif traits.chunks_behind_forward and not alone:
             yield from _gathered_for_the_loss(case, traits, axis, units[-1], tp_index)
-    if dims.dp_replicate > 1:
+    if dims.replicas > 1:
         replicated = everything * over_replicas + waited * reduced
         yield Flow(case.replicate_axis, "gradients", "all_reduce", "backward", replicated // shards)
     if case.wrapper == "replicate":  # it begins in its first forward what DDP does when it is made
@@ -115,17 +115,19 @@ def reductions_per_step(case: Case) -> int:
 def _fsdp1_flows(case: Case, traits: TrainerTraits) -> Iterable[Flow]:
     """Whole flat vectors, padded to equal parts. A unit that is kept after forward is kept after backward too, until one
     reduces gradients; but not the root's, whose strategy is to free it."""
-    degree, size, passes = case.dims.dp_shard, BYTES[case.training.dtype], case.features.accumulation
+    degree, passes, computed = case.dims.dp_shard, case.features.accumulation, case.training.compute_dtype
+    size = BYTES[computed or case.training.dtype]
+    again = BYTES[case.features.reduce_dtype or computed or case.training.dtype]
     kept = case.features.reshard_after_forward == "never"
     moved = [unit.part(degree) * degree * size for unit in flat_units(case, traits.vector_order)]
+    reduced = reductions_per_step(case) * sum(moved) // size * again
     if degree > 1:
         times = reductions_per_step(case) if kept else passes
         yield Flow("dp_shard", "parameters", "all_gather", "forward", times * sum(moved))
         yield Flow("dp_shard", "parameters", "all_gather", "backward", 0 if kept else passes * sum(moved[1:]))
-        yield Flow("dp_shard", "gradients", "reduce_scatter", "backward", reductions_per_step(case) * sum(moved))
+        yield Flow("dp_shard", "gradients", "reduce_scatter", "backward", reduced)
     if case.dims.dp_replicate > 1:
-        reduced = reductions_per_step(case) * sum(moved) // degree
-        yield Flow("dp_replicate", "gradients", "all_reduce", "backward", reduced)
+        yield Flow("dp_replicate", "gradients", "all_reduce", "backward", reduced // degree)
 
 
 def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
@@ -141,7 +143,7 @@ def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, 
     }
     gathered = features.accumulation * BYTES[case.training.compute_dtype or stored]
     reduced = features.accumulation * BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
-    shards, axis = dims.dp_shard * dims.cp, shard_axis(dims)
+    shards, axis = dims.shards, shard_axis(dims)
     order, looped = actions_of_rank(case, rank), features.schedule in LOOPED
     freed = {fqn for unit in units if unit.degree == shards for fqn in unit.parameters}
     for again in (False, True) if shards > 1 else ():
@@ -152,6 +154,6 @@ def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, 
     if shards > 1:
         yield from _gathered_for_chunks_of_a_stage(case, traits, rank, units)
         yield Flow(axis, "gradients", "reduce_scatter", "pipeline", sum(sizes.values()) * reduced)
-    if dims.dp_replicate > 1:
+    if dims.replicas > 1:
         phase = "backward" if case.wrapper == "ddp" else "pipeline"
         yield Flow(case.replicate_axis, "gradients", "all_reduce", phase, sum(sizes.values()) // shards * reduced)

@@ -78,6 +78,8 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield f"dp_replicate {dims.dp_replicate} x tp {dims.tp} with wrapper {case.wrapper}: torch DDP takes no DTensors"
     if dims.cp > 1 and case.wrapper in ("ddp", "replicate"):
         yield f"cp {dims.cp} with wrapper {case.wrapper}: this trainer shards parameters over cp"
+    if not features.shards_over_cp:
+        yield "shards_over_cp false: this trainer shards parameters over cp"
     if case.training.quantize and importlib.util.find_spec("torchao") is None:
         yield f"quantize {case.training.quantize} needs torchao: pip install -e '.[precision]'"
     tokens = case.local_batch * case.training.seq_len // dims.cp
