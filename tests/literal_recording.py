@@ -52,6 +52,8 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
             "background",
             "idle_steps",
             "places",
+            "own_groups",
+            "beside",
         )
     }
     plain |= {

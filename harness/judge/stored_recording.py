@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from harness.evidence.keys import ranks_of
 from harness.evidence.reading import read_json
-from harness.evidence.recording import RANKS, Last, load_summary, record_file
-from harness.evidence.store import EvidenceError
+from harness.evidence.recording import BESIDE, RANKS, Beside, Last, load_summary, record_file
+from harness.evidence.records import BACKGROUND
+from harness.evidence.store import EvidenceError, decoded_without_values
 from harness.evidence.summary import Summary
+from harness.record.folders import JOB, JOBS, job_folders
 from harness.record.injection import PROCESSES
 
 STARTED = "recording.json"
@@ -23,7 +26,8 @@ STARTED = "recording.json"
 class Recording:
     """requested: how many ranks the command says that it starts, None where it does not say. code: of its exit, None while
     nobody knows. nothing: why no rank left evidence. last: of ranks that were killed, the last collective. unreadable: why.
-    exits: by rank the exit code of its process, or minus the signal that ended it, where somebody told."""
+    exits: by rank the exit code of its process, or minus the signal that ended it, where somebody told. job: what its processes
+    have in common. others: jobs of the same command that have rank numbers of their own, such as replica groups."""
 
     directory: Path
     summaries: dict[int, Summary]
@@ -34,6 +38,8 @@ class Recording:
     last: dict[int, Last] = field(default_factory=dict)
     unreadable: dict[int, str] = field(default_factory=dict)
     exits: dict[int, int] = field(default_factory=dict)
+    job: str = ""
+    others: tuple[Recording, ...] = ()
 
     @property
     def world(self) -> int:
@@ -45,7 +51,8 @@ class Recording:
 def load_recording(directory: Path) -> Recording:
     """Raises EvidenceError where nothing was recorded."""
     files = sorted((directory / "ranks").glob("rank_*.record"))
-    told = _started(directory)
+    whole = directory.parent.parent if directory.parent.name == JOBS else directory
+    told = _started(whole)
     if not files and not told:
         raise EvidenceError(f"{directory}: no recording; `harness record -o {directory} -- COMMAND` makes one")
     summaries, unreadable, launch = {}, {}, ""
@@ -57,7 +64,7 @@ def load_recording(directory: Path) -> Recording:
             if one.launch != (launch := told.get("launch", launch or one.launch)):
                 ids = f"{one.launch or 'none'}, the recording is {launch or 'none'}"
                 raise EvidenceError(f"{file}: belongs to another recording (it is of {ids}); record the job again")
-            summaries[one.rank] = one
+            summaries[one.rank] = one if one.beside or one.ended else replace(one, beside=_beside(file))
         except EvidenceError as error:
             unreadable[int(file.stem.removeprefix("rank_"))] = str(error)
     last = {rank: found for rank, one in summaries.items() if not one.ended and (found := _trace(directory, one))}
@@ -70,7 +77,9 @@ def load_recording(directory: Path) -> Recording:
         nothing=told.get("nothing", ""),
         last=last,
         unreadable=unreadable,
-        exits=_exits(directory / PROCESSES),
+        exits=_exits(directory, whole),
+        job=_job(directory),
+        others=tuple(load_recording(folder) for folder in _folders(whole)[1:]) if directory == whole else (),
     )
 
 
@@ -98,15 +107,41 @@ def only_waited(recording: Recording, rank: int) -> bool:
     return recording.exits.get(rank) == -signal.SIGTERM and (others or raised)
 
 
-def _exits(folder: Path) -> dict[int, int]:
-    """What ranks left as they ended, and the launchers that waited for them."""
+def _folders(whole: Path) -> list[Path]:
+    """Of all its jobs."""
+    return list(itertools.takewhile(lambda folder: folder == whole or folder.exists(), job_folders(whole)))
+
+
+def _job(directory: Path) -> str:
+    file = directory / PROCESSES / JOB
+    return file.read_text(encoding="utf-8") if file.exists() else ""
+
+
+def _exits(directory: Path, whole: Path) -> dict[int, int]:
+    """What ranks left as they ended, and the launchers that waited for them: where there are several jobs, its own one."""
+    several = len(_folders(whole)) > 1
+    parents = {rank: told for file in (directory / PROCESSES).glob("rank_*.[0-9]*") for rank, told in [_parent(file)]}
     found: dict[int, int] = {}
-    for file in sorted(folder.glob("*.ends")):
+    for file in sorted({*(directory / PROCESSES).glob("*.ends"), *(whole / PROCESSES).glob("*.ends")}):
+        if file.parent.parent != directory and file.name.startswith("rank_"):
+            continue
         try:
-            found |= {int(rank): int(code) for rank, code in read_json(file).items()}
+            ended = {int(rank): int(code) for rank, code in read_json(file).items()}
         except (OSError, ValueError) as error:
             raise EvidenceError(f"{file}: damaged ({error}); record the job again") from error
+        own = not several or file.name.startswith("rank_")
+        found |= {rank: code for rank, code in ended.items() if own or parents.get(rank) == file.stem}
     return found
+
+
+def _parent(file: Path) -> tuple[int, str]:
+    """The rank of a process, and which one started it: HOST-PID."""
+    rank = int(file.stem.removeprefix("rank_"))
+    try:
+        told = read_json(file)
+        return rank, f"{told['host']}-{told['parent']}"
+    except (OSError, ValueError, KeyError) as error:
+        raise EvidenceError(f"{file}: damaged ({error}); record the job again") from error
 
 
 def _started(directory: Path) -> dict[str, Any]:
@@ -118,6 +153,16 @@ def _started(directory: Path) -> dict[str, Any]:
         raise EvidenceError(f"{directory / STARTED}: damaged ({error}); record the job again") from error
 
 
+def _beside(file: Path) -> tuple[Beside, ...]:
+    """What a killed process left of threads that issued over one group."""
+    try:
+        return decoded_without_values(tuple[Beside, ...], read_json(file.with_suffix(BESIDE)))
+    except FileNotFoundError:
+        return ()
+    except Exception as error:
+        raise EvidenceError(f"{file.with_suffix(BESIDE)}: damaged ({error}); record the job again") from error
+
+
 def _trace(directory: Path, one: Summary) -> Last | None:
     """What a killed process left of its last collective, later than its record."""
     file = directory / "ranks" / f"rank_{one.rank:05d}.last"
@@ -126,4 +171,5 @@ def _trace(directory: Path, one: Summary) -> Last | None:
     except (OSError, ValueError):  # it had not got so far, or was killed as it wrote
         return one.last
     ranks = next((i.ranks for i in one.issued if i.group == group), "")
-    return Last(f"{op} in step {step}, {phase}", ranks_of(ranks), group, place)
+    when = "in the background" if phase == BACKGROUND else f"in step {step}, {phase}"
+    return Last(f"{op} {when}", ranks_of(ranks), group, place)

@@ -222,7 +222,8 @@ class Recorder:
         self._saved = True
         rank, world = self._place = self._place if self._place and not dist.is_initialized() else place_of()
         if self._mine is None:
-            self._mine = claimed(self.directory, rank)
+            folder = claimed(self.directory, rank)
+            self._mine, self.directory = folder is not None, folder or self.directory
         if not self._mine:
             return
         try:
@@ -250,4 +251,5 @@ class Recorder:
             last=self.collectives.last,
             host=os.uname().nodename,
             own=self.own,
+            beside=self.collectives.beside,
         )

@@ -242,6 +242,7 @@ class Seen:
             settings=self._started,
             after_evaluation=tuple(self._gathered.after_evaluation),
             joined=self.joined,
+            own_groups=self._collectives.own.settled(),
         )
 
     def _layout_now(self) -> tuple[tuple[Group, ...], dict[str, Wrapper], tuple[str, ...]]:
