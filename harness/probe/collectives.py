@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from harness.evidence.records import BACKGROUND, CHECKPOINT, Collective
 from harness.probe.clock import Account
-from harness.probe.own_groups import Call, OwnGroups, places_of, tensors_in
+from harness.probe.own_groups import Call, OwnGroups, name_of, places_of, tensors_in
 
 # name of the c10d operator -> (canonical name, position of the argument that is the unsharded tensor).
 # Operators that a torch version lacks are left out when the recorder is installed.
@@ -142,7 +142,7 @@ class CollectiveRecorder:
         self, op: str, payload: Any, group: dist.ProcessGroup, peer: int | None = None, root: int | None = None
     ) -> None:
         """payload: the unsharded tensor, or tensors."""
-        name, ranks = group.group_name, members(group)
+        name, ranks = name_of(group), members(group)
         tensors = list(tensors_in(payload))
         step, phase = self._where()
         phase = CHECKPOINT if phase in ("optimizer", "other") and saves_or_loads() else phase

@@ -60,6 +60,14 @@ def _by_name(group: dist.ProcessGroup) -> Any:
         return None
 
 
+def name_of(group: dist.ProcessGroup) -> str:
+    """Return the name that torch has of it: a Python class may have none of its own."""
+    try:
+        return str(group.group_name)
+    except (RuntimeError, ValueError):
+        return str(dist.distributed_c10d._world.pg_names.get(group, ""))
+
+
 def number_of(group: Any, what: str) -> int | None:
     """Return its rank or size; None where a class of the trainer's own does not say."""
     try:

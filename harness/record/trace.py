@@ -21,7 +21,7 @@ from harness.evidence.records import BACKGROUND, CHECKPOINT
 from harness.evidence.store import encoded_without_values
 from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder, _group_of, members
-from harness.probe.own_groups import Call
+from harness.probe.own_groups import Call, name_of
 
 PAGE = 4096
 MOST = 1000
@@ -75,12 +75,12 @@ class TracedCollectives(CollectiveRecorder):
             if not (ranks := members(group)):
                 return False
             self._placed.add(id(group))
-            self._ranks[group.group_name] = ranks
+            self._ranks[name_of(group)] = ranks
         return True
 
     def _trace(self, op: str, group: dist.ProcessGroup) -> bool:
         """Whether it is on record too."""
-        name = group.group_name
+        name = name_of(group)
         self._counts[name] += 1
         step, phase = self._clock.where()
         self._latest = (op, name, self._counts[name], step, phase)
