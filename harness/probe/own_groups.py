@@ -305,6 +305,7 @@ def _settled(own: _Own) -> OwnGroup:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
+    one: type
     for one in kind.__subclasses__():
         yield one
         yield from _subclasses(one)
