@@ -54,6 +54,8 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
             "idle_steps",
             "places",
             "hooks",
+            "own_groups",
+            "beside",
         )
     }
     plain |= {

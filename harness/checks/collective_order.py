@@ -20,7 +20,7 @@ from harness.judge.result import Result, not_applicable, verdict_of
 from harness.judge.trial import Trial
 
 STAGE = "structure"
-NEEDS = frozenset({"structure"})
+NEEDS = frozenset({"structure", "members"})
 
 POINT_TO_POINT = ("send", "recv")
 UNEVEN = ("all_to_all", "scatter", "gather")  # ranks may rightly pass different numbers of bytes

@@ -23,7 +23,7 @@ from harness.judge.trial import Trial
 from harness.plan.slices import BYTES
 
 STAGE = "structure"
-NEEDS = frozenset({"uses"})
+NEEDS = frozenset({"uses", "members"})
 
 
 def check(trial: Trial) -> Result:

@@ -29,7 +29,7 @@ from harness.plan.units_text import units_text
 from harness.spec.measured import Unit
 
 STAGE = "structure"
-NEEDS = frozenset({"structure", "claims"})
+NEEDS = frozenset({"structure", "claims", "members"})
 APART = "FSDP units that others lack"
 Claim = set[tuple[str, tuple[int, ...]]]
 

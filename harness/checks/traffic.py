@@ -36,7 +36,7 @@ from harness.plan.traffic.flow import OUTSIDE
 from harness.spec.allowance import said
 
 STAGE = "structure"
-NEEDS = frozenset({"structure", "slices", "flows", "sizes"})
+NEEDS = frozenset({"structure", "slices", "flows", "sizes", "members"})
 MOVED = "bytes moved"
 """Of all collectives outside of forward and backward."""
 INTEGERS = "integers in forward and backward"

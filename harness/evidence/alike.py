@@ -49,6 +49,7 @@ def alike(record: RankRecord) -> tuple[int, tuple[tuple[str, str], ...]]:
         structure={},
         parameters=(),
         collectives=(),
+        own_groups=(),
         environment={},
         compiler={},
         settings={},

@@ -21,6 +21,7 @@ WORDS = {
     "sizes": "all models of the job: their bytes, held and moved",
     "contents": "what parameters hold after a step, as values or as digests",
     "samples": "what ranks are fed, as tokens or as digests",
+    "members": "the ranks of every process group that something moves over",
     "uses": "over which groups each rank moves something, in one step at least",
     "structure": "parameters, wrappers, groups, collectives and memory of each rank, in every step judged",
     "moment": "the process groups of all ranks, listed at one moment",
@@ -79,7 +80,7 @@ _NO_REFERENCE = "needs a reference: an adapter brings it"
 _NO_DATA = "needs numbers: ranks alone have no data"
 
 RECORDED = (
-    Provided(singly=frozenset({"contents", "samples", "uses"}))
+    Provided(singly=frozenset({"contents", "samples", "members", "uses"}))
     .without(("reference", "values", "checkpoint"), _NO_REFERENCE)
     .without(("declared",), "needs a recipe and features: a command declares none")
     .without(("moment",), "ranks are recorded at different moments")

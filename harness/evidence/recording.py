@@ -28,6 +28,8 @@ from harness.evidence.whole_file import whole_file
 S = TypeVar("S")
 PAGE, SECOND_PART = 4096, 3072
 """Bytes of the file that a killed process leaves: the last collective, and from this place how far it came."""
+BESIDE = ".beside"
+"""The end of the name of what a rank leaves of two threads on one group before it has ended."""
 RANKS = 2**20  # of any job, and steps that are named as one range
 
 
@@ -86,6 +88,23 @@ class Reached:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What other threads issued over one group while the thread that trains was in a pass or in an optimizer's step, and did
+    not wait for another thread."""
+
+    group: str
+    """Name of the group."""
+    ranks: tuple[int, ...]
+    """Global ranks of its members."""
+    ops: tuple[str, ...]
+    """Collectives that other threads issued."""
+    threads: tuple[str, ...]
+    """Names of these threads."""
+    trains: tuple[str, ...]
+    """Collectives that the thread that trains issued over it."""
+
+
+@dataclass(frozen=True)
 class RankRecord:
     """evidence: without values. parts: the classes of its models; left_out: models that are not recorded, and why. failed: what
     the recorder itself raised, after which it records nothing more. optimizers: each in one line. stepped: parameters that an
@@ -108,6 +127,7 @@ class RankRecord:
     host: str = ""
     own: float = 0.0
     reached: Reached | None = None  # as it was saved
+    beside: tuple[Beside, ...] = ()
 
 
 def record_file(directory: Path, rank: int) -> Path:

@@ -65,6 +65,44 @@ class Group:
 
 
 @dataclass(frozen=True)
+class OwnCalls:
+    """Calls of one collective in one step, over a group that torch has no ranks of."""
+
+    op: str
+    """Name, as of a Collective."""
+    dtype: str
+    """Dtype of its elements."""
+    phase: str
+    """Phase, as of a Collective."""
+    step: int
+    """Number of the step."""
+    calls: int
+    """Number of calls."""
+    bytes: int
+    """Bytes of all: of each call those of its largest argument."""
+
+
+@dataclass(frozen=True)
+class OwnGroup:
+    """A process group that the trainer made itself: torch has no ranks of it."""
+
+    kind: str
+    """Class of the group or backend."""
+    made: str
+    """Place in the code that made it, FILE:LINE; empty where nobody saw that."""
+    step: int
+    """Step in which it was made."""
+    place: int | None
+    """Rank that this process has in it; None where it does not say."""
+    size: int | None
+    """Number of its ranks; None where it does not say."""
+    issued: int
+    """Number of all its calls, recorded or not."""
+    calls: tuple[OwnCalls, ...] = ()
+    """Calls on record."""
+
+
+@dataclass(frozen=True)
 class TensorEvidence:
     """A parameter as this rank holds it. Mesh and placements are what its metadata claims; `value` is what is there."""
 
@@ -178,6 +216,8 @@ class RankEvidence:
     """Step after which it ran out of inputs under torch's Join; later steps are not recorded. None if it never did."""
     launch: str = ""
     """Id of the launch that this is evidence of; run.json or recording.json has the same."""
+    own_groups: tuple[OwnGroup, ...] = ()
+    """Process groups that the trainer made itself, of which torch has no ranks."""
 
 
 AT_LIMIT = "at the time limit"

@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
 from harness.evidence.alike import alike, lines_through
 from harness.evidence.keys import number, ranks_key
-from harness.evidence.recording import Fed, Last, RankRecord, Reached
-from harness.evidence.records import BACKGROUND, Collective, RankEvidence, TensorEvidence
+from harness.evidence.recording import Beside, Fed, Last, RankRecord, Reached
+from harness.evidence.records import BACKGROUND, Collective, OwnGroup, RankEvidence, TensorEvidence
 from harness.evidence.unclaimed import unclaimed
 
 INSIDE = ("forward", "backward", "pipeline")
@@ -76,7 +76,7 @@ class Summary:
     `outside` is of. background: what other threads moved than the one that trains, as far as it is on record; of no step.
     kind, places: as evidence.alike has them; 0 where nobody looked. tokens: as `fed`, of inputs that are integers.
     ignored: by fqn, the contents by step of parameters that a wrapper ignores, but for those that begin as constants.
-    joined, failed: as in RankEvidence and RankRecord. idle_steps: those in which optimizers found no gradient of its own.
+    joined, own_groups, failed, beside: as in RankEvidence and RankRecord. idle_steps: those without gradients of its own.
     """
 
     rank: int
@@ -128,12 +128,11 @@ class Summary:
     reached: Reached | None = None  # how far the rank came
     hooks: tuple[str, ...] = ()  # DDP's communication hooks
     unclaimed: dict[str, tuple[int, int]] = field(default_factory=dict)  # as evidence.unclaimed has it
+    own_groups: tuple[OwnGroup, ...] = ()
+    beside: tuple[Beside, ...] = ()
 
 
-COPIED = (
-    *("ended", "error", "host", "steps_seen", "last", "reached", "parts", "optimizers", "argv", "left_out", "failed"),
-    "own",
-)
+COPIED = sorted({one.name for one in fields(RankRecord)} & {one.name for one in fields(Summary)})
 """What a summary has of the record as it is."""
 
 
@@ -153,6 +152,7 @@ def summary_of(record: RankRecord, *, places: bool = True) -> Summary:
         copies=copies(record),
         ignored=ignored(record),
         joined=evidence.joined,
+        own_groups=evidence.own_groups,
         launch=evidence.launch,
         hooks=tuple(sorted({wrapper.comm_hook for wrapper in evidence.structure.values()} - {""})),
         unclaimed=unclaimed(record),
@@ -325,7 +325,7 @@ def claimed_places(evidence: RankEvidence) -> list[tuple[Any, ...]]:
     replicas. What DDP looks after is whole on the ranks of its group, and what FSDP1 shards over no ranks."""
     wrappers = evidence.structure.values()
     ignored = {fqn for wrapper in wrappers for fqn in wrapper.ignored}
-    whole = {w.replicate_ranks for w in wrappers if w.kind in ("ddp", "replicate")}
+    whole = {w.replicate_ranks for w in wrappers if w.kind in ("ddp", "replicate")} - {()}  # of a group without ranks
     if wrappers and all(w.kind == "fsdp1" and len(w.shard_ranks) <= 1 for w in wrappers):  # NO_SHARD
         whole = {w.replicate_ranks for w in wrappers if len(w.replicate_ranks) > 1}
     of_ddp = (ranks_key(whole.pop()),) if len(whole) == 1 else None
@@ -340,8 +340,7 @@ def claimed_places(evidence: RankEvidence) -> list[tuple[Any, ...]]:
 
 def _place(rank: int, tensor: TensorEvidence) -> tuple[Any, ...] | None:
     """The mesh, and by sharded axis of it how the tensor is cut, in how many parts, and which one this is."""
-    mesh = _looked_up(tensor.mesh)[1]
-    if rank not in mesh:
+    if rank not in (mesh := _looked_up(tensor.mesh)[1]):
         return None
     at = [int(index) for index in np.argwhere(mesh == rank)[0]]
     cut = [(kind, n, i) for kind, n, i in zip(tensor.placements, mesh.shape, at, strict=True) if n > 1]
@@ -384,8 +383,7 @@ def copies(record: RankRecord) -> dict[str, dict[int, int]]:
 
 
 def ignored(record: RankRecord) -> dict[str, dict[int, int]]:
-    """Experts of the ranks' own, or replicas that a wrapper was told to ignore by mistake. Two experts may both begin with
-    zeros."""
+    """Experts of its own, or replicas that a wrapper was told to ignore by mistake. Two experts may both begin with zeros."""
     constant = {fqn for step in record.steps for fqn in step.constant}
     names = {fqn for wrapper in record.evidence.structure.values() for fqn in wrapper.ignored} - constant
     return {fqn: {s.step: s.digests[fqn] for s in record.steps if fqn in s.digests} for fqn in sorted(names)}
@@ -393,8 +391,7 @@ def ignored(record: RankRecord) -> dict[str, dict[int, int]]:
 
 def _lines(rank: int, tensor: TensorEvidence) -> list[tuple[str, str]]:
     """Of each axis of its mesh, the placement and the ranks along it."""
-    mesh = _looked_up(tensor.mesh if tensor.mesh is not None else NOWHERE)[1]
-    if rank not in mesh:
+    if rank not in (mesh := _looked_up(tensor.mesh if tensor.mesh is not None else NOWHERE)[1]):
         return []
     named = zip(tensor.placements, lines_through(rank, mesh), strict=True)
     return [(kind, ranks_key(tuple(sorted(line)))) for kind, line in named if len(line) > 1]

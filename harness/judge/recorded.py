@@ -18,6 +18,7 @@ from harness.evidence.recorded_run import RecordedRun
 from harness.evidence.recording import RankRecord
 from harness.evidence.records import RankEvidence
 from harness.evidence.summary import idle_steps, summary_of
+from harness.evidence.unplaced import unplaced
 from harness.judge.measured import claimed_cut_dims, claimed_units
 from harness.judge.recorded_ends import exits_of, not_heard
 from harness.judge.stored_recording import Recording, not_recorded, recorder_failed
@@ -99,6 +100,8 @@ def _provided(
         found = found.without(("claims",), why, unknown=True)
     if records and all(_stepped_nothing(record) for record in records.values()):
         found = found.unseen(NO_OPTIMIZER).without(("contents",), NO_OPTIMIZER, unknown=True)
+    if why := unplaced({rank: one.own_groups for rank, one in heard.summaries.items()}):
+        found = found.without(("members",), why, unknown=True)
     if partial := not_recorded(summaries):
         found = found.without(("sizes",), partial, unknown=True).only_partly(("claims", "slices", "contents"), partial)
     if failed := recorder_failed(summaries):

@@ -55,8 +55,11 @@ def _alike_at_first(summaries: Iterable[Summary]) -> Iterator[list[Summary]]:
 
 
 def joined_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
-    """The sets of ranks between which there is a way over groups in use; none where some rank left no step."""
-    if any(not one.shown for one in summaries) or len(summaries) < max((one.world for one in summaries), default=0):
+    """The sets of ranks between which there is a way over groups in use; none where some rank left no step, or
+    has a group that torch has no ranks of."""
+    if any(not one.shown or one.own_groups for one in summaries) or len(summaries) < max(
+        (one.world for one in summaries), default=0
+    ):
         return ()
     towards = {one.rank: one.rank for one in summaries}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
 from collections.abc import Iterable
@@ -12,9 +13,11 @@ from typing import Any
 
 from harness.evidence.keys import ranks_of
 from harness.evidence.reading import read_json
-from harness.evidence.recording import RANKS, SECOND_PART, Last, Reached, load_summary, record_file
-from harness.evidence.store import EvidenceError
+from harness.evidence.recording import BESIDE, RANKS, SECOND_PART, Beside, Last, Reached, load_summary, record_file
+from harness.evidence.records import BACKGROUND
+from harness.evidence.store import EvidenceError, decoded_without_values
 from harness.evidence.summary import Summary
+from harness.record.folders import JOB, JOBS, job_folders
 from harness.record.injection import PROCESSES
 
 STARTED = "recording.json"
@@ -24,7 +27,8 @@ STARTED = "recording.json"
 class Recording:
     """requested: how many ranks the command says that it starts, None where it does not say. code: of its exit, None while
     nobody knows. nothing: why no rank left evidence. last: of ranks that were killed, the last collective. unreadable: why.
-    exits: by rank the exit code of its process, or minus the signal that ended it, where somebody told."""
+    exits: by rank the exit code of its process, or minus the signal that ended it, where somebody told. job: what its processes
+    have in common. others: jobs of the same command that have rank numbers of their own, such as replica groups."""
 
     directory: Path
     summaries: dict[int, Summary]
@@ -35,6 +39,8 @@ class Recording:
     last: dict[int, Last] = field(default_factory=dict)
     unreadable: dict[int, str] = field(default_factory=dict)
     exits: dict[int, int] = field(default_factory=dict)
+    job: str = ""
+    others: tuple[Recording, ...] = ()
 
     @property
     def world(self) -> int:
@@ -46,7 +52,8 @@ class Recording:
 def load_recording(directory: Path) -> Recording:
     """Raises EvidenceError where nothing was recorded."""
     files = sorted((directory / "ranks").glob("rank_*.record"))
-    told = _started(directory)
+    whole = directory.parent.parent if directory.parent.name == JOBS else directory
+    told = _started(whole)
     if not files and not told:
         raise EvidenceError(f"{directory}: no recording; `harness record -o {directory} -- COMMAND` makes one")
     summaries, unreadable, launch = {}, {}, ""
@@ -71,7 +78,9 @@ def load_recording(directory: Path) -> Recording:
         nothing=told.get("nothing", ""),
         last=last,
         unreadable=unreadable,
-        exits=_exits(directory / PROCESSES),
+        exits=_exits(directory, whole),
+        job=_job(directory),
+        others=tuple(load_recording(folder) for folder in _folders(whole)[1:]) if directory == whole else (),
     )
 
 
@@ -99,27 +108,55 @@ def only_waited(recording: Recording, rank: int) -> bool:
     return recording.exits.get(rank) == -signal.SIGTERM and (others or raised)
 
 
-def _exits(folder: Path) -> dict[int, int]:
-    """What ranks left as they ended, and the launchers and parents that waited for them."""
-    found = _exits_of_children(folder)
-    for file in sorted(folder.glob("*.ends")):
+def _folders(whole: Path) -> list[Path]:
+    """Of all its jobs."""
+    return list(itertools.takewhile(lambda folder: folder == whole or folder.exists(), job_folders(whole)))
+
+
+def _job(directory: Path) -> str:
+    file = directory / PROCESSES / JOB
+    return file.read_text(encoding="utf-8") if file.exists() else ""
+
+
+def _exits(directory: Path, whole: Path) -> dict[int, int]:
+    """What ranks left as they ended, and the launchers and parents that waited for them: where there are several jobs, its own
+    one."""
+    claims, several = _claims(directory / PROCESSES), len(_folders(whole)) > 1
+    found = _exits_of_children(claims, whole / PROCESSES)
+    for file in sorted({*(directory / PROCESSES).glob("*.ends"), *(whole / PROCESSES).glob("*.ends")}):
+        if file.parent.parent != directory and file.name.startswith("rank_"):
+            continue
         try:
-            found |= {int(rank): int(code) for rank, code in read_json(file).items()}
+            ended = {int(rank): int(code) for rank, code in read_json(file).items()}
         except (OSError, ValueError) as error:
             raise EvidenceError(f"{file}: damaged ({error}); record the job again") from error
+        own = not several or file.name.startswith("rank_")
+        found |= {rank: code for rank, code in ended.items() if own or claims.get(rank, ("", ""))[1] == file.stem}
     return found
 
 
-def _exits_of_children(folder: Path) -> dict[int, int]:
-    """Of ranks that multiprocessing started. After a restart the last process is the rank's."""
+def _claims(folder: Path) -> dict[int, tuple[str, str]]:
+    """By rank, its process and the one that started it, each as HOST-PID. After a restart the last process is the rank's."""
     found = {}
-    claims = (file for file in folder.glob("rank_*.*") if file.suffix[1:].isdecimal())
-    for file in sorted(claims, key=lambda file: int(file.suffix[1:])):
-        rank = int(file.stem.removeprefix("rank_"))
+    files = (file for file in folder.glob("rank_*.*") if file.suffix[1:].isdecimal())
+    for file in sorted(files, key=lambda file: int(file.suffix[1:])):
         try:
-            found[rank] = int((folder / f"{file.read_text()}.code").read_text())
-        except (OSError, ValueError):  # nobody waited for it
-            found.pop(rank, None)
+            told = read_json(file)
+            its = (f"{told['host']}-{told['pid']}", f"{told['host']}-{told['parent']}")
+        except (OSError, ValueError, KeyError) as error:
+            raise EvidenceError(f"{file}: damaged ({error}); record the job again") from error
+        found[int(file.stem.removeprefix("rank_"))] = its
+    return found
+
+
+def _exits_of_children(claims: dict[int, tuple[str, str]], folder: Path) -> dict[int, int]:
+    """Of ranks that multiprocessing started."""
+    found = {}
+    for rank, (process, _) in claims.items():
+        with contextlib.suppress(
+            FileNotFoundError, ValueError
+        ):  # nobody waited for it, or it was not written to its end
+            found[rank] = int((folder / f"{process}.code").read_text())
     return found
 
 
@@ -133,9 +170,11 @@ def _started(directory: Path) -> dict[str, Any]:
 
 
 def _as_it_ended(directory: Path, one: Summary) -> Summary:
-    """With what a rank left later than its record: the error with which os._exit was called, and how far it came."""
+    """With what a rank left later than its record: the error with which os._exit was called, how far it came, and
+    what other threads issued meanwhile."""
     if one.ended:
         return one
+    one = replace(one, beside=one.beside or _beside(record_file(directory, one.rank)))
     error, reached = directory / PROCESSES / f"rank_{one.rank:05d}.error", one.reached
     with contextlib.suppress(OSError, ValueError, TypeError):  # it was killed before it wrote, or as it did
         reached = Reached(*json.loads(_page(directory, one)[SECOND_PART:].split(b"\n")[0]))
@@ -147,6 +186,16 @@ def _page(directory: Path, one: Summary) -> bytes:
     return (directory / "ranks" / f"rank_{one.rank:05d}.last").read_bytes()
 
 
+def _beside(file: Path) -> tuple[Beside, ...]:
+    """What a killed process left of threads that issued over one group."""
+    try:
+        return decoded_without_values(tuple[Beside, ...], read_json(file.with_suffix(BESIDE)))
+    except FileNotFoundError:
+        return ()
+    except Exception as error:
+        raise EvidenceError(f"{file.with_suffix(BESIDE)}: damaged ({error}); record the job again") from error
+
+
 def _trace(directory: Path, one: Summary) -> Last | None:
     """What a killed process left of its last collective, later than its record."""
     try:
@@ -154,4 +203,5 @@ def _trace(directory: Path, one: Summary) -> Last | None:
     except (OSError, ValueError):  # it had not got so far, or was killed as it wrote
         return one.last
     ranks = next((i.ranks for i in one.issued if i.group == group), "")
-    return Last(f"{op} in step {step}, {phase}", ranks_of(ranks), group, place)
+    when = "in the background" if phase == BACKGROUND else f"in step {step}, {phase}"
+    return Last(f"{op} {when}", ranks_of(ranks), group, place)

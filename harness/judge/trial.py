@@ -16,6 +16,7 @@ from harness.evidence.provided import Provided
 from harness.evidence.records import RankEvidence, Run
 from harness.evidence.step import StepEvidence
 from harness.evidence.summary import Summary
+from harness.evidence.unplaced import unplaced
 from harness.judge import tolerance
 from harness.judge.assumed import AS_REQUESTED, AssumedOptimizer, Assumption
 from harness.judge.claims import claimed_slice
@@ -57,8 +58,11 @@ class Trial:
     @property
     def provided(self) -> Provided:
         """What of all that checks may need is there."""
+        found = self.run.provided
+        if why := unplaced({rank: evidence.own_groups for rank, evidence in self.ranks.items()}):
+            found = found.without(("members",), why, unknown=True)
         missing = self._missing
-        return self.run.provided.unseen(f"no evidence {missing}; see `completed`") if missing else self.run.provided
+        return found.unseen(f"no evidence {missing}; see `completed`") if missing else found
 
     @property
     def due(self) -> list[int]:

@@ -182,6 +182,7 @@ class Probe:
             held=self._held,
             settings=self.settings.started,
             after_evaluation=tuple(self.gathered.after_evaluation),
+            own_groups=self.collectives.own.settled(),
         )
 
     @property

@@ -16,13 +16,20 @@ step: it is "background". Threads of C++, autograd's and those that run a future
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from harness.evidence.records import BACKGROUND
+
+WAITING = ("threading", "queue", "concurrent.futures._base")
+"""Modules in which a thread waits for another one."""
+BACKWARD = "torch.autograd"
+"""Module from which the thread that trains goes backward."""
 
 
 @dataclass(eq=False)
@@ -87,6 +94,14 @@ class Clock:
         passes = self.forward_depth or self.in_pipeline or self.in_optimizer or self._step_is_over
         thread = threading.get_ident()
         return not passes and thread != self._trains and not _of_python(thread)
+
+    def is_training_meanwhile(self) -> bool:
+        """Asked by another thread: whether the one that trains is in a pass, in backward or in an optimizer's step, and does
+        not wait for another thread."""
+        frame = sys._current_frames().get(self._trains)
+        if frame is None or frame.f_globals.get("__name__") in WAITING:
+            return False
+        return bool(self.forward_depth or self.in_optimizer or self.in_pipeline) or _within(frame, BACKWARD)
 
     def phase(self) -> str:
         if torch._C._current_graph_task_id() != -1 or self.reducing or self._in_callback():
@@ -215,3 +230,12 @@ class Clock:
     def leave_optimizer(self) -> None:
         self.in_optimizer = False
         self._step_is_over = True
+
+
+def _within(frame: types.FrameType | None, module: str) -> bool:
+    """Whether this frame is one of that module's, or was called from there."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(module):
+            return True
+        frame = frame.f_back
+    return False

@@ -2,7 +2,8 @@
 
 A Python kernel sits in front of every operator of torch's `c10d` namespace, at the dispatch key BackendSelect: whoever
 calls a collective (Python, DDP's C++ reducer, functional collectives, compiled code, another thread) passes through it.
-The kernel notes operator, group, dtype and bytes, then hands the call on unchanged.
+The kernel notes operator, group, dtype and bytes, then hands the call on unchanged. own_groups.py sees groups that torch has no
+ranks of, and calls that pass by.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from harness.evidence.records import BACKGROUND, CHECKPOINT, Collective
 from harness.probe.clock import Account
+from harness.probe.own_groups import Call, OwnGroups, name_of, places_of, tensors_in
 
 # name of the c10d operator -> (canonical name, position of the argument that is the unsharded tensor).
 # Operators that a torch version lacks are left out when the recorder is installed.
@@ -71,8 +73,10 @@ class CollectiveRecorder:
         self._lock = threading.Lock()
         self._kept: set[int] = set()
         self._library: torch.library.Library | None = None
+        self.own = OwnGroups(where, self._is_recorded, self._called_directly, self._went_wrong)
 
     def install(self) -> None:
+        self.own.install()
         self._library = torch.library.Library("c10d", "IMPL")
         for name, (op, payload) in OPERATORS.items():
             overload = getattr(getattr(torch.ops.c10d, name, None), "default", None)
@@ -85,6 +89,7 @@ class CollectiveRecorder:
 
     def close(self) -> None:
         """Its kernels see nothing any more."""
+        self.own.close()
         if self._library is not None:
             self._library._destroy()
             self._library = None
@@ -104,7 +109,24 @@ class CollectiveRecorder:
     def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
         group = _group_of(args)
         self.keep(group)
+        if not places_of(group):
+            self.own.unplaced(op, group, payload)
+            return
+        self.own.passed()
         self.note(op, payload, group, _peer(op, args, group), _root(op, args, group))
+
+    def _called_directly(self, call: Call, group: dist.ProcessGroup) -> None:
+        """A method of its backend was, or of a Python class that is registered."""
+        peer = next((one for one in call.args if type(one) is int), None) if call.op in ("send", "recv") else None
+        root = next((one.rootRank for one in call.args if hasattr(one, "rootRank")), None)
+        places = (None if place is None else _member_at(place, group) for place in (peer, root))
+        self.note(call.op, call.tensors, group, *places)
+
+    def _is_recorded(self, phase: str) -> bool:
+        return True
+
+    def _went_wrong(self, op: str, error: Exception) -> None:
+        raise error
 
     def keep(self, group: dist.ProcessGroup) -> bool:
         """As long as the process; whether it is a new one. Trap: who frees a gloo group last in C++, such as DDP's reducer,
@@ -120,8 +142,8 @@ class CollectiveRecorder:
         self, op: str, payload: Any, group: dist.ProcessGroup, peer: int | None = None, root: int | None = None
     ) -> None:
         """payload: the unsharded tensor, or tensors."""
-        name, ranks = group.group_name, members(group)
-        tensors = list(_tensors(payload))
+        name, ranks = name_of(group), members(group)
+        tensors = list(tensors_in(payload))
         step, phase = self._where()
         phase = CHECKPOINT if phase in ("optimizer", "other") and saves_or_loads() else phase
         lane = (name, op, peer) if op in ("send", "recv") else (name, "", None)
@@ -151,23 +173,13 @@ _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect
 
 
 def members(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the global ranks of a group."""
-    return tuple(sorted(_places(group)))
-
-
-def _places(group: dist.ProcessGroup) -> dict[int, int]:
-    """Return by global rank its position in the group. Trap: the map holds -100 for groups this rank is not a member of."""
-    ranks = dist.distributed_c10d._world.pg_group_ranks.get(group)
-    if ranks is None:  # a view of the group made by C++ is another Python object: look it up by name
-        ranks = dist.distributed_c10d._world.pg_group_ranks[
-            dist.distributed_c10d._resolve_process_group(group.group_name)
-        ]
-    return {rank: place for rank, place in ranks.items() if rank >= 0}
+    """Return the global ranks of a group; none where torch has no ranks of it."""
+    return tuple(sorted(places_of(group)))
 
 
 def _member_at(place: int, group: dist.ProcessGroup) -> int:
     """Return the global rank at this position of a group, whose ranks may be in any order."""
-    return next(rank for rank, there in _places(group).items() if there == place)
+    return next(rank for rank, there in places_of(group).items() if there == place)
 
 
 CHECKPOINTING = (
@@ -197,14 +209,6 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg)
     raise RuntimeError("a c10d operator was called without a process group")
-
-
-def _tensors(payload: Any) -> Iterator[torch.Tensor]:
-    if isinstance(payload, torch.Tensor):
-        yield payload
-    else:
-        for part in payload:
-            yield from _tensors(part)
 
 
 def _peer(op: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> int | None:

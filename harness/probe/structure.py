@@ -148,9 +148,11 @@ def groups() -> tuple[Group, ...]:
     found = []
     for group, ranks in world.pg_group_ranks.items():
         backend = world.pg_map[group][0] if group in world.pg_map else "unknown"
-        if group in world.pg_map and -100 not in ranks and (backend != "fake" or len(members(group)) > 1):
+        if group not in world.pg_map or -100 in ranks or not (of := members(group)):
+            continue
+        if backend != "fake" or len(of) > 1:
             description = getattr(group, "group_desc", "") or ""
-            found.append(Group(world.pg_names.get(group, ""), members(group), str(backend), description))
+            found.append(Group(world.pg_names.get(group, ""), of, str(backend), description))
     return tuple(found)
 
 

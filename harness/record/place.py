@@ -10,7 +10,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from harness.record.folders import JOB, MANY, job_folders
+
 RANKS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+
+OF_JOB = ("REPLICA_GROUP_ID", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
 
 
 def place_of() -> tuple[int, int]:
@@ -28,20 +32,47 @@ def is_named() -> bool:
     return any(rank in os.environ and world in os.environ for rank, world in RANKS)
 
 
-def claimed(directory: Path, rank: int) -> bool:
-    """The first process that trains as a rank has its file, and after a restart by torchrun the first of the new ones."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+def job_of() -> str:
+    """What all ranks of this process's job have in common, and those of another job that runs beside it have not. torchrun
+    gives a new port after a restart, and then a name to the job."""
+    its = {name: os.environ.get(name, "") for name in OF_JOB}
+    if its["TORCHELASTIC_RUN_ID"] not in ("", "none"):
+        its["MASTER_PORT"] = ""
+    return " ".join(f"{name}={text}" for name, text in its.items() if text not in ("", "none"))
+
+
+def claimed(directory: Path, rank: int) -> Path | None:
+    """The folder in which this process leaves its evidence: the first of its job in which no other process is this rank. After
+    a restart by torchrun the first of the new ones has the place of the old one. None where it can leave none."""
+    mine, attempt = job_of(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = f"rank_{rank:05d}.{attempt}"
+    told = json.dumps({"host": os.uname().nodename, "pid": os.getpid(), "parent": os.getppid()})
     try:
-        with (directory / "processes" / f"rank_{rank:05d}.{attempt}").open("x") as file:
-            file.write(f"{os.uname().nodename}-{os.getpid()}")
-        for state in ("ends", "error"):
-            _of_rank(directory, rank, state).unlink(missing_ok=True)
-        return True
-    except FileExistsError:
-        print(f"harness: another process trains as rank {rank} already; this one is not recorded", file=sys.stderr)
+        for folder in job_folders(directory):
+            (folder / "processes").mkdir(parents=True, exist_ok=True)
+            (folder / "ranks").mkdir(exist_ok=True)
+            if _first(folder / "processes" / JOB, mine) and _first(folder / "processes" / name, told, alone=True):
+                for state in ("ends", "error"):
+                    _of_rank(folder, rank, state).unlink(missing_ok=True)
+                return folder
+        print(f"harness: {MANY} processes train as rank {rank} already; this one is not recorded", file=sys.stderr)
     except OSError as error:
         print(f"harness: this process is not recorded: {error}", file=sys.stderr)
-    return False
+    return None
+
+
+def _first(file: Path, text: str, *, alone: bool = False) -> bool:
+    """Whether this process is the first to write it, or another has written the same (not where it must be alone). A file is
+    there with all of its text or not at all."""
+    whole = file.with_name(f".{os.uname().nodename}-{os.getpid()}")
+    whole.write_text(text, encoding="utf-8")
+    try:
+        os.link(whole, file)
+    except FileExistsError:
+        return not alone and file.read_text(encoding="utf-8") == text
+    finally:
+        whole.unlink()
+    return True
 
 
 def unsaved(directory: Path, rank: int, why: str) -> None:

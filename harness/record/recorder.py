@@ -231,13 +231,15 @@ class Recorder:
         self._saved = True
         rank, world = self._place = self._place if self._place and not dist.is_initialized() else place_of()
         if self._mine is None:
-            self._mine = claimed(self.directory, rank)
+            folder = claimed(self.directory, rank)
+            self._mine, self.directory = folder is not None, folder or self.directory
         if not self._mine:
             return
         try:
             record = self._record(rank, world)
             save_record(record_file(self.directory, rank), summary_of(record), record)
             self.progress.open(record_file(self.directory, rank), finished=bool(self.ended))
+            self.collectives.leave_beside(record_file(self.directory, rank), finished=bool(self.ended))
         except Exception as error:
             unsaved(self.directory, rank, f"the recording of rank {rank} cannot be written: {error!r}")
 
@@ -260,4 +262,5 @@ class Recorder:
             host=os.uname().nodename,
             own=self.own,
             reached=self.progress.reached,
+            beside=self.collectives.beside,
         )

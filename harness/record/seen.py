@@ -263,6 +263,7 @@ class Seen:
             settings=self._started,
             after_evaluation=tuple(self._gathered.after_evaluation),
             joined=self.joined,
+            own_groups=self._collectives.own.settled(),
         )
 
     def _layout_now(self) -> tuple[tuple[Group, ...], dict[str, Wrapper], tuple[str, ...]]:
@@ -271,7 +272,8 @@ class Seen:
         owned = self._optimizers.owned()
         stepped = tuple(fqn for fqn, p in sharded_parameters(self.parts) if id(p) in owned) or stepped
         if not dist.is_initialized():
-            return groups, wrappers, stepped
+            own = self._collectives.own.settled()
+            return groups, wrappers or (structure.wrappers(self.parts) if own else {}), stepped
         return structure.groups(), structure.wrappers(self.parts) or wrappers, stepped
 
     def _step_evidence(self, number: int, step: Step) -> StepEvidence:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections import Counter
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from harness.evidence.recording import Last
-from harness.evidence.records import BACKGROUND
+import torch.distributed as dist
+
+from harness.evidence.recording import BESIDE, Beside, Last
+from harness.evidence.records import BACKGROUND, CHECKPOINT
+from harness.evidence.store import encoded_without_values
 from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder, _group_of, members
+from harness.probe.own_groups import Call, name_of
 from harness.record.progress import Progress
 
 MOST = 1000
@@ -26,6 +33,9 @@ class TracedCollectives(CollectiveRecorder):
         self._in_background: Counter[str] = Counter()
         self._latest: tuple[str, Any, int, int, str] | None = None
         self._ranks: dict[str, tuple[int, ...]] = {}
+        self._placed: set[int] = set()
+        self._beside: dict[str, set[tuple[str, str]]] = defaultdict(set)
+        self._file: Path | None = None
         self.failed = ""
 
     def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
@@ -33,29 +43,81 @@ class TracedCollectives(CollectiveRecorder):
         if self.failed:
             return
         try:
-            self._trace(op, payload, args)
+            group = _group_of(args)
+            if not self._has_ranks(group):
+                self.own.unplaced(op, group, payload)
+                return
+            self.own.passed()
+            if self._trace(op, group):
+                super()._note(op, payload, args)
         except Exception as error:
+            self._went_wrong(op, error)
+
+    def _called_directly(self, call: Call, group: dist.ProcessGroup) -> None:
+        if not self.failed and self._has_ranks(group) and self._trace(call.op, group):
+            super()._called_directly(call, group)
+
+    def _went_wrong(self, op: str, error: Exception) -> None:
+        if not self.failed:
             self.failed = f"reading a call of {op} raised {error!r}"
             print(f"harness: no collective is recorded any more: {self.failed}", file=sys.stderr)
 
-    def _trace(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
-        group = _group_of(args)
-        name = group.group_name
-        if self.keep(group):  # a name comes again where a job destroys its groups and makes others
-            self._ranks[name] = members(group)
+    def _is_recorded(self, phase: str) -> bool:
+        return phase == BACKGROUND or self._chosen()
+
+    def _has_ranks(self, group: dist.ProcessGroup) -> bool:
+        """A name comes again where a job destroys its groups and makes others."""
+        if self.keep(group) or id(group) not in self._placed:
+            if not (ranks := members(group)):
+                return False
+            self._placed.add(id(group))
+            self._ranks[name_of(group)] = ranks
+        return True
+
+    def _trace(self, op: str, group: dist.ProcessGroup) -> bool:
+        """Whether it is on record too."""
+        name = name_of(group)
         self._counts[name] += 1
         step, phase = self._clock.where()
         self._latest = (op, name, self._counts[name], step, phase)
         self._progress.note_collective(self._latest)
-        if phase == BACKGROUND:
-            self._in_background[name] += 1
-        recorded = self._in_background[name] <= MOST if phase == BACKGROUND else self._chosen()
-        if recorded:
-            super()._note(op, payload, args)
+        if phase != BACKGROUND:
+            return self._chosen()
+        if (op, thread := threading.current_thread().name) not in self._beside[name]:
+            self._look_beside(op, name, thread)
+        self._in_background[name] += 1
+        return self._in_background[name] <= MOST
+
+    def _look_beside(self, op: str, name: str, thread: str) -> None:
+        """A process that is killed while both wait leaves it as well."""
+        if self._clock.is_training_meanwhile():
+            self._beside[name].add((op, thread))
+            if self._file is not None:
+                self._file.with_suffix(BESIDE).write_text(json.dumps(encoded_without_values(self.beside)))
+
+    @property
+    def beside(self) -> tuple[Beside, ...]:
+        """Of the groups over which the thread that trains issues something as well."""
+        trains: dict[str, set[str]] = defaultdict(set)
+        for call in tuple(self.records):
+            if call.step and call.phase not in (BACKGROUND, CHECKPOINT):
+                trains[call.group].add(call.op)
+        found = []
+        for name, calls in sorted((name, tuple(calls)) for name, calls in [*self._beside.items()]):
+            if calls and trains[name]:
+                ops, threads = (tuple(sorted(set(kind))) for kind in zip(*calls, strict=True))
+                found.append(Beside(name, self._ranks[name], ops, threads, tuple(sorted(trains[name]))))
+        return tuple(found)
 
     @property
     def last(self) -> Last | None:
         return last_of(self._latest, self._ranks) if self._latest else None
+
+    def leave_beside(self, record: Path, *, finished: bool) -> None:
+        """Say beside which record a process that is killed leaves what other threads issued."""
+        self._file = record
+        if finished:
+            record.with_suffix(BESIDE).unlink(missing_ok=True)
 
 
 def last_of(latest: Any, ranks: dict[str, tuple[int, ...]]) -> Last:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.evidence.keys import steps_text
 from harness.evidence.lost_peer import lost_a_peer
@@ -15,8 +15,9 @@ from harness.judge.local_training import hook_of, not_averaged, partly_equal
 from harness.judge.observed import copied, differing, odd_ranks, out_of_order, replicas, together
 from harness.judge.separate_models import separate_models
 from harness.judge.stored_recording import Recording, exit_text, only_waited
+from harness.report.recording_own import shared_texts
 
-SEPARATE, UNTRAINED = "SEPARATE MODELS", "NOT TRAINED"
+SEPARATE, UNTRAINED, SHARED = "SEPARATE MODELS", "NOT TRAINED", "TWO THREADS"
 GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
 Rows = list[tuple[str, str]]
 
@@ -46,13 +47,29 @@ def odd(recording: Recording) -> Rows:
 
 
 def oddities(recording: Recording) -> list[Odd]:
-    """Return all that is odd, the worst first; empty where nothing is."""
+    """Return all that is odd, the worst first; empty where nothing is. Jobs that have rank numbers of their own come after the
+    first one: of a process that is a rank again others need not be there."""
+    jobs = enumerate(recording.others, start=2)
+    others = [
+        replace(one, text=f"in job {number}: {one.text}")
+        for number, job in jobs
+        for one in _of_job(job)
+        if one.label != NO_EVIDENCE
+    ]
+    return [*_of_job(recording), *others]
+
+
+def _of_job(recording: Recording) -> list[Odd]:
     summaries = [one for _, one in sorted(recording.summaries.items())]
+    shared = [Odd.on(SHARED, ranks, text) for ranks, text in shared_texts(summaries)]
+    waiting = all(one.ended != "raised" for one in summaries)  # of two threads each may wait for ever
     return [
         *_no_evidence(recording),
         *_not_recorded(summaries),
+        *(shared if waiting else []),
         *_ended(recording),
         *_order(summaries),
+        *([] if waiting else shared),
         *_separate(summaries),
         *_untrained(summaries),
         *_replicas(summaries),
@@ -68,16 +85,17 @@ def oddities(recording: Recording) -> list[Odd]:
     ]
 
 
+NO_EVIDENCE = "NO EVIDENCE"
 OF_RECORDER = {"UNREADABLE", "NOT RECORDED", "NOT AVERAGED", "PARTLY EQUAL"}
 """Labels of what is wrong with a recording, or may be meant: neither is a finding on the job."""
 
 
 def _no_evidence(recording: Recording) -> list[Odd]:
-    rows = [Odd("NO EVIDENCE", recording.nothing)] if recording.nothing else []
+    rows = [Odd(NO_EVIDENCE, recording.nothing)] if recording.nothing else []
     missing = sorted(set(range(recording.world)) - set(recording.summaries) - set(recording.unreadable))
     if missing and recording.summaries:
         text = f"from {some_ranks(missing)}: they ended before their first forward pass, or train nothing"
-        rows.append(Odd.on("NO EVIDENCE", missing, text))
+        rows.append(Odd.on(NO_EVIDENCE, missing, text))
     return rows + [Odd("UNREADABLE", text, (rank,)) for rank, text in list(recording.unreadable.items())[:2]]
 
 
@@ -140,7 +158,8 @@ def _last(recording: Recording, rank: int) -> str:
         return "Python had begun to end by itself"
     last = recording.last.get(rank)
     if last is None:
-        return "before any collective"
+        own = " over a group that torch has ranks of" if recording.summaries[rank].own_groups else ""
+        return f"before any collective{own}"
     return _issued(last)
 
 

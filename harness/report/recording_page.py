@@ -15,8 +15,10 @@ from harness.evidence.text import MANY, bytes_text, ranks_text
 from harness.judge.local_training import averaged, hook_of
 from harness.judge.observed import Axis, Moved, axes, left_on, replicas, together
 from harness.judge.stored_recording import Recording
-from harness.report.recording_odd import SEPARATE, UNTRAINED, Rows, odd, some_ranks
+from harness.report.recording_jobs import job_rows
+from harness.report.recording_odd import SEPARATE, SHARED, UNTRAINED, Rows, odd, some_ranks
 from harness.report.recording_outside import background_rows, outside_rows
+from harness.report.recording_own import own_rows
 from harness.report.text import WIDTH, wrapped
 
 LINES = 40
@@ -40,11 +42,16 @@ PHASES = ("forward", "pipeline", "backward")
 def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", whole: bool = False) -> str:
     """judged: what checks say of a layout that was declared; the rest is said without one. layout: as it was typed."""
     summaries = [one for _, one in sorted(recording.summaries.items())]
-    rows = [*odd(recording), *facts(recording, summaries, with_layout=bool(judged))] if summaries else odd(recording)
+    jobs = job_rows(recording)
+    rows = (
+        [*odd(recording), *jobs, *facts(recording, summaries, with_layout=bool(judged))]
+        if summaries
+        else [*odd(recording), *jobs]
+    )
     lines = [_title(recording), *_table(rows)]
     if judged:
         worst = [
-            row for row in rows if row[0] in (SEPARATE, UNTRAINED)
+            row for row in rows if row[0] in (SEPARATE, UNTRAINED, SHARED)
         ]  # no check states it, and others follow from it
         below = [row for row in rows if row not in worst]
         lines = [judged[0], *_table(worst), *judged[1:], "", _title(recording), *_table(below)]
@@ -53,7 +60,8 @@ def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", 
 
 def _title(recording: Recording) -> str:
     left = f"{len(recording.summaries)} of {recording.world or '?'} ranks left evidence"
-    return f"{recording.directory}: {left}{_exit(recording.code)}"
+    several = f"job 1 of {1 + len(recording.others)}: " if recording.others else ""
+    return f"{recording.directory}: {several}{left}{_exit(recording.code)}"
 
 
 def _exit(code: int | None) -> str:
@@ -93,7 +101,7 @@ def facts(recording: Recording, summaries: Sequence[Summary], *, with_layout: bo
 
 def _step(summaries: Sequence[Summary]) -> Rows:
     """What moved in the step that is shown."""
-    inside = list(_axes(axes(summaries))) or _no_axes(summaries)
+    inside = [*(list(_axes(axes(summaries))) or _no_axes(summaries)), *own_rows(summaries)]
     outside = (*outside_rows(summaries, groups_text), *background_rows(summaries, groups_text))
     return [*inside, *outside, *_idle(summaries)]
 
@@ -134,9 +142,10 @@ def _axes(found: Sequence[Axis]) -> Iterator[tuple[str, str]]:
 
 def _no_axes(summaries: Sequence[Summary]) -> Rows:
     """Ranks train alone where nothing ran at all: a pipeline's own loop sends between passes."""
-    if len(summaries) == 1:
+    if len(summaries) == 1 or any(one.own_groups or one.failed for one in summaries):
         return []
-    alone = "" if any(one.outside for one in summaries) else ": each rank trains alone"
+    elsewhere = any(one.outside or one.background for one in summaries)
+    alone = "" if elsewhere else ": each rank trains alone"
     return [("groups", f"no collective ran in forward or backward{alone}")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,3 +46,36 @@ def test_of_other_threads_the_first_collectives_are_recorded_whichever_step_is_c
         (0, "background", 8),
     ]
     assert traced.last is not None and traced.last.text == "all_reduce in the background"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_thread_that_issues_over_the_group_of_training_meanwhile_is_on_record(waits: bool, tmp_path: Path) -> None:
+    """Not where the thread that trains waits for it."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    clock, trains, summed = Clock(), threading.get_ident(), list[bool]()
+    recorder = TracedCollectives(clock, lambda: True)
+    recorder.install()
+    recorder.open_trace(tmp_path / "rank_00000.record", finished=False)
+
+    def sums() -> None:
+        while (sys._current_frames()[trains].f_globals["__name__"] == "threading") is not waits:
+            torch.ones(1).add_(1)
+        dist.all_reduce(torch.ones(1))
+        summed.append(True)
+
+    try:
+        clock.enter_forward()
+        dist.broadcast(torch.ones(1), 0)
+        thread = threading.Thread(target=sums, name="sums")
+        thread.start()
+        while not waits and not summed:
+            torch.ones(1).add_(1)
+        thread.join()
+        found = [(one.ranks, one.ops, one.threads, one.trains) for one in recorder.beside]
+        assert found == ([] if waits else [((0,), ("all_reduce",), ("sums",), ("broadcast",))])
+        assert (tmp_path / "rank_00000.beside").exists() is not waits
+        recorder.open_trace(tmp_path / "rank_00000.record", finished=True)
+        assert not (tmp_path / "rank_00000.beside").exists()
+    finally:
+        recorder.remove()
+        dist.destroy_process_group()

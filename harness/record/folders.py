@@ -1,0 +1,17 @@
+"""Where the processes of a recorded command leave their evidence: one folder for each job with rank numbers of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+JOB, JOBS = "job", "jobs"
+"""The file that names a job, in its folder of processes, and the folder of all jobs but the first."""
+MANY = 1000
+"""Jobs of one command that are told apart."""
+
+
+def job_folders(directory: Path) -> Iterator[Path]:
+    """Yield that of the job that began first, and those of others, whether or not they are there."""
+    yield directory
+    yield from (directory / JOBS / str(number) for number in range(2, MANY + 1))
