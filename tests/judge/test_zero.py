@@ -237,7 +237,6 @@ def test_master_weights_are_a_copy_of_the_ranks_part() -> None:
         (ParallelDims(dp_shard=2, tp=2), {"wrapper": "zero2"}, "with tp 2"),
         (ParallelDims(dp_shard=2, tp=2), {"wrapper": "zero1", "model": UNEVEN}, "vectors of unequal ranks"),
         (ParallelDims(dp_replicate=2), {"wrapper": "zero3"}, "with dp_replicate 2"),
-        (ParallelDims(dp_shard=2), {"wrapper": "zero1", "reduce_dtype": "float32"}, "not planned"),
         (ParallelDims(dp_shard=2), {"wrapper": "zero2", "accumulation": 2, "defer_sync": False}, "leave it out"),
     ],
 )

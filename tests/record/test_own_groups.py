@@ -17,6 +17,7 @@ from harness.judge.result import Verdict
 from harness.judge.separate_models import joined_sets
 from harness.judge.stored_recording import Recording, load_recording
 from harness.probe.clock import Clock
+from harness.record.progress import Progress
 from harness.record.trace import TracedCollectives
 from harness.report.recording_page import page
 from harness.run.recorded_layout import judged
@@ -98,7 +99,7 @@ def test_ddp_over_a_group_without_ranks_claims_no_replicas(tmp_path: Path, monke
 
 @pytest.fixture
 def traced() -> Iterator[TracedCollectives]:
-    recorder = TracedCollectives(Clock(), lambda: True)
+    recorder = TracedCollectives(clock := Clock(), lambda: True, Progress(clock))
     recorder.install()
     yield recorder
     recorder.remove()
@@ -147,7 +148,7 @@ def test_classes_are_as_they_were_when_nobody_records() -> None:
 
     kinds = (dist.ProcessGroup, dist.ProcessGroupGloo, Own)
     before = [dict(vars(kind)) for kind in kinds]
-    recorder = TracedCollectives(Clock(), lambda: True)
+    recorder = TracedCollectives(clock := Clock(), lambda: True, Progress(clock))
     recorder.install()
     Own(0, 2)
     recorder.remove()

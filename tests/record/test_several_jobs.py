@@ -74,8 +74,7 @@ def test_a_replica_group_that_is_killed_and_comes_back_is_told(tmp_path: Path) -
         (1, [0], "ok"),
     ]
     assert len({job.summaries[0].contents[3] for job in jobs}) == 1
-    (odd,) = oddities(recording)
-    assert (odd.label, odd.ranks) == ("ENDED UNHEARD", (0,))
+    assert [(odd.label, odd.ranks) for odd in oddities(recording)] == [("ENDED UNHEARD", (0,)), ("REACHED", (0,))]
     rows = [text for _, text in job_rows(recording)]
     assert "it had left, and came back" in rows[3] and "[1-3]" in rows[4]
 
@@ -89,7 +88,7 @@ def stored(directory: Path, jobs: int) -> Recording:
         for rank in range(2):
             one = summary(rank, 2, launch="this", ended="" if rank else "ok")
             record_file(folder, rank).write_bytes(head(one))
-            told = json.dumps({"host": "h", "parent": 10 + number})
+            told = json.dumps({"host": "h", "pid": 20 + 2 * number + rank, "parent": 10 + number})
             (folder / "processes" / f"rank_{rank:05d}.0").write_text(told)
     (directory / "recording.json").write_text(json.dumps({"launch": "this", "command": "train", "code": 1}))
     (directory / "processes" / "h-11.ends").write_text(json.dumps({1: -9}))

@@ -53,9 +53,9 @@ def test_a_thread_that_issues_over_the_group_of_training_meanwhile_is_on_record(
     """Not where the thread that trains waits for it."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     clock, trains, summed = Clock(), threading.get_ident(), list[bool]()
-    recorder = TracedCollectives(clock, lambda: True)
+    recorder = TracedCollectives(clock, lambda: True, Progress(clock))
     recorder.install()
-    recorder.open_trace(tmp_path / "rank_00000.record", finished=False)
+    recorder.leave_beside(tmp_path / "rank_00000.record", finished=False)
 
     def sums() -> None:
         while (sys._current_frames()[trains].f_globals["__name__"] == "threading") is not waits:
@@ -74,7 +74,7 @@ def test_a_thread_that_issues_over_the_group_of_training_meanwhile_is_on_record(
         found = [(one.ranks, one.ops, one.threads, one.trains) for one in recorder.beside]
         assert found == ([] if waits else [((0,), ("all_reduce",), ("sums",), ("broadcast",))])
         assert (tmp_path / "rank_00000.beside").exists() is not waits
-        recorder.open_trace(tmp_path / "rank_00000.record", finished=True)
+        recorder.leave_beside(tmp_path / "rank_00000.record", finished=True)
         assert not (tmp_path / "rank_00000.beside").exists()
     finally:
         recorder.remove()
