@@ -16,7 +16,7 @@ from harness.judge.local_training import averaged, hook_of
 from harness.judge.observed import Axis, Moved, axes, left_on, replicas, together
 from harness.judge.stored_recording import Recording
 from harness.report.recording_jobs import job_rows
-from harness.report.recording_odd import SEPARATE, SHARED, UNTRAINED, Rows, odd, some_ranks
+from harness.report.recording_odd import APART, SEPARATE, SHARED, UNTRAINED, Rows, odd, some_ranks
 from harness.report.recording_outside import background_rows, outside_rows
 from harness.report.recording_own import own_rows
 from harness.report.text import WIDTH, wrapped
@@ -51,7 +51,7 @@ def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", 
     lines = [_title(recording), *_table(rows)]
     if judged:
         worst = [
-            row for row in rows if row[0] in (SEPARATE, UNTRAINED, SHARED)
+            row for row in rows if row[0] in (SEPARATE, UNTRAINED, SHARED, APART)
         ]  # no check states it, and others follow from it
         below = [row for row in rows if row not in worst]
         lines = [judged[0], *_table(worst), *judged[1:], "", _title(recording), *_table(below)]
