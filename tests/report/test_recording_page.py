@@ -14,7 +14,7 @@ from harness.evidence.summary import Summary, Use
 from harness.judge.stored_recording import Recording
 from harness.report.recording_layout import layout_report
 from harness.report.recording_odd import odd, oddities, some_ranks
-from harness.report.recording_page import groups_text, page
+from harness.report.recording_page import facts, groups_text, page
 from harness.spec.dims import ParallelDims
 
 TOLD: dict[str, Any] = {"parts": ("Model",), "placements": {"Replicate over 2, Shard(0) over 2": 3}, "shown": 2}
@@ -268,3 +268,11 @@ def test_a_rank_is_not_reported_as_killed_after_another_that_raised_only_because
         )
 
     assert how("RuntimeError: gloo: Connection reset by peer").split(",")[1] != how("ValueError: x").split(",")[1]
+
+
+def test_of_a_rank_that_left_no_step_nothing_is_reported_as_zero_and_others_are_shown() -> None:
+    whole = hsdp(1, shown=1, kept=4096, fed={1: 5}, optimizers=("AdamW",), steps_seen=1, memory={"parameters": 4096})
+    killed = hsdp(0, shown=0, kept=0, fed={}, optimizers=(), ended="")
+    both = Recording(Path("run"), {0: killed, 1: whole}, code=1)
+    rows = dict(facts(both, [killed, whole]))
+    assert "0 B" not in rows["memory"] and "AdamW" in rows["model"] and "rank 1" in rows["fed in step 1"]
