@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from harness.evidence.keys import steps_text
 from harness.evidence.lost_peer import lost_a_peer
 from harness.evidence.recording import Last
-from harness.evidence.summary import Summary
+from harness.evidence.summary import POINT_TO_POINT, Summary
 from harness.evidence.text import ranks_text
-from harness.judge.local_training import hook_of, not_averaged, partly_equal
+from harness.judge.local_training import averaged, hook_of, not_averaged, partly_equal
 from harness.judge.observed import copied, differing, odd_ranks, out_of_order, replicas, together
 from harness.judge.separate_models import separate_models
 from harness.judge.stored_recording import Recording, exit_text, only_waited
 from harness.report.recording_own import shared_texts
 
-SEPARATE, UNTRAINED, SHARED = "SEPARATE MODELS", "NOT TRAINED", "TWO THREADS"
+SEPARATE, UNTRAINED, SHARED, APART = "SEPARATE MODELS", "NOT TRAINED", "TWO THREADS", "CALLS DIFFER"
 GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
 Rows = list[tuple[str, str]]
 
@@ -125,7 +125,7 @@ def _ended(recording: Recording) -> list[Odd]:
     rows = [*own, *(row for row in ends if row not in waited), *lost, *waited]
     unheard = _grouped({rank: text for rank, text in told.items() if rank not in recording.exits})
     rows += [Odd.on("ENDED UNHEARD", ranks, f"{some_ranks(ranks)}, {text}") for text, ranks in unheard[:4]]
-    rows += _reached(recording) if rows else []
+    rows = [*_apart(recording), *rows, *_reached(recording)] if rows else []
     if recording.code and recording.summaries and not rows:
         rows.append(Odd("ENDED", f"the command, with {exit_text(recording.code)}; no rank is known to have ended so"))
     return rows
@@ -149,7 +149,9 @@ def _how(recording: Recording, rank: int) -> str:
         return ""
     if recording.code == 0:
         return "in no way that Python hears of; the command ended with exit code 0"
-    another = recording.code and any(one.ended == "raised" for one in recording.summaries.values())
+    another = recording.code and any(
+        one.ended == "raised" and not lost_a_peer(one.error) for one in recording.summaries.values()
+    )
     return "most likely killed by its launcher after another raised" if another else "killed or still running"
 
 
@@ -179,16 +181,37 @@ def _interrupted(recording: Recording, ranks: Sequence[int]) -> list[Odd]:
 
 def _waits(recording: Recording) -> list[Odd]:
     """Who had issued more in one group than others, of a job that was ended from outside: these are waited for."""
-    lasts = {rank: recording.last.get(rank) or one.last for rank, one in recording.summaries.items()}
     rows: list[Odd] = []
-    for group in dict.fromkeys((last.group, last.ranks) for last in lasts.values() if last):
-        members = {rank: last for rank, last in lasts.items() if last and (last.group, last.ranks) == group}
+    for members in _lasts(recording):
         most = max(members.values(), key=lambda last: last.seq)
         ahead = [rank for rank, last in members.items() if last.seq == most.seq]
         if behind := [rank for rank in members if rank not in ahead]:
             what = f"{most.text} over {ranks_text(most.ranks)}, number {most.seq} of that group"
             rows.append(Odd.on("WAITED FOR", behind, f"{some_ranks(behind)}, by {some_ranks(ahead)} in {what}"))
     return rows[:4]
+
+
+def _lasts(recording: Recording) -> list[dict[int, Last]]:
+    """The last collective of each rank, by the group that it ran over."""
+    found: dict[tuple[str, tuple[int, ...]], dict[int, Last]] = {}
+    for rank, one in recording.summaries.items():
+        if last := recording.last.get(rank) or one.last:
+            found.setdefault((last.group, last.ranks), {})[rank] = last
+    return list(found.values())
+
+
+def _apart(recording: Recording) -> list[Odd]:
+    """Members that issued different collectives under one number of a group, of a job that did not end well: what they then
+    raise or wait for follows from it. The ends of a send have different operators by right."""
+    rows: list[Odd] = []
+    for members in _lasts(recording):
+        most = max(last.seq for last in members.values())
+        issued = _grouped({rank: last.text for rank, last in members.items() if last.seq == most})
+        if len(issued) > 1 and not any(text.split()[0] in POINT_TO_POINT for text, _ in issued):
+            of = f"number {most} over {ranks_text(next(iter(members.values())).ranks)}"
+            kinds = " and ".join(f"{text} on {some_ranks(ranks)}" for text, ranks in issued[:3])
+            rows.append(Odd.on(APART, [rank for _, ranks in issued for rank in ranks], f"{of} is {kinds}"))
+    return rows[:2]
 
 
 def _issued(last: Last) -> str:
@@ -285,11 +308,15 @@ def _names(fqns: Sequence[str], most: int = 3) -> str:
 
 
 def _from_the_start(summaries: Sequence[Summary], ranks: Sequence[int]) -> str:
-    """Whether they were made unlike each other, or became so."""
-    first = [one.contents.get(0) for one in summaries if one.rank in ranks]
+    """Whether they were made unlike each other, or became so; and whether something averages them, as local SGD does."""
+    family = [one for one in summaries if one.rank in ranks]
+    first = [one.contents.get(0) for one in family]
+    again = f"; the same again after {steps_text(steps)}" if (steps := averaged(family)) else ""
     if None in first:
-        return ""
-    return "; they did before the first step" if len(set(first)) > 1 else "; before the first step they held the same"
+        return again
+    return (
+        "; they did before the first step" if len(set(first)) > 1 else "; before the first step they held the same"
+    ) + again
 
 
 def _not_finite(summaries: Sequence[Summary]) -> list[Odd]:

@@ -16,7 +16,7 @@ from harness.judge.local_training import averaged, hook_of
 from harness.judge.observed import Axis, Moved, axes, left_on, replicas, together
 from harness.judge.stored_recording import Recording
 from harness.report.recording_jobs import job_rows
-from harness.report.recording_odd import SEPARATE, SHARED, UNTRAINED, Rows, odd, some_ranks
+from harness.report.recording_odd import APART, SEPARATE, SHARED, UNTRAINED, Rows, odd, some_ranks
 from harness.report.recording_outside import background_rows, outside_rows
 from harness.report.recording_own import own_rows
 from harness.report.text import WIDTH, wrapped
@@ -51,7 +51,7 @@ def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", 
     lines = [_title(recording), *_table(rows)]
     if judged:
         worst = [
-            row for row in rows if row[0] in (SEPARATE, UNTRAINED, SHARED)
+            row for row in rows if row[0] in (SEPARATE, UNTRAINED, SHARED, APART)
         ]  # no check states it, and others follow from it
         below = [row for row in rows if row not in worst]
         lines = [judged[0], *_table(worst), *judged[1:], "", _title(recording), *_table(below)]
@@ -124,11 +124,12 @@ def _model(summaries: Sequence[Summary]) -> str:
     where = f" on {some_ranks(ranks)}, others elsewhere ({len(kinds)} kinds of ranks)" if len(kinds) > 1 else ""
     left = f"; not recorded: {summaries[0].left_out[0]}" if summaries[0].left_out else ""
     seen = max(one.steps_seen for one in summaries)
+    stepped = next((one.optimizers for one in summaries if one.optimizers), ())
     unstepped = f"; {summaries[0].unstepped} in no optimizer" if summaries[0].unstepped else ""
     whose = " in a rank's own part, for FSDP1 cuts them" if "fsdp1" in summaries[0].wrappers else ""
     return (
         f"{' + '.join(parts)}: {count} parameters of {elements:,} elements{whose}{unstepped}{where}; "
-        f"{', '.join(summaries[0].optimizers) or 'no step of an optimizer recorded'}; {seen} step{'s' * (seen != 1)}; "
+        f"{', '.join(stepped) or 'no step of an optimizer recorded'}; {seen} step{'s' * (seen != 1)}; "
         f"torch {summaries[0].versions.get('torch', '?')}{left}"
     )
 
@@ -219,7 +220,9 @@ def _fed(summaries: Sequence[Summary]) -> Rows:
     several = [ranks_key(tuple(sorted(ranks))) for ranks in kinds.values() if len(ranks) > 1]
     same = f"; the same to {groups_text(several)}" if several else ""
     many = f"{len(kinds)} different input{'s' * (len(kinds) != 1)}"
-    return [("fed in step 1" if steps[0] == 1 else f"fed in step {steps[0]}", many + same)]
+    seen = [one.rank for one in summaries if steps[0] in one.fed]
+    only = f", as far as {some_ranks(seen)} recorded" if len(seen) < len(summaries) else ""
+    return [("fed in step 1" if steps[0] == 1 else f"fed in step {steps[0]}", many + same + only)]
 
 
 def _memory(summaries: Sequence[Summary]) -> str:
@@ -227,7 +230,7 @@ def _memory(summaries: Sequence[Summary]) -> str:
     words = {"parameters": "parameters", "gradients": "gradients", "optimizer_state": "optimizer state"}
     held = {word: [one.memory[kind] for one in summaries if kind in one.memory] for kind, word in words.items()}
     parts = [f"{word} {_range(sizes)}" for word, sizes in held.items() if sizes]
-    parts += [f"parameters as forward ends {_range([one.kept for one in summaries])}"]
+    parts += [f"parameters as forward ends {_range([one.kept for one in summaries if one.shown])}"]
     peaks = [one.peak for one in summaries if one.peak]
     return ", ".join(parts) + (f"; peak {_range(peaks)}" if peaks else "")
 

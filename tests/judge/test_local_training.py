@@ -62,6 +62,12 @@ def test_without_the_hook_the_same_bytes_are_a_finding() -> None:
     assert (exit_code(found), agreement(found)) == (BROKEN, Verdict.FAIL)
 
 
+def test_of_replicas_that_differ_it_is_reported_whether_a_later_step_left_them_the_same() -> None:
+    apart = replicas({0: 1, 1: 2, 2: 3, 3: 8}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2)
+    again = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2)
+    assert ["again" in oddities(one)[0].text for one in (apart, again)] == [False, True]
+
+
 def unclaimed(*last: dict[str, int]) -> Recording:
     held = [{fqn: (1, value) for fqn, value in one.items()} for one in last]
     ranks = [summary(rank, len(last), unclaimed=one) for rank, one in enumerate(held)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from literal_recording import hsdp, judged_of, outside, summary
 
 from harness.evidence.keys import ranks_key
@@ -12,8 +13,8 @@ from harness.evidence.recording import Last
 from harness.evidence.summary import Summary, Use
 from harness.judge.stored_recording import Recording
 from harness.report.recording_layout import layout_report
-from harness.report.recording_odd import odd, some_ranks
-from harness.report.recording_page import groups_text, page
+from harness.report.recording_odd import odd, oddities, some_ranks
+from harness.report.recording_page import facts, groups_text, page
 from harness.spec.dims import ParallelDims
 
 TOLD: dict[str, Any] = {"parts": ("Model",), "placements": {"Replicate over 2, Shard(0) over 2": 3}, "shown": 2}
@@ -233,3 +234,45 @@ def test_what_a_step_that_raised_in_its_optimizer_did_not_come_to_is_not_shown_a
 
 def test_a_page_with_a_layout_does_not_say_that_a_layout_is_missing() -> None:
     assert "--layout" in page(recording()) and "--layout" not in page(recording(), ["PASS layout dp_shard 4"])
+
+
+def ended_apart(*texts: str, error: str = "RuntimeError: gloo: Connection reset by peer", seq: int = 9) -> Recording:
+    last = {rank: Last(text, (0, 1), "g", 9 if rank else seq) for rank, text in enumerate(texts)}
+    return recording(hsdp(0, ended="raised", error=error), hsdp(1, ended=""), last=last, code=-2)
+
+
+REDUCED, LOGGED = "all_reduce in step 1, backward", "all_reduce in step 1, other"
+
+
+def test_members_that_issued_different_collectives_under_one_number_come_before_what_they_raised() -> None:
+    found = oddities(ended_apart(REDUCED, LOGGED))
+    assert [(one.label, one.ranks) for one in found[:2]] == [("CALLS DIFFER", (0, 1)), ("RAISED", (0,))]
+    beside = page(ended_apart(REDUCED, LOGGED), ["FAIL layout dp_replicate 2", "  completed: .."]).splitlines()
+    assert beside[1].split()[:2] == ["CALLS", "DIFFER"]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "seq"),
+    [(REDUCED, REDUCED, 9), (REDUCED, LOGGED, 10), ("send in step 1, forward", "recv in step 1, forward", 9)],
+)
+def test_members_that_issued_the_same_are_ahead_or_are_two_ends_of_a_send_are_not_apart(
+    left: str, right: str, seq: int
+) -> None:
+    assert "CALLS DIFFER" not in [one.label for one in oddities(ended_apart(left, right, seq=seq))]
+
+
+def test_a_rank_is_not_reported_as_killed_after_another_that_raised_only_because_a_peer_was_gone() -> None:
+    def how(error: str) -> str:
+        return next(
+            one.text for one in oddities(ended_apart(REDUCED, LOGGED, error=error)) if one.label == "ENDED UNHEARD"
+        )
+
+    assert how("RuntimeError: gloo: Connection reset by peer").split(",")[1] != how("ValueError: x").split(",")[1]
+
+
+def test_of_a_rank_that_left_no_step_nothing_is_reported_as_zero_and_others_are_shown() -> None:
+    whole = hsdp(1, shown=1, kept=4096, fed={1: 5}, optimizers=("AdamW",), steps_seen=1, memory={"parameters": 4096})
+    killed = hsdp(0, shown=0, kept=0, fed={}, optimizers=(), ended="")
+    both = Recording(Path("run"), {0: killed, 1: whole}, code=1)
+    rows = dict(facts(both, [killed, whole]))
+    assert "0 B" not in rows["memory"] and "AdamW" in rows["model"] and "rank 1" in rows["fed in step 1"]
