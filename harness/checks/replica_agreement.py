@@ -177,7 +177,7 @@ def _by_digests(trial: Trial) -> Result:
     ]
     examined = compared + _compared(families) + len(parted) + averaged_again
     if not examined and any(one.shown and 0 in one.contents for one in summaries):
-        stepped = any(one.optimizers for one in summaries)
+        stepped = all(one.optimizers for one in summaries)
         return Result("replica_agreement", Verdict.UNKNOWN, note=UNREAD if stepped else UNSTEPPED)
     return verdict_of("replica_agreement", [*findings, *apart, *parted], examined)
 

@@ -60,6 +60,12 @@ def test_without_a_tensor_that_was_fed_nobody_knows() -> None:
     assert samples([summary(rank) for rank in range(4)], FOUR).verdict == Verdict.UNKNOWN
 
 
+def test_before_a_step_has_ended_inputs_are_not_said_to_be_absent() -> None:
+    begun, ended = ([summary(rank, steps_seen=steps) for rank in range(4)] for steps in (0, 1))
+    notes = [samples(ranks, FOUR).note for ranks in (begun, ended)]
+    assert "no step has ended" in notes[0] and "no step has ended" not in notes[1]
+
+
 def test_a_replica_that_differs_breaks_agreement_and_shards_alone_have_nothing_to_agree_on() -> None:
     assert replica_agreement([hsdp(rank) for rank in range(4)], FOUR).verdict == Verdict.PASS
     assert replica_agreement([*map(hsdp, range(3)), hsdp(3, contents={1: 5})], FOUR).verdict == Verdict.FAIL

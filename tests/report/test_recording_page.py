@@ -12,7 +12,7 @@ from harness.evidence.recording import Last
 from harness.evidence.summary import Summary, Use
 from harness.judge.stored_recording import Recording
 from harness.report.recording_layout import layout_report
-from harness.report.recording_odd import odd, some_ranks
+from harness.report.recording_odd import odd, oddities, some_ranks
 from harness.report.recording_page import groups_text, page
 from harness.spec.dims import ParallelDims
 
@@ -33,6 +33,21 @@ def test_of_a_job_without_oddities_nothing_is_odd_and_the_page_says_what_ran() -
     assert "FSDP2 shards parameters: [0,1] [2,3]" in text
     assert "replicas as claimed: 2 sets of 2" in text
     assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) <= 40
+
+
+def test_contents_count_the_parameters_that_ddp_ignores_and_those_of_them_that_differ() -> None:
+    own, shared = {"expert": {0: 5, 1: 6}}, {"router": {0: 3, 1: 4}}
+    ranks = [summary(rank, 2, contents={0: 7, 1: 8}, ignored={**own, **shared}) for rank in range(2)]
+    ranks[1].ignored["expert"] = {0: 9, 1: 10}
+    text = " ".join(page(Recording(Path("run"), {one.rank: one for one in ranks})).split())
+    assert "2 parameters that DDP ignores: 1 differ" in text
+    assert "DDP ignores" not in page(recording())
+
+
+def test_an_input_of_one_rank_is_not_said_to_be_that_of_all() -> None:
+    ranks = {0: summary(0, 2, fed={1: 5}), 1: summary(1, 2)}
+    assert "1 different input of 1 of 2 ranks" in page(Recording(Path("run"), ranks))
+    assert "of 2 ranks left" in page(Recording(Path("run"), {0: ranks[0], 1: summary(1, 2, fed={1: 6})}))
 
 
 def test_a_replica_that_differs_is_the_first_thing_said() -> None:
@@ -233,3 +248,18 @@ def test_what_a_step_that_raised_in_its_optimizer_did_not_come_to_is_not_shown_a
 
 def test_a_page_with_a_layout_does_not_say_that_a_layout_is_missing() -> None:
     assert "--layout" in page(recording()) and "--layout" not in page(recording(), ["PASS layout dp_shard 4"])
+
+
+def test_a_peer_that_went_on_without_a_collective_is_named_before_who_waited_in_it() -> None:
+    """A rank whose sync is off ends well, and the other loses its peer."""
+    lost = "RuntimeError: Connection closed by peer [127.0.0.1]:1"
+    at = {"ranks": (0, 1), "group": "0"}
+    waits = summary(0, 2, ended="raised", error=lost, last=Last(text="all_reduce in step 1, other", seq=9, **at))
+    gone = summary(
+        1, 2, shown=2, steps_seen=4, contents={0: 5, 1: 6}, last=Last(text="broadcast in step 0", seq=8, **at)
+    )
+    found = Recording(Path("run"), {0: waits, 1: gone}, code=1)
+    assert [(one.label, one.ranks) for one in oddities(found)][:2] == [("WAITED FOR", (1,)), ("RAISED", (0,))]
+    text = page(found, ["FAIL layout dp_replicate 2", "  completed"])
+    assert text.splitlines()[1].startswith("  WAITED FOR")
+    assert "trains alone" not in text and "no collective ran outside" not in text
