@@ -141,6 +141,7 @@ UNREAD = (
     "no parameter was read after a step: optimizers step on tensors that are not the model's parameters, as ZeRO's do, so these"
     " are read in the next recorded step; record two steps or more in a row (--steps 1-3)"
 )
+SOME_STEPPED = "no step was over on every rank, so no parameters could be compared after one"
 UNSTEPPED = "no parameter was read after a step: no step of an optimizer was over"
 
 
@@ -177,8 +178,9 @@ def _by_digests(trial: Trial) -> Result:
     ]
     examined = compared + _compared(families) + len(parted) + averaged_again
     if not examined and any(one.shown and 0 in one.contents for one in summaries):
-        stepped = any(one.optimizers for one in summaries)
-        return Result("replica_agreement", Verdict.UNKNOWN, note=UNREAD if stepped else UNSTEPPED)
+        stepped = sum(bool(one.optimizers) for one in summaries)
+        why = UNREAD if stepped == len(summaries) else SOME_STEPPED if stepped else UNSTEPPED
+        return Result("replica_agreement", Verdict.UNKNOWN, note=why)
     return verdict_of("replica_agreement", [*findings, *apart, *parted], examined)
 
 

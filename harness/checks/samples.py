@@ -210,7 +210,9 @@ def _of_any_recipe(trial: Trial) -> Result:
         return verdict_of("samples", apart, compared) if compared else none
     fed = {one.rank: tuple(sorted(one.fed.items())) for one in trial.glances if one.fed}
     if len(fed) < len(trial.glances) and not apart:
-        return Result("samples", Verdict.UNKNOWN, note="no input tensor of a model was seen")
+        ended = any(one.steps_seen for one in trial.glances)
+        why = "no input tensor of a model was seen" if ended else "no step has ended"
+        return Result("samples", Verdict.UNKNOWN, note=why)
     return verdict_of("samples", [*apart, *_fed_alike(fed, dims)], len(fed))
 
 

@@ -21,16 +21,17 @@ LEAST = 100  # a hundredth of the bytes of a rank's parameters: gradients may mo
 @dataclass(frozen=True)
 class Separate:
     """sets: of ranks, joined within and not with each other. ranks: of several sets, alike before the first step and not after
-    `step`."""
+    `step`. own: they have groups that torch has no ranks of, which may join them."""
 
     sets: tuple[tuple[int, ...], ...]
     ranks: tuple[int, ...]
     step: int
+    own: bool = False
 
 
 def separate_models(summaries: Sequence[Summary]) -> Separate | None:
     """None as well where some rank left no step, for nobody knows what it did."""
-    sets = joined_sets(summaries)
+    sets = _seen_sets(summaries)
     home = {rank: number for number, ranks in enumerate(sets) for rank in ranks}
     for family in (ranks for ranks in _alike_at_first(summaries) if not hook_of(ranks)):
         steps = set.intersection(*({step for step in one.contents if step} for one in family))
@@ -41,7 +42,7 @@ def separate_models(summaries: Sequence[Summary]) -> Separate | None:
             and len({home[one.rank] for one in family}) > 1
             and len({one.contents[last] for one in family}) > 1
         ):
-            return Separate(sets, tuple(one.rank for one in family), last)
+            return Separate(sets, tuple(one.rank for one in family), last, any(one.own_groups for one in summaries))
     return None
 
 
@@ -57,9 +58,12 @@ def _alike_at_first(summaries: Iterable[Summary]) -> Iterator[list[Summary]]:
 def joined_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
     """The sets of ranks between which there is a way over groups in use; none where some rank left no step, or
     has a group that torch has no ranks of."""
-    if any(not one.shown or one.own_groups for one in summaries) or len(summaries) < max(
-        (one.world for one in summaries), default=0
-    ):
+    return () if any(one.own_groups for one in summaries) else _seen_sets(summaries)
+
+
+def _seen_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
+    """As joined_sets, where groups that torch has no ranks of join nobody."""
+    if any(not one.shown for one in summaries) or len(summaries) < max((one.world for one in summaries), default=0):
         return ()
     towards = {one.rank: one.rank for one in summaries}
 

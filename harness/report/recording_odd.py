@@ -18,6 +18,7 @@ from harness.judge.stored_recording import Recording, exit_text, only_waited
 from harness.report.recording_own import shared_texts
 
 SEPARATE, UNTRAINED, SHARED, APART = "SEPARATE MODELS", "NOT TRAINED", "TWO THREADS", "CALLS DIFFER"
+WAITED = "WAITED FOR"
 GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
 Rows = list[tuple[str, str]]
 
@@ -86,7 +87,8 @@ def _of_job(recording: Recording) -> list[Odd]:
 
 
 NO_EVIDENCE = "NO EVIDENCE"
-OF_RECORDER = {"UNREADABLE", "NOT RECORDED", "NOT AVERAGED", "PARTLY EQUAL"}
+NOT_EQUAL = "NOT KEPT EQUAL"
+OF_RECORDER = {"UNREADABLE", "NOT RECORDED", "NOT AVERAGED", "PARTLY EQUAL", NOT_EQUAL}
 """Labels of what is wrong with a recording, or may be meant: neither is a finding on the job."""
 
 
@@ -115,7 +117,9 @@ def _ended(recording: Recording) -> list[Odd]:
     stopped = [rank for error, ranks in raised.items() if _by_hand(error) for rank in ranks]
     own = [_raised(error, ranks) for error, ranks in causes if not lost_a_peer(error) and not _by_hand(error)]
     own += _interrupted(recording, stopped)
-    own += _waits(recording) if stopped or (recording.code or 0) < 0 else []
+    peers = [one for one in recording.summaries.values() if one.ended != "raised"]
+    left = raised and all(map(lost_a_peer, raised)) and all(one.ended == "ok" for one in peers)  # by peers that went on
+    own += _waits(recording) if stopped or left or (recording.code or 0) < 0 else []
     lost = [_raised(error, ranks) for error, ranks in causes if lost_a_peer(error)]
     quiet = [rank for rank, one in recording.summaries.items() if one.ended != "raised"]
     told = {rank: f"{how}; {_last(recording, rank)}" for rank in quiet if (how := _how(recording, rank))}
@@ -187,7 +191,7 @@ def _waits(recording: Recording) -> list[Odd]:
         ahead = [rank for rank, last in members.items() if last.seq == most.seq]
         if behind := [rank for rank in members if rank not in ahead]:
             what = f"{most.text} over {ranks_text(most.ranks)}, number {most.seq} of that group"
-            rows.append(Odd.on("WAITED FOR", behind, f"{some_ranks(behind)}, by {some_ranks(ahead)} in {what}"))
+            rows.append(Odd.on(WAITED, behind, f"{some_ranks(behind)}, by {some_ranks(ahead)} in {what}"))
     return rows[:4]
 
 
@@ -242,7 +246,7 @@ def _order(summaries: Sequence[Summary]) -> list[Odd]:
 def _separate(summaries: Sequence[Summary]) -> list[Odd]:
     """By far the worst that a wrong mesh does, and no check of a layout says it."""
     found = separate_models(summaries)
-    if found is None:
+    if found is None or (found.own and partly_equal(summaries)):
         return []
     more = f" and {len(found.sets) - 2} more sets of ranks" if len(found.sets) > 2 else ""
     sets = " and ".join(ranks_text(ranks) for ranks in found.sets[:2]) + more
@@ -251,7 +255,9 @@ def _separate(summaries: Sequence[Summary]) -> list[Odd]:
         f"{summaries[0].shown}, and none outside moves as much"
     )
     held = f"{some_ranks(found.ranks)} held the same before the first step, and other bytes after step {found.step}"
-    return [Odd.on(SEPARATE, found.ranks, f"{text}; {held}", found.step)]
+    if found.own:
+        text = f"no collective over a group that torch has ranks of joins {sets}; what groups of its own join is not recorded"
+    return [Odd.on(NOT_EQUAL if found.own else SEPARATE, found.ranks, f"{text}; {held}", found.step)]
 
 
 def _untrained(summaries: Sequence[Summary]) -> list[Odd]:
@@ -296,15 +302,15 @@ def _partly(summaries: Sequence[Summary]) -> list[Odd]:
         Odd.on(
             "PARTLY EQUAL",
             one.ranks,
-            f"{some_ranks(one.ranks)} began alike; {_names(one.equal)} stay equal, {_names(one.differ)} do not: "
-            "nothing reduces these, or they are a rank's own",
+            f"{some_ranks(one.ranks)} began alike; {_names(one.equal)} stayed equal, {_names(one.differ)} did not: "
+            "nothing reduces the latter, or they are a rank's own",
         )
         for one in partly_equal(summaries)[:2]
     ]
 
 
 def _names(fqns: Sequence[str], most: int = 3) -> str:
-    return f"{len(fqns)} parameters ({', '.join(fqns[:most])}{', ..' * (len(fqns) > most)})"
+    return f"{len(fqns)} parameter{'s' * (len(fqns) != 1)} ({', '.join(fqns[:most])}{', ..' * (len(fqns) > most)})"
 
 
 def _from_the_start(summaries: Sequence[Summary], ranks: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ def outside_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[s
     found = [
         f"{line.what} over {groups_text(line.groups)}: {_amount(line)}" for line in lines(summaries, axes_apart=True)
     ]
-    if not found and any(one.own_groups or one.failed for one in summaries):
+    if not found and any(one.own_groups or one.failed or not one.shown for one in summaries):
         return []
     none = f"no collective ran outside of forward and backward, in {steps_text(steps)}"
     return [(LABEL if number == 0 else "", text) for number, text in enumerate(found or [none])]

@@ -16,7 +16,7 @@ from harness.judge.local_training import averaged, hook_of
 from harness.judge.observed import Axis, Moved, axes, left_on, replicas, together
 from harness.judge.stored_recording import Recording
 from harness.report.recording_jobs import job_rows
-from harness.report.recording_odd import APART, SEPARATE, SHARED, UNTRAINED, Rows, odd, some_ranks
+from harness.report.recording_odd import APART, SEPARATE, SHARED, UNTRAINED, WAITED, Rows, odd, some_ranks
 from harness.report.recording_outside import background_rows, outside_rows
 from harness.report.recording_own import own_rows
 from harness.report.text import WIDTH, wrapped
@@ -51,7 +51,7 @@ def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", 
     lines = [_title(recording), *_table(rows)]
     if judged:
         worst = [
-            row for row in rows if row[0] in (SEPARATE, UNTRAINED, SHARED, APART)
+            row for row in rows if row[0] in (SEPARATE, UNTRAINED, SHARED, APART, WAITED)
         ]  # no check states it, and others follow from it
         below = [row for row in rows if row not in worst]
         lines = [judged[0], *_table(worst), *judged[1:], "", _title(recording), *_table(below)]
@@ -145,7 +145,7 @@ def _no_axes(summaries: Sequence[Summary]) -> Rows:
     """Ranks train alone where nothing ran at all: a pipeline's own loop sends between passes."""
     if len(summaries) == 1 or any(one.own_groups or one.failed for one in summaries):
         return []
-    elsewhere = any(one.outside or one.background for one in summaries)
+    elsewhere = any(one.outside or one.background or not one.shown for one in summaries)
     alone = "" if elsewhere else ": each rank trains alone"
     return [("groups", f"no collective ran in forward or backward{alone}")]
 
@@ -200,7 +200,20 @@ def _contents(summaries: Sequence[Summary]) -> str:
         else f"; {_no_replicas(summaries)}"
     )
     parts = f"{len(kinds)} different part{'s' * (len(kinds) != 1)} of the parameters {when}"
-    return parts + equal + claimed
+    return parts + equal + claimed + _ignored(summaries, last)
+
+
+def _ignored(summaries: Sequence[Summary], step: int) -> str:
+    """Which parameters the contents leave out, because DDP was told to ignore them."""
+    held: dict[str, set[int | None]] = {}
+    for one in summaries:
+        for fqn, contents in one.ignored.items():
+            held.setdefault(fqn, set()).add(contents.get(step))
+    if not held:
+        return ""
+    apart = sum(len(values) > 1 for values in held.values())
+    many = f"{len(held)} parameter{'s' * (len(held) != 1)}"
+    return f"; without {many} that DDP ignores: {apart} differ between ranks"
 
 
 def _no_replicas(summaries: Sequence[Summary]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 from checked import where
 from literal_recording import GATHER, SUM, hsdp, judged_of, summary
@@ -58,6 +59,12 @@ def test_activations_may_be_cut_over_tp_ranks() -> None:
 
 def test_without_a_tensor_that_was_fed_nobody_knows() -> None:
     assert samples([summary(rank) for rank in range(4)], FOUR).verdict == Verdict.UNKNOWN
+
+
+def test_before_a_step_has_ended_inputs_are_not_said_to_be_absent() -> None:
+    begun, ended = ([summary(rank, steps_seen=steps) for rank in range(4)] for steps in (0, 1))
+    notes = [samples(ranks, FOUR).note for ranks in (begun, ended)]
+    assert "no step has ended" in notes[0] and "no step has ended" not in notes[1]
 
 
 def test_a_replica_that_differs_breaks_agreement_and_shards_alone_have_nothing_to_agree_on() -> None:
@@ -130,6 +137,15 @@ def test_a_replica_that_a_wrapper_was_told_to_ignore_is_named_and_an_expert_of_e
     experts = [dataclasses.replace(one, ignored={"expert": one.ignored["expert"]}) for one in ranks]
     assert replica_agreement(experts, dims).verdict == Verdict.PASS
     assert replica_agreement(ranks, ParallelDims(tp=2)).verdict == Verdict.PASS
+
+
+def test_parameters_that_nobody_read_since_only_one_rank_stepped_are_not_said_to_be_those_of_zero() -> None:
+    told: dict[str, Any] = {"shown": 2, "contents": {0: 7}}
+    steps = ([("SGD",), ("SGD",)], [("SGD",), ()], [(), ()])
+    found = [[summary(r, 2, optimizers=own, **told) for r, own in enumerate(each)] for each in steps]
+    results = [replica_agreement(ranks, ParallelDims(dp_replicate=2)) for ranks in found]
+    assert {one.verdict for one in results} == {Verdict.UNKNOWN}
+    assert len({one.note for one in results}) == 3 and ["ZeRO" in one.note for one in results] == [True, False, False]
 
 
 def test_replicas_of_a_model_that_is_not_on_record_may_differ() -> None:

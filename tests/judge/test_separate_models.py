@@ -7,10 +7,11 @@ from typing import Any
 
 from literal_recording import GATHER, SUM, hsdp, outside, summary
 
+from harness.evidence.records import OwnGroup
 from harness.evidence.summary import Outside, Summary, Use
-from harness.judge.separate_models import separate_models
+from harness.judge.separate_models import joined_sets, separate_models
 from harness.judge.stored_recording import Recording
-from harness.report.recording_odd import odd
+from harness.report.recording_odd import OF_RECORDER, odd, oddities
 from harness.report.recording_page import page
 
 HELD = {"parameters": 1000}
@@ -70,3 +71,15 @@ def test_a_job_that_nobody_wrapped_trains_as_many_models_as_it_has_ranks() -> No
 def test_where_a_rank_left_nothing_nobody_knows_what_it_joined() -> None:
     assert separate_models([over_replicas(rank) for rank in range(3)]) is None
     assert separate_models([*map(over_replicas, range(3)), over_replicas(3, shown=0)]) is None
+
+
+def test_ranks_that_only_a_group_of_the_trainers_own_may_join_and_that_become_unlike_are_reported_and_not_judged() -> (
+    None
+):
+    own = OwnGroup(kind="ProcessGroupGloo", made="train.py:1", step=0, place=0, size=2, issued=0)
+    ranks = [summary(rank, 2, shown=2, memory=HELD, contents={0: 5, 3: rank}, own_groups=(own,)) for rank in range(2)]
+    (row,) = oddities(Recording(Path("run"), {one.rank: one for one in ranks}))
+    assert (row.label in OF_RECORDER, row.ranks, row.step) == (True, (0, 1), 3)
+    alike = [summary(rank, 2, shown=2, memory=HELD, contents={0: 5, 3: 6}, own_groups=(own,)) for rank in range(2)]
+    assert oddities(Recording(Path("run"), {one.rank: one for one in alike})) == []
+    assert joined_sets(ranks) == joined_sets(alike) == ()

@@ -36,6 +36,21 @@ def test_of_a_job_without_oddities_nothing_is_odd_and_the_page_says_what_ran() -
     assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) <= 40
 
 
+def test_contents_count_the_parameters_that_ddp_ignores_and_those_of_them_that_differ() -> None:
+    own, shared = {"expert": {0: 5, 1: 6}}, {"router": {0: 3, 1: 4}}
+    ranks = [summary(rank, 2, contents={0: 7, 1: 8}, ignored={**own, **shared}) for rank in range(2)]
+    ranks[1].ignored["expert"] = {0: 9, 1: 10}
+    text = " ".join(page(Recording(Path("run"), {one.rank: one for one in ranks})).split())
+    assert "2 parameters that DDP ignores: 1 differ" in text
+    assert "DDP ignores" not in page(recording())
+
+
+def test_an_input_of_one_rank_is_not_said_to_be_that_of_all() -> None:
+    ranks = {0: summary(0, 2, fed={1: 5}), 1: summary(1, 2)}
+    assert "1 different input, as far as rank 0 recorded" in page(Recording(Path("run"), ranks))
+    assert "of 2 ranks left" in page(Recording(Path("run"), {0: ranks[0], 1: summary(1, 2, fed={1: 6})}))
+
+
 def test_a_replica_that_differs_is_the_first_thing_said() -> None:
     first = page(recording(hsdp(3, contents={1: 99}))).splitlines()[1]
     assert first.startswith("  REPLICAS DIFFER rank 3 claim")
@@ -276,3 +291,18 @@ def test_of_a_rank_that_left_no_step_nothing_is_reported_as_zero_and_others_are_
     both = Recording(Path("run"), {0: killed, 1: whole}, code=1)
     rows = dict(facts(both, [killed, whole]))
     assert "0 B" not in rows["memory"] and "AdamW" in rows["model"] and "rank 1" in rows["fed in step 1"]
+
+
+def test_a_peer_that_went_on_without_a_collective_is_named_before_who_waited_in_it() -> None:
+    """A rank whose sync is off ends well, and the other loses its peer."""
+    lost = "RuntimeError: Connection closed by peer [127.0.0.1]:1"
+    at = {"ranks": (0, 1), "group": "0"}
+    waits = summary(0, 2, ended="raised", error=lost, last=Last(text="all_reduce in step 1, other", seq=9, **at))
+    gone = summary(
+        1, 2, shown=2, steps_seen=4, contents={0: 5, 1: 6}, last=Last(text="broadcast in step 0", seq=8, **at)
+    )
+    found = Recording(Path("run"), {0: waits, 1: gone}, code=1)
+    assert [(one.label, one.ranks) for one in oddities(found)][:2] == [("WAITED FOR", (1,)), ("RAISED", (0,))]
+    text = page(found, ["FAIL layout dp_replicate 2", "  completed"])
+    assert text.splitlines()[1].startswith("  WAITED FOR")
+    assert "trains alone" not in text and "no collective ran outside" not in text
