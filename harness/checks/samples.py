@@ -212,6 +212,8 @@ def _of_any_recipe(trial: Trial) -> Result:
     if len(fed) < len(trial.glances) and not apart:
         ended = any(one.steps_seen for one in trial.glances)
         why = "no input tensor of a model was seen" if ended else "no step has ended"
+        if ended and fed:
+            why += f" on ranks {ranks_text(tuple(one.rank for one in trial.glances if not one.fed))}"
         return Result("samples", Verdict.UNKNOWN, note=why)
     return verdict_of("samples", [*apart, *_fed_alike(fed, dims)], len(fed))
 

@@ -143,9 +143,9 @@ def _axes(found: Sequence[Axis]) -> Iterator[tuple[str, str]]:
 
 def _no_axes(summaries: Sequence[Summary]) -> Rows:
     """Ranks train alone where nothing ran at all: a pipeline's own loop sends between passes."""
-    if len(summaries) == 1 or any(one.own_groups or one.failed for one in summaries):
+    if len(summaries) == 1 or any(one.own_groups or one.failed or not one.shown for one in summaries):
         return []
-    elsewhere = any(one.outside or one.background or not one.shown for one in summaries)
+    elsewhere = any(one.outside or one.background for one in summaries)
     alone = "" if elsewhere else ": each rank trains alone"
     return [("groups", f"no collective ran in forward or backward{alone}")]
 

@@ -65,6 +65,8 @@ def test_before_a_step_has_ended_inputs_are_not_said_to_be_absent() -> None:
     begun, ended = ([summary(rank, steps_seen=steps) for rank in range(4)] for steps in (0, 1))
     notes = [samples(ranks, FOUR).note for ranks in (begun, ended)]
     assert "no step has ended" in notes[0] and "no step has ended" not in notes[1]
+    some = samples([summary(rank, steps_seen=1, fed={1: rank + 1} if rank else {}) for rank in range(4)], FOUR)
+    assert some.verdict == Verdict.UNKNOWN and some.note.endswith("[0]")
 
 
 def test_a_replica_that_differs_breaks_agreement_and_shards_alone_have_nothing_to_agree_on() -> None:
