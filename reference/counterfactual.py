@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ from .record import ReferenceRun, ReferenceStep
 from .train import by_fqn, learning_rate, mean_squares, to_numpy
 
 Arrays = dict[str, np.ndarray]
-Loss = Callable[[Tensor, Tensor], Tensor]
 Altered = Callable[[nn.Module, int], None]
 
 
@@ -55,7 +53,7 @@ class Otherwise:
     arrays are vectors, in how many blocks of columns a matrix lies there, one behind the other.
     restart(step) -> whether the optimizer begins that step without state. state(step) -> the state it begins that step with,
     by fqn and name; None: what it has. amsgrad: what torch.optim.AdamW calls so. altered(module, step) alters a model
-    in place before that step's forward pass. loss(logits [n, vocab], labels [n]) -> that of each token, 0 where none counts.
+    in place before that step's forward pass.
     """
 
     weights: Mapping[str, np.ndarray] | None = None
@@ -70,7 +68,6 @@ class Otherwise:
     state: Callable[[int], Mapping[str, Mapping[str, np.ndarray]] | None] | None = None
     amsgrad: bool = False
     altered: Altered | None = None
-    loss: Loss | None = None
     rows: Mapping[str, np.ndarray] | None = None
     columns: Mapping[str, int] = field(default_factory=dict)
 
@@ -190,7 +187,7 @@ class _Copy:
         self.worker.begin()
         seed_masks(self.worker.module, self.training.seed, number)
         self._alter(number)
-        loss = _backward(self.worker.module, batch, valid, self.training.document_mask, self.otherwise.loss)
+        loss = _backward(self.worker.module, batch, valid, self.training.document_mask)
         self.worker.collect(None)
         self.worker.finish()
         return loss, self._by_fqn(gradients=True)
@@ -275,17 +272,17 @@ def _batch(reference: ReferenceRun, ids: tuple[int, ...], length: int) -> Batch:
     return Batch(reference.tokens[rows, :length], reference.labels[rows, :length])
 
 
-def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool, per_token: Loss | None = None) -> float:
+def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool) -> float:
     """The mean loss over the valid tokens; gradients are those of the losses as often as each counts."""
-    losses = token_losses(model, batch, document_mask, per_token) / valid
+    losses = token_losses(model, batch, document_mask) / valid
     counts = 1.0 if batch.counts is None else torch.from_numpy(batch.counts).flatten().to(losses.dtype)
     (losses * counts).sum().backward()
     return losses.sum().item()
 
 
-def token_losses(model: nn.Module, batch: Batch, document_mask: bool, per_token: Loss | None = None) -> Tensor:
+def token_losses(model: nn.Module, batch: Batch, document_mask: bool) -> Tensor:
     """Of each token, row after row, 0 where none counts. [b * s]"""
-    return _losses_of(logits_of(model, batch, document_mask), batch, per_token)
+    return _losses_of(logits_of(model, batch, document_mask), batch)
 
 
 def logits_of(model: nn.Module, batch: Batch, document_mask: bool) -> Tensor:
@@ -296,9 +293,9 @@ def logits_of(model: nn.Module, batch: Batch, document_mask: bool) -> Tensor:
     return logits
 
 
-def _losses_of(logits: Tensor, batch: Batch, per_token: Loss | None) -> Tensor:
+def _losses_of(logits: Tensor, batch: Batch) -> Tensor:
     flat = (logits.flatten(0, 1), _integers(batch.labels).flatten())
-    return per_token(*flat) if per_token else F.cross_entropy(*flat, ignore_index=IGNORED, reduction="none")
+    return F.cross_entropy(*flat, ignore_index=IGNORED, reduction="none")
 
 
 class Bench:
@@ -324,29 +321,15 @@ class Bench:
         self._before = {module: dict(module.__dict__) for module in self.module.modules()}
 
     @torch.no_grad()
-    def losses(self, altered: Altered | None = None, loss: Loss | None = None) -> np.ndarray:
-        """The sum of the losses of each row's tokens. Of the model as it is, one forward pass serves all losses. float64 [b]"""
+    def losses(self, altered: Altered | None = None) -> np.ndarray:
+        """The sum of the losses of each row's tokens. float64 [b]"""
         with one_thread():
-            logits = self._logits(altered) if altered else self._usual_logits
-            losses = _losses_of(logits, self.batch, loss)
+            losses = _losses_of(self._logits(altered), self.batch)
             return losses.double().view(self.batch.labels.shape).sum(dim=1).numpy()
 
     def _logits(self, altered: Altered | None) -> Tensor:
         with self._altered(altered):
             return logits_of(self.module, self.batch, self.training.document_mask)
-
-    @functools.cached_property
-    def _usual_logits(self) -> Tensor:
-        return self._logits(None)
-
-    def gradients(self, altered: Altered | None = None) -> Arrays:
-        """Of the mean loss; nothing of what gets none. What `columns` names is flattened so."""
-        self.module.zero_grad(set_to_none=True)
-        with self._altered(altered):
-            valid = int((self.batch.labels != IGNORED).sum())
-            _backward(self.module, self.batch, valid, self.training.document_mask)
-        found = by_fqn(self.module, gradients=True)
-        return found | {f: flattened(found[f], blocks) for f, blocks in self.columns.items() if f in found}
 
     def inputs(self, altered: Altered | None = None) -> dict[str, float]:
         """The mean square of what goes into each module, as in ReferenceRun."""

@@ -14,12 +14,12 @@ from literal import ADAMW, TINY, tiny_case, trial_of, with_step
 
 from harness.checks import judge
 from harness.diagnosis import assume, diagnose
-from harness.diagnosis.forward import bench_of
+from harness.diagnosis.suppositions import bench_of
 from harness.judge.result import Diagnosis
 from harness.judge.trial import Trial
-from harness.reference.altered import Alter
 from harness.reference.counterfactual import Batch, Bench, Otherwise, retrain
 from harness.reference.record import ReferenceRun
+from harness.reference.spellings import Alter
 from harness.reference.train import train
 from harness.report.cause_text import evidence_rows
 from harness.spec.case import Case
@@ -75,7 +75,7 @@ def losses_of_rows(case: Case, trained: ReferenceRun, step: int, otherwise: dict
         for earlier in range(1, step + 1) if alter else ():
             alter(model, earlier)
 
-    return bench.losses(altered, otherwise.get("loss")).tolist()
+    return bench.losses(altered).tolist()
 
 
 def diagnosed(trial: Trial) -> Diagnosis:

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from harness.checks import judge
-from harness.diagnosis.backward import other_gradient_flows, rounding, wrong_backward
+from harness.diagnosis.backward import random_state_not_restored, rounding, wrong_backward
 from harness.diagnosis.by_hand import lines_to_write
 from harness.diagnosis.clipping import clipped_while_adding_up, wrong_clipping
 from harness.diagnosis.contributions import unequal_contributions
@@ -28,15 +28,12 @@ from harness.diagnosis.features import (
     quantized_otherwise,
     sent_in_another_dtype,
 )
-from harness.diagnosis.forward import other_forward
-from harness.diagnosis.gathered_logits import gathered_logits
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
 from harness.diagnosis.layout import other_layouts, other_slices
 from harness.diagnosis.mixed_slices import mixed_slices
 from harness.diagnosis.optimizer import not_finite, wrong_optimizer
 from harness.diagnosis.positions import other_positions
 from harness.diagnosis.processes import incomplete, layers_lost, not_trained, process_failed
-from harness.diagnosis.random_state import masks_drawn_again
 from harness.diagnosis.replicas import exchanged_tensors
 from harness.diagnosis.reports import odd_reports, wrong_reports
 from harness.diagnosis.resume import resumed_otherwise, wrong_checkpoint
@@ -79,10 +76,6 @@ COSTLY: tuple[Suspects, ...] = (
     unequal_contributions,
     clipped_while_adding_up,
     exchanged_tensors,
-    masks_drawn_again,
-    gathered_logits,
-    other_gradient_flows,
-    other_forward,
 )
 """Those that compute models to propose something."""
 FACTS: tuple[Facts, ...] = (
@@ -102,6 +95,7 @@ FACTS: tuple[Facts, ...] = (
     other_slices,
     not_gathered,
     shifted_gradients,
+    random_state_not_restored,
     wrong_backward,
     odd_reports,
     left_by_evaluation,
@@ -110,7 +104,6 @@ FACTS: tuple[Facts, ...] = (
     units_disagree,
     odd_traces,
     other_actions,
-    as_seen(masks_drawn_again),
     other_settings,
     of_two_runs,
     memory_kept,

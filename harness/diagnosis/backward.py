@@ -14,21 +14,27 @@ from functools import partial
 import numpy as np
 
 from harness.checks.features import LACKING
-from harness.diagnosis.assume import another_reference
 from harness.diagnosis.differences import (
     consequences,
     distance,
     expected_gradient,
-    factor_of,
     first_wrong_step,
     loss_off,
     seen_gradients,
     wrong_pairs,
 )
-from harness.diagnosis.forward import NOT_THE_MODELS, Tries
-from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis
+from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact
 from harness.diagnosis.layout import wrong_parts
-from harness.diagnosis.words import Arrays, Pair, groups_text, in_order, rank_words, some, traffic_lines, where_text
+from harness.diagnosis.words import (
+    Pair,
+    finding_line,
+    groups_text,
+    in_order,
+    rank_words,
+    some,
+    traffic_lines,
+    where_text,
+)
 from harness.judge.contents import take
 from harness.judge.received_samples import shares_of_samples
 from harness.judge.result import Cause
@@ -210,14 +216,17 @@ def _untied(broken: Broken, trial: Trial, wrong: list[Pair], step: int) -> Fact 
 
 
 def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
-    """Right down to some place that backward passes, and wrong in all that it reaches later."""
+    """Right down to some place that backward passes, wrong in all that it reaches later, and less was moved than planned. The
+    place alone is no cause."""
     bad = {fqn for _, fqn in wrong}
     right = sorted((fqn for fqn in trial.plan.shapes if fqn not in bad), key=depth)
     if not right or loss_off(trial, step) or not max(map(depth, bad)) < depth(right[0]):
         return None
+    if not (less := _less_than_planned(trial, step)):
+        return None
     first = [fqn for fqn in right if depth(fqn) == depth(right[0])]
     text = f"gradients are right in {some(first)}{' and what follows' * (len(first) < len(right))}, and wrong in all"
-    text += f" parameters before: {_less_than_planned(trial, step) or _goes_wrong_there(trial)}"
+    text += f" parameters before: {less}"
     return Fact(Cause("lost in backward", text), ("traffic", *consequences(trial, step)), NOT_TESTED)
 
 
@@ -243,61 +252,16 @@ def _less_than_planned(trial: Trial, step: int) -> str:
     return f"backward moves less than planned over {axes}" if axes else ""
 
 
-def _goes_wrong_there(trial: Trial) -> str:
-    """No more than was seen: nothing need be lost where a block may be computed again otherwise."""
-    again = trial.case.features.activation_checkpointing != "none"
-    return "backward goes wrong there" + ", or recomputation differs from forward" * again
-
-
-# ---- the loss of a step is right: backward does something else than forward says
-
-
-BEFORE = {*NOT_THE_MODELS, "initial_weights", "resume"}
-OF_POSITIONS = {"rotary positions", "rotary left out"}  # what recomputation may be given otherwise than forward was
-
-
-def other_gradient_flows(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Those that give the gradients observed in the first wrong step, of all parameters that are wrong and of no others."""
-    step = first_wrong_step(trial) if "gradients" in broken and trial.case.exact else None
-    if step is None or BEFORE & set(broken) or loss_off(trial, step) or trial.assumption.references:
+def random_state_not_restored(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """A recomputation starts from another state of the generator than forward, and draws from it."""
+    seen = [step.activity for _, step, _ in trial.steps()]
+    other, drawn = {fqn for one in seen for fqn in one.other_states}, any(one.random.get("backward") for one in seen)
+    if not other or not drawn or "gradients" not in broken:
         return
-    wrong, tries = wrong_pairs(trial, step), Tries(trial, step)
-    if not tries.rows or all(factor_of(trial, *at, step) is not None for at in wrong):
-        return
-    from harness.reference.altered import altering
-    from harness.reference.gradient_flow import gradient_flows, recomputed
-
-    near = partial(_near, deepest=max(depth(fqn)[0] for _, fqn in wrong))
-    found = gradient_flows(sorted({2, *(len(groups[0]) for groups in trial.plan.groups.values())}))
-    if trial.case.features.activation_checkpointing != "none":
-        found += map(recomputed, (one for one in tries.variations({"attention"}) if one.name in OF_POSITIONS))
-    for variation in found:
-        for modules in filter(near, tries.modules(variation.part)):
-            altered = altering(variation, modules, step)
-            if _gives(trial, step, tries.bench.gradients(altered), wrong):
-                cause = tries.cause(variation, modules, list(tries.rows))
-                yield Hypothesis(cause, partial(another_reference, altered=altered))
-
-
-def _near(modules: list[str], deepest: float) -> bool:
-    """Of one block: whether it is the last whose gradients are wrong, or the next, which sends gradients to that one. Other
-    blocks leave those right, or make later ones wrong."""
-    first, *others = modules
-    return bool(others) or not first.startswith("layers.") or int(first.split(".")[1]) - deepest in (0, 1)
-
-
-def _gives(trial: Trial, step: int, gradients: Arrays, wrong: list[Pair]) -> bool:
-    """Gradients that are not there are zero."""
-    bound, usual, odd = trial.bounds.gradient[step], trial.reference_step(step).gradients, {fqn for _, fqn in wrong}
-    for rank, fqn in wrong:
-        part = trial.gradient_slice_of(rank, fqn)
-        other = gradients.get(fqn, np.zeros_like(usual[fqn])).reshape(usual[fqn].shape)
-        seen, largest = seen_gradients(trial, rank, step)[fqn], float(np.max(np.abs(usual[fqn])))
-        if part is None or not relative_difference(seen, take(other, part), largest) <= 4 * bound:
-            return False
-    others = [fqn for fqn in usual if fqn not in odd]
-    alike = (relative_difference(gradients[fqn].ravel(), usual[fqn].ravel()) <= 4 * bound for fqn in others)
-    return gradients.keys() >= {*others} and all(alike)
+    blocks = sorted(fqn for fqn in other if not any(fqn.startswith(f"{outer}.") for outer in other))
+    observed = f"recomputation of {some(blocks, 4)} starts from another random state than forward"
+    cause = Cause("random state not restored", observed, hint="its dropout masks differ from those of the loss")
+    yield Fact(cause, ("gradients", "grad_norm", "loss", "reported_loss"), (finding_line(broken["gradients"]),))
 
 
 # ---- losses of one model that differ

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from harness.diagnosis.differences import distance, expected_gradient, loss_off, seen_gradients, wrong_pairs
@@ -182,13 +182,10 @@ def first_wrong_input(trial: Trial) -> str:
     return ": the input of every module matches the reference in mean square" if right else ""
 
 
-def inputs_that_differ(trial: Trial, wanted: Mapping[str, float] | None = None) -> tuple[str, str]:
-    """The last module before the first one into which something of another length goes, and that one; empty where none is.
-
-    wanted: mean squares in forward's order, those of the reference where none are given.
-    """
+def inputs_that_differ(trial: Trial) -> tuple[str, str]:
+    """The last module before the first one into which something of another length goes, and that one; empty where none is."""
     right, close = "", 1e-9 if trial.case.exact else trial.bounds.loss[1]  # a mean over many numbers, as the loss is
-    for fqn, mean in (trial.reference.inputs if wanted is None else wanted).items():
+    for fqn, mean in trial.reference.inputs.items():
         seen = [step.activity.inputs[fqn] for _, step, _ in trial.steps() if fqn in step.activity.inputs]
         expected = mean * sum(count for _, count in seen)
         if seen and not math.isclose(sum(squares for squares, _ in seen), expected, rel_tol=close):

@@ -62,6 +62,6 @@ def _positions_by_layer(trial: Trial, step: int) -> dict[int, np.ndarray]:
 
 
 def _turned_by(by_step: dict[int, dict[int, np.ndarray]], trial: Trial) -> Trial:
-    from harness.reference.altered import turned_by
+    from harness.reference.spellings import turned_by
 
     return another_reference(trial, altered=turned_by(by_step))

@@ -201,7 +201,7 @@ def _sentence(trial: Trial, fit: Fit, factor: float, *, alone: bool = False, sin
     since = f"are right in step {trial.first_step} and {when}" if later and since_then else "are"
     if abs(factor) < 1e-12:
         return f"gradients {since} zero {_where(trial, fit)}"
-    times = times_text(factor) if trial.case.exact else f"{number_text(factor, 3)} times"
+    times = times_text(factor) if trial.case.exact else f"{number_text(factor, 4)} times"
     return f"gradients {since} {times} what they should be {_where(trial, fit)}"
 
 

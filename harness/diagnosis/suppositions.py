@@ -24,7 +24,8 @@ from harness.judge.trial import Trial
 from harness.reference.config import ModelConfig, TrainingConfig
 
 if TYPE_CHECKING:
-    from harness.reference.altered import Alter, Alteration
+    from harness.reference.counterfactual import Bench
+    from harness.reference.spellings import Alter, Alteration
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, float(np.finfo(np.float64).eps), float(np.finfo(np.float32).eps))
 THETAS = (10_000.0, 500_000.0, 1_000_000.0)
@@ -72,9 +73,7 @@ def suppose(trial: Trial) -> list[Supposed]:
 
 
 def suppositions(trial: Trial) -> Iterator[Supposition]:
-    from harness.reference.altered import setting
-    from harness.reference.rotary import turn_halves
-    from harness.reference.variations import ends_exchanged, exchange, transposed, with_eps
+    from harness.reference.spellings import ends_exchanged, exchange, setting, transposed, turn_halves, with_eps
 
     model = trial.case.model
     for eps in EPSILONS:
@@ -133,7 +132,7 @@ def _last(name: str) -> str:
 
 
 def altered_by(chosen: Sequence[Supposition]) -> Alter:
-    from harness.reference.altered import modules_of
+    from harness.reference.spellings import modules_of
 
     def alter(model: Any, step: int) -> None:
         for each in chosen if step == 1 else ():
@@ -143,10 +142,19 @@ def altered_by(chosen: Sequence[Supposition]) -> Alter:
     return alter
 
 
+def bench_of(trial: Trial, step: int, **words: Any) -> Bench:
+    """Return the model before a step, with all of the step's samples. words: of the order of rows, where it is another."""
+    from harness.reference.counterfactual import Batch, Bench
+
+    reference, length = trial.reference, trial.case.seq_len(step)
+    at = [reference.sample_ids.index(id_) for id_ in reference.samples[step - 1]]
+    batch = Batch(reference.tokens[at, :length], reference.labels[at, :length])
+    weights = reference.weights if step == 1 else reference.steps[step - 2].parameters
+    return Bench(trial.case.model, trial.case.training, weights, batch, step, **(order_of_entries(trial) | words))
+
+
 def _fits(trial: Trial, chosen: Sequence[Supposition], wanted: float) -> bool:
     """Whether the loss of step 1 is the one that the trainer computed."""
-    from harness.diagnosis.forward import bench_of
-
     losses = bench_of(trial, 1, **_words(chosen)).losses(altered_by(chosen))
     found = losses.sum() / trial.reference_step(1).valid_tokens
     return bool(abs(found - wanted) <= _close(trial) * wanted)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from diagnosed import NORM, diagnosis_text, dims, first_line, fsdp_4
 from literal import (
-    TINY,
     UNEVEN,
     cause_of,
     tiny_case,
@@ -28,7 +26,6 @@ from literal import (
 
 from harness.checks import judge
 from harness.diagnosis import FACTS, SUSPECTS, diagnose
-from harness.diagnosis.forward import Tries
 from harness.diagnosis.telling import what_weaker_tests_say
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
@@ -145,10 +142,3 @@ def test_the_larger_difference_of_loss_and_gradients_is_told_as_a_number_not_as_
     assert said(gradients, update) == {"gradients": "equal to the reference within 1.0e-15"}
     assert said(loss, gradients, ("golden", Verdict.FAIL, None)) == {}
     assert list(said(("golden", Verdict.FAIL, None), update)) == ["golden"]
-
-
-def test_variations_are_tried_on_the_modules_of_each_stage_and_from_one_on() -> None:
-    case = tiny_case(ParallelDims(pp=3), model=replace(TINY, n_layers=6), microbatches=3, schedule="GPipe")
-    tried = Tries(SimpleNamespace(case=case), 1).modules("inner")  # of a trial that has nothing else
-    of = [[int(name.split(".")[1]) for name in names] for names in tried if 1 < len(names) < 6]
-    assert of == [[0, 1], [2, 3], [4, 5], [2, 3, 4, 5]]

@@ -27,6 +27,7 @@ from literal import (
 )
 
 from harness.diagnosis.assume import another_case
+from harness.diagnosis.backward import random_state_not_restored
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.features import (
     _compile,
@@ -37,8 +38,7 @@ from harness.diagnosis.features import (
     other_features,
     sent_in_another_dtype,
 )
-from harness.diagnosis.hypothesis import NOT_TESTED, as_seen
-from harness.diagnosis.random_state import masks_drawn_again
+from harness.diagnosis.hypothesis import NOT_TESTED
 from harness.diagnosis.units import _other_policies, _with_the_root, other_units
 from harness.evidence.records import Collective, HeldTensor, Wrapper
 from harness.evidence.step import Call
@@ -166,10 +166,10 @@ def test_masks_are_blamed_only_where_random_numbers_were_drawn_again_and_gradien
 
     other = drawing({"forward": 2, "backward": 2}, "layers.0", "layers.0.attention")
     told = "recomputation of layers.0 starts from another random state than forward: its dropout masks differ from those of the loss"
-    assert seen_text(as_seen(masks_drawn_again), other, "gradients") == told
-    assert not seen_text(as_seen(masks_drawn_again), other, "features")
-    assert not seen_text(as_seen(masks_drawn_again), drawing({"forward": 2}, "layers.0"), "gradients")
-    assert not seen_text(as_seen(masks_drawn_again), drawing({"forward": 2, "backward": 2}), "gradients")
+    assert seen_text(random_state_not_restored, other, "gradients") == told
+    assert not seen_text(random_state_not_restored, other, "features")
+    assert not seen_text(random_state_not_restored, drawing({"forward": 2}, "layers.0"), "gradients")
+    assert not seen_text(random_state_not_restored, drawing({"forward": 2, "backward": 2}), "gradients")
 
 
 def test_what_was_compiled_as_asked_is_not_blamed() -> None:

@@ -13,7 +13,7 @@ from noisy import with_noise
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.engine import failing_checks
-from harness.diagnosis.localise import first_wrong_input, inputs_that_differ, localise
+from harness.diagnosis.localise import first_wrong_input, localise
 from harness.judge.trial import Trial
 from harness.probe.activity import ActivityRecorder
 from harness.probe.clock import Clock
@@ -85,18 +85,6 @@ def test_in_recipes_with_noise_a_difference_within_what_is_allowed_of_the_first_
         noise = replace(noise, loss=(noise.loss[0], 1.0, 1.0))
         trial = replace(trial, golden=replace(trial.golden, noise={trial.case.noise_key: noise}))
         assert located(trial) == told
-
-
-def test_lengths_are_compared_with_those_that_are_wanted() -> None:
-    trial = wrong_forward({})
-    assert located(trial) == RIGHT
-    assert inputs_that_differ(trial) == inputs_that_differ(trial, INPUTS) == ("norm", "")
-    assert inputs_that_differ(trial, INPUTS | {"layers.0.attention.wo": 0.26}) == (
-        "layers.0.attention.wq",
-        "layers.0.attention.wo",
-    )
-    assert inputs_that_differ(trial, {"norm": 9.0, "layers.0": 4.5}) == ("norm", "layers.0")
-    assert inputs_that_differ(trial, {}) == ("", "")
 
 
 def test_attention_itself_is_named_where_what_goes_into_it_is_right_and_what_comes_out_is_not() -> None:

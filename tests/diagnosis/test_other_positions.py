@@ -15,7 +15,7 @@ from harness.diagnosis.positions import _positions_by_layer, other_positions, wr
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
-from harness.reference import altered
+from harness.reference import spellings as altered
 from harness.spec.dims import ParallelDims
 
 EIGHT = replace(ADAMW, seq_len=8)

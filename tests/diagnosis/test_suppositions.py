@@ -20,9 +20,9 @@ from harness.judge.order import reordered_reference
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
-from harness.reference.altered import given
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.record import ReferenceRun
+from harness.reference.spellings import put_instead
 from harness.reference.train import train
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
@@ -302,7 +302,7 @@ def test_of_three_things_that_are_so_at_once_nothing_is_said() -> None:
 def test_a_loss_that_none_of_them_gives_supposes_nothing() -> None:
     def larger(model: Any, step: int) -> None:
         if step == 1:
-            given(lambda x: 1.01 * x)(model.get_submodule("tok_embeddings"))
+            put_instead(model.get_submodule("tok_embeddings"), lambda before, tokens: 1.01 * before(tokens))
 
     assert suppose(trial_of(by(MODEL, REFERENCE, altered=larger))) == []
 

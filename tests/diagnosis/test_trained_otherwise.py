@@ -6,27 +6,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from literal import with_every_rank, with_rank, with_step
-from trained import MODEL, RECIPE, Ran, _ran, case_of, diagnosed, proven, reference  # noqa: F401
+from literal import with_step
+from torch import nn
+from trained import MODEL, RECIPE, Ran, _ran, case_of, diagnosed, proven, reference, with_inputs  # noqa: F401
 
 from harness.checks import judge
 from harness.diagnosis import COSTLY, SUSPECTS
 from harness.diagnosis.assume import another_case
-from harness.diagnosis.backward import other_gradient_flows
-from harness.diagnosis.engine import explain, failing_checks
-from harness.diagnosis.forward import Tries
+from harness.diagnosis.engine import explain
+from harness.diagnosis.localise import inputs_that_differ
 from harness.judge.trial import Trial
-from harness.plan.stages import positions
-from harness.reference.altered import Variation, altering
-from harness.reference.fitted import families
-from harness.reference.gradient_flow import gradient_flows, recomputed
 from harness.reference.record import ReferenceRun
-from harness.reference.rounding import low_sums
+from harness.reference.spellings import put_instead
 from harness.reference.train import train
-from harness.reference.variations import over_cp, variations
 from harness.report.cause_text import diagnosis_line, evidence_rows
 from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
 
 
 def not_explained(trial: Trial) -> bool:
@@ -65,118 +59,9 @@ def test_weights_of_another_seed_explain_all_numbers(ran: Ran) -> None:
     assert not not_explained(trial)
 
 
-# ---- the model
-
-
-@pytest.mark.parametrize(
-    ("name", "modules", "where"),
-    [
-        ("the gradient that feed-forward passes to its input is multiplied by 2", ["layers.0.feed_forward"], ""),
-        ("no gradient flows through RMSNorm's root mean square", ["norm"], " in norm"),
-        ("no gradient flows along the residual stream where feed-forward is added", ["layers.0"], ""),
-        (
-            "keys and values get 1/2 of their gradients, as if query heads that share them were averaged, not summed",
-            ["layers.0.attention"],
-            "",
-        ),
-        (
-            "gradients include a z-loss of 0.0001 * logsumexp(logits)^2",
-            [""],
-            ", requested none",
-        ),
-    ],
-)
-def test_a_backward_pass_that_loses_something_is_told_by_what_and_where(
-    ran: Ran, name: str, modules: list[str], where: str
-) -> None:
-    (variation,) = [one for one in gradient_flows((2,)) if one.observed == name]
-    trial = ran(case_of(), altered=altering(variation, modules, 1))
-    assert diagnosis_line(diagnosed(trial)) == name + where
-    assert not not_explained(trial)
-
-
-def test_gradients_at_random_are_explained_by_no_backward_pass(ran: Ran) -> None:
-    trial = ran(case_of())
-    for rank, evidence in trial.ranks.items():
-        noise = np.random.default_rng(rank)
-        wrong = {fqn: g + noise.standard_normal(g.shape) for fqn, g in evidence.steps[0].gradients.items()}
-        trial = with_step(trial, rank, 1, gradients=wrong)
-    assert list(other_gradient_flows(trial, failing_checks(judge(trial)))) == []
-
-
-def altered(name: str, *modules: str, since: int = 1) -> dict[str, object]:
-    """The one of the known variations that says this."""
-    model, training = case_of().model, case_of().training
-    (variation,) = [one for one in variations(model, training) if one.observed == name]
-    return {"altered": altering(variation, modules, since)}
-
-
-@pytest.mark.parametrize(
-    ("name", "modules", "told"),
-    [
-        ("the rotary base is 10000", ["layers.0.attention"], "the rotary base is 10000, requested 500000"),
-        (
-            "rotary tables are rounded to bfloat16",
-            ["layers.0.attention"],
-            "rotary tables are rounded to bfloat16, requested float64",
-        ),
-        (
-            "rotary frequencies are rounded to bfloat16",
-            ["layers.0.attention"],
-            "rotary frequencies are rounded to bfloat16, requested float64",
-        ),
-        (
-            "rotary angles and tables are computed in bfloat16",
-            ["layers.0.attention"],
-            "rotary angles and tables are computed in bfloat16, requested float64",
-        ),
-        ("the norm's eps is 1e-06", ["norm"], "the norm's eps is 1e-06 in norm, requested 1e-05"),
-        (
-            "the feed-forward's activation is GELU",
-            ["layers.0.feed_forward"],
-            "the feed-forward's activation is GELU, requested SiLU",
-        ),
-        *(
-            (
-                f"the output of {part} is counted 2 times in forward, once in backward",
-                [module],
-                "{name}, requested once",
-            )
-            for part, module in (("attention", "layers.0.attention.wo"), ("feed-forward", "layers.0.feed_forward"))
-        ),
-        (
-            "query head i reads K/V head i mod 2",
-            ["layers.0.attention.inner_attention"],
-            "query head i reads K/V head i mod 2, requested i // 2",
-        ),
-    ],
-)
-def test_a_model_that_computes_something_else_is_told_by_what_and_where(
-    ran: Ran, name: str, modules: list[str], told: str
-) -> None:
-    trial = ran(case_of(), **altered(name, *modules))
-    assert diagnosis_line(diagnosed(trial)) == told.format(name=name)
-    assert not not_explained(trial)
-
+# ---- what a model computes otherwise is located
 
 LAYERS = replace(MODEL, n_layers=3)
-
-
-@pytest.mark.parametrize(
-    ("name", "modules"),
-    [
-        ("layers 1 and 2 run in swapped order", [""]),
-        ("the residual stream is taken after the norm where attention is added", ["layers.1"]),
-    ],
-)
-def test_blocks_in_another_order_or_that_add_to_something_else_are_told(
-    ran: Ran, name: str, modules: list[str]
-) -> None:
-    case = case_of(model=LAYERS)
-    (variation,) = [one for one in variations(LAYERS, RECIPE) if one.observed == name]
-    trial = ran(case, altered=altering(variation, modules, 1))
-    assert diagnosis_line(diagnosed(trial)).startswith(name)
-    assert not not_explained(trial)
 
 
 @pytest.mark.parametrize(("layers", "told"), [(2, "layers.1 is"), (3, "layers.1, layers.2 are")])
@@ -190,91 +75,35 @@ def test_the_last_layers_that_are_on_no_rank_are_told_as_a_model_of_fewer(ran: R
     assert not not_explained(judged_as_whole)
 
 
-@pytest.mark.parametrize(
-    ("balanced", "told"),
-    [
-        (True, "rotary positions restart at 0 on each cp rank"),
-        (True, "rotary positions count tokens in the order in which cp ranks hold them"),
-        (False, "rotary positions restart at 0 on each cp rank"),
-    ],
-)
-def test_angles_of_other_positions_than_a_cp_rank_holds_are_told(ran: Ran, balanced: bool, told: str) -> None:
-    case = case_of(ParallelDims(cp=2), training=replace(RECIPE, seq_len=16), cp_load_balance=balanced)
-    trial = without_positions(ran(case, altered=altering(turned_over_cp(case, told), ["layers.0.attention"], 1)))
-    assert diagnosis_line(diagnosed(trial)) == f"{told}, requested those in the sequence"
-    assert not not_explained(trial)
+def doubled(name: str) -> dict[str, object]:
+    """What this module of the model gives, twice."""
 
+    def alter(model: nn.Module, step: int) -> None:
+        if step == 1:
+            put_instead(model.get_submodule(name), lambda before, *args, **named: 2 * before(*args, **named))
 
-def turned_over_cp(case: Case, told: str) -> Variation:
-    """The one of cp that says this."""
-    held = [positions(case, rank, 16) for rank in (0, 1)]
-    owner = np.array([0 if at in held[0] else 1 for at in range(16)])
-    (variation,) = [one for one in over_cp((np.concatenate(held), owner)) if one.observed == told]
-    return variation
-
-
-def without_positions(trial: Trial) -> Trial:
-    """The evidence lacks what attention was given."""
-    return with_every_rank(
-        trial,
-        lambda t, rank: with_rank(t, rank, steps=tuple(replace(s, positions=()) for s in t.ranks[rank].steps)),
-    )
-
-
-@pytest.mark.parametrize("checkpointing", ["full", "none"])
-def test_positions_that_recomputation_is_not_given_are_named_where_blocks_are_recomputed(
-    ran: Ran, checkpointing: str
-) -> None:
-    told = "rotary positions restart at 0 on each cp rank"
-    case = case_of(ParallelDims(cp=2), training=replace(RECIPE, seq_len=16), activation_checkpointing=checkpointing)
-    again = recomputed(turned_over_cp(case, told))
-    trial = without_positions(ran(case, altered=altering(again, ["layers.0"], 1)))
-    assert (diagnosed(trial).kinds[0] == "recomputed otherwise") == (checkpointing == "full")
-    if checkpointing == "full":
-        assert diagnosis_line(diagnosed(trial)) == f"{again.observed}, requested those in the sequence"
-        assert not not_explained(trial)
-
-
-def test_logits_of_padding_in_the_softmax_are_counted(ran: Ran) -> None:
-    odd = replace(MODEL, vocab_size=30)
-    (padded,) = [one for one in variations(odd, RECIPE) if one.observed.startswith("the softmax counts 2 logits")]
-    trial = ran(case_of(model=odd), altered=altering(padded, [""], 1))
-    assert diagnosis_line(diagnosed(trial)) == f"{padded.observed}, requested none"
-
-
-def test_what_begins_in_a_later_step_is_told_with_it(ran: Ran) -> None:
-    trial = ran(case_of(), **altered("attention is left out", "layers.0", since=2))
-    assert diagnosis_line(diagnosed(trial)) == "attention is left out from step 2 on"
-
-
-def test_labels_that_are_smoothed_are_told_with_the_number_that_was_fitted(ran: Ran) -> None:
-    (family,) = [one for one in families(case_of().model) if one.of(0.1).name == "label smoothing"]
-    trial = ran(case_of(), loss=family.of(0.07).loss)
-    assert diagnosis_line(diagnosed(trial)) == "labels are smoothed by 0.07, requested 0"
+    return {"altered": alter}
 
 
 @pytest.mark.parametrize(
-    ("case", "sizes", "dtype"),
+    ("module", "right", "wrong"),
     [
-        (case_of(), [32, 32], "bfloat16"),
-        (case_of(accumulation=2), [16] * 4, "float32"),
-        (case_of(ParallelDims(cp=2), training=replace(RECIPE, seq_len=16)), [64, 64], "bfloat16"),
+        ("tok_embeddings", "", "layers.0"),
+        ("layers.0.attention.wo", "layers.0.attention.wo", "layers.0.attention_dropout"),
+        ("layers.0.feed_forward", "layers.0.feed_forward.w2", "layers.0.ffn_dropout"),
+        ("norm", "norm", "output"),
     ],
-    ids=["fsdp", "accumulation", "cp"],
 )
-def test_losses_in_a_lower_precision_are_told_with_whether_their_sums_are(
-    ran: Ran, case: Case, sizes: list[int], dtype: str
+def test_a_module_that_computes_something_else_is_located_and_not_named(
+    ran: Ran, module: str, right: str, wrong: str
 ) -> None:
-    passes = Tries(ran(case), 1).passes
-    assert [len(at) for at in passes] == sizes and sorted(np.concatenate(passes)) == list(range(sum(sizes)))
-    for how, known in [
-        ("computed", variations(case.model, case.training)),
-        ("computed and summed", low_sums(case.training, passes)),
-    ]:
-        (low,) = [one for one in known if one.observed == f"the loss is {how} in {dtype}"]
-        trial = ran(case, loss=low.loss)
-        assert diagnosis_line(diagnosed(trial)) == f"the loss is {how} in {dtype}, requested float64"
-        assert not not_explained(trial)
+    otherwise = doubled(module)
+    trial = with_inputs(ran(case_of(), **otherwise), otherwise["altered"])
+    (cause,) = diagnosed(trial).causes
+    assert cause.kind == "not explained"
+    assert inputs_that_differ(trial)[1].startswith(wrong)
+    assert inputs_that_differ(trial)[0] == right or not right
+    assert 1 in cause.steps
 
 
 def test_a_loss_that_no_variation_gives_is_located_and_not_named(ran: Ran) -> None:

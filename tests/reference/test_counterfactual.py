@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from harness.judge.order import flattened_reference, reordered_reference
-from harness.reference.altered import given
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.counterfactual import Apart, Batch, Otherwise, retrain, retrain_apart
 from harness.reference.record import ReferenceRun
+from harness.reference.spellings import put_instead
 from harness.reference.train import train
 
 MODEL = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=32, ffn_dim=32)
@@ -114,8 +115,12 @@ def test_rows_in_another_order_train_as_those_in_the_references(reference: Refer
 
 def test_a_model_that_computes_a_step_in_many_shares_is_altered_once_in_it(reference: ReferenceRun) -> None:
     """A change that doubles logits would double them again with each share, and 16 shares would fill the memory."""
-    halved = given(lambda logits: logits / 2)
-    altered = Otherwise(altered=lambda model, step: halved(model) if step == 1 else None)
+
+    def half(model: nn.Module, step: int) -> None:
+        if step == 1:
+            put_instead(model, lambda before, *args, **named: before(*args, **named) / 2)
+
+    altered = Otherwise(altered=half)
 
     def shares(step: int, batch: Batch) -> list[np.ndarray]:
         return [np.repeat(np.eye(len(batch.labels))[:, [row]], batch.labels.shape[1], 1) for row in range(4)]

@@ -21,13 +21,11 @@ from harness import ROOT, reference
 from harness.reference.config import PRESETS, ModelConfig, RopeScaling
 from harness.reference.model import (
     Llama,
-    TransformerBlock,
     initial_weights,
     llama_from,
     rotary_frequencies,
     seed_masks,
 )
-from harness.reference.rotary import rotary_variations
 from harness.reference.train import forward_loss
 
 if TYPE_CHECKING:
@@ -186,27 +184,6 @@ def test_scaled_frequencies_keep_the_fast_pair_slow_the_slow_ones_and_blend_betw
     keep = (26 * plain[1] / (2 * math.pi) - 1) / (4 - 1)
     expected = [plain[0], keep * plain[1] + (1 - keep) * plain[1] / 8, plain[2] / 8, plain[3] / 8]
     assert rotary_frequencies(CONFIGS["scaled"], like).tolist() == pytest.approx(expected, rel=1e-15)
-
-
-def test_other_kinds_of_rotary_scaling_give_the_frequencies_that_they_say() -> None:
-    """Of rotary angles at position 1. Plain frequencies are 1, 100 ** -0.25 and so on; the factor is 8."""
-    config, like = CONFIGS["scaled"], torch.zeros((), dtype=torch.float64)
-    plain, usual = 100.0 ** -np.array([0.0, 0.25, 0.5, 0.75]), rotary_frequencies(config, like).numpy()
-    found = {}
-    for variation in rotary_variations(config):
-        if variation.name == "rotary scaling":
-            attention = TransformerBlock(config).attention
-            variation.alter(attention)
-            found[variation.observed] = attention.angles(torch.tensor([1]), like)[0].numpy()
-
-    def told(text: str) -> np.ndarray:
-        return next(values for observed, values in found.items() if text in observed)
-
-    assert np.allclose(told("(linear interpolation)"), plain / 8, rtol=1e-12)
-    assert np.allclose(told("(NTK)"), (100.0 * 8 ** (8 / 6)) ** -np.array([0.0, 0.25, 0.5, 0.75]), rtol=1e-12)
-    keep = (26 * plain / (2 * math.pi) - 1) / (4 - 1)
-    assert np.allclose(told("without limits"), keep * plain + (1 - keep) * plain / 8, rtol=1e-12)
-    assert all(np.abs(values - usual).max() > 1e-3 for values in found.values())
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -72,7 +72,7 @@ dropout_masks_begin_anew = fault(
     bug="of the family of S01 pytorch/torchtitan #275: an item of the state has no effect after resuming",
     case="dropout_fsdp_2_to_ddp_2",
     caught_by="loss gradients",
-    named="dropout masks",
+    named="not explained",
     does=op.change_argument(".trainer:seed_masks", step=lambda step: step - 1, when=lambda model, seed, step: step > 1),
 )
 

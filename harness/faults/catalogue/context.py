@@ -104,7 +104,7 @@ rope_counted_by_each_cp_rank = fault(
     bug="X04 of the family of VeOmni #448: nobody hands a cp rank its positions",
     case="cp_2",
     caught_by="loss gradients",
-    named="rotary positions",
+    named="not explained",
     does=op.change_result(".trainer:sequence_part", lambda part: part._replace(positions=None)),
 )
 rope_contiguous_under_load_balancing = fault(
@@ -160,7 +160,7 @@ ring_unaware_of_load_balancing = fault(
     bug="of the family of X04: torch notes in a global whether the batch was balanced; one cut elsewhere leaves it wrong",
     case="cp_2",
     caught_by="loss gradients",
-    named="attention over cp",
+    named="not explained",
     does=op.after_call(CUT, _option_of_the_ring("enable_load_balance", False)),
 )
 cp_ranks_read_different_samples = fault(
@@ -197,7 +197,7 @@ attention_stays_local = fault(
     bug="of the family of X01: forms of cp that patch a function are lost on attention that imported it by name",
     case="cp_2_contiguous",
     caught_by="traffic loss gradients exchange",
-    named="attention over cp",
+    named="K/V not exchanged",
     does=op.skip_call(".context:apply_context_parallel"),
 )
 rotation_never_set = fault(

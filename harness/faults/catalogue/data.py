@@ -108,7 +108,7 @@ document_mask_lost_on_rank_1 = fault(
     bug="of the family of K01: no block-diagonal mask on a part of the ranks (another attention kernel was chosen there)",
     case="fsdp_2_documents_variable",
     caught_by="loss gradients",
-    named="document mask",
+    named="not explained",
     does=op.on_rank(1, op.scale_result(".data:documents", 0)),
 )
 document_mask_ignored = fault(
@@ -116,7 +116,7 @@ document_mask_ignored = fault(
     bug="K01 huggingface/transformers #46634, #31629; NVIDIA/Megatron-LM #415: packed documents attend to each other",
     case="tp_2_documents",
     caught_by="loss gradients grad_norm",
-    named="document mask",
+    named="not explained",
     does=op.override_argument("harness.reference.model:CausalAttention.forward", documents=None),
 )
 document_mask_of_the_first_batch_kept = fault(
@@ -124,7 +124,7 @@ document_mask_of_the_first_batch_kept = fault(
     bug="of the family of K07: a mask of another batch, from a cache keyed by shape",
     case="tp_2_documents",
     caught_by="loss gradients",
-    named="document mask",
+    named="not explained",
     does=op.change_result(".data:documents", lambda mask: _masks.setdefault(mask.shape, mask)),
 )
 

@@ -94,7 +94,7 @@ positions_not_passed_to_recomputation = fault(
     bug="E-class: arguments by keyword that a checkpointing wrapper keeps for forward alone",
     case="cp_2_variable_length_contiguous",
     caught_by="gradients",
-    named="recomputed otherwise",
+    named="not explained",
     does=op.override_argument("harness.reference.model:TransformerBlock.forward", positions=None, when=op.in_backward),
 )
 
@@ -104,7 +104,7 @@ positions_not_passed_to_recomputation = fault(
     bug="E-class: a block rewritten with its additions moved into dropout",
     case="fsdp_2_dropout_ac_full",
     caught_by="loss gradients reported_loss",
-    named="dropout",
+    named="not explained",
 )
 @partial(op.instead, "harness.reference.model:TransformerBlock.forward")
 def dropout_of_the_residual_stream(_: Any, block: Any, x: Any, *rest: Any) -> Any:

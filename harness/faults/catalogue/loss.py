@@ -127,7 +127,7 @@ gathered_logits_counted_tp_times = fault(
     bug="T06 NVIDIA/Megatron-LM #7452",
     case="tp_2_no_loss_parallel",
     caught_by="loss gradients reported_loss",
-    named="normaliser",
+    named="not explained",
     does=op.change_argument(CROSS_ENTROPY, input=_every_logit_twice),
 )
 
@@ -152,7 +152,7 @@ labels_smoothed = fault(
     bug="of the family of L05 pytorch/torchtitan #1758: a loss function with an option of somebody else's",
     case="fsdp_2",
     caught_by="loss gradients reported_loss",
-    named="label smoothing",
+    named="not explained",
     does=op.override_argument(CROSS_ENTROPY, label_smoothing=0.1),
 )
 

@@ -149,7 +149,7 @@ rotary_scaled_linearly = fault(
     bug="N-class: another model's kind of rotary scaling",
     case="tp_2_rope_scaling",
     caught_by="loss gradients",
-    named="rotary scaling",
+    named="not explained",
     does=op.instead(
         "harness.reference.model:rescale", lambda original, frequencies, scaling: frequencies / scaling.factor
     ),
@@ -159,7 +159,7 @@ rotary_angles_in_bfloat16 = fault(
     bug="N03 EleutherAI/gpt-neox #1003; N04 pytorch/torchtitan #2881: the table is cast with the model",
     case="float32_fsdp_2",
     caught_by="loss gradients",
-    named="precision",
+    named="not explained",
     does=op.instead(
         "harness.reference.model:Attention.angles",
         lambda original, attention, positions, like: original(attention, positions, like.bfloat16()).to(like.dtype),
@@ -171,7 +171,7 @@ rotary_frequencies_cast_with_the_model = fault(
     bug="N03 huggingface/transformers #25681, EleutherAI/gpt-neox #1016",
     case="fsdp_2",
     caught_by="loss gradients",
-    named="precision",
+    named="not explained",
     does=op.change_result("harness.reference.model:rotary_frequencies", lambda f: f.bfloat16().to(f.dtype)),
 )
 rotary_angles_and_tables_in_bfloat16 = fault(
@@ -179,7 +179,7 @@ rotary_angles_and_tables_in_bfloat16 = fault(
     bug="N03 of its family: the whole rotary embedding in the dtype that the model computes in",
     case="bf16_fsdp_2",
     caught_by="loss",
-    named="precision",
+    named="not explained",
     does=op.instead(
         "harness.reference.model:Attention.angles",
         lambda original, attention, positions, like: original(attention, positions, like.bfloat16()),
@@ -190,7 +190,7 @@ rotary_tables_in_bfloat16 = fault(
     bug="Z-class: picotron 59714b1 reads their type from a variable of the environment that its train.py never sets",
     case="float32_fsdp_2",
     caught_by="loss gradients",
-    named="precision",
+    named="not explained",
     does=op.instead("harness.reference.model:Attention.turn", _by_rounded_tables),
 )
 loss_in_bfloat16 = fault(
@@ -198,6 +198,6 @@ loss_in_bfloat16 = fault(
     bug="N-class: logits.float() is left out before the cross entropy",
     case="bf16_fsdp_2",
     caught_by="loss gradients reported_loss",
-    named="precision",
+    named="not explained",
     does=op.instead(".trainer:at_least_float32", lambda _, logits: logits),
 )

@@ -114,7 +114,7 @@ residual_summed_over_tp = fault(
     bug="T08 pytorch/torchtitan #4245: an addend inside the region that is summed",
     case="tp_2",
     caught_by="loss gradients reported_loss",
-    named="residual counted",
+    named="not explained",
     does=op.after_call(  # tp is 2
         APPLY, lambda model, *_: model.layers["1"].register_forward_hook(lambda _, inputs, output: output + inputs[0])
     ),
@@ -124,7 +124,7 @@ feed_forward_summed_again_over_tp = fault(
     bug="E-class: a sum in the module and in its parallel plan",
     case="tp_2_no_sp",
     caught_by="loss gradients traffic",
-    named="part counted",
+    named="not explained",
     does=op.change_result("harness.reference.model:FeedForward.forward", lambda given: _summed_again(given)),
 )
 
@@ -134,7 +134,7 @@ feed_forward_summed_again_over_tp = fault(
     bug="E-class: an embedding cut over the vocabulary, without the mask of what is out of a rank's range",
     case="tp_2",
     caught_by="loss gradients reported_loss",
-    named="embedding not masked",
+    named="not explained",
 )
 @partial(op.instead, "torch.nn:Embedding.forward")
 def rows_of_other_ranks_not_masked(original: Any, embedding: Any, tokens: Any) -> Any:

@@ -1,0 +1,100 @@
+"""The reference's model altered in place, as an adapter may misread a trainer's model: names swapped, rows in another order,
+another eps or base, or positions of its own. What a model computes otherwise is located, and not named: see the check `loss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Alter = Callable[[nn.Module, int], None]
+"""Alters a model in place before a step's forward pass."""
+Alteration = Callable[[nn.Module], None]
+"""Alters a module in place."""
+
+KINDS = {"attention": ".attention", "norm": "norm"}
+
+
+def modules_of(model: nn.Module, part: str) -> list[str]:
+    """Return the names of all modules of this kind, in the model's order. part: of KINDS, "block" or "model"."""
+    if part == "model":
+        return [""]
+    if part == "block":
+        return [name for name, _ in model.named_modules() if name.startswith("layers.") and name.count(".") == 1]
+    return [name for name, _ in model.named_modules() if name.endswith(KINDS[part])]
+
+
+def put_instead(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    """Run forward(what the module did before, its arguments) in place of the module's own."""
+    before = module.forward
+    module.forward = lambda *args, **kwargs: forward(before, *args, **kwargs)
+
+
+def setting(**values: Any) -> Alteration:
+    """Return what sets these values in the configuration that a module reads."""
+
+    def alter(module: nn.Module) -> None:
+        module.config = replace(module.config, **values)
+
+    return alter
+
+
+def with_eps(value: float) -> Alteration:
+    return lambda norm: setattr(norm, "eps", value)
+
+
+def exchange(module: nn.Module, *, one: str, other: str) -> None:
+    first, second = module.get_submodule(one), module.get_submodule(other)
+    first.forward, second.forward = second.forward, first.forward
+
+
+def ends_exchanged(model: nn.Module) -> None:
+    put_instead(model.tok_embeddings, lambda original, tokens: F.embedding(tokens, model.output.weight))
+    put_instead(model.output, lambda original, x: F.linear(x, model.tok_embeddings.weight))
+
+
+def transposed(names: Iterable[str]) -> Alteration:
+    """Return what makes these matrices of a block multiply from the left."""
+
+    def alter(block: nn.Module) -> None:
+        for matrix in map(block.get_submodule, names):
+            put_instead(matrix, lambda original, x, matrix=matrix: F.linear(x, matrix.weight.T))
+
+    return alter
+
+
+def turn_halves(attention: nn.Module) -> None:
+    """Put columns of a head in the order in which adjacent ones turn together: dot products stay the same."""
+    width = attention.config.head_dim
+    order = torch.arange(width).view(2, -1).T.flatten()
+    for name in ("wq", "wk"):
+        put_instead(
+            attention.get_submodule(name),
+            lambda original, x: original(x).unflatten(-1, (-1, width))[..., order].flatten(-2),
+        )
+
+
+def turned_by(by_step: Mapping[int, Mapping[int, np.ndarray]]) -> Alter:
+    """Return what turns queries and keys of each layer by the angles of these positions [s], by step and layer."""
+    now: dict[str, int] = {}
+
+    def alter(model: nn.Module, step: int) -> None:
+        now["step"] = step
+        for name, layer in model.layers.items() if step == 1 else ():
+            put_instead(layer.attention, _turned(by_step, int(name), now))
+
+    return alter
+
+
+def _turned(by_step: Mapping[int, Mapping[int, np.ndarray]], layer: int, now: dict[str, int]) -> Callable[..., Tensor]:
+    def forward(original: Callable[..., Tensor], x: Tensor, positions: Any = None, documents: Any = None) -> Tensor:
+        rows = by_step.get(now["step"], {}).get(layer)
+        return original(x, positions if rows is None else torch.from_numpy(rows), documents)
+
+    return forward
