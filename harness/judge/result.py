@@ -73,6 +73,8 @@ class Cause:
     """Steps of these findings."""
     parameters: tuple[str, ...] = ()
     """Parameters of these findings, by fqn."""
+    details: tuple[tuple[str, object], ...] = ()
+    """What the sentence says, as data: ("factor", 0.5), ("axes", ("dp_replicate",)), ("step", 2)."""
 
 
 Line = tuple[str, str | Finding | Cause]
