@@ -202,6 +202,8 @@ def _growing(trial: Trial, rank: int) -> list[Finding]:
     if (rate := growth(evidence)) <= most:
         return []
     note = f"steps {looks(evidence)[0][0]} to {looks(evidence)[-1][0]}: {', '.join(list(grown(evidence))[:3])}"
+    if more := unwaited_more(evidence):
+        note += f"; torch keeps the results of {more} functional collectives that nothing waited for"
     return [
         Finding.at(
             rank, Limit(most=most), math.ceil(rate), quantity="retained more after each step", unit="bytes", note=note

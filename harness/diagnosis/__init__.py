@@ -17,9 +17,8 @@ from harness.diagnosis.backward import random_state_not_restored, rounding, wron
 from harness.diagnosis.by_hand import lines_to_write
 from harness.diagnosis.clipping import clipped_while_adding_up, wrong_clipping
 from harness.diagnosis.contributions import unequal_contributions
-from harness.diagnosis.costs import memory_kept, of_no_plan, of_two_runs, other_settings, ranks_wait, reference_moved
-from harness.diagnosis.data import other_samples
 from harness.diagnosis.engine import explain
+from harness.diagnosis.facts import layers_lost, not_finite, not_trained, observed, process_failed
 from harness.diagnosis.features import (
     computed_in_another_dtype,
     odd_traces,
@@ -28,16 +27,16 @@ from harness.diagnosis.features import (
     quantized_otherwise,
     sent_in_another_dtype,
 )
+from harness.diagnosis.fed import other_samples
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
 from harness.diagnosis.layout import other_layouts, other_slices
 from harness.diagnosis.mixed_slices import mixed_slices
-from harness.diagnosis.optimizer import not_finite, wrong_optimizer
-from harness.diagnosis.positions import other_positions
-from harness.diagnosis.processes import incomplete, layers_lost, not_trained, process_failed
+from harness.diagnosis.optimizer import wrong_optimizer
+from harness.diagnosis.received import other_positions
 from harness.diagnosis.replicas import exchanged_tensors
 from harness.diagnosis.reports import odd_reports, wrong_reports
-from harness.diagnosis.resume import resumed_otherwise, wrong_checkpoint
 from harness.diagnosis.scaled import gradients_not_zeroed, scaled_gradients
+from harness.diagnosis.started import changed_weights, other_weights, resumed_otherwise
 from harness.diagnosis.telling import broken_elsewhere, told, what_weaker_tests_say
 from harness.diagnosis.units import (
     kept_otherwise,
@@ -47,7 +46,7 @@ from harness.diagnosis.units import (
     other_units,
     units_disagree,
 )
-from harness.diagnosis.weights import changed_weights, other_weights
+from harness.diagnosis.whose import another_tensor
 from harness.diagnosis.zero import not_gathered, nothing_cut, shifted_gradients
 from harness.judge.result import Diagnosis, Result, Verdict, one_cause
 from harness.judge.trial import Trial, launch_label
@@ -74,6 +73,7 @@ SUSPECTS: tuple[Suspects, ...] = (
 )
 COSTLY: tuple[Suspects, ...] = (
     unequal_contributions,
+    another_tensor,
     clipped_while_adding_up,
     exchanged_tensors,
 )
@@ -81,8 +81,6 @@ COSTLY: tuple[Suspects, ...] = (
 FACTS: tuple[Facts, ...] = (
     as_seen(resumed_otherwise),
     process_failed,
-    incomplete,
-    wrong_checkpoint,
     not_finite,
     as_seen(other_weights),
     as_seen(other_samples),
@@ -104,12 +102,7 @@ FACTS: tuple[Facts, ...] = (
     units_disagree,
     odd_traces,
     other_actions,
-    other_settings,
-    of_two_runs,
-    memory_kept,
-    ranks_wait,
-    of_no_plan,
-    reference_moved,
+    observed,
 )
 
 

@@ -66,10 +66,13 @@ def _explained(search: Search, trial: Trial, results: Sequence[Result], facts: S
         proofs = []  # what was seen of gradients goes before what explains only what follows of them
     left = list(proofs[0].left) if proofs else [r.check for r in results if r.verdict is Verdict.FAIL]
     found = []
-    for fact in search.guarded(facts, trial, {r.check: r for r in results if r.check in left and r.findings}):
-        if set(fact.checks) & set(left):
-            found.append(fact)
-            left = [name for name in left if name not in fact.checks]
+    known = list(search.guarded(facts, trial, {r.check: r for r in results if r.check in left and r.findings}))
+    while known:  # what is the whole content of most checks goes first
+        most = max(known, key=lambda fact: (len({*fact.checks} & {*left}), not fact.symptom))
+        known.remove(most)
+        if {*most.checks} & {*left}:
+            found.append(most)
+            left = [name for name in left if name not in most.checks]
     return Explanation(tuple(proofs), tuple(found), tuple(left), search.tried, tuple(search.raised), search.ended)
 
 

@@ -1,20 +1,26 @@
-"""What ranks received, put together to the batches of one device, and the reference as trained on that."""
+"""What ranks received, put together to the batches of one device, and the reference as trained on that; at which positions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from harness.checks.positions import right_rows, wrong_rows
 from harness.checks.samples import parts_of
 from harness.diagnosis.assume import another_reference
+from harness.diagnosis.hypothesis import Broken, Hypothesis
+from harness.diagnosis.words import on_ranks
 from harness.evidence.step import Microbatch
+from harness.evidence.text import positions_text
 from harness.judge.labels import IGNORED, laid_out
 from harness.judge.received_samples import positions_received, rows_received
+from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
-from harness.plan.stages import positions
+from harness.plan.stages import layers_of_stage, positions
 
 
 @dataclass(frozen=True)
@@ -34,39 +40,6 @@ def received(trial: Trial, step: int) -> Rows | None:
         return None
     tokens, labels = np.vstack([part.tokens for part in known]), np.vstack([part.labels for part in known])
     return Rows(tokens, labels, all(part.whole for part in known))
-
-
-def repeated_microbatches(trial: Trial, rank: int, step: int) -> dict[int, list[int]]:
-    """Which later microbatches of a rank hold the samples of an earlier one of the step, by that one. Counted from 1."""
-    fed = (part.tokens for part in parts_of(trial, rank, step))
-    rows = [sorted(row.tobytes() for row in tokens) for tokens in fed if tokens is not None]
-    again: dict[int, list[int]] = {}
-    for late, own in enumerate(rows, 1):
-        again.setdefault(rows.index(own) + 1, []).append(late)
-    return {early: late[1:] for early, late in again.items() if late[1:]}
-
-
-def labelled_otherwise(trial: Trial, rank: int, step: int) -> set[int]:
-    """Microbatches of a rank, counted from 1, whose labels do not match their tokens; none where no rank sees both."""
-    if trial.case.dims.cp > 1:
-        return set()
-    both = [
-        (number, part, own_labels(trial, part.tokens))
-        for number, part in enumerate(parts_of(trial, rank, step), 1)
-        if part.tokens is not None and part.labels is not None
-    ]
-    laid = ((number, seen_labels(part, own), own) for number, part, own in both)
-    return {number for number, seen, own in laid if seen is not None and not np.array_equal(seen, own)}
-
-
-def paired_otherwise(trial: Trial, step: int) -> tuple[int, int] | None:
-    """Where rows of labels are those of the rows of tokens in another order: the first one, and whose it has; from 1."""
-    if (rows := received(trial, step)) is None or not rows.whole:
-        return None
-    own, seen = ([row.tobytes() for row in table] for table in (own_labels(trial, rows.tokens), rows.labels))
-    if sorted(own) != sorted(seen):
-        return None
-    return next(((n, own.index(row) + 1) for n, row in enumerate(seen, 1) if row != own[n - 1]), None)
 
 
 def _of_share(trial: Trial, rank: int, step: int) -> Rows | None:
@@ -177,3 +150,51 @@ def trained_on(trial: Trial, by_step: dict[int, Rows], counted: dict[int, float]
         return replace(own, counts=np.full(own.labels.shape, counted.get(step, 1.0)))
 
     return another_reference(trial, batch=batch)
+
+
+# ---- positions
+
+
+def other_positions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Tokens are right, and the model turns their queries and keys by the angles of other positions."""
+    if "positions" not in broken or (cause := wrong_positions(trial)) is None:
+        return
+    by_step = {step: _positions_by_layer(trial, step) for step in trial.case.steps}
+    lines: Lines = (("positions", broken["positions"].findings[0]),)
+    yield Hypothesis(cause, partial(_turned_by, by_step), 1, lines, ("positions",))
+
+
+def wrong_positions(trial: Trial) -> Cause | None:
+    """Those that are not the positions of the tokens received, wherever these stand."""
+    wrong: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for rank, step, _ in trial.steps():
+        found = positions_received(trial, rank, step.step)
+        wanted = positions(trial.case, rank, trial.case.seq_len(step.step)) if found is None else found
+        for row in wrong_rows(step.positions, right_rows(trial, wanted, step.step)):
+            wrong.setdefault(rank, (row, wanted))
+    if not wrong:
+        return None
+    rank, (row, wanted) = next(iter(wrong.items()))
+    text = f"rotary positions are not those of the tokens{on_ranks(trial, wrong)}"
+    hint = f"rank {rank} receives positions {positions_text(row)} for its tokens at {positions_text(wanted)}"
+    return Cause("positions", text, hint=hint, details=(("ranks", tuple(wrong)), ("first", int(row[0]))))
+
+
+def _positions_by_layer(trial: Trial, step: int) -> dict[int, np.ndarray]:
+    """[positions], put together from the cp ranks of the first of all replicas."""
+    found: dict[int, np.ndarray] = {}
+    length = trial.case.seq_len(step)
+    for rank in sorted(trial.ranks, reverse=True):
+        given = next((record.positions for record in trial.ranks[rank].steps if record.step == step), ())
+        for stage in trial.plan.stages[rank]:
+            for layer in layers_of_stage(trial.case, stage):
+                row = found.setdefault(layer, np.arange(length))
+                if len(given) == 1:
+                    row[positions(trial.case, rank, length)] = given[0].reshape(-1, given[0].shape[-1])[0]
+    return found
+
+
+def _turned_by(by_step: dict[int, dict[int, np.ndarray]], trial: Trial) -> Trial:
+    from harness.reference.spellings import turned_by
+
+    return another_reference(trial, altered=turned_by(by_step))

@@ -77,15 +77,12 @@ def _with_extent(cause: Cause, checks: Sequence[str], results: Sequence[Result])
 
 
 def _besides(first: Sequence[Hypothesis], facts: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
-    """Facts that are causes besides what is proven, and symptoms; these are causes where there is no other."""
-    proven = [one.cause for one in first]
-    new = [fact for fact in facts if not any(_part_of(fact.cause, cause) for cause in proven)]
+    """Facts that are causes besides what is proven, and symptoms; these are causes where there is no other. A finding alone is
+    nothing besides a proven cause of its kind."""
+    proven = {one.cause.kind for one in first}
+    new = [fact for fact in facts if fact.cause.observed or fact.cause.kind not in proven]
     named, symptoms = [fact for fact in new if not fact.symptom], [fact for fact in new if fact.symptom]
     return (named, symptoms) if first or named else (symptoms, [])
-
-
-def _part_of(cause: Cause, other: Cause) -> bool:
-    return bool(cause.observed) and cause.observed in other.observed and cause != other
 
 
 def _located(trial: Trial, left: Broken, tried: int, held: frozenset[str], rest: bool) -> tuple[Cause, Lines]:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
+from harness.diagnosis.facts import process_failed
 from harness.diagnosis.layout import other_layouts
-from harness.diagnosis.processes import process_failed
 from harness.evidence.recording import RankRecord, load_record, record_file
 from harness.evidence.records import Exit
 from harness.judge.recorded import trial_of

@@ -1,0 +1,251 @@
+"""What a check saw itself: nothing is assumed, and nothing is proven beyond it.
+
+A row of the table says which findings of a check are what kind of cause, and what other checks fail because of it. The cause
+is the finding: the report makes the sentence of it. A few facts are put together from more than one finding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from harness.checks import memory, settings, traffic
+from harness.checks.completed import why
+from harness.diagnosis import declarable
+from harness.diagnosis.assume import another_case, another_reference
+from harness.diagnosis.differences import NUMBERS
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.scaled import adding
+from harness.diagnosis.words import Arrays, finding_line, in_order, rank_words, some, traffic_lines
+from harness.evidence.records import AT_WORK, Exit
+from harness.judge.finding import Finding
+from harness.judge.result import Cause, Line, Lines
+from harness.judge.trial import Trial
+
+Test = Callable[[Trial, Finding], bool]
+More = Callable[[Trial, Finding], Lines]
+OF_STEPS = ("completed", "initial_weights", "checkpoint", "features", "memory", "traffic", "schedule", "resume")
+"""Checks of what a parameter or a step leaves, which breaks where there is none of it."""
+EVERYTHING = ("*",)
+"""All checks that fail."""
+
+
+def _any(trial: Trial, finding: Finding) -> bool:
+    return True
+
+
+def _nothing(trial: Trial, finding: Finding) -> Lines:
+    return ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """Findings of a check that are a cause."""
+
+    check: str
+    kind: str
+    """Its name in docs/causes.md."""
+    quantity: str = ""
+    """The beginning of the finding's quantity; empty: of any."""
+    test: Test = _any
+    """Whether a finding is meant."""
+    follows: tuple[str, ...] = ()
+    """Other checks that fail because of it."""
+    alone: bool = False
+    """Whether it is so only where numbers are right."""
+    whole: bool = False
+    """Whether it is so only where all findings of the check are of it."""
+    symptom: bool = False
+    """Whether it is a cause only where there is no other."""
+    more: More = _nothing
+    """What is said besides."""
+
+
+def _held(kind: str) -> More:
+    def lines(trial: Trial, finding: Finding) -> Lines:
+        ranks = [rank for rank in trial.ranks if kind == "retained" or memory.copied_too_much(trial, rank)]
+        return declarable.lines(declarable.held(trial, kind, ranks))
+
+    return lines
+
+
+def _moved(trial: Trial, finding: Finding) -> Lines:
+    return (*traffic_lines(trial), *declarable.lines(declarable.moved(trial, finding)))
+
+
+def _of_numbers(trial: Trial, finding: Finding) -> bool:
+    """Whether it is a switch that changes numbers, which is said first."""
+    return finding.name in (*settings.FLOAT32, "default dtype")
+
+
+ROWS = (
+    Row("completed", "incomplete", "launch", follows=EVERYTHING),
+    Row("completed", "incomplete", "its own place", follows=EVERYTHING),
+    Row("completed", "incomplete", test=lambda trial, one: one.expected == "an evidence file", follows=EVERYTHING),
+    Row("completed", "incomplete", test=lambda trial, one: one.quantity != "", follows=OF_STEPS),
+    Row("checkpoint", "checkpoint"),
+    Row("settings", "another setting", test=_of_numbers),
+    Row("settings", "another setting"),
+    Row("memory", "growing", "retained more"),
+    Row("memory", "retained", memory.UNACCOUNTED, more=_held("retained")),
+    Row("memory", "retained graph", "autograd graphs"),
+    Row("memory", "copied", "copies of weights", more=_held("copied")),
+    Row("collective_order", "collectives out of order"),
+    Row("replica_agreement", "replicas drift", alone=True),
+    Row("determinism", "not deterministic"),
+    Row("traffic", "ranks wait", traffic.WITHOUT_DATA, whole=True),
+    Row("process_groups", "process_groups of no plan", alone=True, symptom=True),
+    Row("traffic", "traffic of no plan", alone=True, symptom=True, more=_moved),
+    Row("placements", "placements of no plan", alone=True, symptom=True),
+    Row("memory", "memory of no plan", alone=True, symptom=True),
+)
+
+
+def observed(trial: Trial, broken: Broken, rows: tuple[Row, ...] = ROWS) -> Iterator[Fact]:
+    """The facts of the table, in its order. A golden that fails alone says that the reference moved."""
+    for row in rows:
+        findings = broken[row.check].findings if row.check in broken else ()
+        found = [one for one in findings if one.quantity.startswith(row.quantity) and row.test(trial, one)]
+        if not found or (row.alone and NUMBERS & {*broken}) or (row.whole and len(found) < len(findings)):
+            continue
+        follows = tuple(broken) if row.follows == EVERYTHING else (row.check, *row.follows)
+        cause = Cause(row.kind, "", finding=found[0], details=(("count", len(found)),))
+        yield Fact(cause, follows, row.more(trial, found[0]), symptom=row.symptom)
+    if {*broken} == {"golden"}:
+        text = (
+            "the reference moved, not the trainer: model, data, recipe or torch changed since the golden was accepted"
+        )
+        yield Fact(Cause("reference moved", text), ("golden",), (finding_line(broken["golden"]),))
+
+
+# ---- processes
+
+
+ENDED = {"raised": "raised", "killed": "hung", "ok": "left early", "lost": "was lost"}
+
+
+def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Who died, hung, raised or left early, and who only waited."""
+    blamed = [exit for exit in trial.run.exits if exit.blamed]
+    others = [exit for exit in trial.run.exits if exit.how != "ok" and not exit.blamed]
+    if not blamed:
+        yield from _nobody_to_blame(others) if others else ()
+        return
+    alike: dict[str, list[int]] = defaultdict(list)
+    for exit in blamed:
+        alike[_how_it_ended(exit)].append(exit.rank)
+    texts = [f"{rank_words(ranks)} {how}" for how, ranks in alike.items()]
+    last = ((f"rank {exit.rank}", exit.last_collective) for exit in blamed[:2])
+    reason = why(blamed[0].error)
+    lines: list[Line] = [("why", reason)] * bool(reason)
+    lines += [*((who, f"last collective {call}") for who, call in last if call), *_stack(blamed[0])]
+    if others:
+        lines.append(("not to blame", f"{rank_words([exit.rank for exit in others])} only waited"))
+    details = (("ranks", tuple(exit.rank for exit in blamed)), ("how", blamed[0].how))
+    yield Fact(Cause("a process failed", "; ".join(texts[:3]), details=details), ("completed",), tuple(lines))
+
+
+def _how_it_ended(exit: Exit) -> str:
+    ended = f"died by {exit.signal}" if exit.how == "signal" else ENDED.get(exit.how, exit.how)
+    text = exit.error.removeprefix(ended).lstrip(",; ").rstrip(".")
+    if exit.diverged:  # says more than what came of it
+        return f"{exit.reason}, then {ended}: {text}"
+    text = "; ".join(filter(None, [text, exit.reason]))
+    return f"{ended}: {text}" if text else ended
+
+
+def _stack(exit: Exit) -> Lines:
+    return tuple(("" if i else "stack", line.strip()) for i, line in enumerate(exit.stack.splitlines()[:4]))
+
+
+def _nobody_to_blame(failed: list[Exit]) -> Iterator[Fact]:
+    first, ranks = failed[0], rank_words([exit.rank for exit in failed])
+    if AT_WORK in first.error:
+        yield Fact(Cause("too slow", f"too slow: {ranks} {first.error}"), ("completed",))
+        return
+    text = f"{ranks} did not finish, and nothing shows which of them is the cause"
+    if first.undelivered:
+        text = f"{ranks} did not finish: {first.undelivered}"
+    lines = [(f"rank {exit.rank}", _how_it_ended(exit).replace("hung", "killed")) for exit in failed[:4]]
+    yield Fact(Cause("a process failed", text), ("completed",), (*lines, *_stack(first)))
+
+
+# ---- parameters that nobody trains
+
+
+def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Parameters without a gradient, or out of the optimizer's reach: they stay, and without a gradient they are in no norm."""
+    steps = [step for evidence in trial.ranks.values() for step in evidence.steps]
+    held = {tensor.fqn for evidence in trial.ranks.values() for tensor in evidence.parameters}
+    without = {fqn for fqn in held if not any(fqn in step.gradients for step in steps)}
+    left = {fqn for fqn in held if not any(fqn in step.parameters for step in steps)} | without
+    if "completed" not in broken or not steps or not left or held - set(trial.plan.shapes):
+        return
+
+    def assume(trial: Trial, gradients: Callable[[int, Arrays], Arrays]) -> Trial:
+        as_they_were = {fqn: trial.reference.weights[fqn] for fqn in left}
+        return another_reference(trial, gradients=gradients, left=lambda step, seen: seen | as_they_were)
+
+    def none(step: int, seen: Arrays) -> Arrays:
+        return seen | {fqn: np.zeros_like(seen[fqn]) for fqn in without}
+
+    names = tuple(in_order(trial, left))
+    text = (
+        f"{some(names)} {'has' if len(names) == 1 else 'have'} no gradient" if without else f"{some(names)} not updated"
+    )
+    details = (("parameters", names), ("gradient", not without))
+    yield Hypothesis(Cause("incomplete", text, details=details), partial(assume, gradients=none))
+    if not without:
+        text += "; nothing sets their gradients to zero either, so no optimizer has them"
+        added = adding([*trial.case.steps][1:], sorted(left), trial.case.training.max_norm)
+        yield Hypothesis(Cause("incomplete", text, details=details), partial(assume, gradients=added))
+
+
+def layers_lost(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """The last layers are on no rank: a shallower model trains without complaint."""
+    held = {".".join(tensor.fqn.split(".")[:2]) for evidence in trial.ranks.values() for tensor in evidence.parameters}
+    layers = [f"layers.{layer}" for layer in range(trial.case.model.n_layers)]
+    gone = [layer for layer in layers if layer not in held]
+    count = len(layers) - len(gone)
+    if "completed" not in broken or not gone or not count or gone != layers[count:]:
+        return
+
+    def assume(trial: Trial) -> Trial:
+        case, lost = replace(trial.case, model=replace(trial.case.model, n_layers=count)), tuple(f"{x}." for x in gone)
+        weights = {fqn: value for fqn, value in trial.reference.weights.items() if not fqn.startswith(lost)}
+        reference = replace(trial.reference, weights=weights)
+        return another_reference(replace(another_case(trial, case), reference=reference))
+
+    text = f"{some(gone)} {'is' if len(gone) == 1 else 'are'} on no rank: {count} of {len(layers)} layers train"
+    yield Hypothesis(Cause("layers lost", text, details=(("layers", tuple(gone)),)), assume)
+
+
+# ---- numbers that are not finite
+
+
+def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """What is NaN or infinite first: the loss, gradients, or what the optimizer left. All numbers after that follow."""
+    for step in trial.case.steps:
+        records = [record for _, record in trial.own_steps() if record.step == step]
+        losses = [part.loss_sum for record in records for part in record.microbatches if part.loss_sum is not None]
+        stages = {
+            "the loss": all(map(math.isfinite, losses)),
+            "gradients": all(np.isfinite(g).all() for record in records for g in record.gradients.values()),
+            "parameters": all(np.isfinite(p).all() for record in records for p in record.parameters.values()),
+        }
+        if (first := next((name for name, finite in stages.items() if not finite), None)) is None:
+            continue
+        text = f"{first} of step {step} {'is' if first == 'the loss' else 'are'} NaN or infinite"
+        before = [name for name, finite in stages.items() if finite]
+        text += f", {' and '.join(before)} of it finite" * bool(before)
+        checks = {"the loss": (*NUMBERS,), "gradients": (*NUMBERS - {"loss"},), "parameters": ("update", "finite")}
+        later = ("finite", "reported_loss", "replica_agreement") + (*NUMBERS,) * (step < trial.case.steps[-1])
+        follows = tuple(check for check in broken if check in {*checks[first], *later})
+        if follows:
+            yield Fact(Cause("not finite", text, details=(("first", first), ("step", step))), follows)
+        return

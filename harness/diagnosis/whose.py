@@ -1,0 +1,320 @@
+"""Whose value is it? Which tensor on record a wrong one is: as it is, scaled, rounded, transposed or with its rows moved.
+
+A wrong tensor, or those of its rows that are wrong, is compared with what is right of it, changed in one way, and with other
+tensors on record: of another parameter, another rank, an earlier step, the weights. What it is must be so of all that is
+wrong in the first wrong step; then the reference is trained as if it were so in every step, and the checks judge.
+
+Equality may be chance. So constants are nobody's value, a tensor that is two others at once is neither's, and a replica that
+holds the same by right is not compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from harness.diagnosis.assume import another_reference
+from harness.diagnosis.differences import expected_gradient, first_wrong_step, seen_gradients, spans, wrong_pairs
+from harness.diagnosis.hypothesis import Broken, Hypothesis
+from harness.diagnosis.replicas import clipping_apart, summed, train_apart
+from harness.diagnosis.words import Arrays, Pair, where_text
+from harness.evidence.text import number_text
+from harness.judge.contents import take
+from harness.judge.result import Cause
+from harness.judge.trial import Trial
+from harness.plan.grid import coordinate
+from harness.plan.slices import Slice
+from harness.reference.distance import best_fit
+
+KIND = "another tensor"
+Apply = Callable[[np.ndarray], np.ndarray]
+CLOSE = 1e-9
+"""How far values that are the same may be apart in float64, relative to the largest."""
+LEAST = 4
+"""Elements of which a likeness is no chance."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor on record that a wrong one may be."""
+
+    what: str
+    """gradient, or weight: the parameter as the step begins with it."""
+    fqn: str
+    """The parameter that it is of."""
+    part: Slice
+    """Which slice of that."""
+    back: int = 0
+    """How many steps before the wrong one it is of."""
+
+
+@dataclass(frozen=True)
+class Relation:
+    """What a wrong tensor is: `factor` times a source or what is right, changed; `added` to what is right, if it is so."""
+
+    change: str = ""
+    """transposed, rounded to bfloat16, rows moved by 1, ...; empty: as it is."""
+    source: Source | None = None
+    """None: of what is right."""
+    factor: float = 1.0
+    """How often."""
+    added: bool = False
+    """Whether what is right is there as well."""
+    apply: Apply = lambda value: value
+    """The change."""
+
+    def value(self, right: np.ndarray, source: np.ndarray | None) -> np.ndarray:
+        """What the tensor is, from what is right and from the source."""
+        own = self.apply(right if source is None else source)
+        return np.asarray((right if self.added else 0) + self.factor * own)
+
+    def words(self, fqn: str, part: Slice) -> str:
+        """Whose value that of this slice is."""
+        times = "" if math.isclose(self.factor, 1) else f"{number_text(self.factor)} times "
+        change = f", {self.change}" * bool(self.change)
+        if self.source is None:
+            return f"{times}the right one{change}"
+        return f"{'the right one and ' * self.added}{times}{_source_words(self.source, fqn, part)}{change}"
+
+
+def _source_words(source: Source, fqn: str, part: Slice) -> str:
+    own = "the same parameter" if source.fqn == fqn else source.fqn
+    own += " as another rank holds it" * (source.fqn == fqn and source.part != part)
+    when = {0: "", 1: " of the step before"}.get(source.back, f" of {source.back} steps before")
+    return f"the {source.what} of {own}{when}"
+
+
+# ---- one tensor
+
+
+def relation_of(
+    value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[Source, np.ndarray]], close: float = CLOSE
+) -> Relation | None:
+    """Return what a wrong tensor is; None where that is nothing on record, or more than one thing."""
+    if value.size < LEAST or is_constant(value) or not np.isfinite(value).all():
+        return None
+    for change, apply in changes(value, right):
+        return Relation(change, apply=apply)
+    if value.shape != right.shape:
+        return None
+    if (factor := _factor(value, right, close)) is not None:
+        return Relation(factor=factor)
+    others = [(source, array) for source, array in pool if array.shape == value.shape and not is_constant(array)]
+    others = [(source, array) for source, array in others if not alike(array, right, close)]
+    found = [one for source, array in others if (one := _is_source(value, source, array, close))]
+    if not found:
+        rest = value - right
+        times = ((source, _factor(rest, array, max(close, 1e-7))) for source, array in others)
+        found = [Relation(source=source, factor=by, added=True) for source, by in times if by is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_source(value: np.ndarray, source: Source, array: np.ndarray, close: float) -> Relation | None:
+    if (factor := _factor(value, array, close)) is not None:
+        return Relation(source=source, factor=factor)
+    return next((Relation(change, source, apply=apply) for change, apply in changes(value, array)), None)
+
+
+def changes(value: np.ndarray, wanted: np.ndarray) -> Iterator[tuple[str, Apply]]:
+    """Yield what makes the one, to the bit, of the other."""
+    for dtype, rounded in ROUNDED.items():
+        if value.shape == wanted.shape and np.array_equal(value, rounded(wanted)) and not np.array_equal(value, wanted):
+            yield f"rounded to {dtype}", rounded
+    if value.ndim == 2 and np.array_equal(value, wanted.T) and not np.array_equal(value, wanted):
+        yield "transposed", lambda array: array.T
+    if value.shape == wanted.shape and value.ndim:
+        for axis, name in enumerate(("rows", "columns")[: value.ndim]):
+            if (order := _order(value, wanted, axis)) is not None:
+                yield _moved(order, name), partial(np.take, indices=order, axis=axis)
+
+
+def _order(value: np.ndarray, wanted: np.ndarray, axis: int) -> np.ndarray | None:
+    """Where the rows, or columns, of the one are in the other; None where they are not all there, once, in other places."""
+    ours, theirs = ([line.tobytes() for line in np.moveaxis(a, axis, 0)] for a in (value, wanted))
+    if ours == theirs or sorted(ours) != sorted(theirs) or len({*theirs}) < len(theirs):
+        return None
+    place = {line: at for at, line in enumerate(theirs)}
+    return np.array([place[line] for line in ours])
+
+
+def _moved(order: np.ndarray, name: str) -> str:
+    by = int(-order[0] % len(order))
+    cyclic = np.array_equal(order, np.roll(np.arange(len(order)), by))
+    return f"its {name} moved by {by}" if cyclic else f"its {name} in another order"
+
+
+def to_bfloat16(value: np.ndarray) -> np.ndarray:
+    """Round to the nearest, to even where two are."""
+    bits = value.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).view(np.float32)
+
+
+ROUNDED: dict[str, Apply] = {
+    "float32": lambda value: value.astype(np.float32),
+    "bfloat16": to_bfloat16,
+    "float16": lambda value: value.astype(np.float16),
+}
+
+
+def is_constant(value: np.ndarray) -> bool:
+    return bool(value.size == 0 or np.all(value == value.flat[0]))
+
+
+def alike(one: np.ndarray, other: np.ndarray, close: float) -> bool:
+    """Whether these are the same within the bound, relative to the largest entry."""
+    return one.shape == other.shape and float(np.max(np.abs(one - other))) <= close * float(np.max(np.abs(other)))
+
+
+def _factor(value: np.ndarray, of: np.ndarray, close: float) -> float | None:
+    factor = best_fit(value, of)
+    return factor if abs(factor) > 1e-6 and alike(value, factor * of, close) else None
+
+
+# ---- gradients
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A wrong tensor of a rank: the rows that are wrong, and what these are."""
+
+    rows: np.ndarray | slice
+    """Of its first dim; all of them where it is wrong throughout."""
+    part: Slice
+    """Which slice of the parameter the rank has."""
+    relation: Relation
+
+
+def another_tensor(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Gradients that are another tensor. Whole ones that are a multiple of what is right are `contributions`'."""
+    step = first_wrong_step(trial) if "gradients" in broken else None
+    if step is None or trial.assumption.references:
+        return
+    found: dict[Pair, Wrong] = {}
+    for at in wrong_pairs(trial, step):
+        if (one := _wrong_gradient(trial, at, step)) is None:
+            return
+        found[at] = one
+    if not found or all(one.relation.source is None and not one.relation.change for one in found.values()):
+        return
+    for when, steps, more in spans(trial, step):
+        cause = _cause(trial, found, step, when)
+        yield Hypothesis(cause, partial(_assuming, found=found, steps=steps), 1 + more)
+
+
+def _wrong_gradient(trial: Trial, at: Pair, step: int) -> Wrong | None:
+    (rank, fqn), seen = at, seen_gradients(trial, at[0], step)[at[1]]
+    right, part = expected_gradient(trial, rank, fqn, step), trial.gradient_slice_of(rank, fqn)
+    if right is None or part is None or right.shape != seen.shape or not np.isfinite(seen).all():
+        return None
+    close = max(CLOSE, trial.bounds.gradient[step])
+    rows = _wrong_rows(seen, right, close)
+    pool = ((source, array[rows]) for source, array in _sources(trial, rank, fqn, step, seen.shape))
+    relation = relation_of(seen[rows], right[rows], pool, close)
+    return None if relation is None else Wrong(rows, part, relation)
+
+
+def _wrong_rows(seen: np.ndarray, right: np.ndarray, close: float) -> np.ndarray | slice:
+    """Of a matrix, where only some are wrong."""
+    if seen.ndim < 2 or not right.size:
+        return slice(None)
+    off = np.abs(seen - right).reshape(len(seen), -1).max(axis=1) > close * np.max(np.abs(right))
+    return slice(None) if off.all() else np.flatnonzero(off)
+
+
+def _sources(
+    trial: Trial, rank: int, fqn: str, step: int, shape: tuple[int, ...]
+) -> Iterator[tuple[Source, np.ndarray]]:
+    """Yield what is right of other tensors of this shape: each slice once, of this step or an earlier one."""
+    own = trial.gradient_slice_of(rank, fqn)
+    for other in trial.plan.shapes:
+        parts = {trial.gradient_slice_of(peer, other) for peer in trial.ranks} - {None}
+        for part in sorted(part for part in parts if part is not None):
+            if tuple(stop - start for start, stop in part) != shape:
+                continue
+            if (other, part) != (fqn, own):
+                yield Source("gradient", other, part), _value(trial, "gradient", other, part, step)
+                continue
+            for back in range(1, step):
+                yield Source("gradient", fqn, part, back), _value(trial, "gradient", fqn, part, step - back)
+            yield Source("weight", fqn, part), _value(trial, "weight", fqn, part, step)
+
+
+def _value(trial: Trial, what: str, fqn: str, part: Slice, step: int) -> np.ndarray:
+    """The right one: a gradient of a step, or the weights with which it begins."""
+    steps = trial.reference.steps
+    if what == "gradient":
+        return take(steps[step - 1].gradients[fqn], part)
+    return take((steps[step - 2].parameters if step > 1 else trial.reference.weights)[fqn], part)
+
+
+def _cause(trial: Trial, found: Mapping[Pair, Wrong], step: int, when: str) -> Cause:
+    texts = {at: one.relation.words(at[1], one.part) for at, one in found.items()}
+    first, rows = next(iter(found)), found[next(iter(found))].rows
+    what = "gradients are" if isinstance(rows, slice) else f"{len(rows)} rows of gradients are"
+    alike = [at for at in found if texts[at] == texts[first]]
+    others = [at for at in found if texts[at] != texts[first]]
+    hint = f"{len(others)} more are others: {others[0][1]} is {texts[others[0]]}" if others else ""
+    relation = found[first].relation
+    source = relation.source or Source("gradient", first[1], found[first].part)
+    details = (
+        *(("source", source.fqn), ("of", source.what), ("back", source.back), ("change", relation.change)),
+        *(("factor", relation.factor), ("added", relation.added), ("step", step)),
+    )
+    return Cause(KIND, f"{what} {texts[first]}{when}", where_text(trial, alike), hint=hint, details=details)
+
+
+def _assuming(trial: Trial, found: Mapping[Pair, Wrong], steps: Sequence[int]) -> Trial:
+    """As if these had been so in these steps. Replicas that differ train apart, and clip by norms of their own."""
+    if not _replicas_differ(trial, found):
+        one = _Substituted(trial, found, steps)
+        return another_reference(trial, gradients=one.gradients, left=one.left)
+    places = {rank: coordinate(trial.case.dims, rank)["dp_replicate"] for rank in trial.ranks}
+    copies = [
+        _Substituted(trial, {at: one for at, one in found.items() if places[at[0]] == copy}, steps)
+        for copy in range(trial.case.dims.dp_replicate)
+    ]
+
+    def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
+        return [copy.gradients(step, own) for copy, own in zip(copies, summed(gradients), strict=True)]
+
+    return clipping_apart(train_apart(trial, "dp_replicate", reduce, [{"left": copy.left} for copy in copies]))
+
+
+class _Substituted:
+    """A run in which slices of ranks hold something else in some steps."""
+
+    def __init__(self, trial: Trial, found: Mapping[Pair, Wrong], steps: Sequence[int]) -> None:
+        self.found, self.steps = found, steps
+        self.computed: dict[int, Arrays] = {}
+        self.weights: Arrays = dict(trial.reference.weights)
+
+    def gradients(self, step: int, own: Arrays) -> Arrays:
+        """What is there in place of those of backward."""
+        self.computed[step] = own
+        changed = {fqn: value.copy() for fqn, value in own.items()} if step in self.steps else own
+        for (_, fqn), one in self.found.items() if step in self.steps else ():
+            right, source = take(own[fqn], one.part)[one.rows], one.relation.source
+            if source is None:
+                take(changed[fqn], one.part)[one.rows] = one.relation.value(right, None)
+            elif kept := self.weights if source.what == "weight" else self.computed.get(step - source.back):
+                held = take(kept[source.fqn], source.part)[one.rows]
+                take(changed[fqn], one.part)[one.rows] = one.relation.value(right, held)
+        return changed
+
+    def left(self, step: int, parameters: Arrays) -> Arrays:
+        """The weights, which are kept for the next step."""
+        self.weights = parameters
+        return parameters
+
+
+def _replicas_differ(trial: Trial, found: Mapping[Pair, Wrong]) -> bool:
+    """Whether a rank of another replica has the right one of a slice that is wrong here."""
+    for (rank, fqn), one in found.items():
+        for peer in trial.plan.peers(rank, "dp_replicate"):
+            if (peer, fqn) not in found and trial.gradient_slice_of(peer, fqn) == one.part:
+                return True
+    return False
