@@ -10,6 +10,7 @@ Inside of a pass no rank waits at a barrier.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.traffic import (
     INSIDE,
     Key,
+    axis_text,
     is_traffic,
     observed,
     observed_outside,
@@ -154,7 +156,13 @@ def _outside(trial: Trial, rank: int, step: int) -> list[Finding]:
     if moved <= most:
         return []
     what: dict[str, Any] = {"step": step, "kind": "collective", "quantity": MOVED, "phase": OUTSIDE, "unit": "bytes"}
-    return [Finding.at(rank, Limit(most=most), moved, **what)]
+    return [Finding.at(rank, Limit(most=most), moved, **what, note=_outside_words(trial, rank, seen))]
+
+
+def _outside_words(trial: Trial, rank: int, seen: dict[Key, int]) -> str:
+    """Return what each collective moved there, the most first."""
+    most = sorted(seen.items(), key=lambda item: -item[1])[:3]
+    return "; ".join(f"{bytes_text(moved)} by {op} over {axis_text(trial, ranks)}" for (ranks, op, _), moved in most)
 
 
 def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
@@ -188,7 +196,8 @@ def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:
     if moved <= most:
         return []
     what: dict[str, Any] = {"step": step, "quantity": INTEGERS, "kind": "collective", "unit": "bytes"}
-    return [Finding.at(rank, Limit(most=most) if most else 0, moved, **what)]
+    note = calls_words(trial, rank, step, list(seen), integers=True)
+    return [Finding.at(rank, Limit(most=most) if most else 0, moved, **what, note=note)]
 
 
 def waits(evidence: RankEvidence, step: int) -> Counter[Key]:
@@ -219,10 +228,27 @@ def _compare(trial: Trial, rank: int, step: int, wanted: dict[Key, int], seen: d
         expected, moved = wanted.get(key, 0), seen.get(key, 0)
         if expected != moved:
             what = of_collective(trial, key)
-            notes = (dtype_words(trial, rank, step, key, expected, moved), what["note"])
+            often = calls_words(trial, rank, step, [key]) if moved > expected else ""
+            notes = (dtype_words(trial, rank, step, key, expected, moved), often, what["note"])
             what["note"] = "; ".join(filter(None, notes))
             findings.append(Finding.at(rank, expected, moved, step=step, **what))
     return findings
+
+
+def calls_words(trial: Trial, rank: int, step: int, keys: Sequence[Key], *, integers: bool = False) -> str:
+    """Return in how many calls a rank moved what it moved by these collectives, the largest first: "4 all_gather over dp_shard
+    of 32.77 kB each". integers: of what is no floating-point number alone."""
+    sizes: dict[Key, list[int]] = defaultdict(list)
+    for call in trial.ranks[rank].collectives:
+        key = (call.ranks, call.op, call.phase)
+        if call.step == step and key in keys and call.bytes and not (integers and "float" in call.dtype):
+            sizes[key].append(call.bytes)
+    texts = (
+        f"{len(of)} {key[1]} over {axis_text(trial, key[0])} of {bytes_text(max(of))}{' each' * (len({*of}) == 1 < len(of))}"
+        f"{' at most' * (len({*of}) > 1)}"
+        for key, of in sorted(sizes.items(), key=lambda item: -sum(item[1]))
+    )
+    return "; ".join(texts)
 
 
 def dtype_words(trial: Trial, rank: int, step: int, key: Key, expected: int, moved: int) -> str:

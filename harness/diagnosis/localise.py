@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from harness.diagnosis.differences import distance, expected_gradient, loss_off, seen_gradients, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, verdict_of
@@ -51,12 +52,9 @@ def _another_order(trial: Trial, broken: Broken) -> Lines:
         excess = max((one.excess for step in trial.case.steps for one in misfits(trial, step)[0]), default=math.inf)
     except NoBound:
         return ()
-    if not excess <= OTHER_ORDER:
-        return ()
     text = "whether a model of the trainer's own, which rounds at other places than the reference's, explains it"
-    return (
-        ("not tested", f"{text} (own_model in the adapter's `traits`): `harness doctor` with these options tests it"),
-    )
+    line = ("not tested", f"{text} (own_model in the adapter's `traits`): `harness doctor` with these options tests it")
+    return (line,) if excess <= OTHER_ORDER else ()
 
 
 def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> Cause | None:
@@ -67,20 +65,20 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
     moved = {finding.step: finding for finding in reversed(findings) if finding.step}
     for step in trial.case.steps:
         if moved and min(moved) < step:
-            right = ", gradients before clipping are right" * _saw_gradients(trial, min(moved))
-            return Cause(KIND, f"the update is wrong{right}", finding=moved[min(moved)])
+            text = "the update is wrong" + ", gradients before clipping are right" * _saw_gradients(trial, min(moved))
+            return Cause(KIND, text, finding=moved[min(moved)], details=(("place", "update"), ("step", min(moved))))
         off, wrong = loss_off(trial, step), wrong_pairs(trial, step)
         if off and wrong:
-            return Cause(KIND, _forward(trial, _off(trial, step, off, held), step, held))
+            return _forward(trial, step, off, held)
         if wrong:
             return _wrong_gradients(trial, step, wrong)
         as_a_whole = _off_as_a_whole(trial, step)
         if off:
-            text = f"the loss of step {step} is off by {off:.1e}"
+            text, details = f"the loss of step {step} is off by {off:.1e}", (("place", "loss"), ("step", step))
+            if as_a_whole is not None:
+                return replace(as_a_whole, observed=f"{text}, {as_a_whole.observed}")
             close = f", its gradients match within the bound of {trial.bounds.gradient[step]:.1e}"
-            if as_a_whole is None:
-                return Cause(KIND, text + close * _saw_gradients(trial, step))
-            return replace(as_a_whole, observed=f"{text}, {as_a_whole.observed}")
+            return Cause(KIND, text + close * _saw_gradients(trial, step), details=details)
         if as_a_whole is not None:
             return as_a_whole
     return None
@@ -107,27 +105,42 @@ def _wrong_gradients(trial: Trial, step: int, wrong: list[Pair]) -> Cause:
     before = f"right in step {trial.first_step} and " * (bool(since) and _saw_gradients(trial, trial.first_step))
     largest = max(distance(trial, rank, fqn, step) for rank, fqn in wrong)
     by = f" by up to {largest:.0e} of the largest entry" * (step == 1 and largest < math.inf)
-    where = where_text(trial, wrong) + one_group(trial, {rank for rank, _ in wrong})
+    ranks = sorted({rank for rank, _ in wrong})
+    fqns = in_order(trial, (fqn for _, fqn in wrong))
     matches = f"; the loss of step {step} matches within {trial.bounds.loss[step]:.0e}"
     matches *= global_loss(trial, step) is not None
-    more = in_common(trial, in_order(trial, (fqn for _, fqn in wrong)))
-    return Cause(KIND, f"gradients are {before}wrong{by}{since}", f"{where}{more}{matches}")
+    where = where_text(trial, wrong) + one_group(trial, {*ranks}) + in_common(trial, fqns) + matches
+    details = (
+        ("place", "gradients"),
+        ("step", step),
+        ("off", largest),
+        ("ranks", tuple(ranks)),
+        ("parameters", tuple(fqns)),
+    )
+    return Cause(KIND, f"gradients are {before}wrong{by}{since}", where, details=details)
 
 
 BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume")
 """The checks of what goes into the forward pass, but for the update: where that is wrong earlier, it is told instead."""
 
 
-def _forward(trial: Trial, off: str, step: int, held: frozenset[str]) -> str:
+def _forward(trial: Trial, step: int, off: float, held: frozenset[str]) -> Cause:
     """Blamed where all that goes into it is right: what is broken and what is not judged (`held`) may be the reason as well."""
+    text, details = f"the loss of step {step} is off by {off:.1e}", (("place", "forward"), ("step", step), ("off", off))
     wrong = [check for check in BEFORE_FORWARD if check not in held and verdict_of(trial, check) is Verdict.FAIL]
     if wrong:
-        return f"{off}; broken before the forward pass: {', '.join(wrong)}"
+        return Cause(KIND, f"{text}; broken before the forward pass: {', '.join(wrong)}", details=details)
     since = _since(trial, step, lambda other: loss_off(trial, other) is not None)
-    right = f"right in step {trial.first_step} and " * (
+    before = f"right in step {trial.first_step} and " * (
         bool(since) and global_loss(trial, trial.first_step) is not None
     )
-    return f"the forward pass is {right}wrong{since}: {off}"
+    text = f"the forward pass is {before}wrong{since}: {text}"
+    if step > 1:  # what goes into modules is kept of the first step
+        return Cause(KIND, text, details=details)
+    right = [what for check, what in (("initial_weights", "weights"), ("samples", "samples")) if check in held]
+    place = first_wrong_input(trial)
+    more = f" though {' and '.join(right)} are right" * bool(right) + f": {_place_words(trial, place)}"
+    return Cause(KIND, text + more, details=(*details, ("right", place.right), ("module", place.wrong)))
 
 
 def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
@@ -145,78 +158,43 @@ def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
             f"{number_text(worst.fit, 4)} times the reference's by best fit in {worst.fqn} on {rank_words(worst.ranks)}"
         )
     fqns = in_order(trial, (one.fqn for one in wrong))
-    hint = f"{text}; no single entry stands out{in_common(trial, fqns)}"
-    no_factor = ", and no factor explains it" * (not any(one.scaled for one in wrong))
-    return Cause(
-        KIND,
-        f"gradients are off{f' in step {step}' * (step > trial.first_step)}",
-        in_parameters(trial, fqns) + no_factor,
-        hint=hint,
-    )
+    when = f" in step {step}" * (step > trial.first_step)
+    details = (("place", "gradients"), ("step", step), ("off", worst.distance), ("parameters", tuple(fqns)))
+    return Cause(KIND, f"gradients are off{when}", in_parameters(trial, fqns), hint=text, details=details)
 
 
-def _off(trial: Trial, step: int, off: float, held: frozenset[str]) -> str:
-    text = f"the loss of step {step} is off by {off:.1e}"
-    if step > 1:
-        return text
-    right = [what for check, what in (("initial_weights", "weights"), ("samples", "samples")) if check in held]
-    though = f" though {' and '.join(right)} are right" if right else ""
-    return text + though + first_wrong_input(trial) + _what_keeps_it(trial)
+# ---- the first module
 
 
-def _what_keeps_it(trial: Trial) -> str:
-    """What may still be wrong before the module that is said."""
-    right, wrong = inputs_that_differ(trial)
-    if right and not wrong:
-        return "; the output or the loss may be computed otherwise, or something that keeps it"
-    return ", where a wrong rotation of queries and keys would not show" * right.endswith("inner_attention")
+class Place(NamedTuple):
+    """right: the last module in forward's order whose input has the reference's mean square; wrong: the next, and by how much
+    it is off. Empty: none."""
+
+    right: str
+    wrong: str
+    off: float
 
 
-def first_wrong_input(trial: Trial) -> str:
-    """The first module in forward's order into which something of another length goes, and the last before it."""
-    right, wrong = inputs_that_differ(trial)
-    if wrong:
-        no = f"{_input_words(trial, wrong)} does not{_apart_over_tp(trial, wrong)}"
-        before = f"{_input_words(trial, right)} matches the reference in mean square, but {no}" if right else ""
-        return f": {before or no + ' match the reference in mean square'}"
-    return ": the input of every module matches the reference in mean square" if right else ""
-
-
-def inputs_that_differ(trial: Trial) -> tuple[str, str]:
-    """The last module before the first one into which something of another length goes, and that one; empty where none is."""
+def first_wrong_input(trial: Trial) -> Place:
+    """By mean squares, of all ranks together, in the first step."""
     right, close = "", 1e-9 if trial.case.exact else trial.bounds.loss[1]  # a mean over many numbers, as the loss is
     for fqn, mean in trial.reference.inputs.items():
         seen = [step.activity.inputs[fqn] for _, step, _ in trial.steps() if fqn in step.activity.inputs]
-        expected = mean * sum(count for _, count in seen)
-        if seen and not math.isclose(sum(squares for squares, _ in seen), expected, rel_tol=close):
-            return right, fqn
+        found, expected = sum(squares for squares, _ in seen), mean * sum(count for _, count in seen)
+        if seen and not math.isclose(found, expected, rel_tol=close):
+            return Place(right, fqn, abs(found / expected - 1) if expected else math.inf)
         right = fqn if seen else right
-    return right, ""
+    return Place(right, "", 0.0)
 
 
-def _apart_over_tp(trial: Trial, fqn: str) -> str:
-    """Without sequence parallel the ranks of a tp group have one sum of what each computes of attention and feed-forward."""
-    whole = fqn.endswith(("_dropout", "norm")) and not trial.case.features.sequence_parallel
-    for group in trial.plan.groups.get("tp", ()) if whole else ():
-        if not _alike(trial, group, fqn):
-            masks = fqn.endswith("norm") and trial.case.model.dropout and _dropped_alike(trial, group, fqn)
-            why = "as if their dropout masks did" if masks else "which should have the same sum"
-            return f", and differs among tp ranks {ranks_text(group)}, {why}"
-    return ""
-
-
-def _dropped_alike(trial: Trial, group: tuple[int, ...], fqn: str) -> bool:
-    """Whether these have the same before the dropout behind which they differ."""
-    order = [*trial.reference.inputs]
-    before = order[order.index(fqn) - 1]
-    return before.endswith("_dropout") and _alike(trial, group, before)
-
-
-def _alike(trial: Trial, group: tuple[int, ...], fqn: str) -> bool:
-    """Whether into a module goes of one length on each of these ranks that has it."""
-    inputs = [trial.ranks[rank].steps[0].activity.inputs for rank in group]
-    seen = [of_rank[fqn][0] for of_rank in inputs if fqn in of_rank]
-    return all(math.isclose(squares, seen[0], rel_tol=1e-6) for squares in seen)
+def _place_words(trial: Trial, place: Place) -> str:
+    if not place.wrong:
+        known = "the input of every module matches the reference in mean square"
+        return f"{known}; the output, the loss, or what keeps the mean square may be otherwise" * bool(place.right)
+    text = f"{_input_words(trial, place.wrong)} does not match the reference in mean square"
+    text += f" (off by {place.off:.1e})" + _apart_over_tp(trial, place.wrong)
+    hidden = ", where a wrong rotation of queries and keys would not show" * place.right.endswith("inner_attention")
+    return f"{text}; {_input_words(trial, place.right)}, before it, does{hidden}" if place.right else text
 
 
 def _input_words(trial: Trial, fqn: str) -> str:
@@ -224,6 +202,19 @@ def _input_words(trial: Trial, fqn: str) -> str:
     block, _, name = fqn.rpartition(".")
     part = {"attention_dropout": "attention", "ffn_dropout": "feed_forward"}.get(name)
     return f"the output of {block}.{part}" if part and not trial.case.model.dropout else f"the input of {fqn}"
+
+
+def _apart_over_tp(trial: Trial, fqn: str) -> str:
+    """Without sequence parallel the ranks of a tp group have one sum of what each computes of attention and feed-forward."""
+    whole = fqn.endswith(("_dropout", "norm")) and not trial.case.features.sequence_parallel
+    for group in trial.plan.groups.get("tp", ()) if whole else ():
+        seen = [one[fqn][0] for rank in group if fqn in (one := trial.ranks[rank].steps[0].activity.inputs)]
+        if not all(math.isclose(squares, seen[0], rel_tol=1e-6) for squares in seen):
+            return f", and differs among tp ranks {ranks_text(group)}, which should have the same sum"
+    return ""
+
+
+# ---- what wrong parameters have in common
 
 
 def one_group(trial: Trial, ranks: set[int]) -> str:
