@@ -61,8 +61,6 @@ def test_weights_of_another_seed_explain_all_numbers(ran: Ran) -> None:
 
 # ---- what a model computes otherwise is located
 
-LAYERS = replace(MODEL, n_layers=3)
-
 
 @pytest.mark.parametrize(("layers", "told"), [(2, "layers.1 is"), (3, "layers.1, layers.2 are")])
 def test_the_last_layers_that_are_on_no_rank_are_told_as_a_model_of_fewer(ran: Ran, layers: int, told: str) -> None:
