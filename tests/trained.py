@@ -24,6 +24,7 @@ from harness.reference.spellings import Alter
 from harness.reference.train import mean_squares, train
 from harness.report.cause_text import evidence_rows
 from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
 
 MODEL = replace(TINY, dim=16, n_heads=4, n_kv_heads=2, vocab_size=32, ffn_dim=16)
 RECIPE = replace(ADAMW, seq_len=8)
@@ -32,7 +33,7 @@ IN_EARNEST, APART_IN_EARNEST = assume.retrain, assume.retrain_apart
 Ran = Callable[..., Trial]
 
 
-def case_of(layout: str = "fsdp_2", **changes: Any) -> Case:
+def case_of(layout: str | ParallelDims = "fsdp_2", **changes: Any) -> Case:
     training = changes.pop("training", RECIPE)
     return tiny_case(layout, training, model=changes.pop("model", MODEL), **changes)
 

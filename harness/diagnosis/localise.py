@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from harness.diagnosis.assume import order_of_entries
 from harness.diagnosis.differences import distance, expected_gradient, loss_off, seen_gradients, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, verdict_of
-from harness.diagnosis.words import Pair, finding_line, in_order, in_parameters, rank_words, where_text
+from harness.diagnosis.words import Pair, finding_line, in_order, in_parameters, on_ranks, rank_words, where_text
 from harness.evidence.text import number_text, ranks_text
 from harness.judge.assembly import misfits
-from harness.judge.losses import global_loss
+from harness.judge.losses import global_loss, losses
+from harness.judge.received_samples import received_samples
 from harness.judge.result import Cause, Line, Lines, Verdict
 from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
@@ -20,6 +22,10 @@ from harness.judge.trial import Trial
 KIND = "not explained"
 BY_ORDER = {"loss", "reported_loss", "gradients", "grad_norm"}
 """The checks whose bounds depend on whether the trainer's model is the reference's."""
+SHARE = 4
+"""Times the bound of a loss that one rank's part of it may be off by."""
+OF_INPUTS = 4
+"""Times the bound of the first loss that a mean square may be off by: right runs were seen to be off by up to 1.6 times."""
 OTHER_ORDER = 30
 """Times the bound: with another order of operations gradients were seen to be off by up to 14 times what is measured without
 (docs/float32.md, "parts" to "shares")."""
@@ -76,11 +82,11 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
             return _wrong_gradients(trial, step, wrong)
         as_a_whole = _off_as_a_whole(trial, step)
         if off:
-            text = f"the loss of step {step} is off by {off:.1e}"
+            text, place = f"the loss of step {step} is off by {off:.1e}", _place(trial, step)
             close = f", its gradients match within the bound of {trial.bounds.gradient[step]:.1e}"
             if as_a_whole is None:
-                return Cause(KIND, text + close * _saw_gradients(trial, step))
-            return replace(as_a_whole, observed=f"{text}, {as_a_whole.observed}")
+                return Cause(KIND, text + close * _saw_gradients(trial, step) + place)
+            return replace(as_a_whole, observed=f"{text}{place}{'; ' if place else ', '}{as_a_whole.observed}")
         if as_a_whole is not None:
             return as_a_whole
     return None
@@ -127,7 +133,32 @@ def _forward(trial: Trial, off: str, step: int, held: frozenset[str]) -> str:
     right = f"right in step {trial.first_step} and " * (
         bool(since) and global_loss(trial, trial.first_step) is not None
     )
-    return f"the forward pass is {right}wrong{since}: {off}"
+    off_on = ranks_whose_losses_are_off(trial, step)
+    on = on_ranks(trial, off_on) if off_on else ""
+    return f"the forward pass is {right}wrong{on}{since}: {off}"
+
+
+def ranks_whose_losses_are_off(trial: Trial, step: int) -> list[int]:
+    """Return those whose samples have other losses than the reference.
+
+    With noise, dropout, cp or pp, or where samples or losses are not known, no rank has an expected loss of its own."""
+    case, received = trial.case, received_samples(trial, step)
+    seen = {rank: losses(trial, rank, step) for rank in received}
+    known = {id_ for ids in received.values() for id_ in ids} <= {*trial.reference.samples[step - 1]}
+    if not case.exact or case.model.dropout or case.dims.cp * case.n_stages > 1 or not known or not all(seen.values()):
+        return []
+    from harness.reference.counterfactual import Otherwise, losses_of_rows
+
+    before = {} if step == 1 else {"weights": trial.reference.steps[step - 2].parameters}
+    otherwise = Otherwise(**(order_of_entries(trial) | before))
+    rows = losses_of_rows(case.model, case.training, trial.reference, step, otherwise)
+    of_sample = dict(zip(trial.reference.samples[step - 1], rows, strict=True))
+
+    def is_off(rank: int) -> bool:
+        wanted = math.fsum(of_sample[id_] for id_ in received[rank] if id_ is not None)
+        return not abs(math.fsum(total for total, _ in seen[rank]) - wanted) <= SHARE * trial.bounds.loss[step] * wanted
+
+    return list(filter(is_off, received))
 
 
 def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
@@ -161,7 +192,12 @@ def _off(trial: Trial, step: int, off: float, held: frozenset[str]) -> str:
         return text
     right = [what for check, what in (("initial_weights", "weights"), ("samples", "samples")) if check in held]
     though = f" though {' and '.join(right)} are right" if right else ""
-    return text + though + first_wrong_input(trial) + _what_keeps_it(trial)
+    return text + though + _place(trial, step)
+
+
+def _place(trial: Trial, step: int) -> str:
+    """Return the module at which step 1 first goes wrong; of a later step no inputs are known."""
+    return first_wrong_input(trial) + _what_keeps_it(trial) if step == 1 else ""
 
 
 def _what_keeps_it(trial: Trial) -> str:
@@ -184,7 +220,7 @@ def first_wrong_input(trial: Trial) -> str:
 
 def inputs_that_differ(trial: Trial) -> tuple[str, str]:
     """The last module before the first one into which something of another length goes, and that one; empty where none is."""
-    right, close = "", 1e-9 if trial.case.exact else trial.bounds.loss[1]  # a mean over many numbers, as the loss is
+    right, close = "", 1e-9 if trial.case.exact else OF_INPUTS * trial.bounds.loss[1]
     for fqn, mean in trial.reference.inputs.items():
         seen = [step.activity.inputs[fqn] for _, step, _ in trial.steps() if fqn in step.activity.inputs]
         expected = mean * sum(count for _, count in seen)
