@@ -22,10 +22,10 @@ from .model import at_least_float32, llama_from, seed_masks
 from .optimizer import Optimizer
 from .precision import DTYPES, Worker
 from .record import ReferenceRun, ReferenceStep
+from .spellings import Alter
 from .train import by_fqn, learning_rate, to_numpy
 
 Arrays = dict[str, np.ndarray]
-Altered = Callable[[nn.Module, int], None]
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,8 @@ class Otherwise:
     left(step, parameters) -> what there is when the optimizer is done.
     rows: by fqn, where the arrays' rows are not in the reference's order, which of its rows each one is. columns: by fqn, where
     arrays are vectors, in how many blocks of columns a matrix lies there, one behind the other.
-    restart(step) -> whether the optimizer begins that step without state. state(step) -> the state it begins that step with,
-    by fqn and name; None: what it has. amsgrad: what torch.optim.AdamW calls so. altered(module, step) alters a model
-    in place before that step's forward pass.
+    state(step) -> the state that the optimizer begins that step with, by fqn and name; None: what it has. amsgrad: what
+    torch.optim.AdamW calls so. altered(module, step) alters a model in place before that step's forward pass.
     """
 
     weights: Mapping[str, np.ndarray] | None = None
@@ -63,10 +62,9 @@ class Otherwise:
     recipe: Callable[[int, str], TrainingConfig] | None = None
     since: int = 1
     left: Callable[[int, Arrays], Arrays] | None = None
-    restart: Callable[[int], bool] | None = None
     state: Callable[[int], Mapping[str, Mapping[str, np.ndarray]] | None] | None = None
     amsgrad: bool = False
-    altered: Altered | None = None
+    altered: Alter | None = None
     rows: Mapping[str, np.ndarray] | None = None
     columns: Mapping[str, int] = field(default_factory=dict)
 
@@ -217,8 +215,6 @@ class _Copy:
             else _clipped(gradients, norm, self.training)
         )
         _set_gradients(self.model, given, otherwise.columns)
-        if otherwise.restart and otherwise.restart(number):
-            self.optimizer.state.clear()
         if otherwise.state and (held := otherwise.state(number)) is not None:
             self._set_state(held)
         options = {fqn: self._options(number, fqn, p) for fqn, p in self.optimizer.parameters.items()}
