@@ -7,7 +7,6 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,10 @@ from .model import at_least_float32, llama_from, seed_masks
 from .optimizer import Optimizer
 from .precision import DTYPES, Worker
 from .record import ReferenceRun, ReferenceStep
-from .train import by_fqn, learning_rate, mean_squares, to_numpy
+from .spellings import Alter
+from .train import by_fqn, learning_rate, to_numpy
 
 Arrays = dict[str, np.ndarray]
-Altered = Callable[[nn.Module, int], None]
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,8 @@ class Otherwise:
     left(step, parameters) -> what there is when the optimizer is done.
     rows: by fqn, where the arrays' rows are not in the reference's order, which of its rows each one is. columns: by fqn, where
     arrays are vectors, in how many blocks of columns a matrix lies there, one behind the other.
-    restart(step) -> whether the optimizer begins that step without state. state(step) -> the state it begins that step with,
-    by fqn and name; None: what it has. amsgrad: what torch.optim.AdamW calls so. altered(module, step) alters a model
-    in place before that step's forward pass.
+    state(step) -> the state that the optimizer begins that step with, by fqn and name; None: what it has. amsgrad: what
+    torch.optim.AdamW calls so. altered(module, step) alters a model in place before that step's forward pass.
     """
 
     weights: Mapping[str, np.ndarray] | None = None
@@ -64,10 +62,9 @@ class Otherwise:
     recipe: Callable[[int, str], TrainingConfig] | None = None
     since: int = 1
     left: Callable[[int, Arrays], Arrays] | None = None
-    restart: Callable[[int], bool] | None = None
     state: Callable[[int], Mapping[str, Mapping[str, np.ndarray]] | None] | None = None
     amsgrad: bool = False
-    altered: Altered | None = None
+    altered: Alter | None = None
     rows: Mapping[str, np.ndarray] | None = None
     columns: Mapping[str, int] = field(default_factory=dict)
 
@@ -184,13 +181,22 @@ class _Copy:
 
     def backward(self, batch: Batch, valid: int, number: int) -> tuple[float, Arrays]:
         """The share's part of the mean loss, and its gradients."""
-        self.worker.begin()
-        seed_masks(self.worker.module, self.training.seed, number)
-        self._alter(number)
+        self._begin(number)
         loss = _backward(self.worker.module, batch, valid, self.training.document_mask)
         self.worker.collect(None)
         self.worker.finish()
         return loss, self._by_fqn(gradients=True)
+
+    def losses(self, batch: Batch, number: int) -> Tensor:
+        """Return that of each token, row after row, 0 where none counts."""
+        self._begin(number)
+        with torch.no_grad():
+            return token_losses(self.worker.module, batch, self.training.document_mask)
+
+    def _begin(self, number: int) -> None:
+        self.worker.begin()
+        seed_masks(self.worker.module, self.training.seed, number)
+        self._alter(number)
 
     def _alter(self, number: int) -> None:
         """Once a step, however many shares of it the copy computes: what doubles logits is not to double them again."""
@@ -209,8 +215,6 @@ class _Copy:
             else _clipped(gradients, norm, self.training)
         )
         _set_gradients(self.model, given, otherwise.columns)
-        if otherwise.restart and otherwise.restart(number):
-            self.optimizer.state.clear()
         if otherwise.state and (held := otherwise.state(number)) is not None:
             self._set_state(held)
         options = {fqn: self._options(number, fqn, p) for fqn, p in self.optimizer.parameters.items()}
@@ -282,73 +286,21 @@ def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool) -
 
 def token_losses(model: nn.Module, batch: Batch, document_mask: bool) -> Tensor:
     """Of each token, row after row, 0 where none counts. [b * s]"""
-    return _losses_of(logits_of(model, batch, document_mask), batch)
-
-
-def logits_of(model: nn.Module, batch: Batch, document_mask: bool) -> Tensor:
-    tokens = _integers(batch.tokens)
+    tokens, labels = _integers(batch.tokens), _integers(batch.labels)
     positions = None if batch.positions is None else _integers(batch.positions)
     logits = at_least_float32(model(tokens, positions, documents=documents(tokens) if document_mask else None))
     spend(logits.numel())
-    return logits
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
 
 
-def _losses_of(logits: Tensor, batch: Batch) -> Tensor:
-    flat = (logits.flatten(0, 1), _integers(batch.labels).flatten())
-    return F.cross_entropy(*flat, ignore_index=IGNORED, reduction="none")
-
-
-class Bench:
-    """A model as it is before a step, on which variations are tried and undone."""
-
-    def __init__(
-        self,
-        model: ModelConfig,
-        training: TrainingConfig,
-        weights: Mapping[str, np.ndarray],
-        batch: Batch,
-        step: int,
-        rows: Mapping[str, np.ndarray] | None = None,
-        columns: Mapping[str, int] = MappingProxyType({}),  # as in Otherwise
-    ) -> None:
-        self.columns = columns
-        built = llama_from(_whole(weights, model, columns), config=model, dtype=DTYPES[training.dtype], device="cpu")
-        _put_in_order(built, rows or {})
-        worker = Worker(built, training, quantized_modules(model))
-        worker.begin()
-        self.module, self.training, self.batch, self.step = worker.module, training, batch, step
-        self.vocabulary = model.vocab_size
-        self._before = {module: dict(module.__dict__) for module in self.module.modules()}
-
-    @torch.no_grad()
-    def losses(self, altered: Altered | None = None) -> np.ndarray:
-        """The sum of the losses of each row's tokens. float64 [b]"""
-        with one_thread():
-            losses = _losses_of(self._logits(altered), self.batch)
-            return losses.double().view(self.batch.labels.shape).sum(dim=1).numpy()
-
-    def _logits(self, altered: Altered | None) -> Tensor:
-        with self._altered(altered):
-            return logits_of(self.module, self.batch, self.training.document_mask)
-
-    def inputs(self, altered: Altered | None = None) -> dict[str, float]:
-        """The mean square of what goes into each module, as in ReferenceRun."""
-        spend(self.batch.tokens.size * self.vocabulary)
-        with self._altered(altered):
-            return mean_squares(self.module, _integers(self.batch.tokens), self.training.document_mask)
-
-    @contextlib.contextmanager
-    def _altered(self, altered: Altered | None) -> Iterator[None]:
-        seed_masks(self.module, self.training.seed, self.step)
-        try:
-            with one_thread():
-                if altered:
-                    altered(self.module, self.step)
-                yield
-        finally:
-            for module, before in self._before.items():
-                module.__dict__.clear()
-                module.__dict__.update(before)
+def losses_of_rows(
+    model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, step: int, otherwise: Otherwise
+) -> np.ndarray:
+    """Return the sum of the losses of each sample's tokens in this step, of a model that was not trained before. float64 [b]"""
+    batch = _batch(reference, reference.samples[step - 1], step_length(training, step))
+    with one_thread():
+        losses = _Copy(model, training, reference, otherwise).losses(batch, step)
+        return losses.double().view(batch.labels.shape).sum(dim=1).numpy()
 
 
 def _integers(values: np.ndarray) -> Tensor:

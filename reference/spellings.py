@@ -4,6 +4,7 @@ another eps or base, or positions of its own. What a model computes otherwise is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,16 +19,13 @@ Alter = Callable[[nn.Module, int], None]
 Alteration = Callable[[nn.Module], None]
 """Alters a module in place."""
 
-KINDS = {"attention": ".attention", "norm": "norm"}
+PARTS = {"model": "", "block": r"layers\.\d+", "attention": r".*\.attention", "norm": ".*norm"}
+"""Names of modules, by the part that they are."""
 
 
 def modules_of(model: nn.Module, part: str) -> list[str]:
-    """Return the names of all modules of this kind, in the model's order. part: of KINDS, "block" or "model"."""
-    if part == "model":
-        return [""]
-    if part == "block":
-        return [name for name, _ in model.named_modules() if name.startswith("layers.") and name.count(".") == 1]
-    return [name for name, _ in model.named_modules() if name.endswith(KINDS[part])]
+    """Return the names of all modules of a part, in the model's order."""
+    return [name for name, _ in model.named_modules() if re.fullmatch(PARTS[part], name)]
 
 
 def put_instead(module: nn.Module, forward: Callable[..., Tensor]) -> None:

@@ -10,19 +10,21 @@ from typing import Any
 import literal
 import literal_ranks
 import pytest
+import torch
 from literal import ADAMW, TINY, tiny_case, trial_of, with_step
 
 from harness.checks import judge
 from harness.diagnosis import assume, diagnose
-from harness.diagnosis.suppositions import bench_of
 from harness.judge.result import Diagnosis
 from harness.judge.trial import Trial
-from harness.reference.counterfactual import Batch, Bench, Otherwise, retrain
+from harness.reference.counterfactual import Otherwise, losses_of_rows, retrain
+from harness.reference.model import llama_from
 from harness.reference.record import ReferenceRun
 from harness.reference.spellings import Alter
-from harness.reference.train import train
+from harness.reference.train import mean_squares, train
 from harness.report.cause_text import evidence_rows
 from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
 
 MODEL = replace(TINY, dim=16, n_heads=4, n_kv_heads=2, vocab_size=32, ffn_dim=16)
 RECIPE = replace(ADAMW, seq_len=8)
@@ -31,7 +33,7 @@ IN_EARNEST, APART_IN_EARNEST = assume.retrain, assume.retrain_apart
 Ran = Callable[..., Trial]
 
 
-def case_of(layout: str = "fsdp_2", **changes: Any) -> Case:
+def case_of(layout: str | ParallelDims = "fsdp_2", **changes: Any) -> Case:
     training = changes.pop("training", RECIPE)
     return tiny_case(layout, training, model=changes.pop("model", MODEL), **changes)
 
@@ -52,7 +54,7 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
         totals = {
             id_: total
             for step, ids in enumerate(trained.samples, start=1)
-            for id_, total in zip(ids, losses_of_rows(case, trained, step, otherwise), strict=True)
+            for id_, total in zip(ids, losses_of_step(case, trained, step, otherwise), strict=True)
         }
         rows = dict(zip(trained.sample_ids, range(len(trained.sample_ids)), strict=True))
         by_row = {rows[id_]: total for id_, total in totals.items()}
@@ -64,18 +66,18 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
     yield ran
 
 
-def losses_of_rows(case: Case, trained: ReferenceRun, step: int, otherwise: dict[str, Any]) -> list[float]:
+def losses_of_step(case: Case, trained: ReferenceRun, step: int, otherwise: dict[str, Any]) -> list[float]:
     """Of the samples of a step, altered in all that begins in it or before."""
-    rows = [trained.sample_ids.index(id_) for id_ in trained.samples[step - 1]]
     weights = trained.weights if step == 1 else trained.steps[step - 2].parameters
-    bench = Bench(case.model, case.training, weights, Batch(trained.tokens[rows], trained.labels[rows]), step)
     alter = otherwise.get("altered")
 
     def altered(model: Any, _: int) -> None:
         for earlier in range(1, step + 1) if alter else ():
             alter(model, earlier)
 
-    return bench.losses(altered).tolist()
+    return losses_of_rows(
+        case.model, case.training, trained, step, Otherwise(weights=weights, altered=altered)
+    ).tolist()
 
 
 def diagnosed(trial: Trial) -> Diagnosis:
@@ -92,7 +94,11 @@ def proven(trial: Trial) -> tuple[str, str]:
 
 def with_inputs(trial: Trial, alter: Alter) -> Trial:
     """What went into each module in step 1, as the probe sees it."""
-    seen = {fqn: (mean, 1) for fqn, mean in bench_of(trial, 1).inputs(alter).items()}
+    reference = trial.reference
+    model = llama_from(reference.weights, config=trial.case.model, dtype=torch.float64, device="cpu")
+    alter(model, 1)
+    tokens = reference.tokens[[reference.sample_ids.index(id_) for id_ in reference.samples[0]]]
+    seen = {fqn: (mean, 1) for fqn, mean in mean_squares(model, torch.from_numpy(tokens)).items()}
     for rank, evidence in trial.ranks.items():
         trial = with_step(trial, rank, 1, activity=replace(evidence.steps[0].activity, inputs=seen))
     return trial

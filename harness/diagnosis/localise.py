@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from harness.diagnosis.assume import order_of_entries
 from harness.diagnosis.differences import distance, expected_gradient, loss_off, seen_gradients, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, verdict_of
-from harness.diagnosis.words import Pair, finding_line, in_order, in_parameters, rank_words, where_text
+from harness.diagnosis.words import Pair, finding_line, in_order, in_parameters, on_ranks, rank_words, where_text
 from harness.evidence.text import number_text, ranks_text
 from harness.judge.assembly import misfits
-from harness.judge.losses import global_loss
+from harness.judge.losses import global_loss, losses
+from harness.judge.received_samples import received_samples
 from harness.judge.result import Cause, Line, Lines, Verdict
 from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
@@ -21,6 +23,10 @@ from harness.judge.trial import Trial
 KIND = "not explained"
 BY_ORDER = {"loss", "reported_loss", "gradients", "grad_norm"}
 """The checks whose bounds depend on whether the trainer's model is the reference's."""
+SHARE = 4
+"""Times the bound of a loss that one rank's part of it may be off by."""
+OF_INPUTS = 4
+"""Times the bound of the first loss that a mean square may be off by: right runs were seen to be off by up to 1.6 times."""
 OTHER_ORDER = 30
 """Times the bound: with another order of operations gradients were seen to be off by up to 14 times what is measured without
 (docs/float32.md, "parts" to "shares")."""
@@ -74,11 +80,12 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
             return _wrong_gradients(trial, step, wrong)
         as_a_whole = _off_as_a_whole(trial, step)
         if off:
-            text, details = f"the loss of step {step} is off by {off:.1e}", (("place", "loss"), ("step", step))
+            text, more, details = _where_in_forward(trial, step, off)
             if as_a_whole is not None:
-                return replace(as_a_whole, observed=f"{text}, {as_a_whole.observed}")
+                details = (*details, *as_a_whole.details)
+                return replace(as_a_whole, observed=f"{text}{more}; {as_a_whole.observed}", details=details)
             close = f", its gradients match within the bound of {trial.bounds.gradient[step]:.1e}"
-            return Cause(KIND, text + close * _saw_gradients(trial, step), details=details)
+            return Cause(KIND, text + close * _saw_gradients(trial, step) + more, details=details)
         if as_a_whole is not None:
             return as_a_whole
     return None
@@ -126,21 +133,55 @@ BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume")
 
 def _forward(trial: Trial, step: int, off: float, held: frozenset[str]) -> Cause:
     """Blamed where all that goes into it is right: what is broken and what is not judged (`held`) may be the reason as well."""
-    text, details = f"the loss of step {step} is off by {off:.1e}", (("place", "forward"), ("step", step), ("off", off))
+    text, more, details = _where_in_forward(trial, step, off)
     wrong = [check for check in BEFORE_FORWARD if check not in held and verdict_of(trial, check) is Verdict.FAIL]
     if wrong:
-        return Cause(KIND, f"{text}; broken before the forward pass: {', '.join(wrong)}", details=details)
+        return Cause(KIND, f"{text}; broken before the forward pass: {', '.join(wrong)}", details=details[:3])
     since = _since(trial, step, lambda other: loss_off(trial, other) is not None)
     before = f"right in step {trial.first_step} and " * (
         bool(since) and global_loss(trial, trial.first_step) is not None
     )
-    text = f"the forward pass is {before}wrong{since}: {text}"
-    if step > 1:  # what goes into modules is kept of the first step
-        return Cause(KIND, text, details=details)
+    ranks = ranks_whose_losses_are_off(trial, step)
+    on = on_ranks(trial, ranks) if ranks else ""
     right = [what for check, what in (("initial_weights", "weights"), ("samples", "samples")) if check in held]
+    though = f" though {' and '.join(right)} are right" * (step == 1 and bool(right))
+    text = f"the forward pass is {before}wrong{on}{since}: {text}{though}{more}"
+    return Cause(KIND, text, details=(*details, ("ranks", tuple(ranks))))
+
+
+def _where_in_forward(trial: Trial, step: int, off: float) -> tuple[str, str, tuple[tuple[str, object], ...]]:
+    """Return by how much the loss is off, at which module it first goes wrong, and both as data. What goes into modules is on
+    record of step 1 alone."""
+    details: tuple[tuple[str, object], ...] = (("place", "forward"), ("step", step), ("off", off))
+    text = f"the loss of step {step} is off by {off:.1e}"
+    if step > 1:
+        return text, "", details
     place = first_wrong_input(trial)
-    more = f" though {' and '.join(right)} are right" * bool(right) + f": {_place_words(trial, place)}"
-    return Cause(KIND, text + more, details=(*details, ("right", place.right), ("module", place.wrong)))
+    words = _place_words(trial, place)
+    return text, f": {words}" * bool(words), (*details, ("right", place.right), ("module", place.wrong))
+
+
+def ranks_whose_losses_are_off(trial: Trial, step: int) -> list[int]:
+    """Return those whose samples have other losses than the reference.
+
+    With noise, dropout, cp or pp, or where samples or losses are not known, no rank has an expected loss of its own."""
+    case, received = trial.case, received_samples(trial, step)
+    seen = {rank: losses(trial, rank, step) for rank in received}
+    known = {id_ for ids in received.values() for id_ in ids} <= {*trial.reference.samples[step - 1]}
+    if not case.exact or case.model.dropout or case.dims.cp * case.n_stages > 1 or not known or not all(seen.values()):
+        return []
+    from harness.reference.counterfactual import Otherwise, losses_of_rows
+
+    before = {} if step == 1 else {"weights": trial.reference.steps[step - 2].parameters}
+    otherwise = Otherwise(**(order_of_entries(trial) | before))
+    rows = losses_of_rows(case.model, case.training, trial.reference, step, otherwise)
+    of_sample = dict(zip(trial.reference.samples[step - 1], rows, strict=True))
+
+    def is_off(rank: int) -> bool:
+        wanted = math.fsum(of_sample[id_] for id_ in received[rank] if id_ is not None)
+        return not abs(math.fsum(total for total, _ in seen[rank]) - wanted) <= SHARE * trial.bounds.loss[step] * wanted
+
+    return list(filter(is_off, received))
 
 
 def _off_as_a_whole(trial: Trial, step: int) -> Cause | None:
@@ -177,7 +218,7 @@ class Place(NamedTuple):
 
 def first_wrong_input(trial: Trial) -> Place:
     """By mean squares, of all ranks together, in the first step."""
-    right, close = "", 1e-9 if trial.case.exact else trial.bounds.loss[1]  # a mean over many numbers, as the loss is
+    right, close = "", 1e-9 if trial.case.exact else OF_INPUTS * trial.bounds.loss[1]
     for fqn, mean in trial.reference.inputs.items():
         seen = [step.activity.inputs[fqn] for _, step, _ in trial.steps() if fqn in step.activity.inputs]
         found, expected = sum(squares for squares, _ in seen), mean * sum(count for _, count in seen)

@@ -24,7 +24,6 @@ from harness.judge.trial import Trial
 from harness.reference.config import ModelConfig, TrainingConfig
 
 if TYPE_CHECKING:
-    from harness.reference.counterfactual import Bench
     from harness.reference.spellings import Alter, Alteration
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, float(np.finfo(np.float64).eps), float(np.finfo(np.float32).eps))
@@ -142,20 +141,12 @@ def altered_by(chosen: Sequence[Supposition]) -> Alter:
     return alter
 
 
-def bench_of(trial: Trial, step: int, **words: Any) -> Bench:
-    """Return the model before a step, with all of the step's samples. words: of the order of rows, where it is another."""
-    from harness.reference.counterfactual import Batch, Bench
-
-    reference, length = trial.reference, trial.case.seq_len(step)
-    at = [reference.sample_ids.index(id_) for id_ in reference.samples[step - 1]]
-    batch = Batch(reference.tokens[at, :length], reference.labels[at, :length])
-    weights = reference.weights if step == 1 else reference.steps[step - 2].parameters
-    return Bench(trial.case.model, trial.case.training, weights, batch, step, **(order_of_entries(trial) | words))
-
-
 def _fits(trial: Trial, chosen: Sequence[Supposition], wanted: float) -> bool:
     """Whether the loss of step 1 is the one that the trainer computed."""
-    losses = bench_of(trial, 1, **_words(chosen)).losses(altered_by(chosen))
+    from harness.reference.counterfactual import Otherwise, losses_of_rows
+
+    otherwise = Otherwise(altered=altered_by(chosen), **(order_of_entries(trial) | _words(chosen)))
+    losses = losses_of_rows(trial.case.model, trial.case.training, trial.reference, 1, otherwise)
     found = losses.sum() / trial.reference_step(1).valid_tokens
     return bool(abs(found - wanted) <= _close(trial) * wanted)
 

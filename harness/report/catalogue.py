@@ -66,6 +66,8 @@ def table(done: Sequence[Attempt]) -> str:
     """Of how many bugs each method notices how many. Faults of a family, modelled on no single bug, do not count here."""
     real = [attempt for attempt in done if attempt.real and attempt.weaker]
     rows = [(text, sum((attempt.weaker or {})[key] for attempt in real)) for key, text in METHODS.items()]
-    rows += [("this harness, cause named", sum(attempt.outcome is Outcome.CAUGHT for attempt in real))]
+    caught = [attempt for attempt in real if attempt.outcome is Outcome.CAUGHT]
+    named = [attempt for attempt in caught if "not explained" not in attempt.kinds]
+    rows += [("this harness", len(caught)), ("this harness, cause named and not only located", len(named))]
     lines = [f"| of {len(real)} real bugs, re-created | notices |", "|---|---|"]
     return "\n".join(lines + [f"| {text} | {count} |" for text, count in rows])

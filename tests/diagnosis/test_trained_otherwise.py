@@ -14,13 +14,14 @@ from harness.checks import judge
 from harness.diagnosis import COSTLY, SUSPECTS
 from harness.diagnosis.assume import another_case
 from harness.diagnosis.engine import explain
-from harness.diagnosis.localise import inputs_that_differ
+from harness.diagnosis.localise import inputs_that_differ, ranks_whose_losses_are_off
 from harness.judge.trial import Trial
 from harness.reference.record import ReferenceRun
 from harness.reference.spellings import put_instead
 from harness.reference.train import train
 from harness.report.cause_text import diagnosis_line, evidence_rows
 from harness.spec.case import Case
+from harness.spec.dims import ParallelDims
 
 
 def not_explained(trial: Trial) -> bool:
@@ -60,8 +61,6 @@ def test_weights_of_another_seed_explain_all_numbers(ran: Ran) -> None:
 
 
 # ---- what a model computes otherwise is located
-
-LAYERS = replace(MODEL, n_layers=3)
 
 
 @pytest.mark.parametrize(("layers", "told"), [(2, "layers.1 is"), (3, "layers.1, layers.2 are")])
@@ -106,7 +105,38 @@ def test_a_module_that_computes_something_else_is_located_and_not_named(
     assert 1 in cause.steps
 
 
-def test_a_loss_that_no_variation_gives_is_located_and_not_named(ran: Ran) -> None:
+def with_losses(trial: Trial, rank: int, step: int, factor: float) -> Trial:
+    parts = trial.ranks[rank].steps[step - 1].microbatches
+    wrong = tuple(replace(part, loss_sum=factor * (part.loss_sum or 0.0)) for part in parts)
+    return with_step(trial, rank, step, microbatches=wrong)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_the_ranks_whose_samples_have_other_losses_are_told(ran: Ran, step: int) -> None:
+    trial = ran(case_of("hsdp_2x2", accumulation=2))
+    assert ranks_whose_losses_are_off(trial, step) == []
+    wrong = with_losses(with_losses(trial, 1, step, 1.01), 2, step, 0.99)
+    assert ranks_whose_losses_are_off(wrong, step) == [1, 2]
+    unseen = tuple(replace(part, loss_sum=None) for part in wrong.ranks[0].steps[step - 1].microbatches)
+    assert ranks_whose_losses_are_off(with_step(wrong, 0, step, microbatches=unseen), step) == []
+    foreign = tuple(
+        replace(part, tokens=None if part.tokens is None else part.tokens * 0)
+        for part in wrong.ranks[0].steps[step - 1].microbatches
+    )
+    assert ranks_whose_losses_are_off(with_step(wrong, 0, step, microbatches=foreign), step) == []
+
+
+@pytest.mark.parametrize("layout", ["tp_2", "fsdp_2", ParallelDims(dp_shard=2, cp=2)], ids=str)
+def test_ranks_of_one_cp_group_have_no_loss_of_their_own(ran: Ran, layout: str | ParallelDims) -> None:
+    trial = ran(case_of(layout))
+    last = max(trial.ranks)
+    alone = [last] if layout in ("tp_2", "fsdp_2") else []
+    assert ranks_whose_losses_are_off(with_losses(trial, last, 1, 1.01), 1) == alone
+    dropping = replace(trial, case=replace(trial.case, model=replace(trial.case.model, dropout=0.5)))
+    assert ranks_whose_losses_are_off(with_losses(dropping, last, 1, 1.01), 1) == []
+
+
+def test_a_loss_that_nothing_gives_is_located_and_not_named(ran: Ran) -> None:
     trial = ran(case_of())
     for rank, evidence in trial.ranks.items():
         (part,) = evidence.steps[0].microbatches

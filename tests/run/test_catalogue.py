@@ -129,15 +129,17 @@ def test_the_table_counts_real_bugs_only() -> None:
         replace(ATTEMPT, weaker=told(within_1e_5=True)),
         replace(ATTEMPT, weaker=told(), outcome=Outcome.OTHERWISE),
         replace(ATTEMPT, weaker=told(exit_code=True), real=False),
+        replace(ATTEMPT, weaker=told(), kinds=("not explained",)),
     ]
     assert shown.table(done).splitlines() == [
-        "| of 2 real bugs, re-created | notices |",
+        "| of 3 real bugs, re-created | notices |",
         "|---|---|",
         "| exit code only | 0 |",
         "| loss curve within 1% over 10 steps | 0 |",
         "| loss curve within 1e-5 over 10 steps | 1 |",
         "| listing of process groups | 0 |",
-        "| this harness, cause named | 1 |",
+        "| this harness | 2 |",
+        "| this harness, cause named and not only located | 1 |",
     ]
 
 
