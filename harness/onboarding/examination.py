@@ -14,7 +14,7 @@ from harness import trainers
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.localise import BY_ORDER
-from harness.diagnosis.suppositions import Supposed, as_yaml, suppose, with_own_rates
+from harness.onboarding.suppositions import Supposed, as_yaml, suppose, with_own_rates
 from harness.evidence.reading import read_json
 from harness.evidence.store import load
 from harness.judge.judgement import Judgement

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from harness.diagnosis.assume import retrain
-from harness.diagnosis.suppositions import Supposed, as_yaml, suppose, suppositions, with_own_rates
+from harness.onboarding.suppositions import Supposed, as_yaml, suppose, suppositions, with_own_rates
 from harness.evidence.records import RankEvidence, Run, TensorEvidence
 from harness.evidence.step import Microbatch, StepEvidence
 from harness.judge.order import reordered_reference
