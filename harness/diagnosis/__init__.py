@@ -46,7 +46,7 @@ from harness.diagnosis.units import (
     other_units,
     units_disagree,
 )
-from harness.diagnosis.whose import another_tensor
+from harness.diagnosis.whose import another_tensor, another_update
 from harness.diagnosis.zero import not_gathered, nothing_cut, shifted_gradients
 from harness.judge.result import Diagnosis, Result, Verdict, one_cause
 from harness.judge.trial import Trial, launch_label
@@ -74,6 +74,7 @@ SUSPECTS: tuple[Suspects, ...] = (
 COSTLY: tuple[Suspects, ...] = (
     unequal_contributions,
     another_tensor,
+    another_update,
     clipped_while_adding_up,
     exchanged_tensors,
 )

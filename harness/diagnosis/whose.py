@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from harness.diagnosis.assume import another_reference
+from harness.checks import update
+from harness.diagnosis.assume import another_optimizer, another_reference
 from harness.diagnosis.differences import expected_gradient, first_wrong_step, seen_gradients, spans, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.replicas import clipping_apart, summed, train_apart
-from harness.diagnosis.words import Arrays, Pair, where_text
+from harness.diagnosis.words import Arrays, Pair, in_order, where_text
 from harness.evidence.text import number_text
+from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
 from harness.judge.result import Cause
+from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
 from harness.plan.slices import Slice
@@ -228,19 +231,18 @@ def _wrong_rows(seen: np.ndarray, right: np.ndarray, close: float) -> np.ndarray
 def _sources(
     trial: Trial, rank: int, fqn: str, step: int, shape: tuple[int, ...]
 ) -> Iterator[tuple[Source, np.ndarray]]:
-    """Yield what is right of other tensors of this shape: each slice once, of this step or an earlier one."""
+    """Yield what is right of other tensors of this shape: each slice once, of this step and of earlier ones."""
     own = trial.gradient_slice_of(rank, fqn)
     for other in trial.plan.shapes:
         parts = {trial.gradient_slice_of(peer, other) for peer in trial.ranks} - {None}
         for part in sorted(part for part in parts if part is not None):
             if tuple(stop - start for start, stop in part) != shape:
                 continue
-            if (other, part) != (fqn, own):
-                yield Source("gradient", other, part), _value(trial, "gradient", other, part, step)
-                continue
-            for back in range(1, step):
-                yield Source("gradient", fqn, part, back), _value(trial, "gradient", fqn, part, step - back)
-            yield Source("weight", fqn, part), _value(trial, "weight", fqn, part, step)
+            same = (other, part) == (fqn, own)
+            for back in range(same, step):
+                yield Source("gradient", other, part, back), _value(trial, "gradient", other, part, step - back)
+            if same:
+                yield Source("weight", fqn, part), _value(trial, "weight", fqn, part, step)
 
 
 def _value(trial: Trial, what: str, fqn: str, part: Slice, step: int) -> np.ndarray:
@@ -318,3 +320,62 @@ def _replicas_differ(trial: Trial, found: Mapping[Pair, Wrong]) -> bool:
             if (peer, fqn) not in found and trial.gradient_slice_of(peer, fqn) == one.part:
                 return True
     return False
+
+
+# ---- updates
+
+
+def another_update(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Gradients are right, and the optimizer moves parameters by those of others, or by those of the step before."""
+    wrong = in_order(trial, (one.name for one in broken["update"].findings)) if "update" in broken else []
+    if not wrong or "gradients" in broken or trial.assumption.references:
+        return
+    found: dict[str, tuple[str, int]] = {}
+    for fqn in wrong:
+        ways = [(fqn, 1), *((other, 0) for other in trial.plan.shapes if other != fqn)]
+        alike = [(other, back) for other, back in ways if trial.plan.shapes[other] == trial.plan.shapes[fqn]]
+        fits = [way for way in alike if _moved_by(trial, {fqn: way}, fqn)]
+        if len(fits) != 1:
+            return
+        found[fqn] = fits[0]
+    (fqn, (other, back)), more = next(iter(found.items())), len(found) - 1
+    whose = f"that of {other}" if other != fqn else "its own of the step before"
+    text = f"the optimizer moves {fqn} by another gradient, {whose}" + f", and {more} more likewise" * bool(more)
+    details = (("parameters", tuple(found)), ("source", other), ("back", back))
+
+    def whole(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        by = clip_coefficient(norm, trial.case.training.max_norm)
+        kept[step] = {name: by * gradient for name, gradient in gradients.items()}
+        return kept[step] | {name: _given_of(kept, step, *way, gradients[name]) for name, way in found.items()}
+
+    kept: dict[int, Arrays] = {}
+    assume = partial(another_optimizer, assumed=_given(trial, found), given=whole)
+    yield Hypothesis(Cause(KIND, text, details=details), assume, 1 + len({*found.values()}) if back == 0 else 1)
+
+
+def _given_of(kept: Mapping[int, Arrays], step: int, fqn: str, back: int, like: np.ndarray) -> np.ndarray:
+    """What was there of a parameter so many steps before; zeros where there was nothing."""
+    return kept[step - back][fqn] if step - back in kept else np.zeros_like(like)
+
+
+def _given(trial: Trial, found: Mapping[str, tuple[str, int]]) -> AssumedOptimizer:
+    limit = trial.case.training.max_norm
+    clip = {step: clip_coefficient(update.observed_norm(trial, step), limit) for step in trial.case.steps}
+    seen = {rank: {step.step: step.gradients for step in evidence.steps} for rank, evidence in trial.ranks.items()}
+
+    def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
+        other, back = found.get(fqn, (fqn, 0))
+        own = _given_of(seen[rank], step, other, back, gradient)
+        return clip.get(step - back, 1.0) * own.astype(np.float64)
+
+    return AssumedOptimizer(given=given)
+
+
+def _moved_by(trial: Trial, way: Mapping[str, tuple[str, int]], fqn: str) -> bool:
+    """Whether all ranks' updates of this parameter are right so."""
+    ranks = {
+        rank: replace(evidence, parameters=tuple(one for one in evidence.parameters if one.fqn == fqn))
+        for rank, evidence in trial.ranks.items()
+    }
+    part = replace(trial, run=replace(trial.run, ranks=ranks)).assuming(_given(trial, way))
+    return update.holds(part, update.clipped_norms(trial))

@@ -14,7 +14,6 @@ from harness import trainers
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.localise import BY_ORDER
-from harness.onboarding.suppositions import Supposed, as_yaml, suppose, with_own_rates
 from harness.evidence.reading import read_json
 from harness.evidence.store import load
 from harness.judge.judgement import Judgement
@@ -23,6 +22,7 @@ from harness.judge.result import Result, Verdict
 from harness.judge.stored_trial import load_trial
 from harness.judge.trial import Trial
 from harness.onboarding import names
+from harness.onboarding.suppositions import Supposed, as_yaml, suppose, with_own_rates
 from harness.reference.record import ReferenceRun
 from harness.report.cause_text import diagnosis_line, evidence_rows
 from harness.report.finding_text import sentence
