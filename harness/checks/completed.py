@@ -146,7 +146,7 @@ def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
     empty = {tensor.fqn for tensor in evidence.parameters if tensor.value.size == 0}  # FSDP1 gives them no gradient
     empty |= {fqn for fqn, part in trial.plan.gradient_slices.get(evidence.rank, {}).items() if not numel(part)}
     for step in evidence.steps:
-        for what, seen in (("gradient", set(step.gradients) | empty), ("value", set(step.parameters))):
+        for what, seen in (("gradient", set(step.gradients) | empty), ("update", set(step.parameters))):
             findings += _inventory(partial(Finding.at, evidence.rank, step=step.step, quantity=what), held, seen)
     return findings
 
@@ -154,5 +154,5 @@ def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
 def _inventory(here: Callable[..., Finding], wanted: set[str], seen: set[str]) -> list[Finding]:
     if wanted == seen:
         return []
-    findings = [here("recorded", "missing", kind="parameter", name=fqn) for fqn in sorted(wanted - seen)]
-    return findings + [here("not recorded", "unexpected", kind="parameter", name=fqn) for fqn in sorted(seen - wanted)]
+    findings = [here("one", None, kind="parameter", name=fqn) for fqn in sorted(wanted - seen)]
+    return findings + [here(None, "one", kind="parameter", name=fqn) for fqn in sorted(seen - wanted)]

@@ -195,9 +195,7 @@ def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return seen | {fqn: np.zeros_like(seen[fqn]) for fqn in without}
 
     names = tuple(in_order(trial, left))
-    text = (
-        f"{some(names)} {'has' if len(names) == 1 else 'have'} no gradient" if without else f"{some(names)} not updated"
-    )
+    text = some(names) + (" without a gradient in every step" if without else " without an update in every step")
     details = (("parameters", names), ("gradient", not without))
     yield Hypothesis(Cause("incomplete", text, details=details), partial(assume, gradients=none))
     if not without:

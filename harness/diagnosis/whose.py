@@ -373,9 +373,11 @@ def _given(trial: Trial, found: Mapping[str, tuple[str, int]]) -> AssumedOptimiz
 
 def _moved_by(trial: Trial, way: Mapping[str, tuple[str, int]], fqn: str) -> bool:
     """Whether all ranks' updates of this parameter are right so."""
-    ranks = {
-        rank: replace(evidence, parameters=tuple(one for one in evidence.parameters if one.fqn == fqn))
-        for rank, evidence in trial.ranks.items()
-    }
+    ranks = {}
+    for rank, evidence in trial.ranks.items():
+        resumed, held = evidence.resumed, tuple(one for one in evidence.parameters if one.fqn == fqn)
+        if resumed is not None:
+            resumed = replace(resumed, parameters={f: v for f, v in resumed.parameters.items() if f == fqn})
+        ranks[rank] = replace(evidence, parameters=held, resumed=resumed)
     part = replace(trial, run=replace(trial.run, ranks=ranks)).assuming(_given(trial, way))
     return update.holds(part, update.clipped_norms(trial))

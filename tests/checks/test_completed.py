@@ -104,7 +104,7 @@ def test_a_parameter_that_a_rank_does_not_have_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     kept = tuple(t for t in trial.ranks[1].parameters if t.fqn != EMBEDDING)
     assert findings("completed", with_rank(trial, 1, parameters=kept)) == (
-        like(1, "recorded", "missing", kind="parameter", name=EMBEDDING, quantity="value at the start"),
+        like(1, "one", None, kind="parameter", name=EMBEDDING, quantity="value at the start"),
         *(
             like(1, "not recorded", "unexpected", step=step, kind="parameter", name=EMBEDDING, quantity=what)
             for step in (1, 2, 3)
@@ -117,7 +117,7 @@ def test_a_gradient_missing_in_the_last_step_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     rest = {fqn: g for fqn, g in trial.ranks[1].steps[2].gradients.items() if fqn != "norm.weight"}
     assert findings("completed", with_step(trial, 1, 3, gradients=rest)) == (
-        like(1, "recorded", "missing", step=3, name="norm.weight", kind="parameter", quantity="gradient"),
+        like(1, "one", None, step=3, name="norm.weight", kind="parameter", quantity="gradient"),
     )
 
 
