@@ -108,7 +108,7 @@ def test_a_parameter_that_a_rank_does_not_have_is_named() -> None:
         *(
             like(1, None, "one", step=step, kind="parameter", name=EMBEDDING, quantity=what)
             for step in (1, 2, 3)
-            for what in ("gradient", "value")
+            for what in ("gradient", "update")
         ),
     )
 
