@@ -30,12 +30,11 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Batch:
-    """What is trained on in a step. tokens, labels: int64 [b, s]. positions: int64 [b, s], of the rotary embedding; None: 0 to
-    s - 1. counts: float64 [b, s], how often each token's loss counts in the gradient (not in the loss); None: once."""
+    """What is trained on in a step. tokens, labels: int64 [b, s]. counts: float64 [b, s], how often each token's loss counts in
+    the gradient (not in the loss); None: once."""
 
     tokens: np.ndarray
     labels: np.ndarray
-    positions: np.ndarray | None = None
     counts: np.ndarray | None = None
 
 
@@ -147,9 +146,8 @@ def _only(batch: Batch, counts: np.ndarray) -> Batch:
     rows = counts.any(axis=1)
     both = counts if batch.counts is None else counts * batch.counts
     labels = np.where(counts[rows] != 0, batch.labels[rows], IGNORED)
-    positions = None if batch.positions is None else batch.positions[rows]
     counted = None if batch.counts is None and (counts[rows] == 1).all() else both[rows]
-    return Batch(batch.tokens[rows], labels, positions, counted)
+    return Batch(batch.tokens[rows], labels, counted)
 
 
 class _Copy:
@@ -287,8 +285,7 @@ def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool) -
 def token_losses(model: nn.Module, batch: Batch, document_mask: bool) -> Tensor:
     """Of each token, row after row, 0 where none counts. [b * s]"""
     tokens, labels = _integers(batch.tokens), _integers(batch.labels)
-    positions = None if batch.positions is None else _integers(batch.positions)
-    logits = at_least_float32(model(tokens, positions, documents=documents(tokens) if document_mask else None))
+    logits = at_least_float32(model(tokens, documents=documents(tokens) if document_mask else None))
     spend(logits.numel())
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
 

@@ -1,6 +1,4 @@
-"""The reference's model altered in place, as an adapter may misread a trainer's model: names swapped, rows in another order,
-another eps or base, or positions of its own. What a model computes otherwise is located, and not named: see the check `loss`.
-"""
+"""The reference's model altered in place, as an adapter may misread a trainer's model, or turned by positions of its own."""
 
 from __future__ import annotations
 
@@ -20,11 +18,10 @@ Alteration = Callable[[nn.Module], None]
 """Alters a module in place."""
 
 PARTS = {"model": "", "block": r"layers\.\d+", "attention": r".*\.attention", "norm": ".*norm"}
-"""Names of modules, by the part that they are."""
 
 
 def modules_of(model: nn.Module, part: str) -> list[str]:
-    """Return the names of all modules of a part, in the model's order."""
+    """Return the names of all modules of a part (of PARTS), in the model's order."""
     return [name for name, _ in model.named_modules() if re.fullmatch(PARTS[part], name)]
 
 
