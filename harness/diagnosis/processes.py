@@ -12,8 +12,8 @@ import numpy as np
 
 from harness.checks.completed import why
 from harness.diagnosis.assume import another_case, another_reference
+from harness.diagnosis.contributions import adding
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
-from harness.diagnosis.scaled import adding
 from harness.diagnosis.words import MOST_TEXTS, Arrays, finding_line, in_order, rank_words, some
 from harness.evidence.records import AT_WORK, Exit
 from harness.evidence.text import ranks_text
