@@ -165,7 +165,7 @@ def _groups_of_no_axis(trial: Trial, op: str) -> set[tuple[int, ...]]:
 
 
 def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
-    """Weights that are whole on every tp rank: each rank's gradient is a share; the shares sum to the reference's."""
+    """Compare the sum of what tp ranks have with the reference's: of weights that are whole on each, theirs are shares."""
     fqns = in_order(trial, (fqn for _, fqn in wrong))
     if trial.case.dims.tp == 1 or not all("norm" in fqn for fqn in fqns):
         return None

@@ -29,7 +29,7 @@ from harness.diagnosis.factors import ByStep, factor_text, times_text, token_fac
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.pieces import with_slices
 from harness.diagnosis.reports import assuming_reports, reported_of
-from harness.diagnosis.words import Arrays, Pair, in_order, in_parameters, some
+from harness.diagnosis.words import Arrays, Pair, from_step, in_order, in_parameters, some
 from harness.evidence.text import number_text
 from harness.judge.assembly import misfits
 from harness.judge.assumed import AssumedOptimizer
@@ -67,7 +67,7 @@ class Reading:
     """What ranks may report then."""
 
     def hypotheses(self, trial: Trial, step: int) -> Iterator[Hypothesis]:
-        """From a step on, and in it alone; with the loss that ranks report, where it is what they would report then."""
+        """Suppose it from a step on, and in it alone; with the loss that ranks report, where that follows from it."""
         few = len(self.fqns) < len(trial.plan.shapes)
         where, details = f" {in_parameters(trial, self.fqns)}" * few, (("parameters", tuple(self.fqns)),) * few
         reported, number = reported_of(trial, "reported_loss") if self.number else None, self.number
@@ -109,10 +109,6 @@ def in_steps(change: Change) -> Assume:
 # ---- what is summed
 
 
-def _own(trial: Trial, rank: int, fqn: str, step: int) -> np.ndarray | None:
-    return expected_gradient(trial, rank, fqn, step)
-
-
 def _before(trial: Trial, rank: int, fqn: str, step: int) -> np.ndarray | None:
     return expected_gradient(trial, rank, fqn, step - 1)
 
@@ -143,17 +139,17 @@ def _weights(trial: Trial, step: int, source: Source, beside: Source | None = No
 
 def scaled_alike(trial: Trial, step: int) -> bool:
     """Say whether every wrong gradient is a multiple of what it should be."""
-    return trial.case.exact and bool(_weights(trial, step, _own))
+    return trial.case.exact and bool(_weights(trial, step, expected_gradient))
 
 
 # ---- its own, another number of times
 
 
 def _factors(trial: Trial, step: int) -> Iterator[dict[str, float]]:
-    """By parameter. In float64 those that fit; nothing where holders have not all the same. In recipes with noise one factor of
-    all parameters, one of those that are wrong, and one of each of these where they are few."""
+    """Yield factors by parameter. In float64 those that fit, if all holders have the same. In recipes with noise one of all
+    parameters, one of those that are wrong, and one of each of these where they are few."""
     if trial.case.exact:
-        found = _weights(trial, step, _own)
+        found = _weights(trial, step, expected_gradient)
         fqns = dict.fromkeys(fqn for _, fqn in found)
         of = {fqn: [found.get((rank, fqn), 1.0) for rank in holders_of(trial, fqn)] for fqn in fqns}
         if found and all(np.allclose(one, one[0], rtol=1e-7, atol=1e-12) for one in of.values()):
@@ -169,7 +165,8 @@ def _factors(trial: Trial, step: int) -> Iterator[dict[str, float]]:
         return
     off = in_order(trial, (one.fqn for one in wrong))
     mean = float(np.average([one.fit for one in wrong], weights=[one.fit_bound**-2.0 for one in wrong]))
-    yield dict.fromkeys(whole, mean)
+    if any(abs(one.fit / mean - 1) <= one.fit_bound for one in wrong):
+        yield dict.fromkeys(whole, mean)
     if len(off) < len(whole):
         yield dict.fromkeys(off, mean)
     if 1 < len(off) <= FEW:
@@ -183,14 +180,15 @@ def _common(factors: Mapping[Any, float]) -> float | None:
 
 
 def _scaled(trial: Trial, factors: Mapping[str, float], step: int) -> Iterator[Reading]:
-    """One factor, which may be another in each step, as numbers of tokens are; or one of each parameter."""
+    """Read one factor, which may be another in each step, as numbers of tokens are; or one of each parameter."""
     factor, everywhere = _common(factors), len(factors) == len(trial.plan.shapes)
     tokens = token_factors(trial, step, factor) if factor and everywhere and trial.case.exact else ()
     ways: list[tuple[str, ByStep]] = [(hint, partial(_relative, by, factor or 1.0)) for hint, by in tokens]
-    details = (("factor", factor),) if factor is not None else (("factors", tuple(sorted({*factors.values()}))),)
-    for hint, by in (*ways, (_name(trial, factors), lambda at: 1.0)):
+    details = ("factor", factor) if factor is not None else ("factors", tuple(sorted({*factors.values()})))
+    for text, by in (*ways, (_name(trial, factors), lambda at: 1.0)):
+        hint = text.removeprefix(": ")
         number = (lambda rank, at, right, by=by: factor * by(at) * right) if everywhere and factor else None
-        cause = Cause(KIND, _scaled_text(factor), hint=hint.removeprefix(": "), details=details)
+        cause = Cause(KIND, _scaled_text(factor), hint=hint, details=(details, ("named", hint)))
         yield Reading(cause, [*factors], in_steps(partial(_times, factors, by)), 1 + (factor is None), number)
 
 
@@ -220,20 +218,20 @@ def _name(trial: Trial, factors: Mapping[str, float]) -> str:
 
 
 def _in_the_loss(trial: Trial, since: int, factor: float) -> Hypothesis:
-    """A factor within backward is rounded otherwise than one that comes after it: the roundest number is tried."""
+    """Suppose a factor within backward, which is rounded otherwise than one that comes after it: the roundest number."""
     factor = float(f"{factor:.3g}")
 
     def batch(step: int, usual: Batch) -> Batch:
         counts = np.full(usual.labels.shape, factor if step >= since else 1.0)
         return replace(usual, counts=counts if usual.counts is None else counts * usual.counts)
 
-    hint = "the loss is scaled before backward"
-    cause = Cause(KIND, _scaled_text(factor), hint=hint, details=(("factor", factor),))
+    hint, where = "the loss is scaled before backward", from_step(trial, since) if since > trial.first_step else ""
+    cause = Cause(KIND, _scaled_text(factor), where, hint=hint, details=(("factor", factor),))
     return Hypothesis(cause, partial(another_reference, batch=batch), 2)
 
 
 def _unscaled_late(trial: Trial, factor: float) -> Hypothesis:
-    """As with a loss scale that is taken out of gradients after clipping has seen them."""
+    """Suppose a loss scale that is taken out of gradients after clipping has seen them."""
     factor = float(round(factor)) if abs(factor - round(factor)) < 1e-4 * factor else factor
     limit, norms = trial.case.training.max_norm, {step: observed_norm(trial, step) for step in trial.case.steps}
 
@@ -253,7 +251,7 @@ def _unscaled_late(trial: Trial, factor: float) -> Hypothesis:
 
 
 def _not_zeroed(trial: Trial, step: int) -> Iterator[Reading]:
-    found = _weights(trial, step, _before, beside=_own) if step > 1 else {}
+    found = _weights(trial, step, _before, beside=expected_gradient) if step > 1 else {}
     if not found or (trial.case.exact and not _common(found)):
         return
     every, off = tuple(trial.plan.shapes), tuple(in_order(trial, (fqn for _, fqn in found)))
@@ -287,7 +285,7 @@ def norm_of_all(gradients: Arrays) -> float:
 
 
 def _mixed_over_tp(trial: Trial, step: int) -> Iterator[Reading]:
-    """Every rank of a tp group has one multiple of the sum of what its peers should have, each of another slice."""
+    """Read one multiple of the sum of what tp peers should have, each of another slice."""
     found = _weights(trial, step, _over_tp) if trial.case.exact else {}
     fqns, factor = in_order(trial, (fqn for _, fqn in found)), _common(found)
     if factor:

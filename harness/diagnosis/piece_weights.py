@@ -55,15 +55,15 @@ def sums_of_pieces(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _reading(fit: Fit, cause: Cause, weights: Weights, fitted: int = 1, number: Number | None = None) -> Reading:
-    assume_ = partial(assuming, pieces=fit.pieces, fqns=fit.fqns, weights=weights)
-    return Reading(cause, fit.fqns, lambda steps: partial(assume_, steps=steps), fitted, number)
+    under = partial(assuming, pieces=fit.pieces, fqns=fit.fqns, weights=weights)
+    return Reading(cause, fit.fqns, lambda steps: partial(under, steps=steps), fitted, number)
 
 
 # ---- the same on all ranks
 
 
 def _of_microbatches(fit: Fit) -> Iterator[Reading]:
-    """All pieces of the n-th microbatches of all ranks count alike."""
+    """Read one weight a microbatch: all pieces of the n-th microbatches of all ranks count alike."""
     seen, numbers, passes, at = fit.alike, fit.pieces.microbatch, fit.trial.case.passes, fit.counted
     if seen is None or passes == 1 or len({*numbers[at].tolist()}) < passes:
         return
@@ -79,14 +79,14 @@ def _of_microbatches(fit: Fit) -> Iterator[Reading]:
 
 
 def _some(fit: Fit, numbers: Sequence[int]) -> str:
-    """Microbatches 1, 3 of 4 do."""
+    """Return which: microbatches 1, 3 of 4 do."""
     one = len(numbers) == 1
     which = f"microbatch{'es' * (not one)} {', '.join(map(str, numbers))}"
     return f"{which} of {fit.trial.case.passes} {'does' if one else 'do'}"
 
 
 def _one_step_late(fit: Fit) -> Iterator[Reading]:
-    """Microbatches that are not in the first step's gradient come with the next step's."""
+    """Suppose that microbatches that are not in the first step's gradient come with the next step's."""
     first = fit.step == fit.trial.first_step and len(fit.fqns) == len(fit.trial.plan.shapes)
     if first and fit.alike is not None and 0 < len(fit.lost) < fit.trial.case.passes:
         late = np.isin(fit.pieces.microbatch + 1, fit.lost)
@@ -96,12 +96,14 @@ def _one_step_late(fit: Fit) -> Iterator[Reading]:
 
 
 def _of_no_rule(fit: Fit) -> Iterator[Reading]:
-    if (seen := fit.alike) is not None and fit.trial.case.exact:
-        least, most = (float(of(seen[fit.counted].round(9))) + 0.0 for of in (np.min, np.max))
+    """Read any weights, where no noise can have made them."""
+    if fit.trial.case.exact:
+        seen = np.stack([*fit.weights.values()]).round(9)[:, fit.counted] + 0.0
+        least, most, once = float(seen.min()), float(seen.max()), np.ones(len(fit.counted))
         hint = f"weights {number_text(least, 4)} to {number_text(most, 4)}"
         details = (("least weight", least), ("largest weight", most))
         cause = Cause("unequal contributions", "samples count unequally in the gradient", hint=hint, details=details)
-        yield _reading(fit, cause, lambda step, rank: seen, len(np.unique(seen.round(6))))
+        yield _reading(fit, cause, lambda step, rank: fit.weights.get(rank, once), len(np.unique(seen.round(6))))
 
 
 # ---- means that are taken in the wrong place
@@ -125,7 +127,7 @@ def _axes(trial: Trial) -> tuple[str, ...]:
 
 
 def _averaged_locally(fit: Fit) -> Iterator[Reading]:
-    """Each unit divides by its own number of valid tokens, and these means are averaged, or summed, or another multiple."""
+    """Read means per unit: each divides by its own number of valid tokens, and these means are averaged, or summed."""
     trial, pieces, found = fit.trial, fit.pieces, dict[bytes, tuple[list[Unit], np.ndarray]]()
     for unit in _units(trial):
         rows = np.column_stack([pieces.places(unit[1]), pieces.row // unit[2]])
@@ -151,7 +153,7 @@ def _averaged_locally(fit: Fit) -> Iterator[Reading]:
 
 
 def _if_averaged(pieces: Pieces, units: np.ndarray, times: float, step: int, rank: int) -> np.ndarray:
-    """units: by piece, the number of its unit."""
+    """Return how often pieces count then. units: by piece, the number of its unit."""
     tokens = pieces.tokens(step)
     own = np.bincount(units, tokens)
     return np.asarray(times * (tokens.sum() / (len(own) * np.maximum(own, 1)))[units])
@@ -173,7 +175,7 @@ def _place(trial: Trial, rank: int, axes: Sequence[str]) -> list[int]:
 
 
 def _not_reduced(fit: Fit) -> Iterator[Reading]:
-    """Of all microbatches or of some, only those count that ranks with the same place along some axes received."""
+    """Read shares that are not added: of all microbatches or some, only those that ranks at one place along axes received."""
     trial, pieces = fit.trial, fit.pieces
     microbatches = [*_choices(range(1, trial.case.passes + 1))] if fit.alike is None else []
     for missing, chosen in itertools.product(_choices(_axes(trial)), microbatches):
@@ -199,7 +201,7 @@ def _choices(of: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
 def _cause(
     fit: Fit, missing: tuple[str, ...], chosen: tuple[int, ...], times: float, known: Sequence[float]
 ) -> tuple[Cause, list[str]]:
-    """Return also the axes over which nothing ran."""
+    """Return the cause, and the axes over which nothing ran."""
     trial, some = fit.trial, chosen if len(chosen) < fit.trial.case.passes else ()
     silent = {a: op for a, op in silent_axes(trial, fit.step).items() if a.removesuffix("_cp") in missing}
     hints = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in silent.items()]
@@ -226,7 +228,7 @@ def _not_moved(reading: Reading, axes: Sequence[str], steps: Sequence[int]) -> C
 
 
 def _clipped_while_adding_up(fit: Fit) -> Iterator[Hypothesis]:
-    """After every microbatch, what has been added up until then: reduced already, or what each data rank has of its own."""
+    """Suppose that what has been added up is clipped after every microbatch: of all ranks, or what each has of its own."""
     trial, pieces, passes = fit.trial, fit.pieces, fit.trial.case.passes
     last = fit.counted & (pieces.microbatch == passes - 1)
     once = passes == 1 or trial.case.training.max_norm is None
@@ -245,7 +247,7 @@ def _clipped_while_adding_up(fit: Fit) -> Iterator[Hypothesis]:
 
 
 def _clipping(pieces: Pieces, chains: Sequence[Sequence[int]], twice: bool, trial: Trial) -> Trial:
-    """Each chain holds its own pieces, microbatch after microbatch, and as much larger as they are averaged over chains.
+    """Assume that each chain adds up its own pieces, which are as much larger as they are averaged over chains.
     twice: their sum is clipped, and what comes of that again, whose norm is reported."""
     passes, limit = trial.case.passes, trial.case.training.max_norm
     parts = [[n for n in chain if pieces.microbatch[n] == number] for chain in chains for number in range(passes)]
@@ -283,7 +285,7 @@ def _clipping(pieces: Pieces, chains: Sequence[Sequence[int]], twice: bool, tria
 
 
 def _exchanged(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int) -> Iterator[Hypothesis]:
-    """Of two replicas, a rank adds to its own share of a gradient its partner's of another parameter."""
+    """Find the parameter whose gradient a rank of two replicas takes of its partner, in place of the right one."""
     wrong = wrong_pairs(trial, step)
     if trial.case.dims.dp_replicate != 2 or not trial.case.exact or {rank for rank, _ in wrong} == {*trial.ranks}:
         return

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnosed import LAST, NORM, accumulating, proven, reference_gradient
+from diagnosed import LAST, NORM, accumulating, kinds, proven, reference_gradient
 from literal import EIGHT, sum_of_samples, tiny_case, trial_of, with_collectives, with_every_rank, with_step_1_gradients
 
 from harness.checks import judge
@@ -123,17 +123,16 @@ def test_few_parameters_that_no_reduction_reaches_are_named(fqns: tuple[str, ...
     assert (kind, details["parameters"]) == ("gradients not reduced", fqns)
 
 
-def test_weights_that_differ_in_one_piece_or_that_do_not_count_are_no_missing_reduction() -> None:
-    right = own_only(HSDP, ["dp_replicate"])
-    assert len(proposed(right)) == 2
-    odd = own_only(HSDP, ["dp_replicate"], counted=0.0)
-    assert proposed(odd) == []
-    other = {id_: float(n < 4) + 0.5 * (n == 7) for n, id_ in enumerate(HSDP.reference.samples[0])}
-    held = {rank: dict(right.ranks[rank].steps[0].gradients) for rank in (0, 1)}
-    uneven = with_step_1_gradients(
-        HSDP,
-        lambda rank, fqn: sum_of_samples(
-            HSDP, fqn, {i: w if rank in held else 1 - float(w == 1.0) for i, w in other.items()}
-        ),
-    )
-    assert proposed(uneven) == []
+def test_shares_that_do_not_count_are_no_missing_reduction() -> None:
+    assert len(proposed(own_only(HSDP, ["dp_replicate"]))) == 2
+    assert proposed(own_only(HSDP, ["dp_replicate"], counted=0.0)) == []
+    assert kinds(own_only(HSDP, ["dp_replicate"], counted=0.0)) != ("gradients not reduced",)
+
+
+def test_a_rank_whose_own_share_counts_twice_has_weights_of_no_rule() -> None:
+    """Each rank's own samples count twice, and all others once."""
+    ids = {rank: [i for i in range(8) if i // 4 == rank] for rank in (0, 1)}
+    trial = trial_of(tiny_case("ddp_2"))
+    wrong = with_step_1_gradients(trial, lambda rank, fqn: sum_of_samples(trial, fqn, dict.fromkeys(ids[rank], 2.0)))
+    kind, details = proven(wrong)
+    assert (kind, details["least weight"], details["largest weight"]) == ("unequal contributions", 1.0, 2.0)

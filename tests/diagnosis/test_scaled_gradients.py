@@ -23,11 +23,11 @@ from literal import ADAMW, TINY, tiny_case, trained_otherwise, trial_of, with_st
 from literal_reference import clip
 
 from harness.checks import judge
-from harness.diagnosis import diagnose
 from harness.diagnosis.contributions import lacks_the_outputs_part, sums_of_whole_gradients
 from harness.diagnosis.engine import explain
 from harness.judge.losses import losses
 from harness.judge.trial import Trial
+from harness.spec.dims import ParallelDims
 
 WQ = "layers.0.attention.wq.weight"
 TIED = replace(TINY, tied_embeddings=True)
@@ -35,9 +35,7 @@ TIED = replace(TINY, tied_embeddings=True)
 
 def names(trial: Trial) -> str:
     """Which numbers of the case the factor is said to be."""
-    found = diagnose(trial, judge(trial))
-    assert found is not None
-    return found.causes[0].hint
+    return str(proven(trial)[1]["named"])
 
 
 def factor_of(trial: Trial) -> object:
@@ -50,24 +48,22 @@ def factor_of(trial: Trial) -> object:
 
 
 @pytest.mark.parametrize(
-    ("layout", "features", "factor", "named"),
+    ("layout", "accumulation", "factor", "named"),
     [
-        (dims(shard=4), {}, 1 / 4, ["extra", "dp_shard"]),
-        (dims(shard=4), {}, 4, ["not divided", "dp_shard"]),
-        (dims(replicate=2), {}, 1 / 2, ["extra", "dp_replicate"]),
-        (dims(2, 4), {}, 1 / 8, ["extra", "dp_replicate x dp_shard", "number of samples"]),
-        (dims(2, 2), {}, 2, ["not divided", "dp_replicate or dp_shard"]),
-        (dims(tp=2), {}, 2, ["not divided", "tp"]),
-        (dims(1, 4), {"accumulation": 2}, 2, ["not divided", "accumulation"]),
-        (dims(1, 4), {}, -1, ["sign"]),
-        (dims(1, 4), {}, 1.7, []),
-        (dims(1, 4), {}, 16.0, []),  # the number of valid tokens in one step is none where another has others
+        (dims(shard=4), 1, 1 / 4, ["extra", "dp_shard"]),
+        (dims(replicate=2), 1, 2, ["not divided", "dp_replicate"]),
+        (dims(2, 4), 1, 1 / 8, ["extra", "dp_replicate x dp_shard", "number of samples"]),
+        (dims(tp=2), 1, 2, ["not divided", "tp"]),
+        (dims(1, 4), 2, 2, ["not divided", "accumulation"]),
+        (dims(1, 4), 1, -1, ["sign"]),
+        (dims(1, 4), 1, 1.7, []),
+        (dims(1, 4), 1, 16.0, []),  # the number of valid tokens in one step is none where another has others
     ],
 )
 def test_a_factor_is_named_by_the_number_of_the_case_that_it_is(
-    layout, features: dict[str, int], factor: float, named: list[str]
+    layout: ParallelDims, accumulation: int, factor: float, named: list[str]
 ) -> None:
-    trial = scaled(layout, factor, **features)
+    trial = scaled(layout, factor, accumulation=accumulation)
     assert factor_of(trial) == factor
     assert all(one in names(trial) for one in named) and bool(named) == bool(names(trial))
 

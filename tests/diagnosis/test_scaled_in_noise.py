@@ -50,7 +50,7 @@ def in_noise(trial: Trial) -> list[dict[str, object]]:
 )
 def test_factors_that_no_entry_shows_are_named(odd: dict[str, float], rest: float, found: dict[str, Any]) -> None:
     (details,) = in_noise(with_factors(loud(), lambda rank, step, fqn: odd.get(fqn, rest)))
-    assert details.pop("steps") == (1, 2, 3) and details.keys() == found.keys()
+    assert details.pop("steps") == (1, 2, 3) and details.pop("named") is not None and details.keys() == found.keys()
     assert {*details.pop("parameters", ())} == {*found.pop("parameters", ())}
     assert details == {key: pytest.approx(value, rel=1e-6) for key, value in found.items()}
 
