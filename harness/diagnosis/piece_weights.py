@@ -49,7 +49,7 @@ def sums_of_pieces(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         yield from _exchanged(trial, pieces, gradients, step)
         return
     found = [one for row in (_of_microbatches, _averaged_locally, _not_reduced) for one in row(fit)]
-    for reading in (*(found or _of_no_rule(fit)), *_one_step_late(fit)):
+    for reading in found or _of_no_rule(fit):
         yield from reading.hypotheses(trial, step)
     yield from _clipped_while_adding_up(fit)
 
@@ -63,19 +63,26 @@ def _reading(fit: Fit, cause: Cause, weights: Weights, fitted: int = 1, number: 
 
 
 def _of_microbatches(fit: Fit) -> Iterator[Reading]:
-    """Read one weight a microbatch: all pieces of the n-th microbatches of all ranks count alike."""
+    """Read one weight a microbatch: all pieces of the n-th microbatches of all ranks count alike. One that is not in the first
+    step's gradient may come with the next step's."""
     seen, numbers, passes, at = fit.alike, fit.pieces.microbatch, fit.trial.case.passes, fit.counted
     if seen is None or passes == 1 or len({*numbers[at].tolist()}) < passes:
         return
     each = np.array([np.mean(seen[at & (numbers == number)]) for number in range(passes)])
-    if fit.same(seen[at], each[numbers][at]):
-        each = np.where(np.abs(each - each.round()) <= fit.close, each.round() + 0.0, each)
-        text = f"{_some(fit, fit.lost)} not contribute to the gradient" if fit.lost else ""
-        hint = "weights " + ", ".join(number_text(weight, 4) for weight in each)
-        details = (("weights", tuple(each.tolist())), ("microbatches", fit.lost))
-        text = text or "microbatches contribute unequally to the gradient"
-        cause = Cause("unequal contributions", text, hint=hint, details=details)
-        yield _reading(fit, cause, lambda step, rank: each[numbers], len({*each.tolist()} - {0.0, 1.0}) + 1)
+    if not fit.same(seen[at], each[numbers][at]):
+        return
+    each = np.where(np.abs(each - each.round()) <= fit.close, each.round() + 0.0, each)
+    lost = tuple((np.flatnonzero(each == 0) + 1).tolist())
+    text = f"{_some(fit, lost)} not contribute to the gradient" if lost else ""
+    hint = "weights " + ", ".join(number_text(weight, 4) for weight in each)
+    cause = Cause("unequal contributions", text or "microbatches contribute unequally to the gradient", hint=hint)
+    cause = replace(cause, details=(("microbatches", lost), ("weights", tuple(each.tolist()))))
+    yield _reading(fit, cause, lambda step, rank: each[numbers], len({*each.tolist()} - {0.0, 1.0}) + 1)
+    first = fit.step == fit.trial.first_step and len(fit.fqns) == len(fit.trial.plan.shapes)
+    if first and 0 < len(lost) < passes:
+        late, text = np.isin(numbers + 1, lost), f"{_some(fit, lost)} not count until the next step's gradient"
+        cause = Cause("unequal contributions", text, details=(("microbatches", lost), ("steps late", 1)))
+        yield _reading(fit, cause, lambda step, rank: np.stack([~late, late]).astype(float), 2)
 
 
 def _some(fit: Fit, numbers: Sequence[int]) -> str:
@@ -83,16 +90,6 @@ def _some(fit: Fit, numbers: Sequence[int]) -> str:
     one = len(numbers) == 1
     which = f"microbatch{'es' * (not one)} {', '.join(map(str, numbers))}"
     return f"{which} of {fit.trial.case.passes} {'does' if one else 'do'}"
-
-
-def _one_step_late(fit: Fit) -> Iterator[Reading]:
-    """Suppose that microbatches that are not in the first step's gradient come with the next step's."""
-    first = fit.step == fit.trial.first_step and len(fit.fqns) == len(fit.trial.plan.shapes)
-    if first and fit.alike is not None and 0 < len(fit.lost) < fit.trial.case.passes:
-        late = np.isin(fit.pieces.microbatch + 1, fit.lost)
-        text = f"{_some(fit, fit.lost)} not count until the next step's gradient"
-        cause = Cause("unequal contributions", text, details=(("microbatches", fit.lost), ("steps late", 1)))
-        yield _reading(fit, cause, lambda step, rank: np.stack([~late, late]).astype(float), 2)
 
 
 def _of_no_rule(fit: Fit) -> Iterator[Reading]:
@@ -294,43 +291,40 @@ def _exchanged(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int)
     found = {at: added for at in wrong if (added := _added(trial, *at, step, own))}
     if len(found) == len(wrong):
         (rank, fqn), (other, factor) = next(iter(found.items()))
-        hint = f"rank {rank} adds {times_text(factor)} rank {_partner(trial, rank)}'s {other} to its {fqn}"
+        hint = f"rank {rank} adds {times_text(factor)} its partner's {other} to its {fqn}"
         details = (("rank", rank), ("parameter", fqn), ("adds", other), ("factor", factor))
         text = "tensors are swapped in the reduction over dp_replicate"
         cause = Cause("reductions exchanged", text, where_text(trial, wrong), hint=hint, details=details)
         yield Hypothesis(cause, partial(_adding_another, found, step), 1 + len({times for _, times in found.values()}))
 
 
-def _partner(trial: Trial, rank: int) -> int:
-    return next(other for other in trial.plan.peers(rank, "dp_replicate") if other != rank)
-
-
 def _added(trial: Trial, rank: int, fqn: str, step: int, own: list[Arrays]) -> tuple[str, float] | None:
     """Return the partner's parameter that is added, and how often. own: by replica, what its samples give."""
-    partner = _partner(trial, rank)
-    rest = seen_gradients(trial, rank, step)[fqn] - _slice(trial, rank, fqn, own)
-    for other in trial.plan.slices[partner]:
-        theirs = _slice(trial, partner, other, own)
-        if theirs.size == rest.size and np.any(theirs):
-            factor = best_fit(rest, theirs.reshape(rest.shape))
-            if relative_difference(rest, factor * theirs.reshape(rest.shape)) < 1e-9:
+    seen = seen_gradients(trial, rank, step)[fqn]
+    for other in trial.plan.shapes:
+        mine, theirs = _two(trial, rank, fqn, other, own)
+        if np.any(theirs):
+            factor = best_fit(seen - mine, theirs)
+            if relative_difference(seen - mine, factor * theirs) < 1e-9:
                 return other, round(factor, 9)
     return None
 
 
-def _slice(trial: Trial, rank: int, fqn: str, by_replica: list[Arrays]) -> np.ndarray:
-    """Return what the rank holds of its replica's."""
-    part = trial.slice_of(rank, fqn)
-    assert part is not None
-    return take(by_replica[coordinate(trial.case.dims, rank)["dp_replicate"]][fqn], part)
+def _two(trial: Trial, rank: int, fqn: str, other: str, of: list[Arrays]) -> tuple[np.ndarray, np.ndarray]:
+    """Return a rank's slice, and its partner's of another parameter in that shape, or zeros. of: by replica."""
+    places = {one: coordinate(trial.case.dims, one)["dp_replicate"] for one in trial.plan.peers(rank, "dp_replicate")}
+    partner = next(one for one in places if one != rank)
+    parts = [(one, name, trial.slice_of(one, name)) for one, name in ((rank, fqn), (partner, other))]
+    own, theirs = (np.zeros(0) if part is None else take(of[places[one]][name], part) for one, name, part in parts)
+    return own, theirs.reshape(own.shape) if theirs.size == own.size else np.zeros_like(own)
 
 
 def _adding_another(found: Mapping[Pair, tuple[str, float]], since: int, trial: Trial) -> Trial:
     def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
         total = [{fqn: value.copy() for fqn, value in own.items()} for own in summed(gradients)]
         for (rank, fqn), (other, factor) in found.items() if step >= since else ():
-            own, theirs = _slice(trial, rank, fqn, gradients), _slice(trial, _partner(trial, rank), other, gradients)
-            _slice(trial, rank, fqn, total)[...] = own + factor * theirs.reshape(own.shape)
+            (own, theirs), (there, _) = (_two(trial, rank, fqn, other, of) for of in (gradients, total))
+            there[...] = own + factor * theirs
         return total
 
     return clipping_apart(train_apart(trial, "dp_replicate", reduce))

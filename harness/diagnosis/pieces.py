@@ -128,13 +128,6 @@ class Fit:
         first, *others = self.weights.values()
         return np.asarray(np.mean([first, *others], axis=0)) if all(self.same(own, first) for own in others) else None
 
-    @functools.cached_property
-    def lost(self) -> tuple[int, ...]:
-        """The numbers, from 1, of microbatches none of whose pieces counts anywhere."""
-        seen = self.counted & (np.max(np.abs(list(self.weights.values())), axis=0) > self.close)
-        numbers = self.pieces.microbatch
-        return tuple(n + 1 for n in sorted({*numbers[self.counted].tolist()} - {*numbers[seen].tolist()}))
-
     def factor(self, fixed: Weights, free: Weights, known: Sequence[float]) -> float | None:
         """Return how often `free` counts beside `fixed`; None if weights are not so. known: numbers that it may be."""
         at = self.counted

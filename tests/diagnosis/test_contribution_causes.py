@@ -13,7 +13,6 @@ from diagnosed import (
     LAST,
     LOW_CLIP,
     accumulating,
-    dims,
     fsdp_4,
     in_noise,
     kinds,
@@ -215,15 +214,3 @@ def test_clipping_while_adding_up_is_put_to_the_test_only_where_it_can_be(traini
     trial = with_scaled_samples(trial_of(tiny_case(layout, training, accumulation=passes)), {0: 0.5})
     found = [dict(one.cause.details) for one in proposed(trial) if one.cause.kind == "clipped in every microbatch"]
     assert {one["each rank"] for one in found} == each
-
-
-# ---- along cp
-
-
-@pytest.mark.parametrize("layout", [ParallelDims(cp=2), dims(shard=2)])
-def test_one_unit_of_many_samples_is_no_mean_of_its_own(layout: ParallelDims) -> None:
-    trial = trial_of(tiny_case(layout, replace(ADAMW, seq_len=8)))
-    even = replace(trial.reference, labels=np.ones_like(trial.reference.labels))
-    even_trial = replace(trial, reference=even)
-    wrong = with_step_1_gradients(even_trial, lambda _, fqn: sum_of_samples(even_trial, fqn, {0: 2.0}))
-    assert {one.cause.kind for one in proposed(wrong)} == {"unequal contributions"}

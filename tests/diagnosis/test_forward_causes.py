@@ -14,24 +14,20 @@ from diagnosed import (
     EMBEDDING,
     LAST,
     NORM,
-    diagnosis_text,
     dims,
     expect,
     expect_first,
-    first_line,
     fsdp_4,
     gradients_of,
     reference_gradient,
     scaled,
 )
 from literal import (
-    TINY,
     judged,
     tiny_case,
     trial_of,
     with_collectives,
     with_every_rank,
-    with_rank,
     with_step,
     with_step_1_gradients,
     with_updates_that_follow,
@@ -41,7 +37,6 @@ from literal import (
 from harness.diagnosis.backward import _lost_before, depth
 from harness.diagnosis.differences import wrong_pairs
 from harness.diagnosis.hypothesis import NOT_TESTED, Fact
-from harness.evidence.step import Matmul
 from harness.judge.result import Cause, Verdict
 from harness.judge.trial import Trial
 from harness.report.cause_text import cause_line
@@ -137,37 +132,6 @@ def test_a_forward_pass_that_goes_wrong_later() -> None:
         with_updates_that_follow(trial),
         """the forward pass is right in step 1 and wrong in step 2: the loss of step 2 is off by 1.0e-02""",
     )
-
-
-def test_a_tied_weight_that_only_the_embedding_trains() -> None:
-    trial = trial_of(tiny_case("fsdp_2", model=replace(TINY, tied_embeddings=True)))
-    read = np.isin(np.arange(8), trial.reference.tokens)[:, None]
-    assert 0 < read.sum() < 8
-
-    def lost(rank: int, fqn: str) -> np.ndarray:
-        gradient = trial.reference.steps[0].gradients[fqn]
-        return read * gradient**2 if fqn == "tok_embeddings.weight" else gradient
-
-    told = "the gradient of the tied weight lacks the output's part: tok_embeddings.weight has only the embedding's"
-    wrong = with_step_1_gradients(trial, lost)
-    assert first_line(wrong) == told
-
-    def computing(seen: dict[Matmul, int]) -> Trial:
-        return with_every_rank(
-            wrong,
-            lambda t, rank: with_rank(
-                t,
-                rank,
-                steps=tuple(replace(s, activity=replace(s.activity, matmuls=seen)) for s in t.ranks[rank].steps),
-            ),
-        )
-
-    forward, backward = Matmul("forward", "float64"), Matmul("backward", "float64")
-    not_done, again = (diagnosis_text(computing({forward: 8, backward: count})) for count in (15, 17))
-    assert not_done.startswith(told) and "not explained" not in not_done and "still failing" not in not_done, (
-        "the output's gradient is a product of its own"
-    )
-    assert "recomputed" in again, "one too many is another mistake"
 
 
 @pytest.mark.parametrize(
