@@ -10,7 +10,6 @@ import pytest
 from diagnosed import (
     LAST,
     NORM,
-    broken,
     dims,
     fsdp_4,
     kinds,
@@ -23,7 +22,7 @@ from literal import ADAMW, TINY, tiny_case, trained_otherwise, trial_of, with_st
 from literal_reference import clip
 
 from harness.checks import judge
-from harness.diagnosis.contributions import lacks_the_outputs_part, sums_of_whole_gradients
+from harness.diagnosis.contributions import sums_of_whole_gradients
 from harness.diagnosis.engine import explain
 from harness.judge.losses import losses
 from harness.judge.trial import Trial
@@ -202,14 +201,3 @@ def test_gradients_that_are_not_zeroed(clipped: bool, steps: tuple[int, ...], fq
 
 def test_gradients_that_hold_others_of_the_step_before_are_zeroed() -> None:
     nothing(not_zeroed(fsdp_4(), (NORM, LAST), (2, 3), clipped=False, turned=NORM))
-
-
-# ---- a weight that embedding and output share
-
-
-@pytest.mark.parametrize("odd", [("tok_embeddings.weight",), ("tok_embeddings.weight", NORM)])
-def test_the_outputs_part_may_be_lacking_where_the_shared_weight_alone_is_wrong(odd: tuple[str, ...]) -> None:
-    trial = trial_of(tiny_case("fsdp_2", model=TIED))
-    wrong = with_factors(trial, lambda rank, step, fqn: 3.0 if fqn in odd else 1.0)
-    assert len([*lacks_the_outputs_part(wrong, broken("gradients"))]) == (len(odd) == 1)
-    assert not [*lacks_the_outputs_part(with_factors(fsdp_4(), lambda rank, step, fqn: 2.0), broken("gradients"))]
