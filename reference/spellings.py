@@ -54,6 +54,12 @@ def ends_exchanged(model: nn.Module) -> None:
     put_instead(model.output, lambda original, x: F.linear(x, model.tok_embeddings.weight))
 
 
+def output_detached(model: nn.Module, step: int) -> None:
+    """Multiply by the weight that output and embedding share, and give it no gradient of that."""
+    if step == 1:
+        put_instead(model.output, lambda original, x, weight: original(x, weight.detach()))
+
+
 def transposed(names: Iterable[str]) -> Alteration:
     """Return what makes these matrices of a block multiply from the left."""
 

@@ -53,6 +53,22 @@ def diagnosis_text(trial: Trial) -> str:
     return "\n".join([diagnosis_line(found), *(f"  {label}: {text}" for label, text in evidence_rows(found.evidence))])
 
 
+def proven(trial: Trial) -> tuple[str, dict[str, object]]:
+    """The kind and the details of the one cause that explains all that fails."""
+    results = judge(trial)
+    found = diagnose(trial, results)
+    assert found is not None and len(found.causes) == 1, found
+    assert not {"or else", "still failing", "not tried"} & {label for label, _ in found.evidence}, found
+    assert {*found.causes[0].explains} == {result.check for result in results if result.verdict is Verdict.FAIL}
+    assert is_listed(found.kinds[0])
+    return found.kinds[0], dict(found.causes[0].details)
+
+
+def kinds(trial: Trial) -> tuple[str, ...]:
+    found = diagnose(trial, judge(trial))
+    return found.kinds if found else ()
+
+
 def first_line(trial: Trial) -> str:
     return diagnosis_text(trial).splitlines()[0]
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from harness.checks import judge
 from harness.diagnosis.backward import random_state_not_restored, rounding, wrong_backward
 from harness.diagnosis.by_hand import lines_to_write
-from harness.diagnosis.clipping import clipped_while_adding_up, wrong_clipping
-from harness.diagnosis.contributions import unequal_contributions
+from harness.diagnosis.clipping import wrong_clipping
+from harness.diagnosis.contributions import lacks_the_outputs_part, sums_of_whole_gradients
 from harness.diagnosis.engine import explain
 from harness.diagnosis.facts import layers_lost, not_finite, not_trained, observed, process_failed
 from harness.diagnosis.features import (
@@ -30,12 +30,10 @@ from harness.diagnosis.features import (
 from harness.diagnosis.fed import other_samples
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
 from harness.diagnosis.layout import other_layouts, other_slices
-from harness.diagnosis.mixed_slices import mixed_slices
 from harness.diagnosis.optimizer import wrong_optimizer
+from harness.diagnosis.piece_weights import sums_of_pieces
 from harness.diagnosis.received import other_positions
-from harness.diagnosis.replicas import exchanged_tensors
 from harness.diagnosis.reports import odd_reports, wrong_reports
-from harness.diagnosis.scaled import gradients_not_zeroed, scaled_gradients
 from harness.diagnosis.started import changed_weights, other_weights, resumed_otherwise
 from harness.diagnosis.telling import broken_elsewhere, told, what_weaker_tests_say
 from harness.diagnosis.units import (
@@ -66,18 +64,11 @@ SUSPECTS: tuple[Suspects, ...] = (
     other_weights,
     other_samples,
     other_positions,
-    scaled_gradients,
-    gradients_not_zeroed,
-    mixed_slices,
+    sums_of_whole_gradients,
+    lacks_the_outputs_part,
     nothing_cut,
 )
-COSTLY: tuple[Suspects, ...] = (
-    unequal_contributions,
-    another_tensor,
-    another_update,
-    clipped_while_adding_up,
-    exchanged_tensors,
-)
+COSTLY: tuple[Suspects, ...] = (sums_of_pieces, another_tensor, another_update)
 """Those that compute models to propose something."""
 FACTS: tuple[Facts, ...] = (
     as_seen(resumed_otherwise),

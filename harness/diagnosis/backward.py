@@ -9,11 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 
-from harness.checks.features import LACKING
 from harness.diagnosis.differences import (
     consequences,
     distance,
@@ -30,12 +28,12 @@ from harness.diagnosis.words import (
     finding_line,
     groups_text,
     in_order,
+    in_parameters,
     rank_words,
     some,
     traffic_lines,
     where_text,
 )
-from harness.judge.contents import take
 from harness.judge.received_samples import shares_of_samples
 from harness.judge.result import Cause
 from harness.judge.tolerance import relative_difference
@@ -43,8 +41,6 @@ from harness.judge.traffic import axis_of
 from harness.judge.traffic import observed as observed_traffic
 from harness.judge.traffic import planned as planned_traffic
 from harness.judge.trial import Trial
-
-TIED = "tok_embeddings.weight"  # the output's weight as well, where embeddings are tied
 
 
 def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
@@ -56,7 +52,7 @@ def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
         looks = [_no_exchange] * ("traffic" in broken)
     else:
         of_traffic = (_no_exchange, _other_groups) if "traffic" in broken else ()
-        looks = [_misshapen, _not_finite, *of_traffic, _norms_not_summed, partial(_untied, broken), _lost_before]
+        looks = [_misshapen, _not_finite, *of_traffic, _norms_not_summed, _lost_before]
     if wrong and (fact := _of_another_layout(trial, step)):
         yield fact
         looks = [look for look in looks if look is not _other_groups]
@@ -128,10 +124,11 @@ def _other_groups(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
         return None
     texts = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in missing.items()]
     instead = sorted({ranks for op in missing.values() for ranks in _groups_of_no_axis(trial, op)})
-    more = f", but over {groups_text(instead)}" if instead else ""
-    text = f"gradient reduction missing over {' and '.join(missing)}: {', '.join(texts)}{more}"
+    texts += [f"but over {groups_text(instead)}"] if instead else []
+    text, hint = f"gradients are not reduced over {' and '.join(missing)}", ", ".join(texts)
     checks = ("traffic", "process_groups", "placements", *consequences(trial, step))
-    return Fact(Cause("gradients not reduced", text), checks, (*traffic_lines(trial), *NOT_TESTED))
+    cause = Cause("gradients not reduced", text, hint=hint, details=(("axes", tuple(missing)),))
+    return Fact(cause, checks, (*traffic_lines(trial), *NOT_TESTED))
 
 
 def _of_another_layout(trial: Trial, step: int) -> Fact | None:
@@ -144,8 +141,9 @@ def _of_another_layout(trial: Trial, step: int) -> Fact | None:
     missing = [axis for axis, line in lines.items() if not any(len(line & {*ranks}) > 1 for ranks in used)]
     if not missing or not wrong_parts(trial):
         return None
-    text = f"gradient reduction missing over {' and '.join(missing)}"
-    return Fact(Cause("gradients not reduced", text), consequences(trial, step), NOT_TESTED)
+    text = f"gradients are not reduced over {' and '.join(missing)}"
+    cause = Cause("gradients not reduced", text, details=(("axes", tuple(missing)),))
+    return Fact(cause, consequences(trial, step), NOT_TESTED)
 
 
 def silent_axes(trial: Trial, step: int) -> dict[str, str]:
@@ -167,7 +165,7 @@ def _groups_of_no_axis(trial: Trial, op: str) -> set[tuple[int, ...]]:
 
 
 def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
-    """Weights that are whole on every tp rank: each rank's gradient is a share; the shares sum to the reference's."""
+    """Compare the sum of what tp ranks have with the reference's: of weights that are whole on each, theirs are shares."""
     fqns = in_order(trial, (fqn for _, fqn in wrong))
     if trial.case.dims.tp == 1 or not all("norm" in fqn for fqn in fqns):
         return None
@@ -178,41 +176,9 @@ def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None
             expected = expected_gradient(trial, group[0], fqn, step)
             if expected is None or relative_difference(total, expected) > 1e-9:
                 return None
-    text = f"gradients of {_which_norms(trial, fqns)} are not summed over tp"
-    text += f": {len(fqns)} parameter{'s' * (len(fqns) > 1)} wrong, all others right"
-    why = "with sequence parallel each tp rank's norms see their part of the sequence; the sum over tp is missing"
-    tested = f"in step {step} what the ranks of a tp group have sums to the reference's gradients; later weights differ"
-    return Fact(Cause("norms not summed", text), consequences(trial, step), (("why", why), ("tested", tested)))
-
-
-def _which_norms(trial: Trial, fqns: list[str]) -> str:
-    """ffn_norm, where it is that one of every layer."""
-    every, names = [fqn for fqn in trial.plan.shapes if "norm" in fqn], {fqn.split(".")[-2] for fqn in fqns}
-    if fqns == every:
-        return "norm weights"
-    whole = fqns == [fqn for fqn in every if fqn.split(".")[-2] in names]
-    return " and ".join(sorted(names)) if whole else some(fqns, 4)
-
-
-def _untied(broken: Broken, trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
-    """The embedding alone gives a gradient to the rows of tokens that were read; rows of others get the output's only. It may
-    be that its matmul is not done."""
-    model = trial.case.model
-    if not model.tied_embeddings or in_order(trial, (fqn for _, fqn in wrong)) != [TIED]:
-        return None
-    of_step = np.isin(trial.reference.sample_ids, trial.reference.samples[step - 1])
-    read = trial.reference.tokens[of_step, : trial.case.seq_len(step)]
-    unread = np.repeat(~np.isin(np.arange(model.vocab_size), read), model.dim)
-    unread = unread.reshape(trial.plan.shapes[TIED])  # which may be a vector
-    for rank, _ in wrong:
-        part, seen = trial.gradient_slice_of(rank, TIED), seen_gradients(trial, rank, step)[TIED]
-        if part is None or not unread.any() or np.any(seen[take(unread, part)]):
-            return None
-    text = f"the gradient of the tied weight lacks the output's part: {TIED} has only the embedding's"
-    tested = f"in step {step} all rows of tokens that were not read are zero, all other parameters are right"
-    not_done = "features" in broken and all(each.quantity == LACKING for each in broken["features"].findings)
-    checks = (*consequences(trial, step), *(("features",) if not_done else ()))
-    return Fact(Cause("tied weight without the output's part", text), checks, (("tested", tested),))
+    observed, where = "gradients of norm weights are not summed over tp", in_parameters(trial, fqns)
+    hint = "under sequence parallel each tp rank's are of its part of the sequence"
+    return Fact(Cause("norms not summed", observed, where, hint=hint), consequences(trial, step), NOT_TESTED)
 
 
 def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:

@@ -1,282 +1,327 @@
-"""What ranks received contributes unequally to gradients: microbatches lost, means taken in the wrong place, no reduction.
+"""Gradients are sums of what the reference has whole: its own gradient, that of the step before, those of tp peers.
 
-How often each piece counts is fitted in the first wrong step; what is proposed is a rule for it, which the checks judge in all.
+How often each counts is fitted in the first step in which gradients are wrong, where parameters are still right. The reference
+is trained again with these weights; the checks judge all steps. What counts of a gradient only in part is in piece_weights.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.diagnosis.assume import apart
-from harness.diagnosis.differences import factor_of, first_wrong_step, spans, wrong_pairs
-from harness.diagnosis.factors import factor_text, times_text
+from harness.checks.update import observed_norm
+from harness.diagnosis.assume import another_optimizer, another_reference
+from harness.diagnosis.differences import (
+    expected_gradient,
+    first_wrong_step,
+    holders_of,
+    seen_gradients,
+    spans,
+    wrong_pairs,
+)
+from harness.diagnosis.factors import ByStep, factor_text, times_text, token_factors
 from harness.diagnosis.hypothesis import Broken, Hypothesis
-from harness.diagnosis.mixture import DATA_AXES, Mixture, Piece, Pieces, assuming, mixture_of
-from harness.diagnosis.reductions import of_each_rank
-from harness.diagnosis.reports import Number, assuming_reports, reported_of
-from harness.diagnosis.words import Arrays
+from harness.diagnosis.pieces import with_slices
+from harness.diagnosis.reports import assuming_reports, reported_of
+from harness.diagnosis.words import Arrays, Pair, from_step, in_order, in_parameters, some
 from harness.evidence.text import number_text
-from harness.judge.losses import losses
+from harness.judge.assembly import misfits
+from harness.judge.assumed import AssumedOptimizer
+from harness.judge.contents import take
 from harness.judge.result import Cause
+from harness.judge.tolerance import NoBound, clip_coefficient
 from harness.judge.trial import Trial
-from harness.plan.grid import coordinate
+from harness.reference.distance import best_fit
 
 if TYPE_CHECKING:
     from harness.reference.counterfactual import Batch
 
-Place = tuple[int, ...]
-Rule = Callable[[int], np.ndarray]  # by step, how often each piece counts on all ranks
-
-
-def unequal_contributions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    step = first_wrong_step(trial) if "gradients" in broken else None
-    if step is None or trial.assumption.references or _all_scaled(trial, step):
-        return
-    pieces = Pieces(trial)
-    if not pieces.known or (mixture := mixture_of(trial, pieces, step)) is None:
-        return
-    first = next(iter(mixture.weights.values()))
-    if all(mixture.same(own, first) for own in mixture.weights.values()):
-        yield from _of_all_ranks(_fit_of(trial, pieces, mixture))
-    else:
-        yield from of_each_rank(trial, pieces, mixture, broken)
-
-
-def _all_scaled(trial: Trial, step: int) -> bool:
-    """Then scales are what is tried."""
-    return trial.case.exact and all(factor_of(trial, *at, step) is not None for at in wrong_pairs(trial, step))
-
-
-# ---- the same on all ranks
+SHARP, ROUGH = 1e-9, 0.1  # of a gradient's length, that a sum leaves in float64, and where there is noise
+FEW = 4  # factors that are fitted each by itself, where noise leaves something of each
+TIED = "tok_embeddings.weight"  # the output's weight as well, where embeddings are tied
+KIND = "gradients scaled"
+Change = Callable[[int, Arrays], Arrays]
+Number = Callable[[int, int, float], float]
+"""(rank, step, the loss that was seen) -> the loss that the rank reports."""
+Assume = Callable[[Sequence[int]], Callable[[Trial], Trial]]
+"""By the steps in which something is so, what is assumed."""
+Source = Callable[[Trial, int, str, int], "np.ndarray | None"]
 
 
 @dataclass(frozen=True)
-class Fit:
-    """By piece: seen, how often it counts on all ranks in the first wrong step; numbers, of which microbatch it is; counted,
-    whether it has valid tokens. lost: microbatches with valid tokens, of which none counts."""
-
-    trial: Trial
-    pieces: Pieces
-    mixture: Mixture
-    seen: np.ndarray
-    numbers: np.ndarray
-    counted: np.ndarray
-    lost: list[int]
-
-
-def _fit_of(trial: Trial, pieces: Pieces, mixture: Mixture) -> Fit:
-    seen = np.mean(list(mixture.weights.values()), axis=0)
-    numbers = np.array([piece.row // trial.case.local_batch for piece in pieces.all])
-    counted = pieces.tokens(mixture.step) > 0
-    held = set(numbers[counted & (np.abs(seen) > mixture.close)].tolist())
-    lost = sorted(set(numbers[counted].tolist()) - held)
-    return Fit(trial, pieces, mixture, seen, numbers, counted, lost)
-
-
-@dataclass(frozen=True)
-class Counting:
-    """weights: of the pieces, on all ranks. fitted: of how many numbers or choices. mean: what each rank may then report."""
+class Reading:
+    """What weights mean: the cause, and the rule that says them in every step."""
 
     cause: Cause
-    weights: Rule
-    fitted: int
-    mean: Number | None = None
+    fqns: Sequence[str]
+    """The parameters in whose gradients it is so."""
+    assume: Assume
+    fitted: int = 1
+    number: Number | None = None
+    """What ranks may report then."""
+
+    def hypotheses(self, trial: Trial, step: int) -> Iterator[Hypothesis]:
+        """Suppose it from a step on, and in it alone; with the loss that ranks report, where that follows from it."""
+        few = len(self.fqns) < len(trial.plan.shapes)
+        where, details = f" {in_parameters(trial, self.fqns)}" * few, (("parameters", tuple(self.fqns)),) * few
+        reported, number = reported_of(trial, "reported_loss") if self.number else None, self.number
+        for when, steps, more in spans(trial, step):
+            more_details = (*self.cause.details, *details, ("steps", tuple(steps)))
+            cause = replace(self.cause, where=(where + when).strip(), details=more_details)
+            found = Hypothesis(cause, self.assume(steps), self.fitted + more)
+            if reported and number and {at for _, at in reported.odd} <= {*steps}:
+                then = lambda rank, at: number(rank, at, reported.right[rank, at])  # noqa: E731
+                if reported.is_all(then):
+                    found = found.and_then(partial(assuming_reports, reported=reported, number=then))
+            yield found
 
 
-def _of_all_ranks(fit: Fit) -> Iterator[Hypothesis]:
-    trial, mixture = fit.trial, fit.mixture
-    rules = [*_by_microbatch(fit), *_averaged_locally(fit)]
-    if not rules and trial.case.exact:
-        cause = Cause("unequal contributions", _unequal_text(fit))
-        rules = [Counting(cause, lambda step: fit.seen, len(np.unique(fit.seen.round(6))))]
-    reported = reported_of(trial, "reported_loss")
-    for rule in rules:
-        for when, steps, more in spans(trial, mixture.step):
-            cause = replace(rule.cause, observed=rule.cause.observed + mixture.where(trial) + when)
-            weights = partial(_of_any_rank, rule.weights)
-            assume = partial(assuming, pieces=fit.pieces, fqns=mixture.fqns, weights=weights, steps=steps)
-            one = Hypothesis(cause, assume, rule.fitted + more)
-            if reported and rule.mean and {step for _, step in reported.odd} <= {*steps} and reported.is_all(rule.mean):
-                one = one.and_then(partial(assuming_reports, reported=reported, number=rule.mean))
-            yield one
-    if mixture.step == trial.first_step and len(mixture.fqns) == len(trial.plan.shapes):
-        yield from _one_step_late(fit)
-
-
-def _of_any_rank(weights: Rule, step: int, rank: int) -> np.ndarray:
-    return weights(step)
-
-
-def _one_step_late(fit: Fit) -> Iterator[Hypothesis]:
-    """Microbatches whose gradients are not in the first step: they stay on the ranks and are reduced with the next step's."""
-    pieces, passes, lost = fit.pieces, fit.trial.case.passes, fit.lost
-    if not 0 < len(lost) < passes:
+def sums_of_whole_gradients(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    step = first_wrong_step(trial) if "gradients" in broken else None
+    if "grad_norm" in broken and not (step or "gradients" in broken or trial.case.exact):
+        step = trial.first_step  # noise hides it of each
+    if step is None:
         return
-    late = np.isin(fit.numbers, lost)
-
-    def shares(step: int, batch: Batch) -> list[np.ndarray]:
-        return [np.asarray(sum(pieces.mask(pieces.all[i], step) for i in np.flatnonzero(of))) for of in (~late, late)]
-
-    def assume(trial: Trial) -> Trial:
-        before: dict[int, Arrays] = {}
-
-        def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
-            own, before[step] = gradients
-            return [own if step - 1 not in before else {fqn: own[fqn] + before[step - 1][fqn] for fqn in own}]
-
-        return apart(trial, {}, [{}], owners=(0, 0), shares=shares, reduce=reduce)
-
-    which, come = ("gradient of microbatch", "comes") if len(lost) == 1 else ("gradients of microbatches", "come")
-    added = "it is" if len(lost) == 1 else "they are"
-    text = f"the {which} {', '.join(str(n + 1) for n in lost)} of {passes} {come} one step late"
-    yield Hypothesis(Cause("unequal contributions", f"{text}: {added} added to the next step's gradient"), assume, 2)
+    factors = [*_factors(trial, step)]
+    scaled = itertools.chain.from_iterable(_scaled(trial, one, step) for one in factors)
+    for reading in (*scaled, *_not_zeroed(trial, step), *_mixed_over_tp(trial, step)):
+        yield from reading.hypotheses(trial, step)
+    for common in (_common(one) for one in factors if len(one) == len(trial.plan.shapes)):
+        if common and not trial.case.exact:
+            yield _in_the_loss(trial, step, common)
+        if common and common > 0 and "update" in broken and step == trial.first_step and trial.case.training.max_norm:
+            yield _unscaled_late(trial, common)
 
 
-def _by_microbatch(fit: Fit) -> Iterator[Counting]:
-    """All samples of the n-th microbatches of all ranks have the same weight."""
-    passes, close, numbers, counted = fit.trial.case.passes, fit.mixture.close, fit.numbers, fit.counted
-    if passes == 1 or len(set(numbers[counted].tolist())) < passes:
+def in_steps(change: Change) -> Assume:
+    """Assume that gradients are changed so."""
+    return lambda steps: partial(
+        another_reference, gradients=lambda step, own: change(step, own) if step in steps else own
+    )
+
+
+# ---- what is summed
+
+
+def _before(trial: Trial, rank: int, fqn: str, step: int) -> np.ndarray | None:
+    return expected_gradient(trial, rank, fqn, step - 1)
+
+
+def _over_tp(trial: Trial, rank: int, fqn: str, step: int) -> np.ndarray | None:
+    """Return the sum of what its tp group should have; None where these are no different slices of one shape."""
+    peers = trial.plan.peers(rank, "tp")
+    parts = [part for peer in peers if (part := expected_gradient(trial, peer, fqn, step)) is not None]
+    differ = len({trial.gradient_slice_of(peer, fqn) for peer in peers}) > 1
+    return np.sum(parts, axis=0) if differ and len({p.shape for p in parts}) == 1 and len(parts) == len(peers) else None
+
+
+def _weights(trial: Trial, step: int, source: Source, beside: Source | None = None) -> dict[Pair, float]:
+    """Return how often a source counts in each wrong gradient of a step, beside one that counts once; nothing where a gradient
+    is no such sum."""
+    found, tolerated = {}, SHARP if trial.case.exact else ROUGH
+    for rank, fqn in wrong_pairs(trial, step):
+        rest, own = seen_gradients(trial, rank, step)[fqn], source(trial, rank, fqn, step)
+        once = beside(trial, rank, fqn, step) if beside else np.zeros_like(rest)
+        if own is None or once is None or not rest.shape == own.shape == once.shape or not np.any(own):
+            return {}
+        factor, size = best_fit(rest - once, own), max(np.linalg.norm(rest), np.linalg.norm(own))
+        if not np.linalg.norm(rest - once - factor * own) <= tolerated * size:
+            return {}
+        found[rank, fqn] = factor
+    return found
+
+
+def scaled_alike(trial: Trial, step: int) -> bool:
+    """Say whether every wrong gradient is a multiple of what it should be."""
+    return trial.case.exact and bool(_weights(trial, step, expected_gradient))
+
+
+# ---- its own, another number of times
+
+
+def _factors(trial: Trial, step: int) -> Iterator[dict[str, float]]:
+    """Yield factors by parameter. In float64 those that fit, if all holders have the same. In recipes with noise one of all
+    parameters, one of those that are wrong, and one of each of these where they are few."""
+    if trial.case.exact:
+        found = _weights(trial, step, expected_gradient)
+        fqns = dict.fromkeys(fqn for _, fqn in found)
+        of = {fqn: [found.get((rank, fqn), 1.0) for rank in holders_of(trial, fqn)] for fqn in fqns}
+        if found and all(np.allclose(one, one[0], rtol=1e-7, atol=1e-12) for one in of.values()):
+            yield {fqn: float(np.median(one)) for fqn, one in of.items()}
         return
-    each = np.array([np.mean(fit.seen[counted & (numbers == number)]) for number in range(passes)])
-    if not fit.mixture.same(fit.seen[counted], each[numbers][counted]):
+    try:
+        every = misfits(trial, step)[0]
+    except NoBound:
         return
-    each = np.where(np.abs(each - each.round()) <= close, each.round() + 0.0, each)
-    shown, lost = ", ".join(number_text(weight, 4) for weight in each), np.flatnonzero(each == 0).tolist()
-    text = f"microbatches contribute to the gradient with weights {shown}, requested 1 each"
-    if lost:
-        text = f"{_lost_text(lost, passes)} (weights {shown})"
-    fitted = len(set(each.tolist()) - {0.0, 1.0}) + 1
-    yield Counting(Cause("unequal contributions", text), lambda step: each[numbers], fitted)
+    wrong, whole = [one for one in every if not one.within], trial.plan.shapes
+    if not wrong:
+        yield dict.fromkeys(whole, observed_norm(trial, step) / trial.reference_step(step).grad_norm)
+        return
+    off = in_order(trial, (one.fqn for one in wrong))
+    mean = float(np.average([one.fit for one in wrong], weights=[one.fit_bound**-2.0 for one in wrong]))
+    if any(abs(one.fit / mean - 1) <= one.fit_bound for one in wrong):
+        yield dict.fromkeys(whole, mean)
+    if len(off) < len(whole):
+        yield dict.fromkeys(off, mean)
+    if 1 < len(off) <= FEW:
+        yield {one.fqn: one.fit for one in wrong}
 
 
-def _lost_text(lost: Sequence[int], passes: int) -> str:
-    which, do = ("microbatch", "does") if len(lost) == 1 else ("microbatches", "do")
-    return f"{which} {', '.join(str(n + 1) for n in lost)} of {passes} {do} not contribute to the gradient"
+def _common(factors: Mapping[Any, float]) -> float | None:
+    numbers = [*factors.values()]
+    same = numbers and np.allclose(numbers, numbers[0], rtol=1e-7, atol=1e-12)
+    return float(np.median(numbers)) if same else None
 
 
-# ---- means that are taken in the wrong place
+def _scaled(trial: Trial, factors: Mapping[str, float], step: int) -> Iterator[Reading]:
+    """Read one factor, which may be another in each step, as numbers of tokens are; or one of each parameter."""
+    factor, everywhere = _common(factors), len(factors) == len(trial.plan.shapes)
+    tokens = token_factors(trial, step, factor) if factor and everywhere and trial.case.exact else ()
+    ways: list[tuple[str, ByStep]] = [(hint, partial(_relative, by, factor or 1.0)) for hint, by in tokens]
+    details = ("factor", factor) if factor is not None else ("factors", tuple(sorted({*factors.values()})))
+    for text, by in (*ways, (_name(trial, factors), lambda at: 1.0)):
+        hint = text.removeprefix(": ")
+        number = (lambda rank, at, right, by=by: factor * by(at) * right) if everywhere and factor else None
+        cause = Cause(KIND, _scaled_text(factor), hint=hint, details=(details, ("named", hint)))
+        yield Reading(cause, [*factors], in_steps(partial(_times, factors, by)), 1 + (factor is None), number)
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Who may divide by tokens of its own: ranks at one place along these axes, each so many samples at a time. summed: what
-    the numbers of all of them are summed over."""
-
-    name: str
-    axes: tuple[str, ...]
-    samples: int
-    summed: str
-
-    def of(self, trial: Trial, piece: Piece) -> Place:
-        return (*_place(trial, piece.rank, self.axes, cp=piece.place), piece.row // self.samples)
+def _relative(by: ByStep, factor: float, step: int) -> float:
+    return by(step) / factor
 
 
-def _place(trial: Trial, rank: int, axes: tuple[str, ...], **known: int) -> Place:
-    at = coordinate(trial.case.dims, rank) | known
-    return tuple(at[axis] for axis in axes)
+def _times(factors: Mapping[str, float], by: ByStep, step: int, own: Arrays) -> Arrays:
+    return {fqn: (g * (factors.get(fqn, 1.0) * by(step))).astype(g.dtype) for fqn, g in own.items()}
 
 
-def _units(trial: Trial) -> Iterator[Unit]:
-    size, passes = trial.case.local_batch, trial.case.passes
-    data, cp = (tuple(axis for axis in axes if getattr(trial.case.dims, axis) > 1) for axes in (DATA_AXES, ("cp",)))
-    of_ranks = {"dp rank" if cp else "rank": data}
-    if len(data) > 1:
-        of_ranks |= {"replica": ("dp_replicate",), "place in a replica": ("dp_shard",)}
-    of_ranks |= {"cp rank": cp}
-    if data and cp:
-        of_ranks |= {"dp and cp rank": (*data, *cp)}
-    yield from (Unit(name, axes, size * passes, " and ".join(axes)) for name, axes in of_ranks.items() if axes)
-    if passes > 1:
-        if data or cp:
-            yield Unit("microbatch of each rank", (*data, *cp), size, "microbatches")
-        yield Unit("microbatch", (), size, "microbatches")
-    yield Unit("sample", data, 1, "samples")
+def _scaled_text(factor: float | None) -> str:
+    if factor is None:
+        return "gradients are scaled by different factors"
+    return f"gradients are {times_text(factor)} what they should be" if abs(factor) > 1e-12 else "gradients are zero"
 
 
-def _averaged_locally(fit: Fit) -> Iterator[Counting]:
-    """Each divides by its own number of valid tokens, and these means are averaged; microbatches that are lost beside it are
-    a second mistake in the same weights."""
-    trial, kept = fit.trial, ~np.isin(fit.numbers, fit.lost)
-    at, whole = fit.counted & kept, trial.case.local_batch * trial.case.passes
-    for alike, units in _averages(fit, kept):
-        usual: Rule = partial(_if_averaged, pieces=fit.pieces, units=units)
-        ratios, count = fit.seen[at] / usual(fit.mixture.step)[at], len(set(units.tolist()))
-        factor = np.asarray(np.median(ratios))
-        times = next((number for number in (1, count) if fit.mixture.same(factor, number)), float(factor))
-        if not fit.mixture.same(ratios, factor) or (fit.lost and times != 1):
-            continue
-        cause = Cause("averaged locally", _averaged_text(trial, alike, times, count))
-        if fit.lost:
-            both = ", ".join(("unequal contributions", "averaged locally"))
-            cause = Cause(both, f"{_lost_text(fit.lost, trial.case.passes)}; {_local_text(alike)}")
-        mean = partial(_divided_by_own, trial, alike[0].axes, 1 if times == count else count)
-        fitted = 2 if fit.lost or times not in (1, count) else 1
-        known = alike[0].samples == whole
-        yield Counting(cause, partial(_times, times * kept, usual), fitted, mean if known else None)
+def _name(trial: Trial, factors: Mapping[str, float]) -> str:
+    """Return which number of the case a factor is, which noise does not show; and of several, which parameters have each."""
+    if (factor := _common(factors)) is None:
+        kinds = {fqn: number_text(one, 4) for fqn, one in factors.items()}
+        of = {kind: [fqn for fqn in kinds if kinds[fqn] == kind] for kind in sorted({*kinds.values()})[:FEW]}
+        return ", ".join(f"{kind} ({some(fqns, 1)})" for kind, fqns in of.items())
+    if trial.case.model.tied_embeddings and [*factors] == [TIED] and math.isclose(factor, 2, rel_tol=1e-6):
+        return "it counts for the embedding and again for the output, which share it"
+    return factor_text(trial, factor, len(factors) == len(trial.plan.shapes)) if trial.case.exact else ""
 
 
-def _averaged_text(trial: Trial, alike: Sequence[Unit], times: float, count: int) -> str:
-    """count: of units."""
-    if times == 1:
-        return f"{_local_text(alike)}, not by the global one"
-    if times == count:
-        number = f"the number of valid tokens is not summed over {alike[0].summed}"
-        return f"{number}: each {_names(alike)} divides by its own"
-    return f"{_local_text(alike)}, and gradients are {times_text(times)} that{factor_text(trial, times)}"
+def _in_the_loss(trial: Trial, since: int, factor: float) -> Hypothesis:
+    """Suppose a factor within backward, which is rounded otherwise than one that comes after it: the roundest number."""
+    factor = float(f"{factor:.3g}")
+
+    def batch(step: int, usual: Batch) -> Batch:
+        counts = np.full(usual.labels.shape, factor if step >= since else 1.0)
+        return replace(usual, counts=counts if usual.counts is None else counts * usual.counts)
+
+    hint, where = "the loss is scaled before backward", from_step(trial, since) if since > trial.first_step else ""
+    cause = Cause(KIND, _scaled_text(factor), where, hint=hint, details=(("factor", factor),))
+    return Hypothesis(cause, partial(another_reference, batch=batch), 2)
 
 
-def _local_text(alike: Sequence[Unit]) -> str:
-    return f"the loss is averaged per {_names(alike)}: each divides by its own number of valid tokens"
+def _unscaled_late(trial: Trial, factor: float) -> Hypothesis:
+    """Suppose a loss scale that is taken out of gradients after clipping has seen them."""
+    factor = float(round(factor)) if abs(factor - round(factor)) < 1e-4 * factor else factor
+    limit, norms = trial.case.training.max_norm, {step: observed_norm(trial, step) for step in trial.case.steps}
+
+    def given(step: int, gradients: Arrays, norm: float, parameters: object) -> Arrays:
+        return {fqn: (clip_coefficient(norm, limit) / factor * g).astype(g.dtype) for fqn, g in gradients.items()}
+
+    def of_rank(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
+        return clip_coefficient(norms[step], limit) / factor * gradient
+
+    text = f"gradients are clipped while {times_text(factor)} too large, and divided by that afterwards"
+    times = partial(_times, dict.fromkeys(trial.plan.shapes, factor), lambda at: 1.0)
+    assume = partial(another_optimizer, assumed=AssumedOptimizer(given=of_rank), gradients=times, given=given)
+    return Hypothesis(Cause(KIND, text, details=(("factor", factor),)), assume)
 
 
-def _names(alike: Sequence[Unit]) -> str:
-    return " or ".join(unit.name for unit in alike)
+# ---- what was there before
 
 
-def _averages(fit: Fit, kept: np.ndarray) -> Iterator[tuple[list[Unit], np.ndarray]]:
-    """Units whose means give the same weights in all steps, and of which one each piece is; without those that change none."""
-    found: dict[bytes, tuple[list[Unit], np.ndarray]] = {}
-    for unit in _units(fit.trial):
-        places = [unit.of(fit.trial, piece) for piece in fit.pieces.all]
-        units = np.unique(places, axis=0, return_inverse=True)[1].ravel()
-        table = np.stack([kept * _if_averaged(step, fit.pieces, units) for step in fit.trial.case.steps])
-        if not fit.mixture.same(table, kept):
-            found.setdefault(table.tobytes(), ([], units))[0].append(unit)
-    yield from found.values()
+def _not_zeroed(trial: Trial, step: int) -> Iterator[Reading]:
+    found = _weights(trial, step, _before, beside=expected_gradient) if step > 1 else {}
+    if not found or (trial.case.exact and not _common(found)):
+        return
+    every, off = tuple(trial.plan.shapes), tuple(in_order(trial, (fqn for _, fqn in found)))
+    limits = dict.fromkeys((trial.case.training.max_norm, None))
+    for fqns, limit in itertools.product(dict.fromkeys((every, off)), limits):
+        hint = f"those of step {step} hold step {step - 1}'s as well"
+        cause = Cause("gradients not zeroed", "gradients are not zeroed", hint=hint)
+        change = partial(adding, fqns=fqns, limit=limit)
+        assume = lambda steps, change=change: partial(another_reference, gradients=change(steps))  # noqa: E731
+        yield Reading(cause, fqns, assume, 1 + (fqns != every))
 
 
-def _if_averaged(step: int, pieces: Pieces, units: np.ndarray) -> np.ndarray:
-    """units: by piece, the number of its unit."""
-    tokens = pieces.tokens(step)
-    own = np.bincount(units, tokens)
-    return (tokens.sum() / (len(own) * np.maximum(own, 1)))[units]
+def adding(steps: Sequence[int], fqns: Sequence[str], limit: float | None) -> Change:
+    """Add what there was before, in these steps and parameters. limit: the norm to which that was clipped in place."""
+    left: Arrays = {}
+
+    def gradients(step: int, own: Arrays) -> Arrays:
+        total = {**own, **{fqn: own[fqn] + left[fqn] for fqn in fqns if fqn in own}} if step in steps else own
+        by = clip_coefficient(norm_of_all(total), limit)
+        left.update({fqn: (by * g).astype(g.dtype) for fqn, g in total.items()})
+        return total
+
+    return gradients
 
 
-def _times(factor: np.ndarray, weights: Rule, step: int) -> np.ndarray:
-    return np.asarray(factor * weights(step))
+def norm_of_all(gradients: Arrays) -> float:
+    return math.sqrt(math.fsum(float(np.sum(np.square(g, dtype=np.float64))) for g in gradients.values()))
 
 
-def _divided_by_own(trial: Trial, axes: tuple[str, ...], units: int, rank: int, step: int) -> float:
-    """All losses, divided by so many times the valid tokens of ranks at one place with this one; by 1 where there are none."""
-    place = _place(trial, rank, axes)
-    seen = {other: losses(trial, other, step) for other in trial.ranks if coordinate(trial.case.dims, other)["tp"] == 0}
-    own = sum(tokens for other in seen if _place(trial, other, axes) == place for _, tokens in seen[other])
-    return sum(loss for of_rank in seen.values() for loss, _ in of_rank) / max(units * own, 1)
+# ---- what tp peers have
 
 
-def _unequal_text(fit: Fit) -> str:
-    seen = fit.seen[fit.counted].round(9)
-    places = np.array([piece.place for piece in fit.pieces.all])[fit.counted]
-    each = {place: seen[places == place].mean() for place in np.unique(places)}
-    if len(each) > 1 and fit.mixture.same(seen, np.array([each[place] for place in places])):
-        shown = ", ".join(number_text(weight, 4) for weight in each.values())
-        return f"tokens count unequally in the gradient: weights {shown} by cp rank, requested 1 each"
-    none = int(np.sum(seen == 0))
-    more = f", {none} of {len(seen)} do not count at all" if none else ""
-    least, most = number_text(seen.min(), 4), number_text(seen.max(), 4)
-    return f"samples count unequally in the gradient: weights {least} to {most}{more}, requested 1 each"
+def _mixed_over_tp(trial: Trial, step: int) -> Iterator[Reading]:
+    """Read one multiple of the sum of what tp peers should have, each of another slice."""
+    found = _weights(trial, step, _over_tp) if trial.case.exact else {}
+    fqns, factor = in_order(trial, (fqn for _, fqn in found)), _common(found)
+    if factor:
+        times = {1.0: "the sum", 1 / trial.case.dims.tp: "the mean"}.get(
+            round(factor, 9), f"{times_text(factor)} the sum"
+        )
+        text = f"gradients are also reduced over tp, whose ranks hold different slices: each has {times} of all"
+        change = in_steps(partial(_mixing, trial, fqns, factor))
+        assume = lambda steps: lambda trial: _moved_besides(change(steps)(trial))  # noqa: E731
+        yield Reading(Cause("slices mixed", text, details=(("factor", factor),)), fqns, assume)
+
+
+def _mixing(trial: Trial, fqns: Sequence[str], factor: float, step: int, own: Arrays) -> Arrays:
+    def of(rank: int, fqn: str) -> np.ndarray:
+        parts = [trial.gradient_slice_of(peer, fqn) for peer in trial.plan.peers(rank, "tp")]
+        return np.asarray(factor * np.sum([take(own[fqn], one) for one in parts if one is not None], axis=0))
+
+    return with_slices(trial, own, fqns, sorted(trial.ranks), of)
+
+
+def _moved_besides(trial: Trial) -> Trial:
+    """Assume that all gradients move once more, when backward is over."""
+    records = {rank: evidence.steps[0].gradients.values() for rank, evidence in trial.ranks.items() if evidence.steps}
+    besides = {rank: sum(gradient.nbytes for gradient in seen) for rank, seen in records.items()}
+    most = {rank: trial.plan.outside_bytes[rank] + besides.get(rank, 0) for rank in trial.ranks}
+    return replace(trial, plan=replace(trial.plan, outside_bytes=most))
+
+
+# ---- the part of the embedding alone, of a weight that the output shares
+
+
+def lacks_the_outputs_part(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    step = first_wrong_step(trial) if "gradients" in broken and trial.case.model.tied_embeddings else None
+    if step is not None and {fqn for _, fqn in wrong_pairs(trial, step)} == {TIED}:
+        from harness.reference.spellings import output_detached
+
+        text = f"the gradient of the tied weight lacks the output's part: {TIED} has only the embedding's"
+        cause = Cause("tied weight without the output's part", text)
+        yield Hypothesis(cause, partial(another_reference, altered=output_detached))

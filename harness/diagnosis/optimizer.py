@@ -21,9 +21,9 @@ from harness.diagnosis.algorithms import (
     other_numbers,
     parameters_before,
 )
+from harness.diagnosis.apart import optimizer_of_ranks, replicas_differ
 from harness.diagnosis.differences import OF_GRADIENTS, loss_off, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
-from harness.diagnosis.replicas import optimizer_of_ranks, replicas_differ
 from harness.diagnosis.words import Arrays, in_order, of_first, where_text
 from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer

@@ -10,11 +10,11 @@ import pytest
 from diagnosed import NORM
 from literal import ADAMW, judged, tiny_case, trial_of, with_step, with_value
 
-from harness.diagnosis import assume, mixture
+from harness.diagnosis import assume, pieces
 from harness.diagnosis.differences import expected_gradient
 from harness.diagnosis.features import other_features
 from harness.diagnosis.localise import localise
-from harness.diagnosis.mixture import Pieces, assuming
+from harness.diagnosis.pieces import Pieces, assuming
 from harness.diagnosis.positions import other_positions
 from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
@@ -72,10 +72,10 @@ def test_weights_that_are_alike_on_all_ranks_are_those_of_one_training_and_other
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trial, copies = trial_of(tiny_case("hsdp_2x2")), []
-    pieces = Pieces(trial)
-    monkeypatch.setattr(mixture, "clipping_apart", lambda trial: trial)
+    of = Pieces(trial)
+    monkeypatch.setattr(pieces, "clipping_apart", lambda trial: trial)
     monkeypatch.setattr(assume, "apart", lambda trial, replicas, *rest, **named: (copies.append(replicas), trial)[1])
-    once, twice = np.ones(len(pieces.all)), np.full(len(pieces.all), 2.0)
+    once, twice = np.ones(len(of.all)), np.full(len(of.all), 2.0)
     for weights in (lambda step, rank: twice, lambda step, rank: twice if rank > 1 else once):
-        assuming(trial, pieces, tuple(trial.plan.shapes), weights, (1,))
+        assuming(trial, of, tuple(trial.plan.shapes), weights, (1,))
     assert copies == [dict.fromkeys(range(4), 0), {0: 0, 1: 0, 2: 1, 3: 1}]

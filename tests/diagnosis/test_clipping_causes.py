@@ -17,11 +17,9 @@ from diagnosed import (
     first_line,
     proposed,
     trained_as,
-    with_scaled_samples,
 )
 from literal import (
     ADAMW,
-    sum_of_samples,
     tiny_case,
     trained_otherwise,
     trial_of,
@@ -34,9 +32,8 @@ from literal_reference import clip
 from resuming import resumed
 
 from harness.diagnosis.algorithms import HALF
-from harness.diagnosis.clipping import clipped_while_adding_up, wrong_clipping
+from harness.diagnosis.clipping import wrong_clipping
 from harness.judge.result import Cause
-from harness.judge.trial import Trial
 from harness.plan.slices import tp_dim
 from harness.report.cause_text import cause_line
 
@@ -147,70 +144,6 @@ def test_gradients_clipped_entry_by_entry() -> None:
     expect_first(trial, "gradients are clipped entry by entry, to 0.01, not by their norm")
 
 
-def clipped_after_every_microbatch(trial: Trial, chains: int) -> dict[int, float]:
-    """What samples of step 1 count where sums of one chain, or of each data rank's, are clipped as they add up."""
-    firsts, weights = [[0, 1, 4, 5]] if chains == 1 else [[0, 1], [4, 5]], {}
-    for own in firsts:  # the samples of first microbatches; of those that are averaged, each is as much larger
-        only = dict.fromkeys(range(8), 0.0) | dict.fromkeys(own, float(chains))
-        norm = math.sqrt(sum(squares({fqn: sum_of_samples(trial, fqn, only) for fqn in trial.plan.shapes}).values()))
-        assert norm > LOW_CLIP.max_norm
-        weights |= dict.fromkeys(own, clip(norm, LOW_CLIP))
-    return weights
-
-
-OF_RANKS = "; each rank clips its own before they are reduced"
-
-
-@pytest.mark.parametrize(("chains", "whose"), [(1, ""), (2, OF_RANKS)])
-def test_gradients_clipped_after_every_microbatch_while_they_add_up(chains: int, whose: str) -> None:
-    trial = trial_of(tiny_case("ddp_2", LOW_CLIP, accumulation=2))
-    told = f"accumulated gradients are clipped after every microbatch, requested once a step{whose}"
-    expect_first(with_scaled_samples(trial, clipped_after_every_microbatch(trial, chains)), told)
-
-
-@pytest.mark.parametrize(("chains", "whose"), [(1, ""), (2, OF_RANKS)])
-def test_gradients_clipped_after_every_microbatch_and_once_more_before_the_step(chains: int, whose: str) -> None:
-    trial = trial_of(tiny_case("ddp_2", LOW_CLIP, accumulation=2))
-    weights, norms = clipped_after_every_microbatch(trial, chains), {}
-
-    def gradients(step: int, own: Arrays) -> Arrays:
-        return {fqn: sum_of_samples(trial, fqn, weights) for fqn in own} if step == 1 else own
-
-    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
-        norms[step] = norm * clip(norm, LOW_CLIP)  # what the clipping of the step finds, and reports
-        return {fqn: clip(norms[step], LOW_CLIP) * clip(norm, LOW_CLIP) * g for fqn, g in gradients.items()}
-
-    wrong = trained_otherwise(trial, gradients=gradients, given=given)
-    for rank, step, _ in list(wrong.steps()):
-        wrong = with_step(wrong, rank, step.step, grad_norm=norms[step.step])
-    times = "after every microbatch and once more before the step"
-    expect_first(wrong, f"accumulated gradients are clipped {times}, requested once a step{whose}")
-
-
-def test_what_is_clipped_once_more_is_assumed_of_ranks_of_the_reference_and_of_the_norm_that_is_reported() -> None:
-    recipe = replace(LOW_CLIP, optimizer="sgd", lr=0.5, weight_decay=0.0)
-    trial = trial_of(tiny_case("ddp_2", recipe, accumulation=2))
-    once, twice, of_ranks, of_ranks_twice = clipped_while_adding_up(trial, broken("gradients"))
-    told = "accumulated gradients are clipped after every microbatch{}, requested once a step"
-    more = " and once more before the step"
-    texts = [told.format(""), told.format(more), told.format("") + OF_RANKS, told.format(more) + OF_RANKS]
-    assert [one.cause.observed for one in (once, twice, of_ranks, of_ranks_twice)] == texts
-    assumed = [one.assume(trial) for one in (once, twice, of_ranks, of_ranks_twice) if one.assume]
-    assert [bool(one.assumption.reports) for one in assumed] == [False, True, False, True]
-    for one in assumed[1::2]:
-        seen, given = trial.ranks[1].steps[0], one.assumption.optimizer.given
-        assert seen.grad_norm is not None and given is not None
-        before = seen.grad_norm * clip(seen.grad_norm, recipe)
-        by = clip(before, recipe) * clip(seen.grad_norm, recipe)
-        assert one.assumption.reports["grad_norm"](1, 1) == pytest.approx(before, rel=1e-14)
-        assert given(1, 1, NORM, seen.gradients[NORM]) == pytest.approx(by * seen.gradients[NORM], rel=1e-14)
-    for one, times in zip(assumed, (1, 2, 1, 2), strict=True):
-        first, norm = one.reference.steps[0], one.reference.steps[0].grad_norm
-        by = clip(norm, recipe) if times == 1 else clip(norm * clip(norm, recipe), recipe) * clip(norm, recipe)
-        moved = (one.reference.weights[NORM] - first.parameters[NORM]) / first.lr
-        assert moved == pytest.approx(by * first.gradients[NORM], rel=1e-9)
-
-
 def test_a_norm_that_ranks_report_is_a_choice_more_than_the_one_that_it_is() -> None:
     norms = {0: 0.0}
 
@@ -261,21 +194,6 @@ def test_parameters_that_are_left_out_of_clipping_may_be_left_out_of_its_norm() 
     trial = trained_otherwise(trial_of(tiny_case("fsdp_2", LOW_CLIP)), given=given)
     whose = ", the others are clipped by their own norm"
     expect_first(trial, f"clipping is not applied to 1 of 12 parameters (norm.weight) (coefficient 0.1537){whose}")
-
-
-def test_clipping_of_sums_of_microbatches_is_put_to_the_test_only_where_it_can_be() -> None:
-    every = "accumulated gradients are clipped after every microbatch"
-    twice, once = f"{every} and once more before the step", ", requested once a step"
-    both = [f"{every}{once}", f"{twice}{once}"]
-    several = trial_of(tiny_case("ddp_2", LOW_CLIP, accumulation=2))
-    assert proposed(clipped_while_adding_up, several, "gradients") == [*both, *(text + OF_RANKS for text in both)]
-    alone = trial_of(tiny_case("single", LOW_CLIP, accumulation=2))
-    assert proposed(clipped_while_adding_up, alone, "gradients") == both
-    assert proposed(clipped_while_adding_up, several, "loss") == []
-    for other in (tiny_case("ddp_2", replace(ADAMW, max_norm=None), accumulation=2), tiny_case("ddp_2", LOW_CLIP)):
-        assert proposed(clipped_while_adding_up, trial_of(other), "gradients") == []
-    again = several.ranks[0].steps[0].microbatches
-    assert proposed(clipped_while_adding_up, with_step(several, 1, 1, microbatches=again), "gradients") == []
 
 
 def test_there_is_no_norm_of_the_step_before_of_a_step_of_another_launch() -> None:

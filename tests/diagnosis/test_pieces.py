@@ -11,7 +11,7 @@ from diagnosed import NORM, fsdp_4, received
 from literal import EIGHT, tiny_case, trial_of, with_step_1_gradients, with_value
 from noisy import with_noise
 
-from harness.diagnosis.mixture import EXPLAINED, Mixture, Piece, Pieces, mixture_of
+from harness.diagnosis.pieces import EXPLAINED, Fit, Pieces, fit_of
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
 from harness.spec.case import Saved
@@ -23,7 +23,7 @@ SIXTEEN = replace(EIGHT, seq_len=16, variable_length=True)
 def at(trial: Trial, pieces: Pieces, step: int) -> list[tuple[list[int], list[int]]]:
     """Of each piece, the rows of the step's batch and the positions that count, each once."""
     found = []
-    for piece in pieces.all:
+    for piece in range(len(pieces.all)):
         mask = pieces.mask(piece, step)
         assert mask.shape == (len(trial.reference.samples[step - 1]), trial.case.seq_len(step))
         assert set(np.unique(mask)) == {0.0, 1.0} and pieces.mask(piece, step) is mask
@@ -36,8 +36,8 @@ def at(trial: Trial, pieces: Pieces, step: int) -> list[tuple[list[int], list[in
 def test_a_piece_is_a_sample_of_a_share_or_what_a_cp_rank_receives_of_it() -> None:
     trial = trial_of(tiny_case(ParallelDims(dp_shard=2, cp=2, tp=2), SIXTEEN))
     pieces = Pieces(trial)
-    assert pieces.all[:3] == (Piece(0, 0, 0), Piece(0, 0, 1), Piece(0, 1, 0)) and len(pieces.all) == 16
-    assert pieces.all[8] == Piece(4, 0, 0) and pieces.known
+    assert pieces.all[:3] == ((0, 0, 0), (0, 0, 1), (0, 1, 0)) and len(pieces.all) == 16
+    assert pieces.all[8] == (4, 0, 0) and pieces.known
     for step in (1, 2):
         wanted = [
             ([row], positions(trial.case, 2 * place, trial.case.seq_len(step)).tolist())
@@ -97,18 +97,19 @@ def test_valid_tokens_are_those_with_a_label_of_the_step_s_length_token_0_among_
     assert pieces.tokens(2).tolist() == wanted and sum(wanted) < 64
 
 
-# ---- what is a mixture
+# ---- what is a sum of them
 
 
-def fitted(trial: Trial) -> Mixture | None:
-    return mixture_of(trial, Pieces(trial), 1)
+def fitted(trial: Trial) -> Fit | None:
+    pieces = Pieces(trial)
+    return fit_of(trial, pieces, pieces.gradients(1), 1)
 
 
-def test_in_float64_a_gradient_is_a_mixture_within_a_millionth_and_in_noise_within_its_bound() -> None:
+def test_in_float64_a_gradient_is_a_sum_within_a_millionth_and_in_noise_within_its_bound() -> None:
     right = fsdp_4()
     wrong = with_step_1_gradients(right, lambda _, fqn: 2 * right.reference.steps[0].gradients[fqn])
     found = fitted(wrong)
-    assert found is not None and found.close == EXPLAINED and found.where(wrong) == ""
+    assert found is not None and found.close == EXPLAINED and found.fqns == (*wrong.plan.shapes,)
     off = with_value(wrong, 0, 1, "gradients", NORM, lambda gradient: gradient + 1e-3)
     assert fitted(off) is None
     rough: Any = with_noise(off, gradient=1e-2)

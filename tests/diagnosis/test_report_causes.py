@@ -19,6 +19,7 @@ from diagnosed import (
     first_line,
     fsdp_4,
     here,
+    kinds,
     received,
     reference_gradient,
     scaled,
@@ -232,9 +233,9 @@ ranks of a group do not issue the same collectives: ranks [0-3], collective 20: 
 def test_a_rank_that_reduces_in_another_order_is_told_beside_wrong_numbers() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     trial = with_step_1_gradients(trial, lambda _, fqn: 2 * reference_gradient(trial, fqn))
-    expect_first(
-        with_collectives(trial, 1, first_other_as_integer()),
-        """gradients are 2 times what they should be in every parameter, in step 1 alone: as if not divided by dp_shard (2); ranks of a group do not issue the same collectives: ranks [0,1], collective 6: expected all_reduce of 8 B float64 (step 1, other) on every rank, observed all_reduce of 8 B int64 (step 1, other) on rank 1""",
+    assert kinds(with_collectives(trial, 1, first_other_as_integer())) == (
+        "gradients scaled",
+        "collectives out of order",
     )
 
 

@@ -14,7 +14,7 @@ from literal_reference import clip
 
 from harness.checks.update import observed_norm
 from harness.diagnosis.algorithms import HALF
-from harness.diagnosis.clipping import Clipping, _by_norms, clipped_while_adding_up, wrong_clipping
+from harness.diagnosis.clipping import Clipping, _by_norms, wrong_clipping
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.report.cause_text import cause_line
@@ -196,16 +196,3 @@ def test_replicas_that_multiply_by_something_else_are_assumed_to_train_apart(
 ) -> None:
     assumed = Clipping(Cause("clipped by another norm", "-"), by).assume(trial_of(tiny_case("ddp_2", LOW_CLIP)))
     assert [*assumed.assumption.references] == [0, 1] * apart
-
-
-OF_RANKS = "; each rank clips its own before they are reduced"
-
-
-@pytest.mark.parametrize(("layout", "chains"), [("single", 1), ("ddp_2", 2)])
-def test_sums_of_microbatches_are_clipped_in_one_chain_or_in_each_rank_s(layout: str, chains: int) -> None:
-    trial = trial_of(tiny_case(layout, LOW_CLIP, accumulation=2))
-    every, once = "accumulated gradients are clipped after every microbatch", ", requested once a step"
-    texts = [f"{every}{once}", f"{every} and once more before the step{once}"]
-    texts += [text + OF_RANKS for text in texts] if chains > 1 else []
-    found = list(clipped_while_adding_up(trial, broken("gradients")))
-    assert [(one.cause, one.fitted) for one in found] == [(Cause("clipped in every microbatch", t), 1) for t in texts]
