@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from harness.checks import judge
 from harness.diagnosis.backward import random_state_not_restored, rounding, wrong_backward
 from harness.diagnosis.by_hand import lines_to_write
-from harness.diagnosis.clipping import clipped_while_adding_up, wrong_clipping
+from harness.diagnosis.clipping import clipped_while_adding_up
 from harness.diagnosis.contributions import unequal_contributions
 from harness.diagnosis.costs import memory_kept, of_no_plan, of_two_runs, other_settings, ranks_wait, reference_moved
 from harness.diagnosis.data import other_samples
@@ -31,11 +31,11 @@ from harness.diagnosis.features import (
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
 from harness.diagnosis.layout import other_layouts, other_slices
 from harness.diagnosis.mixed_slices import mixed_slices
-from harness.diagnosis.optimizer import not_finite, wrong_optimizer
 from harness.diagnosis.positions import other_positions
 from harness.diagnosis.processes import incomplete, layers_lost, not_trained, process_failed
+from harness.diagnosis.recipe import not_finite, wrong_recipe
 from harness.diagnosis.replicas import exchanged_tensors
-from harness.diagnosis.reports import odd_reports, wrong_reports
+from harness.diagnosis.reported import odd_reports, wrong_reports
 from harness.diagnosis.resume import resumed_otherwise, wrong_checkpoint
 from harness.diagnosis.scaled import gradients_not_zeroed, scaled_gradients
 from harness.diagnosis.telling import broken_elsewhere, told, what_weaker_tests_say
@@ -61,8 +61,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     other_units,
     resumed_otherwise,
     changed_weights,
-    wrong_optimizer,
-    wrong_clipping,
+    wrong_recipe,
     wrong_reports,
     other_weights,
     other_samples,

@@ -18,7 +18,7 @@ from harness.diagnosis.factors import factor_text, times_text
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.mixture import DATA_AXES, Mixture, Piece, Pieces, assuming, mixture_of
 from harness.diagnosis.reductions import of_each_rank
-from harness.diagnosis.reports import Number, assuming_reports, reported_of
+from harness.diagnosis.reported import Number, assuming_reports, reported_of
 from harness.diagnosis.words import Arrays
 from harness.evidence.text import number_text
 from harness.judge.losses import losses

@@ -29,7 +29,7 @@ from harness.diagnosis.differences import (
 )
 from harness.diagnosis.factors import factor_text, times_text, token_factors
 from harness.diagnosis.hypothesis import Broken, Hypothesis
-from harness.diagnosis.reports import assuming_reports, reported_of
+from harness.diagnosis.reported import assuming_reports, reported_of
 from harness.diagnosis.words import Arrays, from_step, in_order, in_parameters, on_ranks, some
 from harness.evidence.text import number_text
 from harness.judge.assembly import Misfit, misfits
