@@ -1,8 +1,8 @@
 """Another recipe than the requested one leads from these gradients to these weights: which?
 
-The space is spanned by the fields of TrainingConfig: each has its default, common values, twice and half, the value of another
-field, or another choice; one field, then two. Beside it stand what the optimizer shows, numbers that the first step is fitted
-by, a table of algorithms, and a table of ways to clip. Each is replayed on a few parameters; the checks judge the whole.
+The space is spanned by the fields of TrainingConfig: each has its default, common values, twice and half, what the first step
+is fitted by, the value of another field, or another choice; one field, then two. Beside it stand what the optimizer shows, a
+table of algorithms, and a table of ways to clip. The optimizer is replayed by each; the checks then judge everything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from harness.diagnosis.reported import (
     on_record,
     phrase,
 )
-from harness.diagnosis.words import Arrays, Pair, in_parameters, on_ranks, where_text
+from harness.diagnosis.words import Arrays, in_parameters, on_ranks, where_text
 from harness.evidence.records import RankEvidence
 from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer
@@ -50,9 +50,10 @@ from harness.reference.distance import best_fit
 LARGEST_DECAY = 0.2  # of a weight in a step; what takes more of it is no weight decay
 HALF = 2  # so many choices more is what explains the first step alone
 FEWER = 5  # values of a field that are tried together with those of another
-NOT_OF_THE_OPTIMIZER = {"seed", "dtype", "global_batch", "seq_len", "data", "compute_dtype", "quantize", "tf32"} | {
-    *("variable_length", "document_mask", "masked_samples", "all_valid")
+FIXED = {"seed", "dtype", "global_batch", "seq_len", "data", "compute_dtype", "quantize", "tf32", "variable_length"} | {
+    *("document_mask", "masked_samples", "all_valid", "optimizer")
 }
+"""Fields that change more than what optimizers make of gradients."""
 COMMON: dict[str, tuple[float, ...]] = {
     "beta1": (0.9, 0.95, 0.8, 0.0, 0.5, 0.85, 0.98, 0.99),
     "beta2": (0.999, 0.99, 0.95, 0.98, 0.9, 0.995, 0.9999),
@@ -62,45 +63,40 @@ COMMON: dict[str, tuple[float, ...]] = {
     "final_lr_fraction": (1.0, 0.0, 0.01, 0.5),
     "max_norm": (0.1, 0.5, 2.0, 5.0, 10.0),
 }
-SCHEDULE = ("lr", "warmup_steps", "final_lr_fraction", "steps", "rates")
+SCHEDULE = {"lr", "warmup_steps", "final_lr_fraction", "steps", "rates"}
 KINDS = dict.fromkeys(SCHEDULE, "learning rate") | dict.fromkeys(("weight_decay", "decay"), "weight decay")
-"""Of fields that are no kind of their own."""
 By = Callable[[int, int, str], Any]
-"""By rank, step and parameter: a coefficient or a rate."""
+"""By rank, step and parameter: what gradients are multiplied by in place of clipping, or a rate."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """What optimizers may have done. fitted: of how many numbers or choices. by: what may differ between ranks of it."""
+    """What optimizers may have done. fitted: of how many numbers or choices. by: what of it may differ between replicas.
+    reports: what ranks may then report; the first one that they all do is assumed."""
 
     cause: Cause
     assumed: AssumedOptimizer
     fitted: int = 1
     by: By | None = None
     reports: tuple[tuple[str, Number], ...] = ()
-    """What ranks may then report; the first is assumed that they all do."""
-    optimizer: str = ""
-    """Where it is another one than requested."""
-
-    def requested_of(self, trial: Trial) -> Trial:
-        other = replace(trial.case.training, optimizer=self.optimizer or trial.case.training.optimizer)
-        return assume.another_case(trial, replace(trial.case, training=other)) if self.optimizer else trial
 
 
 def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Two fields are tried where nothing simpler explains all."""
+    """Two fields are tried where nothing simpler explains all. Without one norm of all replicas nothing is replayed."""
     if "update" not in broken:
         return
-    replayed, explained = Replayed(trial), False
     for way in (*_shown_rates(trial), *_not_stepped(trial), *_amsgrad(trial)):
         yield Hypothesis(way.cause, partial(_assuming, way), way.fitted)
-    tables = _fields(trial, replayed.wrong, 1), _first_step(trial), _algorithms(trial), _clippings(trial)
-    for way in itertools.chain(*tables):
-        if (more := replayed.agrees(way)) is not None:
+    if not replicas_agree(trial, trial.first_step):
+        return
+    wrong, norms, explained = _wrong(trial), update.clipped_norms(trial), False
+    agrees = partial(_agrees, _wrong_first(trial, wrong), norms, trial.first_step in wrong.values())
+    for way in itertools.chain(_fields(trial, wrong, 1), _algorithms(trial, norms), _clippings(trial, norms)):
+        if (more := agrees(way)) is not None:
             yield Hypothesis(way.cause, partial(_assuming, way), way.fitted + more)
             explained |= not more
-    for way in () if explained else _fields(trial, replayed.wrong, 2):
-        if replayed.agrees(way) == 0:
+    for way in () if explained else _fields(trial, wrong, 2):
+        if agrees(way) == 0:
             yield Hypothesis(way.cause, partial(_assuming, way), way.fitted)
 
 
@@ -117,19 +113,18 @@ def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _assuming(way: Way, trial: Trial) -> Trial:
-    """As if the optimizer had done so. Whether it did is judged by the check of updates, from weights seen to weights seen; the
+    """As if optimizers had done so. Whether they did is judged by the check of updates, from weights seen to weights seen; the
     reference is trained with these, and what it has then is what they lead to."""
-    trial, dims = way.requested_of(trial), trial.case.dims
-    replicas = {rank: coordinate(dims, rank)["dp_replicate"] for rank in sorted(trial.ranks)}
-    ranks = [[rank for rank in replicas if replicas[rank] == one] for one in range(dims.dp_replicate)]
+    replicas = {rank: coordinate(trial.case.dims, rank)["dp_replicate"] for rank in sorted(trial.ranks)}
     if way.by and replicas_differ(trial, partial(_of_all_steps, trial, way.by)):
-        left = [{"left": partial(_as_left, trial, own)} for own in ranks]
+        copies = [[r for r in replicas if replicas[r] == copy] for copy in range(trial.case.dims.dp_replicate)]
+        left = [{"left": partial(_left, trial, ranks)} for ranks in copies]
         other = train_apart(trial, "dp_replicate", otherwise=left).assuming(way.assumed)
     else:
-        other = assume.another_optimizer(trial, way.assumed, left=partial(_as_left, trial, [*replicas]))
+        other = assume.another_optimizer(trial, way.assumed, left=partial(_left, trial, [*replicas]))
     for check, number in way.reports:
-        shown = [(READ[check](step), number(rank, step.step)) for rank, step, _ in trial.steps()]
-        if all(seen is None or math.isclose(seen, of or 0.0, rel_tol=1e-6) for seen, of in shown):
+        shown = [(READ[check](step), number(rank, step.step) or 0.0) for rank, step, _ in trial.steps()]
+        if all(seen is None or math.isclose(seen, known, rel_tol=1e-6) for seen, known in shown):
             return other.assuming(reports={check: number})
     return other
 
@@ -138,141 +133,163 @@ def _of_all_steps(trial: Trial, by: By, rank: int, fqn: str) -> list[bytes]:
     return [np.asarray(by(rank, step, fqn)).tobytes() for step in trial.case.steps]
 
 
-def _as_left(trial: Trial, ranks: Sequence[int], step: int, parameters: Arrays) -> Arrays:
+def _left(trial: Trial, ranks: Sequence[int], step: int, parameters: Arrays) -> Arrays:
     """The weights that these ranks' optimizers left, whole."""
     whole = {fqn: value.copy() for fqn, value in parameters.items()}
-    for rank in ranks:
-        for fqn, held in (
-            (f, v) for one in trial.ranks[rank].steps if one.step == step for f, v in one.parameters.items()
-        ):
-            if fqn in whole and (part := trial.slice_of(rank, fqn)):
-                target = take(whole[fqn].reshape(trial.plan.shapes[fqn]), part)
-                if target.size == held.size:
-                    target[...] = held.reshape(target.shape)
+    records = ((rank, one) for rank in ranks for one in trial.ranks[rank].steps if one.step == step)
+    for rank, fqn, held in ((rank, fqn, held) for rank, one in records for fqn, held in one.parameters.items()):
+        if fqn in whole and (part := trial.slice_of(rank, fqn)):
+            target = take(whole[fqn].reshape(trial.plan.shapes[fqn]), part)
+            if target.size == held.size:
+                target[...] = held.reshape(target.shape)
     return whole
 
 
-@dataclass(frozen=True)
-class Replayed:
-    """The optimizer's steps of a few parameters, of each kind a wrong and a right one, which each way is tried on."""
+# ---- the optimizer, replayed
 
-    trial: Trial
 
-    def agrees(self, way: Way) -> int | None:
-        """Of how many choices more a hypothesis is then: none where `update` holds of these parameters under the assumption,
-        HALF where it so holds in the first step alone, and else does not: one of two mistakes. None where it is refuted."""
-        part = way.requested_of(self._few).assuming(way.assumed)
-        if update.holds(part, self._norms):
-            return 0
-        return HALF if self._wrong_at_first and not self._mistakes_at_first(part) else None
+def _wrong(trial: Trial) -> dict[str, int]:
+    """Parameters that are wrong, the first in the list first, and since which step."""
+    found = update.mistakes(trial, update.clipped_norms(trial))
+    return {str(one.name): one.step or 0 for one in found if one.kind == "parameter"}
 
-    @cached_property
-    def wrong(self) -> set[str]:
-        return {str(one.name) for one in update.mistakes(self.trial, self._norms) if one.kind == "parameter"}
 
-    @cached_property
-    def _norms(self) -> dict[int, float]:
-        return update.clipped_norms(self.trial)
+def _wrong_first(trial: Trial, wrong: Collection[str]) -> Trial:
+    """The same, what is wrong and small before all else: there most ways are refuted."""
 
-    @cached_property
-    def _few(self) -> Trial:
-        few = {rank: self._with_few(evidence) for rank, evidence in self.trial.ranks.items()}
-        return replace(self.trial, run=replace(self.trial.run, ranks=few))
+    def ordered(evidence: RankEvidence) -> RankEvidence:
+        tensors = sorted(evidence.parameters, key=lambda one: (one.fqn not in wrong, one.value.size))
+        held = evidence.resumed
+        known = {one.fqn: held.parameters[one.fqn] for one in tensors if one.fqn in held.parameters} if held else {}
+        return replace(evidence, parameters=tuple(tensors), resumed=held and replace(held, parameters=known))
 
-    def _with_few(self, evidence: RankEvidence) -> RankEvidence:
-        kinds: dict[object, str] = {}
-        for tensor in sorted(evidence.parameters, key=lambda one: (one.fqn not in self.wrong, one.value.size)):
-            kinds.setdefault((tensor.fqn in self.wrong, *tensor.fqn.split(".")[-2:]), tensor.fqn)
-        held = {tensor.fqn: tensor for tensor in evidence.parameters}
-        chosen, resumed = [*kinds.values()], evidence.resumed
-        if resumed is not None:
-            known = {fqn: resumed.parameters[fqn] for fqn in chosen if fqn in resumed.parameters}
-            resumed = replace(resumed, parameters=known)
-        return replace(evidence, parameters=tuple(held[fqn] for fqn in chosen), resumed=resumed)
+    ranks = {rank: ordered(evidence) for rank, evidence in trial.ranks.items()}
+    return replace(trial, run=replace(trial.run, ranks=ranks))
 
-    @cached_property
-    def _wrong_at_first(self) -> bool:
-        return self._mistakes_at_first(self._few)
 
-    def _mistakes_at_first(self, part: Trial) -> bool:
-        return any(one.step == part.first_step for one in update.mistakes(part, self._norms))
+def _agrees(trial: Trial, norms: dict[int, float], halves: bool, way: Way) -> int | None:
+    """Of how many choices more a hypothesis is then: none where `update` holds under it; HALF where it holds so in the first
+    step alone, which may be one of two mistakes. None where it is refuted."""
+    part = trial.assuming(way.assumed)
+    if update.holds(part, norms):
+        return 0
+    return HALF if halves and not any(one.step == part.first_step for one in update.mistakes(part, norms)) else None
 
 
 # ---- fields of the recipe
 
 
-def _fields(trial: Trial, wrong: Collection[str], count: int) -> Iterator[Way]:
+def _fields(trial: Trial, wrong: Mapping[str, int], count: int) -> Iterator[Way]:
     """Of all parameters, and of those that are wrong."""
-    requested = trial.case.training
-    for fqns in ({*trial.plan.shapes}, {*wrong}) if {*wrong} < {*trial.plan.shapes} else ({*trial.plan.shapes},):
-        part = len(fqns) < len(trial.plan.shapes)
-        for changes, other in _changes(requested, count):
-            names = " and ".join(f"{name} is {_text(value)}" for name, value in changes.items())
+    requested, every = trial.case.training, frozenset(trial.plan.shapes)
+    for fqns in dict.fromkeys((every, every & {*wrong})):
+        for changes, other in _changes(requested, count, _fitted(trial, wrong)):
+            text = " and ".join(f"{name} is {_text(value)}" for name, value in changes.items())
             wanted = " and ".join(_text(getattr(requested, name)) for name in changes)
-            where, kind = in_parameters(trial, fqns) * part, next(KINDS.get(name, name) for name in changes)
-            swapped = [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
-            hint = "the two are swapped" * (swapped and count > 1)
-            cause = Cause(kind, f"{names} in the optimizer", where, wanted, hint, details=tuple(changes.items()))
-            yield _by_recipe(trial, cause, other, fqns, 1 + count + part)
+            swapped = count > 1 and [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
+            where, kind = in_parameters(trial, fqns) * (fqns != every), next(KINDS.get(name, name) for name in changes)
+            cause = Cause(kind, f"{text} in the optimizer", where, wanted, "the two are swapped" * swapped)
+            cause = replace(cause, details=tuple(changes.items()))
+            yield Way(cause, _by_recipe(trial, other, fqns), 1 + count + (fqns != every))
 
 
 def _text(value: object) -> str:
     return number_text(value) if isinstance(value, float) else str(value)
 
 
-def _changes(requested: TrainingConfig, count: int) -> Iterator[tuple[dict[str, Any], TrainingConfig]]:
+def _changes(
+    requested: TrainingConfig, count: int, fitted: Mapping[str, float]
+) -> Iterator[tuple[dict[str, Any], TrainingConfig]]:
     """What such a recipe itself refuses is left out."""
-    values = _values(requested)
+    values = _values(requested, fitted)
     for names in itertools.combinations(values, count):
-        several = itertools.product(*(values[name][: FEWER if count > 1 else None] for name in names))
-        exchanged = tuple(getattr(requested, name) for name in names[::-1])
-        for chosen in dict.fromkeys((*several, exchanged) if count > 1 else several):
+        several = [*itertools.product(*(values[name][: FEWER if count > 1 else None] for name in names))]
+        several += [tuple(getattr(requested, name) for name in names[::-1])] if count > 1 else []
+        for chosen in dict.fromkeys(several):
             with suppress(ValueError, TypeError):
                 changes = dict(zip(names, chosen, strict=True))
                 yield changes, replace(requested, **changes)
 
 
-def _values(requested: TrainingConfig) -> dict[str, list[Any]]:
+def _values(requested: TrainingConfig, fitted: Mapping[str, float]) -> dict[str, list[Any]]:
     """By field, those that it may have by mistake."""
-    fields = [field for field in dataclasses.fields(requested) if field.name not in NOT_OF_THE_OPTIMIZER]
-    now = {field.name: getattr(requested, field.name) for field in fields}
-    found: dict[str, list[Any]] = {}
-    for field in fields:
+    now = {one.name: getattr(requested, one.name) for one in dataclasses.fields(requested) if one.name not in FIXED}
+    floats, found = [value for value in now.values() if isinstance(value, float)], {}
+    for field in (field for field in dataclasses.fields(requested) if field.name in now):
         name, value = field.name, now[field.name]
-        values = [field.default, *CHOICES.get(name, ()), *COMMON.get(name, ())]
+        values = [
+            *([fitted[name]] if name in fitted else []),
+            field.default,
+            *CHOICES.get(name, ()),
+            *COMMON.get(name, ()),
+        ]
         if isinstance(value, bool):
-            values = [not value]
+            values.append(not value)
         elif isinstance(value, int):
             values += [value - 1, value + 1, 2 * value, value // 2]
         elif isinstance(value, float):
-            values += [2 * value, value / 2, 10 * value, value / 10, *(v for v in now.values() if isinstance(v, float))]
+            values += [2 * value, value / 2, 10 * value, value / 10, *floats]
         found[name] = [one for one in dict.fromkeys(values) if one != value]
     return found
 
 
-def _by_recipe(trial: Trial, cause: Cause, other: TrainingConfig, fqns: Collection[str], fitted: int) -> Way:
+def _fitted(trial: Trial, wrong: Mapping[str, int]) -> dict[str, float]:
+    """The rate and the decay that the first step of the largest wrong parameter has, if it is wrong by one of them alone."""
+    held = [(rank, tensor) for rank, evidence in sorted(trial.ranks.items()) for tensor in evidence.parameters]
+    held = [(rank, tensor) for rank, tensor in held if wrong.get(tensor.fqn) == trial.first_step]
+    rate, training = trial.reference_step(trial.first_step).lr, trial.case.training
+    if not held or not rate:
+        return {}
+    rank, tensor = max(held, key=lambda one: one[1].value.size)
+    left, start = (by.get(tensor.fqn) for by in (trial.ranks[rank].steps[0].parameters, trial.start_of(rank)))
+    if left is None or start is None or left.shape != start.shape:
+        return {}
+    seen, before = (trial.stepped_part(rank, tensor.fqn, value) for value in (left, start))
+    clip = clip_coefficient(update.clipped_norms(trial)[trial.first_step], training.max_norm)
+    usual = update.recipe_of(trial, tensor.fqn)
+    moved, undecayed = (
+        update.expected_after_first_step(
+            trial.assuming(AssumedOptimizer(recipe=lambda *_, by=by: replace(usual, weight_decay=by))),
+            trial.ranks[rank],
+            tensor,
+            clip=clip,
+        )[0]
+        for by in (usual.weight_decay, 0.0)
+    )
+    numbers = {"lr": training.lr * best_fit(seen - before, moved - before)}
+    taken = best_fit(undecayed - seen, before)
+    numbers |= {"weight_decay": taken / rate} if taken < LARGEST_DECAY else {}
+    return {name: near if abs((near := float(f"{x:.6g}")) - x) <= 1e-9 else x for name, x in numbers.items()}
+
+
+def _by_recipe(trial: Trial, other: TrainingConfig, fqns: Collection[str]) -> AssumedOptimizer:
     """These parameters are trained by another one."""
-    requested, norms = trial.case.training, update.clipped_norms(trial)
-    undecayed, shapes = replace(other, weight_decay=0.0), trial.case.model.parameter_shapes()
-    usual = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
+    requested, shapes = trial.case.training, trial.case.model.parameter_shapes()
+    undecayed, norms = replace(other, weight_decay=0.0), update.clipped_norms(trial)
     own = {f: undecayed if other.decay == "matrices" and len(shapes.get(f, ())) == 1 else other for f in fqns}
+    own = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes} | own
     planned = {step.step: step.lr for step in trial.reference.steps}
-    rates = {step: _rate_at(step, other) for step in planned}
-    slower = any(rates[step] != _rate_at(step, requested) for step in planned)
+    usual, now = ({step: _rate(step, training) for step in planned} for training in (requested, other))
+    rates = {step: lr * now[step] / usual[step] if usual[step] else now[step] for step, lr in planned.items()}
 
     def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
-        limit = (other if fqn in fqns else requested).max_norm
-        return clip_coefficient(norms[step], limit) * gradient
+        return clip_coefficient(norms[step], (other if fqn in fqns else requested).max_norm) * gradient
 
-    assumed = AssumedOptimizer(
-        recipe=lambda step, fqn: own.get(fqn, usual[fqn]),
-        rate=(lambda rank, step, fqn: (rates if fqn in fqns else planned)[step]) if slower else None,
+    return AssumedOptimizer(
+        recipe=lambda step, fqn: own[fqn],
+        rate=(lambda rank, step, fqn: (rates if fqn in fqns else planned)[step]) if usual != now else None,
         given=given if other.max_norm != requested.max_norm else None,
     )
-    return Way(cause, assumed, fitted, optimizer=other.optimizer if other.optimizer != requested.optimizer else "")
 
 
-# ---- rates that the optimizer shows
+def _rate(step: int, training: TrainingConfig) -> float:
+    """Imports torch, which judging does not need."""
+    from harness.reference.train import learning_rate
+
+    return learning_rate(step, training)
+
+
+# ---- what is seen
 
 
 def _shown_rates(trial: Trial) -> Iterator[Way]:
@@ -282,78 +299,56 @@ def _shown_rates(trial: Trial) -> Iterator[Way]:
     wrong = {at: lr for at, lr in shown.items() if not math.isclose(lr, usual[at[1]], rel_tol=1e-12)}
     if not wrong:
         return
-    first = min(step for _, step in wrong)
+    first, odd = min(step for _, step in wrong), {rank for rank, _ in wrong}
     ranks, rate = (
         [rank for rank, step in wrong if step == first],
         next(lr for at, lr in wrong.items() if at[1] == first),
     )
-    rule = _rule(trial, wrong, {at: lr for at, lr in shown.items() if at[0] in {rank for rank, _ in wrong}})
+    hint = _rule(trial, {step for _, step in wrong}, {at[1]: lr for at, lr in shown.items() if at[0] in odd})
+    same = " or ".join(str(step) for step, lr in usual.items() if math.isclose(lr, rate, rel_tol=1e-12))
+    hint = hint or f"the schedule's of step {same}" * bool(same)
     text = f"learning rate of step {first}{on_ranks(trial, ranks)} is {number_text(rate)}"
-    details = (("step", first), ("rate", rate), ("ranks", tuple(ranks)), ("rule", rule))
-    others: set[str] = set()
+    details, others = (("step", first), ("rate", rate), ("ranks", tuple(ranks)), ("rule", hint)), frozenset[str]()
     for _ in range(2):
-        by = partial(_rate_of, shown, usual, frozenset(others))
-        where = in_parameters(trial, {*trial.plan.shapes} - others) if others else ""
-        cause = Cause("learning rate", text, where, number_text(usual[first]), rule, details=details)
-        taken, planned = lambda rank, step: shown.get((rank, step), usual[step]), lambda rank, step: usual[step]
-        reports = ("reported_rate", planned), ("reported_rate", taken)
-        yield Way(cause, AssumedOptimizer(rate=by), 1 + bool(others), by, reports)
-        others = Replayed(trial.assuming(AssumedOptimizer(rate=by))).wrong
+        taken = lambda r, s, f, of=others: usual[s] if f in of else shown.get((r, s), usual[s])  # type: ignore[misc]  # noqa: E731
+        where = in_parameters(trial, {*trial.plan.shapes} - others) * bool(others)
+        cause = Cause("learning rate", text, where, number_text(usual[first]), hint, details=details)
+        reports = ("reported_rate", lambda r, s: usual[s]), ("reported_rate", lambda r, s: shown.get((r, s), usual[s]))
+        yield Way(cause, AssumedOptimizer(rate=taken), 1 + bool(others), taken, reports)
+        others = frozenset(_wrong(trial.assuming(AssumedOptimizer(rate=taken))))
         if not others or others >= {*trial.plan.shapes}:
             return
 
 
-def _rate_of(
-    shown: Mapping[tuple[int, int], float], usual: Mapping[int, float], others: Collection[str], *at: Any
-) -> float:
-    rank, step, fqn = at
-    return usual[step] if fqn in others else shown.get((rank, step), usual[step])
-
-
-def _rule(trial: Trial, wrong: Mapping[Any, float], shown: Mapping[tuple[int, int], float]) -> str:
-    """In words, the schedules that give all rates of these ranks; empty where there is none. Of one wrong rate none is said,
-    unless there are right ones before and behind it."""
-    steps, taken = {step for _, step in wrong}, {step for _, step in shown}
-    if len(steps) == 1 and not min(taken) < min(steps) < max(taken):
+def _rule(trial: Trial, wrong: Collection[int], shown: Mapping[int, float]) -> str:
+    """In words, the schedules that give all these rates; empty where there is none. Of one wrong rate none is said, unless
+    there are right ones before and behind it."""
+    if len({*wrong}) == 1 and not min(shown) < min(wrong) < max(shown):
         return ""
-    known = {(step, lr) for (_, step), lr in shown.items()}
-    tables = _shifted(trial.case.training), _schedules(trial.case.training, 1), _schedules(trial.case.training, 2)
-    for table in tables:
-        if found := [text for text, rate in table if all(math.isclose(rate(step), lr) for step, lr in known)]:
-            return " or ".join(found[:2])
+    for table in (_shifted(trial.case.training), *(_schedules(trial.case.training, count) for count in (1, 2))):
+        fits = [text for text, rate in table if all(math.isclose(rate(step), lr) for step, lr in shown.items())]
+        if found := {text.partition(" by ")[0]: text for text in fits[::-1]}:
+            return " or ".join([*found.values()][::-1][:2])
     return ""
 
 
 def _shifted(training: TrainingConfig) -> Iterator[tuple[str, Callable[[int], float]]]:
     """Each step has the rate of another."""
+    late, by = "every step takes the rate of the step before", "each step advances the schedule by"
     table: dict[str, Callable[[int], int]] = {
-        "every step takes the rate of the step before": lambda step: step - 1,
-        "every step takes the rate of the next step": lambda step: step + 1,
+        late: lambda step: step - 1,
+        "each takes the next step's": lambda step: step + 1,
     }
-    for by in range(2, 9):
-        table[f"each step advances the schedule by {by}"] = lambda step, by=by: 1 + by * (step - 1)  # type: ignore[misc]
-    for late in range(2, training.steps):
-        text = f"each step from step {late} on takes the rate of the step before"
-        table[text] = lambda step, late=late: step - (step >= late)  # type: ignore[misc]
-    for text, at in table.items():
-        yield text, lambda step, at=at: _rate_at(at(step), training)  # type: ignore[misc]
+    table |= {f"{by} {times}": lambda step, times=times: 1 + times * (step - 1) for times in range(2, 9)}  # type: ignore[misc]
+    table |= {f"from step {n} on, {late}": lambda step, n=n: step - (step >= n) for n in range(2, training.steps)}  # type: ignore[misc]
+    yield from ((text, lambda step, at=at: _rate(at(step), training)) for text, at in table.items())  # type: ignore[misc]
 
 
 def _schedules(training: TrainingConfig, count: int) -> Iterator[tuple[str, Callable[[int], float]]]:
-    for changes, other in _changes(training, count):
-        if {*changes} <= {*SCHEDULE}:
+    for changes, other in _changes(training, count, {}):
+        if {*changes} <= SCHEDULE:
             text = " and ".join(f"{name} {_text(value)}" for name, value in changes.items())
-            yield f"as with {text}", partial(_rate_at, training=other)
-
-
-def _rate_at(step: int, training: TrainingConfig) -> float:
-    """Imports torch, which judging does not need."""
-    from harness.reference.train import learning_rate
-
-    return learning_rate(step, training)
-
-
-# ---- what is seen of moves
+            yield f"as with {text}", partial(_rate, training=other)
 
 
 def _not_stepped(trial: Trial) -> Iterator[Way]:
@@ -373,77 +368,8 @@ def _not_stepped(trial: Trial) -> Iterator[Way]:
     def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray | None:
         return None if still.get((rank, step, fqn)) else clip_coefficient(norms[step], limit) * gradient
 
-    cause = Cause("not stepped", f"the optimizer does not move parameters in step {first}", where_text(trial, pairs))
-    cause = replace(cause, details=(("step", first), ("pairs", tuple(pairs))))
-    yield Way(cause, AssumedOptimizer(given), by=lambda *at: still.get(at, False))
-
-
-def _first_step(trial: Trial) -> Iterator[Way]:
-    """Which parameters move otherwise, and by what multiple of the rate or by what decay that is so, in every step."""
-    requested, usual = trial.case.training, {step.step: step.lr for step in trial.reference.steps}
-    clip = clip_coefficient(update.clipped_norms(trial)[trial.first_step], requested.max_norm)
-    if not (wrong := _first_moves(trial, clip, explained=False)):
-        return
-    fqns, where = {fqn for _, fqn in wrong}, where_text(trial, wrong)
-    where = where if len(fqns) < len(trial.plan.shapes) else where.removeprefix("in every parameter").strip()
-    moves = [_move(trial, trial, clip, *pair) for pair in wrong]
-    if (factor := _multiple([(seen - before, wanted - before) for wanted, seen, before in moves])) is not None:
-        text, details = f"learning rate is {number_text(factor * requested.lr)}", (("factor", factor),)
-        cause = Cause("learning rate", text, where, number_text(requested.lr), details=details)
-        rates = {step: factor * lr for step, lr in usual.items()}
-        yield Way(cause, AssumedOptimizer(rate=lambda rank, step, fqn: (rates if fqn in fqns else usual)[step]), 3)
-    recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
-    plain = trial.assuming(AssumedOptimizer(recipe=lambda step, fqn: replace(recipes[fqn], weight_decay=0.0)))
-    moves = [_move(plain, trial, clip, *pair) for pair in wrong]
-    taken = _multiple([(wanted - seen, before) for wanted, seen, before in moves])  # rate x decay
-    if taken is None or not -1e-12 < taken < LARGEST_DECAY or not usual[trial.first_step]:
-        return
-    decay = max(0.0, taken / usual[trial.first_step])
-    decay = next((one for one in (0.0, float(f"{decay:.6g}")) if math.isclose(one, decay, abs_tol=1e-9)), decay)
-    decays = {f"weight decay is {number_text(decay)}": dict.fromkeys(usual, decay)}
-    if math.isclose(taken, requested.weight_decay):
-        decays["weight decay is not multiplied by the learning rate"] = {n: taken / lr for n, lr in usual.items() if lr}
-    for text, by_step in decays.items():
-        details = (("weight_decay", by_step[trial.first_step]),)
-        cause = Cause("weight decay", text, where, number_text(requested.weight_decay), details=details)
-        yield Way(cause, AssumedOptimizer(recipe=partial(_decaying, recipes, fqns, by_step)), 3)
-
-
-def _decaying(
-    recipes: Mapping[str, TrainingConfig], fqns: Collection[str], decays: Mapping[int, float], step: int, fqn: str
-) -> TrainingConfig:
-    return replace(recipes[fqn], weight_decay=decays.get(step, 0.0)) if fqn in fqns else recipes[fqn]
-
-
-def _first_moves(trial: Trial, clip: float, *, explained: bool) -> list[Pair]:
-    """The parameters whose first step is, or is not, what the optimizer makes of gradients times that."""
-    return [
-        (rank, tensor.fqn)
-        for rank, evidence in sorted(trial.ranks.items())
-        for tensor in evidence.parameters
-        if (left := evidence.steps[0].parameters.get(tensor.fqn)) is not None
-        if left.shape == tensor.value.shape and trial.stepped_part(rank, tensor.fqn, left).size
-        if update.explained_by_clip(trial, evidence, tensor, clip=clip) is explained
-    ]
-
-
-def _move(assumed: Trial, trial: Trial, clip: float, rank: int, fqn: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the first step: what there should be under the assumption, what was seen, and what was there before."""
-    evidence = trial.ranks[rank]
-    tensor = next(tensor for tensor in evidence.parameters if tensor.fqn == fqn)
-    wanted, _ = update.expected_after_first_step(assumed, evidence, tensor, clip=clip)
-    before = trial.stepped_part(rank, fqn, trial.start_of(rank)[fqn])
-    return wanted, trial.stepped_part(rank, fqn, evidence.steps[0].parameters[fqn]), before
-
-
-def _multiple(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> float | None:
-    """The number by which the first of each two is the second; None if there is no one number."""
-    factors = [best_fit(seen, of) for seen, of in pairs]
-    fits = (
-        np.any(of) and np.allclose(seen, by * of, rtol=0, atol=1e-12)
-        for by, (seen, of) in zip(factors, pairs, strict=True)
-    )
-    return float(np.median(factors)) if all(fits) and np.allclose(factors, factors[0]) else None
+    cause = Cause("not stepped", f"the optimizer has no effect in step {first}", where_text(trial, pairs))
+    yield Way(replace(cause, details=(("step", first),)), AssumedOptimizer(given), by=lambda *at: still.get(at, False))
 
 
 def _before(trial: Trial) -> dict[tuple[int, int], Arrays]:
@@ -455,9 +381,6 @@ def _before(trial: Trial) -> dict[tuple[int, int], Arrays]:
     return found
 
 
-# ---- algorithms
-
-
 def _amsgrad(trial: Trial) -> Iterator[Way]:
     states = (state for e in trial.ranks.values() for state in e.steps[-1].optimizer_state.values())
     if any("max_exp_avg_sq" in state for state in states):
@@ -465,30 +388,53 @@ def _amsgrad(trial: Trial) -> Iterator[Way]:
         yield Way(cause, AssumedOptimizer(amsgrad=True, copies=1))
 
 
-def _algorithms(trial: Trial) -> Iterator[Way]:
+# ---- algorithms
+
+
+def _algorithms(trial: Trial, norms: Mapping[int, float]) -> Iterator[Way]:
     """What the optimizer is given may be a sum of clipped gradients, by how many steps ago each was."""
-    adamw, begins = trial.case.training.optimizer == "adamw", not trial.case.resume
-    if adamw and trial.case.training.weight_decay:
+    adamw, begins, decay = (
+        trial.case.training.optimizer == "adamw",
+        not trial.case.resume,
+        trial.case.training.weight_decay,
+    )
+    history, usual = partial(_of_history, trial, norms), {step.step: step.lr for step in trial.reference.steps}
+    if decay:
+        cause = Cause("weight decay", "weight decay is not multiplied by the learning rate")
+        recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
+        over = lambda step, fqn: replace(recipes[fqn], weight_decay=recipes[fqn].weight_decay / (usual[step] or 1.0))  # noqa: E731
+        yield Way(cause, AssumedOptimizer(recipe=over))
+    if adamw and decay:
         cause = Cause(
-            "weight decay in the gradients", "weight decay is added to the gradients", "", "decoupled, as AdamW does"
+            "weight decay in the gradients", "weight decay is added to the gradients", "", "decoupled (AdamW)"
         )
-        yield _of_history(trial, cause, lambda ago: float(ago == 0), decayed=True)
+        yield history(cause, lambda ago: float(ago == 0), decayed=True)
     if begins:
         text = "each optimizer step uses the gradients of the step before, the first uses none"
-        yield _of_history(trial, Cause("one step late", text), lambda ago: float(ago == 1), decayed=False)
+        yield history(Cause("one step late", text), lambda ago: float(ago == 1))
     if adamw and begins:
         late = AssumedOptimizer(counter=lambda step, fqn: 10**9 + step)  # when nothing is left to correct
         yield Way(Cause("bias correction", "bias correction of the averages is missing", "", "Adam's"), late)
     for by, nesterov in itertools.product((0.9, 0.95, 0.99, 0.8, 0.5), (0, 1)) if begins and not adamw else ():
-        details = (("momentum", by), ("nesterov", bool(nesterov)))
-        cause = Cause("momentum", f"SGD has {'Nesterov ' * nesterov}momentum {by}", "", "none", details=details)
-        share = lambda ago, by=by, nesterov=nesterov: by ** (ago + nesterov) + nesterov * (ago == 0)  # type: ignore[misc]  # noqa: E731
-        yield _of_history(trial, cause, share, decayed=True, copies=1)
+        text, details = (
+            f"SGD has {'Nesterov ' * nesterov}momentum {by}",
+            (("momentum", by), ("nesterov", bool(nesterov))),
+        )
+        share = lambda ago, by=by, more=nesterov: by ** (ago + more) + more * (ago == 0)  # type: ignore[misc]  # noqa: E731
+        yield history(Cause("momentum", text, "", "none", details=details), share, decayed=True, copies=1)
 
 
-def _of_history(trial: Trial, cause: Cause, share: Callable[[int], float], *, decayed: bool, copies: int = 0) -> Way:
+def _of_history(
+    trial: Trial,
+    norms: Mapping[int, float],
+    cause: Cause,
+    share: Callable[[int], float],
+    *,
+    decayed: bool = False,
+    copies: int = 0,
+) -> Way:
     """decayed: weights times weight decay are added to the gradients, and to nothing else. copies: of it that are kept."""
-    limit, norms, before = trial.case.training.max_norm, update.clipped_norms(trial), _before(trial)
+    limit, before = trial.case.training.max_norm, _before(trial)
     seen = {(rank, step.step): step.gradients for rank, step, _ in trial.steps()}
     recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
     undecayed = {fqn: replace(recipe, weight_decay=0.0) for fqn, recipe in recipes.items()}
@@ -496,11 +442,10 @@ def _of_history(trial: Trial, cause: Cause, share: Callable[[int], float], *, de
     def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray | None:
         total = np.zeros_like(gradient)
         for now in range(trial.first_step, step + 1):
-            held = before[rank, now].get(fqn)
-            if fqn not in seen[rank, now] or held is None:
+            if fqn not in seen[rank, now] or fqn not in before[rank, now]:
                 return None
             own = clip_coefficient(norms[now], limit) * seen[rank, now][fqn].astype(np.float64)
-            own += decayed * recipes[fqn].weight_decay * trial.stepped_part(rank, fqn, held)
+            own += decayed * recipes[fqn].weight_decay * trial.stepped_part(rank, fqn, before[rank, now][fqn])
             total += share(step - now) * own
         return total
 
@@ -511,25 +456,23 @@ def _of_history(trial: Trial, cause: Cause, share: Callable[[int], float], *, de
 # ---- clipping
 
 
-def _clippings(trial: Trial) -> Iterator[Way]:
-    limit, norms = trial.case.training.max_norm, update.clipped_norms(trial)
-    if limit is None or not replicas_agree(trial, trial.first_step):
+def _clippings(trial: Trial, norms: Mapping[int, float]) -> Iterator[Way]:
+    limit = trial.case.training.max_norm
+    if limit is None:
         return
-    yield from _by_norms(trial, limit)
+    yield from (*_by_norms(trial, limit), *_left_out(trial, limit, norms))
     for name, parts in groupings(trial).items():
-        whose = {fqn: parts_of for parts_of in map(frozenset, parts) for fqn in parts_of}
-        table = {
-            (fqns, step): norm_of(trial, 0, step, fqns=fqns) for fqns in {*whose.values()} for step in trial.case.steps
-        }
-        cause = Cause(
-            "clipped by another norm", f"each of the {name} is clipped by its own norm", details=(("each", name),)
-        )
-        yield _clipped(cause, lambda r, s, f, of=whose, table=table: clip_coefficient(table[of[f], s], limit))  # type: ignore[misc]
-    low = next((step for step in trial.case.steps if norms[step] < limit), None)
-    if low is not None:
+        own = {(f, s): norm_of(trial, 0, s, fqns=fqns) for fqns in parts for s in trial.case.steps for f in fqns}
+        text, details = f"gradients are clipped by a norm of each of the {name}", (("norms of", name),)
+        cause = Cause("clipped by another norm", text, "", "one norm of all", details=details)
+        yield _clipped(cause, lambda rank, step, fqn, own=own: clip_coefficient(own[fqn, step], limit))  # type: ignore[misc]
+    if low := next((step for step in trial.case.steps if norms[step] < limit), None):
         by = limit / (norms[low] + 1e-6)
-        text = f"clipping enlarges gradients: it multiplies by {number_text(by, 4)} in step {low}"
-        cause = Cause("clipping enlarges gradients", text, details=(("step", low), ("factor", by)))
+        text, less = (
+            f"clipping multiplies by {by:.4g} in step {low}",
+            f"1: the norm is {norms[low]:.4g}, max_norm {limit:g}",
+        )
+        cause = Cause("clipping enlarges gradients", text, "", less, details=(("step", low), ("factor", by)))
         yield _clipped(cause, lambda rank, step, fqn: limit / (norms[step] + 1e-6))
     cause = Cause("clipped without 1e-6", "clipping multiplies by max_norm / norm", "", "max_norm / (norm + 1e-6)")
     yield _clipped(cause, lambda rank, step, fqn: limit / max(norms[step], limit))
@@ -539,56 +482,58 @@ def _clippings(trial: Trial) -> Iterator[Way]:
             "clipped by value", f"gradients are clipped entry by entry, to {most:g}", details=(("value", most),)
         )
         yield _clipped(cause, lambda r, s, f, most=most: most / np.maximum(np.abs(seen[r, s][f]), np.float64(most)))  # type: ignore[misc]
-    yield from _left_out(trial, limit, norms)
 
 
 def _clipped(cause: Cause, by: By, fitted: int = 1, norm: Number | None = None) -> Way:
-    """By: what gradients are multiplied by, in place of clipping."""
-    reports = (("grad_norm", norm),) if norm else ()
-    return Way(cause, AssumedOptimizer(lambda *at: by(*at[:3]) * at[3]), fitted, by, reports)
+    """Multiplied in place of clipping. norm: what ranks may report."""
+    assumed = AssumedOptimizer(lambda *at: by(*at[:3]) * at[3])
+    return Way(cause, assumed, fitted, by, (("grad_norm", norm),) if norm else ())
 
 
 def _by_norms(trial: Trial, limit: float) -> Iterator[Way]:
     """Each norm on record that differs from what the rank's gradients have; the one that ranks report is a choice more."""
     right, places = partial(on_record, trial, "grad_norm"), [*itertools.product(trial.case.steps, sorted(trial.ranks))]
-    shown = {(rank, step.step): step.grad_norm for rank, step in trial.own_steps()}
-    of_others = ((details, number) for details, number in of_other_steps(trial, right))
-    late: Source = (("before", 1), ("first", "that of itself")), lambda r, s: right(r, s - 1) or right(r, s)
-    reported: Source = ((("reported", True),), lambda rank, step: shown.get((rank, step)) or 0.0)
-    told: set[tuple[float, ...]] = set()
-    for details, number in (*norms(trial), *of_others, late, reported):
-        norm = functools.cache(number)
-        values = tuple(round(norm(rank, step) or 0.0, 12) for step, rank in places)
-        odd = [(s, r) for s, r in places if not math.isclose(norm(r, s) or 0.0, right(r, s) or 0.0)]
+    shown, told = {(rank, step.step): step.grad_norm for rank, step in trial.own_steps()}, set()
+    before: Source = (
+        (("steps late by", 1), ("in the first", "that")),
+        lambda rank, step: right(rank, step - 1) or right(rank, step),
+    )
+    reported: Source = (("as", "reported"),), lambda rank, step: shown.get((rank, step))
+    for details, number in (*norms(trial), *of_other_steps(trial, right), before, reported):
+        norm = functools.cache(lambda rank, step, number=number: number(rank, step) or 0.0)  # type: ignore[misc]
+        odd = [(s, r) for s, r in places if not math.isclose(norm(r, s), right(r, s) or 0.0)]
+        values = tuple(round(norm(rank, step), 12) for step, rank in places)
         if not odd or values in told:
             continue
         told.add(values)
         step, rank = odd[0]
-        seen = f"{norm(rank, step) or 0.0:.6g} on rank {rank} in step {step}"
-        text = f"gradients are clipped by {phrase('gradient norm', details)}: {seen}"
-        cause = Cause("clipped by another norm", text, "", f"the global norm, {right(rank, step):.6g}", details=details)
-        yield _clipped(
-            cause,
-            lambda r, s, f, norm=norm: clip_coefficient(norm(r, s) or 0.0, limit),
-            1 + (details[0][0] == "reported"),
-            norm,
-        )  # type: ignore[misc]
+        seen = f"{norm(rank, step):.6g} on rank {rank} in step {step}"
+        text, wanted = (
+            f"gradients are clipped by a norm {phrase(details)}: {seen}",
+            f"the global norm, {right(rank, step):.6g}",
+        )
+        cause = Cause("clipped by another norm", text, "", wanted, details=details)
+        by = lambda r, s, f, norm=norm: clip_coefficient(norm(r, s), limit)  # type: ignore[misc]  # noqa: E731
+        yield _clipped(cause, by, 1 + (number is reported[1]), norm)
 
 
 def _left_out(trial: Trial, limit: float, norms: Mapping[int, float]) -> Iterator[Way]:
     """Of all, or of those for which the first step is what the optimizer makes of the whole gradient."""
     clip = clip_coefficient(norms[trial.first_step], limit)
-    pairs = {*_first_moves(trial, 1.0, explained=True)} - {*_first_moves(trial, clip, explained=True)}
-    if not pairs:
-        return
-    where = where_text(trial, pairs)
-    text, details = f"gradients are not clipped (coefficient {clip:.4g})", (("coefficient", clip),)
+    pairs = [
+        (rank, tensor.fqn)
+        for rank, evidence in trial.ranks.items()
+        for tensor in evidence.parameters
+        if tensor.value.size and update.explained_by_clip(trial, evidence, tensor, clip=1.0)
+        if not update.explained_by_clip(trial, evidence, tensor, clip=clip)
+    ]
+    where, others = where_text(trial, pairs), {*trial.plan.shapes} - {fqn for _, fqn in pairs}
+    cause = Cause("clipping left out", f"gradients are not clipped (coefficient {clip:.4g})", where)
+    cause = replace(cause, details=(("coefficient", clip),))
     if where == "in every parameter":
-        yield _clipped(Cause("clipping left out", text, details=details), lambda rank, step, fqn: 1.0, 0)
+        yield _clipped(replace(cause, where=""), lambda rank, step, fqn: 1.0, 0)
         return
-    others = {*trial.plan.shapes} - {fqn for _, fqn in pairs}
     own = {step: norm_of(trial, 0, step, fqns=others) for step in trial.case.steps}
-    for used, hint in ((norms, ""), (own, "the others are clipped by their own norm")):
+    for used, hint in ((norms, ""), (own, "the others are clipped by their own norm")) if pairs else ():
         by = lambda r, s, f, used=used: 1.0 if (r, f) in pairs else clip_coefficient(used[s], limit)  # type: ignore[misc]  # noqa: E731
-        cause = Cause("clipping left out", text, where, hint=hint, details=details)
-        yield _clipped(cause, by, norm=lambda rank, step, used=used: used[step])  # type: ignore[misc]
+        yield _clipped(replace(cause, hint=hint), by, norm=lambda rank, step, used=used: used[step])  # type: ignore[misc]
