@@ -87,9 +87,9 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return
     for way in (*_shown_rates(trial), *_not_stepped(trial), *_amsgrad(trial)):
         yield Hypothesis(way.cause, partial(_assuming, way), way.fitted)
-    if not replicas_agree(trial, trial.first_step):
-        return
     wrong, norms, explained = _wrong(trial), update.clipped_norms(trial), False
+    if not wrong or not replicas_agree(trial, trial.first_step):
+        return
     agrees = partial(_agrees, _wrong_first(trial, wrong), norms, trial.first_step in wrong.values())
     for way in itertools.chain(_fields(trial, wrong, 1), _algorithms(trial, norms), _clippings(trial, norms)):
         if (more := agrees(way)) is not None:
@@ -304,7 +304,7 @@ def _shown_rates(trial: Trial) -> Iterator[Way]:
         [rank for rank, step in wrong if step == first],
         next(lr for at, lr in wrong.items() if at[1] == first),
     )
-    hint = _rule(trial, {step for _, step in wrong}, {at[1]: lr for at, lr in shown.items() if at[0] in odd})
+    hint = rule_of(trial, {step for _, step in wrong}, {at[1]: lr for at, lr in shown.items() if at[0] in odd})
     same = " or ".join(str(step) for step, lr in usual.items() if math.isclose(lr, rate, rel_tol=1e-12))
     hint = hint or f"the schedule's of step {same}" * bool(same)
     text = f"learning rate of step {first}{on_ranks(trial, ranks)} is {number_text(rate)}"
@@ -320,7 +320,7 @@ def _shown_rates(trial: Trial) -> Iterator[Way]:
             return
 
 
-def _rule(trial: Trial, wrong: Collection[int], shown: Mapping[int, float]) -> str:
+def rule_of(trial: Trial, wrong: Collection[int], shown: Mapping[int, float]) -> str:
     """In words, the schedules that give all these rates; empty where there is none. Of one wrong rate none is said, unless
     there are right ones before and behind it."""
     if len({*wrong}) == 1 and not min(shown) < min(wrong) < max(shown):
@@ -495,7 +495,7 @@ def _by_norms(trial: Trial, limit: float) -> Iterator[Way]:
     right, places = partial(on_record, trial, "grad_norm"), [*itertools.product(trial.case.steps, sorted(trial.ranks))]
     shown, told = {(rank, step.step): step.grad_norm for rank, step in trial.own_steps()}, set()
     before: Source = (
-        (("steps late by", 1), ("in the first", "that")),
+        (("of a step earlier by", 1), ("in the first step", "its own")),
         lambda rank, step: right(rank, step - 1) or right(rank, step),
     )
     reported: Source = (("as", "reported"),), lambda rank, step: shown.get((rank, step))

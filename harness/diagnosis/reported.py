@@ -169,18 +169,20 @@ def _sources(trial: Trial, check: str) -> Iterator[Source]:
 
 def of_other_steps(trial: Trial, right: Number) -> Iterator[Source]:
     """The same of another step, and what is kept of all steps so far."""
-    for name, ahead in itertools.product(("steps late by", "steps early by"), range(1, len(trial.case.steps))):
-        by = -ahead if "late" in name else ahead
-        yield ((name, ahead),), lambda rank, step, by=by: right(rank, step + by)  # type: ignore[misc]
     for one in trial.case.steps:
         yield (("of step", one),), lambda rank, step, one=one: right(rank, one)  # type: ignore[misc]
+    for name, ahead in itertools.product(
+        ("of a step earlier by", "of a step later by"), range(1, len(trial.case.steps))
+    ):
+        by = -ahead if "earlier" in name else ahead
+        yield ((name, ahead),), lambda rank, step, by=by: right(rank, step + by)  # type: ignore[misc]
     yield (("so far as a", "sum"),), partial(_so_far, trial, right, lambda n: (1, 1), False)
     yield (("so far as a", "mean"),), partial(_so_far, trial, right, lambda n: (n / (n + 1), 1 / (n + 1)), False)
     for by in KEPT:
         yield (("as a running mean that keeps", by),), partial(_so_far, trial, right, partial(_mixed, by), False)
     for by in range(1, len(trial.ranks) + 1):  # ranks that bring along what has been reduced over them
         yield (
-            (("so far over tokens of one, before counted", by),),
+            (("as a total of all steps so far, that of before counted times", by),),
             partial(_so_far, trial, right, lambda n, by=by: (by, 1), True),
         )  # type: ignore[misc]
 
@@ -221,7 +223,7 @@ def _losses(trial: Trial) -> Iterator[Source]:
     for (details, ranks), number, whole in table:
         more = (("of microbatch", number), ("over the tokens of", whole and "the step"))
         of = (*details, *(one for one in more if one[1]))
-        for factor in dict.fromkeys((1.0, passes, 1 / passes)) if of else ():
+        for factor in dict.fromkeys((1.0, passes, 1 / passes)) if details or number else ():
             times = (("times", factor),) if factor != 1 else ()
             yield (*of, *times), partial(_loss, trial, ranks, number, whole, factor)
     yield from (
@@ -302,6 +304,10 @@ def norm_of(
             for fqn, gradient in record.gradients.items():
                 key = fqn, trial.gradient_slice_of(one, fqn), place
                 if key not in found and gradient.size and (fqns is None or fqn in fqns):
-                    found[key] = record.squares[fqn] if power == 2 else float(np.linalg.norm(gradient.ravel(), power))
+                    found[key] = (
+                        record.squares[fqn]
+                        if power == 2
+                        else float(np.linalg.norm(gradient.ravel().astype(np.float64), power))
+                    )
     total = max(found.values(), default=0.0) if power == math.inf else math.fsum(found.values())
     return math.sqrt(total) if power == 2 else total

@@ -17,6 +17,8 @@ from diagnosed import (
     here,
     seen,
 )
+from harness.diagnosis.norms import other_norms
+from harness.diagnosis.optimizer import _rates_and_decays
 from literal import (
     ADAMW,
     UNEVEN,
@@ -32,8 +34,6 @@ from literal import (
 from harness.checks import judge
 from harness.diagnosis.engine import failing_checks
 from harness.diagnosis.hypothesis import NOT_TESTED, Fact, Hypothesis
-from harness.diagnosis.norms import other_norms
-from harness.diagnosis.optimizer import _rates_and_decays
 from harness.diagnosis.words import finding_line
 from harness.diagnosis.zero import (
     FOLLOWING,
