@@ -82,20 +82,24 @@ class Way:
 
 
 def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Two fields are tried where nothing simpler explains all. Without one norm of all replicas nothing is replayed."""
+    """What is seen, else what a replay agrees with. Two fields are tried where nothing simpler explains all."""
     if "update" not in broken:
         return
-    for way in (*_shown_rates(trial), *_not_stepped(trial), *_amsgrad(trial)):
-        yield Hypothesis(way.cause, partial(_assuming, way), way.fitted)
-    wrong, norms, explained = _wrong(trial), update.clipped_norms(trial), False
-    if not wrong or not replicas_agree(trial, trial.first_step):
-        return
+    wrong, norms, seen = (
+        _wrong(trial),
+        update.clipped_norms(trial),
+        [*_shown_rates(trial), *_not_stepped(trial), *_amsgrad(trial)],
+    )
+    yield from (Hypothesis(way.cause, partial(_assuming, way), way.fitted) for way in seen)
     agrees = partial(_agrees, _wrong_first(trial, wrong), norms, trial.first_step in wrong.values())
-    for way in itertools.chain(_fields(trial, wrong, 1), _algorithms(trial, norms), _clippings(trial, norms)):
+    if not wrong or not replicas_agree(trial, trial.first_step) or any(agrees(way) == 0 for way in seen):
+        return
+    explained, fields = False, partial(_fields, trial, wrong, norms)
+    for way in itertools.chain(fields(1), _algorithms(trial, norms), _clippings(trial, norms)):
         if (more := agrees(way)) is not None:
             yield Hypothesis(way.cause, partial(_assuming, way), way.fitted + more)
             explained |= not more
-    for way in () if explained else _fields(trial, wrong, 2):
+    for way in () if explained else fields(2):
         if agrees(way) == 0:
             yield Hypothesis(way.cause, partial(_assuming, way), way.fitted)
 
@@ -149,9 +153,9 @@ def _left(trial: Trial, ranks: Sequence[int], step: int, parameters: Arrays) -> 
 
 
 def _wrong(trial: Trial) -> dict[str, int]:
-    """Parameters that are wrong, the first in the list first, and since which step."""
-    found = update.mistakes(trial, update.clipped_norms(trial))
-    return {str(one.name): one.step or 0 for one in found if one.kind == "parameter"}
+    """Parameters that are wrong on some rank, and since which step."""
+    found = [one for one in update.mistakes(trial, update.clipped_norms(trial)) if one.kind == "parameter"]
+    return {str(one.name): one.step or 0 for one in sorted(found, key=lambda one: -(one.step or 0))}
 
 
 def _wrong_first(trial: Trial, wrong: Collection[str]) -> Trial:
@@ -171,6 +175,7 @@ def _agrees(trial: Trial, norms: dict[int, float], halves: bool, way: Way) -> in
     """Of how many choices more a hypothesis is then: none where `update` holds under it; HALF where it holds so in the first
     step alone, which may be one of two mistakes. None where it is refuted."""
     part = trial.assuming(way.assumed)
+    vars(part)["holdings"] = trial.holdings  # the same evidence: they need not be looked for again
     if update.holds(part, norms):
         return 0
     return HALF if halves and not any(one.step == part.first_step for one in update.mistakes(part, norms)) else None
@@ -179,18 +184,19 @@ def _agrees(trial: Trial, norms: dict[int, float], halves: bool, way: Way) -> in
 # ---- fields of the recipe
 
 
-def _fields(trial: Trial, wrong: Mapping[str, int], count: int) -> Iterator[Way]:
+def _fields(trial: Trial, wrong: Mapping[str, int], norms: dict[int, float], count: int) -> Iterator[Way]:
     """Of all parameters, and of those that are wrong."""
     requested, every = trial.case.training, frozenset(trial.plan.shapes)
+    fitted = _fitted(trial, wrong, norms)
     for fqns in dict.fromkeys((every, every & {*wrong})):
-        for changes, other in _changes(requested, count, _fitted(trial, wrong)):
+        for changes, other in _changes(requested, count, fitted):
             text = " and ".join(f"{name} is {_text(value)}" for name, value in changes.items())
             wanted = " and ".join(_text(getattr(requested, name)) for name in changes)
             swapped = count > 1 and [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
             where, kind = in_parameters(trial, fqns) * (fqns != every), next(KINDS.get(name, name) for name in changes)
             cause = Cause(kind, f"{text} in the optimizer", where, wanted, "the two are swapped" * swapped)
             cause = replace(cause, details=tuple(changes.items()))
-            yield Way(cause, _by_recipe(trial, other, fqns), 1 + count + (fqns != every))
+            yield Way(cause, _by_recipe(trial, other, fqns, norms), 1 + count + (fqns != every))
 
 
 def _text(value: object) -> str:
@@ -233,7 +239,7 @@ def _values(requested: TrainingConfig, fitted: Mapping[str, float]) -> dict[str,
     return found
 
 
-def _fitted(trial: Trial, wrong: Mapping[str, int]) -> dict[str, float]:
+def _fitted(trial: Trial, wrong: Mapping[str, int], norms: Mapping[int, float]) -> dict[str, float]:
     """The rate and the decay that the first step of the largest wrong parameter has, if it is wrong by one of them alone."""
     held = [(rank, tensor) for rank, evidence in sorted(trial.ranks.items()) for tensor in evidence.parameters]
     held = [(rank, tensor) for rank, tensor in held if wrong.get(tensor.fqn) == trial.first_step]
@@ -245,7 +251,7 @@ def _fitted(trial: Trial, wrong: Mapping[str, int]) -> dict[str, float]:
     if left is None or start is None or left.shape != start.shape:
         return {}
     seen, before = (trial.stepped_part(rank, tensor.fqn, value) for value in (left, start))
-    clip = clip_coefficient(update.clipped_norms(trial)[trial.first_step], training.max_norm)
+    clip = clip_coefficient(norms[trial.first_step], training.max_norm)
     usual = update.recipe_of(trial, tensor.fqn)
     moved, undecayed = (
         update.expected_after_first_step(
@@ -262,10 +268,12 @@ def _fitted(trial: Trial, wrong: Mapping[str, int]) -> dict[str, float]:
     return {name: near if abs((near := float(f"{x:.6g}")) - x) <= 1e-9 else x for name, x in numbers.items()}
 
 
-def _by_recipe(trial: Trial, other: TrainingConfig, fqns: Collection[str]) -> AssumedOptimizer:
+def _by_recipe(
+    trial: Trial, other: TrainingConfig, fqns: Collection[str], norms: Mapping[int, float]
+) -> AssumedOptimizer:
     """These parameters are trained by another one."""
     requested, shapes = trial.case.training, trial.case.model.parameter_shapes()
-    undecayed, norms = replace(other, weight_decay=0.0), update.clipped_norms(trial)
+    undecayed = replace(other, weight_decay=0.0)
     own = {f: undecayed if other.decay == "matrices" and len(shapes.get(f, ())) == 1 else other for f in fqns}
     own = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes} | own
     planned = {step.step: step.lr for step in trial.reference.steps}
