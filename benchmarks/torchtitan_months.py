@@ -38,10 +38,10 @@ README = ROOT / "docs" / "torchtitan.md"
 BEGIN, END = "<!-- table: make titan-months -->\n", "<!-- end of table -->\n"
 
 DEFECTS = {
-    "gradients are clipped by the norm of one stage (to #649)": "each rank clips by the norm of its own shards",
+    "gradients are clipped by the norm of one stage (to #649)": "gradients are clipped by a norm not reduced over pp",
     "cp without data ranks looks for a mesh that is not there (to #683)": "Valid mesh_dim_names are ['cp']",
     "cp without data ranks has no FSDP (#683 to #685)": "every cp rank holds whole parameters",
-    "the reported loss is not averaged over cp (to #761)": "the training itself is right: it is not reduced over cp",
+    "the reported loss is not averaged over cp (to #761)": "the loss is reported not reduced over cp",
     "a pipeline's gradients are never divided (#2206 to #2937)": "512 times what they should be in every parameter",
     "the largest loss reported is below the mean (#2206 to #2314)": "the reported largest loss is wrong",
     "a sum over tp is lost behind the loss in chunks (#2937 to #3412)": "backward moves less than planned over tp",

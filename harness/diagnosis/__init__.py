@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from harness.checks import judge
 from harness.diagnosis.backward import random_state_not_restored, rounding, wrong_backward
 from harness.diagnosis.by_hand import lines_to_write
-from harness.diagnosis.clipping import wrong_clipping
 from harness.diagnosis.contributions import lacks_the_outputs_part, sums_of_whole_gradients
 from harness.diagnosis.engine import explain
 from harness.diagnosis.facts import layers_lost, not_finite, not_trained, observed, process_failed
@@ -30,10 +29,10 @@ from harness.diagnosis.features import (
 from harness.diagnosis.fed import other_samples
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
 from harness.diagnosis.layout import other_layouts, other_slices
-from harness.diagnosis.optimizer import wrong_optimizer
 from harness.diagnosis.piece_weights import sums_of_pieces
 from harness.diagnosis.received import other_positions
-from harness.diagnosis.reports import odd_reports, wrong_reports
+from harness.diagnosis.recipe import wrong_recipe
+from harness.diagnosis.reported import odd_reports, wrong_reports
 from harness.diagnosis.started import changed_weights, other_weights, resumed_otherwise
 from harness.diagnosis.telling import broken_elsewhere, told, what_weaker_tests_say
 from harness.diagnosis.units import (
@@ -58,8 +57,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     other_units,
     resumed_otherwise,
     changed_weights,
-    wrong_optimizer,
-    wrong_clipping,
+    wrong_recipe,
     wrong_reports,
     other_weights,
     other_samples,

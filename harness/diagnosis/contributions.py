@@ -28,7 +28,7 @@ from harness.diagnosis.differences import (
 from harness.diagnosis.factors import ByStep, factor_text, times_text, token_factors
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.pieces import with_slices
-from harness.diagnosis.reports import assuming_reports, reported_of
+from harness.diagnosis.reported import assuming_reports, reported_of
 from harness.diagnosis.words import Arrays, Pair, from_step, in_order, in_parameters, some
 from harness.evidence.text import number_text
 from harness.judge.assembly import misfits

@@ -8,7 +8,7 @@ import numpy as np
 
 from harness.checks import all_checks, update
 from harness.checks.replica_agreement import replica_families
-from harness.diagnosis.reports import reported_of
+from harness.diagnosis.reported import reported_of
 from harness.diagnosis.words import Pair, from_step
 from harness.judge import tolerance
 from harness.judge.assembly import gradient_distance, misfits

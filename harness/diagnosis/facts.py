@@ -18,9 +18,9 @@ from harness.checks import memory, settings, traffic
 from harness.checks.completed import why
 from harness.diagnosis import declarable
 from harness.diagnosis.assume import another_case, another_reference
+from harness.diagnosis.contributions import adding
 from harness.diagnosis.differences import NUMBERS
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
-from harness.diagnosis.contributions import adding
 from harness.diagnosis.words import Arrays, finding_line, in_order, rank_words, some, traffic_lines
 from harness.evidence.records import AT_WORK, Exit
 from harness.judge.finding import Finding

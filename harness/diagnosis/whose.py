@@ -18,10 +18,10 @@ from functools import partial
 import numpy as np
 
 from harness.checks import update
+from harness.diagnosis.apart import clipping_apart, summed, train_apart
 from harness.diagnosis.assume import another_optimizer, another_reference
 from harness.diagnosis.differences import expected_gradient, first_wrong_step, seen_gradients, spans, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Hypothesis
-from harness.diagnosis.apart import clipping_apart, summed, train_apart
 from harness.diagnosis.words import Arrays, Pair, in_order, where_text
 from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer

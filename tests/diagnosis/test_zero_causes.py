@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,10 +32,11 @@ from literal import (
 )
 
 from harness.checks import judge
+from harness.checks.update import observed_norm
 from harness.diagnosis.engine import failing_checks
 from harness.diagnosis.hypothesis import NOT_TESTED, Fact, Hypothesis
-from harness.diagnosis.norms import other_norms
-from harness.diagnosis.optimizer import _rates_and_decays
+from harness.diagnosis.recipe import wrong_recipe
+from harness.diagnosis.reported import norms
 from harness.diagnosis.words import finding_line
 from harness.diagnosis.zero import (
     FOLLOWING,
@@ -50,7 +52,6 @@ from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.plan.slices import FlatUnit, numel
-from harness.report.cause_text import cause_line
 from harness.spec.case import Case
 from harness.spec.traits import FlatLayout, TrainerTraits
 
@@ -118,13 +119,11 @@ def test_norm_gradients_not_summed_over_tp_are_named_where_a_rank_has_a_part_of_
     assert kinds(with_every_rank(trial_of(tiny_case("fsdp_2_tp_2", wrapper="zero1")), share)) == ("norms not summed",)
 
 
-def test_a_norm_counts_replicas_again_only_along_axes_that_have_any() -> None:
-    def along(wrapper: str | None) -> set[str]:
-        trial = trial_of(tiny_case("fsdp_2_tp_2", wrapper=wrapper))
-        return {text.split()[-1] for text, _ in other_norms(trial) if "counts every replica" in text}
-
-    assert along("zero1") == {"tp"}
-    assert along(None) == {"tp"}
+@pytest.mark.parametrize("wrapper", ["zero1", None])
+def test_a_norm_counts_replicas_again_only_along_axes_that_have_any(wrapper: str | None) -> None:
+    trial = trial_of(tiny_case("fsdp_2_tp_2", wrapper=wrapper))
+    counted = {d[0][1]: number(0, 1) for d, number in norms(trial) if d[0][0] == "with replicas counted along"}
+    assert {axis for axis, norm in counted.items() if not math.isclose(norm, observed_norm(trial, 1))} == {"tp"}
 
 
 def test_a_stage_that_ran_as_another_is_named() -> None:
@@ -202,15 +201,13 @@ def test_a_rate_is_told_by_the_part_that_each_rank_steps_on() -> None:
         start, moved = trial.start_of(rank), trial.ranks[rank].steps[0].parameters
         return with_step(trial, rank, 1, parameters={fqn: 2 * value - start[fqn] for fqn, value in moved.items()})
 
-    assert [cause_line(one.cause) for one in _rates_and_decays(with_every_rank(zero("zero1"), doubled))] == [
-        "the learning rate of every parameter is 0.01 in step 1, the peak, as without a schedule, requested 0.005",
-        "every optimizer step is 2 times what it should be, as with 2 times the learning rate",
-    ]
+    found = [one.cause for one in wrong_recipe(with_every_rank(zero("zero1"), doubled), broken("update"))]
+    assert ("learning rate", (("lr", 0.02),)) in [(cause.kind, cause.details) for cause in found]
 
 
 def test_a_part_without_gradients_tells_nothing_of_the_rate() -> None:
-    trial = zero("zero1")
-    assert list(_rates_and_decays(with_step(trial, 0, 1, gradients={}))) == []
+    trial = with_step(zero("zero1"), 0, 1, gradients={})
+    assert not [one for one in wrong_recipe(trial, broken("update")) if one.cause.kind == "learning rate"]
 
 
 GATED = tuple(f"layers.0.feed_forward.{name}.weight" for name in ("w1", "w3"))

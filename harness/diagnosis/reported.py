@@ -1,0 +1,313 @@
+"""A number that ranks report is one on record: whose? Gradients may be clipped by the same norms.
+
+Reports are compared with what the ranks themselves did (losses, gradients, rates). So a wrong report is found also where the
+training is wrong, and one that only repeats what is wrong is not blamed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+
+import numpy as np
+
+from harness.checks.reported_rate import CLOSE
+from harness.checks.update import observed_norm
+from harness.diagnosis.factors import factor_text, token_factors
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, seen
+from harness.diagnosis.words import finding_line, on_ranks
+from harness.evidence.text import number_text
+from harness.judge.losses import losses
+from harness.judge.reporting import Read, silences
+from harness.judge.result import Cause
+from harness.judge.tolerance import clip_coefficient
+from harness.judge.trial import Trial
+from harness.plan.grid import coordinate, groups
+from harness.plan.slices import tp_dim
+from harness.plan.stages import parameters_of_stage
+from harness.spec.dims import AXES
+
+Number = Callable[[int, int], float | None]
+"""What a rank would report of a step; None where nothing is known."""
+Source = tuple[tuple[tuple[str, object], ...], Number]
+"""A number on record, and what it is: words and values."""
+Ranks = Mapping[int, Sequence[int]]
+"""By rank, those whose parts its number is made of."""
+
+SHOWN = {"reported_loss": "loss", "grad_norm": "gradient norm", "reported_rate": "learning rate"}
+FIELDS = {"reported_loss": "reported_loss", "grad_norm": "grad_norm", "reported_rate": "reported_lr"}
+READ: dict[str, Read] = {check: attrgetter(name) for check, name in FIELDS.items()}
+WRONG = {"loss", "gradients", "update"}  # checks that what is reported may follow from
+EXACT = 1e-8  # a number is another one's, not only close to it
+KEPT = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)  # of a running mean
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What ranks report of one kind, by (rank, step), and what was seen of it. odd: where these differ."""
+
+    check: str
+    shown: dict[tuple[int, int], float]
+    right: dict[tuple[int, int], float]
+    odd: tuple[tuple[int, int], ...]
+
+    def is_all(self, number: Number) -> bool:
+        """Whether that number is what is odd, wherever there is one."""
+        known = [(self.shown[at], other) for at in self.odd if (other := number(*at)) is not None]
+        return bool(known) and all(math.isclose(shown, other, rel_tol=EXACT) for shown, other in known)
+
+    def ratio(self, at: tuple[int, int]) -> float:
+        return self.shown[at] / (self.right[at] or math.nan)
+
+
+def wrong_reports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    for check, what in SHOWN.items():
+        if check not in broken or silences(trial, "", READ[check]) or not (reported := reported_of(trial, check)):
+            continue
+        steps = sorted({step for _, step in reported.odd})
+        when = f" in step {', '.join(map(str, steps))}" * ({*steps} != {step for _, step in reported.shown})
+        where = (on_ranks(trial, {rank for rank, _ in reported.odd}) + when).strip()
+        for details, number, hint in _whose(trial, reported):
+            text = f"the {what} is reported {phrase(details)}"
+            cause = Cause("wrong report", text, where, hint=hint, details=(("report", what), *details))
+            assume = partial(assuming_reports, reported=reported, number=number)
+            yield Hypothesis(cause, assume, lines=(finding_line(broken[check]),))
+
+
+def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """What is silent, and what is no other number of the run; where training is wrong too, that may follow from its numbers."""
+    for check, what in ((check, what) for check, what in SHOWN.items() if check in broken):
+        reported = reported_of(trial, check)
+        if silences(trial, "", READ[check]):
+            yield seen(broken, check, "report lacking", f"the reported {what} is lacking in some steps")
+        elif reported is None and any(one.quantity == "reported largest loss" for one in broken[check].findings):
+            yield seen(broken, check, "wrong report", "the reported largest loss is wrong")
+        elif reported and (not WRONG & {*broken} or all(number_text(reported.ratio(at)) == "1" for at in reported.odd)):
+            yield replace(seen(broken, check, "wrong report", f"the reported {what} is wrong"), symptom=True)
+
+
+def phrase(details: Sequence[tuple[str, object]]) -> str:
+    """Say what a number is: not reduced over dp_shard and tp."""
+    values = [(name, number_text(value) if isinstance(value, float) else value) for name, value in details]
+    return ", ".join(f"{name} {' and '.join(v) if isinstance(v, tuple) else v}" for name, v in values)
+
+
+def assuming_reports(trial: Trial, reported: Reported, number: Number) -> Trial:
+    def instead(rank: int, step: int) -> float:
+        known = number(rank, step) if (rank, step) in reported.odd else reported.right[rank, step]
+        return reported.shown[rank, step] if known is None else known
+
+    return trial.assuming(reports={reported.check: instead})
+
+
+def reported_of(trial: Trial, check: str) -> Reported | None:
+    """None where the reports are what was seen, or where that is not known."""
+    shown, right = {}, {}
+    for rank, step, _ in trial.steps():
+        number, known = READ[check](step), on_record(trial, check, rank, step.step)
+        if number is not None and known is not None and math.isfinite(known):
+            shown[rank, step.step], right[rank, step.step] = number, known
+    bounds = {"reported_loss": trial.bounds.loss, "grad_norm": trial.bounds.grad_norm}.get(check, {})
+    odd = [at for at in shown if not abs(shown[at] - right[at]) <= bounds.get(at[1], CLOSE) * abs(right[at])]
+    return Reported(check, shown, right, tuple(odd)) if odd else None
+
+
+def on_record(trial: Trial, check: str, rank: int, step: int) -> float | None:
+    """The loss, norm or rate that a step had. None where there is no such step; a rate's may be the schedule's."""
+    record = next((record for record in trial.ranks[rank].steps if record.step == step), None)
+    if check == "reported_rate":
+        return record.lr if record else next((one.lr for one in trial.reference.steps if one.step == step), None)
+    if check == "reported_loss":
+        return _loss(trial, {rank: [*trial.ranks]}, None, False, 1.0, rank, step) if record else None
+    if record is None or not any(one.gradients for _, one in trial.own_steps() if one.step == step):
+        return None
+    place = coordinate(trial.case.dims, rank)["dp_replicate"]
+    replica = [one for one in sorted(trial.ranks) if coordinate(trial.case.dims, one)["dp_replicate"] == place]
+    return observed_norm(trial, step, (rank, *replica, *sorted(trial.ranks)))  # its own numbers first
+
+
+# ---- the table of sources
+
+
+def _whose(trial: Trial, reported: Reported) -> Iterator[tuple[tuple[tuple[str, object], ...], Number, str]]:
+    """The first source that gives all, or multiples by a number of the case; and in words which number that may be."""
+    for details, number in _sources(trial, reported.check):
+        if reported.is_all(number):
+            yield details, number, ""
+            return
+    ratio = reported.ratio(reported.odd[0])
+    known = [*token_factors(trial, reported.odd[0][1], ratio)]
+    if len(reported.odd) > 1 and number_text(ratio) != "1":
+        known.append((factor_text(trial, ratio), lambda step: ratio))
+    for hint, by_step in known:
+        multiple: Number = lambda rank, step, by=by_step: by(step) * reported.right[rank, step]  # type: ignore[misc]  # noqa: E731
+        if reported.is_all(multiple):
+            yield (("times", ratio),), multiple, hint.removeprefix(": ")
+
+
+def _sources(trial: Trial, check: str) -> Iterator[Source]:
+    """Parts of this number, that of other steps, other numbers, and this one rounded."""
+    right, limit = partial(on_record, trial, check), trial.case.training.max_norm
+
+    def made(by: Callable[[float], float]) -> Number:
+        return lambda rank, step: None if (known := right(rank, step)) is None else by(known)
+
+    yield from _losses(trial) if check == "reported_loss" else norms(trial) if check == "grad_norm" else ()
+    if check == "grad_norm" and limit is not None:
+        yield (("after clipping to", limit),), made(lambda norm: norm * clip_coefficient(norm, limit))
+        yield (("after clipping to", limit),), made(lambda norm: min(norm, limit))
+    for value in (0.0, trial.case.training.lr):
+        yield (("always as", value),), made(lambda _, value=value: value)  # type: ignore[misc]
+    yield from of_other_steps(trial, right)
+    yield from (((("as the", SHOWN[one]),), partial(on_record, trial, one)) for one in SHOWN if one != check)
+    yield (("rounded to", "float32"),), made(lambda number: float(np.float32(number)))
+
+
+def of_other_steps(trial: Trial, right: Number) -> Iterator[Source]:
+    """The same of another step, and what is kept of all steps so far."""
+    for one in trial.case.steps:
+        yield (("of step", one),), lambda rank, step, one=one: right(rank, one)  # type: ignore[misc]
+    for name, ahead in itertools.product(
+        ("of a step earlier by", "of a step later by"), range(1, len(trial.case.steps))
+    ):
+        by = -ahead if "earlier" in name else ahead
+        yield ((name, ahead),), lambda rank, step, by=by: right(rank, step + by)  # type: ignore[misc]
+    yield (("so far as a", "sum"),), partial(_so_far, trial, right, lambda n: (1, 1), False)
+    yield (("so far as a", "mean"),), partial(_so_far, trial, right, lambda n: (n / (n + 1), 1 / (n + 1)), False)
+    for by in KEPT:
+        yield (("as a running mean that keeps", by),), partial(_so_far, trial, right, partial(_mixed, by), False)
+    for by in range(1, len(trial.ranks) + 1):  # ranks that bring along what has been reduced over them
+        yield (
+            (("as a total of all steps so far, that of before counted times", by),),
+            partial(_so_far, trial, right, lambda n, by=by: (by, 1), True),
+        )  # type: ignore[misc]
+
+
+def _mixed(kept: float, n: int) -> tuple[float, float]:
+    return (kept, 1 - kept) if n else (0, 1)
+
+
+def _so_far(
+    trial: Trial, right: Number, shares: Callable[[int], tuple[float, float]], tokens: bool, rank: int, step: int
+) -> float | None:
+    """shares: of the n-th step, how often the total before and its own number count; tokens: as sums over them."""
+    total, weight = 0.0, 1
+    for n, number in enumerate(range(trial.first_step, step + 1)):
+        weight = trial.reference_step(number).valid_tokens if tokens else 1
+        if (known := right(rank, number)) is None:
+            return None
+        total = shares(n)[0] * total + shares(n)[1] * weight * known
+    return total / weight
+
+
+def sets_of_ranks(trial: Trial) -> Iterator[tuple[tuple[tuple[str, object], ...], Ranks]]:
+    """By the axes that a sum is not reduced over, few first; then one rank alone, for all."""
+    present = [axis for axis in AXES if getattr(trial.case.dims, axis) > 1]
+    for count in range(1, len(present) + 1):
+        for missing in itertools.combinations(present, count):
+            along = [axis for axis in present if axis not in missing]
+            those = groups(trial.case.dims, *along) if along else [(rank,) for rank in trial.ranks]
+            yield (("not reduced over", missing),), {rank: group for group in those for rank in group}
+    yield from (((("of rank", one),), dict.fromkeys(trial.ranks, (one,))) for one in sorted(trial.ranks))
+
+
+def _losses(trial: Trial) -> Iterator[Source]:
+    """Of some ranks, of all microbatches or one, over their own tokens or all, times or over the number of microbatches."""
+    passes = trial.case.passes
+    every = (), dict.fromkeys(trial.ranks, [*trial.ranks])
+    table = itertools.product((every, *sets_of_ranks(trial)), (None, *range(1, passes + 1)), (False, True))
+    for (details, ranks), number, whole in table:
+        more = (("of microbatch", number), ("over the tokens of", whole and "the step"))
+        of = (*details, *(one for one in more if one[1]))
+        for factor in dict.fromkeys((1.0, passes, 1 / passes)) if details or number else ():
+            times = (("times", factor),) if factor != 1 else ()
+            yield (*of, *times), partial(_loss, trial, ranks, number, whole, factor)
+    yield from (
+        ((("as a mean of means of", of),), partial(_mean_of_means, trial, of)) for of in ("ranks", "microbatches")
+    )
+
+
+def _loss(
+    trial: Trial, ranks: Ranks, number: int | None, whole: bool, factor: float, rank: int, step: int
+) -> float | None:
+    parts = [
+        one for of in _parts(trial, ranks[rank], rank, step) for one in (of[number - 1 : number] if number else of)
+    ]
+    count = trial.reference_step(step).valid_tokens if whole else sum(count for _, count in parts)
+    return factor * math.fsum(total for total, _ in parts) / count if parts and count else None
+
+
+def _mean_of_means(trial: Trial, of: str, rank: int, step: int) -> float | None:
+    seen = [parts for parts in _parts(trial, [*trial.ranks], rank, step) if parts]
+    seen = [[one] for parts in seen for one in parts] if of == "microbatches" else seen
+    means = [math.fsum(s for s, _ in parts) / count for parts in seen if (count := sum(count for _, count in parts))]
+    return math.fsum(means) / len(means) if means else None
+
+
+def _parts(trial: Trial, ranks: Sequence[int], rank: int, step: int) -> list[list[tuple[float, int]]]:
+    """(loss, tokens) of these ranks' microbatches; of tp peers, who compute the same, of those at the place of the rank."""
+    places = {one: coordinate(trial.case.dims, one)["tp"] for one in trial.ranks}
+    return [losses(trial, one, step) for one in ranks if places.get(one) == places[rank]]
+
+
+def norms(trial: Trial) -> Iterator[Source]:
+    """Of the gradients of some ranks or parameters, counted or put together otherwise."""
+    yield from ((details, partial(norm_of, trial, ranks=ranks)) for details, ranks in sets_of_ranks(trial))
+    yield from (((("with replicas counted along", axis),), partial(norm_of, trial, again=axis)) for axis in AXES)
+    shapes, every = trial.case.model.parameter_shapes(), {*trial.plan.shapes}
+    vectors = {fqn for fqn in every if len(shapes.get(fqn, ())) == 1}
+    ends = {fqn for fqn in every if not fqn.startswith("layers.")} - vectors
+    for name, some in (("norm weights", vectors), ("embedding and output", ends)):
+        yield (("of", name),), partial(norm_of, trial, fqns=some)
+        yield (("without", name),), partial(norm_of, trial, fqns=every - some)
+    yield from (((("of norm type", power),), partial(norm_of, trial, power=power)) for power in (1.0, math.inf))
+    for name, parts in groupings(trial).items():
+        each = [partial(norm_of, trial, fqns=fqns) for fqns in parts]
+        yield (("added up over", name),), lambda r, s, each=each: math.fsum(one(r, s) for one in each)  # type: ignore[misc]
+    yield (("to the power of", 2),), lambda rank, step: norm_of(trial, rank, step) ** 2
+
+
+def groupings(trial: Trial) -> dict[str, list[set[str]]]:
+    """Parameters that may have a norm of their own."""
+    shapes = trial.case.model.parameter_shapes()
+    keys: dict[str, Callable[[str], str]] = {
+        "parameters": lambda fqn: fqn,
+        "layers": lambda fqn: ".".join(fqn.split(".")[:2]),
+        "kinds of parameters": lambda fqn: str(len(shapes.get(fqn, ()))),
+        "placements over tp": lambda fqn: str(tp_dim(fqn)),
+    }
+    found = {"stages": [{*parameters_of_stage(trial.case, stage)} for stage in range(trial.case.n_stages)]}
+    for name, key in keys.items():
+        found[name] = [{*fqns} for _, fqns in itertools.groupby(sorted(trial.plan.shapes, key=key), key)]
+    return found
+
+
+def norm_of(
+    trial: Trial,
+    rank: int,
+    step: int,
+    *,
+    ranks: Ranks | None = None,
+    fqns: Collection[str] | None = None,
+    again: str = "",
+    power: float = 2.0,
+) -> float:
+    """Each entry counted once, as the first rank has it; again: once for each place along that axis."""
+    found: dict[object, float] = {}
+    for one in ranks[rank] if ranks else sorted(trial.ranks):
+        place = coordinate(trial.case.dims, one).get(again)
+        for record in (record for record in trial.ranks[one].steps if record.step == step):
+            for fqn, gradient in record.gradients.items():
+                key = fqn, trial.gradient_slice_of(one, fqn), place
+                if key not in found and gradient.size and (fqns is None or fqn in fqns):
+                    found[key] = (
+                        record.squares[fqn]
+                        if power == 2
+                        else float(np.linalg.norm(gradient.ravel().astype(np.float64), power))
+                    )
+    total = max(found.values(), default=0.0) if power == math.inf else math.fsum(found.values())
+    return math.sqrt(total) if power == 2 else total

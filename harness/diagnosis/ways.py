@@ -1,0 +1,196 @@
+"""What optimizers may do in place of what is requested: a table of algorithms, and a table of ways to clip."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from harness.checks import update
+from harness.diagnosis.reported import Number, Source, groupings, norm_of, norms, of_other_steps, on_record, phrase
+from harness.diagnosis.words import Arrays, where_text
+from harness.judge.assumed import AssumedOptimizer
+from harness.judge.result import Cause
+from harness.judge.tolerance import clip_coefficient
+from harness.judge.trial import Trial
+
+By = Callable[[int, int, str], Any]
+"""By rank, step and parameter: what gradients are multiplied by in place of clipping, or a rate."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """What optimizers may have done. fitted: of how many numbers or choices. by: what of it may differ between replicas.
+    reports: what ranks may then report; the first one that they all do is assumed."""
+
+    cause: Cause
+    assumed: AssumedOptimizer
+    fitted: int = 1
+    by: By | None = None
+    reports: tuple[tuple[str, Number], ...] = ()
+
+
+def before_each(trial: Trial) -> dict[tuple[int, int], Arrays]:
+    found: dict[tuple[int, int], Arrays] = {}
+    for rank, evidence in trial.ranks.items():
+        held = trial.start_of(rank)
+        for step in evidence.steps:
+            found[rank, step.step], held = held, step.parameters
+    return found
+
+
+# ---- algorithms
+
+
+def algorithms(trial: Trial, norms: Mapping[int, float]) -> Iterator[Way]:
+    """What the optimizer is given may be a sum of clipped gradients, by how many steps ago each was."""
+    adamw, begins, decay = (
+        trial.case.training.optimizer == "adamw",
+        not trial.case.resume,
+        trial.case.training.weight_decay,
+    )
+    history, usual = partial(_of_history, trial, norms), {step.step: step.lr for step in trial.reference.steps}
+    if decay:
+        cause = Cause("weight decay", "weight decay is not multiplied by the learning rate")
+        recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
+        over = lambda step, fqn: replace(recipes[fqn], weight_decay=recipes[fqn].weight_decay / (usual[step] or 1.0))  # noqa: E731
+        yield Way(cause, AssumedOptimizer(recipe=over))
+    if adamw and decay:
+        cause = Cause(
+            "weight decay in the gradients", "weight decay is added to the gradients", "", "decoupled (AdamW)"
+        )
+        yield history(cause, lambda ago: float(ago == 0), decayed=True)
+    if begins:
+        text = "each optimizer step uses the gradients of the step before, the first uses none"
+        yield history(Cause("one step late", text), lambda ago: float(ago == 1))
+    if adamw and begins:
+        late = AssumedOptimizer(counter=lambda step, fqn: 10**9 + step)  # when nothing is left to correct
+        yield Way(Cause("bias correction", "bias correction of the averages is missing", "", "Adam's"), late)
+    for by, nesterov in itertools.product((0.9, 0.95, 0.99, 0.8, 0.5), (0, 1)) if begins and not adamw else ():
+        text, details = (
+            f"SGD has {'Nesterov ' * nesterov}momentum {by}",
+            (("momentum", by), ("nesterov", bool(nesterov))),
+        )
+        share = lambda ago, by=by, more=nesterov: by ** (ago + more) + more * (ago == 0)  # type: ignore[misc]  # noqa: E731
+        yield history(Cause("momentum", text, "", "none", details=details), share, decayed=True, copies=1)
+
+
+def _of_history(
+    trial: Trial,
+    norms: Mapping[int, float],
+    cause: Cause,
+    share: Callable[[int], float],
+    *,
+    decayed: bool = False,
+    copies: int = 0,
+) -> Way:
+    """decayed: weights times weight decay are added to the gradients, and to nothing else. copies: of it that are kept."""
+    limit, before = trial.case.training.max_norm, before_each(trial)
+    seen = {(rank, step.step): step.gradients for rank, step, _ in trial.steps()}
+    recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
+    undecayed = {fqn: replace(recipe, weight_decay=0.0) for fqn, recipe in recipes.items()}
+
+    def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray | None:
+        total = np.zeros_like(gradient)
+        for now in range(trial.first_step, step + 1):
+            if fqn not in seen[rank, now] or fqn not in before[rank, now]:
+                return None
+            own = clip_coefficient(norms[now], limit) * seen[rank, now][fqn].astype(np.float64)
+            own += decayed * recipes[fqn].weight_decay * trial.stepped_part(rank, fqn, before[rank, now][fqn])
+            total += share(step - now) * own
+        return total
+
+    recipe = (lambda step, fqn: undecayed[fqn]) if decayed else None
+    return Way(cause, AssumedOptimizer(given, recipe=recipe, copies=copies))
+
+
+# ---- clipping
+
+
+def clippings(trial: Trial, norms: Mapping[int, float]) -> Iterator[Way]:
+    limit = trial.case.training.max_norm
+    if limit is None:
+        return
+    yield from (*_by_norms(trial, limit), *_left_out(trial, limit, norms))
+    for name, parts in groupings(trial).items():
+        own = {(f, s): norm_of(trial, 0, s, fqns=fqns) for fqns in parts for s in trial.case.steps for f in fqns}
+        text, details = f"gradients are clipped by a norm of each of the {name}", (("norms of", name),)
+        cause = Cause("clipped by another norm", text, "", "one norm of all", details=details)
+        yield _clipped(cause, lambda rank, step, fqn, own=own: clip_coefficient(own[fqn, step], limit))  # type: ignore[misc]
+    if low := next((step for step in trial.case.steps if norms[step] < limit), None):
+        by = limit / (norms[low] + 1e-6)
+        text, less = (
+            f"clipping multiplies by {by:.4g} in step {low}",
+            f"1: the norm is {norms[low]:.4g}, max_norm {limit:g}",
+        )
+        cause = Cause("clipping enlarges gradients", text, "", less, details=(("step", low), ("factor", by)))
+        yield _clipped(cause, lambda rank, step, fqn: limit / (norms[step] + 1e-6))
+    cause = Cause("clipped without 1e-6", "clipping multiplies by max_norm / norm", "", "max_norm / (norm + 1e-6)")
+    yield _clipped(cause, lambda rank, step, fqn: limit / max(norms[step], limit))
+    seen = {(rank, step.step): step.gradients for rank, step in trial.own_steps()}
+    for most in dict.fromkeys((limit, 1.0)):
+        cause = Cause(
+            "clipped by value", f"gradients are clipped entry by entry, to {most:g}", details=(("value", most),)
+        )
+        yield _clipped(cause, lambda r, s, f, most=most: most / np.maximum(np.abs(seen[r, s][f]), np.float64(most)))  # type: ignore[misc]
+
+
+def _clipped(cause: Cause, by: By, fitted: int = 1, norm: Number | None = None) -> Way:
+    """Multiplied in place of clipping. norm: what ranks may report."""
+    assumed = AssumedOptimizer(lambda *at: by(*at[:3]) * at[3])
+    return Way(cause, assumed, fitted, by, (("grad_norm", norm),) if norm else ())
+
+
+def _by_norms(trial: Trial, limit: float) -> Iterator[Way]:
+    """Each norm on record that differs from what the rank's gradients have; the one that ranks report is a choice more."""
+    right, places = partial(on_record, trial, "grad_norm"), [*itertools.product(trial.case.steps, sorted(trial.ranks))]
+    shown, told = {(rank, step.step): step.grad_norm for rank, step in trial.own_steps()}, set()
+    before: Source = (
+        (("of a step earlier by", 1), ("in the first step", "its own")),
+        lambda rank, step: right(rank, step - 1) or right(rank, step),
+    )
+    reported: Source = (("as", "reported"),), lambda rank, step: shown.get((rank, step))
+    for details, number in (*norms(trial), *of_other_steps(trial, right), before, reported):
+        norm = functools.cache(lambda rank, step, number=number: number(rank, step) or 0.0)  # type: ignore[misc]
+        odd = [(s, r) for s, r in places if not math.isclose(norm(r, s), right(r, s) or 0.0)]
+        values = tuple(round(norm(rank, step), 12) for step, rank in places)
+        if not odd or values in told:
+            continue
+        told.add(values)
+        step, rank = odd[0]
+        seen = f"{norm(rank, step):.6g} on rank {rank} in step {step}"
+        text, wanted = (
+            f"gradients are clipped by a norm {phrase(details)}: {seen}",
+            f"the global norm, {right(rank, step):.6g}",
+        )
+        cause = Cause("clipped by another norm", text, "", wanted, details=details)
+        by = lambda r, s, f, norm=norm: clip_coefficient(norm(r, s), limit)  # type: ignore[misc]  # noqa: E731
+        yield _clipped(cause, by, 1 + (number is reported[1]), norm)
+
+
+def _left_out(trial: Trial, limit: float, norms: Mapping[int, float]) -> Iterator[Way]:
+    """Of all, or of those for which the first step is what the optimizer makes of the whole gradient."""
+    clip = clip_coefficient(norms[trial.first_step], limit)
+    pairs = [
+        (rank, tensor.fqn)
+        for rank, evidence in trial.ranks.items()
+        for tensor in evidence.parameters
+        if tensor.value.size and update.explained_by_clip(trial, evidence, tensor, clip=1.0)
+        if not update.explained_by_clip(trial, evidence, tensor, clip=clip)
+    ]
+    where, others = where_text(trial, pairs), {*trial.plan.shapes} - {fqn for _, fqn in pairs}
+    cause = Cause("clipping left out", f"gradients are not clipped (coefficient {clip:.4g})", where)
+    cause = replace(cause, details=(("coefficient", clip),))
+    if where == "in every parameter":
+        yield _clipped(replace(cause, where=""), lambda rank, step, fqn: 1.0, 0)
+        return
+    own = {step: norm_of(trial, 0, step, fqns=others) for step in trial.case.steps}
+    for used, hint in ((norms, ""), (own, "the others are clipped by their own norm")) if pairs else ():
+        by = lambda r, s, f, used=used: 1.0 if (r, f) in pairs else clip_coefficient(used[s], limit)  # type: ignore[misc]  # noqa: E731
+        yield _clipped(replace(cause, hint=hint), by, norm=lambda rank, step, used=used: used[step])  # type: ignore[misc]
