@@ -29,12 +29,10 @@ from harness.diagnosis.words import (
     groups_text,
     in_order,
     in_parameters,
-    rank_words,
     some,
     traffic_lines,
     where_text,
 )
-from harness.judge.received_samples import shares_of_samples
 from harness.judge.result import Cause
 from harness.judge.tolerance import relative_difference
 from harness.judge.traffic import axis_of
@@ -52,49 +50,12 @@ def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
         looks = [_no_exchange] * ("traffic" in broken)
     else:
         of_traffic = (_no_exchange, _other_groups) if "traffic" in broken else ()
-        looks = [_misshapen, _not_finite, *of_traffic, _norms_not_summed, _lost_before]
+        looks = [*of_traffic, _norms_not_summed, _lost_before]
     if wrong and (fact := _of_another_layout(trial, step)):
         yield fact
         looks = [look for look in looks if look is not _other_groups]
     seen = (fact for look in looks if (fact := look(trial, wrong, step)))
     yield from itertools.islice(seen, 1)
-
-
-def _misshapen(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
-    held = {(rank, tensor.fqn): tensor.value.shape for rank, e in trial.ranks.items() for tensor in e.parameters}
-    for rank, parts in trial.plan.gradient_slices.items():  # ZeRO's are of a part
-        held |= {(rank, fqn): tuple(stop - start for start, stop in part) for fqn, part in parts.items()}
-    bad = [at for at in wrong if seen_gradients(trial, at[0], step)[at[1]].shape != held[at]]
-    if not bad:
-        return None
-    rank, fqn = bad[0]
-    shape = seen_gradients(trial, rank, step)[fqn].shape
-    seen = f"rank {rank}, {fqn}: gradient {shape} of a parameter {held[rank, fqn]}"
-    text = f"gradients have another shape than their parameters {where_text(trial, bad)}: {seen}"
-    return Fact(Cause("gradients misshapen", text), consequences(trial, step))
-
-
-def _not_finite(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
-    """All numbers after that follow."""
-    bad = [at for at in wrong if not np.isfinite(seen_gradients(trial, at[0], step)[at[1]]).all()]
-    if not bad:
-        return None
-    records = (record for evidence in trial.ranks.values() for record in evidence.steps if record.step == step)
-    seen = [part.loss_sum for record in records for part in record.microbatches if part.loss_sum is not None]
-    finite = all(map(math.isfinite, seen))
-    what = "gradients are" if finite else "loss and gradients are"
-    text = f"{what} NaN or infinite in step {step} {where_text(trial, bad)}"
-    text += ", the losses are finite" * bool(finite and seen)
-    checks = (*consequences(trial, step), "finite")
-    return Fact(Cause("not finite", text + (_mean_over_none(trial, step) if finite else "")), checks)
-
-
-def _mean_over_none(trial: Trial, step: int) -> str:
-    masked = (trial.reference.labels[:, : trial.case.seq_len(step)] < 0).all(axis=1)
-    without = {trial.reference.sample_ids[row] for row in np.flatnonzero(masked)}
-    empty = [rank for rank, ids in shares_of_samples(trial, step).items() if ids and without.issuperset(ids)]
-    have = "has" if len(empty) == 1 else "have"
-    return f": {rank_words(empty)} {have} no valid token, and a mean over none is 0/0" if empty else ""
 
 
 OF_ATTENTION = {  # in backward keys and values may go round again, by the same collective as their gradients

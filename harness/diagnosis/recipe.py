@@ -21,8 +21,8 @@ import numpy as np
 from harness.checks import update
 from harness.diagnosis import assume
 from harness.diagnosis.apart import replicas_differ, train_apart
-from harness.diagnosis.differences import OF_GRADIENTS, loss_off, replicas_agree, wrong_pairs
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.differences import replicas_agree
+from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.reported import READ
 from harness.diagnosis.ways import By, Way, algorithms, before_each, clippings
 from harness.diagnosis.words import Arrays, in_parameters, on_ranks, where_text
@@ -78,18 +78,6 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     for way in () if explained else fields(2):
         if agrees(way) == 0:
             yield Hypothesis(way.cause, partial(_assuming, way), way.fitted)
-
-
-def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """What the optimizer made NaN of numbers. All numbers after that follow."""
-    first = [(rank, step) for rank, step, _ in trial.steps() if step.step == trial.first_step]
-    bad = [(rank, fqn) for rank, step in first for fqn, v in step.parameters.items() if not np.isfinite(v).all()]
-    finite = all(np.isfinite(gradient).all() for _, step in first for gradient in step.gradients.values())
-    if bad and finite and "update" in broken:
-        text = f"parameters are NaN or infinite after step {trial.first_step}, gradients were finite"
-        before = loss_off(trial, trial.first_step) or wrong_pairs(trial, trial.first_step)  # what the optimizer leaves
-        follows = {"update", "finite"} | (set() if before else OF_GRADIENTS)
-        yield Fact(Cause("not finite", text, where_text(trial, bad)), tuple(one for one in broken if one in follows))
 
 
 def _assuming(way: Way, trial: Trial) -> Trial:
@@ -296,7 +284,7 @@ def _shown_rates(trial: Trial) -> Iterator[Way]:
     text = f"learning rate of step {first}{on_ranks(trial, ranks)} is {number_text(rate)}"
     details, others = (("step", first), ("rate", rate), ("ranks", tuple(ranks)), ("rule", hint)), frozenset[str]()
     for _ in range(2):
-        taken = lambda r, s, f, of=others: usual[s] if f in of else shown.get((r, s), usual[s])  # type: ignore[misc]  # noqa: E731
+        taken = lambda r, s, f, of=others: usual[s] if f in of else shown.get((r, s), usual[s])  # noqa: E731
         where = in_parameters(trial, {*trial.plan.shapes} - others) * bool(others)
         cause = Cause("learning rate", text, where, number_text(usual[first]), hint, details=details)
         reports = ("reported_rate", lambda r, s: usual[s]), ("reported_rate", lambda r, s: shown.get((r, s), usual[s]))
@@ -327,7 +315,7 @@ def _shifted(training: TrainingConfig) -> Iterator[tuple[str, Callable[[int], fl
     }
     table |= {f"{by} {times}": lambda step, times=times: 1 + times * (step - 1) for times in range(2, 9)}  # type: ignore[misc]
     table |= {f"from step {n} on, {late}": lambda step, n=n: step - (step >= n) for n in range(2, training.steps)}  # type: ignore[misc]
-    yield from ((text, lambda step, at=at: _rate(at(step), training)) for text, at in table.items())  # type: ignore[misc]
+    yield from ((text, lambda step, at=at: _rate(at(step), training)) for text, at in table.items())
 
 
 def _schedules(training: TrainingConfig, count: int) -> Iterator[tuple[str, Callable[[int], float]]]:

@@ -178,13 +178,16 @@ def of_other_steps(trial: Trial, right: Number) -> Iterator[Source]:
         yield ((name, ahead),), lambda rank, step, by=by: right(rank, step + by)  # type: ignore[misc]
     yield (("so far as a", "sum"),), partial(_so_far, trial, right, lambda n: (1, 1), False)
     yield (("so far as a", "mean"),), partial(_so_far, trial, right, lambda n: (n / (n + 1), 1 / (n + 1)), False)
-    for by in KEPT:
-        yield (("as a running mean that keeps", by),), partial(_so_far, trial, right, partial(_mixed, by), False)
-    for by in range(1, len(trial.ranks) + 1):  # ranks that bring along what has been reduced over them
-        yield (
-            (("as a total of all steps so far, that of before counted times", by),),
-            partial(_so_far, trial, right, lambda n, by=by: (by, 1), True),
-        )  # type: ignore[misc]
+    for kept in KEPT:
+        yield (("as a running mean that keeps", kept),), partial(_so_far, trial, right, partial(_mixed, kept), False)
+    for times in range(1, len(trial.ranks) + 1):  # ranks that bring along what has been reduced over them
+        words = (("as a total of all steps so far, that of before counted times", times),)
+        yield words, partial(_so_far, trial, right, partial(_counted_again, times), True)
+
+
+def _counted_again(times: int, n: int) -> tuple[float, float]:
+    """The shares of what there was and of the new one, in a total that several ranks bring along."""
+    return times, 1
 
 
 def _mixed(kept: float, n: int) -> tuple[float, float]:

@@ -77,7 +77,7 @@ def algorithms(trial: Trial, norms: Mapping[int, float]) -> Iterator[Way]:
             f"SGD has {'Nesterov ' * nesterov}momentum {by}",
             (("momentum", by), ("nesterov", bool(nesterov))),
         )
-        share = lambda ago, by=by, more=nesterov: by ** (ago + more) + more * (ago == 0)  # type: ignore[misc]  # noqa: E731
+        share = lambda ago, by=by, more=nesterov: by ** (ago + more) + more * (ago == 0)  # noqa: E731
         yield history(Cause("momentum", text, "", "none", details=details), share, decayed=True, copies=1)
 
 
@@ -157,7 +157,7 @@ def _by_norms(trial: Trial, limit: float) -> Iterator[Way]:
     )
     reported: Source = (("as", "reported"),), lambda rank, step: shown.get((rank, step))
     for details, number in (*norms(trial), *of_other_steps(trial, right), before, reported):
-        norm = functools.cache(lambda rank, step, number=number: number(rank, step) or 0.0)  # type: ignore[misc]
+        norm = functools.cache(lambda rank, step, number=number: number(rank, step) or 0.0)
         odd = [(s, r) for s, r in places if not math.isclose(norm(r, s), right(r, s) or 0.0)]
         values = tuple(round(norm(rank, step), 12) for step, rank in places)
         if not odd or values in told:
@@ -170,7 +170,7 @@ def _by_norms(trial: Trial, limit: float) -> Iterator[Way]:
             f"the global norm, {right(rank, step):.6g}",
         )
         cause = Cause("clipped by another norm", text, "", wanted, details=details)
-        by = lambda r, s, f, norm=norm: clip_coefficient(norm(r, s), limit)  # type: ignore[misc]  # noqa: E731
+        by = lambda r, s, f, norm=norm: clip_coefficient(norm(r, s), limit)  # noqa: E731
         yield _clipped(cause, by, 1 + (number is reported[1]), norm)
 
 
@@ -192,5 +192,5 @@ def _left_out(trial: Trial, limit: float, norms: Mapping[int, float]) -> Iterato
         return
     own = {step: norm_of(trial, 0, step, fqns=others) for step in trial.case.steps}
     for used, hint in ((norms, ""), (own, "the others are clipped by their own norm")) if pairs else ():
-        by = lambda r, s, f, used=used: 1.0 if (r, f) in pairs else clip_coefficient(used[s], limit)  # type: ignore[misc]  # noqa: E731
+        by = lambda r, s, f, used=used: 1.0 if (r, f) in pairs else clip_coefficient(used[s], limit)  # noqa: E731
         yield _clipped(replace(cause, hint=hint), by, norm=lambda rank, step, used=used: used[step])  # type: ignore[misc]
