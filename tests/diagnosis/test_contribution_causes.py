@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from diagnosed import (
     scaled,
     with_scaled_samples,
 )
-from literal import ADAMW, sum_of_samples, tiny_case, trained_otherwise, trial_of, with_step, with_step_1_gradients
+from literal import sum_of_samples, tiny_case, trained_otherwise, trial_of, with_step, with_step_1_gradients
 from literal_reference import clip
 
 from harness.checks import judge
@@ -199,18 +198,3 @@ def test_gradients_clipped_after_every_microbatch_while_they_add_up(chains: int,
     for rank, step, _ in list(wrong.steps()):
         wrong = with_step(wrong, rank, step.step, grad_norm=norms[step.step])
     assert proven(wrong) == ("clipped in every microbatch", {"each rank": chains == 2, "once more": twice})
-
-
-@pytest.mark.parametrize(
-    ("training", "layout", "passes", "each"),
-    [
-        (LOW_CLIP, "ddp_2", 2, {False, True}),
-        (LOW_CLIP, "single", 2, {False}),
-        (LOW_CLIP, "ddp_2", 1, set()),
-        (replace(ADAMW, max_norm=None), "ddp_2", 2, set()),
-    ],
-)
-def test_clipping_while_adding_up_is_put_to_the_test_only_where_it_can_be(training, layout, passes, each) -> None:  # type: ignore[no-untyped-def]
-    trial = with_scaled_samples(trial_of(tiny_case(layout, training, accumulation=passes)), {0: 0.5})
-    found = [dict(one.cause.details) for one in proposed(trial) if one.cause.kind == "clipped in every microbatch"]
-    assert {one["each rank"] for one in found} == each

@@ -11,7 +11,6 @@ from literal import EIGHT, tiny_case, trial_of, with_collectives, with_every_ran
 
 from harness.diagnosis.backward import (
     OF_ATTENTION,
-    _groups_of_no_axis,
     _no_exchange,
     _other_groups,
     silent_axes,
@@ -60,15 +59,6 @@ def test_an_axis_over_which_some_rank_reduces_nothing_in_a_step_is_silent(step: 
     both = {"dp_shard": "reduce_scatter", "dp_replicate": "all_reduce"}
     assert silent_axes(without(trial, all_reduce, scatter, ranks=(1,)), step) == both
     assert silent_axes(without(trial, ("all_gather", "backward"), ("all_gather", "forward")), step) == {}
-
-
-def test_groups_that_no_axis_has_are_those_of_that_operation_in_backward() -> None:
-    trial = trial_of(tiny_case("hsdp_2x2"))
-    calls = [call("all_reduce", (0, 3)), call("all_reduce", (0, 1)), call("all_reduce", (2,))]
-    calls += [call("all_reduce", (0, 1, 2, 3), "forward"), call("reduce_scatter", (1, 2))]
-    trial = with_rank(trial, 1, collectives=(*trial.ranks[1].collectives, *calls))
-    assert _groups_of_no_axis(trial, "all_reduce") == {(0, 3)}
-    assert _groups_of_no_axis(trial, "reduce_scatter") == {(1, 2)}
 
 
 def test_a_reduction_that_is_missing_is_named_with_its_axes_where_gradients_are_wrong_too() -> None:
