@@ -41,6 +41,9 @@ MOVED = "bytes moved"
 """Of all collectives outside of forward and backward."""
 INTEGERS = "integers in forward and backward"
 WITHOUT_DATA = "without data"
+IN_ANOTHER_DTYPE = "in another dtype"
+LACKING = "of updated parameters"
+"""Of what ZeRO gathers behind its optimizer."""
 
 
 def check(trial: Trial) -> Result:
@@ -166,7 +169,7 @@ def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
             Limit(least=least),
             seen.get(key, 0),
             step=step,
-            **of_collective(trial, key),
+            **of_collective(trial, key) | {"quantity": LACKING},
         )
         for key, least in planned_outside(trial, rank, step).items()
         if seen.get(key, 0) < least
@@ -219,8 +222,8 @@ def _compare(trial: Trial, rank: int, step: int, wanted: dict[Key, int], seen: d
         expected, moved = wanted.get(key, 0), seen.get(key, 0)
         if expected != moved:
             what = of_collective(trial, key)
-            notes = (dtype_words(trial, rank, step, key, expected, moved), what["note"])
-            what["note"] = "; ".join(filter(None, notes))
+            if dtypes := dtype_words(trial, rank, step, key, expected, moved):
+                what |= {"note": "; ".join(filter(None, (dtypes, what["note"]))), "quantity": IN_ANOTHER_DTYPE}
             findings.append(Finding.at(rank, expected, moved, step=step, **what))
     return findings
 

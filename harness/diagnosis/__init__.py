@@ -20,45 +20,26 @@ from harness.diagnosis.contributions import unequal_contributions
 from harness.diagnosis.costs import memory_kept, of_no_plan, of_two_runs, other_settings, ranks_wait, reference_moved
 from harness.diagnosis.data import other_samples
 from harness.diagnosis.engine import explain
-from harness.diagnosis.features import (
-    computed_in_another_dtype,
-    odd_traces,
-    other_actions,
-    other_features,
-    quantized_otherwise,
-    sent_in_another_dtype,
-)
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
-from harness.diagnosis.layout import other_layouts, other_slices
 from harness.diagnosis.mixed_slices import mixed_slices
 from harness.diagnosis.optimizer import not_finite, wrong_optimizer
 from harness.diagnosis.positions import other_positions
 from harness.diagnosis.processes import incomplete, layers_lost, not_trained, process_failed
 from harness.diagnosis.replicas import exchanged_tensors
 from harness.diagnosis.reports import odd_reports, wrong_reports
+from harness.diagnosis.request import neighbours
 from harness.diagnosis.resume import resumed_otherwise, wrong_checkpoint
 from harness.diagnosis.scaled import gradients_not_zeroed, scaled_gradients
+from harness.diagnosis.structure_facts import facts as facts_of_structure
 from harness.diagnosis.telling import broken_elsewhere, told, what_weaker_tests_say
-from harness.diagnosis.units import (
-    kept_otherwise,
-    left_by_backward,
-    left_by_evaluation,
-    other_flat_units,
-    other_units,
-    units_disagree,
-)
 from harness.diagnosis.weights import changed_weights, other_weights
-from harness.diagnosis.zero import not_gathered, nothing_cut, shifted_gradients
 from harness.judge.result import Diagnosis, Result, Verdict, one_cause
 from harness.judge.trial import Trial, launch_label
 
 SUSPECTS: tuple[Suspects, ...] = (
     layers_lost,
     not_trained,
-    other_layouts,
-    other_features,
-    quantized_otherwise,
-    other_units,
+    neighbours,
     resumed_otherwise,
     changed_weights,
     wrong_optimizer,
@@ -70,7 +51,6 @@ SUSPECTS: tuple[Suspects, ...] = (
     scaled_gradients,
     gradients_not_zeroed,
     mixed_slices,
-    nothing_cut,
 )
 COSTLY: tuple[Suspects, ...] = (
     unequal_contributions,
@@ -88,22 +68,11 @@ FACTS: tuple[Facts, ...] = (
     as_seen(other_samples),
     as_seen(other_positions),
     as_seen(changed_weights),
-    computed_in_another_dtype,
-    sent_in_another_dtype,
+    facts_of_structure,
     rounding,
-    other_flat_units,
-    other_slices,
-    not_gathered,
-    shifted_gradients,
     random_state_not_restored,
     wrong_backward,
     odd_reports,
-    left_by_evaluation,
-    left_by_backward,
-    kept_otherwise,
-    units_disagree,
-    odd_traces,
-    other_actions,
     other_settings,
     of_two_runs,
     memory_kept,

@@ -20,16 +20,13 @@ from literal import (
 )
 
 from harness.checks.features import QUANTIZED_PRODUCTS
-from harness.diagnosis import assume
-from harness.diagnosis.engine import failing_checks
-from harness.diagnosis.features import quantized_otherwise
+from harness.diagnosis import diagnose
 from harness.evidence.step import Attention, Call, Matmul, QuantizedMatmul
 from harness.judge.finding import Finding, Limit
 from harness.judge.output_layer import looked_at
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
-from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 # ---- 8 bits
@@ -66,29 +63,10 @@ def test_a_module_that_was_converted_too_is_named() -> None:
     assert cause(trial) == "matmuls of output run in float8_rowwise, not requested"
 
 
-@pytest.mark.parametrize(("left_out", "converted"), [((), ("output",)), (("layers.0.attention.wo",), ("output",))])
-def test_other_modules_that_were_converted_on_every_rank_are_assumed(
-    monkeypatch: pytest.MonkeyPatch, left_out: tuple[str, ...], converted: tuple[str, ...]
-) -> None:
-    trial = trial_of(tiny_case("fsdp_2", training=replace(ADAMW, quantize="float8_rowwise")))
-    ran = {*trial.plan.quantized, *converted} - {*left_out}
-    seen = {QuantizedMatmul("forward", fqn, "float8_rowwise"): 1 for fqn in ran}
-    seen |= {QuantizedMatmul("backward", fqn, "float8_rowwise"): 2 for fqn in ran}
-    for rank in trial.ranks:
-        for step in (1, 2, 3):
-            trial = with_activity(trial, rank, step, quantized=seen)
-    monkeypatch.setattr(assume, "retrain", lambda model, training, reference, **_: reference)
-    (proposed,) = quantized_otherwise(trial, failing_checks([judged("features", trial)]))
-    assert cause_line(proposed.cause) == "matmuls of output run in float8_rowwise, not requested"
-    assert proposed.assume is not None
-    assumed = proposed.assume(trial)
-    assert judged("features", assumed).verdict is Verdict.PASS
-    assert set(assumed.plan.quantized) == ran
-
-
 def test_a_conversion_that_did_not_take_place_is_named() -> None:
     trial = trial_of(tiny_case("fsdp_2", training=replace(ADAMW, quantize="float8_rowwise")))
-    assert cause(trial) == "float8_rowwise is requested, no matmul ran in that format"
+    found = diagnose(trial, [judged("features", trial)])
+    assert found is not None and found.causes[0].details == (("quantize", None),)
 
 
 # ---- attention

@@ -227,7 +227,7 @@ def test_another_rotation_than_requested_is_named() -> None:
         "traffic",
         "reshard",
     }  # keys are gathered over the ranks that parameters are
-    assert cause(trial_of(requested, ran)).startswith("cp_rotation alltoall is requested, allgather is observed")
+    assert cause(trial_of(requested, ran)).startswith("cp_rotation allgather is observed, requested alltoall")
 
 
 # ---- who holds what
@@ -236,7 +236,7 @@ def test_another_rotation_than_requested_is_named() -> None:
 def test_sharding_over_cp_alone_is_named_although_all_numbers_are_right() -> None:
     ran = tiny_case(ParallelDims(dp_replicate=2, cp=2), EIGHT)  # the same ranks, as HSDP
     trial = trial_of(tiny_case(FSDP_2_CP_2, EIGHT), ran)
-    held = "parameters are sharded over 2 ranks along cp and replicated 2 times, requested 4"
+    held = "parameters are sharded over 2 ranks along cp, replicated 2 times, requested 4"
     assert cause(trial) == f"FSDP ran as HSDP: {held}"
 
 
