@@ -30,10 +30,15 @@ from harness.spec.traits import CHOICES as TRAIT_CHOICES
 from harness.spec.traits import OBSERVED, TrainerTraits
 from harness.spec.validation import validate
 
-KINDS = {"reshard_after_forward": "another policy after forward", "fsdp_units": "other units"}
+KINDS = {
+    "reshard_after_forward": "another policy after forward",
+    "fsdp_units": "other units",
+    "compile": "odd traces",
+}
 """Fields that have a kind of their own; all others are another feature, or another trait."""
 OTHERS = ("steps", "seed", "global_batch", "seq_len", "warmup_steps", "optimizer", "decay")
-"""Fields of the recipe that are numbers or choices of the optimizer, which have a solver of their own."""
+OTHERS += ("variable_length", "document_mask", "masked_samples", "all_valid")
+"""Fields of the recipe that are of the optimizer or of the data, which have solvers of their own."""
 OF_CLAIMS = ("collective_order", "initial_weights", "process_groups", "settings")
 """Checks of structure that no request makes pass."""
 CHOICES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from checked import like
-from literal import judged, tiny_case
+from literal import TINY, judged, tiny_case
 from literal_reference import reference_of
 
 from harness.checks import schedule
@@ -24,7 +24,9 @@ from harness.spec.dims import ParallelDims
 
 
 def pp_2(name: str = "1F1B", **features: Any) -> Case:
-    return tiny_case(ParallelDims(pp=2), **({"schedule": name, "microbatches": 4} | features))
+    return tiny_case(
+        ParallelDims(pp=2), model=replace(TINY, n_layers=8), **({"schedule": name, "microbatches": 4} | features)
+    )
 
 
 def trial_of(requested: Case, ran: Case | None = None) -> Trial:
