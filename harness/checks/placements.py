@@ -75,6 +75,7 @@ def disagreements(trial: Trial) -> list[Finding]:
         for units, those in others:
             expected, observed = (_units_line(trial, one) for one in (most - units, units - most))
             what: dict[str, Any] = {
+                "kind": "unit",
                 "quantity": APART,
                 "note": f"expected: as on ranks {ranks_text(ranks)}",
             }

@@ -14,7 +14,7 @@ import numpy as np
 
 from harness.diagnosis.assume import another_case, another_reference, lacks_slices
 from harness.diagnosis.hypothesis import Broken, Hypothesis
-from harness.diagnosis.words import in_order, in_parameters, some, traffic_lines
+from harness.diagnosis.words import groups_text, in_order, in_parameters, some, traffic_lines
 from harness.evidence.records import RankEvidence, Run, Wrapper
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
@@ -186,7 +186,7 @@ def _whole(trial: Trial, layout: Layout, count: int) -> Hypothesis:
     details += [("order", layout.order)] if layout.order != AXES else []
     details += [("without", layout.without), ("folded", layout.folded)] if layout.without else []
     cause = Cause("another layout", observed, expected=expected, details=tuple(details))
-    lines = (*contents_line(trial), *traffic_lines(trial))
+    lines = (*_group_lines(trial, layout), *contents_line(trial), *traffic_lines(trial))
     return Hypothesis(cause, layout.assume, count, lines, renumbers=layout.order != AXES)
 
 
@@ -222,6 +222,24 @@ def _words(layout: Layout, dims: ParallelDims) -> tuple[str, str]:
 
 def _shards(dims: ParallelDims) -> int:
     return dims.dp_shard * dims.cp
+
+
+def _group_lines(trial: Trial, layout: Layout) -> Iterator[tuple[str, str]]:
+    """Yield the groups planned, and those of the layout over which floats moved in forward and backward."""
+    used = trial.run.groups_on_all(
+        lambda e: (c.ranks for c in e.collectives if c.phase in ("forward", "backward") and "float" in c.dtype)
+    )
+    there = trial.run.groups_on_all(lambda e: (group.ranks for group in e.groups))
+    ran, rank_at = layout.assume(trial).plan, {layout.place(rank): rank for rank in range(layout.dims.world_size)}
+    for axis, other in ((trial.plan.shard_axis, ran.shard_axis), ("dp_replicate", "dp_replicate")):
+        wanted = trial.plan.groups.get(axis, ())
+        lines = (tuple(sorted(rank_at[rank] for rank in line)) for line in ran.groups.get(other, ()))
+        idle = {*wanted} <= there and not {*wanted} & used
+        none = "none in use" + " (the groups exist, no collective ran over them)" * idle
+        seen = groups_text(sorted(line for line in lines if line in used)) or none
+        if wanted:
+            label = "shard groups" if axis == trial.plan.shard_axis else "replicate groups"
+            yield label, f"expected {groups_text(wanted)}   observed {seen}"
 
 
 def contents_line(trial: Trial) -> Lines:

@@ -34,10 +34,14 @@ KINDS = {
     "reshard_after_forward": "another policy after forward",
     "fsdp_units": "other units",
     "compile": "odd traces",
+    **dict.fromkeys(("features", "training"), "another feature"),
+    "traits": "another trait",
 }
-"""Fields that have a kind of their own; all others are another feature, or another trait."""
-OTHERS = ("steps", "seed", "global_batch", "seq_len", "warmup_steps", "optimizer", "decay")
-OTHERS += ("variable_length", "document_mask", "masked_samples", "all_valid")
+"""By field that has a kind of its own, and by part of the request for all others."""
+OTHERS = (
+    *("steps", "seed", "global_batch", "seq_len", "warmup_steps", "optimizer", "decay"),
+    *("variable_length", "document_mask", "masked_samples", "all_valid"),
+)
 """Fields of the recipe that are of the optimizer or of the data, which have solvers of their own."""
 OF_CLAIMS = ("collective_order", "initial_weights", "process_groups", "settings")
 """Checks of structure that no request makes pass."""
@@ -104,7 +108,7 @@ class Neighbour:
         """Return what is put to the test. holds: the checks that pass under it on one rank."""
         (part, name), *_ = self.values
         trait = part == "traits"
-        kind = KINDS.get(name, "another trait" if trait else "another feature")
+        kind = KINDS.get(name, KINDS[part])
         texts = [f"{name} {_text(value)}" for (_, name), value in self.values.items()]
         wanted = " and ".join(_text(value) for value in self.requested.values())
         of = "the trainer does as with trait " if trait else ""
@@ -149,7 +153,7 @@ def _in_force(trial: Trial, part: str) -> dict[str, Any]:
     """What None stands for, by field of a part of the request."""
     case = trial.case
     computes_in = case.training.compute_dtype or case.training.dtype
-    found = {
+    found: dict[str, dict[str, Any]] = {
         "features": {
             "wrapper": case.wrapper,
             "reduce_dtype": case.features.reduce_dtype or computes_in,
@@ -276,6 +280,6 @@ def _as_replicas(trial: Trial) -> Trial:
     dims = replace(trial.case.dims, dp_shard=1, dp_replicate=trial.case.dims.dp_shard)
     case = replace(trial.case, dims=dims, features=replace(trial.case.features, wrapper="ddp"))
     moved = make_plan(case, trial.traits)
-    apart = dict.fromkeys(("gradient_slices", "state_slices", "gradient_bytes", "state_bytes"), {})
+    apart: dict[str, Any] = dict.fromkeys(("gradient_slices", "state_slices", "gradient_bytes", "state_bytes"), {})
     plan = replace(trial.plan, dims=dims, groups=moved.groups, flows=moved.flows, even_flows=moved.even_flows, **apart)
     return replace(trial, case=case, plan=plan)

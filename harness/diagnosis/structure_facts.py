@@ -19,7 +19,7 @@ from harness.diagnosis.words import traffic_lines
 from harness.judge import compiled_code, tolerance
 from harness.judge.contents import take
 from harness.judge.finding import Finding
-from harness.judge.result import Cause
+from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
 from harness.plan.slices import Slice, local_numel, numel
 from harness.spec.allowance import Allowance
@@ -112,7 +112,7 @@ def facts(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _fact(trial: Trial, broken: Broken, row: Row, finding: Finding) -> Fact:
-    lines = tuple(traffic_lines(trial)) if {"traffic"} & {*row.follows} & {*broken} else ()
+    lines: Lines = tuple(traffic_lines(trial)) if {"traffic"} & {*row.follows} & {*broken} else ()
     lines += NOT_TESTED if {*row.follows} & OF_GRADIENTS & {*broken} else ()
     lines += declarable.lines(row.declares(trial)) if row.declares else ()
     return Fact(Cause(row.kind, "", finding=finding), (row.check, *row.follows), lines)
