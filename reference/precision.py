@@ -12,11 +12,9 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import TrainingConfig
-from .spellings import Alter, put_instead
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -40,19 +38,6 @@ def quantize(model: nn.Module, recipe: str, modules: Iterable[str]) -> None:
     for name in modules:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, _quantized(model.get_submodule(name), recipe))
-
-
-def also_quantized(recipe: str, more: Iterable[str], fewer: Iterable[str]) -> Alter:
-    """These modules in 8 bits besides the recipe's, and those of the recipe in its other dtype."""
-
-    def alter(model: nn.Module, step: int) -> None:
-        if step == 1:
-            quantize(model, recipe, more)
-            for name in fewer:
-                linear = model.get_submodule(name)
-                put_instead(linear, lambda _, x, linear=linear: F.linear(x, linear.weight))
-
-    return alter
 
 
 def _quantized(linear: nn.Module, recipe: str) -> nn.Module:

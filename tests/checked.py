@@ -68,9 +68,12 @@ def found(trial: Trial) -> list[Finding]:
     return list(judged("features", trial).findings)
 
 
-def cause(trial: Trial) -> str:
+def cause(trial: Trial) -> object:
+    """What of the request is another, by field and value; where nothing is proven, which finding is told."""
     named = diagnose(trial, [judged("features", trial)])
-    return cause_of(named) if named else ""
+    assert cause_of(named) and named is not None
+    (first, *_) = named.causes
+    return dict(first.details) or first.finding
 
 
 def with_activity(trial: Trial, rank: int, step: int, **changes: Any) -> Trial:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from harness.evidence.step import Attention, QuantizedMatmul, StepEvidence
-from harness.judge import compiled_code, output_layer
+from harness.judge import compiled_code, output_layer, policies
 from harness.judge.finding import Finding, Limit, Value
 from harness.judge.result import Result, verdict_of
 from harness.judge.trial import Trial
@@ -52,17 +52,9 @@ def check(trial: Trial) -> Result:
 
 
 def _expect(
-    rank: int,
-    quantity: str,
-    expected: Value,
-    observed: Value,
-    *,
-    step: int | None = None,
-    module: str = "",
-    phase: str = "",
+    rank: int, quantity: str, expected: Value, observed: Value, *, module: str = "", **place: Any
 ) -> Finding | None:
-    kind = "module" if module else "feature"
-    what: dict[str, Any] = {"step": step, "kind": kind, "name": module, "quantity": quantity, "phase": phase}
+    what: dict[str, Any] = {"kind": "module" if module else "feature", "name": module, "quantity": quantity, **place}
     return None if expected == observed else Finding.at(rank, expected, observed, **what)
 
 
@@ -97,7 +89,8 @@ def reduced(trial: Trial, rank: int) -> Looked:
     }
     wanted = case.features.reduce_dtype or case.training.compute_dtype or case.training.dtype
     if floats := sorted(dtype for dtype in seen if "float" in dtype):
-        yield _expect(rank, "dtype of reduced gradients", wanted, " and ".join(floats))
+        note = policies.unlike_others(trial.ranks[rank], wanted, "reduces_in")
+        yield _expect(rank, "dtype of reduced gradients", wanted, " and ".join(floats), note=note)
 
 
 def buckets(trial: Trial, rank: int) -> list[int]:
@@ -187,7 +180,8 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     expect = partial(_expect, rank, step=step.step)
     forward, backward = matmuls(step, "forward"), matmuls(step, "backward")
     wanted = trial.case.training.compute_dtype or trial.case.training.dtype
-    yield expect(DTYPE, wanted, " and ".join(sorted(forward | backward)) or None)
+    note = policies.of_matmuls(trial.ranks[rank], wanted, forward)
+    yield expect(DTYPE, wanted, " and ".join(sorted(forward | backward)) or None, note=note)
     again = products_again(trial, rank, step)
     if again is None:
         outputs = output_layer.applied(trial, rank)
@@ -199,14 +193,16 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
         beside = 0 if projects_inside(trial, rank, step) else matmuls_beside(step)
         right = seen in {again + times * beside for times in (0, 2, 3)}
         if right or seen >= 0:
-            yield expect(RECOMPUTED, again, again if right else seen)
+            called = sorted({fqn.split(".")[2] for fqn in recomputations(step) if fqn.count(".") > 1})
+            note = f"called in backward: {', '.join(called)}" * bool(called)
+            yield expect(RECOMPUTED, again, again if right else seen, note=note)
         else:
             yield expect(LACKING, 2 * forward.total() + again, backward.total())
 
 
 # ---- attention
 
-FUSED, ATTENDED_AGAIN = Attention("forward", "attention"), "attention recomputed"
+FUSED, ATTENDED, ATTENDED_AGAIN = Attention("forward", "attention"), "attention in forward", "attention recomputed"
 
 
 def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
@@ -216,7 +212,7 @@ def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     again = case.passes * parts_attended(trial, rank) * len(recomputed_layers(case, rank))
     again = 0 if case.features.activation_checkpointing == "op" else again
     expect = partial(_expect, rank, step=step.step)
-    yield expect("attention in forward", forward, seen.get(FUSED, 0))
+    yield expect(ATTENDED, forward, seen.get(FUSED, 0))
     yield expect(ATTENDED_AGAIN, again, seen.get(Attention("backward", "attention"), 0))
     yield expect("attention's gradients", forward, seen.get(Attention("backward", "attention_backward"), 0))
     batched, most = batched_in_training(trial, step), case.passes * len(trial.plan.stages[rank])
@@ -264,7 +260,7 @@ def parts_attended(trial: Trial, rank: int) -> int:
 
 # ---- what is computed besides
 
-BESIDE = ("pipeline", "optimizer", "other")
+BESIDE, BESIDES = ("pipeline", "optimizer", "other"), "matmuls outside training passes"
 
 
 def beside(trial: Trial, rank: int, step: StepEvidence) -> int:
@@ -316,7 +312,7 @@ def projects_inside(trial: Trial, rank: int, step: StepEvidence) -> bool:
 def _beside(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     seen, most = beside(trial, rank, step), most_computed(trial, step)
     wanted = Limit(most=most) if most and seen else 0
-    yield _expect(rank, "matmuls outside training passes", wanted, seen, step=step.step)
+    yield _expect(rank, BESIDES, wanted, seen, step=step.step)
 
 
 # ---- tensors saved for backward

@@ -31,6 +31,7 @@ from harness.spec.measured import Unit
 STAGE = "structure"
 NEEDS = frozenset({"structure", "claims", "members"})
 APART = "FSDP units that others lack"
+LEFT_OUT = "parameters left out"
 Claim = set[tuple[str, tuple[int, ...]]]
 
 
@@ -209,6 +210,10 @@ def _wrong_units(trial: Trial, rank: int) -> list[Finding]:
         if parts != [frozenset(unit)]:
             others = {fqn for part in parts for fqn in part - set(unit)}
             text = f"in {len(parts)} units" + (f", together with {len(others)} others" if others else "")
+            if left_out := tuple(fqn for fqn in unit if not any(fqn in part for part in seen)):
+                what: dict[str, Any] = {"kind": "unit", "name": unit[0], "quantity": LEFT_OUT}
+                findings.append(Finding.at(rank, (), left_out, **what))
+                continue
             together = f"its {len(unit)} parameters gathered together, and no others"
             findings.append(Finding.at(rank, together, text, kind="unit", name=unit[0]))
     return findings

@@ -88,7 +88,10 @@ def _of_all(rank: int, step: int, expected: Value, observed: Value) -> Finding:
 def _not_as_kept(trial: Trial, rank: int, step: int, fqn: str, held: int) -> Finding:
     kept, seen = trial.plan.after_forward[rank][fqn], observed_value(trial, rank, fqn, held)
     wanted = kept.bytes if isinstance(seen, int) else kept_text(trial, kept.degree)
-    return _of_parameter(rank, step, fqn, wanted, seen, AFTER_FORWARD)
+    root = trial.ranks[rank].structure.get("")
+    with_root = root is not None and fqn in root.parameters and seen == "gathered"
+    finding = _of_parameter(rank, step, fqn, wanted, seen, AFTER_FORWARD)
+    return replace(finding, note="with the unit of the root") if with_root else finding
 
 
 def _more_than_kept(trial: Trial, step: int, rank: int, record: AfterForward) -> list[Finding]:

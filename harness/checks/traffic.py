@@ -43,6 +43,9 @@ MOVED = "bytes moved"
 """Of all collectives outside of forward and backward."""
 INTEGERS = "integers in forward and backward"
 WITHOUT_DATA = "without data"
+IN_ANOTHER_DTYPE = "in another dtype"
+LACKING = "of updated parameters"
+"""Of what ZeRO gathers behind its optimizer."""
 
 
 def check(trial: Trial) -> Result:
@@ -174,7 +177,7 @@ def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
             Limit(least=least),
             seen.get(key, 0),
             step=step,
-            **of_collective(trial, key),
+            **of_collective(trial, key) | {"quantity": LACKING},
         )
         for key, least in planned_outside(trial, rank, step).items()
         if seen.get(key, 0) < least
@@ -229,8 +232,9 @@ def _compare(trial: Trial, rank: int, step: int, wanted: dict[Key, int], seen: d
         if expected != moved:
             what = of_collective(trial, key)
             often = calls_words(trial, rank, step, [key]) if moved > expected else ""
-            notes = (dtype_words(trial, rank, step, key, expected, moved), often, what["note"])
-            what["note"] = "; ".join(filter(None, notes))
+            if dtypes := dtype_words(trial, rank, step, key, expected, moved):
+                what["quantity"] = IN_ANOTHER_DTYPE
+            what["note"] = "; ".join(filter(None, (dtypes, often, what["note"])))
             findings.append(Finding.at(rank, expected, moved, step=step, **what))
     return findings
 

@@ -18,43 +18,24 @@ from harness.diagnosis.by_hand import lines_to_write
 from harness.diagnosis.contributions import lacks_the_outputs_part, sums_of_whole_gradients
 from harness.diagnosis.engine import explain
 from harness.diagnosis.facts import layers_lost, not_finite, not_trained, observed, process_failed
-from harness.diagnosis.features import (
-    computed_in_another_dtype,
-    odd_traces,
-    other_actions,
-    other_features,
-    quantized_otherwise,
-    sent_in_another_dtype,
-)
 from harness.diagnosis.fed import other_samples
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
-from harness.diagnosis.layout import other_layouts, other_slices
 from harness.diagnosis.piece_weights import sums_of_pieces
 from harness.diagnosis.received import other_positions
 from harness.diagnosis.recipe import wrong_recipe
 from harness.diagnosis.reported import odd_reports, wrong_reports
+from harness.diagnosis.request import neighbours
 from harness.diagnosis.started import changed_weights, other_weights, resumed_otherwise
+from harness.diagnosis.structure_facts import facts as facts_of_structure
 from harness.diagnosis.telling import broken_elsewhere, told, what_weaker_tests_say
-from harness.diagnosis.units import (
-    kept_otherwise,
-    left_by_backward,
-    left_by_evaluation,
-    other_flat_units,
-    other_units,
-    units_disagree,
-)
 from harness.diagnosis.whose import another_tensor, another_update
-from harness.diagnosis.zero import not_gathered, nothing_cut, shifted_gradients
 from harness.judge.result import Diagnosis, Result, Verdict, one_cause
 from harness.judge.trial import Trial, launch_label
 
 SUSPECTS: tuple[Suspects, ...] = (
     layers_lost,
     not_trained,
-    other_layouts,
-    other_features,
-    quantized_otherwise,
-    other_units,
+    neighbours,
     resumed_otherwise,
     changed_weights,
     wrong_recipe,
@@ -64,7 +45,6 @@ SUSPECTS: tuple[Suspects, ...] = (
     other_positions,
     sums_of_whole_gradients,
     lacks_the_outputs_part,
-    nothing_cut,
 )
 COSTLY: tuple[Suspects, ...] = (sums_of_pieces, another_tensor, another_update)
 """Those that compute models to propose something."""
@@ -76,22 +56,11 @@ FACTS: tuple[Facts, ...] = (
     as_seen(other_samples),
     as_seen(other_positions),
     as_seen(changed_weights),
-    computed_in_another_dtype,
-    sent_in_another_dtype,
+    facts_of_structure,
     rounding,
-    other_flat_units,
-    other_slices,
-    not_gathered,
-    shifted_gradients,
     random_state_not_restored,
     wrong_backward,
     odd_reports,
-    left_by_evaluation,
-    left_by_backward,
-    kept_otherwise,
-    units_disagree,
-    odd_traces,
-    other_actions,
     observed,
 )
 

@@ -22,7 +22,7 @@ from harness.diagnosis.differences import (
     wrong_pairs,
 )
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact
-from harness.diagnosis.layout import wrong_parts
+from harness.diagnosis.layouts import wrong_parts
 from harness.diagnosis.words import (
     Pair,
     finding_line,

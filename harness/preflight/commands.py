@@ -14,7 +14,7 @@ from pathlib import Path
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.facts import process_failed
-from harness.diagnosis.layout import other_layouts
+from harness.diagnosis.request import neighbours
 from harness.evidence.recording import RankRecord, load_record, record_file
 from harness.evidence.records import Exit
 from harness.judge.recorded import trial_of
@@ -90,7 +90,7 @@ def log_file(directory: Path, rank: int) -> Path:
 def judged(run: CommandRun, dims: ParallelDims) -> Verdicts:
     trial = alone_of(run, dims)
     results = judge(trial)
-    return Verdicts(trial, results, diagnose(trial, results, (other_layouts,), (process_failed,), costly=()))
+    return Verdicts(trial, results, diagnose(trial, results, (neighbours,), (process_failed,), costly=()))
 
 
 def alone_of(run: CommandRun, dims: ParallelDims) -> Trial:

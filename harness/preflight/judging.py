@@ -9,9 +9,8 @@ from harness import trainers
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.facts import observed, process_failed
-from harness.diagnosis.features import odd_traces, other_actions, other_features
-from harness.diagnosis.layout import other_layouts
-from harness.diagnosis.units import kept_otherwise, other_units
+from harness.diagnosis.request import neighbours
+from harness.diagnosis.structure_facts import facts
 from harness.evidence.provided import alone
 from harness.evidence.records import Exit, Run
 from harness.judge.measured import measured
@@ -23,8 +22,8 @@ from harness.preflight.launches import Flown
 from harness.spec import traits
 from harness.spec.case import Case
 
-SUSPECTS = (other_layouts, other_features, other_units)
-FACTS = (process_failed, odd_traces, other_actions, kept_otherwise, observed)
+SUSPECTS = (neighbours,)
+FACTS = (process_failed, facts, observed)
 """Hypotheses and facts that need no numbers."""
 
 

@@ -53,7 +53,7 @@ def of_ranks(ranks: tuple[int, ...]) -> str:
 
 def object_text(finding: Finding) -> str:
     """Return what it is about: "all_gather over dp_shard [0-3] in forward"."""
-    name = f"FSDP unit of {finding.name}" if finding.kind == "unit" else finding.name
+    name = f"FSDP unit of {finding.name}" if finding.kind == "unit" and finding.name else finding.name
     both = f"{name} {finding.quantity}" if finding.kind == "collective" else f"{finding.quantity} of {name}"
     what = both if finding.quantity and name else finding.quantity or name
     over = " ".join(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
-from harness.diagnosis.layout import other_layouts
+from harness.diagnosis.request import neighbours
 from harness.evidence.recording import RankRecord, load_record, record_file
 from harness.judge.recorded import trial_of
 from harness.judge.result import Diagnosis, Result
@@ -26,7 +26,7 @@ def judged(recording: Recording, dims: ParallelDims) -> Judged:
 def judged_by(recording: Recording, dims: ParallelDims, load: Callable[[int], RankRecord]) -> Judged:
     trial = _trial_of_stand_ins(recording, dims, load)
     results = judge(trial)
-    suspects = (other_layouts,) if recording.world == dims.world_size else ()
+    suspects = (neighbours,) if recording.world == dims.world_size else ()
     return results, diagnose(trial, results, suspects, ())
 
 

@@ -18,6 +18,10 @@ FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 
 
+OR_SWITCHED: dict[str, tuple[bool | str, ...]] = {"defer_sync": (True, False, "all_reduce")}
+"""Switches that have a third value."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Features:
     """How the recipe is carried out. None of it may change a loss or a gradient in exact arithmetic."""
@@ -79,7 +83,7 @@ class Features:
         policy = self.reshard_after_forward
         if policy not in ("default", "always", "never") and (not isinstance(policy, int) or policy < 2):
             raise ValueError(f"reshard_after_forward {policy!r}: choose default, always, never or a number above 1")
-        if self.defer_sync not in (True, False, "all_reduce"):
+        if self.defer_sync not in OR_SWITCHED["defer_sync"]:
             raise ValueError(f"defer_sync {self.defer_sync!r}: choose true, false or all_reduce")
         for key, known in FEATURE_CHOICES.items():
             if getattr(self, key) not in known:

@@ -12,10 +12,10 @@ from literal import ADAMW, judged, tiny_case, trial_of, with_step, with_value
 
 from harness.diagnosis import assume, pieces
 from harness.diagnosis.differences import expected_gradient
-from harness.diagnosis.features import other_features
 from harness.diagnosis.localise import localise
 from harness.diagnosis.pieces import Pieces, assuming
 from harness.diagnosis.positions import other_positions
+from harness.diagnosis.request import neighbours
 from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
@@ -42,9 +42,9 @@ def test_another_dtype_of_matmuls_is_another_recipe_of_which_there_is_another_re
     requested = tiny_case("single", replace(ADAMW, dtype="float32"))
     bfloat16 = replace(requested.training, compute_dtype="bfloat16")
     trial = trial_of(requested, ran=replace(requested, training=bfloat16))
-    found = list(other_features(trial, {"features": judged("features", trial)}))
-    assert [cause_line(one.cause) for one in found] == ["compute_dtype float32 is requested, bfloat16 is observed"]
-    assert found[0].assume(trial).case.training == bfloat16
+    found = list(neighbours(trial, {"features": judged("features", trial)}))
+    (one,) = (one for one in found if one.cause.details == (("compute_dtype", "bfloat16"),))
+    assert one.assume(trial).case.training == bfloat16
     assert [recipe for recipe, _ in trained] == [bfloat16]
 
 

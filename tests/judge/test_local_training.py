@@ -17,7 +17,7 @@ from harness.checks import all_checks, run_check
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
 from harness.cli.show import exit_code
 from harness.diagnosis import diagnose
-from harness.diagnosis.layout import other_layouts
+from harness.diagnosis.request import neighbours
 from harness.evidence.recording import RankRecord, RecordedStep
 from harness.evidence.records import Collective, RankEvidence
 from harness.evidence.summary import Use
@@ -181,6 +181,6 @@ def test_what_activations_would_move_is_not_expected_of_a_recording() -> None:
     flows: list[Flow] = [flow for flow in trial.plan.flows[0] if flow.role == "activations"]
     assert flows  # the plan has them
     results = [run_check(name, module.check, trial) for name, module in all_checks().items()]
-    cause = diagnose(trial, results, (other_layouts,), ())
+    cause = diagnose(trial, results, (neighbours,), ())
     assert cause is not None
     assert not [text for label, text in cause.evidence if label == "traffic" and "activations" in str(text)]

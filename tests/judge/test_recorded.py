@@ -14,7 +14,7 @@ from literal import LAYOUTS, tiny_case, trial_of
 
 from harness.checks import all_checks, placements, run_check
 from harness.diagnosis import diagnose
-from harness.diagnosis.layout import other_layouts
+from harness.diagnosis.request import neighbours
 from harness.evidence.recording import RankRecord, RecordedStep
 from harness.evidence.records import RankEvidence, TensorEvidence
 from harness.judge import recorded
@@ -102,7 +102,7 @@ def test_hsdp_that_ran_as_fsdp_has_the_first_line_of_the_matrix() -> None:
     requested = tiny_case("hsdp_2x2")
     ran = trial_of(requested, tiny_case(ParallelDims(dp_shard=4)))
     trial = recorded_trial(ran, requested.dims)
-    told = diagnose(trial, judged(trial), (other_layouts,), ())
+    told = diagnose(trial, judged(trial), (neighbours,), ())
     of_the_matrix = diagnose(ran, judged(ran))
     assert told is not None and of_the_matrix is not None
     assert diagnosis_line(told) == diagnosis_line(of_the_matrix)
@@ -121,7 +121,7 @@ def test_hsdp_that_ran_as_fsdp_is_named_by_its_wrappers_where_slices_are_not_der
     ran = trial_of(requested, tiny_case(ParallelDims(dp_shard=4, tp=tp), wrapper=wrapper))
     trial = recorded_trial(ran, requested.dims)
     assert verdicts(trial)["placements"] == Verdict.FAIL
-    told = diagnose(trial, judged(trial), (other_layouts,), ())
+    told = diagnose(trial, judged(trial), (neighbours,), ())
     assert told is not None and diagnosis_line(told).startswith(
         "HSDP ran as FSDP: parameters are sharded over 4 ranks, requested 2, replicated 2 times"
     )
@@ -251,7 +251,7 @@ def test_fsdp_may_cut_along_any_dim_but_only_over_the_ranks_of_the_layout() -> N
     for ran in (trial_of(requested), trial_of(requested, tiny_case(ParallelDims(dp_shard=4)))):
         ranks = {rank: cut_along_the_last_dim(evidence) for rank, evidence in ran.ranks.items()}
         trial = recorded_trial(replace(ran, run=replace(ran.run, ranks=ranks)), requested.dims)
-        found.append((verdicts(trial), diagnose(trial, judged(trial), (other_layouts,), ())))
+        found.append((verdicts(trial), diagnose(trial, judged(trial), (neighbours,), ())))
     (right, no_cause), (wrong, cause) = found
     assert set(right.values()) == {Verdict.PASS} and no_cause is None
     assert wrong["placements"] == Verdict.FAIL

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from literal import cause_of, judged, tiny_case, trial_of, with_rank
+from literal import judged, tiny_case, trial_of, with_rank
 from literal_ranks import held_part
 from literal_reference import reference_of
 
@@ -23,7 +23,6 @@ from harness.plan.make_plan import make_plan
 from harness.plan.plan import Plan
 from harness.plan.traffic.flow import Flow
 from harness.plan.units_text import modules_text, units_text
-from harness.report.cause_text import diagnosis_line
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.dims import ParallelDims
@@ -134,9 +133,8 @@ def test_units_are_told_in_words() -> None:
 def test_a_policy_that_is_requested_is_judged_though_units_are_left_open() -> None:
     trial = open_trial(requested={"reshard_after_forward": "always"}, reshard_after_forward="never")
     assert judged("reshard", trial).verdict is judged("traffic", trial).verdict is Verdict.FAIL
-    assert cause_of(diagnose(trial, judge(trial))).endswith(
-        "reshard_after_forward always is requested, never is observed"
-    )
+    found = diagnose(trial, judge(trial))
+    assert found is not None and found.causes[0].details == (("reshard_after_forward", "never"),)
 
 
 def test_a_unit_that_keeps_what_its_wrapper_says_it_frees_is_found() -> None:
@@ -230,8 +228,14 @@ def test_what_evaluation_leaves_of_uneven_slices_fails_no_check(tmp_path: Path) 
 
 def test_what_the_root_keeps_by_default_is_not_always_freed(tmp_path: Path) -> None:
     judgement = run_wrapped(tmp_path, "fsdp_4_reshard_always", "blocks")
-    text = diagnosis_line(judgement.diagnosis)
-    assert text.startswith("after forward: tok_embeddings, norm, output still gathered, should be")
+    assert judgement.diagnosis is not None
+    (cause,) = judgement.diagnosis.causes
+    assert cause.finding is not None
+    assert (cause.finding.check, cause.finding.name, cause.finding.observed) == (
+        "reshard",
+        "tok_embeddings.weight",
+        "gathered",
+    )
 
 
 # ---- FSDP1

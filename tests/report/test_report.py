@@ -242,9 +242,7 @@ def test_one_check_as_a_test_runner_shows_it() -> None:
     assert_expected_inline(
         check_text(judgement, result),
         """\
-ranks hold other slices than planned in 1 of 12 parameters (norm.weight) on rank 1; gradients have another shape than their parameters in 1 of 12 parameters (norm.weight) on rank 1: rank 1, norm.weight: gradient (2,) of a parameter (4,)
-  contents          1 of 12 parameters; norm.weight on rank 1: expected 1/2 of
-                      dim 0 [2:4], observed all
+shard_contents: rank 1, slice of norm.weight: expected 1/2 of dim 0 [2:4], observed whole; gradients have another shape than their parameters in 1 of 12 parameters (norm.weight) on rank 1: rank 1, norm.weight: gradient (2,) of a parameter (4,)
   loss              equal to the reference exactly: a loss-curve test passes
                       here
   groups            every group of the plan exists: a listing of process groups

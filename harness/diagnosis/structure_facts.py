@@ -1,0 +1,167 @@
+"""What a check of structure saw itself: its first finding is the cause, and the table says of which kind it is.
+
+A row knows a finding by its check and quantity, and says which other checks fail because of it. Of one check the earliest
+finding counts, and of equally early ones the row that comes first: what follows stands behind what it follows from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from harness.checks import features, placements, reshard, traffic
+from harness.diagnosis import declarable
+from harness.diagnosis.differences import OF_GRADIENTS, seen_gradients
+from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, stated
+from harness.diagnosis.words import traffic_lines
+from harness.judge import compiled_code, tolerance
+from harness.judge.contents import take
+from harness.judge.finding import Finding
+from harness.judge.result import Cause, Lines
+from harness.judge.trial import Trial
+from harness.plan.slices import Slice, local_numel, numel
+from harness.spec.allowance import Allowance
+
+FOLLOWING = ("loss", "gradients", "grad_norm", "reported_loss")
+ODD, FEATURE, POLICY = "odd traces", "another feature", "another policy after forward"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Findings of a check that are a cause by themselves."""
+
+    check: str
+    kind: str
+    quantity: str
+    """That findings have; with a star before it, that they end with."""
+    follows: tuple[str, ...] = ()
+    """Other checks that this is the whole content of."""
+    beside: tuple[str, ...] = ()
+    """Checks of which one fails as well, if any are named."""
+    unless: tuple[str, ...] = ()
+    """Checks of which none may fail: else it follows from that."""
+    wrappers: tuple[str, ...] = ()
+    """Wrappers that it is seen of; empty: of all."""
+    like: tuple[tuple[str, str], ...] = ()
+    """Other fields of the finding and what they are."""
+    declares: Callable[[Trial], Iterable[Allowance]] | None = None
+    """What of it a trainer may do by choice."""
+
+    def fits(self, trial: Trial, broken: Broken, one: Finding) -> bool:
+        quantity = (
+            one.quantity.endswith(self.quantity[1:]) if self.quantity[:1] == "*" else one.quantity == self.quantity
+        )
+        alike = all(getattr(one, name) == value for name, value in self.like)
+        wrapper = not self.wrappers or trial.case.wrapper in self.wrappers
+        others = not self.beside or any(name in broken for name in self.beside)
+        return quantity and alike and wrapper and others and not any(name in broken for name in self.unless)
+
+
+FORMATS = sorted({format for format, _ in features.QUANTIZED_PRODUCTS.values()})
+UNIT = (("kind", "unit"),)
+OF_UNITS = ("reshard", "traffic", "memory")
+OF_OLD_VALUES, ZERO = ("replica_agreement", *FOLLOWING), ("zero1", "zero2")
+TABLE = (
+    Row("features", FEATURE, features.DTYPE, (*OF_UNITS, *OF_GRADIENTS)),
+    Row("features", ODD, "data-parallel wrapper", ("placements", "shard_contents", "reshard", "traffic")),
+    Row("features", ODD, compiled_code.GRAPHS, declares=declarable.graphs),
+    *(Row("features", ODD, quantity) for quantity in ("graph breaks", "limits reached")),
+    *(Row("features", ODD, f"{format} matmuls", tuple(OF_GRADIENTS)) for format in FORMATS),
+    *(Row("features", ODD, quantity) for quantity in ("dtype of reduced gradients", features.BUCKET)),
+    *(Row("features", ODD, quantity) for quantity in (features.RECOMPUTATIONS, features.RECOMPUTED)),
+    Row("features", ODD, features.ATTENDED_AGAIN),
+    Row("features", ODD, compiled_code.RECOMPILED),
+    Row("features", ODD, features.HOOKS, declares=declarable.hooks),
+    Row("features", ODD, features.BESIDES, declares=declarable.matmuls),
+    Row("features", ODD, features.ATTENDED, unless=("loss", "samples")),
+    Row("schedule", "other actions", "*"),
+    Row("placements", "ranks disagree on units", placements.APART),
+    Row("placements", "other units", placements.LEFT_OUT, ("shard_contents", *OF_UNITS, *OF_GRADIENTS)),
+    Row("placements", "other units", "", ("shard_contents", *OF_UNITS), like=UNIT, wrappers=("fsdp1",)),
+    Row("placements", "other units", "", like=UNIT),
+    Row("reshard", "left gathered by evaluation", f"*{reshard.AFTER_EVALUATION}", ("traffic",)),
+    Row("reshard", POLICY, f"*{reshard.AFTER_FORWARD}", ("traffic",)),
+    Row(
+        "reshard",
+        "left gathered by backward",
+        f"*{reshard.AFTER_BACKWARD}",
+        ("traffic", "memory"),
+        declares=declarable.gathered,
+    ),
+    Row("traffic", FEATURE, traffic.IN_ANOTHER_DTYPE, tuple(OF_GRADIENTS), like=(("phase", "pipeline"),)),
+    *(
+        Row("traffic", "parameters not gathered", quantity, OF_OLD_VALUES, OF_OLD_VALUES[:1], (), ZERO, like)
+        for quantity, like in ((traffic.LACKING, ()), ("", (("name", "all_gather"), ("phase", "forward"))))
+    ),
+    Row("shard_contents", "other slices", "slice", ("placements",), unless=("initial_weights",)),
+)
+
+
+def facts(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Yield at most one fact of each failing check."""
+    for check in dict.fromkeys(row.check for row in TABLE):
+        rows, findings = [row for row in TABLE if row.check == check], broken[check].findings if check in broken else ()
+        fitting = ((place, one) for one in findings for place, row in enumerate(rows) if row.fits(trial, broken, one))
+        found = [(one.step or trial.first_step, place, one) for place, one in fitting]
+        if found:
+            _, place, finding = min(found, key=lambda of: of[:2])
+            yield _fact(trial, broken, rows[place], finding)
+    yield from _shifted_gradients(trial, broken)
+
+
+def _fact(trial: Trial, broken: Broken, row: Row, finding: Finding) -> Fact:
+    lines: Lines = tuple(traffic_lines(trial)) if {"traffic"} & {*row.follows} & {*broken} else ()
+    lines += NOT_TESTED if {*row.follows} & OF_GRADIENTS & {*broken} else ()
+    lines += declarable.lines(row.declares(trial)) if row.declares else ()
+    return Fact(Cause(row.kind, "", finding=finding), (row.check, *row.follows), lines)
+
+
+# ---- ZeRO's vectors
+
+MOST_ELEMENTS = 8
+
+
+def _shifted_gradients(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Yield an offset into the vector: a rank's part of the gradients lies some elements before or behind what it steps on."""
+    if "gradients" not in broken or not trial.plan.gradient_slices:
+        return
+    vectors = [_vectors(trial, rank) for rank in trial.ranks]
+    for by in (sign * count for count in range(1, MOST_ELEMENTS + 1) for sign in (1, -1)):
+        if all(vector and _shifted(trial, *vector, by) for vector in vectors):
+            text = f"each rank's part of ZeRO's gradient vector begins {abs(by)} elements too {'early' if by > 0 else 'late'}"
+            fact = stated(broken, "gradients", "gradients shifted", text, *FOLLOWING, more=NOT_TESTED)
+            yield replace(fact, cause=replace(fact.cause, details=(("elements", by),)))
+            return
+
+
+def _vectors(trial: Trial, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Return what the rank has of the gradients of its first step, what it should have, and at which places of ZeRO's vector;
+    None where it has not one element for each that it should."""
+    held, step = trial.plan.gradient_slices[rank], trial.first_step
+    names = [fqn for fqn in held if numel(held[fqn])]
+    seen = seen_gradients(trial, rank, step)
+    if any(fqn not in seen or seen[fqn].size != numel(held[fqn]) for fqn in names):
+        return None
+    expected = [take(trial.reference_step(step).gradients[fqn], held[fqn]) for fqn in names]
+    places = np.concatenate([_places(trial, fqn, held[fqn]) for fqn in names])
+    return np.concatenate([seen[fqn] for fqn in names]), np.concatenate(expected), places
+
+
+def _places(trial: Trial, fqn: str, held: Slice) -> np.ndarray:
+    """Return that of each element of a slice, all vectors one behind the other, too far apart to be taken for each other."""
+    flat, size = trial.plan.flat, local_numel(fqn, trial.plan.shapes[fqn], trial.plan.dims.tp)
+    apart = max(unit.numel for unit in flat) + MOST_ELEMENTS
+    first, starts = next((number * apart, unit.starts[fqn]) for number, unit in enumerate(flat) if fqn in unit.starts)
+    places = np.concatenate([first + start + np.arange(size // len(starts)) for start in starts])
+    ((begin, end),) = held
+    return places[begin % size :][: end - begin]
+
+
+def _shifted(trial: Trial, seen: np.ndarray, expected: np.ndarray, places: np.ndarray, by: int) -> bool:
+    """Return whether they are equal where both places are of parameters: between two of them there may be padding."""
+    if len(seen) <= 2 * MOST_ELEMENTS:
+        return False
+    _, there, mine = np.intersect1d(places, places - by, return_indices=True)
+    return tolerance.relative_difference(seen[mine], expected[there]) <= trial.bounds.gradient[trial.first_step]
