@@ -113,7 +113,8 @@ def other_layouts(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if "placements" in broken and lacks_slices(trial):
         yield from (_whole(trial, Layout(other), 1) for other in _degrees(trial.case.dims))
         return
-    wrong = wrong_parameters(trial) if {"shard_contents", "placements"} & set(broken) else []
+    looked = {"shard_contents", "placements"} & set(broken)
+    wrong = in_order(trial, (fqn for _, fqn, _ in wrong_parts(trial))) if looked else []
     if not wrong:
         return
     found = [(count, layout) for count, layout in layouts(trial.case.dims) if _holds(layout, trial, wrong)]
@@ -149,14 +150,9 @@ def _ordered(order: Sequence[str]) -> Iterator[str]:
 
 def _holds(layout: Layout, trial: Trial, fqns: Iterable[str]) -> bool:
     """Return whether every rank holds of these parameters what the layout gives it."""
-    slices = _slices(layout, trial)
+    slices = layout.planned(trial).plan.slices
     held = ((rank, fqn, trial.holdings[rank]) for rank in sorted(trial.holdings) for fqn in fqns)
     return all(_same(of[fqn], slices[layout.place(rank)][fqn]) for rank, fqn, of in held if fqn in of)
-
-
-def _slices(layout: Layout, trial: Trial) -> Mapping[int, Mapping[str, Slice]]:
-    """Return what ranks hold under it of all parameters that the trial's cut is one of: flat or not."""
-    return layout.planned(trial).plan.slices
 
 
 def _same(one: Slice | None, other: Slice) -> bool:
@@ -171,10 +167,6 @@ def wrong_parts(trial: Trial) -> list[tuple[int, str, Slice | None]]:
         for fqn, part in held.items()
         if fqn in trial.plan.slices[rank] and not _same(part, trial.plan.slices[rank][fqn])
     ]
-
-
-def wrong_parameters(trial: Trial) -> list[str]:
-    return in_order(trial, (fqn for _, fqn, _ in wrong_parts(trial)))
 
 
 # ---- words
@@ -264,7 +256,7 @@ def _partial(layout: Layout, trial: Trial, wrong: list[str]) -> Hypothesis:
     observed = f"{left_out} is not applied" if left_out else f"for some parameters {_words(layout, trial.case.dims)[0]}"
 
     def assume(trial: Trial) -> Trial:
-        other, own = _slices(layout, trial), trial.plan.slices
+        other, own = layout.planned(trial).plan.slices, trial.plan.slices
         trial = _in_no_unit(trial, {*wrong}) if left_out == "FSDP" and trial.case.wrapper == "fsdp2" else trial
         return _with_slices(trial, {r: {f: other[r][f] for f in wrong if f in held} for r, held in own.items()})
 
