@@ -217,7 +217,8 @@ def _losses(trial: Trial) -> Iterator[Source]:
     """Of some ranks, of all microbatches or one, over their own tokens or all, times or over the number of microbatches."""
     passes = trial.case.passes
     every = (), dict.fromkeys(trial.ranks, [*trial.ranks])
-    table = itertools.product((every, *sets_of_ranks(trial)), (None, *range(1, passes + 1)), (False, True))
+    numbers = (None, *(range(1, passes + 1) if passes > 1 else ()))
+    table = itertools.product((every, *sets_of_ranks(trial)), numbers, (False, True))
     for (details, ranks), number, whole in table:
         more = (("of microbatch", number), ("over the tokens of", whole and "the step"))
         of = (*details, *(one for one in more if one[1]))
