@@ -202,11 +202,11 @@ def _so_far(trial: Trial, right: Number, shares: Shares, tokens: bool, rank: int
     return total / weight
 
 
-def sets_of_ranks(trial: Trial) -> Iterator[tuple[tuple[tuple[str, object], ...], Ranks]]:
+def sets_of_ranks(trial: Trial, axes: Sequence[str] = AXES) -> Iterator[tuple[tuple[tuple[str, object], ...], Ranks]]:
     """By the axes that a sum is not reduced over, few first; then one rank alone, for all."""
     present = [axis for axis in AXES if getattr(trial.case.dims, axis) > 1]
     for count in range(1, len(present) + 1):
-        for missing in itertools.combinations(present, count):
+        for missing in itertools.combinations([axis for axis in present if axis in axes], count):
             along = [axis for axis in present if axis not in missing]
             those = groups(trial.case.dims, *along) if along else [(rank,) for rank in trial.ranks]
             yield (("not reduced over", missing),), {rank: group for group in those for rank in group}
@@ -218,11 +218,17 @@ def _losses(trial: Trial) -> Iterator[Source]:
     passes = trial.case.passes
     every = (), dict.fromkeys(trial.ranks, [*trial.ranks])
     numbers = (None, *(range(1, passes + 1) if passes > 1 else ()))
-    table = itertools.product((every, *sets_of_ranks(trial)), numbers, (False, True))
+    table = itertools.product(
+        (every, *sets_of_ranks(trial, ("dp_replicate", "dp_shard", "cp"))), numbers, (False, True)
+    )
     for (details, ranks), number, whole in table:
         more = (("of microbatch", number), ("over the tokens of", whole and "the step"))
         of = (*details, *(one for one in more if one[1]))
-        for factor in dict.fromkeys((1.0, passes, 1 / passes)) if details or number else ():
+        for factor in (
+            dict.fromkeys((1.0, passes, 1 / passes))
+            if number or (details and not (whole and details[0][0] == "of rank"))
+            else ()
+        ):
             times = (("times", factor),) if factor != 1 else ()
             yield (*of, *times), partial(_loss, trial, ranks, number, whole, factor)
     for of_each in ("ranks", "microbatches"):
