@@ -61,11 +61,8 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """What is seen, else what a replay agrees with. Two fields are tried where nothing simpler explains all."""
     if "update" not in broken:
         return
-    wrong, norms, seen = (
-        _wrong(trial),
-        update.clipped_norms(trial),
-        [*_shown_rates(trial), *_not_stepped(trial), *_amsgrad(trial)],
-    )
+    wrong, norms = _wrong(trial), update.clipped_norms(trial)
+    seen = [*_shown_rates(trial), *_not_stepped(trial), *_amsgrad(trial)]
     yield from (Hypothesis(way.cause, partial(_assuming, way), way.fitted) for way in seen)
     agrees = partial(_agrees, _wrong_first(trial, wrong), norms, trial.first_step in wrong.values())
     if not wrong or not replicas_agree(trial, trial.first_step) or any(agrees(way) == 0 for way in seen):
@@ -189,12 +186,7 @@ def _values(requested: TrainingConfig, fitted: Mapping[str, float]) -> dict[str,
     floats, found = [value for value in now.values() if isinstance(value, float)], {}
     for field in (field for field in dataclasses.fields(requested) if field.name in now):
         name, value = field.name, now[field.name]
-        values = [
-            *([fitted[name]] if name in fitted else []),
-            field.default,
-            *CHOICES.get(name, ()),
-            *COMMON.get(name, ()),
-        ]
+        values = [fitted.get(name, value), field.default, *CHOICES.get(name, ()), *COMMON.get(name, ())]
         if isinstance(value, bool):
             values.append(not value)
         elif isinstance(value, int):
@@ -219,19 +211,14 @@ def _fitted(trial: Trial, wrong: Mapping[str, int], norms: Mapping[int, float]) 
     seen, before = (trial.stepped_part(rank, tensor.fqn, value) for value in (left, start))
     clip = clip_coefficient(norms[trial.first_step], training.max_norm)
     usual = update.recipe_of(trial, tensor.fqn)
+    plain = trial.assuming(AssumedOptimizer(recipe=lambda step, fqn: replace(usual, weight_decay=0.0)))
     moved, undecayed = (
-        update.expected_after_first_step(
-            trial.assuming(AssumedOptimizer(recipe=lambda *_, by=by: replace(usual, weight_decay=by))),
-            trial.ranks[rank],
-            tensor,
-            clip=clip,
-        )[0]
-        for by in (usual.weight_decay, 0.0)
+        update.expected_after_first_step(one, trial.ranks[rank], tensor, clip=clip)[0] for one in (trial, plain)
     )
     numbers = {"lr": training.lr * best_fit(seen - before, moved - before)}
     taken = best_fit(undecayed - seen, before)
     numbers |= {"weight_decay": taken / rate} if taken < LARGEST_DECAY else {}
-    return {name: near if abs((near := float(f"{x:.6g}")) - x) <= 1e-9 else x for name, x in numbers.items()}
+    return {name: near if abs((near := float(f"{x:.6g}")) - x) <= 1e-9 * abs(x) else x for name, x in numbers.items()}
 
 
 def _by_recipe(
@@ -274,11 +261,9 @@ def _shown_rates(trial: Trial) -> Iterator[Way]:
     if not wrong:
         return
     first, odd = min(step for _, step in wrong), {rank for rank, _ in wrong}
-    ranks, rate = (
-        [rank for rank, step in wrong if step == first],
-        next(lr for at, lr in wrong.items() if at[1] == first),
-    )
-    hint = rule_of(trial, {step for _, step in wrong}, {at[1]: lr for at, lr in shown.items() if at[0] in odd})
+    ranks = [rank for rank, step in wrong if step == first]
+    rate = wrong[ranks[0], first]
+    hint = rule_of(trial, {step for _, step in wrong}, {(at[1], lr) for at, lr in shown.items() if at[0] in odd})
     same = " or ".join(str(step) for step, lr in usual.items() if math.isclose(lr, rate, rel_tol=1e-12))
     hint = hint or f"the schedule's of step {same}" * bool(same)
     text = f"learning rate of step {first}{on_ranks(trial, ranks)} is {number_text(rate)}"
@@ -294,13 +279,13 @@ def _shown_rates(trial: Trial) -> Iterator[Way]:
             return
 
 
-def rule_of(trial: Trial, wrong: Collection[int], shown: Mapping[int, float]) -> str:
-    """In words, the schedules that give all these rates; empty where there is none. Of one wrong rate none is said, unless
-    there are right ones before and behind it."""
-    if len({*wrong}) == 1 and not min(shown) < min(wrong) < max(shown):
+def rule_of(trial: Trial, wrong: Collection[int], shown: Collection[tuple[int, float]]) -> str:
+    """In words, the schedules that give all these rates of steps; empty where there is none. Of one wrong step none is said,
+    unless there are right ones before and behind it."""
+    if len(wrong) == 1 and not min(shown)[0] < min(wrong) < max(shown)[0]:
         return ""
     for table in (_shifted(trial.case.training), *(_schedules(trial.case.training, count) for count in (1, 2))):
-        fits = [text for text, rate in table if all(math.isclose(rate(step), lr) for step, lr in shown.items())]
+        fits = [text for text, rate in table if all(math.isclose(rate(step), lr) for step, lr in shown)]
         if found := {text.partition(" by ")[0]: text for text in fits[::-1]}:
             return " or ".join([*found.values()][::-1][:2])
     return ""
@@ -309,10 +294,8 @@ def rule_of(trial: Trial, wrong: Collection[int], shown: Mapping[int, float]) ->
 def _shifted(training: TrainingConfig) -> Iterator[tuple[str, Callable[[int], float]]]:
     """Each step has the rate of another."""
     late, by = "every step takes the rate of the step before", "each step advances the schedule by"
-    table: dict[str, Callable[[int], int]] = {
-        late: lambda step: step - 1,
-        "each takes the next step's": lambda step: step + 1,
-    }
+    table: dict[str, Callable[[int], int]] = {late: lambda step: step - 1}
+    table["every step takes the rate of the next step"] = lambda step: step + 1
     table |= {f"{by} {times}": lambda step, times=times: 1 + times * (step - 1) for times in range(2, 9)}  # type: ignore[misc]
     table |= {f"from step {n} on, {late}": lambda step, n=n: step - (step >= n) for n in range(2, training.steps)}  # type: ignore[misc]
     yield from ((text, lambda step, at=at: _rate(at(step), training)) for text, at in table.items())

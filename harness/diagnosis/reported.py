@@ -37,6 +37,9 @@ Source = tuple[tuple[tuple[str, object], ...], Number]
 """A number on record, and what it is: words and values."""
 Ranks = Mapping[int, Sequence[int]]
 """By rank, those whose parts its number is made of."""
+Fqns = Collection[str] | None
+Shares = Callable[[int], tuple[float, float]]
+"""Of the n-th step: how often the total before and its own number count."""
 
 SHOWN = {"reported_loss": "loss", "grad_norm": "gradient norm", "reported_rate": "learning rate"}
 FIELDS = {"reported_loss": "reported_loss", "grad_norm": "grad_norm", "reported_rate": "reported_lr"}
@@ -169,36 +172,28 @@ def _sources(trial: Trial, check: str) -> Iterator[Source]:
 
 def of_other_steps(trial: Trial, right: Number) -> Iterator[Source]:
     """The same of another step, and what is kept of all steps so far."""
-    for one in trial.case.steps:
+    steps = trial.case.steps
+    for one in steps:
         yield (("of step", one),), lambda rank, step, one=one: right(rank, one)  # type: ignore[misc]
-    for name, ahead in itertools.product(
-        ("of a step earlier by", "of a step later by"), range(1, len(trial.case.steps))
-    ):
-        by = -ahead if "earlier" in name else ahead
-        yield ((name, ahead),), lambda rank, step, by=by: right(rank, step + by)  # type: ignore[misc]
+    for by in (sign * n for sign in (-1, 1) for n in range(1, len(steps))):
+        name = "of a step earlier by" if by < 0 else "of a step later by"
+        yield ((name, abs(by)),), lambda rank, step, by=by: right(rank, step + by)  # type: ignore[misc]
     yield (("so far as a", "sum"),), partial(_so_far, trial, right, lambda n: (1, 1), False)
     yield (("so far as a", "mean"),), partial(_so_far, trial, right, lambda n: (n / (n + 1), 1 / (n + 1)), False)
-    for kept in KEPT:
-        yield (("as a running mean that keeps", kept),), partial(_so_far, trial, right, partial(_mixed, kept), False)
-    for times in range(1, len(trial.ranks) + 1):  # ranks that bring along what has been reduced over them
-        words = (("as a total of all steps so far, that of before counted times", times),)
-        yield words, partial(_so_far, trial, right, partial(_counted_again, times), True)
-
-
-def _counted_again(times: int, n: int) -> tuple[float, float]:
-    """The shares of what there was and of the new one, in a total that several ranks bring along."""
-    return times, 1
+    for share in KEPT:
+        yield (("as a running mean that keeps", share),), partial(_so_far, trial, right, partial(_mixed, share), False)
+    total = "as a total of all steps so far, that of before counted times"
+    for by in range(1, len(trial.ranks) + 1):  # ranks that bring along what has been reduced over them
+        yield ((total, by),), partial(_so_far, trial, right, lambda n, by=by: (by, 1), True)  # type: ignore[misc]
 
 
 def _mixed(kept: float, n: int) -> tuple[float, float]:
     return (kept, 1 - kept) if n else (0, 1)
 
 
-def _so_far(
-    trial: Trial, right: Number, shares: Callable[[int], tuple[float, float]], tokens: bool, rank: int, step: int
-) -> float | None:
-    """shares: of the n-th step, how often the total before and its own number count; tokens: as sums over them."""
-    total, weight = 0.0, 1
+def _so_far(trial: Trial, right: Number, shares: Shares, tokens: bool, rank: int, step: int) -> float | None:
+    """tokens: as sums over them."""
+    total, weight = 0.0, 1.0
     for n, number in enumerate(range(trial.first_step, step + 1)):
         weight = trial.reference_step(number).valid_tokens if tokens else 1
         if (known := right(rank, number)) is None:
@@ -207,11 +202,11 @@ def _so_far(
     return total / weight
 
 
-def sets_of_ranks(trial: Trial) -> Iterator[tuple[tuple[tuple[str, object], ...], Ranks]]:
+def sets_of_ranks(trial: Trial, axes: Sequence[str] = AXES) -> Iterator[tuple[tuple[tuple[str, object], ...], Ranks]]:
     """By the axes that a sum is not reduced over, few first; then one rank alone, for all."""
     present = [axis for axis in AXES if getattr(trial.case.dims, axis) > 1]
     for count in range(1, len(present) + 1):
-        for missing in itertools.combinations(present, count):
+        for missing in itertools.combinations([axis for axis in present if axis in axes], count):
             along = [axis for axis in present if axis not in missing]
             those = groups(trial.case.dims, *along) if along else [(rank,) for rank in trial.ranks]
             yield (("not reduced over", missing),), {rank: group for group in those for rank in group}
@@ -222,24 +217,29 @@ def _losses(trial: Trial) -> Iterator[Source]:
     """Of some ranks, of all microbatches or one, over their own tokens or all, times or over the number of microbatches."""
     passes = trial.case.passes
     every = (), dict.fromkeys(trial.ranks, [*trial.ranks])
-    table = itertools.product((every, *sets_of_ranks(trial)), (None, *range(1, passes + 1)), (False, True))
+    numbers = (None, *(range(1, passes + 1) if passes > 1 else ()))
+    table = itertools.product(
+        (every, *sets_of_ranks(trial, ("dp_replicate", "dp_shard", "cp"))), numbers, (False, True)
+    )
     for (details, ranks), number, whole in table:
         more = (("of microbatch", number), ("over the tokens of", whole and "the step"))
         of = (*details, *(one for one in more if one[1]))
-        for factor in dict.fromkeys((1.0, passes, 1 / passes)) if details or number else ():
+        for factor in (
+            dict.fromkeys((1.0, passes, 1 / passes))
+            if number or (details and not (whole and details[0][0] == "of rank"))
+            else ()
+        ):
             times = (("times", factor),) if factor != 1 else ()
             yield (*of, *times), partial(_loss, trial, ranks, number, whole, factor)
-    yield from (
-        ((("as a mean of means of", of),), partial(_mean_of_means, trial, of)) for of in ("ranks", "microbatches")
-    )
+    for of_each in ("ranks", "microbatches"):
+        yield (("as a mean of means of", of_each),), partial(_mean_of_means, trial, of_each)
 
 
 def _loss(
     trial: Trial, ranks: Ranks, number: int | None, whole: bool, factor: float, rank: int, step: int
 ) -> float | None:
-    parts = [
-        one for of in _parts(trial, ranks[rank], rank, step) for one in (of[number - 1 : number] if number else of)
-    ]
+    chosen = slice(number - 1, number) if number else slice(None)
+    parts = [one for of in _parts(trial, ranks[rank], rank, step) for one in of[chosen]]
     count = trial.reference_step(step).valid_tokens if whole else sum(count for _, count in parts)
     return factor * math.fsum(total for total, _ in parts) / count if parts and count else None
 
@@ -290,14 +290,7 @@ def groupings(trial: Trial) -> dict[str, list[set[str]]]:
 
 
 def norm_of(
-    trial: Trial,
-    rank: int,
-    step: int,
-    *,
-    ranks: Ranks | None = None,
-    fqns: Collection[str] | None = None,
-    again: str = "",
-    power: float = 2.0,
+    trial: Trial, rank: int, step: int, ranks: Ranks | None = None, fqns: Fqns = None, again: str = "", power: float = 2
 ) -> float:
     """Each entry counted once, as the first rank has it; again: once for each place along that axis."""
     found: dict[object, float] = {}

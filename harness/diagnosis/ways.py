@@ -20,6 +20,8 @@ from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 
+Norms = Mapping[int, float]
+"""By step."""
 By = Callable[[int, int, str], Any]
 """By rank, step and parameter: what gradients are multiplied by in place of clipping, or a rate."""
 
@@ -48,7 +50,7 @@ def before_each(trial: Trial) -> dict[tuple[int, int], Arrays]:
 # ---- algorithms
 
 
-def algorithms(trial: Trial, norms: Mapping[int, float]) -> Iterator[Way]:
+def algorithms(trial: Trial, norms: Norms) -> Iterator[Way]:
     """What the optimizer is given may be a sum of clipped gradients, by how many steps ago each was."""
     adamw, begins, decay = (
         trial.case.training.optimizer == "adamw",
@@ -62,9 +64,8 @@ def algorithms(trial: Trial, norms: Mapping[int, float]) -> Iterator[Way]:
         over = lambda step, fqn: replace(recipes[fqn], weight_decay=recipes[fqn].weight_decay / (usual[step] or 1.0))  # noqa: E731
         yield Way(cause, AssumedOptimizer(recipe=over))
     if adamw and decay:
-        cause = Cause(
-            "weight decay in the gradients", "weight decay is added to the gradients", "", "decoupled (AdamW)"
-        )
+        text = "weight decay is added to the gradients"
+        cause = Cause("weight decay in the gradients", text, "", "decoupled (AdamW)")
         yield history(cause, lambda ago: float(ago == 0), decayed=True)
     if begins:
         text = "each optimizer step uses the gradients of the step before, the first uses none"
@@ -73,22 +74,14 @@ def algorithms(trial: Trial, norms: Mapping[int, float]) -> Iterator[Way]:
         late = AssumedOptimizer(counter=lambda step, fqn: 10**9 + step)  # when nothing is left to correct
         yield Way(Cause("bias correction", "bias correction of the averages is missing", "", "Adam's"), late)
     for by, nesterov in itertools.product((0.9, 0.95, 0.99, 0.8, 0.5), (0, 1)) if begins and not adamw else ():
-        text, details = (
-            f"SGD has {'Nesterov ' * nesterov}momentum {by}",
-            (("momentum", by), ("nesterov", bool(nesterov))),
-        )
+        details = (("momentum", by), ("nesterov", bool(nesterov)))
+        text = f"SGD has {'Nesterov ' * nesterov}momentum {by}"
         share = lambda ago, by=by, more=nesterov: by ** (ago + more) + more * (ago == 0)  # noqa: E731
         yield history(Cause("momentum", text, "", "none", details=details), share, decayed=True, copies=1)
 
 
 def _of_history(
-    trial: Trial,
-    norms: Mapping[int, float],
-    cause: Cause,
-    share: Callable[[int], float],
-    *,
-    decayed: bool = False,
-    copies: int = 0,
+    trial: Trial, norms: Norms, cause: Cause, share: Callable[[int], float], decayed: bool = False, copies: int = 0
 ) -> Way:
     """decayed: weights times weight decay are added to the gradients, and to nothing else. copies: of it that are kept."""
     limit, before = trial.case.training.max_norm, before_each(trial)
@@ -113,7 +106,7 @@ def _of_history(
 # ---- clipping
 
 
-def clippings(trial: Trial, norms: Mapping[int, float]) -> Iterator[Way]:
+def clippings(trial: Trial, norms: Norms) -> Iterator[Way]:
     limit = trial.case.training.max_norm
     if limit is None:
         return
@@ -125,19 +118,16 @@ def clippings(trial: Trial, norms: Mapping[int, float]) -> Iterator[Way]:
         yield _clipped(cause, lambda rank, step, fqn, own=own: clip_coefficient(own[fqn, step], limit))  # type: ignore[misc]
     if low := next((step for step in trial.case.steps if norms[step] < limit), None):
         by = limit / (norms[low] + 1e-6)
-        text, less = (
-            f"clipping multiplies by {by:.4g} in step {low}",
-            f"1: the norm is {norms[low]:.4g}, max_norm {limit:g}",
-        )
+        text = f"clipping multiplies by {by:.4g} in step {low}"
+        less = f"1, of a norm of {norms[low]:.4g}"
         cause = Cause("clipping enlarges gradients", text, "", less, details=(("step", low), ("factor", by)))
         yield _clipped(cause, lambda rank, step, fqn: limit / (norms[step] + 1e-6))
     cause = Cause("clipped without 1e-6", "clipping multiplies by max_norm / norm", "", "max_norm / (norm + 1e-6)")
     yield _clipped(cause, lambda rank, step, fqn: limit / max(norms[step], limit))
     seen = {(rank, step.step): step.gradients for rank, step in trial.own_steps()}
     for most in dict.fromkeys((limit, 1.0)):
-        cause = Cause(
-            "clipped by value", f"gradients are clipped entry by entry, to {most:g}", details=(("value", most),)
-        )
+        text = f"gradients are clipped entry by entry, to {most:g}"
+        cause = Cause("clipped by value", text, details=(("value", most),))
         yield _clipped(cause, lambda r, s, f, most=most: most / np.maximum(np.abs(seen[r, s][f]), np.float64(most)))  # type: ignore[misc]
 
 
@@ -151,10 +141,8 @@ def _by_norms(trial: Trial, limit: float) -> Iterator[Way]:
     """Each norm on record that differs from what the rank's gradients have; the one that ranks report is a choice more."""
     right, places = partial(on_record, trial, "grad_norm"), [*itertools.product(trial.case.steps, sorted(trial.ranks))]
     shown, told = {(rank, step.step): step.grad_norm for rank, step in trial.own_steps()}, set()
-    before: Source = (
-        (("of a step earlier by", 1), ("in the first step", "its own")),
-        lambda rank, step: right(rank, step - 1) or right(rank, step),
-    )
+    late = (("of a step earlier by", 1), ("in the first step", "its own"))
+    before: Source = late, lambda rank, step: right(rank, step - 1) or right(rank, step)
     reported: Source = (("as", "reported"),), lambda rank, step: shown.get((rank, step))
     for details, number in (*norms(trial), *of_other_steps(trial, right), before, reported):
         norm = functools.cache(lambda rank, step, number=number: number(rank, step) or 0.0)
@@ -165,16 +153,14 @@ def _by_norms(trial: Trial, limit: float) -> Iterator[Way]:
         told.add(values)
         step, rank = odd[0]
         seen = f"{norm(rank, step):.6g} on rank {rank} in step {step}"
-        text, wanted = (
-            f"gradients are clipped by a norm {phrase(details)}: {seen}",
-            f"the global norm, {right(rank, step):.6g}",
-        )
+        text = f"gradients are clipped by a norm {phrase(details)}: {seen}"
+        wanted = f"the global norm, {right(rank, step):.6g}"
         cause = Cause("clipped by another norm", text, "", wanted, details=details)
         by = lambda r, s, f, norm=norm: clip_coefficient(norm(r, s), limit)  # noqa: E731
         yield _clipped(cause, by, 1 + (number is reported[1]), norm)
 
 
-def _left_out(trial: Trial, limit: float, norms: Mapping[int, float]) -> Iterator[Way]:
+def _left_out(trial: Trial, limit: float, norms: Norms) -> Iterator[Way]:
     """Of all, or of those for which the first step is what the optimizer makes of the whole gradient."""
     clip = clip_coefficient(norms[trial.first_step], limit)
     pairs = [

@@ -548,7 +548,7 @@ def rule(by: Callable[[int], float], training: TrainingConfig = TEN, taken: Iter
     trial = trial_of(tiny_case("single"))
     shown = {step: by(step) for step in taken}
     wrong = [step for step, lr in shown.items() if not math.isclose(lr, scheduled(step))]
-    return rule_of(replace(trial, case=replace(trial.case, training=training)), wrong, shown)
+    return rule_of(replace(trial, case=replace(trial.case, training=training)), wrong, shown.items())
 
 
 @pytest.mark.parametrize(
