@@ -68,7 +68,7 @@ def _misshapen(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     held = {(rank, tensor.fqn): tensor.value.shape for rank, e in trial.ranks.items() for tensor in e.parameters}
     for rank, parts in trial.plan.gradient_slices.items():  # ZeRO's are of a part
         held |= {(rank, fqn): tuple(stop - start for start, stop in part) for fqn, part in parts.items()}
-    bad = [at for at in wrong if seen_gradients(trial, at[0], step)[at[1]].shape != held[at]]
+    bad = [at for at in wrong if at in held and seen_gradients(trial, at[0], step)[at[1]].shape != held[at]]
     if not bad:
         return None
     rank, fqn = bad[0]

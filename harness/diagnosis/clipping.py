@@ -130,7 +130,8 @@ def _norms(trial: Trial) -> Iterator[tuple[str, Norm]]:
         )
     shown = {(rank, step.step): step.grad_norm for rank, step in trial.own_steps() if step.grad_norm is not None}
     if {*shown} >= {*itertools.product(trial.ranks, trial.case.steps)}:
-        yield "the norm it reports", lambda rank, step: shown[rank, step]
+        usual = {step.step: step.grad_norm for step in trial.reference.steps}  # of launches before
+        yield "the norm it reports", lambda rank, step: shown.get((rank, step), usual[step])
 
 
 def _in_groups(trial: Trial, limit: float) -> Iterator[Clipping]:

@@ -197,7 +197,7 @@ def _not_stepped(trial: Trial) -> Iterator[Hypothesis]:
 def _rates_and_decays(trial: Trial) -> Iterator[Hypothesis]:
     """In the first step: which parameters moved otherwise, and by what multiple of the rate or by what decay that is so."""
     wrong = first_moves(trial, first_clip(trial), explained=False)
-    if not wrong:
+    if not wrong or any(trial.start_of(rank)[fqn].shape != _started(trial, rank, fqn).shape for rank, fqn in wrong):
         return
     fqns, where = in_order(trial, (fqn for _, fqn in wrong)), where_text(trial, wrong).removeprefix("in ")
     if (factor := _common([_rate_factor(trial, *pair) for pair in wrong])) is not None:
@@ -266,6 +266,11 @@ def _another_decay(trial: Trial, fqns: list[str], where: str, decay: float) -> I
     yield Hypothesis(
         Cause("weight decay", text, "", expected), partial(by_recipes, partial(chosen, lambda step: decay))
     )
+
+
+def _started(trial: Trial, rank: int, fqn: str) -> np.ndarray:
+    """What the seed's run begins with, of this rank."""
+    return next(tensor.value for tensor in trial.ranks[rank].parameters if tensor.fqn == fqn)
 
 
 def _move(trial: Trial, rank: int, fqn: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

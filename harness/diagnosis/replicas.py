@@ -126,8 +126,14 @@ def _fitted(trial: Trial, step: int, own: list[Arrays]) -> dict[Pair, tuple[str,
     """own: by replica, what its samples give in this step. Empty where something wrong is no such sum."""
     found: dict[Pair, tuple[str, float]] = {}
     for rank, fqn in wrong_pairs(trial, step):
-        partner = _partner(trial, rank)
-        rest = seen_gradients(trial, rank, step)[fqn] - _slice(trial, rank, fqn, own)
+        partner, seen, mine = (
+            _partner(trial, rank),
+            seen_gradients(trial, rank, step)[fqn],
+            _slice(trial, rank, fqn, own),
+        )
+        if seen.shape != mine.shape:
+            return {}
+        rest = seen - mine
         for other in trial.plan.slices[partner]:
             theirs = _slice(trial, partner, other, own)
             if theirs.size != rest.size or not np.any(theirs):

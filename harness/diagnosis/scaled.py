@@ -116,7 +116,7 @@ def _noisy_fits(trial: Trial, step: int) -> Iterator[Fit]:
     off = in_order(trial, (one.fqn for one in wrong))
     sure = np.array([one.fit_bound for one in wrong]) ** -2.0
     mean = float(np.average([one.fit for one in wrong], weights=sure))
-    unlike = [one for one in every if abs(one.fit / mean - 1) > one.fit_bound]
+    unlike = [one for one in every if abs(one.fit - mean) > one.fit_bound * abs(mean)]
     everyone, lines = tuple(sorted(trial.ranks)), _misfit_lines(wrong)
     if len(unlike) < len(wrong):
         yield Fit(step, dict.fromkeys(trial.plan.shapes, mean), mean, everyone, lines)

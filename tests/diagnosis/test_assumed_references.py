@@ -15,7 +15,7 @@ from harness.diagnosis.differences import expected_gradient
 from harness.diagnosis.features import other_features
 from harness.diagnosis.localise import localise
 from harness.diagnosis.mixture import Pieces, assuming
-from harness.diagnosis.positions import other_positions
+from harness.diagnosis.received import other_positions
 from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
