@@ -5,6 +5,7 @@ Deterministic: the same alterations in each run.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -44,11 +45,9 @@ QUICK = hypothesis.settings(
 Array = Callable[[np.ndarray], np.ndarray]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, about NaN and infinity
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What the library would keep in the folder from which tests run."""
-    hypothesis.configuration.set_hypothesis_home_dir(tmp_path_factory.mktemp("hypothesis"))
+KEPT = tempfile.TemporaryDirectory()
+"""What the library keeps, else in the folder from which tests run; it goes when these end."""
+hypothesis.configuration.set_hypothesis_home_dir(KEPT.name)
 
 
 def explained(trial: Trial) -> Explanation:
