@@ -116,7 +116,8 @@ def _seed_words(trial: Trial, at: Pair) -> str:
         for other, full in weights.items()
         if other != fqn and full.shape == weights[fqn].shape
     )
-    return _words(_held(trial, at), take(weights[fqn], part), pool)
+    held = _held(trial, at)
+    return "" if held is None else _words(held, take(weights[fqn], part), pool)
 
 
 def _again(trial: Trial, at: Pair) -> bool:
@@ -124,7 +125,7 @@ def _again(trial: Trial, at: Pair) -> bool:
     rank, fqn = at
     assert trial.repeat is not None
     others = trial.repeat.ranks[rank].parameters if rank in trial.repeat.ranks else ()
-    return any(one.fqn == fqn and one.value.tobytes() == _held(trial, at).tobytes() for one in others)
+    return any(one.fqn == fqn and same(_held(trial, at), one.value) for one in others)
 
 
 def observed_weights(trial: Trial) -> Arrays | None:

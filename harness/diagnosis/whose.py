@@ -285,7 +285,8 @@ def _wrong(
     close = max(CLOSE, trial.bounds.gradient[step])
     off = np.abs(seen - right).reshape(len(seen), -1).max(axis=1) > close * np.max(np.abs(right))
     some = [] if off.all() or seen.ndim < 2 else [np.flatnonzero(off)]
-    for rows in (slice(None), *some):
+    each: list[np.ndarray | slice] = [slice(None), *some]
+    for rows in each:
         pool = ((source, array[rows]) for source, array in _sources(trial, fqn, part, step, parts))
         if (relation := relation_of(seen[rows], right[rows], pool, close)) is not None:
             return Wrong(rows, part, relation)
