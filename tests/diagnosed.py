@@ -26,7 +26,6 @@ from noisy import with_noise
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
-from harness.diagnosis.costs import STRUCTURE
 from harness.diagnosis.hypothesis import Fact, Facts, Suspects
 from harness.judge.finding import Finding
 from harness.judge.result import Result, Verdict
@@ -174,7 +173,7 @@ def seen(facts: Facts, trial: Trial, *checks: str) -> Fact | None:
 
 def is_listed(kind: str) -> bool:
     """On the page of causes, or as a number of the recipe or a check's structure."""
-    kinds = [re.sub(f"^({'|'.join(STRUCTURE)}) of", "traffic of", one) for one in kind.split(", ")]
+    kinds = [re.sub("^(process_groups|placements|memory) of", "traffic of", one) for one in kind.split(", ")]
     return all(re.search(rf"[ (\"]{re.escape(one)}[ ,.)\"]", PAGE) or hasattr(ADAMW, one) for one in kinds)
 
 

@@ -151,6 +151,8 @@ def retrained_apart(
     assert {*owners} <= {*range(len(otherwise))}
     parts = [_of_tokens(reference, counts) for _, counts in zip(owners, shares(1, batch), strict=True)]
     reduced = reduce(1, parts)
+    for step in reference.steps[1:]:  # as it would be called; what it gives is not needed
+        reduce(step.step, [{fqn: value / len(parts) for fqn, value in step.gradients.items()} for _ in parts])
     return tuple(
         retrained(
             training,

@@ -68,8 +68,9 @@ class Row:
 
 def _held(kind: str) -> More:
     def lines(trial: Trial, finding: Finding) -> Lines:
-        ranks = [rank for rank in trial.ranks if kind == "retained" or memory.copied_too_much(trial, rank)]
-        return declarable.lines(declarable.held(trial, kind, ranks))
+        too_much = {"retained": memory.kept_beside, "copied": memory.copied_too_much}[kind]
+        ranks = [rank for rank in trial.ranks if too_much(trial, rank)]
+        return declarable.lines(declarable.held(trial, kind, ranks)) if ranks else ()
 
     return lines
 
@@ -199,7 +200,7 @@ def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     details = (("parameters", names), ("gradient", not without))
     yield Hypothesis(Cause("incomplete", text, details=details), partial(assume, gradients=none))
     if not without:
-        text += "; nothing sets their gradients to zero either, so no optimizer has them"
+        text += "; nothing sets the gradients to zero either, so no optimizer has them"
         added = adding([*trial.case.steps][1:], sorted(left), trial.case.training.max_norm)
         yield Hypothesis(Cause("incomplete", text, details=details), partial(assume, gradients=added))
 

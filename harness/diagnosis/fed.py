@@ -86,7 +86,9 @@ def _divided_by_all(trial: Trial, share: dict[int, float]) -> bool:
     """Whether fewer losses than are requested were summed, and the sum is reported as a mean over those requested."""
     means = {step: (global_loss(trial, step) or math.nan) * by for step, by in share.items()}
     shown = ((step.step, step.reported_loss) for _, step, _ in trial.steps())
-    alike = (loss and math.isclose(loss, means[step], rel_tol=trial.bounds.loss[1]) for step, loss in shown)
+    alike = (
+        loss and math.isclose(loss, means.get(step, math.nan), rel_tol=trial.bounds.loss[1]) for step, loss in shown
+    )
     return bool(share) and all(alike)
 
 
@@ -211,7 +213,7 @@ def _foreign(trial: Trial, step: int) -> Cause | None:
         kind = "samples of no step" if unknown else "samples dealt otherwise"
         return Cause(kind, how, when.strip(), details=(("ranks", odd), ("order", how)))
     if unknown and _share_rows(trial):
-        text = f"dp ranks draw overlapping samples, each in an order of its own{when}"
+        text = f"dp ranks draw overlapping samples{when}: some rows are received by two of them in these steps"
         return Cause("samples overlap", text, details=(("ranks", odd),))
     if unknown:
         text = (

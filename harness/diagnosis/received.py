@@ -189,8 +189,9 @@ def _positions_by_layer(trial: Trial, step: int) -> dict[int, np.ndarray]:
         for stage in trial.plan.stages[rank]:
             for layer in layers_of_stage(trial.case, stage):
                 row = found.setdefault(layer, np.arange(length))
-                if len(given) == 1:
-                    row[positions(trial.case, rank, length)] = given[0].reshape(-1, given[0].shape[-1])[0]
+                own = positions(trial.case, rank, length)
+                if len(given) == 1 and given[0].shape[-1] == len(own):
+                    row[own] = given[0].reshape(-1, len(own))[0]
     return found
 
 

@@ -81,15 +81,20 @@ def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 def _strange(trial: Trial) -> list[Pair]:
     """What is no slice of the seed weights, or is another rank's where nobody planned that."""
     found = [(rank, fqn) for rank, held in sorted(trial.holdings.items()) for fqn, part in held.items() if part is None]
-    return found or [at for at in _all(trial) if _twin(trial, at) is not None]
+    if found:
+        return found
+    weights, slices = trial.reference.weights, trial.plan.slices
+    twins = [at for at in _all(trial) if _twin(trial, at) is not None]
+    planned = {at: part for at in twins if (part := slices[at[0]].get(at[1]))}
+    return [at for at in twins if at not in planned or not same(_held(trial, at), take(weights[at[1]], planned[at]))]
 
 
 def _all(trial: Trial) -> Iterator[Pair]:
     return ((rank, tensor.fqn) for rank, evidence in sorted(trial.ranks.items()) for tensor in evidence.parameters)
 
 
-def _held(trial: Trial, at: Pair) -> np.ndarray:
-    return next(tensor.value for tensor in trial.ranks[at[0]].parameters if tensor.fqn == at[1])
+def _held(trial: Trial, at: Pair) -> np.ndarray | None:
+    return next((tensor.value for tensor in trial.ranks[at[0]].parameters if tensor.fqn == at[1]), None)
 
 
 def _twin(trial: Trial, at: Pair) -> int | None:
@@ -97,10 +102,10 @@ def _twin(trial: Trial, at: Pair) -> int | None:
     does; a constant has no slices to tell apart."""
     rank, fqn = at
     value, part = _held(trial, at), trial.plan.slices[rank].get(fqn)
-    if is_constant(value) or value.shape == trial.plan.shapes[fqn]:
+    if value is None or is_constant(value) or value.shape == trial.plan.shapes.get(fqn):
         return None
     peers = (peer for peer in trial.ranks if trial.plan.slices[peer].get(fqn, part) != part)
-    return next((peer for peer in peers if _held(trial, (peer, fqn)).tobytes() == value.tobytes()), None)
+    return next((peer for peer in peers if same(_held(trial, (peer, fqn)), value)), None)
 
 
 def _seed_words(trial: Trial, at: Pair) -> str:
@@ -111,7 +116,8 @@ def _seed_words(trial: Trial, at: Pair) -> str:
         for other, full in weights.items()
         if other != fqn and full.shape == weights[fqn].shape
     )
-    return _words(_held(trial, at), take(weights[fqn], part), pool)
+    held = _held(trial, at)
+    return "" if held is None else _words(held, take(weights[fqn], part), pool)
 
 
 def _again(trial: Trial, at: Pair) -> bool:
@@ -119,7 +125,7 @@ def _again(trial: Trial, at: Pair) -> bool:
     rank, fqn = at
     assert trial.repeat is not None
     others = trial.repeat.ranks[rank].parameters if rank in trial.repeat.ranks else ()
-    return any(one.fqn == fqn and one.value.tobytes() == _held(trial, at).tobytes() for one in others)
+    return any(one.fqn == fqn and same(_held(trial, at), one.value) for one in others)
 
 
 def observed_weights(trial: Trial) -> Arrays | None:
@@ -147,10 +153,13 @@ def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return
     step, pairs = next(iter(changes.items()))
     records = {(rank, record.step): record for rank, record, _ in trial.steps()}
-    both = {at: ((records[at[0], step].changed or {})[at[1]], records[at[0], step].parameters[at[1]]) for at in pairs}
-    fits = all(now.size == left.size and now.dtype == left.dtype for now, left in both.values())
+    record = {rank: records[rank, step] for rank, _ in pairs}
+    both = {at: ((record[at[0]].changed or {})[at[1]], record[at[0]].parameters.get(at[1])) for at in pairs}
+    fits = all(left is not None and now.size == left.size and now.dtype == left.dtype for now, left in both.values())
     became = (
-        _common([_words(now.reshape(left.shape), left) for now, left in both.values()]) if fits else "another shape"
+        _common([_words(now.reshape(left.shape), left) for now, left in both.values() if left is not None])
+        if fits
+        else "another shape"
     )
     became = became or _mean_of_steps(trial, step, {at: now for at, (now, _) in both.items()})
     text = f"weights are changed outside the optimizer {update.until(trial, step)}" + f", to {became}" * bool(became)
@@ -159,9 +168,10 @@ def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     def left(number: int, parameters: Arrays) -> Arrays:
         whole = {fqn: value.copy() for fqn, value in parameters.items()}
         for rank, fqn in changes.get(number, ()):
-            if part := trial.slice_of(rank, fqn):
-                target = take(whole[fqn].reshape(trial.plan.shapes[fqn]), part)
-                target[...] = (records[rank, number].changed or {})[fqn].reshape(target.shape)
+            part, now = trial.slice_of(rank, fqn), (records[rank, number].changed or {})[fqn]
+            target = take(whole[fqn].reshape(trial.plan.shapes[fqn]), part) if part else now
+            if target.size == now.size:
+                target[...] = now.reshape(target.shape)
         return whole
 
     assume = partial(another_reference, left=left) if fits else None
@@ -172,11 +182,15 @@ def _mean_of_steps(trial: Trial, step: int, found: Mapping[Pair, np.ndarray]) ->
     """Which mean of the weights after each step so far they all are, the shares fitted to the largest; empty if none."""
     steps = [other for other in trial.case.steps if other <= step]
     at = max(found, key=lambda place: found[place].size)
-    if found[at].size <= 2 * (len(steps) + 1):
+    each = {place: _after_each(trial, place, steps) for place in found}
+    sizes = {now.size == value.size for place, now in found.items() for value in each[place]}
+    if found[at].size <= 2 * (len(steps) + 1) or sizes != {True} or not np.isfinite(np.stack(each[at])).all():
         return ""
-    shares = np.linalg.lstsq(_after_each(trial, at, steps).T, found[at].ravel().astype(np.float64))[0]
+    if not all(np.isfinite(now).all() for now in found.values()):
+        return ""
+    shares = np.linalg.lstsq(np.stack(each[at]).T, found[at].ravel().astype(np.float64))[0]
     fits = (
-        np.allclose(shares @ _after_each(trial, place, steps), now.ravel(), rtol=0, atol=1e-5 * np.abs(now).max())
+        np.allclose(shares @ np.stack(each[place]), now.ravel(), rtol=0, atol=1e-5 * np.abs(now).max())
         for place, now in found.items()
     )
     if not np.isclose(shares.sum(), 1, rtol=1e-6) or not all(fits):
@@ -186,11 +200,12 @@ def _mean_of_steps(trial: Trial, step: int, found: Mapping[Pair, np.ndarray]) ->
     return " + ".join(told).removesuffix(" x 1")
 
 
-def _after_each(trial: Trial, at: Pair, steps: Sequence[int]) -> np.ndarray:
-    """[1 + steps, entries], the rank's own: of the start, and as the optimizer left them. float64"""
+def _after_each(trial: Trial, at: Pair, steps: Sequence[int]) -> list[np.ndarray]:
+    """[entries], the rank's own: of the start, and as the optimizer left them, nothing where it did not. float64"""
     rank, fqn = at
-    left = [record.parameters[fqn] for record in trial.ranks[rank].steps if record.step in steps]
-    return np.stack([value.ravel().astype(np.float64) for value in (trial.start_of(rank)[fqn], *left)])
+    left = [record.parameters for record in trial.ranks[rank].steps if record.step in steps]
+    known = (held.get(fqn, np.empty(0)) for held in (trial.start_of(rank), *left))
+    return [value.ravel().astype(np.float64) for value in known]
 
 
 # ---- what a checkpoint gave back

@@ -4,8 +4,8 @@ A wrong tensor, or those of its rows that are wrong, is compared with what is ri
 tensors on record: of another parameter, another rank, an earlier step, the weights. What it is must be so of all that is
 wrong in the first wrong step; then the reference is trained as if it were so in every step, and the checks judge.
 
-Equality may be chance. So constants are nobody's value, a tensor that is two others at once is neither's, and a replica that
-holds the same by right is not compared.
+Equality may be chance. So constants are nobody's value, a tensor that is two others at once is neither's, and one of a few
+entries is not compared, of more where these match less closely.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 from harness.checks import update
 from harness.diagnosis.apart import clipping_apart, summed, train_apart
 from harness.diagnosis.assume import another_optimizer, another_reference
-from harness.diagnosis.differences import expected_gradient, first_wrong_step, seen_gradients, spans, wrong_pairs
+from harness.diagnosis.differences import first_wrong_step, seen_gradients, spans, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Hypothesis
-from harness.diagnosis.words import Arrays, Pair, in_order, where_text
+from harness.diagnosis.words import Arrays, Pair, from_step, in_order, where_text
 from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
@@ -33,12 +33,13 @@ from harness.plan.grid import coordinate
 from harness.plan.slices import Slice
 from harness.reference.distance import best_fit
 
-KIND = "another tensor"
 Apply = Callable[[np.ndarray], np.ndarray]
 CLOSE = 1e-9
 """How far values that are the same may be apart in float64, relative to the largest."""
-LEAST = 4
-"""Elements of which a likeness is no chance."""
+DIGITS = 30
+"""That all entries of a tensor match together: a likeness of fewer may be chance."""
+SURE = 1e-6
+"""How close rows must be matched to say in which order they are."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Relation:
 
     def words(self, fqn: str, part: Slice) -> str:
         """Whose value that of this slice is."""
+        if self.factor == 0:
+            return "zero"
         times = "" if math.isclose(self.factor, 1) else f"{number_text(self.factor)} times "
         change = f", {self.change}" * bool(self.change)
         if self.source is None:
@@ -98,9 +101,10 @@ def relation_of(
     value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[Source, np.ndarray]], close: float = CLOSE
 ) -> Relation | None:
     """Return what a wrong tensor is; None where that is nothing on record, or more than one thing."""
-    if value.size < LEAST or is_constant(value) or not np.isfinite(value).all():
+    few = value.size * -math.log10(min(close, 1)) < DIGITS
+    if few or is_constant(value) or not np.isfinite(value).all() or alike(value, right, close):
         return None
-    for change, apply in changes(value, right):
+    for change, apply in changes(value, right, close):
         return Relation(change, apply=apply)
     if value.shape != right.shape:
         return None
@@ -119,29 +123,37 @@ def relation_of(
 def _is_source(value: np.ndarray, source: Source, array: np.ndarray, close: float) -> Relation | None:
     if (factor := _factor(value, array, close)) is not None:
         return Relation(source=source, factor=factor)
-    return next((Relation(change, source, apply=apply) for change, apply in changes(value, array)), None)
+    return next((Relation(change, source, apply=apply) for change, apply in changes(value, array, close)), None)
 
 
-def changes(value: np.ndarray, wanted: np.ndarray) -> Iterator[tuple[str, Apply]]:
-    """Yield what makes the one, to the bit, of the other."""
+def changes(value: np.ndarray, wanted: np.ndarray, close: float = CLOSE) -> Iterator[tuple[str, Apply]]:
+    """Yield what makes the one of the other, which it is not as it is."""
+    if alike(value, wanted, close):
+        return
     for dtype, rounded in ROUNDED.items():
-        if value.shape == wanted.shape and np.array_equal(value, rounded(wanted)) and not np.array_equal(value, wanted):
+        if np.array_equal(value, rounded(value)) and alike(value, rounded(wanted), close):
             yield f"rounded to {dtype}", rounded
-    if value.ndim == 2 and np.array_equal(value, wanted.T) and not np.array_equal(value, wanted):
+    if value.ndim == 2 and alike(value, wanted.T, close):
         yield "transposed", lambda array: array.T
-    if value.shape == wanted.shape and value.ndim:
-        for axis, name in enumerate(("rows", "columns")[: value.ndim]):
-            if (order := _order(value, wanted, axis)) is not None:
+    if value.shape == wanted.shape:
+        names = ("entries",) if value.ndim == 1 else ("rows", "columns")[: value.ndim]
+        for axis, name in enumerate(names):
+            if (order := _order(np.moveaxis(value, axis, 0), np.moveaxis(wanted, axis, 0), close)) is not None:
                 yield _moved(order, name), partial(np.take, indices=order, axis=axis)
 
 
-def _order(value: np.ndarray, wanted: np.ndarray, axis: int) -> np.ndarray | None:
-    """Where the rows, or columns, of the one are in the other; None where they are not all there, once, in other places."""
-    ours, theirs = ([line.tobytes() for line in np.moveaxis(a, axis, 0)] for a in (value, wanted))
-    if ours == theirs or sorted(ours) != sorted(theirs) or len({*theirs}) < len(theirs):
+def _order(value: np.ndarray, wanted: np.ndarray, close: float) -> np.ndarray | None:
+    """Where the rows of the one are in the other; None where they are not all there, once."""
+    ours, theirs = (a.reshape(len(a), -1).astype(np.float64) for a in (value, wanted))
+    by = int(np.abs(ours).max(axis=1).argmax()) - int(np.abs(theirs).max(axis=1).argmax())
+    if alike(ours, np.roll(theirs, by, axis=0), close):
+        return np.roll(np.arange(len(theirs)), by)
+    if close > SURE:
         return None
-    place = {line: at for at, line in enumerate(theirs)}
-    return np.array([place[line] for line in ours])
+    line = np.sin(np.arange(1.0, 1 + theirs.shape[1]))  # rows in the order of where they lie along any one line
+    order = np.empty(len(theirs), int)
+    order[np.argsort(ours @ line, kind="stable")] = np.argsort(theirs @ line, kind="stable")
+    return order if alike(ours, theirs[order], close) else None
 
 
 def _moved(order: np.ndarray, name: str) -> str:
@@ -159,7 +171,7 @@ def to_bfloat16(value: np.ndarray) -> np.ndarray:
 ROUNDED: dict[str, Apply] = {
     "float32": lambda value: value.astype(np.float32),
     "bfloat16": to_bfloat16,
-    "float16": lambda value: value.astype(np.float16),
+    "float16": lambda value: np.clip(value, -65504, 65504).astype(np.float16),
 }
 
 
@@ -169,12 +181,18 @@ def is_constant(value: np.ndarray) -> bool:
 
 def alike(one: np.ndarray, other: np.ndarray, close: float) -> bool:
     """Whether these are the same within the bound, relative to the largest entry."""
-    return one.shape == other.shape and float(np.max(np.abs(one - other))) <= close * float(np.max(np.abs(other)))
+    if one.shape != other.shape or not one.size:
+        return one.shape == other.shape
+    return float(np.max(np.abs(one - other))) <= close * float(np.max(np.abs(other)))
 
 
 def _factor(value: np.ndarray, of: np.ndarray, close: float) -> float | None:
+    """How often the one is the other: a whole number or one part of a whole, where it is that within the bound."""
     factor = best_fit(value, of)
-    return factor if abs(factor) > 1e-6 and alike(value, factor * of, close) else None
+    if not abs(factor) > 1e-6 or not alike(value, factor * of, close):
+        return None
+    plain = float(round(factor)) if abs(factor) > 0.9 else 1 / round(1 / factor)
+    return plain if math.isclose(factor, plain, rel_tol=close) else factor
 
 
 # ---- gradients
@@ -182,13 +200,23 @@ def _factor(value: np.ndarray, of: np.ndarray, close: float) -> float | None:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A wrong tensor of a rank: the rows that are wrong, and what these are."""
+    """A wrong tensor: the rows that are wrong, and what these are."""
 
     rows: np.ndarray | slice
-    """Of its first dim; all of them where it is wrong throughout."""
+    """Of its first dim; all of them where one relation holds throughout."""
     part: Slice
-    """Which slice of the parameter the rank has."""
+    """Which slice of the parameter a rank has; all of it, where the slices of all ranks are one tensor changed."""
     relation: Relation
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether all of it is a multiple of what is right."""
+        return isinstance(self.rows, slice) and self.relation.source is None and not self.relation.change
+
+    def words(self, fqn: str) -> str:
+        count = 0 if isinstance(self.rows, slice) else len(self.rows)
+        rows = {0: "gradients are", 1: "1 row of gradients is"}.get(count, f"{count} rows of gradients are")
+        return f"{rows} {self.relation.words(fqn, self.part)}"
 
 
 def another_tensor(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -198,45 +226,85 @@ def another_tensor(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return
     found: dict[Pair, Wrong] = {}
     for at in wrong_pairs(trial, step):
-        if (one := _wrong_gradient(trial, at, step)) is None:
+        if (one := _wrong_slice(trial, at, step) or _wrong_whole(trial, at, step)) is None:
             return
         found[at] = one
-    if not found or all(one.relation.source is None and not one.relation.change for one in found.values()):
+    if not found or all(one.is_scaled for one in found.values()):
         return
     for when, steps, more in spans(trial, step):
         cause = _cause(trial, found, step, when)
         yield Hypothesis(cause, partial(_assuming, found=found, steps=steps), 1 + more)
+    backs = {one.relation.source.back for one in found.values() if one.relation.source}
+    if any(backs) and step < trial.case.steps[-1]:
+        cause = _cause(trial, found, step, f" {from_step(trial, step)}, and stay so")
+        cause = replace(cause, details=(*cause.details, ("stay", True)))
+        steps = [other for other in trial.case.steps if other >= step]
+        yield Hypothesis(cause, partial(_assuming, found=found, steps=steps, stay=True), 2)
 
 
-def _wrong_gradient(trial: Trial, at: Pair, step: int) -> Wrong | None:
-    (rank, fqn), seen = at, seen_gradients(trial, at[0], step)[at[1]]
-    right, part = expected_gradient(trial, rank, fqn, step), trial.gradient_slice_of(rank, fqn)
-    if right is None or part is None or right.shape != seen.shape or not np.isfinite(seen).all():
+def _wrong_slice(trial: Trial, at: Pair, step: int) -> Wrong | None:
+    """What a rank's slice of a gradient is."""
+    rank, fqn = at
+    if (part := trial.gradient_slice_of(rank, fqn)) is None:
+        return None
+
+    def parts(other: str) -> set[Slice]:
+        held = (trial.gradient_slice_of(peer, other) for peer in trial.ranks)
+        return {part for part in held if part is not None}
+
+    return _wrong(trial, fqn, part, seen_gradients(trial, rank, step)[fqn], step, parts)
+
+
+def _wrong_whole(trial: Trial, at: Pair, step: int) -> Wrong | None:
+    """What the slices of a gradient are together in the rank's replica, where those who hold the same have the same."""
+    fqn, replica = at[1], _replica(trial, at[0])
+    close, whole = max(CLOSE, trial.bounds.gradient[step]), np.full(trial.plan.shapes[fqn], np.nan)
+    for rank in (rank for rank in trial.ranks if _replica(trial, rank) == replica):
+        part, seen = trial.gradient_slice_of(rank, fqn), seen_gradients(trial, rank, step).get(fqn)
+        if part is None or seen is None or take(whole, part).shape != seen.shape:
+            continue
+        laid = take(whole, part)
+        if not np.isnan(laid).all() and not alike(laid, seen, close):
+            return None
+        laid[...] = seen
+    return _wrong(trial, fqn, _all_of(trial, fqn), whole, step, lambda other: {_all_of(trial, other)})
+
+
+def _replica(trial: Trial, rank: int) -> int:
+    return coordinate(trial.case.dims, rank)["dp_replicate"]
+
+
+def _all_of(trial: Trial, fqn: str) -> Slice:
+    return tuple((0, size) for size in trial.plan.shapes[fqn])
+
+
+def _wrong(
+    trial: Trial, fqn: str, part: Slice, seen: np.ndarray, step: int, parts: Callable[[str], set[Slice]]
+) -> Wrong | None:
+    """All of it, else those rows that are wrong."""
+    right = take(trial.reference.steps[step - 1].gradients[fqn], part)
+    if right.shape != seen.shape or not seen.size or not np.isfinite(seen).all():
         return None
     close = max(CLOSE, trial.bounds.gradient[step])
-    rows = _wrong_rows(seen, right, close)
-    pool = ((source, array[rows]) for source, array in _sources(trial, rank, fqn, step, seen.shape))
-    relation = relation_of(seen[rows], right[rows], pool, close)
-    return None if relation is None else Wrong(rows, part, relation)
-
-
-def _wrong_rows(seen: np.ndarray, right: np.ndarray, close: float) -> np.ndarray | slice:
-    """Of a matrix, where only some are wrong."""
-    if seen.ndim < 2 or not right.size:
-        return slice(None)
     off = np.abs(seen - right).reshape(len(seen), -1).max(axis=1) > close * np.max(np.abs(right))
-    return slice(None) if off.all() else np.flatnonzero(off)
+    some = [] if off.all() or seen.ndim < 2 else [np.flatnonzero(off)]
+    each: list[np.ndarray | slice] = [slice(None), *some]
+    for rows in each:
+        pool = ((source, array[rows]) for source, array in _sources(trial, fqn, part, step, parts))
+        if (relation := relation_of(seen[rows], right[rows], pool, close)) is not None:
+            return Wrong(rows, part, relation)
+        if isinstance(rows, np.ndarray) and not seen[rows].any():
+            return Wrong(rows, part, Relation(factor=0.0))
+    return None
 
 
 def _sources(
-    trial: Trial, rank: int, fqn: str, step: int, shape: tuple[int, ...]
+    trial: Trial, fqn: str, own: Slice, step: int, parts: Callable[[str], set[Slice]]
 ) -> Iterator[tuple[Source, np.ndarray]]:
     """Yield what is right of other tensors of this shape: each slice once, of this step and of earlier ones."""
-    own = trial.gradient_slice_of(rank, fqn)
     for other in trial.plan.shapes:
-        parts = {trial.gradient_slice_of(peer, other) for peer in trial.ranks} - {None}
-        for part in sorted(part for part in parts if part is not None):
-            if tuple(stop - start for start, stop in part) != shape:
+        for part in sorted(parts(other)):
+            if [stop - start for start, stop in part] != [stop - start for start, stop in own]:
                 continue
             same = (other, part) == (fqn, own)
             for back in range(same, step):
@@ -254,29 +322,33 @@ def _value(trial: Trial, what: str, fqn: str, part: Slice, step: int) -> np.ndar
 
 
 def _cause(trial: Trial, found: Mapping[Pair, Wrong], step: int, when: str) -> Cause:
-    texts = {at: one.relation.words(at[1], one.part) for at, one in found.items()}
-    first, rows = next(iter(found)), found[next(iter(found))].rows
-    what = "gradients are" if isinstance(rows, slice) else f"{len(rows)} rows of gradients are"
-    alike = [at for at in found if texts[at] == texts[first]]
-    others = [at for at in found if texts[at] != texts[first]]
-    hint = f"{len(others)} more are others: {others[0][1]} is {texts[others[0]]}" if others else ""
-    relation = found[first].relation
-    source = relation.source or Source("gradient", first[1], found[first].part)
+    """Of those that are the same; in the hint of the first that are something else."""
+    alike: dict[str, list[Pair]] = {}
+    for at, one in sorted(found.items(), key=lambda item: item[1].is_scaled):
+        alike.setdefault(one.words(at[1]), []).append(at)
+    (text, pairs), *others = alike.items()
+    hint = f"{others[0][0]} {where_text(trial, others[0][1])}" if others else ""
+    relation, part = found[pairs[0]].relation, found[pairs[0]].part
+    source = relation.source or Source("gradient", pairs[0][1], part)
     details = (
         *(("source", source.fqn), ("of", source.what), ("back", source.back), ("change", relation.change)),
-        *(("factor", relation.factor), ("added", relation.added), ("step", step)),
+        *(("factor", float(f"{relation.factor:.9g}")), ("added", relation.added), ("step", step)),
+        ("another rank's", source.fqn == pairs[0][1] and source.part != part),
+        ("parameters", tuple(in_order(trial, (fqn for _, fqn in pairs)))),
+        ("ranks", tuple(sorted({rank for rank, _ in pairs}))),
     )
-    return Cause(KIND, f"{what} {texts[first]}{when}", where_text(trial, alike), hint=hint, details=details)
+    return Cause("another tensor", f"{text}{when}", where_text(trial, pairs), hint=hint, details=details)
 
 
-def _assuming(trial: Trial, found: Mapping[Pair, Wrong], steps: Sequence[int]) -> Trial:
-    """As if these had been so in these steps. Replicas that differ train apart, and clip by norms of their own."""
+def _assuming(trial: Trial, found: Mapping[Pair, Wrong], steps: Sequence[int], stay: bool = False) -> Trial:
+    """As if these had been so in these steps; stay: as in the first of them. Replicas that differ train apart, and clip by
+    norms of their own."""
     if not _replicas_differ(trial, found):
-        one = _Substituted(trial, found, steps)
+        one = _Substituted(trial, found, steps, stay)
         return another_reference(trial, gradients=one.gradients, left=one.left)
-    places = {rank: coordinate(trial.case.dims, rank)["dp_replicate"] for rank in trial.ranks}
+    places = {rank: _replica(trial, rank) for rank in trial.ranks}
     copies = [
-        _Substituted(trial, {at: one for at, one in found.items() if places[at[0]] == copy}, steps)
+        _Substituted(trial, {at: one for at, one in found.items() if places[at[0]] == copy}, steps, stay)
         for copy in range(trial.case.dims.dp_replicate)
     ]
 
@@ -289,8 +361,8 @@ def _assuming(trial: Trial, found: Mapping[Pair, Wrong], steps: Sequence[int]) -
 class _Substituted:
     """A run in which slices of ranks hold something else in some steps."""
 
-    def __init__(self, trial: Trial, found: Mapping[Pair, Wrong], steps: Sequence[int]) -> None:
-        self.found, self.steps = found, steps
+    def __init__(self, trial: Trial, found: Mapping[Pair, Wrong], steps: Sequence[int], stay: bool) -> None:
+        self.found, self.steps, self.stay = found, steps, stay
         self.computed: dict[int, Arrays] = {}
         self.weights: Arrays = dict(trial.reference.weights)
 
@@ -302,10 +374,14 @@ class _Substituted:
             right, source = take(own[fqn], one.part)[one.rows], one.relation.source
             if source is None:
                 take(changed[fqn], one.part)[one.rows] = one.relation.value(right, None)
-            elif kept := self.weights if source.what == "weight" else self.computed.get(step - source.back):
+            elif kept := self.weights if source.what == "weight" else self._computed(step, source.back):
                 held = take(kept[source.fqn], source.part)[one.rows]
                 take(changed[fqn], one.part)[one.rows] = one.relation.value(right, held)
         return changed
+
+    def _computed(self, step: int, back: int) -> Arrays | None:
+        """The gradients of so many steps before; before the first wrong step, where they stay."""
+        return self.computed.get((self.steps[0] if self.stay and back else step) - back)
 
     def left(self, step: int, parameters: Arrays) -> Arrays:
         """The weights, which are kept for the next step."""
@@ -314,12 +390,10 @@ class _Substituted:
 
 
 def _replicas_differ(trial: Trial, found: Mapping[Pair, Wrong]) -> bool:
-    """Whether a rank of another replica has the right one of a slice that is wrong here."""
-    for (rank, fqn), one in found.items():
-        for peer in trial.plan.peers(rank, "dp_replicate"):
-            if (peer, fqn) not in found and trial.gradient_slice_of(peer, fqn) == one.part:
-                return True
-    return False
+    """Whether a rank of another replica has the right one, or something else, of a tensor that is wrong here."""
+    words = {at: one.words(at[1]) for at, one in found.items()}
+    peers = {at: trial.plan.peers(at[0], "dp_replicate") for at in found}
+    return any(words.get((peer, fqn)) != words[rank, fqn] for (rank, fqn), of in peers.items() for peer in of)
 
 
 # ---- updates

@@ -65,7 +65,7 @@ def misfits(trial: Trial, number: int, bounds: Bounds | None = None) -> tuple[li
             accept = f"`harness golden --accept -k {trial.case.name}` measures it"
             raise NoBound(f"the noise of each parameter's gradient was never measured; {accept}")
         copies = [
-            _misfit(fqn, reference, by_parameter[fqn], ranks, whole)
+            _misfit(fqn, trial.reference_of(ranks[0]).steps[number - 1], by_parameter[fqn], ranks, whole)
             for ranks, whole in _copies(trial, number, fqn, full)
         ]
         found += copies

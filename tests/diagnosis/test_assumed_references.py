@@ -14,7 +14,7 @@ from harness.diagnosis import assume, pieces
 from harness.diagnosis.differences import expected_gradient
 from harness.diagnosis.localise import localise
 from harness.diagnosis.pieces import Pieces, assuming
-from harness.diagnosis.positions import other_positions
+from harness.diagnosis.received import other_positions
 from harness.diagnosis.request import neighbours
 from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims

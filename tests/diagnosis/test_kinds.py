@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "causes.md").read_text(encoding="utf-8")
 def kinds_of(source: Path) -> set[str]:
     """Of every cause that is written out."""
     calls = [node for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
-    place = {"Cause": 0, "stated": 2, "seen": 2}
+    place = {"Cause": 0, "Row": 1, "stated": 2, "seen": 2}
     named = [call.args[place[call.func.id]] for call in calls if getattr(call.func, "id", "") in place and call.args]
     return {kind.value for kind in named if isinstance(kind, ast.Constant)}
 

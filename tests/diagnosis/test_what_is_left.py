@@ -23,6 +23,7 @@ from diagnosed import (
     seen,
     seen_text,
 )
+from harness.diagnosis.costs import of_no_plan, of_two_runs
 from literal import (
     tiny_case,
     trial_of,
@@ -34,7 +35,6 @@ from literal import (
     without_rank,
 )
 
-from harness.diagnosis.costs import of_no_plan, of_two_runs
 from harness.evidence.records import Collective
 from harness.report.cause_text import cause_line
 

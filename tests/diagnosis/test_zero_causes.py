@@ -19,6 +19,15 @@ from diagnosed import (
     kinds,
     seen,
 )
+from harness.diagnosis.zero import (
+    FOLLOWING,
+    _as_replicas,
+    _places,
+    _shifted,
+    not_gathered,
+    nothing_cut,
+    shifted_gradients,
+)
 from literal import (
     ADAMW,
     UNEVEN,
@@ -38,15 +47,6 @@ from harness.diagnosis.hypothesis import NOT_TESTED, Fact, Hypothesis
 from harness.diagnosis.recipe import wrong_recipe
 from harness.diagnosis.reported import norms
 from harness.diagnosis.words import finding_line
-from harness.diagnosis.zero import (
-    FOLLOWING,
-    _as_replicas,
-    _places,
-    _shifted,
-    not_gathered,
-    nothing_cut,
-    shifted_gradients,
-)
 from harness.evidence.records import Collective
 from harness.judge.result import Cause
 from harness.judge.trial import Trial

@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from harness.diagnosis.assume import retrain
-from harness.onboarding.suppositions import Supposed, as_yaml, suppose, suppositions, with_own_rates
 from harness.evidence.records import RankEvidence, Run, TensorEvidence
 from harness.evidence.step import Microbatch, StepEvidence
 from harness.judge.order import reordered_reference
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+from harness.onboarding.suppositions import Supposed, as_yaml, suppose, suppositions, with_own_rates
 from harness.plan.make_plan import make_plan
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.record import ReferenceRun
