@@ -28,7 +28,7 @@ from harness.diagnosis.request import neighbours
 from harness.diagnosis.started import changed_weights, other_weights, resumed_otherwise
 from harness.diagnosis.structure_facts import facts as facts_of_structure
 from harness.diagnosis.telling import broken_elsewhere, told, what_weaker_tests_say
-from harness.diagnosis.whose import another_tensor, another_update
+from harness.diagnosis.whose import another_tensor
 from harness.judge.result import Diagnosis, Result, Verdict, one_cause
 from harness.judge.trial import Trial, launch_label
 
@@ -46,7 +46,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     sums_of_whole_gradients,
     lacks_the_outputs_part,
 )
-COSTLY: tuple[Suspects, ...] = (sums_of_pieces, another_tensor, another_update)
+COSTLY: tuple[Suspects, ...] = (sums_of_pieces, another_tensor)
 """Those that compute models to propose something."""
 FACTS: tuple[Facts, ...] = (
     as_seen(resumed_otherwise),

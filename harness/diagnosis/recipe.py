@@ -24,7 +24,7 @@ from harness.diagnosis.apart import replicas_differ, train_apart
 from harness.diagnosis.differences import replicas_agree
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.reported import READ
-from harness.diagnosis.ways import By, Way, algorithms, before_each, clippings
+from harness.diagnosis.ways import By, Way, algorithms, before_each, by_other_gradients, clippings
 from harness.diagnosis.words import Arrays, in_parameters, on_ranks, where_text
 from harness.evidence.records import RankEvidence
 from harness.evidence.text import number_text
@@ -68,7 +68,8 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if not wrong or not replicas_agree(trial, trial.first_step) or any(agrees(way) == 0 for way in seen):
         return
     explained, fields = False, partial(_fields, trial, wrong, norms)
-    for way in itertools.chain(fields(1), algorithms(trial, norms), clippings(trial, norms)):
+    others = (algorithms(trial, norms), clippings(trial, norms), by_other_gradients(trial, norms, wrong))
+    for way in itertools.chain(fields(1), *others):
         if (more := agrees(way)) is not None:
             yield Hypothesis(way.cause, partial(_assuming, way), way.fitted + more)
             explained |= not more

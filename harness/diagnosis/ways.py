@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -180,3 +180,48 @@ def _left_out(trial: Trial, limit: float, norms: Norms) -> Iterator[Way]:
     for used, hint in ((norms, ""), (own, "the others are clipped by their own norm")) if pairs else ():
         by = lambda r, s, f, used=used: 1.0 if (r, f) in pairs else clip_coefficient(used[s], limit)  # noqa: E731
         yield _clipped(replace(cause, hint=hint), by, norm=lambda rank, step, used=used: used[step])  # type: ignore[misc]
+
+
+# ---- whose gradient an update is of
+
+
+def by_other_gradients(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[Way]:
+    """Each wrong parameter is moved by the gradient of one other parameter of its shape."""
+    found: dict[str, str] = {}
+    for fqn in wrong:
+        others = [other for other in trial.plan.shapes if other != fqn]
+        alike = [other for other in others if trial.plan.shapes[other] == trial.plan.shapes[fqn]]
+        fits = [
+            other
+            for other in alike
+            if update.holds(_only(trial, fqn).assuming(_moved(trial, {fqn: other}, norms)), norms)
+        ]
+        if len(fits) != 1:  # of two that fit neither is it
+            return
+        found[fqn] = fits[0]
+    for fqn, other in itertools.islice(found.items(), 1):
+        more = f", and {len(found) - 1} more by others'" * (len(found) > 1)
+        text = f"the optimizer moves {fqn} by the gradient of {other}{more}"
+        details = (("parameters", tuple(found)), ("sources", tuple(found.values())))
+        yield Way(Cause("another tensor", text, details=details), _moved(trial, found, norms), 2)
+
+
+def _moved(trial: Trial, by: Mapping[str, str], norms: Norms) -> AssumedOptimizer:
+    seen = {(rank, step.step): step.gradients for rank, step in trial.own_steps()}
+
+    def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
+        own = seen[rank, step].get(by.get(fqn, fqn), gradient)
+        return clip_coefficient(norms[step], trial.case.training.max_norm) * own.astype(np.float64)
+
+    return AssumedOptimizer(given=given)
+
+
+def _only(trial: Trial, fqn: str) -> Trial:
+    """The evidence of this parameter alone."""
+    ranks = {}
+    for rank, evidence in trial.ranks.items():
+        resumed, held = evidence.resumed, tuple(one for one in evidence.parameters if one.fqn == fqn)
+        if resumed is not None:
+            resumed = replace(resumed, parameters={f: v for f, v in resumed.parameters.items() if f == fqn})
+        ranks[rank] = replace(evidence, parameters=held, resumed=resumed)
+    return replace(trial, run=replace(trial.run, ranks=ranks))

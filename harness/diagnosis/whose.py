@@ -17,17 +17,14 @@ from functools import partial
 
 import numpy as np
 
-from harness.checks import update
 from harness.diagnosis.apart import clipping_apart, summed, train_apart
-from harness.diagnosis.assume import another_optimizer, another_reference
+from harness.diagnosis.assume import another_reference
 from harness.diagnosis.differences import first_wrong_step, seen_gradients, spans, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Hypothesis
-from harness.diagnosis.words import Arrays, Pair, from_step, in_order, where_text
+from harness.diagnosis.words import Arrays, Pair, from_step, where_text
 from harness.evidence.text import number_text
-from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
 from harness.judge.result import Cause
-from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
 from harness.plan.slices import Slice
@@ -394,64 +391,3 @@ def _replicas_differ(trial: Trial, found: Mapping[Pair, Wrong]) -> bool:
     words = {at: one.words(at[1]) for at, one in found.items()}
     peers = {at: trial.plan.peers(at[0], "dp_replicate") for at in found}
     return any(words.get((peer, fqn)) != words[rank, fqn] for (rank, fqn), of in peers.items() for peer in of)
-
-
-# ---- updates
-
-
-def another_update(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Gradients are right, and the optimizer moves parameters by those of others, or by those of the step before."""
-    wrong = in_order(trial, (one.name for one in broken["update"].findings)) if "update" in broken else []
-    if not wrong or "gradients" in broken or trial.assumption.references:
-        return
-    found: dict[str, tuple[str, int]] = {}
-    for fqn in wrong:
-        ways = [(fqn, 1), *((other, 0) for other in trial.plan.shapes if other != fqn)]
-        alike = [(other, back) for other, back in ways if trial.plan.shapes[other] == trial.plan.shapes[fqn]]
-        fits = [way for way in alike if _moved_by(trial, {fqn: way}, fqn)]
-        if len(fits) != 1:
-            return
-        found[fqn] = fits[0]
-    (fqn, (other, back)), more = next(iter(found.items())), len(found) - 1
-    whose = f"that of {other}" if other != fqn else "its own of the step before"
-    text = f"the optimizer moves {fqn} by another gradient, {whose}" + f", and {more} more likewise" * bool(more)
-    details = (("parameters", tuple(found)), ("source", other), ("back", back))
-
-    def whole(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
-        by = clip_coefficient(norm, trial.case.training.max_norm)
-        kept[step] = {name: by * gradient for name, gradient in gradients.items()}
-        return kept[step] | {name: _given_of(kept, step, *way, gradients[name]) for name, way in found.items()}
-
-    kept: dict[int, Arrays] = {}
-    assume = partial(another_optimizer, assumed=_given(trial, found), given=whole)
-    yield Hypothesis(Cause(KIND, text, details=details), assume, 1 + len({*found.values()}) if back == 0 else 1)
-
-
-def _given_of(kept: Mapping[int, Arrays], step: int, fqn: str, back: int, like: np.ndarray) -> np.ndarray:
-    """What was there of a parameter so many steps before; zeros where there was nothing."""
-    return kept[step - back][fqn] if step - back in kept else np.zeros_like(like)
-
-
-def _given(trial: Trial, found: Mapping[str, tuple[str, int]]) -> AssumedOptimizer:
-    limit = trial.case.training.max_norm
-    clip = {step: clip_coefficient(update.observed_norm(trial, step), limit) for step in trial.case.steps}
-    seen = {rank: {step.step: step.gradients for step in evidence.steps} for rank, evidence in trial.ranks.items()}
-
-    def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
-        other, back = found.get(fqn, (fqn, 0))
-        own = _given_of(seen[rank], step, other, back, gradient)
-        return clip.get(step - back, 1.0) * own.astype(np.float64)
-
-    return AssumedOptimizer(given=given)
-
-
-def _moved_by(trial: Trial, way: Mapping[str, tuple[str, int]], fqn: str) -> bool:
-    """Whether all ranks' updates of this parameter are right so."""
-    ranks = {}
-    for rank, evidence in trial.ranks.items():
-        resumed, held = evidence.resumed, tuple(one for one in evidence.parameters if one.fqn == fqn)
-        if resumed is not None:
-            resumed = replace(resumed, parameters={f: v for f, v in resumed.parameters.items() if f == fqn})
-        ranks[rank] = replace(evidence, parameters=held, resumed=resumed)
-    part = replace(trial, run=replace(trial.run, ranks=ranks)).assuming(_given(trial, way))
-    return update.holds(part, update.clipped_norms(trial))
