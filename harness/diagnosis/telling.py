@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from harness.checks import all_checks, run_check
@@ -31,6 +32,7 @@ def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnos
     unfinished = [fact for fact in facts if "completed" in fact.checks]  # what did not run explains the most
     said = {fact.cause: fact.lines for fact in unfinished}
     said |= {one.cause: one.lines for one in first} | {fact.cause: fact.lines for fact in facts}
+    said = {cause: of_one for cause, of_one in said.items() if not _said_before(cause, said)}
     lines = [line for of_one in said.values() for line in of_one]
     lines += [("also seen", fact.cause) for fact in symptoms]
     ways = [tuple(one.cause for one in proof.hypotheses) for proof in found.proofs]
@@ -53,6 +55,12 @@ def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnos
     explained = _explained(found)
     causes = tuple(_with_extent(cause, explained.get(cause, found.left), results) for cause in said)
     return Diagnosis(causes, (*_assuming(found, results), *lines))
+
+
+def _said_before(cause: Cause, said: Iterable[Cause]) -> bool:
+    """Whether an earlier cause of that kind says the same, and maybe more."""
+    earlier = itertools.takewhile(lambda one: one is not cause, said)
+    return bool(cause.observed) and any((one.kind, one.observed) == (cause.kind, cause.observed) for one in earlier)
 
 
 def _explained(found: Explanation) -> dict[Cause, tuple[str, ...]]:

@@ -191,11 +191,7 @@ def by_other_gradients(trial: Trial, norms: Norms, wrong: Collection[str]) -> It
     for fqn in wrong:
         others = [other for other in trial.plan.shapes if other != fqn]
         alike = [other for other in others if trial.plan.shapes[other] == trial.plan.shapes[fqn]]
-        fits = [
-            other
-            for other in alike
-            if update.holds(_only(trial, fqn).assuming(_moved(trial, {fqn: other}, norms)), norms)
-        ]
+        fits = [one for one in alike if _is_moved(trial, fqn, one, norms)]
         if len(fits) != 1:  # of two that fit neither is it
             return
         found[fqn] = fits[0]
@@ -204,6 +200,10 @@ def by_other_gradients(trial: Trial, norms: Norms, wrong: Collection[str]) -> It
         text = f"the optimizer moves {fqn} by the gradient of {other}{more}"
         details = (("parameters", tuple(found)), ("sources", tuple(found.values())))
         yield Way(Cause("another tensor", text, details=details), _moved(trial, found, norms), 2)
+
+
+def _is_moved(trial: Trial, fqn: str, by: str, norms: Norms) -> bool:
+    return update.holds(_only(trial, fqn).assuming(_moved(trial, {fqn: by}, norms)), {**norms})
 
 
 def _moved(trial: Trial, by: Mapping[str, str], norms: Norms) -> AssumedOptimizer:

@@ -21,7 +21,7 @@ from harness.diagnosis.apart import clipping_apart, summed, train_apart
 from harness.diagnosis.assume import another_reference
 from harness.diagnosis.differences import first_wrong_step, seen_gradients, spans, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Hypothesis
-from harness.diagnosis.words import Arrays, Pair, from_step, where_text
+from harness.diagnosis.words import Arrays, Pair, from_step, in_order, where_text
 from harness.evidence.text import number_text
 from harness.judge.contents import take
 from harness.judge.result import Cause
