@@ -19,10 +19,10 @@ from harness.cli.show import exit_code
 from harness.diagnosis import diagnose
 from harness.diagnosis.layout import other_layouts
 from harness.evidence.recording import RankRecord, RecordedStep
-from harness.evidence.records import Collective, RankEvidence
+from harness.evidence.records import Collective, RankEvidence, Wrapper
 from harness.evidence.summary import Use
 from harness.judge import recorded
-from harness.judge.local_training import averaged, partly_equal
+from harness.judge.local_training import averaged, local_by, partly_equal
 from harness.judge.result import Result, Verdict
 from harness.judge.stored_recording import Recording
 from harness.judge.trial import Trial
@@ -56,15 +56,26 @@ def test_replicas_of_local_training_that_no_step_leaves_alike_are_undecided_and_
     assert (exit_code(found), agreement(found)) == (NOT_JUDGED, Verdict.UNKNOWN)
 
 
-def test_without_the_hook_the_same_bytes_are_a_finding() -> None:
-    found = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2)
+BACKWARD = (Use("0,1", "all_reduce", "backward", "float32", 1, 400),)
+
+
+def test_without_a_hook_replicas_that_reduce_gradients_and_differ_are_a_finding_though_they_agree_again() -> None:
+    found = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2, uses=BACKWARD)
     assert [(one.label, one.step) for one in oddities(found)] == [("REPLICAS DIFFER", 2)]
     assert (exit_code(found), agreement(found)) == (BROKEN, Verdict.FAIL)
 
 
+@pytest.mark.parametrize("slices", [7, 0], ids=["under DDP", "of which nothing is claimed"])
+def test_replicas_that_reduce_nothing_and_agree_again_are_averaged_which_is_local_training(slices: int) -> None:
+    """As under no_sync with averages by hand."""
+    found = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=slices, shown=2)
+    assert local_by([*found.summaries.values()])
+    assert (oddities(found), exit_code(found), agreement(found)) == ([], PASSED, Verdict.PASS)
+
+
 def test_of_replicas_that_differ_it_is_reported_whether_a_later_step_left_them_the_same() -> None:
-    apart = replicas({0: 1, 1: 2, 2: 3, 3: 8}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2)
-    again = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2)
+    apart = replicas({0: 1, 1: 2, 2: 3, 3: 8}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2, uses=BACKWARD)
+    again = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2, uses=BACKWARD)
     assert ["again" in oddities(one)[0].text for one in (apart, again)] == [False, True]
 
 
@@ -83,10 +94,12 @@ def test_parameters_of_which_some_agree_and_some_do_not_are_named() -> None:
 
 
 @pytest.mark.parametrize("head", [6, 1])
-def test_parameters_that_all_agree_or_that_only_frozen_ones_agree_on_are_no_anomaly(head: int) -> None:
+def test_parameters_that_all_agree_are_no_anomaly_and_those_that_all_differ_may_be_one(head: int) -> None:
     alike = unclaimed({"matrix": 5, "head": head}, {"matrix": 5, "head": head})
     assert oddities(alike) == []
-    assert oddities(unclaimed({"matrix": 5, "head": 1}, {"matrix": 6, "head": 1})) == []
+    apart = unclaimed({"matrix": 5, "head": 1}, {"matrix": 6, "head": 1})
+    assert [(one.label, one.ranks) for one in oddities(apart)] == [("NOT KEPT EQUAL", (0, 1))]
+    assert exit_code(apart) == NOT_JUDGED
 
 
 @pytest.mark.parametrize(("moved", "rows"), [(100, 0), (200, 1), (250, 0), (400, 1)])
@@ -95,7 +108,10 @@ def test_gradients_that_ddp_reduces_several_times_a_step_are_reported_with_their
     ranks = [
         summary(rank, 2, roles={"0,1": "replicated by ddp"}, uses=(use,), memory={"gradients": 100}) for rank in (0, 1)
     ]
-    assert len([text for label, text in costs(ranks) if label == "reduced again"]) == rows
+    used = Use("0,1", "all_reduce", "backward", "int32", 2, 32)  # what find_unused_parameters agrees on
+    for more in ((), (used,)):
+        told = costs([replace(one, uses=(use, *more)) for one in ranks])
+        assert len([text for label, text in told if label == "reduced again"]) == rows
 
 
 # ---- an optimizer that joins replicas in its step
@@ -114,7 +130,7 @@ def in_step(rank: int, evidence: RankEvidence) -> RankEvidence:
     return replace(evidence, collectives=(*kept, *more))
 
 
-def judged_of_optimizer(held: Held) -> dict[str, Result]:
+def judged_of_optimizer(held: Held, claims: Callable[[Wrapper], Wrapper] = lambda one: one) -> dict[str, Result]:
     ran = trial_of(tiny_case("hsdp_2x2"))
     records = {}
     for rank, evidence in ran.ranks.items():
@@ -123,7 +139,7 @@ def judged_of_optimizer(held: Held) -> dict[str, Result]:
             RecordedStep(number, dict.fromkeys(names, held(rank, number)))
             for number in (0, *(one.step for one in evidence.steps))
         ]
-        records[rank] = RankRecord(in_step(rank, evidence), tuple(steps), ended="ok")
+        records[rank] = RankRecord(in_step(rank, evidence), tuple(steps), ended="ok", steps_seen=len(evidence.steps))
     trial = recorded.trial_of(records, LAYOUTS["hsdp_2x2"], "run", len(records))
     return {name: run_check(name, module.check, trial) for name, module in all_checks().items()}
 
@@ -138,6 +154,16 @@ def test_replicas_that_the_optimizers_step_does_not_leave_alike_lack_it() -> Non
     first = found.findings[0]
     assert (first.axis, first.phase, first.observed) == ("dp_replicate", "backward", 0)
     assert "after step 2" in first.note
+
+
+@pytest.mark.parametrize("held", [ALIKE, APART])
+def test_that_no_wrapper_claims_replicas_which_the_optimizer_joins_is_no_finding_whether_it_leaves_them_alike_or_not(
+    held: Held,
+) -> None:
+    """What tells the right one from the broken one is in traffic."""
+    found = judged_of_optimizer(held, lambda one: replace(one, replicate_ranks=()))
+    assert found["placements"].verdict == Verdict.PASS
+    assert found["traffic"].verdict == (Verdict.PASS if held is ALIKE else Verdict.FAIL)
 
 
 # ---- collectives of a future's callback
@@ -176,7 +202,7 @@ def test_phases_are_compared_only_where_no_communication_hook_issues_collectives
 def test_what_activations_would_move_is_not_expected_of_a_recording() -> None:
     requested = ParallelDims(dp_replicate=2, tp=2)
     ran: Trial = trial_of(tiny_case(requested), tiny_case(ParallelDims(dp_shard=2, tp=2)))
-    records = {rank: RankRecord(evidence, (), ended="ok") for rank, evidence in ran.ranks.items()}
+    records = {rank: RankRecord(evidence, (), ended="ok", steps_seen=3) for rank, evidence in ran.ranks.items()}
     trial = recorded.trial_of(records, requested, "run", len(records))
     flows: list[Flow] = [flow for flow in trial.plan.flows[0] if flow.role == "activations"]
     assert flows  # the plan has them

@@ -37,7 +37,7 @@ ADAMW = "AdamW(betas (0.9, 0.999), weight_decay 0.01, amsgrad False)"
 
 def record_of(evidence: RankEvidence, **changes: Any) -> RankRecord:
     steps = tuple(RecordedStep(step.step, {}) for step in evidence.steps)
-    return RankRecord(evidence, steps, optimizers=(ADAMW,), ended="ok", **changes)
+    return RankRecord(evidence, steps, optimizers=(ADAMW,), ended="ok", steps_seen=len(steps), **changes)
 
 
 def recorded_trial(ran: Trial, dims: ParallelDims) -> Trial:
