@@ -55,6 +55,11 @@ class Recording:
         return (self, *self.others)
 
     @property
+    def is_one_of_several(self) -> bool:
+        """Whether the command has other jobs with rank numbers of their own."""
+        return bool(self.others) or self.directory.parent.name == JOBS
+
+    @property
     def world(self) -> int:
         """As most ranks say; else as requested."""
         sizes = [one.world for one in self.summaries.values()]

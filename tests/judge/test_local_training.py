@@ -183,19 +183,6 @@ def test_a_callback_between_forward_and_optimizer_works_for_backward() -> None:
     assert (seen, clock.phase()) == (["backward"], "other")
 
 
-@pytest.mark.parametrize(("hook", "verdict"), [("powerSGD_hook", Verdict.PASS), ("", Verdict.FAIL)])
-def test_phases_are_compared_only_where_no_communication_hook_issues_collectives(hook: str, verdict: Verdict) -> None:
-    ran = trial_of(tiny_case("ddp_2"))
-    ranks = {}
-    for rank, e in ran.ranks.items():
-        calls = tuple(replace(c, phase="other") if rank and c.phase == "backward" else c for c in e.collectives)
-        hooked = {name: replace(one, comm_hook=hook) for name, one in e.structure.items()}
-        ranks[rank] = replace(e, collectives=calls, structure=hooked)
-    trial = replace(ran, run=replace(ran.run, ranks=ranks))
-    found = run_check("collective_order", all_checks()["collective_order"].check, trial)
-    assert found.verdict == verdict
-
-
 # ---- what evidence of another layout lists
 
 
