@@ -7,12 +7,12 @@ trainer of its own that reduces no gradient and averages parameters.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from harness.evidence.keys import ranks_of
-from harness.evidence.summary import Summary
+from harness.evidence.summary import Outside, Summary, Use
 
 LOCAL = re.compile("local_?sgd", re.IGNORECASE)
 AVERAGES = "averages of parameters"
@@ -64,8 +64,19 @@ class PartlyEqual:
     """Parameters that are not."""
 
 
+def _sums(family: Sequence[Summary]) -> bool:
+    """Whether these add up as much as their parameters have, and not in forward passes, as tensor parallelism does."""
+    ranks, moved = {one.rank for one in family}, Counter[str]()
+    uses: Iterable[Use | Outside] = (use for one in family[:1] for use in (*one.uses, *one.outside))
+    for use in uses:
+        if use.op in ("all_reduce", "reduce", "reduce_scatter") and len(ranks.intersection(ranks_of(use.ranks))) > 1:
+            moved["forward" if use.phase in ("forward", "pipeline") else "later"] += use.bytes
+    return not moved["forward"] and moved["later"] >= family[0].memory.get("parameters", 1)
+
+
 def partly_equal(summaries: Iterable[Summary]) -> list[PartlyEqual]:
-    """Return the sets of ranks that began alike, and of which some or all parameters are not kept equal."""
+    """Return the sets of ranks that began alike, of which some parameters are kept equal and others are not; or none is, though
+    they add up as much as gradients are. Stages of a pipeline may begin alike, too, and add up nothing."""
     began: dict[object, list[Summary]] = defaultdict(list)
     for one in summaries:
         if one.unclaimed:
@@ -76,6 +87,6 @@ def partly_equal(summaries: Iterable[Summary]) -> list[PartlyEqual]:
         changed = {fqn for fqn, (first, _) in family[0].unclaimed.items() if held[fqn] != {first}}
         equal = tuple(fqn for fqn in held if len(held[fqn]) == 1 and fqn in changed)
         differ = tuple(fqn for fqn in held if len(held[fqn]) > 1)
-        if differ and not averaged(family):
+        if differ and not averaged(family) and (equal or _sums(family)):
             found.append(PartlyEqual(tuple(sorted(one.rank for one in family)), equal, differ))
     return found
