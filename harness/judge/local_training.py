@@ -67,7 +67,7 @@ class PartlyEqual:
 def _sums(family: Sequence[Summary]) -> bool:
     """Whether these add up as much as their parameters have, and not in forward passes, as tensor parallelism does."""
     ranks, moved = {one.rank for one in family}, Counter[str]()
-    uses: Iterable[Use | Outside] = (use for one in family[:1] for use in (*one.uses, *one.outside))
+    uses: tuple[Use | Outside, ...] = (*family[0].uses, *family[0].outside)
     for use in uses:
         if use.op in ("all_reduce", "reduce", "reduce_scatter") and len(ranks.intersection(ranks_of(use.ranks))) > 1:
             moved["forward" if use.phase in ("forward", "pipeline") else "later"] += use.bytes

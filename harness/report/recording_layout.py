@@ -25,7 +25,7 @@ def jobs_report(dims: ParallelDims, jobs: Sequence[Judged]) -> list[str]:
     if len(jobs) == 1:
         return layout_report(dims, *jobs[0])
     rows = [(f"job {number}", _in_short(job)) for number, job in enumerate(jobs, start=1)]
-    head = f"{verdict_of_all(results_of(jobs))} layout {_requested(dims)}, by which each of {len(jobs)} jobs is judged"
+    head = f"{verdict_of_all(results_of(jobs))} layout {_requested(dims)} for each of {len(jobs)} jobs"
     return [head, *table(rows), f"job 1: {layout_report(dims, *jobs[0])[0]}", *layout_report(dims, *jobs[0])[1:]]
 
 

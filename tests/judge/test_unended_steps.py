@@ -9,6 +9,7 @@ from literal import LAYOUTS, tiny_case, trial_of
 from test_recorded import record_of
 
 from harness.checks import all_checks, run_check
+from harness.evidence.glance import glance
 from harness.evidence.recording import RankRecord
 from harness.evidence.summary import summary_of
 from harness.judge import recorded
@@ -52,6 +53,12 @@ def test_what_a_step_that_never_ended_did_not_move_is_not_missed() -> None:
 def test_of_steps_that_ended_the_one_that_is_shown_is_one_of_these() -> None:
     records = {rank: record_of(evidence) for rank, evidence in trial_of(tiny_case("ddp_2")).ranks.items()}
     assert [summary_of(raised(0, records[0], steps_seen=seen)).shown for seen in (0, 1, 2, 3)] == [2, 1, 2, 2]
+
+
+def test_steps_of_a_run_that_resumed_are_not_counted_from_1() -> None:
+    evidence = trial_of(tiny_case("ddp_2")).ranks[0]
+    later = replace(evidence, steps=tuple(replace(step, step=step.step + 10) for step in evidence.steps))
+    assert glance(later).saw_a_step and glance(evidence).saw_a_step
 
 
 @pytest.mark.parametrize("ended", [True, False])
