@@ -129,6 +129,8 @@ def summary_like(first: Summary, rank: int, dims: ParallelDims) -> Summary:
         slices=number([first.slices, *held]),
         contents={step: number([one, *held]) for step, one in first.contents.items()},
         fed={step: number([one, fed]) for step, one in first.fed.items()},
+        tokens={step: number([one, fed]) for step, one in first.tokens.items()},
+        inputs={step: tuple(number([one, fed]) for one in each) for step, each in first.inputs.items()},
     )
 
 

@@ -50,7 +50,14 @@ def record_of(case: Case, run: Run, rank: int) -> RankRecord:
     text = ADAMW if case.training.optimizer == "adamw" else "SGD(momentum 0, weight_decay 0)"
     names = tuple(tensor.fqn for tensor in evidence.parameters)
     return RankRecord(
-        _cut(evidence), steps, ("Model",), (text,), names, ended=ended, error=end.error, steps_seen=len(steps)
+        _cut(evidence),
+        steps,
+        ("Model",),
+        (text,),
+        names,
+        ended=ended,
+        error=end.error,
+        steps_seen=max((s.step for s in steps), default=0),
     )
 
 

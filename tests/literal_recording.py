@@ -35,6 +35,7 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
         "tokens",
         "ignored",
         "unclaimed",
+        "inputs",
     )
     plain |= {name: {} for name in tables}
     plain |= {

@@ -2,16 +2,14 @@
 
 gloo pairs a skipped collective with the next one of equal size without any error, so only comparing sequences shows it.
 Where only some ranks ran, two members of a group that disagree fail the check, whoever is missing; that they agree proves
-nothing of a group that is not wholly there. A rank that has no more inputs, where others have some, shadows what they issue
-(torch's Join): its groups are compared until then. A communication hook of DDP may issue collectives from a future's
-callback, which has no phase: phases of its group are not compared.
+nothing of a group that is not wholly there. A rank that did not end well is compared as far as it came. A rank that has no
+more inputs, where others have some, shadows what they issue (torch's Join): its groups are compared until then.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 
 from harness.evidence.records import Collective
 from harness.evidence.text import bytes_text
@@ -35,25 +33,29 @@ def check(trial: Trial) -> Result:
         for collective in evidence.collectives:
             if collective.op not in POINT_TO_POINT:
                 sequences[collective.group, collective.ranks].setdefault(rank, []).append(collective)
-    hooked = _hooked(trial)
-    compared = ((ranks, _until_joined(trial, by_rank)) for (_, ranks), by_rank in sequences.items())
-    compared = ((ranks, _without_phases(calls) if ranks in hooked else calls) for ranks, calls in compared)
+    compared = ((ranks, _as_far_as_all(trial, ranks, by_rank)) for (_, ranks), by_rank in sequences.items())
+    compared = ((ranks, _until_joined(trial, by_rank)) for ranks, by_rank in compared)
     findings = [found for ranks, by_rank in compared for found in _first_difference(trial, ranks, by_rank)]
-    findings += _unmatched({rank: _between_read(trial, calls) for rank, calls in whole.items()})
+    findings += (
+        [] if _unwell(trial) else _unmatched({rank: _between_read(trial, calls) for rank, calls in whole.items()})
+    )
     examined = sum(map(len, whole.values()))
     if len(trial.run.started) < trial.run.world_size and not examined and not findings:
         return not_applicable("collective_order", "no group is wholly among the ranks that ran")
     return verdict_of("collective_order", findings, examined)
 
 
-def _hooked(trial: Trial) -> set[tuple[int, ...]]:
-    """The groups over which a communication hook of DDP reduces."""
-    wrappers = (wrapper for evidence in trial.ranks.values() for wrapper in evidence.structure.values())
-    return {tuple(sorted(wrapper.replicate_ranks)) for wrapper in wrappers if wrapper.comm_hook}
+def _unwell(trial: Trial) -> set[int]:
+    return {exit.rank for exit in trial.run.exits if exit.how != "ok"}
 
 
-def _without_phases(by_rank: dict[int, list[Collective]]) -> dict[int, list[Collective]]:
-    return {rank: [replace(call, phase="backward") for call in calls] for rank, calls in by_rank.items()}
+def _as_far_as_all(
+    trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, list[Collective]]
+) -> dict[int, list[Collective]]:
+    """Who did not end well issued fewer, which the check `completed` says."""
+    ended = (len(by_rank.get(rank, ())) for rank in ranks if rank in trial.ranks and rank in _unwell(trial))
+    least = min(ended, default=None)
+    return {rank: calls[:least] for rank, calls in by_rank.items()}
 
 
 def _until_joined(trial: Trial, by_rank: dict[int, list[Collective]]) -> dict[int, list[Collective]]:

@@ -31,7 +31,7 @@ def check(trial: Trial) -> Result:
     axes = [axis for axis in ("tp", "cp", "pp") if getattr(dims, axis) > 1 and _is_expected(trial, axis)]
     if not axes:
         return not_applicable("exchange", "neither tensor, context nor pipeline parallelism")
-    judged = [one for one in trial.glances if one.shown and not one.failed]
+    judged = [one for one in trial.glances if one.saw_a_step and not one.failed]
     findings: list[Finding] = []
     untold: list[str] = []
     for axis in axes:

@@ -19,7 +19,7 @@ from harness.evidence.text import ranks_text
 from harness.judge.claims import claimed_slice
 from harness.judge.contents import is_at
 from harness.judge.finding import Finding, Part, Value
-from harness.judge.kept_alike import kept_alike
+from harness.judge.kept_alike import joined_in_step
 from harness.judge.result import Result, Verdict, verdict_of
 from harness.judge.trial import Trial
 from harness.judge.units_seen import units_seen, untold_rank
@@ -178,7 +178,7 @@ def _wrapper_findings(trial: Trial, rank: int, module: str, wrapper: Wrapper) ->
     for (key, ranks), axis in zip(claimed.items(), (trial.plan.shard_axis, trial.plan.replicate_axis), strict=True):
         wanted, used = trial.plan.peers(rank, axis), tuple(sorted(ranks or (rank,)))
         alone = axis == trial.plan.replicate_axis and used == (rank,)
-        if used != wanted and not (alone and kept_alike(trial, rank, wanted)):
+        if used != wanted and not (alone and joined_in_step(trial, rank, wanted)):
             what: dict[str, Any] = {
                 "kind": "wrapper",
                 "name": module or "the root",
@@ -196,7 +196,7 @@ def _missing_replication(trial: Trial, rank: int) -> list[Finding]:
     evidence, wanted = trial.ranks[rank], trial.plan.group_of(rank, axis)
     by_wrapper = any(tuple(sorted(wrapper.replicate_ranks)) == wanted for wrapper in evidence.structure.values())
     by_tensor = any(("replicate", wanted) in claims(rank, tensor) for tensor in evidence.parameters)
-    if by_wrapper or by_tensor or kept_alike(trial, rank, wanted):
+    if by_wrapper or by_tensor or joined_in_step(trial, rank, wanted):
         return []
     return [Finding.at(rank, "a wrapper or parameter that is replicated", None, kind="group", axis=axis, group=wanted)]
 

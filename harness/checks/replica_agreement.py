@@ -19,7 +19,7 @@ import numpy as np
 from harness.evidence.summary import Summary
 from harness.evidence.text import ranks_text
 from harness.judge.finding import Finding
-from harness.judge.local_training import hook_of, not_averaged
+from harness.judge.local_training import local_by, not_averaged
 from harness.judge.observed import copied, differing, most_and_others, replicas
 from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.separate_models import joined_sets
@@ -148,16 +148,14 @@ UNSTEPPED = "no parameter was read after a step: no step of an optimizer was ove
 def _by_digests(trial: Trial) -> Result:
     summaries, dims = trial.glances, trial.plan.dims
     apart, compared = _ignored_replicas(summaries, dims)
-    claimed = replicas(summaries)
+    claimed = [*replicas(summaries), *_replicas_by_layout(summaries, dims)]
     if local := not_averaged(claimed):
         ranks = ranks_text(tuple(one.rank for one in local[0]))
-        told = (
-            f"ranks {ranks} train locally by {hook_of(local[0])}, and no recorded step leaves them the same bytes again"
-        )
+        told = f"ranks {ranks} train locally by {local_by(local[0])}, and no recorded step leaves them the same bytes again"
         return Result("replica_agreement", Verdict.UNKNOWN, note=told)
-    own = [family for family in claimed if not hook_of(family)]
+    own = [family for family in claimed if not local_by(family)]
     averaged_again = len(claimed) - len(own)
-    families = [*own, *copied(summaries), *_replicas_by_layout(summaries, dims)]
+    families = [*own, *copied(summaries)]
     if others := _other_parameters(trial):
         told = f"ranks {ranks_text(others)} are replicas by the layout but have other parameters, as pipeline stages do"
         return Result("replica_agreement", Verdict.UNKNOWN, note=told)

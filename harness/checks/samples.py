@@ -2,29 +2,33 @@
 
 Each first stage receives as many microbatches as accumulation and the pipeline ask for, all of one size.
 Samples are recognised by their tokens, labels included; nothing that a data loader says is believed. Where nobody knows the
-recipe's samples, no two data-parallel ranks are fed the same in every step, and tp peers are fed the same tokens in each.
+recipe's samples, no two data-parallel ranks are fed the same in every step, and tp peers are fed the same tokens in each. Ranks
+that are fed the same in part are undecided: noise of a rank's own hides equal samples.
 Inputs that are no integers may be cut over tp, as activations are under sequence parallelism.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from harness.evidence.keys import steps_text
 from harness.evidence.step import Microbatch
+from harness.evidence.summary import Summary
 from harness.evidence.text import positions_text, ranks_text
 from harness.judge.finding import Finding, Value
 from harness.judge.labels import IGNORED, laid_out
+from harness.judge.observed import together
 from harness.judge.received_samples import positions_received, received_samples, rows_of, rows_received
 from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
 from harness.plan.stages import positions
-from harness.spec.dims import ParallelDims
 
 STAGE = "data"
 NEEDS = frozenset({"samples"})
@@ -215,7 +219,9 @@ def _of_any_recipe(trial: Trial) -> Result:
         if ended and fed:
             why += f" on ranks {ranks_text(tuple(one.rank for one in trial.glances if not one.fed))}"
         return Result("samples", Verdict.UNKNOWN, note=why)
-    return verdict_of("samples", [*apart, *_fed_alike(fed, dims)], len(fed))
+    found = verdict_of("samples", [*apart, *_fed_alike(trial)], len(fed))
+    partly = "" if found.findings else _fed_alike_in_part(trial)
+    return replace(found, verdict=Verdict.UNKNOWN, note=partly) if partly else found
 
 
 def _other_tokens(trial: Trial) -> tuple[list[Finding], int]:
@@ -232,17 +238,43 @@ def _other_tokens(trial: Trial) -> tuple[list[Finding], int]:
     return findings, compared
 
 
-def _fed_alike(fed: dict[int, tuple[tuple[int, int], ...]], dims: ParallelDims) -> list[Finding]:
-    planes: dict[tuple[int, ...], list[int]] = {}
-    for rank in sorted(fed):
-        at = coordinate(dims, rank)
-        planes.setdefault((at["pp"], at["cp"], at["tp"]), []).append(rank)
+def _planes(trial: Trial) -> list[list[Summary]]:
+    """The ranks that differ in data parallelism alone, which were fed something."""
+    planes: dict[tuple[int, ...], list[Summary]] = {}
+    for one in (one for one in trial.glances if one.fed):
+        at = coordinate(trial.plan.dims, one.rank)
+        planes.setdefault((at["pp"], at["cp"], at["tp"]), []).append(one)
+    return [*planes.values()]
+
+
+def _fed_alike(trial: Trial) -> list[Finding]:
     findings = []
-    for ranks in planes.values():
-        ordered = sorted(ranks, key=lambda rank: fed[rank])
-        for _, alike in itertools.groupby(ordered, key=lambda rank: fed[rank]):
-            if len(same := sorted(alike)) > 1:
-                note = f"in {steps_text(tuple(step for step, _ in fed[same[0]]))}"
+    for ranks in _planes(trial):
+        for (fed, _), same in together(ranks, lambda one: (_steps(one.fed), _steps(one.inputs))).items():
+            if len(same) > 1:
+                note = f"in {steps_text(tuple(step for step, _ in fed))}"
                 what: dict[str, Any] = {"ranks": tuple(same), "quantity": "samples", "note": note}
                 findings.append(Finding(**what, expected="others on each data-parallel rank", observed="the same"))
     return findings
+
+
+def _steps(told: Mapping[int, Any]) -> tuple[tuple[int, Any], ...]:
+    return tuple(sorted(told.items()))
+
+
+def _fed_alike_in_part(trial: Trial) -> str:
+    """Which ranks are fed one tensor that is the same on them in every step, and others that are not; empty where none are.
+    What stays as it is from step to step may be no sample. Tokens are: of ranks whose tokens differ nothing is said."""
+    for ranks in _planes(trial):
+        steps = tuple(sorted(set.intersection(*(set(one.inputs) for one in ranks))))
+        for place in range(min((len(one.inputs[step]) for one in ranks for step in steps), default=0)):
+            for values, same in together(ranks, partial(_input, steps, place)).items():
+                tokens = {_steps(one.tokens) for one in ranks if one.rank in same and one.tokens}
+                if len(same) > max(1, len(tokens)) and (len(steps) == 1 or len({*values}) > 1):
+                    alike = f"ranks {ranks_text(tuple(same))} are fed the same input {place + 1} in {steps_text(steps)}"
+                    return f"{alike}, and others besides: noise of a rank's own hides equal samples"
+    return ""
+
+
+def _input(steps: tuple[int, ...], place: int, one: Summary) -> tuple[int, ...]:
+    return tuple(one.inputs[step][place] for step in steps)

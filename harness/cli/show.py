@@ -12,7 +12,7 @@ from harness.cli.options import add_command
 from harness.judge.result import Verdict
 from harness.judge.stored_recording import Recording, load_recording
 from harness.report.layout_documents import recording as document_of
-from harness.report.recording_layout import layout_report, verdict_of_all
+from harness.report.recording_layout import jobs_report, results_of, verdict_of_all
 from harness.report.recording_odd import OF_RECORDER, odd
 from harness.report.recording_page import page
 from harness.run.recorded_layout import judged
@@ -43,10 +43,10 @@ def shown(args: argparse.Namespace, directory: Path, layout: str | None, *, whol
         answer(args, "recording", lambda: document_of(recording), page(recording, whole=whole))
         return exit_code(recording)
     dims = spec.layout(layout, recording.world)
-    results, diagnosis = judged(recording, dims)
-    text = page(recording, layout_report(dims, results, diagnosis), layout=layout, whole=whole)
-    answer(args, "layout", lambda: document_of(recording, dims, results, diagnosis), text)
-    found = {Verdict.FAIL: BROKEN, Verdict.PASS: PASSED}.get(verdict_of_all(results), NOT_JUDGED)
+    jobs = [judged(job, dims) for job in recording.jobs]
+    text = page(recording, jobs_report(dims, jobs), layout=layout, whole=whole)
+    answer(args, "layout", lambda: document_of(recording, dims, jobs), text)
+    found = {Verdict.FAIL: BROKEN, Verdict.PASS: PASSED}.get(verdict_of_all(results_of(jobs)), NOT_JUDGED)
     return worst([found, exit_code(recording)])
 
 

@@ -66,7 +66,7 @@ def _sorted(ranks: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _step(step: RecordedStep) -> RecordedStep:
-    fed = tuple(replace(one, digest=0) for one in step.fed)
+    fed = tuple(replace(one, digest=0, others=()) for one in step.fed)
     return replace(step, digests=dict.fromkeys(step.digests, 0), fed=fed, seconds=0.0, peak=0)
 
 

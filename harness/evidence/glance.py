@@ -17,13 +17,18 @@ def glance(evidence: RankEvidence) -> Summary:
     """Return it with the contents of parameters, before the first step and after each."""
     before = {tensor.fqn: tensor.value for tensor in evidence.parameters}
     steps = (_contents(0, before), *(_contents(step.step, step.parameters) for step in evidence.steps))
-    return summary_of(RankRecord(evidence, steps, ended="ok", steps_seen=len(evidence.steps)), places=False)
+    return summary_of(RankRecord(evidence, steps, ended="ok", steps_seen=_last(evidence)), places=False)
 
 
 def record_of(evidence: RankEvidence, how: str) -> RankRecord:
     """Return what a recorder would have left of structure and inputs, with nothing of what was computed."""
     steps = tuple(_inputs(step) for step in evidence.steps)
-    return RankRecord(evidence, steps, ended=how, steps_seen=len(steps))
+    return RankRecord(evidence, steps, ended=how, steps_seen=_last(evidence))
+
+
+def _last(evidence: RankEvidence) -> int:
+    """Return the number of its last step, which a resumed run does not count from 1."""
+    return max((step.step for step in evidence.steps), default=0)
 
 
 def _contents(step: int, held: Mapping[str, np.ndarray]) -> RecordedStep:

@@ -21,7 +21,7 @@ import numpy as np
 
 from harness.evidence.format import version_of
 from harness.evidence.reading import MOST, decompressed, json_of, regular
-from harness.evidence.records import RankEvidence
+from harness.evidence.records import BACKGROUND, RankEvidence
 from harness.evidence.store import EvidenceError, decoded_without_values, encoded_without_values
 from harness.evidence.whole_file import whole_file
 
@@ -35,38 +35,59 @@ RANKS = 2**20  # of any job, and steps that are named as one range
 
 @dataclass(frozen=True)
 class Fed:
-    """The first tensor that a forward pass was called with."""
+    """What a forward pass was called with."""
 
     digest: int
+    """Digest of the first tensor, which has the samples."""
     shape: tuple[int, ...]
+    """Its shape."""
     dtype: str
+    """Its dtype."""
+    others: tuple[int, ...] = ()
+    """Digests of the other tensors, without masks and positions."""
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """Of a step, beside its StepEvidence; step 0 is before the first one. digests: by fqn, of this rank's part of each
-    parameter. not_finite: parameters with infinite numbers or NaN. seconds: until the next step began; 0 if none did.
-    peak: bytes of memory that were in use at most, so far. ungraded: parameters that had no gradient when an
-    optimizer stepped. constant: of step 0, parameters whose numbers are all the same."""
+    """Of a step, beside its StepEvidence; step 0 is before the first one."""
 
     step: int
+    """Number of the step."""
     digests: dict[str, int]
+    """By fqn, a digest of this rank's part of each parameter after the step."""
     not_finite: tuple[str, ...] = ()
+    """Parameters with infinite numbers or NaN."""
     fed: tuple[Fed, ...] = ()
+    """Inputs of each forward pass."""
     seconds: float = 0.0
+    """Seconds until the next step began; 0 if none did."""
     peak: int = 0
+    """Most bytes of memory that were in use so far."""
     ungraded: tuple[str, ...] = ()
+    """Parameters that had no gradient when an optimizer stepped."""
     constant: tuple[str, ...] = ()
+    """Of step 0, parameters whose numbers are all the same."""
+
+
+def issued_text(op: str, step: int, phase: str) -> str:
+    """Return all_reduce in step 1, backward."""
+    return f"{op} in the background" if phase == BACKGROUND else f"{op} in step {step}, {phase}"
 
 
 @dataclass(frozen=True)
 class Last:
-    """The last collective that a rank issued, as text, and where it stands among those of its group."""
+    """The last collective that a rank issued over a group."""
 
     text: str
+    """Name, step and phase."""
     ranks: tuple[int, ...]
+    """Global ranks of the group."""
     group: str
+    """Name of the group."""
     seq: int
+    """Position, from 1, among this rank's collectives of the group."""
+    before: tuple[str, ...] = ()
+    """Texts of a few collectives that it issued over the group before, the latest first."""
 
 
 @dataclass(frozen=True)
@@ -106,28 +127,45 @@ class Beside:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """evidence: without values. parts: the classes of its models; left_out: models that are not recorded, and why. failed: what
-    the recorder itself raised, after which it records nothing more. optimizers: each in one line. stepped: parameters that an
-    optimizer has. ended: "ok", "raised", or "" while it runs, and if it was killed. steps_seen: of all that it trained. own:
-    seconds that the recorder took; first: of them, until the first step was over.
-    """
+    """All that one rank of a recorded job leaves."""
 
     evidence: RankEvidence
+    """Evidence of the recorded steps, without values."""
     steps: tuple[RecordedStep, ...]
+    """What is recorded beside it of each step."""
     parts: tuple[str, ...] = ()
+    """Classes of its models."""
     optimizers: tuple[str, ...] = ()
+    """Optimizers, each in one line."""
     stepped: tuple[str, ...] = ()
+    """Parameters that an optimizer has."""
     argv: tuple[str, ...] = ()
+    """Command line of the process."""
     left_out: tuple[str, ...] = ()
+    """Models that are not recorded, and why."""
     failed: tuple[str, ...] = ()
+    """What the recorder itself raised, after which it records nothing more."""
     ended: str = ""
+    """Word for how it ended: ok, raised, or empty while it runs and if it was killed."""
     error: str = ""
+    """What it raised, in one line; empty if nothing."""
     steps_seen: int = 0
+    """Number of all steps that it trained to their end."""
     last: Last | None = None
+    """Last collective that it issued; None if it issued none."""
     host: str = ""
+    """Name of its machine."""
     own: float = 0.0
-    reached: Reached | None = None  # as it was saved
+    """Seconds that the recorder took."""
+    reached: Reached | None = None
+    """How far it came when this was saved; None before the first pass."""
     beside: tuple[Beside, ...] = ()
+    """What other threads issued over groups of the thread that trains."""
+
+    @property
+    def ended_steps(self) -> tuple[int, ...]:
+        """Recorded steps that came to their end, in order: one that raised in its optimizer has left evidence, too."""
+        return tuple(step.step for step in self.evidence.steps if step.step <= self.steps_seen)
 
 
 def record_file(directory: Path, rank: int) -> Path:

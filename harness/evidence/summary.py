@@ -12,124 +12,189 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
-
-from harness.evidence.alike import alike, lines_through
+from harness.evidence.alike import alike
+from harness.evidence.claimed import claimed_places, copies, ignored, placement_text, roles
 from harness.evidence.keys import number, ranks_key
 from harness.evidence.recording import Beside, Fed, Last, RankRecord, Reached
-from harness.evidence.records import BACKGROUND, Collective, OwnGroup, RankEvidence, TensorEvidence
+from harness.evidence.records import BACKGROUND, Collective, OwnGroup, RankEvidence
 from harness.evidence.unclaimed import unclaimed
 
 INSIDE = ("forward", "backward", "pipeline")
 POINT_TO_POINT = ("send", "recv")
 Kind = tuple[str, str, str, str]  # ranks, op, phase, dtype
+MOST_INPUTS = 16  # of a step
 UNEVEN = ("all_to_all", "scatter", "gather")  # ranks may rightly pass different numbers of bytes
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a rank moved in the step that is shown, over one group, by one collective in one phase. steps: of those recorded the
-    ones in which it moved as much, in the words of ranks_key; empty where those are all."""
+    """What a rank moved in the step that is shown, over one group, by one collective in one phase."""
 
     ranks: str
+    """Global ranks of the group, in the words of ranks_key."""
     op: str
+    """Name of the collective."""
     phase: str
+    """Phase of the step."""
     dtype: str
+    """Dtype of the elements."""
     calls: int
+    """Number of calls."""
     bytes: int
+    """Bytes of all calls."""
     steps: str = ""
+    """Recorded steps in which it moved as much, in the words of ranks_key; empty for all of several."""
 
 
 @dataclass(frozen=True)
 class Outside:
-    """What a rank moved outside of forward and backward, over one group, by one collective: the same in each of these steps.
-    phase: "optimizer", "evaluation", "checkpoint" or "other". steps: in the words of ranks_key."""
+    """What a rank moved outside of forward and backward, over one group, by one collective: the same in each of these steps."""
 
     ranks: str
+    """Global ranks of the group, in the words of ranks_key."""
     op: str
+    """Name of the collective."""
     phase: str
+    """Phase: optimizer, evaluation, checkpoint or other."""
     dtype: str
+    """Dtype of the elements."""
     calls: int
+    """Number of calls."""
     bytes: int
+    """Bytes of all calls."""
     steps: str
+    """Steps, in the words of ranks_key."""
 
 
 @dataclass(frozen=True)
 class Issued:
-    """All that a rank issued over one group in the steps recorded, in order, as one number; and what of each step."""
+    """All that a rank issued over one group in the recorded steps, in order."""
 
     group: str
+    """Name of the group."""
     ranks: str
+    """Global ranks of the group, in the words of ranks_key."""
     calls: int
+    """Number of calls."""
     digest: int
+    """One number for all calls."""
     steps: dict[int, int] = field(default_factory=dict)
+    """By step, one number for its calls."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """model: names, whole shapes and dtypes of its parameters. placements: how many are claimed to lie so. slices: which parts
-    of them it claims to hold, 0 where something claims nothing. contents, fed: by step. shown: the step of `uses`. idle:
-    groups over which nothing ran. waits: barriers inside forward and backward. kept: bytes of parameters that are in
-    memory as forward ends. roles: of groups, what wrappers and DTensors claim of them. copies: by group, over which some
-    parameters are cut, the contents by step of those that are copied over it. unstepped: parameters that no optimizer has.
-    digests of parameters, in `contents`, are of those that `slices` are of, where there are any. whole: the steps that
-    `outside` is of. background: what other threads moved than the one that trains, as far as it is on record; of no step.
-    kind, places: as evidence.alike has them; 0 where nobody looked. tokens: as `fed`, of inputs that are integers.
-    ignored: by fqn, the contents by step of parameters that a wrapper ignores, but for those that begin as constants.
-    joined, own_groups, failed, beside: as in RankEvidence and RankRecord. idle_steps: those without gradients of its own.
-    """
+    """What is seen of one rank at a glance."""
 
     rank: int
+    """Global rank."""
     world: int
+    """Number of ranks of the job, as this rank sees it."""
     ended: str
+    """Word for how it ended, as in RankRecord."""
     error: str
+    """What it raised; empty if nothing."""
     host: str
+    """Name of its machine."""
     steps_seen: int
+    """Number of all steps that it trained to their end."""
     last: Last | None
+    """Last collective that it issued; None if it issued none."""
     parts: tuple[str, ...]
+    """Classes of its models."""
     optimizers: tuple[str, ...]
+    """Optimizers, each in one line."""
     model: int
+    """One number for names, whole shapes and dtypes of its parameters."""
     parameters: int
+    """Number of its parameters."""
     elements: int
+    """Number of their elements, as whole tensors."""
     placements: dict[str, int]
+    """By placement as text, number of parameters that are claimed to lie so."""
     slices: int
+    """One number for the parts of parameters that it claims to hold; 0 where nothing is claimed."""
     contents: dict[int, int]
+    """By step, one number for the bytes of parameters: of those that `slices` is of, where there are any."""
     fed: dict[int, int]
+    """By step, one number for the samples of its forward passes."""
     not_finite: dict[int, tuple[str, ...]]
+    """By step, parameters with infinite numbers or NaN."""
     shown: int
+    """Step that `uses`, `waits`, `memory`, `kept` and `settings` are of; 0 if none was recorded."""
     uses: tuple[Use, ...]
+    """What it moved inside forward and backward."""
     issued: tuple[Issued, ...]
+    """What it issued over each group."""
     idle: tuple[str, ...]
+    """Groups over which nothing ran."""
     waits: int
+    """Number of barriers inside forward and backward."""
     unstepped: int
+    """Number of parameters that no optimizer has."""
     memory: dict[str, int]
+    """By kind, bytes between steps."""
     kept: int
+    """Bytes of parameters that are in memory as forward ends."""
     settings: dict[str, str]
+    """Values of torch switches by name."""
     versions: dict[str, str]
+    """Versions of python and torch, machine and device."""
     wrappers: dict[str, int]
+    """By kind, number of wrappers."""
     roles: dict[str, str]
+    """By group, what wrappers and DTensors claim of it."""
     argv: tuple[str, ...]
+    """Command line of the process."""
     left_out: tuple[str, ...]
+    """Models that are not recorded, and why."""
     seconds: dict[int, float]
+    """By step, seconds until the next one began."""
     peak: int
+    """Most bytes of memory that were in use."""
     own: float
+    """Seconds that the recorder took."""
     outside: tuple[Outside, ...] = ()
+    """What it moved outside of forward and backward in `whole`."""
     whole: tuple[int, ...] = ()
+    """Recorded steps of which all is on record."""
     background: tuple[Use, ...] = ()
+    """What other threads moved than the one that trains, as far as it is on record; of no step."""
     copies: dict[str, dict[int, int]] = field(default_factory=dict)
+    """By group over which some parameters are cut, the contents by step of those that are copied over it."""
     kind: int = 0
+    """Number that ranks with alike records have in common, as in evidence.alike; 0 where nobody looked."""
     places: tuple[tuple[str, str], ...] = ()
+    """Groups that the record names, as in evidence.alike."""
     tokens: dict[int, int] = field(default_factory=dict)
+    """As `fed`, of samples that are integers."""
+    inputs: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """By step, digests of all tensors that its forward passes were called with; the first ones of many."""
     ignored: dict[str, dict[int, int]] = field(default_factory=dict)
+    """By fqn, the contents by step of parameters that a wrapper ignores, but for those that begin as constants."""
     joined: int | None = None
+    """Step after which it ran out of inputs, as in RankEvidence."""
     failed: tuple[str, ...] = ()
+    """What the recorder itself raised."""
     idle_steps: tuple[int, ...] = ()
-    launch: str = ""  # the id of the recording
-    reached: Reached | None = None  # how far the rank came
-    hooks: tuple[str, ...] = ()  # DDP's communication hooks
-    unclaimed: dict[str, tuple[int, int]] = field(default_factory=dict)  # as evidence.unclaimed has it
+    """Steps in which no parameter of its own had a gradient."""
+    launch: str = ""
+    """Id of the recording."""
+    reached: Reached | None = None
+    """How far it came; None before the first pass."""
+    hooks: tuple[str, ...] = ()
+    """Communication hooks of DDP."""
+    unclaimed: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By fqn of parameters that nothing claims, two digests, as in evidence.unclaimed."""
     own_groups: tuple[OwnGroup, ...] = ()
+    """Process groups that the trainer made itself, of which torch has no ranks."""
     beside: tuple[Beside, ...] = ()
+    """What other threads issued over groups of the thread that trains."""
+
+    @property
+    def saw_a_step(self) -> bool:
+        """Whether the step that is shown came to its end: what did not run in it was left out."""
+        return 0 < self.shown <= self.steps_seen
 
 
 COPIED = sorted({one.name for one in fields(RankRecord)} & {one.name for one in fields(Summary)})
@@ -162,7 +227,7 @@ def summary_of(record: RankRecord, *, places: bool = True) -> Summary:
         background=background(evidence),
         kind=kind,
         places=named,
-        **plain | _model(record) | _steps(record) | _shown(evidence, step_shown(evidence)),
+        **plain | _model(record) | _steps(record) | _shown(evidence, step_shown(record)),
     )
 
 
@@ -192,6 +257,7 @@ def _steps(record: RankRecord) -> dict[str, Any]:
         "contents": {step: number(values) for step, values in held.items() if values},
         "fed": {s.step: _inputs(s.fed) for s in record.steps if s.fed},
         "tokens": {s.step: _inputs(whole) for s in record.steps if (whole := [f for f in s.fed if "int" in f.dtype])},
+        "inputs": {s.step: _each_input(s.fed) for s in record.steps if s.fed},
         "not_finite": {s.step: s.not_finite for s in record.steps if s.not_finite},
         "seconds": {s.step: s.seconds for s in record.steps if s.seconds},
         "peak": max((s.peak for s in record.steps), default=0),
@@ -200,6 +266,10 @@ def _steps(record: RankRecord) -> dict[str, Any]:
 
 def _inputs(fed: Iterable[Fed]) -> int:
     return number([(one.digest, one.shape) for one in fed])
+
+
+def _each_input(fed: Iterable[Fed]) -> tuple[int, ...]:
+    return tuple(digest for one in fed for digest in (one.digest, *one.others))[:MOST_INPUTS]
 
 
 def _shown(evidence: RankEvidence, shown: int) -> dict[str, Any]:
@@ -215,9 +285,10 @@ def _shown(evidence: RankEvidence, shown: int) -> dict[str, Any]:
     }
 
 
-def step_shown(evidence: RankEvidence) -> int:
-    """The second, in which groups are set up and caches filled; else the last that was recorded. 0: there is none."""
-    steps = [step.step for step in evidence.steps]
+def step_shown(record: RankRecord) -> int:
+    """The second, in which groups are set up and caches filled; else the last that was recorded, and ended if any did. 0: there
+    is none."""
+    steps = record.ended_steps or tuple(step.step for step in record.evidence.steps)
     return 2 if 2 in steps else max(steps, default=0)
 
 
@@ -230,7 +301,8 @@ def uses(evidence: RankEvidence, shown: int) -> tuple[Use, ...]:
     for kind, by_step in sorted(moved.items()):
         if shown in by_step:
             as_much = tuple(step for step in steps if by_step.get(step) == by_step[shown])
-            found.append(Use(*kind, *by_step[shown], steps="" if as_much == steps else ranks_key(as_much)))
+            always = as_much == steps and len(steps) > 1
+            found.append(Use(*kind, *by_step[shown], steps="" if always else ranks_key(as_much)))
     return tuple(found)
 
 
@@ -247,8 +319,9 @@ def _by_step(calls: Iterable[Collective]) -> dict[Kind, dict[int, tuple[int, int
 def whole_steps(record: RankRecord) -> tuple[int, ...]:
     """Those that another step followed, for what comes after a job's last step, a checkpoint, is on the account of that step.
     Of a job of one step that one."""
-    steps = tuple(sorted(step.step for step in record.evidence.steps))
-    return tuple(step for step in steps if step < max(record.steps_seen, steps[-1]) or len(steps) == 1)
+    steps = [step.step for step in record.evidence.steps]
+    last = max(record.steps_seen, *steps, 0)
+    return tuple(step for step in record.ended_steps if step < last or len(steps) == 1)
 
 
 def outside(evidence: RankEvidence, steps: tuple[int, ...]) -> tuple[Outside, ...]:
@@ -292,106 +365,3 @@ def _idle(evidence: RankEvidence) -> list[Any]:
 
 def _waits(evidence: RankEvidence, step: int) -> int:
     return sum(c.op == "barrier" and c.step == step and c.phase in INSIDE for c in evidence.collectives)
-
-
-# ---- claims. A mesh may have thousands of ranks, and most parameters are on the same one
-
-
-NOWHERE: list[int] = []
-_known: dict[int, tuple[Any, np.ndarray, int]] = {}
-
-
-def _looked_up(mesh: Any) -> tuple[Any, np.ndarray, int]:
-    """The mesh itself, so that its address is not used again; as an array; and its ranks as one number."""
-    if id(mesh) not in _known:
-        if len(_known) > 64:
-            _known.clear()
-        array = np.array(mesh)
-        _known[id(mesh)] = (mesh, array, number(sorted(array.flatten().tolist())))
-    return _known[id(mesh)]
-
-
-def placement_text(tensor: TensorEvidence) -> str:
-    """ "Replicate over 2, Shard(0) over 8"; "plain"."""
-    if tensor.mesh is None:
-        return "plain"
-    degrees = _looked_up(tensor.mesh)[1].shape
-    texts = [f"{kind} over {n}" for kind, n in zip(tensor.placements, degrees, strict=True) if n > 1]
-    return ", ".join(texts) or "on one rank"
-
-
-def claimed_places(evidence: RankEvidence) -> list[tuple[Any, ...]]:
-    """Which of its parts this rank claims to hold, of each parameter of which something claims it. Ranks with equal places are
-    replicas. What DDP looks after is whole on the ranks of its group, and what FSDP1 shards over no ranks."""
-    wrappers = evidence.structure.values()
-    ignored = {fqn for wrapper in wrappers for fqn in wrapper.ignored}
-    whole = {w.replicate_ranks for w in wrappers if w.kind in ("ddp", "replicate")} - {()}  # of a group without ranks
-    if wrappers and all(w.kind == "fsdp1" and len(w.shard_ranks) <= 1 for w in wrappers):  # NO_SHARD
-        whole = {w.replicate_ranks for w in wrappers if len(w.replicate_ranks) > 1}
-    of_ddp = (ranks_key(whole.pop()),) if len(whole) == 1 else None
-    found = []
-    for tensor in evidence.parameters:
-        plain = None if tensor.fqn in ignored else of_ddp
-        place = _place(evidence.rank, tensor) if tensor.mesh is not None else plain
-        if place is not None:
-            found.append((tensor.fqn, *place))
-    return found
-
-
-def _place(rank: int, tensor: TensorEvidence) -> tuple[Any, ...] | None:
-    """The mesh, and by sharded axis of it how the tensor is cut, in how many parts, and which one this is."""
-    if rank not in (mesh := _looked_up(tensor.mesh)[1]):
-        return None
-    at = [int(index) for index in np.argwhere(mesh == rank)[0]]
-    cut = [(kind, n, i) for kind, n, i in zip(tensor.placements, mesh.shape, at, strict=True) if n > 1]
-    if any(kind == "Partial" for kind, _, _ in cut):
-        return None
-    return (_looked_up(tensor.mesh)[2], *(one for one in cut if one[0] != "Replicate"))
-
-
-def roles(evidence: RankEvidence) -> dict[str, str]:
-    """By group, what is claimed: that a wrapper shards parameters over it, or replicates them; that DTensors are cut or copied
-    over it, of which nobody says whether that is tensor parallelism."""
-    found: dict[str, str] = {}
-    for tensor in evidence.parameters:
-        for kind, ranks in _lines(evidence.rank, tensor):
-            found[ranks] = "cut" if "Shard" in kind else found.get(ranks, "copied")
-    for wrapper in evidence.structure.values():
-        if len(wrapper.shard_ranks) > 1:
-            found[ranks_key(tuple(sorted(wrapper.shard_ranks)))] = f"sharded by {wrapper.kind}"
-        if len(wrapper.replicate_ranks) > 1:
-            alone = " alone" * (wrapper.kind.startswith("fsdp") and len(wrapper.shard_ranks) <= 1)
-            found[ranks_key(tuple(sorted(wrapper.replicate_ranks)))] = f"replicated by {wrapper.kind}{alone}"
-    return found
-
-
-def copies(record: RankRecord) -> dict[str, dict[int, int]]:
-    """By group, as DTensors claim: norms and the like under tensor parallelism."""
-    copied, cut = defaultdict[str, set[str]](set), set[str]()
-    for tensor in record.evidence.parameters:
-        for kind, ranks in _lines(record.evidence.rank, tensor):
-            if "Shard" in kind:
-                cut.add(ranks)
-            elif kind == "Replicate" and "Partial" not in tensor.placements:
-                copied[ranks].add(tensor.fqn)
-    found: dict[str, dict[int, int]] = {}
-    for ranks in sorted(cut.intersection(copied)):
-        of = copied[ranks]
-        told = {s.step: sorted((f, value) for f, value in s.digests.items() if f in of) for s in record.steps}
-        found[ranks] = {step: number(values) for step, values in told.items() if values}
-    return found
-
-
-def ignored(record: RankRecord) -> dict[str, dict[int, int]]:
-    """Experts of its own, or replicas that a wrapper was told to ignore by mistake. Two experts may both begin with zeros."""
-    constant = {fqn for step in record.steps for fqn in step.constant}
-    names = {fqn for wrapper in record.evidence.structure.values() for fqn in wrapper.ignored} - constant
-    return {fqn: {s.step: s.digests[fqn] for s in record.steps if fqn in s.digests} for fqn in sorted(names)}
-
-
-def _lines(rank: int, tensor: TensorEvidence) -> list[tuple[str, str]]:
-    """Of each axis of its mesh, the placement and the ranks along it."""
-    if rank not in (mesh := _looked_up(tensor.mesh if tensor.mesh is not None else NOWHERE)[1]):
-        return []
-    named = zip(tensor.placements, lines_through(rank, mesh), strict=True)
-    return [(kind, ranks_key(tuple(sorted(line)))) for kind, line in named if len(line) > 1]

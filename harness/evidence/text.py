@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 MANY = 32  # ranks that are still named one by one
@@ -46,6 +48,11 @@ def _escape(letter: str) -> str:
 def counted(count: int, one: str) -> str:
     """1 tensor, 2 tensors."""
     return f"{count} {one}" + "s" * (count != 1)
+
+
+def names_text(names: Sequence[str], most: int = 3) -> str:
+    """Return 4 parameters (a, b, c, ..)."""
+    return f"{counted(len(names), 'parameter')} ({', '.join(names[:most])}{', ..' * (len(names) > most)})"
 
 
 def positions_text(positions: np.ndarray) -> str:

@@ -21,26 +21,36 @@ H = TypeVar("H", bound=Hashable)
 
 @dataclass(frozen=True)
 class Moved:
-    """In one step, by one collective in one phase, on each rank of a group. least, most: bytes, where ranks differ.
-    steps: as a Use has them, where all ranks have the same."""
+    """What each rank of a group moved in one step, by one collective in one phase."""
 
     op: str
+    """Name of the collective."""
     phase: str
+    """Phase of the step."""
     dtype: str
+    """Dtype of the elements."""
     calls: int
+    """Most calls of a rank."""
     least: int
+    """Fewest bytes of a rank."""
     most: int
+    """Most bytes of a rank."""
     steps: str = ""
+    """Steps, as of a Use, where all ranks have the same."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """groups: in the words of summary.ranks_key. role: what is claimed of them; empty if nothing is."""
+    """Groups over which the same is done, and of which the same is claimed."""
 
     size: int
+    """Number of ranks of each group."""
     role: str
+    """Claim of wrappers or DTensors; empty if nothing is claimed."""
     groups: tuple[str, ...]
+    """Groups, in the words of ranks_key."""
     moved: tuple[Moved, ...]
+    """What is moved over them."""
 
 
 def axes(summaries: Iterable[Summary]) -> tuple[Axis, ...]:
@@ -180,12 +190,16 @@ def _until(one: Issued, last: int | None) -> object:
 
 @dataclass(frozen=True)
 class Odd:
-    """Ranks that have something other than most: what it is, theirs, and what most have."""
+    """Ranks that have something other than most."""
 
     what: str
+    """Name of it."""
     ranks: tuple[int, ...]
+    """Global ranks that have something other."""
     theirs: str
+    """What they have."""
     most: str
+    """What most ranks have."""
 
 
 def odd_ranks(summaries: Iterable[Summary]) -> list[Odd]:

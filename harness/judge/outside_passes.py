@@ -31,19 +31,22 @@ Moved = dict[tuple[int, str], dict[int, Range]]  # by rank and group, by step: c
 
 @dataclass(frozen=True)
 class Line:
-    """One collective over groups of which the same is claimed. calls, bytes: by step, least and most of a rank in a group."""
+    """One collective over groups of which the same is claimed."""
 
     op: str
+    """Name of the collective."""
     dtype: str
+    """Dtype of the elements."""
     phase: str
+    """Phase, as of an Outside."""
     role: str
+    """Words for whose groups these are."""
     groups: tuple[str, ...]
+    """Groups, in the words of ranks_key."""
     calls: dict[int, Range]
+    """By step, least and most calls of a rank in a group."""
     bytes: dict[int, Range]
-
-    @property
-    def what(self) -> str:
-        return f"{self.op} of {self.dtype}{PHASES.get(self.phase, '')}"
+    """By step, least and most bytes of a rank in a group."""
 
 
 def whole_steps(summaries: Iterable[Summary]) -> tuple[int, ...]:
@@ -114,7 +117,7 @@ def section(summaries: Sequence[Summary]) -> dict[str, Any]:
     told: dict[str, Any] = {"steps": ranks_key(whole_steps(summaries)) or NONE}
     for line in lines(summaries):
         sizes = OBJECTS if line.dtype == "uint8" else _by_steps(line.bytes)
-        told[f"{line.what} over {line.role}"] = {
+        told[f"{line.op} of {line.dtype}{PHASES.get(line.phase, '')} over {line.role}"] = {
             "groups": list(line.groups),
             "calls": _by_steps(line.calls),
             "bytes": sizes,

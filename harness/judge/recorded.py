@@ -17,9 +17,12 @@ from harness.evidence.provided import RECORDED, WORDS, Provided
 from harness.evidence.recorded_run import RecordedRun
 from harness.evidence.recording import RankRecord
 from harness.evidence.records import RankEvidence
-from harness.evidence.summary import idle_steps, summary_of
+from harness.evidence.summary import Summary, idle_steps, summary_of
+from harness.evidence.text import names_text
 from harness.evidence.unplaced import unplaced
+from harness.judge.local_training import local_by
 from harness.judge.measured import claimed_cut_dims, claimed_units
+from harness.judge.observed import replicas
 from harness.judge.recorded_ends import exits_of, not_heard
 from harness.judge.stored_recording import Recording, not_recorded, recorder_failed
 from harness.judge.traffic import INSIDE
@@ -92,7 +95,7 @@ def _provided(
         found = found.without(WORDS.keys() - {"ends"}, f"the job has {heard.world} ranks, not those of the layout")
     for word, why in (
         ("slices", _no_slices(case, ranks)),
-        ("flows", _no_flows(records)),
+        ("flows", _no_flows(records) or _local(summaries)),
         ("claims", _no_claims(case, ranks)),
     ):
         found = found.without((word,), why) if why else found
@@ -140,8 +143,8 @@ def without_slices(plan: Plan) -> Plan:
 
 
 def _steps(records: Iterable[RankRecord]) -> list[int]:
-    """Those from the first on that every rank recorded."""
-    seen = [{step.step for step in record.evidence.steps} for record in records]
+    """Those from the first on that every rank recorded to their end."""
+    seen = [{*record.ended_steps} for record in records]
     common = set.intersection(*seen) if seen else set()
     return [step for step in sorted(common) if set(range(1, step + 1)) <= common]
 
@@ -270,7 +273,7 @@ def _no_flows(records: Mapping[int, RankRecord]) -> str:
         return f"DDP reduces gradients by the communication hook {hook}, which chooses what is moved"
     ungraded = next((s.ungraded for r in records.values() for s in r.steps if s.step and s.ungraded), ())
     if ungraded and not _nothing_trained(records.values()):
-        return f"{len(ungraded)} parameters have no gradient ({ungraded[0]}): what is moved of them is not derived"
+        return f"{names_text(ungraded)} had no gradient: what is moved of them is not derived"
     calls = [call for record in records.values() for call in record.evidence.collectives]
     moved = [
         c for c in calls if c.op in ("all_gather", "reduce_scatter") and c.phase in INSIDE and c.dtype not in BYTES
@@ -280,6 +283,12 @@ def _no_flows(records: Mapping[int, RankRecord]) -> str:
         {c.dtype for c in moved} if len(steps) < 2 else {c.dtype for c in moved if c.step != min(steps)}
     )  # set up there
     return f"parameters or gradients may move as {', '.join(sorted(packed))}" if packed else ""
+
+
+def _local(summaries: Iterable[Summary]) -> str:
+    """Why replicas need not reduce gradients; empty if they need."""
+    how = next(filter(None, map(local_by, replicas(summaries))), "")
+    return f"replicas train locally, by {how}" if how else ""
 
 
 def _nothing_trained(records: Iterable[RankRecord]) -> bool:

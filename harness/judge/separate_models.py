@@ -13,27 +13,30 @@ from dataclasses import dataclass
 
 from harness.evidence.keys import ranks_of
 from harness.evidence.summary import Outside, Summary, Use
-from harness.judge.local_training import hook_of
+from harness.judge.local_training import local_by
 
 LEAST = 100  # a hundredth of the bytes of a rank's parameters: gradients may move compressed, and some of them only
 
 
 @dataclass(frozen=True)
 class Separate:
-    """sets: of ranks, joined within and not with each other. ranks: of several sets, alike before the first step and not after
-    `step`. own: they have groups that torch has no ranks of, which may join them."""
+    """Sets of ranks that nothing joins."""
 
     sets: tuple[tuple[int, ...], ...]
+    """Global ranks of each set, which are joined with each other."""
     ranks: tuple[int, ...]
+    """Ranks of several sets that held the same before the first step, and not after `step`."""
     step: int
+    """Number of the last step that all of them have on record."""
     own: bool = False
+    """Whether they have groups that torch has no ranks of, which may join them."""
 
 
 def separate_models(summaries: Sequence[Summary]) -> Separate | None:
     """None as well where some rank left no step, for nobody knows what it did."""
     sets = _seen_sets(summaries)
     home = {rank: number for number, ranks in enumerate(sets) for rank in ranks}
-    for family in (ranks for ranks in _alike_at_first(summaries) if not hook_of(ranks)):
+    for family in (ranks for ranks in _alike_at_first(summaries) if not local_by(ranks)):
         steps = set.intersection(*({step for step in one.contents if step} for one in family))
         last = max(steps, default=0)
         if (
@@ -63,7 +66,9 @@ def joined_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
 
 def _seen_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
     """As joined_sets, where groups that torch has no ranks of join nobody."""
-    if any(not one.shown for one in summaries) or len(summaries) < max((one.world for one in summaries), default=0):
+    if any(not one.saw_a_step for one in summaries) or len(summaries) < max(
+        (one.world for one in summaries), default=0
+    ):
         return ()
     towards = {one.rank: one.rank for one in summaries}
 

@@ -14,7 +14,6 @@ from typing import Any
 from harness.evidence.keys import ranks_of
 from harness.evidence.reading import read_json
 from harness.evidence.recording import BESIDE, RANKS, SECOND_PART, Beside, Last, Reached, load_summary, record_file
-from harness.evidence.records import BACKGROUND
 from harness.evidence.store import EvidenceError, decoded_without_values
 from harness.evidence.summary import Summary
 from harness.record.folders import JOB, JOBS, job_folders
@@ -25,22 +24,40 @@ STARTED = "recording.json"
 
 @dataclass(frozen=True)
 class Recording:
-    """requested: how many ranks the command says that it starts, None where it does not say. code: of its exit, None while
-    nobody knows. nothing: why no rank left evidence. last: of ranks that were killed, the last collective. unreadable: why.
-    exits: by rank the exit code of its process, or minus the signal that ended it, where somebody told. job: what its processes
-    have in common. others: jobs of the same command that have rank numbers of their own, such as replica groups."""
+    """What the ranks of one job left."""
 
     directory: Path
+    """Folder of the recording."""
     summaries: dict[int, Summary]
+    """By rank that left a record, its summary."""
     command: str = ""
+    """Command line that was recorded."""
     code: int | None = None
+    """Exit code of the command; None while it is not known."""
     requested: int | None = None
+    """Number of ranks that the command says it starts; None where it does not say."""
     nothing: str = ""
+    """Reason why no rank left evidence; empty where one did."""
     last: dict[int, Last] = field(default_factory=dict)
+    """By rank that was killed, the last collective that it issued."""
     unreadable: dict[int, str] = field(default_factory=dict)
+    """By rank, why its file cannot be read."""
     exits: dict[int, int] = field(default_factory=dict)
+    """By rank, the exit code of its process, or minus the signal that ended it, where somebody reported it."""
     job: str = ""
+    """Words that its processes have in common, such as a replica group's id."""
     others: tuple[Recording, ...] = ()
+    """Jobs of the same command that have rank numbers of their own, such as replica groups."""
+
+    @property
+    def jobs(self) -> tuple[Recording, ...]:
+        """All jobs of the command, this one first."""
+        return (self, *self.others)
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether the command has other jobs with rank numbers of their own."""
+        return bool(self.others) or self.directory.parent.name == JOBS
 
     @property
     def world(self) -> int:
@@ -199,9 +216,8 @@ def _beside(file: Path) -> tuple[Beside, ...]:
 def _trace(directory: Path, one: Summary) -> Last | None:
     """What a killed process left of its last collective, later than its record."""
     try:
-        op, group, place, step, phase = json.loads(_page(directory, one)[:SECOND_PART].split(b"\n")[0])
+        text, group, place, before = json.loads(_page(directory, one)[:SECOND_PART].split(b"\n")[0])
     except (OSError, ValueError):  # it had not got so far, or was killed as it wrote
         return one.last
     ranks = next((i.ranks for i in one.issued if i.group == group), "")
-    when = "in the background" if phase == BACKGROUND else f"in step {step}, {phase}"
-    return Last(f"{op} {when}", ranks_of(ranks), group, place)
+    return Last(text, ranks_of(ranks), group, place, tuple(before))

@@ -1,4 +1,4 @@
-"""The samples that a model is called with: a tensor, or the first of a batch in whatever holds it."""
+"""What a model is called with: tensors, or those of a batch in whatever holds it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,33 @@ import torch
 BESIDE = ("mask", "pos", "type_ids", "seqlens")
 """What names of tensors have that are alike for all samples of one length."""
 
+INPUTS = 8
+"""Tensors of one call that are looked at."""
 DEEPEST, MOST = 4, 64
 """Batches in batches, and members of one, that are looked at: what holds itself, or a list of a million, ends."""
 
 
-def samples_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Of two ranks these differ if their batches do, which masks and positions need not. A tensor of its own comes before what
-    a batch holds."""
+def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the samples first, then what else differs between two ranks if their batches do: labels, noise. Masks and
+    positions need not: one of these is returned where there is nothing else. A tensor of its own comes before what a batch
+    holds."""
     given = [*(("", value) for value in args), *kwargs.items()]
     alone = [(name, value) for name, value in given if torch.is_tensor(value)]
     held = itertools.chain(alone, *(_tensors(name, value, DEEPEST) for name, value in given))
-    first = None
+    found, beside = dict[int, torch.Tensor](), list[torch.Tensor]()
     for name, tensor in held:
-        if not any(word in name for word in BESIDE):
-            return tensor
-        first = tensor if first is None else first
-    return first
+        if any(word in name for word in BESIDE):
+            beside.append(tensor)
+        elif not found or _is_of_samples(tensor):
+            found[id(tensor)] = tensor
+        if len(found) == INPUTS:
+            break
+    return [*found.values()] or beside[:1]
+
+
+def _is_of_samples(tensor: torch.Tensor) -> bool:
+    """Whether it may have one number a sample: counts and scales of a whole batch have none, and are alike on all ranks."""
+    return tensor.dim() > 0 and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
 def _tensors(name: str, value: Any, deeper: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,11 +21,14 @@ MOST = 3
 
 @dataclass
 class Settings:
-    """values: in its first step on record. changed: those that another step had otherwise, as a schedule of betas does."""
+    """What is reported of an optimizer."""
 
     kind: str
+    """Its class, and that of the optimizer that steps it."""
     values: dict[str, str]
+    """By name, its settings in its first step on record."""
     changed: set[str] = field(default_factory=set)
+    """Settings that another step had otherwise, as a schedule of betas does."""
 
     def __str__(self) -> str:
         words = (f"{key} {value}{' at first' * (key in self.changed)}" for key, value in self.values.items())
@@ -92,7 +95,9 @@ class Optimizers:
     def _note_settings(self, optimizer: Optimizer) -> None:
         values = settings_of(optimizer)
         if (first := self._known.get(optimizer)) is None:
-            first = Settings(type(optimizer).__name__, values)
+            outer = self._stepping[-1]() if self._stepping else None
+            within = f" in {type(outer).__name__}" if outer is not None else ""
+            first = Settings(f"{type(optimizer).__name__}{within}", values)
             self._known.put(optimizer, first)
             self._all.append(first)
         first.changed |= {key for key, value in first.values.items() if values.get(key) != value}

@@ -31,7 +31,7 @@ from harness.probe.settings import settings
 from harness.probe.structure import local, named_parameters, sharded_parameters
 from harness.probe.values import held_bytes
 from harness.record.digests import constant, digest, not_finite
-from harness.record.inputs import samples_of
+from harness.record.inputs import inputs_of
 from harness.record.optimizers import Optimizers, gradient_bytes
 
 REPLICATED = ("ddp", "replicate")
@@ -48,7 +48,7 @@ class Step:
     digests: dict[str, torch.Tensor] = field(default_factory=dict)
     bad: dict[str, torch.Tensor] = field(default_factory=dict)
     constant: dict[str, torch.Tensor] = field(default_factory=dict)
-    fed: list[tuple[Account, torch.Tensor, tuple[int, ...], str]] = field(default_factory=list)
+    fed: list[tuple[Account, list[torch.Tensor], tuple[int, ...], str]] = field(default_factory=list)
     after: list[tuple[Account, AfterForward]] = field(default_factory=list)
     settings: dict[str, set[str]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
@@ -144,11 +144,11 @@ class Seen:
         step = self._step()
         step.began = step.began or time.perf_counter() - self._own()
         of_model = any(part is each for each in self.parts)  # a loss is fed by a model
-        first = samples_of(args, kwargs) if of_model else None
+        inputs = inputs_of(args, kwargs) if of_model else []
         in_training = self._clock.account.kind != "evaluation"
-        if first is not None and in_training and self.reads_contents and first.device.type != "meta":
-            dtype = str(first.dtype).removeprefix("torch.")
-            step.fed.append((self._clock.account, digest(first), tuple(first.shape), dtype))
+        if inputs and in_training and self.reads_contents and inputs[0].device.type != "meta":
+            dtype = str(inputs[0].dtype).removeprefix("torch.")
+            step.fed.append((self._clock.account, [*map(digest, inputs)], tuple(inputs[0].shape), dtype))
 
     def pass_ends(self, part: nn.Module) -> None:
         if self._clock.account.kind != "evaluation":
@@ -302,8 +302,9 @@ class Seen:
             not_finite=_where(step.bad),
             constant=_where(step.constant),
             fed=tuple(
-                Fed(int(number), shape, dtype)
-                for account, number, shape, dtype in step.fed
+                Fed(first, shape, dtype, tuple(others))
+                for account, digests, shape, dtype in step.fed
+                for first, *others in [_read(digests)]
                 if account.kind == "training"
             ),
             seconds=step.ended - step.began if step.ended and step.began else 0.0,

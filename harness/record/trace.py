@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from harness.evidence.recording import BESIDE, Beside, Last
+from harness.evidence.recording import BESIDE, Beside, Last, issued_text
 from harness.evidence.records import BACKGROUND, CHECKPOINT
 from harness.evidence.store import encoded_without_values
 from harness.probe.clock import Clock
@@ -20,6 +20,8 @@ from harness.probe.collectives import CollectiveRecorder, _group_of, members
 from harness.probe.own_groups import Call, name_of
 from harness.record.progress import Progress
 
+BEFORE = 8
+"""Collectives of a group before the last one that a killed process leaves, for members come to unlike numbers."""
 MOST = 1000
 """Collectives of a group on record that are of no step, so that a job may be of any length: the first ones."""
 
@@ -31,7 +33,8 @@ class TracedCollectives(CollectiveRecorder):
         self._clock, self._chosen = clock, chosen
         self._counts: Counter[str] = Counter()
         self._in_background: Counter[str] = Counter()
-        self._latest: tuple[str, Any, int, int, str] | None = None
+        self._latest: tuple[Any, ...] | None = None
+        self._before: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=BEFORE))
         self._ranks: dict[str, tuple[int, ...]] = {}
         self._placed: set[int] = set()
         self._beside: dict[str, set[tuple[str, str]]] = defaultdict(set)
@@ -79,7 +82,8 @@ class TracedCollectives(CollectiveRecorder):
         name = name_of(group)
         self._counts[name] += 1
         step, phase = self._clock.where()
-        self._latest = (op, name, self._counts[name], step, phase)
+        self._latest = (text := issued_text(op, step, phase), name, self._counts[name], [*self._before[name]])
+        self._before[name].appendleft(text)
         self._progress.note_collective(self._latest)
         if phase != BACKGROUND:
             return self._chosen()
@@ -111,16 +115,13 @@ class TracedCollectives(CollectiveRecorder):
 
     @property
     def last(self) -> Last | None:
-        return last_of(self._latest, self._ranks) if self._latest else None
+        if self._latest is None:
+            return None
+        text, name, place, before = self._latest
+        return Last(text, self._ranks.get(name, ()), name, place, tuple(before))
 
     def leave_beside(self, record: Path, *, finished: bool) -> None:
         """Say beside which record a process that is killed leaves what other threads issued."""
         self._file = record
         if finished:
             record.with_suffix(BESIDE).unlink(missing_ok=True)
-
-
-def last_of(latest: Any, ranks: dict[str, tuple[int, ...]]) -> Last:
-    op, name, place, step, phase = latest
-    when = "in the background" if phase == BACKGROUND else f"in step {step}, {phase}"
-    return Last(f"{op} {when}", ranks.get(name, ()), name, place)

@@ -14,7 +14,7 @@ from harness.plan.plan import Plan
 from harness.report.as_data import as_data
 from harness.report.cause_text import diagnosis_line
 from harness.report.layout_text import balance, kinds_of, most_sent, neediest
-from harness.report.recording_layout import verdict_of_all
+from harness.report.recording_layout import Judged, results_of, verdict_of_all
 from harness.report.recording_odd import oddities
 from harness.report.recording_page import facts
 from harness.spec.case import Case
@@ -34,12 +34,14 @@ def judged(results: Sequence[Result], diagnosis: Diagnosis | None) -> dict[str, 
     }
 
 
-def recording(
-    found: Recording, dims: ParallelDims | None = None, results: Sequence[Result] = (), cause: Diagnosis | None = None
-) -> dict[str, Any]:
-    """Return what is odd, what ran, in words and as structure; with the verdict on a layout where one was declared."""
+def recording(found: Recording, dims: ParallelDims | None = None, jobs: Sequence[Judged] = ()) -> dict[str, Any]:
+    """Return what is odd, what ran, in words and as structure, of which jobs and over which groups of the trainer's own. jobs:
+    what is judged of each, where a layout was declared."""
     summaries = [one for _, one in sorted(found.summaries.items())]
     rows = facts(found, summaries, with_layout=dims is not None) if summaries else []
+    told: dict[str, Any] = (
+        {"layout": dims, **judged(*jobs[0]), "verdict": verdict_of_all(results_of(jobs))} if jobs else {}
+    )
     return {
         "directory": found.directory,
         "command": found.command,
@@ -52,7 +54,22 @@ def recording(
         "facts": [{"label": label, "text": text} for label, text in rows],
         "structure": structure(found) if summaries else {},
         "costs": costs(found),
-        **({"layout": dims, **judged(results, cause)} if dims else {}),
+        "own_groups": [as_data(group) | {"rank": one.rank} for one in summaries for group in one.own_groups],
+        "jobs": [_job(job, *jobs[number : number + 1]) for number, job in enumerate(found.jobs)],
+        **told,
+    }
+
+
+def _job(job: Recording, *said: Judged) -> dict[str, Any]:
+    """What is said of one of several jobs, with its verdict where a layout was declared."""
+    return {
+        "directory": job.directory,
+        "name": job.job,
+        "world": job.world,
+        "left_evidence": list(job.summaries),
+        "steps": max((one.steps_seen for one in job.summaries.values()), default=0),
+        "ended": {rank: one.ended or "unheard" for rank, one in job.summaries.items()},
+        **(judged(*said[0]) if said else {}),
     }
 
 

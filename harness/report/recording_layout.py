@@ -11,12 +11,42 @@ from harness.report.finding_text import sentence
 from harness.report.text import WIDTH, check_line, table, wrapped
 from harness.spec.dims import ParallelDims
 
+Judged = tuple[Sequence[Result], Diagnosis | None]
+"""Of one job, what its checks say, and the cause of what fails."""
+
+
+def results_of(jobs: Sequence[Judged]) -> list[Result]:
+    """Return those of all jobs."""
+    return [result for results, _ in jobs for result in results]
+
+
+def jobs_report(dims: ParallelDims, jobs: Sequence[Judged]) -> list[str]:
+    """Return the report of the only job; of several, a line of each, and the report of the first."""
+    if len(jobs) == 1:
+        return layout_report(dims, *jobs[0])
+    rows = [(f"job {number}", _in_short(job)) for number, job in enumerate(jobs, start=1)]
+    head = f"{verdict_of_all(results_of(jobs))} layout {_requested(dims)} for each of {len(jobs)} jobs"
+    return [head, *table(rows), f"job 1: {layout_report(dims, *jobs[0])[0]}", *layout_report(dims, *jobs[0])[1:]]
+
+
+def _in_short(job: Judged) -> str:
+    results, diagnosis = job
+    verdict = verdict_of_all(results)
+    telling = next(one for one in results if one.verdict is verdict)
+    if verdict is Verdict.PASS:
+        return str(verdict)
+    said = diagnosis_line(diagnosis) or f"{telling.check}: {_first(telling) if telling.findings else telling.note}"
+    return f"{verdict}, {said}"
+
+
+def _requested(dims: ParallelDims) -> str:
+    return ", ".join(f"{axis} {degree}" for axis, degree in vars(dims).items() if degree > 1) or "one rank"
+
 
 def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diagnosis | None) -> list[str]:
     """The cause, or where nothing explains it what the first failing check found. Of an unexplained check the first finding
     goes below."""
-    requested = ", ".join(f"{axis} {degree}" for axis, degree in vars(dims).items() if degree > 1) or "one rank"
-    lines = [f"{verdict_of_all(results)} layout {requested}"]
+    lines = [f"{verdict_of_all(results)} layout {_requested(dims)}"]
     told = None
     if diagnosis is not None:
         lines += [*wrapped(diagnosis_line(diagnosis), "  "), *table(evidence_rows(diagnosis.evidence))]

@@ -10,8 +10,8 @@ from harness.evidence.keys import steps_text
 from harness.evidence.lost_peer import lost_a_peer
 from harness.evidence.recording import Last
 from harness.evidence.summary import POINT_TO_POINT, Summary
-from harness.evidence.text import ranks_text
-from harness.judge.local_training import averaged, hook_of, not_averaged, partly_equal
+from harness.evidence.text import names_text, ranks_text
+from harness.judge.local_training import averaged, local_by, not_averaged, partly_equal
 from harness.judge.observed import copied, differing, odd_ranks, out_of_order, replicas, together
 from harness.judge.separate_models import separate_models
 from harness.judge.stored_recording import Recording, exit_text, only_waited
@@ -206,16 +206,27 @@ def _lasts(recording: Recording) -> list[dict[int, Last]]:
 
 def _apart(recording: Recording) -> list[Odd]:
     """Members that issued different collectives under one number of a group, of a job that did not end well: what they then
-    raise or wait for follows from it. The ends of a send have different operators by right."""
+    raise or wait for follows from it. The ends of a send have different operators by right, and are not counted alike."""
     rows: list[Odd] = []
     for members in _lasts(recording):
-        most = max(last.seq for last in members.values())
-        issued = _grouped({rank: last.text for rank, last in members.items() if last.seq == most})
-        if len(issued) > 1 and not any(text.split()[0] in POINT_TO_POINT for text, _ in issued):
-            of = f"number {most} over {ranks_text(next(iter(members.values())).ranks)}"
-            kinds = " and ".join(f"{text} on {some_ranks(ranks)}" for text, ranks in issued[:3])
-            rows.append(Odd.on(APART, [rank for _, ranks in issued for rank in ranks], f"{of} is {kinds}"))
+        known = {rank: _by_number(last) for rank, last in members.items()}
+        for number in sorted(set.intersection(*map(set, known.values()))):
+            issued = _grouped({rank: texts[number] for rank, texts in known.items()})
+            if len(issued) > 1 and not any(_is_sent(text) for texts in known.values() for text in texts.values()):
+                of = f"number {number} over {ranks_text(next(iter(members.values())).ranks)}"
+                kinds = " and ".join(f"{text} on {some_ranks(ranks)}" for text, ranks in issued[:3])
+                rows.append(Odd.on(APART, [rank for _, ranks in issued for rank in ranks], f"{of} is {kinds}"))
+                break
     return rows[:2]
+
+
+def _by_number(last: Last) -> dict[int, str]:
+    """What a rank issued over a group, as far as it is known."""
+    return {last.seq - back: text for back, text in enumerate((last.text, *last.before))}
+
+
+def _is_sent(text: str) -> bool:
+    return text.split()[0] in POINT_TO_POINT
 
 
 def _issued(last: Last) -> str:
@@ -246,7 +257,7 @@ def _order(summaries: Sequence[Summary]) -> list[Odd]:
 def _separate(summaries: Sequence[Summary]) -> list[Odd]:
     """By far the worst that a wrong mesh does, and no check of a layout says it."""
     found = separate_models(summaries)
-    if found is None or (found.own and partly_equal(summaries)):
+    if found is None or (found.own and any(one.equal for one in partly_equal(summaries))):
         return []
     more = f" and {len(found.sets) - 2} more sets of ranks" if len(found.sets) > 2 else ""
     sets = " and ".join(ranks_text(ranks) for ranks in found.sets[:2]) + more
@@ -277,7 +288,7 @@ def _replicas(summaries: Sequence[Summary]) -> list[Odd]:
         Odd.on("NOT AVERAGED", (one.rank for one in family), _not_averaged(family))
         for family in not_averaged(replicas(summaries))[:1]
     ]
-    own = [family for family in replicas(summaries) if not hook_of(family)]
+    own = [family for family in replicas(summaries) if not local_by(family)]
     same = ((own, "the same parts as"), (copied(summaries), "copies of the same parameters as"))
     for families, what in same:
         for step, apart in differing(families).items():
@@ -293,24 +304,22 @@ def _replicas(summaries: Sequence[Summary]) -> list[Odd]:
 def _not_averaged(family: Sequence[Summary]) -> str:
     steps = steps_text(tuple(sorted({step for one in family for step in one.contents if step})))
     who = some_ranks(one.rank for one in family)
-    return f"{who} train locally by {hook_of(family)}, and are not the same again after any of {steps}"
+    return f"{who} train locally by {local_by(family)}, and are not the same again after any of {steps}"
 
 
 def _partly(summaries: Sequence[Summary]) -> list[Odd]:
-    """An optimizer that shares what it steps on, and leaves the rest alone; experts of a rank's own look like that, too."""
-    return [
-        Odd.on(
-            "PARTLY EQUAL",
-            one.ranks,
-            f"{some_ranks(one.ranks)} began alike; {_names(one.equal)} stayed equal, {_names(one.differ)} did not: "
-            "nothing reduces the latter, or they are a rank's own",
-        )
-        for one in partly_equal(summaries)[:2]
-    ]
-
-
-def _names(fqns: Sequence[str], most: int = 3) -> str:
-    return f"{len(fqns)} parameter{'s' * (len(fqns) != 1)} ({', '.join(fqns[:most])}{', ..' * (len(fqns) > most)})"
+    """An optimizer that shares what it steps on, and leaves the rest or all alone; parameters of a rank's own look like that,
+    too. Of ranks that nothing joins that is said already."""
+    rows, separate = [], separate_models(summaries)
+    for one in partly_equal(summaries)[:2]:
+        if one.equal:
+            text = f"{names_text(one.equal)} stayed equal, {names_text(one.differ)} did not"
+            text = f"{some_ranks(one.ranks)} began alike; {text}: nothing reduces the latter, or they are a rank's own"
+            rows.append(Odd.on("PARTLY EQUAL", one.ranks, text))
+        elif separate is None:
+            text = f"{some_ranks(one.ranks)} began alike, and {names_text(one.differ)} became unlike"
+            rows.append(Odd.on(NOT_EQUAL, one.ranks, f"{text}: nothing keeps them equal, or they are a rank's own"))
+    return rows
 
 
 def _from_the_start(summaries: Sequence[Summary], ranks: Sequence[int]) -> str:
@@ -332,8 +341,7 @@ def _not_finite(summaries: Sequence[Summary]) -> list[Odd]:
     bad = {one.rank: one.not_finite[steps[0]] for one in summaries if steps[0] in one.not_finite}
     names = list(dict.fromkeys(name for names in bad.values() for name in names))
     when = f"after step {steps[0]}" if steps[0] else "before the first step"
-    shown = ", ".join(names[:3]) + ", .." * (len(names) > 3)
-    text = f"{len(names)} parameters {when} ({shown}), on {some_ranks(bad)}"
+    text = f"{names_text(names)} {when}, on {some_ranks(bad)}"
     return [Odd.on("NOT FINITE", bad, text, steps[0])]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from harness.evidence.keys import ranks_key, ranks_of, steps_text
 from harness.evidence.summary import Summary
 from harness.evidence.text import MANY, bytes_text, ranks_text
-from harness.judge.local_training import averaged, hook_of
+from harness.judge.local_training import averaged, local_by
 from harness.judge.observed import Axis, Moved, axes, left_on, replicas, together
 from harness.judge.stored_recording import Recording
 from harness.report.recording_jobs import job_rows
@@ -123,13 +123,15 @@ def _model(summaries: Sequence[Summary]) -> str:
     (parts, count, elements), ranks = next(iter(kinds.items()))
     where = f" on {some_ranks(ranks)}, others elsewhere ({len(kinds)} kinds of ranks)" if len(kinds) > 1 else ""
     left = f"; not recorded: {summaries[0].left_out[0]}" if summaries[0].left_out else ""
-    seen = max(one.steps_seen for one in summaries)
+    seen = together(summaries, lambda one: one.steps_seen)
+    most = max(seen)
+    furthest = f" on {some_ranks(seen[most])}" if len(seen) > 1 else ""
     stepped = next((one.optimizers for one in summaries if one.optimizers), ())
     unstepped = f"; {summaries[0].unstepped} in no optimizer" if summaries[0].unstepped else ""
     whose = " in a rank's own part, for FSDP1 cuts them" if "fsdp1" in summaries[0].wrappers else ""
     return (
         f"{' + '.join(parts)}: {count} parameters of {elements:,} elements{whose}{unstepped}{where}; "
-        f"{', '.join(stepped) or 'no step of an optimizer recorded'}; {seen} step{'s' * (seen != 1)}; "
+        f"{', '.join(stepped) or 'no step of an optimizer recorded'}; {most} step{'s' * (most != 1)}{furthest}; "
         f"torch {summaries[0].versions.get('torch', '?')}{left}"
     )
 
@@ -143,7 +145,7 @@ def _axes(found: Sequence[Axis]) -> Iterator[tuple[str, str]]:
 
 def _no_axes(summaries: Sequence[Summary]) -> Rows:
     """Ranks train alone where nothing ran at all: a pipeline's own loop sends between passes."""
-    if len(summaries) == 1 or any(one.own_groups or one.failed or not one.shown for one in summaries):
+    if len(summaries) == 1 or any(one.own_groups or one.failed or not one.saw_a_step for one in summaries):
         return []
     elsewhere = any(one.outside or one.background for one in summaries)
     alone = "" if elsewhere else ": each rank trains alone"
@@ -167,6 +169,8 @@ def _when(steps: str) -> str:
 
 
 def _idle(summaries: Sequence[Summary]) -> Rows:
+    if not all(one.saw_a_step for one in summaries):
+        return []
     idle = sorted({key for one in summaries for key in one.idle}, key=ranks_of)
     return [("idle groups", f"nothing ran over {groups_text(idle)}")] if idle else []
 
@@ -191,9 +195,9 @@ def _contents(summaries: Sequence[Summary]) -> str:
     when = f"after step {last}" if last else "before the first step"
     several = [ranks_key(tuple(ranks)) for ranks in kinds.values() if len(ranks) > 1]
     equal = f", equal on {groups_text(several)}" if several else ""
-    if families and (hook := hook_of(families[0])):
+    if families and (how := local_by(families[0])):
         again = averaged(families[0])
-        when += f" (local by {hook}" + (f", the same again after {steps_text(again)})" if again else ")")
+        when += f" (local by {how}" + (f", the same again after {steps_text(again)})" if again else ")")
     claimed = (
         f"; replicas as claimed: {len(families)} set{'s' * (len(families) != 1)} of {len(families[0])}"
         if families
@@ -271,7 +275,9 @@ def _reduced_again(summaries: Sequence[Summary]) -> Rows:
     gradients = max((one.memory.get("gradients", 0) for one in summaries), default=0)
     rows = []
     for axis in axes(summaries) if gradients else ():
-        sums = [one for one in axis.moved if (one.op, one.phase) == ("all_reduce", "backward")]
+        sums = [
+            one for one in axis.moved if (one.op, one.phase) == ("all_reduce", "backward") and "int" not in one.dtype
+        ]
         moved, calls = sum(one.most for one in sums), sum(one.calls for one in sums)
         if axis.role == "replicated by ddp" and moved >= 2 * gradients and moved % gradients == 0:
             text = f"{bytes_text(moved)} for {bytes_text(gradients)} of gradients in {calls} calls: DDP reduces them"

@@ -8,8 +8,9 @@ from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.request import neighbours
 from harness.evidence.recording import RankRecord, load_record, record_file
+from harness.evidence.text import counted
 from harness.judge.recorded import trial_of
-from harness.judge.result import Diagnosis, Result
+from harness.judge.result import Diagnosis, Result, Verdict
 from harness.judge.stored_recording import Recording
 from harness.judge.trial import Trial
 from harness.run.stand_ins import apart_by_plan, disagreeing, stand_ins
@@ -19,7 +20,15 @@ Judged = tuple[tuple[Result, ...], Diagnosis | None]
 
 
 def judged(recording: Recording, dims: ParallelDims) -> Judged:
-    """Of ranks that are alike one record is read. Raises EvidenceError."""
+    """Of ranks that are alike one record is read. Where the command has several jobs, a layout of other ranks than one has may
+    be that of all together, which nobody can judge. Raises EvidenceError."""
+    if not recording.summaries:
+        return (Result("completed", Verdict.UNKNOWN, note="no rank of it left evidence"),), None
+    if recording.is_one_of_several and recording.world != dims.world_size:
+        why = (
+            f"it has {counted(recording.world, 'rank')}, the layout {dims.world_size}: give a layout of one job's ranks"
+        )
+        return (Result("completed", Verdict.UNKNOWN, note=why),), None
     return judged_by(recording, dims, lambda rank: load_record(record_file(recording.directory, rank)))
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from harness.checks import judge
 from harness.cli import COMMANDS, main, parser
 from harness.diagnosis import diagnose
 from harness.evidence.installed import installed
+from harness.evidence.records import OwnCalls, OwnGroup
 from harness.faults.attempt import METHODS, Attempt
 from harness.faults.attempt import Outcome as FaultOutcome
 from harness.judge.finding import Finding
@@ -177,12 +179,28 @@ def test_a_recording_its_layout_and_what_is_odd(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("harness.cli.show.judged", lambda *_: (results, None))
     code, said = answer("layout", "show", "run", "--layout", "dp_replicate=2,dp_shard=2")
     assert (code, said["verdict"], said["layout"]["dp_shard"]) == (1, "FAIL", 2)
+    assert [(one["verdict"], one["world"]) for one in said["jobs"]] == [("FAIL", 4)]
     odd = recording(contents={1: 5}, not_finite={2: ("w",)})
     odd.summaries[3] = hsdp(3, **SHOWN, contents={1: 99})
     monkeypatch.setattr("harness.cli.show.load_recording", lambda _: odd)
     code, said = answer("recording", "show", "run")
     rows = {one["label"]: one for one in said["odd"]}
     assert (code, rows["NOT FINITE"]["ranks"], rows["NOT FINITE"]["step"]) == (1, [0, 1, 2], 2)
+    moved = (OwnCalls("allreduce", "float32", "other", 1, 2, 8),)
+    own = recording(own_groups=(OwnGroup("ProcessGroupGloo", "train.py:3", 0, 0, None, 2, moved),))
+    both = replace(own, others=(replace(own, directory=Path("run/jobs/2"), job="second"),))
+    monkeypatch.setattr("harness.cli.show.load_recording", lambda _: both)
+    _, said = answer("recording", "show", "run")
+    assert [(one["rank"], one["made"], one["calls"][0]["bytes"]) for one in said["own_groups"]][0] == (
+        0,
+        "train.py:3",
+        8,
+    )
+    assert [(one["name"], one["directory"], "verdict" in one) for one in said["jobs"]][1] == (
+        "second",
+        "run/jobs/2",
+        False,
+    )
     monkeypatch.setattr("harness.cli.show.load_recording", lambda _: Recording(Path("run"), {}, nothing="no torch"))
     code, said = answer("recording", "show", "run")
     assert (code, said["odd"][0]["label"], said["structure"]) == (2, "NO EVIDENCE", {})

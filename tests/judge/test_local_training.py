@@ -19,10 +19,10 @@ from harness.cli.show import exit_code
 from harness.diagnosis import diagnose
 from harness.diagnosis.request import neighbours
 from harness.evidence.recording import RankRecord, RecordedStep
-from harness.evidence.records import Collective, RankEvidence
+from harness.evidence.records import Collective, RankEvidence, Wrapper
 from harness.evidence.summary import Use
 from harness.judge import recorded
-from harness.judge.local_training import averaged, partly_equal
+from harness.judge.local_training import averaged, local_by, partly_equal
 from harness.judge.result import Result, Verdict
 from harness.judge.stored_recording import Recording
 from harness.judge.trial import Trial
@@ -56,15 +56,26 @@ def test_replicas_of_local_training_that_no_step_leaves_alike_are_undecided_and_
     assert (exit_code(found), agreement(found)) == (NOT_JUDGED, Verdict.UNKNOWN)
 
 
-def test_without_the_hook_the_same_bytes_are_a_finding() -> None:
-    found = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2)
+BACKWARD = (Use("0,1", "all_reduce", "backward", "float32", 1, 400),)
+
+
+def test_without_a_hook_replicas_that_reduce_gradients_and_differ_are_a_finding_though_they_agree_again() -> None:
+    found = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2, uses=BACKWARD)
     assert [(one.label, one.step) for one in oddities(found)] == [("REPLICAS DIFFER", 2)]
     assert (exit_code(found), agreement(found)) == (BROKEN, Verdict.FAIL)
 
 
+@pytest.mark.parametrize("slices", [7, 0], ids=["under DDP", "of which nothing is claimed"])
+def test_replicas_that_reduce_nothing_and_agree_again_are_averaged_which_is_local_training(slices: int) -> None:
+    """As under no_sync with averages by hand."""
+    found = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=slices, shown=2)
+    assert local_by([*found.summaries.values()])
+    assert (oddities(found), exit_code(found), agreement(found)) == ([], PASSED, Verdict.PASS)
+
+
 def test_of_replicas_that_differ_it_is_reported_whether_a_later_step_left_them_the_same() -> None:
-    apart = replicas({0: 1, 1: 2, 2: 3, 3: 8}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2)
-    again = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2)
+    apart = replicas({0: 1, 1: 2, 2: 3, 3: 8}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2, uses=BACKWARD)
+    again = replicas({0: 1, 1: 2, 2: 3, 3: 9}, {0: 1, 1: 2, 2: 4, 3: 9}, slices=7, shown=2, uses=BACKWARD)
     assert ["again" in oddities(one)[0].text for one in (apart, again)] == [False, True]
 
 
@@ -89,13 +100,38 @@ def test_parameters_that_all_agree_or_that_only_frozen_ones_agree_on_are_no_anom
     assert oddities(unclaimed({"matrix": 5, "head": 1}, {"matrix": 6, "head": 1})) == []
 
 
+@pytest.mark.parametrize(
+    ("op", "phase", "size", "rows"),
+    [
+        ("all_reduce", "backward", 400, 1),
+        ("reduce", "backward", 400, 1),
+        ("all_reduce", "backward", 4, 0),
+        ("all_reduce", "forward", 400, 0),
+        ("send", "pipeline", 400, 0),
+    ],
+    ids=["summed", "summed on one rank", "a norm", "tensor parallelism", "stages of a pipeline"],
+)
+def test_ranks_that_began_alike_and_add_up_gradients_and_of_which_all_parameters_differ_are_named(
+    op: str, phase: str, size: int, rows: int
+) -> None:
+    """As of an optimizer that shares nothing of what it stepped on."""
+    apart = unclaimed({"matrix": 5, "head": 1}, {"matrix": 6, "head": 1})
+    told = {"uses": (Use("0,1", op, phase, "float32", 1, size),), "memory": {"parameters": 400}}
+    found = replace(apart, summaries={rank: replace(one, **told) for rank, one in apart.summaries.items()})
+    assert [(one.label, one.ranks) for one in oddities(found)] == [("NOT KEPT EQUAL", (0, 1))] * rows
+    assert exit_code(found) == (NOT_JUDGED if rows else PASSED)
+
+
 @pytest.mark.parametrize(("moved", "rows"), [(100, 0), (200, 1), (250, 0), (400, 1)])
 def test_gradients_that_ddp_reduces_several_times_a_step_are_reported_with_their_bytes(moved: int, rows: int) -> None:
     use = Use("0,1", "all_reduce", "backward", "float32", 4, moved)
     ranks = [
         summary(rank, 2, roles={"0,1": "replicated by ddp"}, uses=(use,), memory={"gradients": 100}) for rank in (0, 1)
     ]
-    assert len([text for label, text in costs(ranks) if label == "reduced again"]) == rows
+    used = Use("0,1", "all_reduce", "backward", "int32", 2, 32)  # what find_unused_parameters agrees on
+    for more in ((), (used,)):
+        told = costs([replace(one, uses=(use, *more)) for one in ranks])
+        assert len([text for label, text in told if label == "reduced again"]) == rows
 
 
 # ---- an optimizer that joins replicas in its step
@@ -114,7 +150,7 @@ def in_step(rank: int, evidence: RankEvidence) -> RankEvidence:
     return replace(evidence, collectives=(*kept, *more))
 
 
-def judged_of_optimizer(held: Held) -> dict[str, Result]:
+def judged_of_optimizer(held: Held, claims: Callable[[Wrapper], Wrapper] = lambda one: one) -> dict[str, Result]:
     ran = trial_of(tiny_case("hsdp_2x2"))
     records = {}
     for rank, evidence in ran.ranks.items():
@@ -123,7 +159,7 @@ def judged_of_optimizer(held: Held) -> dict[str, Result]:
             RecordedStep(number, dict.fromkeys(names, held(rank, number)))
             for number in (0, *(one.step for one in evidence.steps))
         ]
-        records[rank] = RankRecord(in_step(rank, evidence), tuple(steps), ended="ok")
+        records[rank] = RankRecord(in_step(rank, evidence), tuple(steps), ended="ok", steps_seen=len(evidence.steps))
     trial = recorded.trial_of(records, LAYOUTS["hsdp_2x2"], "run", len(records))
     return {name: run_check(name, module.check, trial) for name, module in all_checks().items()}
 
@@ -138,6 +174,16 @@ def test_replicas_that_the_optimizers_step_does_not_leave_alike_lack_it() -> Non
     first = found.findings[0]
     assert (first.axis, first.phase, first.observed) == ("dp_replicate", "backward", 0)
     assert "after step 2" in first.note
+
+
+@pytest.mark.parametrize("held", [ALIKE, APART])
+def test_that_no_wrapper_claims_replicas_which_the_optimizer_joins_is_no_finding_whether_it_leaves_them_alike_or_not(
+    held: Held,
+) -> None:
+    """What tells the right one from the broken one is in traffic."""
+    found = judged_of_optimizer(held, lambda one: replace(one, replicate_ranks=()))
+    assert found["placements"].verdict == Verdict.PASS
+    assert found["traffic"].verdict == (Verdict.PASS if held is ALIKE else Verdict.FAIL)
 
 
 # ---- collectives of a future's callback
@@ -157,26 +203,13 @@ def test_a_callback_between_forward_and_optimizer_works_for_backward() -> None:
     assert (seen, clock.phase()) == (["backward"], "other")
 
 
-@pytest.mark.parametrize(("hook", "verdict"), [("powerSGD_hook", Verdict.PASS), ("", Verdict.FAIL)])
-def test_phases_are_compared_only_where_no_communication_hook_issues_collectives(hook: str, verdict: Verdict) -> None:
-    ran = trial_of(tiny_case("ddp_2"))
-    ranks = {}
-    for rank, e in ran.ranks.items():
-        calls = tuple(replace(c, phase="other") if rank and c.phase == "backward" else c for c in e.collectives)
-        hooked = {name: replace(one, comm_hook=hook) for name, one in e.structure.items()}
-        ranks[rank] = replace(e, collectives=calls, structure=hooked)
-    trial = replace(ran, run=replace(ran.run, ranks=ranks))
-    found = run_check("collective_order", all_checks()["collective_order"].check, trial)
-    assert found.verdict == verdict
-
-
 # ---- what evidence of another layout lists
 
 
 def test_what_activations_would_move_is_not_expected_of_a_recording() -> None:
     requested = ParallelDims(dp_replicate=2, tp=2)
     ran: Trial = trial_of(tiny_case(requested), tiny_case(ParallelDims(dp_shard=2, tp=2)))
-    records = {rank: RankRecord(evidence, (), ended="ok") for rank, evidence in ran.ranks.items()}
+    records = {rank: RankRecord(evidence, (), ended="ok", steps_seen=3) for rank, evidence in ran.ranks.items()}
     trial = recorded.trial_of(records, requested, "run", len(records))
     flows: list[Flow] = [flow for flow in trial.plan.flows[0] if flow.role == "activations"]
     assert flows  # the plan has them

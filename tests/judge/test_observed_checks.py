@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,29 @@ def test_data_parallel_ranks_that_are_fed_the_same_in_every_step_are_named() -> 
     fed = [summary(rank, fed={1: rank, 2: 7}) for rank in range(3)] + [summary(3, fed={1: 0, 2: 7})]
     (finding,) = samples(fed, FOUR).findings
     assert finding.ranks == (0, 3)
+
+
+def fed_in_part(*inputs: Sequence[tuple[int, ...]], tokens: bool = False) -> Verdict:
+    """inputs: by rank, of each step what a forward pass was called with, the samples first."""
+    ranks = []
+    for rank, steps in enumerate(inputs):
+        told = {step: one for step, one in enumerate(steps, start=1)}
+        first = {step: one[0] for step, one in told.items()}
+        ranks.append(summary(rank, len(inputs), inputs=told, fed=first, tokens=first if tokens else {}))
+    return samples(ranks, ParallelDims(dp_replicate=len(inputs))).verdict
+
+
+def test_where_noise_of_a_ranks_own_may_hide_equal_samples_nobody_knows() -> None:
+    """As a diffusion model is called: with noise, times and labels."""
+    assert fed_in_part([(1, 5, 8), (2, 6, 9)], [(3, 7, 8), (4, 5, 9)]) == Verdict.UNKNOWN
+    assert fed_in_part([(1, 5, 8), (2, 6, 9)], [(3, 7, 1), (4, 5, 9)]) == Verdict.PASS
+    assert fed_in_part([(1, 5, 8), (2, 6, 9)], [(1, 7, 3), (2, 5, 4)]) == Verdict.UNKNOWN
+    assert fed_in_part([(1, 5, 8), (2, 6, 9)], [(1, 5, 8), (2, 6, 9)]) == Verdict.FAIL
+
+
+def test_what_is_the_same_in_every_step_or_beside_tokens_that_differ_is_no_sample() -> None:
+    assert fed_in_part([(1, 8), (2, 8)], [(3, 8), (4, 8)]) == Verdict.PASS
+    assert fed_in_part([(1, 8), (2, 9)], [(3, 8), (4, 9)], tokens=True) == Verdict.PASS
 
 
 def test_the_same_batch_once_is_no_finding() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder
 from harness.probe.pipeline import PipelineRecorder
-from harness.record.inputs import samples_of
+from harness.record.inputs import INPUTS, inputs_of
 from harness.record.seen import Seen
 
 TOKENS, MASK, ROWS = torch.arange(4).reshape(1, 4), torch.ones(1, 4, dtype=torch.int64), torch.rand(1, 4)
@@ -44,12 +44,12 @@ HOLDS_ITSELF.append(HOLDS_ITSELF)
     ],
 )
 def test_the_samples_are_the_first_tensor_that_is_no_mask_in_whatever_holds_it(args: Any, kwargs: Any) -> None:
-    assert samples_of(args, kwargs) is TOKENS
+    assert inputs_of(args, kwargs)[0] is TOKENS
 
 
 def test_where_there_is_only_a_mask_it_is_told_and_where_there_is_no_tensor_nothing_is() -> None:
-    assert samples_of(({"mask": MASK, "positions": ROWS},), {}) is MASK
-    assert samples_of((HOLDS_ITSELF, {1: "a text"}, [1] * 100_000), {"use_cache": False}) is None
+    assert [id(one) for one in inputs_of(({"mask": MASK, "positions": ROWS},), {})] == [id(MASK)]
+    assert inputs_of((HOLDS_ITSELF, {1: "a text"}, [1] * 100_000), {"use_cache": False}) == []
 
 
 def test_a_model_that_is_called_with_a_batch_of_names_was_fed_its_tokens() -> None:
@@ -61,3 +61,14 @@ def test_a_model_that_is_called_with_a_batch_of_names_was_fed_its_tokens() -> No
     clock.leave_forward()
     clock.leave_optimizer()
     assert [(fed.dtype, fed.shape) for step in seen.steps() for fed in step.fed] == [("int64", (1, 4))]
+    assert [len(fed.others) for step in seen.steps() for fed in step.fed] == [0]
+
+
+LABELS, NOISE, COUNT = torch.tensor([3]), torch.rand(1, 4), torch.tensor(7)
+
+
+def test_labels_and_noise_are_inputs_too_and_counts_of_a_batch_are_not() -> None:
+    for kwargs in ({"y": LABELS}, {"y": LABELS, "attention_mask": MASK, "num_items_in_batch": COUNT}):
+        assert [id(one) for one in inputs_of((ROWS, NOISE), kwargs)] == [id(ROWS), id(NOISE), id(LABELS)]
+    assert inputs_of((COUNT,), {}) == [COUNT]
+    assert len(inputs_of(tuple(torch.rand(1) for _ in range(20)), {})) == INPUTS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,17 @@ from literal_recording import summary
 
 from harness.cli import main
 from harness.cli.exit_codes import BROKEN
-from harness.evidence.recording import head, record_file
+from harness.evidence.recording import RankRecord, head, record_file, save_record
+from harness.evidence.records import RankEvidence
+from harness.judge.result import Verdict
 from harness.judge.stored_recording import Recording, load_recording
 from harness.record import place
 from harness.record.folders import JOB, job_folders
 from harness.report.recording_jobs import job_rows
+from harness.report.recording_layout import jobs_report
 from harness.report.recording_odd import oddities
+from harness.run.recorded_layout import judged
+from harness.spec.dims import ParallelDims
 
 SCRIPT = str(Path(__file__).parents[1] / "two_jobs_script.py")
 
@@ -93,6 +99,26 @@ def stored(directory: Path, jobs: int) -> Recording:
     (directory / "recording.json").write_text(json.dumps({"launch": "this", "command": "train", "code": 1}))
     (directory / "processes" / "h-11.ends").write_text(json.dumps({1: -9}))
     return load_recording(directory)
+
+
+def test_each_of_several_jobs_is_judged_by_a_layout_of_its_own_ranks_and_by_no_other(tmp_path: Path) -> None:
+    """Two jobs of two ranks, of which the second one is fed the same on both."""
+    recording = stored(tmp_path, 2)
+    for job, fed in zip(recording.jobs, ((1, 2), (3, 3)), strict=True):
+        for rank, one in job.summaries.items():
+            left = replace(one, fed={1: fed[rank]}, ended="ok", shown=1, steps_seen=1)
+            evidence = RankEvidence(rank, 2, parameters=(), groups=(), collectives=(), steps=())
+            save_record(record_file(job.directory, rank), left, RankRecord(evidence, (), ended="ok", steps_seen=1))
+    both = load_recording(tmp_path)
+    found = [{one.check: one.verdict for one in judged(job, ParallelDims(dp_replicate=2))[0]} for job in both.jobs]
+    assert [one["samples"] for one in found] == [Verdict.PASS, Verdict.FAIL]
+    of_all = [judged(job, ParallelDims(dp_replicate=4)) for job in both.jobs]
+    assert {one.verdict for results, _ in of_all for one in results} == {Verdict.UNKNOWN}
+    lines = jobs_report(ParallelDims(dp_replicate=2), [judged(job, ParallelDims(dp_replicate=2)) for job in both.jobs])
+    assert lines[0].startswith("FAIL") and [line.split()[:3] for line in lines if line.startswith("  job")] == [
+        ["job", "1", "UNKNOWN,"],
+        ["job", "2", "FAIL,"],
+    ]
 
 
 def test_what_a_launcher_heard_is_of_the_job_whose_ranks_it_started(tmp_path: Path) -> None:

@@ -48,6 +48,20 @@ def test_of_other_threads_the_first_collectives_are_recorded_whichever_step_is_c
     assert traced.last is not None and traced.last.text == "all_reduce in the background"
 
 
+def test_a_few_collectives_before_the_last_one_are_known_the_latest_first(traced: TracedCollectives) -> None:
+    for _ in range(trace.BEFORE + 2):
+        dist.all_reduce(torch.ones(1))
+    dist.broadcast(torch.ones(1), 0)
+    dist.barrier()
+    assert traced.last is not None
+    assert [text.split()[0] for text in (traced.last.text, *traced.last.before[:2])] == [
+        "barrier",
+        "broadcast",
+        "all_reduce",
+    ]
+    assert (traced.last.seq, len(traced.last.before)) == (trace.BEFORE + 4, trace.BEFORE)
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_thread_that_issues_over_the_group_of_training_meanwhile_is_on_record(waits: bool, tmp_path: Path) -> None:
     """Not where the thread that trains waits for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,22 @@ def test_members_that_issued_different_collectives_under_one_number_come_before_
     assert beside[1].split()[:2] == ["CALLS", "DIFFER"]
 
 
+def test_members_that_came_to_unlike_numbers_are_compared_at_the_lowest_that_all_know_and_that_differs() -> None:
+    found = ended_apart(REDUCED, LOGGED)
+    ahead = Last("broadcast in step 1, other", (0, 1), "g", 10, (REDUCED, LOGGED, REDUCED))
+    behind = Last(LOGGED, (0, 1), "g", 9, (LOGGED,))
+    for first, number in (
+        (ahead, 9),
+        (replace(ahead, before=(REDUCED, REDUCED)), 8),
+        (replace(ahead, before=()), None),
+    ):
+        rows = [one for one in oddities(replace(found, last={0: first, 1: behind})) if one.label == "CALLS DIFFER"]
+        assert [one.ranks for one in rows] == ([(0, 1)] if number else [])
+        assert all(f"number {number} " in one.text for one in rows)
+    sent = replace(ahead, before=(REDUCED, LOGGED, "send in step 1, pipeline"))
+    assert "CALLS DIFFER" not in [one.label for one in oddities(replace(found, last={0: sent, 1: behind}))]
+
+
 @pytest.mark.parametrize(
     ("left", "right", "seq"),
     [(REDUCED, REDUCED, 9), (REDUCED, LOGGED, 10), ("send in step 1, forward", "recv in step 1, forward", 9)],
@@ -306,3 +323,39 @@ def test_a_peer_that_went_on_without_a_collective_is_named_before_who_waited_in_
     text = page(found, ["FAIL layout dp_replicate 2", "  completed"])
     assert text.splitlines()[1].startswith("  WAITED FOR")
     assert "trains alone" not in text and "no collective ran" not in text
+
+
+def test_steps_are_those_of_the_rank_that_came_furthest_and_it_is_named() -> None:
+    def steps(*seen: int) -> str:
+        ranks = [hsdp(rank, steps_seen=many) for rank, many in enumerate(seen)]
+        text = dict(facts(recording(*ranks), ranks))["model"]
+        return next(part.strip() for part in text.split(";") if " step" in part and part.strip()[0].isdecimal())
+
+    assert (steps(3, 3, 3, 3), steps(3, 1, 3, 1), steps(0, 1, 0, 0)) == (
+        "3 steps",
+        "3 steps on ranks 0, 2",
+        "1 step on rank 1",
+    )
+
+
+def test_of_a_step_that_never_ended_nothing_is_reported_as_absent() -> None:
+    def told(steps_seen: int) -> str:
+        ranks = [
+            hsdp(rank, **TOLD | {"shown": 1, "uses": (), "idle": ("0-3",), "steps_seen": steps_seen})
+            for rank in range(4)
+        ]
+        return " ".join(page(recording(*ranks)).split())
+
+    for words in ("trains alone", "idle groups"):
+        assert words in told(1) and words not in told(0)
+
+
+def test_what_is_known_of_one_step_alone_is_said_of_that_one() -> None:
+    def told(*steps: int) -> str:
+        moved = (outside("0-3", 1, 4, ranks_key(steps)), outside("0-3", 1, 0, ranks_key(steps), dtype="uint8"))
+        return page(
+            recording(*[hsdp(rank, **TOLD | {"uses": (), "outside": moved, "whole": steps}) for rank in range(4)])
+        )
+
+    assert ("a step" in told(1), "in step 1" in told(1)) == (False, True)
+    assert ("call a step" in told(1, 2), "in steps 1,2" in told(1, 2)) == (True, False)

@@ -32,7 +32,8 @@ def records_of(dims: ParallelDims) -> dict[int, RankRecord]:
         )
         steps = tuple(replace(s, microbatches=(), reported_loss=None, grad_norm=None) for s in steps)
         bare = replace(evidence, steps=steps, held=None)
-        found[rank] = RankRecord(bare, tuple(RecordedStep(s.step, {}) for s in steps), ended="ok")
+        recorded = tuple(RecordedStep(s.step, {}) for s in steps)
+        found[rank] = RankRecord(bare, recorded, ended="ok", steps_seen=len(steps))
     return found
 
 
