@@ -127,7 +127,7 @@ only_the_first_stage_is_zeroed = fault(
     bug="E-class: stage boundaries are round(k * n_layers / n_stages), and Python rounds 2.5 to 2",
     case="pp_2_uneven_layers",
     caught_by="completed",
-    named="incomplete",
+    named="another feature",
 )
 @partial(op.instead, ".pipeline:cut", when=lambda model, stage, case: case.n_stages > 1)
 def stage_boundaries_rounded(original: Any, model: Any, stage: int, case: Any) -> None:
