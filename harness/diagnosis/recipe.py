@@ -219,7 +219,13 @@ def _fitted(trial: Trial, wrong: Mapping[str, int], norms: Mapping[int, float]) 
     numbers = {"lr": training.lr * best_fit(seen - before, moved - before)}
     taken = best_fit(undecayed - seen, before)
     numbers |= {"weight_decay": taken / rate} if taken < LARGEST_DECAY else {}
-    return {name: near if abs((near := float(f"{x:.6g}")) - x) <= 1e-9 * abs(x) else x for name, x in numbers.items()}
+    return {name: _round(number) for name, number in numbers.items()}
+
+
+def _round(number: float) -> float:
+    """The plainest number that it is, as far as a fit tells."""
+    plain = 0.0 if abs(number) < 1e-12 else float(f"{number:.6g}")
+    return plain if math.isclose(plain, number, rel_tol=1e-9, abs_tol=1e-12) else number
 
 
 def _by_recipe(

@@ -282,6 +282,8 @@ def _wrong(
     right = take(trial.reference.steps[step - 1].gradients[fqn], part)
     if right.shape != seen.shape or not seen.size or not np.isfinite(seen).all():
         return None
+    if step == 1 and not seen.any() and right.any():  # there is no step before, whose it may be
+        return Wrong(slice(None), part, Relation(source=Source("gradient", fqn, part, 1)))
     close = max(CLOSE, trial.bounds.gradient[step])
     off = np.abs(seen - right).reshape(len(seen), -1).max(axis=1) > close * np.max(np.abs(right))
     some = [] if off.all() or seen.ndim < 2 else [np.flatnonzero(off)]
@@ -371,13 +373,14 @@ class _Substituted:
             right, source = take(own[fqn], one.part)[one.rows], one.relation.source
             if source is None:
                 take(changed[fqn], one.part)[one.rows] = one.relation.value(right, None)
-            elif kept := self.weights if source.what == "weight" else self._computed(step, source.back):
-                held = take(kept[source.fqn], source.part)[one.rows]
+            else:
+                kept = self.weights if source.what == "weight" else self._computed(step, source.back)
+                held = take(kept[source.fqn], source.part)[one.rows] if kept else np.zeros_like(right)
                 take(changed[fqn], one.part)[one.rows] = one.relation.value(right, held)
         return changed
 
     def _computed(self, step: int, back: int) -> Arrays | None:
-        """The gradients of so many steps before; before the first wrong step, where they stay."""
+        """The gradients of so many steps before, of which there may be none; before the first wrong step, where they stay."""
         return self.computed.get((self.steps[0] if self.stay and back else step) - back)
 
     def left(self, step: int, parameters: Arrays) -> Arrays:
