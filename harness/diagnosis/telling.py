@@ -14,7 +14,6 @@ from harness.diagnosis.words import Broken
 from harness.judge.result import Cause, Diagnosis, Lines, Result, Verdict
 from harness.judge.trial import Trial, launch_label
 
-
 HARMLESS = frozenset({"memory", "traffic"})
 """Checks of what is kept or moved besides: where more is wrong, that goes first."""
 
