@@ -22,7 +22,7 @@ from harness.diagnosis.assume import another_reference
 from harness.diagnosis.differences import first_wrong_step, seen_gradients, spans, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.words import Arrays, Pair, from_step, in_order, where_text
-from harness.evidence.text import number_text
+from harness.evidence.text import number_text, positions_text
 from harness.judge.contents import take
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
@@ -211,9 +211,9 @@ class Wrong:
         return isinstance(self.rows, slice) and self.relation.source is None and not self.relation.change
 
     def words(self, fqn: str) -> str:
-        count = 0 if isinstance(self.rows, slice) else len(self.rows)
-        rows = {0: "gradients are", 1: "1 row of gradients is"}.get(count, f"{count} rows of gradients are")
-        return f"{rows} {self.relation.words(fqn, self.part)}"
+        rows = () if isinstance(self.rows, slice) else self.rows + self.part[0][0]
+        which = f"row{'s' * (len(rows) > 1)} {positions_text(np.asarray(rows))} of " * bool(len(rows))
+        return f"{which}gradients {'is' if len(rows) == 1 else 'are'} {self.relation.words(fqn, self.part)}"
 
 
 def another_tensor(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
