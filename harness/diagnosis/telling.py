@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from harness.checks import all_checks, run_check
+from harness.diagnosis.differences import NUMBERS
 from harness.diagnosis.engine import Explanation
 from harness.diagnosis.hypothesis import Fact, Hypothesis
 from harness.diagnosis.localise import KIND, localise
@@ -52,7 +53,7 @@ def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnos
         place, more = _located(assumed, left, found.tried, held, bool(said))
         label = "still failing" if known else "not explained"
         aside = HARMLESS.issuperset(check for fact in facts for check in fact.checks)
-        most = not found.proofs and aside and not HARMLESS.issuperset(left)
+        most = not found.proofs and aside and bool(NUMBERS & {*left})
         lines += [(label, place), *more] if said and not most else more
         said = {place: (), **said} if most or not said else said
     lines += [("not tried", text) for text in found.raised]
