@@ -8,15 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from expecttest import assert_expected_inline
 from literal import (
     ADAMW,
     cause_of,
     sum_of_samples,
     tiny_case,
     trial_of,
-    with_collectives,
-    with_every_rank,
     with_step,
     with_step_1_gradients,
     with_updates_that_follow,
@@ -35,6 +32,9 @@ from harness.report.cause_text import cause_line, diagnosis_line, evidence_rows
 from harness.spec.dims import ParallelDims
 
 PAGE = (Path(__file__).parents[1] / "docs" / "causes.md").read_text(encoding="utf-8")
+ROWS_OF_KINDS = re.findall(r"^\| [\w ]+ \| (.+) \|$", PAGE[PAGE.index("\n## Kinds\n") :], re.MULTILINE)[1:]
+LISTED = [kind for row in ROWS_OF_KINDS for kind in row.split(", ")]
+"""The kinds on the page of causes."""
 EMBEDDING, NORM, LAST = "tok_embeddings.weight", "norm.weight", "output.weight"
 LOW_CLIP = replace(ADAMW, max_norm=0.25)
 DDP_2 = trial_of(tiny_case("ddp_2"))
@@ -70,14 +70,6 @@ def kinds(trial: Trial) -> tuple[str, ...]:
 
 def first_line(trial: Trial) -> str:
     return diagnosis_text(trial).splitlines()[0]
-
-
-def expect(trial: Trial, text: str) -> None:
-    assert_expected_inline(diagnosis_text(trial), text, skip=1)
-
-
-def expect_first(trial: Trial, text: str) -> None:
-    assert_expected_inline(first_line(trial), text, skip=1)
 
 
 def trained_as(
@@ -119,26 +111,6 @@ def with_scaled_samples(trial: Trial, weights: dict[int, float]) -> Trial:
     return with_step_1_gradients(trial, lambda _, fqn: sum_of_samples(trial, fqn, weights))
 
 
-def with_own_samples(
-    trial: Trial, ranks_of: dict[int, list[int]], dropped: tuple[str, ...], counted: float = 1.0
-) -> Trial:
-    """Each rank's gradient holds the samples of these ranks only, so often; collectives of these ops in backward never ran."""
-    ids = {rank: [i for other in others for i in samples_of(trial, other)] for rank, others in ranks_of.items()}
-    weights = {rank: {i: counted * (i in own) for i in range(8)} for rank, own in ids.items()}
-    trial = with_step_1_gradients(trial, lambda rank, fqn: sum_of_samples(trial, fqn, weights[rank]))
-    return with_every_rank(trial, lambda t, rank: with_collectives(t, rank, lambda call: kept(call, dropped)))
-
-
-def kept(call, dropped: tuple[str, ...]):
-    return [] if call.op in dropped and call.phase == "backward" else [call]
-
-
-def samples_of(trial: Trial, rank: int) -> list[int]:
-    share = rank // trial.case.dims.tp
-    size = 8 // trial.case.dims.dp
-    return list(range(share * size, (share + 1) * size))
-
-
 def accumulating() -> Trial:
     return trial_of(tiny_case("ddp_2", accumulation=2))
 
@@ -172,14 +144,8 @@ def seen(facts: Facts, trial: Trial, *checks: str) -> Fact | None:
 
 
 def is_listed(kind: str) -> bool:
-    """On the page of causes, or as a number of the recipe or a check's structure."""
-    kinds = [re.sub("^(process_groups|placements|memory) of", "traffic of", one) for one in kind.split(", ")]
-    return all(re.search(rf"[ (\"]{re.escape(one)}[ ,.)\"]", PAGE) or hasattr(ADAMW, one) for one in kinds)
-
-
-def seen_text(facts: Facts, trial: Trial, *checks: str) -> str:
-    found = seen(facts, trial, *checks)
-    return cause_line(found.cause) if found else ""
+    """On the page of causes, or a number of the recipe."""
+    return kind in LISTED or hasattr(ADAMW, kind)
 
 
 def proposed(suspects: Suspects, trial: Trial, *checks: str) -> list[str]:

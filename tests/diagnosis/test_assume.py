@@ -11,13 +11,10 @@ from literal import tiny_case, trial_of
 
 from harness.diagnosis import assume
 from harness.evidence.provided import RECORDED
-from harness.judge.assumed import AssumedOptimizer
 from harness.judge.recorded import without_slices
 from harness.judge.trial import Trial
-from harness.reference import counterfactual
 from harness.spec.measured import Measured
 
-RETRAIN, RETRAIN_APART = assume.retrain, assume.retrain_apart
 RIGHT = trial_of(tiny_case("ddp_2"))
 
 
@@ -47,10 +44,6 @@ def test_a_model_is_altered_by_one_after_the_other() -> None:
 def test_what_either_leaves_alone_the_optimizer_is_not_given() -> None:
     given = both("given", lambda step, seen: {"a": 1, "b": 1}, lambda step, seen: {"b": 2, "c": 2})
     assert given(3, {}) == {"b": 2}
-
-
-def test_all_else_the_second_says_alone() -> None:
-    assert both("rate", "the first", "the second") == "the second"
 
 
 def test_a_reference_is_trained_by_the_case_and_in_the_order_of_rows_of_the_trainer(
@@ -100,24 +93,6 @@ def test_the_plan_of_another_case_says_what_ranks_hold_unless_that_of_a_recordin
     assert all(unrecorded.slices.values())
 
 
-def test_by_another_recipe_the_reference_is_trained_with_all_that_is_assumed_already(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trained = calls_of(monkeypatch, assume, "retrain", lambda *of: "the reference")
-    trial = _with_rows(RIGHT, order := np.array([1, 0])).assuming(reference={"amsgrad": True})
-    recipe = replace(RIGHT.case.training, beta2=0.5)
-    changed = assume.another_recipe(trial, recipe)
-    assert trained == [((RIGHT.case.model, recipe, trial.reference), {"rows": {"norm.weight": order}, "amsgrad": True})]
-    assert (changed.reference, changed.case.training) == ("the reference", recipe)
-
-
-def test_an_optimizer_that_did_something_else_trained_the_reference_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = calls_of(monkeypatch, assume, "retrain", lambda *of: of[2])
-    changed = assume.another_optimizer(RIGHT, AssumedOptimizer(amsgrad=True, copies=1), amsgrad=True)
-    assert [words for _, words in trained] == [{"amsgrad": True}]
-    assert (changed.assumption.optimizer.amsgrad, changed.assumption.optimizer.copies) == (True, 1)
-
-
 @pytest.mark.parametrize(("runs", "references"), [(("a", "b"), {0: "b", 1: "a"}), (("a",), {})])
 def test_ranks_that_train_apart_have_a_reference_each_and_one_copy_is_everybodys(
     monkeypatch: pytest.MonkeyPatch, runs: tuple[str, ...], references: dict[int, str]
@@ -133,18 +108,6 @@ def test_ranks_that_train_apart_have_a_reference_each_and_one_copy_is_everybodys
 def test_what_is_assumed_apart_is_not_as_requested_even_with_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     calls_of(monkeypatch, assume, "retrain_apart", lambda *of: ("a",))
     assert RIGHT.as_requested and not assume.apart(RIGHT, {0: 0, 1: 0}, [{}]).as_requested
-
-
-def test_what_is_otherwise_goes_to_the_reference_that_is_trained_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    of: tuple[Any, ...] = (RIGHT.case.model, RIGHT.case.training, RIGHT.reference)
-    alone = calls_of(monkeypatch, counterfactual, "retrain", lambda *of: "one")
-    assert RETRAIN(*of, amsgrad=True) == "one"
-    assert alone == [((*of, counterfactual.Otherwise(amsgrad=True)), {})]
-    apart = calls_of(monkeypatch, counterfactual, "retrain_apart", lambda *of: ("one", "two"))
-    told: dict[str, Any] = {"owners": (0, 1), "shares": len, "reduce": max}
-    assert RETRAIN_APART(*of, [{"amsgrad": True}, {}], **told) == ("one", "two")
-    each = [counterfactual.Otherwise(amsgrad=True), counterfactual.Otherwise()]
-    assert apart == [((*of, counterfactual.Apart(otherwise=each, **told)), {})]
 
 
 def _with_rows(trial: Trial, order: np.ndarray) -> Trial:

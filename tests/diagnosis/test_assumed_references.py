@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from diagnosed import NORM
-from literal import ADAMW, judged, tiny_case, trial_of, with_step, with_value
+from literal import judged, tiny_case, trial_of, with_step
 
 from harness.diagnosis import assume, pieces
 from harness.diagnosis.differences import expected_gradient
-from harness.diagnosis.localise import localise
 from harness.diagnosis.pieces import Pieces, assuming
 from harness.diagnosis.received import other_positions
-from harness.diagnosis.request import neighbours
-from harness.report.cause_text import cause_line
 from harness.spec.dims import ParallelDims
 
 
@@ -38,34 +35,12 @@ def test_angles_of_other_positions_are_given_to_the_model_that_is_trained_again(
     assert recipe == trial.case.training and list(words) == ["altered"]
 
 
-def test_another_dtype_of_matmuls_is_another_recipe_of_which_there_is_another_reference(trained: list[Any]) -> None:
-    requested = tiny_case("single", replace(ADAMW, dtype="float32"))
-    bfloat16 = replace(requested.training, compute_dtype="bfloat16")
-    trial = trial_of(requested, ran=replace(requested, training=bfloat16))
-    found = list(neighbours(trial, {"features": judged("features", trial)}))
-    (one,) = (one for one in found if one.cause.details == (("compute_dtype", "bfloat16"),))
-    assert one.assume(trial).case.training == bfloat16
-    assert [recipe for recipe, _ in trained] == [bfloat16]
-
-
 def test_nothing_is_expected_of_a_parameter_that_a_rank_does_not_hold_or_the_reference_does_not_know() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     assert expected_gradient(trial, 0, NORM, 1) is not None
     assert expected_gradient(trial, 0, "norm.bias", 1) is None
     slices = {rank: {**held, "norm.bias": held[NORM]} for rank, held in trial.plan.slices.items()}
     assert expected_gradient(replace(trial, plan=replace(trial.plan, slices=slices)), 0, "norm.bias", 1) is None
-
-
-def test_an_update_that_is_wrong_before_any_gradient_is_what_is_located() -> None:
-    trial = trial_of(tiny_case("fsdp_2"))
-    trial = with_value(trial, 1, 1, "parameters", NORM, lambda p: p + 1)
-    trial = with_value(trial, 0, 2, "gradients", NORM, lambda g: g + np.arange(2))
-    broken = {check: judged(check, trial) for check in ("update", "gradients")}
-    cause, _ = localise(trial, broken, 0)
-    assert cause.observed == "the update is wrong, gradients before clipping are right"
-    found = cause.finding
-    assert found is not None and (found.rank, found.step, found.name) == (1, 1, NORM)
-    assert "gradients" in cause_line(localise(trial, {"gradients": broken["gradients"]}, 0)[0])
 
 
 def test_weights_that_are_alike_on_all_ranks_are_those_of_one_training_and_others_of_one_each(

@@ -1,284 +1,220 @@
-"""Gradients that cannot be compared with the reference's, and what follows of them. Literal evidence, no ranks."""
-
-# ruff: noqa: E501 - what is shown is asserted as it is shown
+"""What is seen of wrong gradients, and of collectives of backward that did not run. Literal evidence, no ranks."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnosed import EMBEDDING, NORM, broken, dims, expect, fsdp_4, reference_gradient
+from caused import cause_of
+from diagnosed import DDP_2, EMBEDDING, NORM, broken, dims, fsdp_4, reference_gradient
 from literal import (
     ADAMW,
     EIGHT,
     TINY,
+    judged,
     tiny_case,
     trial_of,
     with_collectives,
     with_every_rank,
     with_rank,
     with_step,
+    with_step_1_gradients,
     with_value,
 )
 from noisy import with_noise
 
-from harness.checks.features import LACKING
-from harness.diagnosis.backward import OF_ATTENTION, depth, rounding, wrong_backward
-from harness.diagnosis.hypothesis import NOT_TESTED, Fact
-from harness.diagnosis.words import traffic_lines
+from harness.diagnosis.backward import (
+    OF_ATTENTION,
+    depth,
+    random_state_not_restored,
+    rounding,
+    silent_axes,
+    wrong_backward,
+)
+from harness.diagnosis.differences import wrong_pairs
+from harness.diagnosis.hypothesis import Fact
 from harness.evidence.records import Collective
-from harness.judge.finding import Finding
-from harness.judge.result import Cause
+from harness.judge.result import Verdict
 from harness.judge.trial import Trial
-from harness.plan.traffic.flow import Flow
+from harness.plan.traffic.flow import OUTSIDE, Flow
 from harness.spec.dims import ParallelDims
 
-W1, WQ = "layers.0.feed_forward.w1.weight", "layers.0.attention.wq.weight"
-Ranks = Sequence[int]
-Seen = tuple[Trial, *tuple[Fact, ...]]
-
-
-def misshapen(trial: Trial, step: int, *ranks: int) -> Trial:
-    for rank in ranks:
-        trial = with_value(trial, rank, step, "gradients", W1, np.transpose)
-    return trial
-
-
-def test_gradients_of_another_shape_are_told_with_the_shapes_on_the_first_rank() -> None:
-    expect(
-        misshapen(fsdp_4(), 1, 2, 3),
-        """\
-gradients have another shape than their parameters in 1 of 12 parameters (layers.0.feed_forward.w1.weight) on ranks [2,3]: rank 2, layers.0.feed_forward.w1.weight: gradient (4, 2) of a parameter (2, 4)
-  loss: equal to the reference exactly: a loss-curve test passes here""",
-    )
-
-
-# ---- what is told first
-
-SHORT = replace(ADAMW, variable_length=True)  # in step 2
-TIED = trial_of(tiny_case(dims(2, tp=2), SHORT, model=replace(TINY, tied_embeddings=True)))
-ZERO = trial_of(tiny_case("fsdp_2", wrapper="zero2"))
-CP_2 = trial_of(tiny_case(ParallelDims(cp=2), EIGHT))
+WQ = "layers.0.attention.wq.weight"
+TIED = trial_of(
+    tiny_case(dims(2, tp=2), replace(ADAMW, variable_length=True), model=replace(TINY, tied_embeddings=True))
+)
 WHOLE = trial_of(
     tiny_case(ParallelDims(dp_replicate=2, dp_shard=2, cp=2), EIGHT), tiny_case(ParallelDims(dp_replicate=8), EIGHT)
 )
-CHECKS = ("gradients", "grad_norm", "loss", "reported_loss", "update", "replica_agreement")
-OF_ONE = ("gradients", "loss", "reported_loss")
-
-
-def changed(
-    trial: Trial, step: int, change: Callable[[np.ndarray], np.ndarray], *fqns: str, ranks: Ranks = ()
-) -> Trial:
-    """The gradients of these parameters in a step, on these ranks (all)."""
-    for rank in ranks or trial.ranks:
-        seen = trial.ranks[rank].steps[step - 1].gradients
-        trial = with_step(trial, rank, step, gradients=seen | {fqn: change(seen[fqn]) for fqn in fqns})
-    return trial
+OF_LAYOUT = {"traffic", "process_groups", "placements"}
+OF_GRADIENTS = {"gradients", "loss", "reported_loss"}
+OF_CP = {"traffic", "exchange", "reshard", "features"}
 
 
 def call(op: str, ranks: tuple[int, ...], phase: str = "backward", dtype: str = "float64", step: int = 1) -> Collective:
     return Collective(op, ranks, str(ranks), dtype, 64, phase, step, 0)
 
 
-def nan(gradient: np.ndarray) -> np.ndarray:
-    return gradient * np.nan
+def without(trial: Trial, *dropped: tuple[str, str], ranks: tuple[int, ...] = (), step: int = 0) -> Trial:
+    """No collective of these (op, phase) on these ranks (all) in this step (any)."""
+
+    def kept(rank: int, one: Collective) -> list[Collective]:
+        here = (not ranks or rank in ranks) and step in (0, one.step)
+        return [] if here and (one.op, one.phase) in dropped else [one]
+
+    return with_every_rank(trial, lambda t, rank: with_collectives(t, rank, lambda one: kept(rank, one)))
 
 
-def more(gradient: np.ndarray) -> np.ndarray:
-    return gradient + 0.1
-
-
-def misshapen_in(step: int) -> Iterator[Seen]:
-    """Told before numbers that are not finite, and of what is wrong those of another shape."""
-    trial = changed(TIED, step, lambda gradient: gradient[1:], W1, ranks=(1, 3))
-    text = f"gradients have another shape than their parameters in 1 of 11 parameters ({W1}) on ranks [1,3]"
-    cause = Cause("gradients misshapen", f"{text}: rank 1, {W1}: gradient (3, 4) of a parameter (4, 4)")
-    yield changed(changed(trial, step, nan, NORM), step, more, WQ), Fact(cause, CHECKS)
-    assert [ZERO.plan.gradient_slices[rank][W1] for rank in (0, 1)] == [((0, 22),), ((22, 32),)]
-    text = f"gradients have another shape than their parameters in 1 of 12 parameters ({W1})"
-    ranks, where, shapes = (
-        ((0, 1), f": rank 0, {W1}", "(21,) of a parameter (22,)"),
-        ((1,), f" on rank 1: rank 1, {W1}", "(9,) of a parameter (10,)"),
-    )[step - 1]
-    cause = Cause("gradients misshapen", f"{text}{where}: gradient {shapes}")
-    yield changed(ZERO, step, lambda gradient: gradient[1:], W1, ranks=ranks), Fact(cause, CHECKS[:-1])
-
-
-def not_finite_in(step: int) -> Iterator[Seen]:
-    trial = changed(TIED, step, nan, NORM, ranks=(2,))
-    where = f"NaN or infinite in step {step} in 1 of 11 parameters (norm.weight) on rank 2"
-
-    def told(text: str) -> Fact:
-        return Fact(Cause("not finite", text), (*CHECKS, "finite"))
-
-    finite = told(f"gradients are {where}, the losses are finite")
-    yield changed(trial, step, more, WQ), finite
-    silent = trial
+def changed(trial: Trial, step: int, *fqns: str, by: Callable[[np.ndarray], np.ndarray] = lambda g: g + 0.1) -> Trial:
+    """The gradients of these parameters in a step, on all ranks."""
     for rank in trial.ranks:
-        silent = with_step(silent, rank, step, microbatches=())
-    yield silent, told(f"gradients are {where}")
-    (part,) = trial.ranks[3].steps[step - 1].microbatches
-    other = with_step(trial, 3, 3, microbatches=(replace(part, loss_sum=math.nan),))
-    untold = with_step(other, 1, step, microbatches=(replace(part, loss_sum=None),))
-    yield untold, replace(finite, checks=tuple(check for check in finite.checks if check != "reported_loss"))
-    odd = with_step(untold, 3, step, microbatches=(replace(part, loss_sum=math.inf),))
-    yield odd, told(f"loss and gradients are {where}")
-    labels = trial.reference.labels.copy()
-    labels[8 * step - 4 : 8 * step, : trial.case.seq_len(step)] = -100
-    none = replace(trial, reference=replace(trial.reference, labels=labels))
-    yield none, told(f"{finite.cause.observed}: rank 2 has no valid token, and a mean over none is 0/0")
-    yield replace(odd, reference=none.reference), told(f"loss and gradients are {where}")
-
-
-def lost_in(step: int) -> Iterator[Seen]:
-    """Where backward over tp moved less than planned. The place alone tells nothing."""
-    late = (
-        "norm.weight",
-        *(f"layers.0.{name}.weight" for name in ("ffn_norm", *(f"feed_forward.w{n}" for n in (1, 2, 3)))),
-    )
-    right, shown = {1: ((NORM,), NORM), 2: (late, "layers.0.ffn_norm.weight and what follows")}[step]
-    wrong = [fqn for fqn in TIED.plan.shapes if fqn not in right]
-    less = with_every_rank(TIED, lambda t, rank: with_collectives(t, rank, lambda c: not_over_tp(c, step)))
-    text = (
-        f"gradients are right in {shown}, and wrong in all parameters before: backward moves less than planned over tp"
-    )
-    lost = Fact(Cause("lost in backward", text), ("traffic", *OF_ONE), NOT_TESTED)
-    yield changed(less, step, more, *wrong), lost
-    yield (changed(TIED, step, more, *wrong),)
-    odd = with_step(less, 0, step, microbatches=with_loss(less, step, 1.01).ranks[0].steps[step - 1].microbatches)
-    yield (changed(odd, step, more, *wrong),)
-    yield (changed(less, step, more, *less.plan.shapes),)
-    yield (changed(less, step, more, EMBEDDING, "norm.weight"),)  # on both sides of what is right
-    beside = [fqn for fqn in TIED.plan.shapes if fqn not in (*late, "layers.0.attention.wo.weight", WQ)]
-    yield (changed(less, step, more, *beside),)  # keys' are as deep as what is right of queries
-
-
-def not_over_tp(call: Collective, step: int) -> list[Collective]:
-    place = call.op, call.phase, call.step
-    return [] if place == ("reduce_scatter", "backward", step) and call.ranks in ((0, 1), (2, 3)) else [call]
-
-
-def in_parts_in(step: int) -> Iterator[Seen]:
-    """Norms by halves, and a tied weight of which only the rows are there that were read."""
-    trial = changed(TIED, step, lambda gradient: gradient / 4, NORM, ranks=(0, 2))
-    trial = changed(trial, step, lambda gradient: gradient * 3 / 4, NORM, ranks=(1, 3))
-    text = "gradients of norm are not summed over tp: 1 parameter wrong, all others right"
-    why = "with sequence parallel each tp rank's norms see their part of the sequence; the sum over tp is missing"
-    tested = f"in step {step} what the ranks of a tp group have sums to the reference's gradients; later weights differ"
-    yield trial, Fact(Cause("norms not summed", text), CHECKS, (("why", why), ("tested", tested)))
-    yield (changed(trial, step, more, NORM, ranks=(3,)),)
-    tokens = np.repeat([[0, 1, 5, 5], [6, 6, 2, 2], [7, 7, 7, 7]], 8, axis=0)
-    trial = replace(TIED, reference=replace(TIED.reference, tokens=tokens))
-    read = {1: [0, 1, 5], 2: [6]}[step]
-    yield (only_rows(trial, step, [*read, 2]),)
-    trial = only_rows(trial, step, read)
-    yield (changed(trial, step, more, WQ),)
-    text = f"the gradient of the tied weight lacks the output's part: {EMBEDDING} has only the embedding's"
-    tested = f"in step {step} all rows of tokens that were not read are zero, all other parameters are right"
-    checks = (*OF_ONE, "features")
-    yield trial, Fact(Cause("tied weight without the output's part", text), checks, (("tested", tested),))
-
-
-def only_rows(trial: Trial, step: int, rows: list[int]) -> Trial:
-    """Of the embedding's gradient, which tp cuts along them."""
-    kept = np.isin(np.arange(8), rows)[:, None]
-    for rank in trial.ranks:
-        (start, stop), _ = trial.plan.slices[rank][EMBEDDING]
-        trial = changed(trial, step, lambda g, own=kept[start:stop]: own * g**2, EMBEDDING, ranks=(rank,))
+        seen = trial.ranks[rank].steps[step - 1].gradients
+        trial = with_step(trial, rank, step, gradients=seen | {fqn: by(seen[fqn]) for fqn in fqns})
     return trial
 
 
-def not_reduced_in(step: int) -> Iterator[Seen]:
-    trial = changed(TIED, step, more, WQ)
-    silent = with_every_rank(trial, lambda t, rank: with_collectives(t, rank, lambda c: kept(c, step)))
-    text = "gradient reduction missing over dp_replicate: no all_reduce ran over [0,2] [1,3]"
-    checks = ("traffic", "process_groups", "placements", *OF_ONE)
-    lines = (*traffic_lines(silent), *NOT_TESTED)
-    yield silent, Fact(Cause("gradients not reduced", text), checks, lines)
+def found(trial: Trial, *checks: str) -> list[Fact]:
+    return list(wrong_backward(trial, broken(*(checks or ("gradients", "traffic")))))
 
 
-def kept(call: Collective, step: int) -> list[Collective]:
-    over_replicas = call.op == "all_reduce" and call.ranks in ((0, 2), (1, 3))
-    return [] if over_replicas and (call.phase, call.step) == ("backward", step) else [call]
+def kinds(trial: Trial) -> list[str]:
+    return [fact.cause.kind for fact in found(trial)]
+
+
+# ---- gradients over an axis
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_axis_over_which_some_rank_reduces_nothing_in_a_step_is_silent(step: int) -> None:
+    trial = trial_of(tiny_case("hsdp_2x2"))
+    assert silent_axes(trial, step) == {}
+    all_reduce, scatter = ("all_reduce", "backward"), ("reduce_scatter", "backward")
+    for ranks in ((), (2,)):
+        lost = without(trial, all_reduce, ranks=ranks, step=step)
+        assert silent_axes(lost, step) == {"dp_replicate": "all_reduce"}
+        assert silent_axes(lost, 3) == {}
+    both = {"dp_shard": "reduce_scatter", "dp_replicate": "all_reduce"}
+    assert silent_axes(without(trial, all_reduce, scatter, ranks=(1,)), step) == both
+    assert silent_axes(without(trial, ("all_gather", "backward"), ("all_gather", "forward")), step) == {}
+
+
+def test_a_reduction_that_is_missing_is_named_with_its_axes_where_gradients_are_wrong_too() -> None:
+    right = trial_of(tiny_case("hsdp_2x2"))
+    lost = without(right, ("all_reduce", "backward"), ("reduce_scatter", "backward"))
+    (fact,) = found(changed(lost, 1, NORM))
+    assert fact.cause.kind == "gradients not reduced"
+    assert dict(fact.cause.details) == {"axes": ("dp_shard", "dp_replicate")}
+    assert OF_LAYOUT | {"gradients"} <= {*fact.checks}
+    assert found(changed(lost, 1, NORM), "gradients") == found(changed(right, 1, NORM)) == found(lost) == []
+    (fact,) = found(changed(without(TIED, ("all_reduce", "backward"), step=2), 2, WQ))
+    assert dict(fact.cause.details) == {"axes": ("dp_replicate",)}
 
 
 # of ranks that hold other slices: what the first one issues, and the axes over which nothing is summed
-NO_SUMS = [
-    *[call("all_gather", (0, 1)), call("all_reduce", (0, 1), dtype="int64"), call("all_reduce", (0, 1), "forward")],
+NO_SUMS = (
+    *(call("all_gather", (0, 1)), call("all_reduce", (0, 1), dtype="int64"), call("all_reduce", (0, 1), "forward")),
     call("all_reduce", (1, 5)),
-]
-SUMS = [call("all_reduce", (0, 4), dtype="float32"), call("reduce_scatter", (0, 2, 5), "pipeline"), *NO_SUMS]
-CALLS = {
-    1: [(SUMS, "cp"), ([call("all_reduce", tuple(range(8)))], "")],
-    2: [(NO_SUMS, "dp_replicate and dp_shard and cp")],
-}
+)
+SUMS = (call("all_reduce", (0, 4), dtype="float32"), call("reduce_scatter", (0, 2, 5), "pipeline"), *NO_SUMS)
 
 
-def in_another_layout(step: int) -> Iterator[Seen]:
-    assert [WHOLE.plan.group_of(0, axis) for axis in ("cp", "dp_shard", "dp_replicate")] == [(0, 1), (0, 2), (0, 4)]
-    none = Fact(NO_KEYS, ("traffic", "exchange", "reshard", "features", *OF_ONE), NOT_TESTED)
-    for calls, missing in CALLS[step]:
-        trial = changed(with_rank(WHOLE, 0, collectives=tuple(calls)), step, more, NORM)
-        cause = Cause("gradients not reduced", f"gradient reduction missing over {missing}")
-        yield (trial, *[Fact(cause, OF_ONE, NOT_TESTED)] * bool(missing), none)
-    yield changed(with_rank(CP_2, 0, collectives=()), step, more, NORM), none
+@pytest.mark.parametrize(
+    ("calls", "axes"),
+    [
+        (SUMS, ("cp",)),
+        (NO_SUMS, ("dp_replicate", "dp_shard", "cp")),
+        ((call("all_reduce", (0, 1, 2, 3, 4, 5, 6, 7)),), None),
+    ],
+)
+def test_of_another_layout_axes_are_named_between_whose_ranks_nothing_sums(
+    calls: tuple[Collective, ...], axes: tuple[str, ...] | None
+) -> None:
+    facts = found(changed(with_rank(WHOLE, 0, collectives=calls), 1, NORM))
+    named = [dict(fact.cause.details)["axes"] for fact in facts if fact.cause.kind == "gradients not reduced"]
+    assert named == [axes] * (axes is not None)
 
 
-NO_KEYS = Cause("K/V not exchanged", "no K/V exchange over cp")
-NO_GRADIENTS = Cause("K/V not exchanged", "no exchange of K/V gradients over cp: each rank keeps its own")
+# ---- keys and values
 
 
-def not_exchanged_in(step: int) -> Iterator[Seen]:
-    """Over cp, where parameters are gathered by the same collective, and gradients of keys and values go round alone."""
-    trial = changed(CP_2, step, more, NORM)
-    keys, back = (
-        next(flow for flow in trial.plan.flows_of(0, step) if (flow.role, flow.phase) == place)
-        for place in OF_ATTENTION
-    )
-    checks = ("traffic", "exchange", "reshard", "features", *OF_ONE)
-    yield (trial,)  # of which nothing is told
-    yield without(trial, step, keys), Fact(NO_KEYS, checks, NOT_TESTED)
-    yield without(trial, step, back), Fact(NO_GRADIENTS, checks, NOT_TESTED)
+def moving(trial: Trial, moved: Callable[[Flow], int]) -> Trial:
+    """Each rank moves so many bytes of each planned flow, in every step."""
 
-
-def without(trial: Trial, step: int, flow: Flow) -> Trial:
-    """Ranks move none of it, in that step: a collective of 8 bytes and one of all others."""
-
-    def kept(rank: int) -> tuple[Collective, ...]:
-        calls = trial.ranks[rank].collectives
-        place = flow.op, flow.phase, step, flow.bytes - 8
-        (at,) = [at for at, one in enumerate(calls) if (one.op, one.phase, one.step, one.bytes) == place]
-        return (*calls[: at - 1], *calls[at + 1 :])
-
-    return with_every_rank(trial, lambda t, rank: with_rank(t, rank, collectives=kept(rank)))
-
-
-def rounded_in(step: int) -> Iterator[Seen]:
-    """Of float64, in step 1; the losses of all steps are off by no more than float32 rounds either."""
-
-    def off_by(size: float, *ranks: int) -> Trial:
-        return changed(
-            TIED, step, lambda g: g + size * np.max(np.abs(reference_gradient(TIED, NORM))), NORM, ranks=ranks
+    def calls(rank: int) -> tuple[Collective, ...]:
+        return tuple(
+            replace(call(flow.op, trial.plan.group_of(rank, flow.axis), flow.phase, step=step), bytes=moved(flow))
+            for step in (1, 2, 3)
+            for flow in trial.plan.flows_of(rank, step)
+            if flow.phase != OUTSIDE
         )
 
-    def told(observed: str, where: str) -> Fact:
-        hint = "no more than arithmetic in float32 rounds, requested float64"
-        cause = Cause("rounded", observed, f"in 1 of 11 parameters (norm.weight){where}", hint=hint)
-        return Fact(cause, ("gradients", "loss", "grad_norm", "reported_loss"))
+    return with_every_rank(trial, lambda t, rank: with_rank(t, rank, collectives=calls(rank)))
 
-    rounded = off_by(3e-8, 1, 2)
-    if step > 1:
-        yield (rounded,)
-        return
-    yield off_by(9e-7, 0, 1, 2, 3), told("gradients are off by 9e-07", "")
-    where = " on ranks [1,2], the loss by 2e-07"
-    yield with_loss(rounded, 3, 1 + 2e-7), told("gradients are off by 3e-08", where)
-    wrong = off_by(3e-6, 1), with_loss(rounded, 1, 1 + 2e-6), with_loss(rounded, 3, math.nan), with_noise(rounded)
-    yield from zip((*wrong, with_loss(TIED, 1, 1 + 2e-7)))
+
+BACK, AGAIN = ("gradients of keys and values", "backward"), ("keys and values", "backward")
+FORTH = ("keys and values", "forward")
+
+
+@pytest.mark.parametrize("rotation", ["alltoall", "allgather"])
+@pytest.mark.parametrize(
+    ("lost", "place"),
+    [
+        ([FORTH, AGAIN], FORTH),
+        ([FORTH], FORTH),
+        ([BACK], BACK),
+        ([BACK, FORTH], FORTH),
+        ([BACK, AGAIN], BACK),
+        ([AGAIN], None),
+        ([("gradients", "backward"), ("parameters", "forward")], None),
+        ([], None),
+    ],
+)
+def test_a_flow_of_attention_of_which_nothing_is_seen_is_no_exchange(
+    rotation: str, lost: list[tuple[str, str]], place: tuple[str, str] | None
+) -> None:
+    trial = trial_of(tiny_case(ParallelDims(cp=2), EIGHT, cp_rotation=rotation))
+    silent = moving(trial, lambda flow: 0 if (flow.role, flow.phase) in lost else flow.bytes)
+    for wrong, more in ((changed(silent, 1, NORM), OF_GRADIENTS), (silent, set())):
+        facts = [fact for fact in found(wrong) if fact.cause.kind == "K/V not exchanged"]
+        assert [({*fact.checks}, fact.cause.observed) for fact in facts] == [
+            (OF_CP | more, OF_ATTENTION[place]) for place in [place] if place
+        ]
+        assert found(wrong, "gradients") == [] or place is None
+    if place:
+        some = moving(trial, lambda flow: 2 if (flow.role, flow.phase) == place else flow.bytes)
+        assert "K/V not exchanged" not in kinds(changed(some, 1, NORM))
+
+
+# ---- down to where gradients are right
+
+
+def not_over_tp(one: Collective, step: int) -> list[Collective]:
+    lost = ("reduce_scatter", "backward", step)
+    return [] if (one.op, one.phase, one.step) == lost and one.ranks in ((0, 1), (2, 3)) else [one]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_gradients_that_backward_loses_at_a_place_are_named_where_less_was_moved(step: int) -> None:
+    late = (NORM, *(f"layers.0.{name}.weight" for name in ("ffn_norm", *(f"feed_forward.w{n}" for n in (1, 2, 3)))))
+    right = {1: (NORM,), 2: late}[step]
+    wrong = [fqn for fqn in TIED.plan.shapes if fqn not in right]
+    less = with_every_rank(TIED, lambda t, rank: with_collectives(t, rank, lambda c: not_over_tp(c, step)))
+    (fact,) = found(changed(less, step, *wrong))
+    assert fact.cause.kind == "lost in backward" and {*fact.checks} == {"traffic", *OF_GRADIENTS}
+    beside = [fqn for fqn in TIED.plan.shapes if fqn not in (*late, "layers.0.attention.wo.weight", WQ)]
+    for trial in no_place(less, step, wrong, beside):
+        assert "lost in backward" not in kinds(trial)
+
+
+def no_place(less: Trial, step: int, wrong: list[str], beside: list[str]) -> Iterator[Trial]:
+    yield changed(TIED, step, *wrong)  # nothing is missing
+    yield changed(with_loss(less, step, 1.01), step, *wrong)
+    yield changed(less, step, *less.plan.shapes)
+    yield changed(less, step, EMBEDDING, NORM)  # on both sides of what is right
+    yield changed(less, step, *beside)  # keys' are as deep as what is right of queries
 
 
 def with_loss(trial: Trial, step: int, factor: float) -> Trial:
@@ -289,55 +225,64 @@ def with_loss(trial: Trial, step: int, factor: float) -> Trial:
     return trial
 
 
-def test_of_what_is_seen_of_the_gradients_of_a_step_the_first_is_told() -> None:
-    checks = broken("gradients", "traffic", "features")
-    lacking = (Finding.at(0, 30, 28, step=1, quantity=LACKING),)
-    checks |= {"features": replace(checks["features"], findings=lacking)}
-    for look, step in itertools.product((*LOOKS, rounded_in), (1, 2)):
-        facts = rounding if look is rounded_in else wrong_backward
-        for number, (trial, *told) in enumerate(look(step)):
-            assert list(facts(trial, checks)) == told, (look, step, number)
-            assert list(facts(trial, broken("update"))) == [], (look, step, number)
-
-
-LOOKS = (misshapen_in, not_finite_in, not_exchanged_in, not_reduced_in, in_another_layout, in_parts_in, lost_in)
-
-
-def test_nothing_is_told_of_gradients_that_no_check_finds_wrong() -> None:
-    wrong = with_value(fsdp_4(), 2, 1, "gradients", NORM, lambda gradient: gradient * np.nan)
-    assert list(wrong_backward(wrong, broken("update", "traffic"))) == []
-    assert list(wrong_backward(fsdp_4(), broken("gradients", "traffic"))) == []
-    assert list(wrong_backward(with_value(wrong, 2, 1, "gradients", NORM, np.nan_to_num), broken("gradients"))) == []
-
-
-@pytest.mark.parametrize("checks", [("traffic",), ("traffic", "gradients")])
-def test_what_is_not_exchanged_over_cp_is_told_where_no_gradient_is_wrong_too(checks: tuple[str, ...]) -> None:
-    trial = trial_of(tiny_case(ParallelDims(cp=2), EIGHT))
-    silent = with_every_rank(
-        trial, lambda t, r: with_collectives(t, r, lambda c: [] if (c.op, c.step) == ("all_to_all", 1) else [c])
-    )
-    text = "no exchange of K/V gradients over cp: each rank keeps its own"
-    (fact,) = wrong_backward(silent, broken(*checks))
-    assert (fact.cause, fact.checks) == (
-        Cause("K/V not exchanged", text),
-        ("traffic", "exchange", "reshard", "features"),
-    )
-    assert list(wrong_backward(silent, broken("gradients"))) == []
-    wrong = with_value(silent, 0, 1, "gradients", NORM, lambda gradient: gradient + 1)
-    (fact,) = wrong_backward(wrong, broken("traffic", "gradients"))
-    assert fact.checks == ("traffic", "exchange", "reshard", "features", "gradients", "loss", "reported_loss")
-    assert list(wrong_backward(wrong, broken("gradients"))) == []
-
-
 def test_a_parameter_lies_as_deep_as_forward_comes_to_it() -> None:
     order = ["tok_embeddings", "layers.0.attention_norm", "layers.0.attention.wq", "layers.0.attention.wo"]
     order += ["layers.0.ffn_norm", "layers.0.feed_forward.w1", "layers.0.feed_forward.w2", "layers.1.attention_norm"]
     order += ["layers.11.feed_forward.w2", "norm", "output"]
     depths = [depth(f"{name}.weight") for name in order]
     assert depths == sorted(set(depths))
-    assert depth(EMBEDDING) == (-1, 0) and depth(NORM)[0] == math.inf and depth(f"{order[8]}.weight")[0] == 11
-    alike = [[depth(f"layers.0.{name}.weight") for name in names] for names in ALIKE]
-    assert [len(set(of)) for of in alike] == [1, 1]
+    for alike in (["attention.wq", "attention.wk", "attention.wv"], ["feed_forward.w1", "feed_forward.w3"]):
+        assert len({depth(f"layers.0.{name}.weight") for name in alike}) == 1
 
 
-ALIKE = [["attention.wq", "attention.wk", "attention.wv"], ["feed_forward.w1", "feed_forward.w3"]]
+# ---- rounding
+
+
+def test_only_what_float32_rounds_in_the_first_step_is_rounding() -> None:
+    def off_by(size: float, step: int = 1) -> Trial:
+        most = np.max(np.abs(reference_gradient(TIED, NORM)))
+        return changed(TIED, step, NORM, by=lambda gradient: gradient + size * most)
+
+    rounded = off_by(3e-8)
+    for trial in (rounded, off_by(9e-7), with_loss(rounded, 3, 1 + 2e-7)):
+        (fact,) = rounding(trial, broken("gradients"))
+        assert fact.cause.kind == "rounded" and list(rounding(trial, broken("update"))) == []
+    wrong = off_by(3e-6), with_loss(rounded, 1, 1 + 2e-6), with_loss(rounded, 3, math.nan), with_noise(rounded)
+    for trial in (*wrong, with_loss(TIED, 1, 1 + 2e-7), off_by(3e-8, 2)):
+        assert list(rounding(trial, broken("gradients"))) == []
+
+
+# ---- nothing else is said
+
+
+def test_nothing_is_said_of_gradients_that_no_check_finds_wrong_and_of_nan_and_odd_shapes() -> None:
+    wrong = with_value(fsdp_4(), 2, 1, "gradients", NORM, lambda gradient: gradient * np.nan)
+    assert found(wrong, "update", "traffic") == found(fsdp_4()) == found(wrong) == []
+    assert cause_of(wrong).kind == "not finite"
+    misshapen = with_value(fsdp_4(), 2, 1, "gradients", "layers.0.feed_forward.w1.weight", np.transpose)
+    assert cause_of(misshapen).kind == "not explained"
+
+
+def test_a_gradient_is_as_wrong_as_the_check_says_relative_to_the_whole_parameter() -> None:
+    small = {
+        f: g * np.where(np.arange(g.shape[0]) < g.shape[0] // 2, 1.0, 1e-12).reshape(-1, *[1] * (g.ndim - 1))
+        for f, g in DDP_2.reference.steps[0].gradients.items()
+    }
+    trial = trial_of(tiny_case("fsdp_2"))
+    steps = (replace(trial.reference.steps[0], gradients=small), *trial.reference.steps[1:])
+    trial = replace(trial, reference=replace(trial.reference, steps=steps))
+    trial = with_step_1_gradients(trial, lambda rank, fqn: small[fqn] * (1 + 1e-3 * rank))
+    assert wrong_pairs(trial, 1) == []
+    assert judged("gradients", trial).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize(("drawn", "named"), [(3, True), (0, False)])
+def test_a_recomputation_that_draws_from_another_random_state_is_named(drawn: int, named: bool) -> None:
+    trial = DDP_2
+    for rank in trial.ranks:
+        activity = trial.ranks[rank].steps[0].activity
+        activity = replace(activity, other_states={"layers.0": 1, "layers.0.attention": 1}, random={"backward": drawn})
+        trial = with_step(trial, rank, 1, activity=activity)
+    kinds = [fact.cause.kind for fact in random_state_not_restored(trial, broken("gradients"))]
+    assert kinds == ["random state not restored"] * named
+    assert list(random_state_not_restored(trial, broken("loss"))) == []

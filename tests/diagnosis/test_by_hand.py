@@ -52,17 +52,6 @@ def test_gradients_that_are_averaged_by_hand_are_answered_with_the_calls_that_la
     ]
 
 
-def test_lines_of_the_training_loop_which_no_adapter_can_wrap_have_a_remedy_too() -> None:
-    trial = averaged_by_hand("ddp", wrapped=False, behind=True)
-    found = diagnose(trial, judge(trial))
-    assert found is not None
-    told = next(text for label, text in evidence_rows(found.evidence) if label == "adapter")
-    assert told.endswith(
-        "if lines of the training loop do, which no adapter can wrap: move them, and the division by the number of ranks, into"
-        " a function of the script first"
-    )
-
-
 def adapters(trial: Trial) -> list[str]:
     return [text for _, text in lines_to_write(trial, broken("features", "traffic"))]
 

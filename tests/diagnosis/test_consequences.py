@@ -17,7 +17,6 @@ from harness.diagnosis.differences import (
     loss_off,
     replicas_agree,
     seen_gradients,
-    spans,
     wrong_pairs,
 )
 from harness.judge.trial import Trial
@@ -93,31 +92,3 @@ def test_a_factor_is_one_relative_to_what_it_makes_of_the_gradient(factor: float
     assert factor_of(trial, 0, NORM, 1) == pytest.approx(factor, rel=1e-12)
     by_entry = with_value(trial, 0, 1, "gradients", NORM, lambda gradient: gradient * (1 + 1e-8 * np.arange(4)))
     assert (factor_of(by_entry, 0, NORM, 1) is None) is bool(factor)
-
-
-@pytest.mark.parametrize(
-    ("factor", "off", "known"),
-    [(100.0, 5e-8, True), (100.0, 2e-7, False), (0.5, 0.5e-9, True), (0.5, 1.5e-9, False)],
-)
-def test_one_entry_may_be_off_by_a_billionth_of_the_largest_or_of_what_the_factor_makes_of_it(
-    factor: float, off: float, known: bool
-) -> None:
-    expected = WRONG_IN_STEP_2.reference.steps[0].gradients[NORM]
-    one = off * np.abs(expected).max() * (np.arange(expected.size) == np.abs(expected).argmin())
-    trial = with_value(WRONG_IN_STEP_2, 0, 1, "gradients", NORM, lambda gradient: factor * gradient + one)
-    assert (factor_of(trial, 0, NORM, 1) is not None) is known
-
-
-def test_of_another_shape_and_of_what_should_be_zero_there_is_no_factor() -> None:
-    trial = trial_of(tiny_case("ddp_2"))
-    assert factor_of(with_value(trial, 0, 1, "gradients", NORM, lambda gradient: gradient[:2]), 0, NORM, 1) is None
-    zero, *more = trial.reference.steps
-    zero = replace(zero, gradients=zero.gradients | {NORM: 0 * zero.gradients[NORM]})
-    assert factor_of(replace(trial, reference=replace(trial.reference, steps=(zero, *more))), 0, NORM, 1) is None
-
-
-def test_what_begins_later_is_told_with_the_step_and_the_last_step_has_none_after_it() -> None:
-    trial = trial_of(tiny_case("ddp_2"))
-    assert [*spans(trial, 1)] == [("", [1, 2, 3], 0), (" in step 1 alone", [1], 1)]
-    assert [*spans(trial, 2)] == [(" from step 2 on", [2, 3], 0), (" in step 2 alone", [2], 1)]
-    assert [*spans(trial, 3)] == [(" in step 3", [3], 0)]

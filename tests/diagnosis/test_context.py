@@ -32,7 +32,6 @@ from harness.judge.finding import Finding
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
-from harness.report.cause_text import diagnosis_line, evidence_rows
 from harness.spec.dims import ParallelDims
 
 EIGHT = replace(ADAMW, seq_len=8)  # tokens enough that every part of a sample is one of a kind
@@ -125,26 +124,6 @@ def test_each_step_of_variable_length_is_judged_by_the_positions_of_its_own_leng
     )
 
 
-def test_of_several_wrong_rows_in_a_step_the_first_is_told() -> None:
-    rows = np.stack([np.arange(4), np.arange(4), np.arange(4, 8)])
-    told = judged("positions", telling(cp_trial(cp_load_balance=False), 1, rows))
-    assert [(finding.rank, finding.step) for finding in told.findings] == [(1, step) for step in (1, 2, 3)]
-
-
-def test_positions_read_as_intervals() -> None:
-    assert positions_text(np.array([0, 1, 6, 7, 9])) == "0-1 and 6-7 and 9"
-
-
-def test_rope_that_restarts_on_each_cp_rank_is_named() -> None:
-    trial = telling(cp_trial(cp_load_balance=False), 1, np.arange(4))
-    assert named(trial, "ranks", "first") == ("positions", (1,), 0)
-
-
-def test_rope_that_ignores_load_balancing_is_named() -> None:
-    trial = telling(cp_trial(), 1, np.arange(4, 8))
-    assert named(trial, "ranks", "first") == ("positions", (1,), 4)
-
-
 def test_a_later_stage_that_is_told_other_positions_than_the_first_is_named() -> None:
     trial = cp_trial(cp_load_balance=False)
     plan = replace(trial.plan, stages={0: (0,), 1: (1,)})  # rank 1 as it would be behind rank 0
@@ -200,35 +179,10 @@ def without(trial: Trial, op: str, phases: tuple[str, ...]) -> Trial:
     return with_every_rank(trial, lambda t, rank: with_collectives(t, rank, drop))
 
 
-def test_attention_that_stays_local_is_named_by_what_does_not_go_round() -> None:
-    trial = without(cp_trial(cp_rotation="alltoall"), "all_to_all", ("forward", "backward"))
-    trial = with_step_1_gradients(trial, lambda _, fqn: np.cos(99 * trial.reference.steps[0].gradients[fqn]))
-    told = "no K/V exchange over cp"
-    assert cause(trial) == told
-
-
-def test_attention_that_stays_local_beside_right_numbers_is_told_with_its_traffic() -> None:
-    trial = without(cp_trial(cp_rotation="alltoall"), "all_to_all", ("forward", "backward"))
-    found = diagnose(trial, judge(trial))
-    assert found is not None and diagnosis_line(found) == "no K/V exchange over cp"
-    assert "not tested" not in dict(evidence_rows(found.evidence))
-    (_, forward), (_, backward) = [line for line in found.evidence if line[0] == "traffic"]
-    assert ": all_to_all over cp in forward: expected " in forward and ": all_to_all over cp in backward: " in backward
-
-
-def test_gradients_of_keys_and_values_that_stay_local_are_named() -> None:
-    trial = without(cp_trial(), "all_to_all", ("backward",))
-    trial = with_step_1_gradients(trial, lambda _, fqn: np.cos(99 * trial.reference.steps[0].gradients[fqn]))
-    assert cause(trial) == "no exchange of K/V gradients over cp: each rank keeps its own"
-
-
 def test_another_rotation_than_requested_is_named() -> None:
     requested, ran = (tiny_case(CP_2, EIGHT, cp_rotation=rotation) for rotation in ("alltoall", "allgather"))
-    assert broken(trial_of(requested, ran)) == {
-        "traffic",
-        "reshard",
-    }  # keys are gathered over the ranks that parameters are
-    assert cause(trial_of(requested, ran)).startswith("cp_rotation alltoall is requested, allgather is observed")
+    assert broken(trial_of(requested, ran)) == {"traffic", "reshard"}  # keys are gathered as parameters are
+    assert proven(trial_of(requested, ran)) == ("another feature", {"cp_rotation": "allgather"})
 
 
 # ---- who holds what
@@ -237,8 +191,8 @@ def test_another_rotation_than_requested_is_named() -> None:
 def test_sharding_over_cp_alone_is_named_although_all_numbers_are_right() -> None:
     ran = tiny_case(ParallelDims(dp_replicate=2, cp=2), EIGHT)  # the same ranks, as HSDP
     trial = trial_of(tiny_case(FSDP_2_CP_2, EIGHT), ran)
-    held = "parameters are sharded over 2 ranks along cp and replicated 2 times, requested 4"
-    assert cause(trial) == f"FSDP ran as HSDP: {held}"
+    kind, details = proven(trial)
+    assert kind == "another layout" and (details["dp_replicate"], details["dp_shard"], details["cp"]) == (2, 1, 2)
 
 
 def test_whole_parameters_on_cp_ranks_that_exchange_nothing_are_named() -> None:
@@ -247,43 +201,7 @@ def test_whole_parameters_on_cp_ranks_that_exchange_nothing_are_named() -> None:
     trial = without(trial, "all_reduce", ("backward",))
     seen = trial.ranks[1].steps[0].gradients
     trial = with_step(trial, 1, 1, gradients={fqn: 2 * gradient for fqn, gradient in seen.items()})
-    named = {"another layout", "gradients not reduced", "K/V not exchanged"}
-    assert named <= {*kinds(trial)}
-
-
-def with_labels(trial: Trial, masked: dict[int, tuple[int, ...]]) -> Trial:
-    """Ranks that receive no label at some places of their part."""
-    for rank, places in masked.items():
-        (batch,) = trial.ranks[rank].steps[0].microbatches
-        labels = batch.labels.copy()
-        labels[:, places] = -100
-        trial = with_step(trial, rank, 1, microbatches=(replace(batch, labels=labels),))
-    return trial
-
-
-def test_labels_that_are_cut_over_cp_in_another_way_than_tokens_are_named() -> None:
-    trial = cp_trial()
-    for rank in trial.ranks:
-        other = np.array([[0, 1, 2, 3], [4, 5, 6, 7]][rank])
-        (batch,) = trial.ranks[rank].steps[0].microbatches
-        rows = [trial.reference.sample_ids.index(id_) for id_ in trial.reference.samples[0]]
-        labels = trial.reference.labels[rows][:, other]
-        trial = with_step(trial, rank, 1, microbatches=(replace(batch, labels=labels),))
-    assert named(trial, "step", "ranks") == ("wrong labels", 1, (0, 1))
-
-
-def test_labels_lost_at_the_ends_of_parts_are_told_from_a_wider_mask() -> None:
-    balanced, contiguous = cp_trial(), cp_trial(cp_load_balance=False)  # of rank 0: 0, 1, 6, 7; and 0 to 3
-    for trial, masked, at_ends in (
-        (balanced, {0: (1, 3), 1: (3,)}, True),
-        (balanced, {0: (1,), 1: (0,)}, False),
-        (balanced, {0: (2,)}, False),
-        (contiguous, {0: (3,)}, True),
-        (contiguous, {0: (1, 3)}, False),
-        (trial_of(tiny_case("ddp_2", EIGHT)), {0: (7,)}, False),
-    ):
-        kind, said = named(with_labels(trial, masked), "labels")
-        assert (kind, "last" in said) == ("wrong labels", at_ends), masked
+    assert {"another layout", "K/V not exchanged"} <= {*kinds(trial)}
 
 
 # ---- what a cp rank counts for
@@ -319,13 +237,6 @@ def test_a_mean_taken_on_each_cp_rank_is_named() -> None:
     trial = with_parts(trial, dict.fromkeys((0, 1), [first] * 4 + [second] * 4))
     kind, details = proven(trial)
     assert (kind, details["units"]) == ("averaged locally", ("cp rank",))
-
-
-def test_gradients_that_are_no_mixture_of_what_cp_ranks_received_are_located() -> None:
-    trial = cp_trial(FSDP_2_CP_2)
-    trial = with_step_1_gradients(trial, lambda _, fqn: np.cos(trial.reference.steps[0].gradients[fqn] * 99))
-    told = "gradients are wrong by up to 1e+01 of the largest entry in every parameter; the loss of step 1 matches within 2e-14"
-    assert cause(trial) == told
 
 
 def test_a_reduction_over_cp_whose_result_is_dropped_is_named() -> None:

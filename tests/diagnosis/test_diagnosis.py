@@ -11,14 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from diagnosed import NORM, diagnosis_text, dims, first_line, fsdp_4
+from diagnosed import NORM, dims, first_line, fsdp_4
 from literal import (
     UNEVEN,
     cause_of,
     tiny_case,
     trial_of,
     with_every_rank,
-    with_parameter,
     with_rank,
     with_step,
     with_value,
@@ -26,7 +25,6 @@ from literal import (
 
 from harness.checks import judge
 from harness.diagnosis import FACTS, SUSPECTS, diagnose
-from harness.diagnosis.telling import what_weaker_tests_say
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
 from harness.report.cause_text import diagnosis_line, evidence_rows
@@ -92,26 +90,8 @@ def spoiled(trial: Trial, rank: int, mess: str) -> Trial:
 # ---- what goes with the first line
 
 
-def test_what_else_is_broken_is_told_where_nothing_explains_it() -> None:
-    trial = with_step(fsdp_4(), 1, 3, memory={"parameters": 1888, "gradients": 472, "optimizer_state": 944})
-    trial = replace(trial, golden=replace(trial.golden, losses=(9.0, 9.0, 9.0)))  # type: ignore[type-var]
-    found = diagnose(trial, judge(trial))
-    assert found is not None and dict(evidence_rows(found.evidence))["not explained"].startswith("golden: ")
-    assert (
-        dict(evidence_rows(found.evidence))["golden"]
-        == "the reference moved as well: model, data, recipe or torch changed"
-    )
-
-
 def test_a_check_that_is_broken_without_saying_where_is_told() -> None:
     assert cause_of(diagnose(fsdp_4(), [Result("loss", Verdict.FAIL, 1)])) == "loss is broken and does not say where"
-
-
-def test_a_listing_of_groups_passes_where_only_placements_are_wrong() -> None:
-    trial = with_parameter(fsdp_4(), 1, NORM, placements=("Replicate",))
-    assert "a listing of process groups passes here" in diagnosis_text(trial)
-    memory = with_step(fsdp_4(), 1, 3, memory={"parameters": 1888, "gradients": 472, "optimizer_state": 944})
-    assert "a listing of process groups" not in diagnosis_text(memory)
 
 
 def test_suspects_of_the_caller_are_those_of_earlier_launches_too() -> None:
@@ -120,25 +100,3 @@ def test_suspects_of_the_caller_are_those_of_earlier_launches_too() -> None:
     trial = replace(trial, saved=(before,))
     assert first_line(trial).startswith("saved_1: gradients are wrong ")
     assert cause_of(diagnose(trial, judge(trial), (), ())).startswith("saved_1: gradients are ")
-
-
-# ---- what weaker tests say
-
-
-def said(*results: tuple[str, Verdict, float | None]) -> dict[str, str]:
-    made = [Result(name, verdict, 1, largest=largest) for name, verdict, largest in results]
-    return dict(evidence_rows(what_weaker_tests_say(made)))
-
-
-def test_the_larger_difference_of_loss_and_gradients_is_told_as_a_number_not_as_a_word() -> None:
-    loss, gradients = (
-        ("loss", Verdict.PASS, 3e-16),
-        ("gradients", Verdict.PASS, 1e-15),
-    )
-    update = ("update", Verdict.FAIL, None)
-    assert said(loss, gradients, update) == {
-        "loss, gradients": "equal to the reference within 1.0e-15: a loss-curve test passes here"
-    }
-    assert said(gradients, update) == {"gradients": "equal to the reference within 1.0e-15"}
-    assert said(loss, gradients, ("golden", Verdict.FAIL, None)) == {}
-    assert list(said(("golden", Verdict.FAIL, None), update)) == ["golden"]

@@ -324,3 +324,9 @@ def test_a_golden_that_fails_alone_says_that_the_reference_moved() -> None:
 def test_a_check_that_passes_states_nothing() -> None:
     assert list(observed(FSDP, {})) == [] and all(row.check for row in ROWS)
     assert list(process_failed(FSDP, {})) == [] and list(layers_lost(FSDP, broken("completed"))) == []
+
+
+@pytest.mark.parametrize("check", ["process_groups", "traffic", "placements", "memory"])
+def test_a_structure_that_no_request_explains_is_named_by_its_check(check: str) -> None:
+    assert [fact.cause.kind for fact in observed(FSDP, broken(check))] == [f"{check} of no plan"]
+    assert list(observed(FSDP, broken(check, "gradients"))) == []

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from caused import cause_of, causes_of, data_of
+from caused import cause_of, data_of
 from diagnosed import broken, dims, fsdp_4, received
 from literal import ADAMW, EIGHT, judged, tiny_case, trial_of, with_step, with_step_1_gradients, without_step
 from literal_ranks import microbatch_of
@@ -26,7 +26,6 @@ from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
 from harness.reference.data import build_dataset, sample_order
-from harness.reference.train import train
 from harness.spec.dims import ParallelDims
 
 IGNORED = -100
@@ -131,18 +130,6 @@ def test_what_is_lost_is_lost_from_the_divisor_as_well_or_for_one_choice_more_is
             shown = with_step(shown, rank, step.step, reported_loss=loss)
         found = list(other_samples(shown, {"samples": judged("samples", shown)}))
         assert [(one.fitted, one.seen, one.given) for one in found] == [(1, seen, ("samples",)), (2, (), ("samples",))]
-
-
-def test_samples_of_another_seed_explain_all_numbers_and_not_others_beside(ran: Ran) -> None:
-    other = train(case_of().model, replace(RECIPE, seed=99), weights=reference(case_of()).weights)
-    trial = ran(case_of(), other)
-    (cause,) = causes_of(trial)
-    assert cause.kind == "samples of no step" and {"samples", "loss", "gradients"} <= {*cause.explains}
-    for rank, evidence in trial.ranks.items():
-        noise = np.random.default_rng(rank)
-        wrong = {fqn: g + noise.standard_normal(g.shape) for fqn, g in evidence.steps[0].gradients.items()}
-        trial = with_step(trial, rank, 1, gradients=wrong)
-    assert all("gradients" not in one.explains for one in causes_of(trial) if one.kind != "not explained")
 
 
 # ---- how a data set's samples are dealt
@@ -261,12 +248,6 @@ def test_labels_that_are_not_the_samples(change: Change, ranks: tuple[int, ...],
     kind, of, words = data_of(cause_of(altered(LONG, "labels", change, ranks)), "ranks", "labels")
     assert kind == "wrong labels" and of == (ranks or (0, 1, 2, 3))
     assert said in words if said else words == ""
-
-
-def test_labels_of_a_cp_rank_that_are_shifted_after_the_cut_are_wrong_at_its_ends() -> None:
-    ends = data_of(cause_of(altered(CP, "labels", masking(at(7)))), "labels")[1]
-    within = data_of(cause_of(altered(CP, "labels", masking(at(6)))), "labels")[1]
-    assert "last" in ends and "last" not in within
 
 
 def test_labels_that_are_shifted_before_they_are_cut_over_cp() -> None:

@@ -1,40 +1,54 @@
-"""Every kind of cause that diagnosis names stands on the page of causes, beside the file that proposes it."""
+"""Every kind of cause that diagnosis names stands in the list of docs/causes.md, and no other does."""
 
 from __future__ import annotations
 
 import ast
-import re
+import importlib
+from collections.abc import Iterator
 from pathlib import Path
 
-from harness.diagnosis import request, structure_facts
+from diagnosed import LISTED, is_listed
+
 from harness.faults import all_faults
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "causes.md").read_text(encoding="utf-8")
+PLACE = {"Cause": 0, "stated": 2, "seen": 2}
+"""Which argument of a call is the kind."""
 
 
-def kinds_of(source: Path) -> set[str]:
-    """Of every cause that is written out."""
-    calls = [node for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
-    place = {"Cause": 0, "Row": 1, "stated": 2, "seen": 2}
-    named = [call.args[place[call.func.id]] for call in calls if getattr(call.func, "id", "") in place and call.args]
-    return {kind.value for kind in named if isinstance(kind, ast.Constant)}
+def strings(node: ast.AST) -> set[str]:
+    return {one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)}
 
 
-def on_the_page() -> dict[str, set[str]]:
-    rows = re.findall(r"^\| `([\w/.]+)` \| (.+) \|$", PAGE, re.MULTILINE)
-    return {file: set(text.split(", ")) for file, text in rows}
+def named_in(source: Path) -> Iterator[str]:
+    """Kinds that calls write out or hold in a variable, those of a table of rows, and those that a table gives fields."""
+    module = importlib.import_module(f"harness.diagnosis.{source.stem}")
+    for function in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+        for call in (call for call in calls if getattr(call.func, "id", "") in PLACE):
+            kind = call.args[PLACE[call.func.id]]
+            if isinstance(kind, ast.Constant):
+                yield kind.value
+            elif isinstance(kind, ast.Name) and isinstance(value := getattr(module, kind.id, None), str):
+                yield value
+            elif isinstance(kind, ast.Name):
+                given = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
+                for one in (one for one in given if [ast.unparse(to) for to in one.targets] == [kind.id]):
+                    yield from strings(one.value)
+    yield from getattr(module, "KINDS", {}).values()
+    yield from (row.kind for name in ("ROWS", "TABLE") for row in getattr(module, name, ()) if hasattr(row, "kind"))
 
 
-def test_the_page_lists_the_kinds_of_every_file() -> None:
-    written = {source.name: kinds_of(source) for source in (ROOT / "harness" / "diagnosis").glob("*.py")}
-    written["request.py"] |= {*request.KINDS.values()}
-    written["structure_facts.py"] |= {row.kind for row in structure_facts.TABLE}
-    assert {file: kinds for file, kinds in written.items() if kinds} == on_the_page()
+def named() -> set[str]:
+    files = (ROOT / "harness" / "diagnosis").glob("[a-z]*.py")
+    return {kind for source in files for kind in named_in(source)}
+
+
+def test_the_page_lists_every_kind_and_no_other() -> None:
+    assert sorted(named()) == sorted(LISTED)
 
 
 def test_faults_of_the_catalogue_are_named_by_kinds_that_the_page_lists() -> None:
-    """In the table; or, where a variable is the kind, in the sentence after it."""
-    listed = set().union(*on_the_page().values())
-    after = PAGE[PAGE.index("Not written out there: ") :]
-    assert [fault.name for fault in all_faults() if fault.named not in listed and fault.named not in after] == []
+    assert [fault.name for fault in all_faults() if not is_listed(fault.named)] == []

@@ -15,7 +15,7 @@ from literal import ADAMW, TINY, UNEVEN, judged, tiny_case, trial_of, with_param
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.hypothesis import Hypothesis
-from harness.diagnosis.layouts import BY_RANK, Layout, contents_line, layouts, other_layouts, renamed, wrong_parts
+from harness.diagnosis.layouts import BY_RANK, Layout, layouts, other_layouts, renamed
 from harness.diagnosis.structure_facts import facts
 from harness.evidence.provided import RECORDED
 from harness.evidence.records import Exit
@@ -29,7 +29,6 @@ from harness.spec.measured import Measured
 
 WIDE = replace(TINY, dim=16, vocab_size=16, ffn_dim=32)
 UP, DOWN = "layers.0.feed_forward.w1.weight", "layers.0.feed_forward.w2.weight"  # TP cuts into rows, into columns
-SHARD_TP = ("pp", "dp_replicate", "tp", "cp", "dp_shard")
 DP = ("pp", "dp_shard", "dp_replicate", "cp", "tp")
 
 
@@ -169,16 +168,6 @@ def test_slices_of_no_layout_are_told_as_seen_and_strange_values_are_no_layout()
     assert proposed(trial) == []
 
 
-def test_what_is_held_otherwise_is_told_by_rank_and_by_a_part_that_is_not_empty_if_there_is_one() -> None:
-    trial = right(dims(1, 2))
-    assert (wrong_parts(trial), contents_line(trial)) == ([], ())
-    trial = with_parameter(with_rows(trial, LAST, {1: (0, 8)}), 0, NORM, value=np.empty(0))
-    trial = with_parameter(trial, 1, EMBEDDING, value=np.full((8, 16), 7.0))
-    assert [(rank, fqn) for rank, fqn, _ in wrong_parts(trial)] == [(0, NORM), (1, EMBEDDING), (1, LAST)]
-    ((_, text),) = contents_line(trial)
-    assert isinstance(text, str) and text.startswith(f"3 of 12 parameters; {EMBEDDING} on rank 1")
-
-
 # ---- the plan of a layout
 
 
@@ -256,13 +245,6 @@ def test_what_fsdp_left_out_is_gathered_by_nobody_and_kept_whole_by_each() -> No
         flows = (of.flows[rank] for of in (before, plan))
         all_, left = (sum(f.bytes for f in of if (f.op, f.phase) == ("all_gather", "forward")) for of in flows)
         assert all_ - left == 16 * 8
-
-
-def test_under_another_wrapper_than_fsdp2_what_fsdp_left_out_stays_in_its_unit() -> None:
-    trial = with_rows(right(dims(shard=2), wrapper="fsdp1"), NORM, dict.fromkeys((0, 1), (0, 16)))
-    (one,) = proposed(trial)
-    assert dict(one.cause.details)["left_out"] == "FSDP"
-    assert assumed(one, trial).plan.units == trial.plan.units
 
 
 def test_what_tp_left_out_is_gathered_by_fsdp_as_ever() -> None:

@@ -72,15 +72,6 @@ def test_pieces_are_known_where_each_sample_is_received_once_in_every_step(
     assert Pieces(fsdp_4()).known and not Pieces(received(fsdp_4(), rank, step, ids)).known
 
 
-def test_shares_that_change_their_size_are_not_known() -> None:
-    trial = received(received(fsdp_4(), 2, 2, [12, 13, 14]), 3, 2, [15])
-    assert not Pieces(trial).known
-    for step in (1, 3):
-        first = 8 * (step - 1)
-        trial = received(received(trial, 2, step, [first + 4, first + 5, first + 6]), 3, step, [first + 7])
-    assert Pieces(trial).known
-
-
 def test_valid_tokens_are_those_with_a_label_of_the_step_s_length_token_0_among_them() -> None:
     trial = trial_of(tiny_case(ParallelDims(dp_shard=4, cp=2), SIXTEEN))
     labels = trial.reference.labels.copy()

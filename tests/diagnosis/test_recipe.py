@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from diagnosed import LOW_CLIP, NORM, broken, is_listed, trained_as
-from literal import ADAMW, SGD, TINY, tiny_case, trained_otherwise, trial_of, with_rank, with_step, with_value
+from literal import ADAMW, SGD, tiny_case, trained_otherwise, trial_of, with_rank, with_step, with_value
 from literal_reference import clip
 from resuming import resumed
 
@@ -18,14 +18,11 @@ from harness.checks import judge
 from harness.checks.update import observed_norm
 from harness.diagnosis import diagnose
 from harness.diagnosis.engine import explain
-from harness.diagnosis.recipe import HALF, not_finite, rule_of, wrong_recipe
+from harness.diagnosis.recipe import HALF, rule_of, wrong_recipe
 from harness.judge.result import Cause, Verdict
 from harness.judge.trial import Trial
-from harness.plan.make_plan import make_plan
 from harness.plan.slices import tp_dim
-from harness.plan.stages import parameters_of_stage, stages_of_rank
 from harness.reference.config import TrainingConfig
-from harness.spec.dims import ParallelDims
 
 Arrays = dict[str, np.ndarray]
 LOW = replace(SGD, max_norm=0.25)
@@ -443,27 +440,6 @@ def test_what_need_not_move_is_not_blamed() -> None:
     assert "not stepped" not in proposed(still)
 
 
-# ---- not finite
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_parameters_that_are_no_numbers_after_the_first_step(value: float) -> None:
-    checks = ("loss", "gradients", "grad_norm", "update", "traffic")
-    right = trial_of(tiny_case("fsdp_2", LOW))
-
-    def seen(trial: Trial) -> tuple[str, ...] | None:
-        found = [*not_finite(trial, broken(*checks))]
-        return found[0].checks if found else None
-
-    bad = with_value(right, 1, 1, "parameters", NORM, lambda array: array * value)
-    assert seen(bad) == checks[:-1]
-    assert seen(with_value(bad, 0, 1, "gradients", NORM, lambda array: 2 * array)) == ("update",)
-    assert seen(with_value(bad, 0, 1, "gradients", NORM, lambda array: array * np.nan)) is None
-    assert seen(with_value(right, 1, 2, "parameters", NORM, lambda array: array * value)) is None
-    found = diagnose(bad, judge(bad))
-    assert found is not None and found.kinds == ("not finite",)
-
-
 # ---- rates that the optimizer shows
 
 
@@ -506,32 +482,6 @@ def test_requested_rates_may_be_reported_beside_others_that_are_taken() -> None:
     assert found is not None and {"learning rate", "wrong report"} == {*found.kinds} | {"wrong report"}
 
 
-def test_rates_are_as_requested_up_to_their_last_bits() -> None:
-    assert proposed(showing({0: (0.025 * (1 + 1e-13), 0.05, 0.0375)})) == {}
-
-
-def test_a_rate_of_some_stages_is_named_with_their_parameters() -> None:
-    model = replace(TINY, n_layers=4)
-    case = tiny_case(ParallelDims(pp=2), LOW, model=model, schedule="Interleaved1F1B", microbatches=4)
-    first = {fqn for stage in (0, 1) for fqn in parameters_of_stage(case, stage)}
-    shown = (0.07, 0.08, 0.09)
-    trial = trial_of(tiny_case("ddp_2", LOW, model=model))
-    trial = trained_otherwise(trial, rate=lambda step, fqn: (shown if fqn in first else RATES)[step - 1])
-    for rank, evidence in trial.ranks.items():
-        own = {fqn for stage in stages_of_rank(case, rank) for fqn in parameters_of_stage(case, stage)}
-        trial = with_rank(trial, rank, parameters=tuple(t for t in evidence.parameters if t.fqn in own))
-        for step in evidence.steps:
-            kept: dict[str, Any] = {
-                what: {fqn: value for fqn, value in getattr(step, what).items() if fqn in own}
-                for what in ("gradients", "parameters", "optimizer_state")
-            }
-            trial = with_step(trial, rank, step.step, lr=shown[step.step - 1], **kept)
-    piped = replace(trial, case=case, plan=make_plan(case))
-    whole, those, *_ = (one for one in wrong_recipe(piped, broken("update")) if one.cause.kind == "learning rate")
-    assert (whole.cause.where, whole.fitted, those.fitted) == ("", 1, 2)
-    assert f"{len(first)} of {len(piped.plan.shapes)}" in those.cause.where
-
-
 # ---- which schedule gives them
 
 TEN = replace(ADAMW, lr=0.01, steps=10, warmup_steps=4, final_lr_fraction=0.2)
@@ -571,8 +521,3 @@ def rule(by: Callable[[int], float], training: TrainingConfig = TEN, taken: Iter
 )
 def test_a_schedule_is_a_shift_in_steps_or_a_field_or_two(by: Callable[[int], float], words: tuple[str, ...]) -> None:
     assert all(word in rule(by) for word in words) and bool(rule(by)) == bool(words)
-
-
-def test_of_one_wrong_rate_a_schedule_is_named_only_between_right_ones() -> None:
-    late = lambda step: scheduled(step - (step == 5))  # noqa: E731
-    assert rule(late, taken=(1, 2, 3, 4, 5)) == "" == rule(late, taken=(5, 6, 7))

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from diagnosed import LOW_CLIP, accumulating, dims, is_listed, reference_gradient, scaled
-from literal import TINY, judged, tiny_case, trial_of, with_step
+from literal import judged, tiny_case, trial_of, with_step
 from literal_reference import clip
 
 from harness.checks import judge
 from harness.checks.update import observed_norm
 from harness.diagnosis import diagnose
 from harness.diagnosis.engine import explain
-from harness.diagnosis.reported import norms, odd_reports, sets_of_ranks, wrong_reports
+from harness.diagnosis.reported import norms, odd_reports, wrong_reports
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
@@ -276,28 +275,3 @@ def test_norms_are_of_the_gradients_that_their_details_say(dtype: type) -> None:
     found = {details[0]: number for details, number in norms(trial)}
     for detail, value in wanted.items():
         assert [found[detail](rank, 1) for rank in trial.ranks] == pytest.approx([value] * 4, rel=1e-12), detail
-
-
-def test_the_norms_of_stages_are_added_up() -> None:
-    model = replace(TINY, n_layers=2)
-    trial = trial_of(tiny_case("ddp_2", model=model))
-    piped = replace(trial, case=tiny_case(ParallelDims(pp=2), model=model))
-    of = {fqn: reference_gradient(trial, fqn) for fqn in trial.plan.shapes}
-    first = {fqn for fqn in of if fqn.startswith(("tok_embeddings", "layers.0."))}
-    wanted = length(*(of[f] for f in first)) + length(*(of[f] for f in of if f not in first))
-    assert {d[0]: n for d, n in norms(piped)}["added up over", "stages"](0, 1) == pytest.approx(wanted, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("layout", "left_out"),
-    [
-        (dims(), []),
-        (dims(2, 2), [("dp_replicate",), ("dp_shard",), ("dp_replicate", "dp_shard")]),
-        (dims(shard=2, tp=2), [("dp_shard",), ("tp",), ("dp_shard", "tp")]),
-    ],
-)
-def test_axes_are_left_out_alone_and_together(layout: ParallelDims, left_out: list[tuple[str, ...]]) -> None:
-    found = dict(details[0] for details, _ in sets_of_ranks(trial_of(tiny_case(layout))) if details[0][0] != "of rank")
-    sets = [(details[0][1], ranks) for details, ranks in sets_of_ranks(trial_of(tiny_case(layout)))]
-    assert [axes for axes, _ in sets if isinstance(axes, tuple)] == left_out
-    assert all(rank in group for axes, ranks in sets if isinstance(axes, tuple) for rank, group in ranks.items()), found

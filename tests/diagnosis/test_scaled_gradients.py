@@ -87,13 +87,6 @@ def test_a_number_of_tokens_is_tested_in_every_step(factor: Callable[[int, int],
     assert factor_of(wrong) == factor(16, 32) and named in names(wrong)
 
 
-def test_a_token_count_of_another_step_shows_from_the_step_on_that_has_others() -> None:
-    trial = fsdp_4()
-    wrong = by_tokens(trial, lambda valid, size: valid / trial.reference.steps[0].valid_tokens)
-    assert factor_of(wrong) == 1.375 and proven(wrong)[1]["steps"] == (2, 3)
-    assert "of step 1" in names(wrong)
-
-
 @pytest.mark.parametrize("times", [1, 2])
 def test_tokens_of_one_microbatch_in_the_place_of_all_are_named(times: int) -> None:
     trial = trial_of(tiny_case("ddp_2", accumulation=2))

@@ -227,19 +227,6 @@ def test_facts_are_said_of_checks_that_no_proof_explains(
     assert found.left == left
 
 
-def test_facts_are_asked_of_failing_checks_that_say_where() -> None:
-    asked: list[set[str]] = []
-
-    def facts(run: Run, broken: Broken) -> Iterator[Fact]:
-        asked.append({*broken})
-        yield from ()
-
-    checks = [*results(*ALL), Result("update", Verdict.FAIL)]
-    found = explain(Run(), checks, (suspecting(one("a", G)),), (facts,))  # type: ignore[arg-type]
-    assert asked == [{*ALL}, {T, S}]
-    assert found.left == (T, S, "update")
-
-
 # ---- what is on record besides
 
 
@@ -256,11 +243,6 @@ def test_what_is_raised_is_on_record_once_with_the_line_and_ends_what_that_suspe
     ]
     assert found.raised == (*texts,)
     assert told(found) == [("a + c", (T, S), (G,))]
-
-
-def test_what_an_error_says_is_cut() -> None:
-    (text,) = explained(ValueError("x" * 121)).raised
-    assert text.startswith(f"suspects raised ValueError: {'x' * 120} at suspects:")
 
 
 def test_what_an_assumption_raises_is_told_by_its_kind_and_missing_bounds_in_their_words_once() -> None:
@@ -311,18 +293,3 @@ def test_no_more_are_judged_than_the_bound_says_over_all_searches(
     found = explained(one("a", G), one("b", T, S, fitted=2))
     assert (found.tried, found.ended) == (judged, ended)
     assert [text for text, *_ in told(found)] == [expected]
-
-
-def test_of_more_proposals_than_are_judged_one_is_taken_to_know_that_there_are_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    taken: list[int] = []
-
-    def many(run: Run, broken: Broken) -> Iterator[Hypothesis]:
-        for number in range(9):
-            taken.append(number)
-            yield one(str(number))
-
-    monkeypatch.setattr(engine, "JUDGED", 3)
-    found = explain(Run(), results(*ALL), (many,), ())  # type: ignore[arg-type]
-    assert (found.tried, found.ended, max(taken)) == (3, "3 hypotheses were judged", 3)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from caused import cause_of, causes_of, data_of
-from diagnosed import EMBEDDING, NORM, broken, fsdp_4
+from diagnosed import NORM, broken, fsdp_4
 from literal import (
     SGD,
     last_bit,
@@ -20,7 +20,6 @@ from literal import (
     with_rank,
     with_step,
     with_value,
-    without_step,
 )
 from resuming import TP_2, WEIGHT, everywhere, resumed, with_resumed
 from trained import RECIPE, Ran, _ran, case_of, reference  # noqa: F401
@@ -377,13 +376,6 @@ def test_what_starts_from_scratch_has_one_cause(beyond: bool) -> None:
     assert [assumed.optimizer.counter(step, W1) for step in (3, 4)] == [1, 2]
 
 
-def test_a_step_that_no_rank_recorded_is_no_moment() -> None:
-    trial = everywhere(resumed(), "parameters", lambda held: {fqn: value + 1 for fqn, value in held.items()})
-    before = with_every_rank(trial.saved[0], lambda t, rank: without_step(t, rank, 1))
-    (one,) = resumed_otherwise(replace(trial, saved=(before,)), broken("resume"))
-    assert data_of(one.cause, "are") == (CHANGED, "")
-
-
 def test_what_an_earlier_launch_keeps_beside_does_not_explain_what_is_resumed_wrongly() -> None:
     right = resumed()
     keeping = with_rank(right.saved[0], 0, held=(HeldTensor((900,), "float64", 7200),))
@@ -392,8 +384,3 @@ def test_what_an_earlier_launch_keeps_beside_does_not_explain_what_is_resumed_wr
     assert cause_of(replace(wrong, saved=(keeping,))).kind == CHANGED
     worse = with_step(keeping, 0, 1, reported_loss=99.0)
     assert cause_of(replace(wrong, saved=(worse,))).kind != CHANGED
-
-
-def test_of_several_things_that_parameters_became_the_first_ones_are_said() -> None:
-    trial = starting(FSDP, {NORM: lambda value: 0 * value + 1, EMBEDDING: lambda value: 2 * value})
-    assert all(one in data_of(cause_of(trial), "are")[1] for one in ("all 1", "2 times"))

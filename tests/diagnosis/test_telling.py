@@ -89,13 +89,19 @@ def test_checks_that_are_proven_or_hold_are_not_seen_besides() -> None:
     assert said(Explanation((proof("factor"),)), "loss")[1][0] == assuming(1, 1)
 
 
-def test_a_fact_that_a_proven_cause_contains_is_not_said_again_but_the_same_one_is_kept() -> None:
-    facts = (fact("reduction", "traffic"), fact("factor 2", "memory"), fact("groups", "process_groups"))
-    causes, lines = said(Explanation((proof("no reduction"), proof("x")), facts), "loss")
-    assert causes == ["no reduction", "factor 2", "groups"]
-    assert ("reduction", "seen of reduction") not in lines
-    causes, _ = said(Explanation((proof("reduction", "factor"),), facts[:1]), "loss")
-    assert causes == ["reduction", "factor"]
+def test_a_fact_that_is_a_finding_alone_is_not_said_beside_a_proven_cause_of_its_kind() -> None:
+    finding = result("traffic").findings[0]
+    alone = [Fact(Cause(kind, "", finding=finding), ("traffic",)) for kind in ("kind of factor", "another")]
+    whole = told(
+        RIGHT, [result("loss"), result("traffic")], Explanation((proof("factor"),), (*alone, fact("x", "traffic")))
+    )
+    assert [one.kind for one in whole.causes] == ["kind of factor", "another", "kind of x"]
+
+
+def test_a_cause_that_repeats_an_earlier_ones_kind_and_what_is_observed_is_said_once() -> None:
+    again = replace(cause("factor"), where="elsewhere")
+    facts = (Fact(again, ("memory",)), Fact(replace(again, observed="other"), ("traffic",)))
+    assert said(Explanation((proof("factor"),), facts), "loss", "memory", "traffic")[0] == ["factor", "other"]
 
 
 @pytest.mark.parametrize(
@@ -163,24 +169,6 @@ def test_what_a_proven_cause_leaves_is_told_as_it_is_with_that_assumed() -> None
     assert lines["not explained"].startswith("memory: ") and "observed 944 B" in lines["not explained"]
 
 
-def test_checks_that_hold_say_where_a_wrong_number_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-
-    def localise(trial: Trial, left: object, tried: int, held: frozenset[str], *, rest: bool) -> tuple[Cause, Lines]:
-        asked.append((tried, sorted(held), rest))
-        return cause("here"), ()
-
-    monkeypatch.setattr(telling, "localise", localise)
-    told(
-        RIGHT,
-        [result("loss"), result("update", Verdict.PASS), result("memory", Verdict.UNKNOWN)],
-        Explanation(left=("loss",)),
-    )
-    assert asked == [(0, ["update"], False)]
-    told(RIGHT, [result("loss")], Explanation((proof("one"),), left=("loss",), tried=7))
-    assert asked[1:] == [(7, [], True)]
-
-
 def test_where_even_that_raises_the_first_finding_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def localise(*of: object, **more: object) -> None:
         raise KeyError("layers.7")
@@ -199,11 +187,3 @@ def test_a_listing_of_groups_passes_where_contents_placements_or_traffic_are_wro
     groups = result("process_groups", Verdict.PASS)
     assert dict(what_weaker_tests_say([groups, result(check)])).keys() == {"groups"}
     assert what_weaker_tests_say([groups, result("memory")]) == what_weaker_tests_say([result(check)]) == ()
-
-
-def test_losses_that_are_equal_are_said_to_be_exactly_so() -> None:
-    exactly = replace(result("loss", Verdict.PASS), largest=0.0)
-    assert dict(what_weaker_tests_say([exactly, result("update")])) == {
-        "loss": "equal to the reference exactly: a loss-curve test passes here"
-    }
-    assert dict(what_weaker_tests_say([exactly, result("reported_loss")])) == {"loss": "equal to the reference exactly"}
