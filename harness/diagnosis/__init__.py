@@ -27,7 +27,7 @@ from harness.diagnosis.reported import odd_reports, wrong_reports
 from harness.diagnosis.request import neighbours
 from harness.diagnosis.started import changed_weights, other_weights, resumed_otherwise
 from harness.diagnosis.structure_facts import facts as facts_of_structure
-from harness.diagnosis.telling import broken_elsewhere, told, what_weaker_tests_say
+from harness.diagnosis.telling import HARMLESS, broken_elsewhere, told, what_weaker_tests_say
 from harness.diagnosis.whose import another_tensor
 from harness.judge.result import Diagnosis, Result, Verdict, one_cause
 from harness.judge.trial import Trial, launch_label
@@ -77,7 +77,7 @@ def diagnose(
     failed = [result for result in results if result.verdict is Verdict.FAIL]
     before = judge(trial.saved[-1]) if failed and trial.saved else []
     if before and (earlier := diagnose(trial.saved[-1], before, suspects, facts, costly)):
-        harmless = {result.check for result in before if result.verdict is Verdict.FAIL} <= {"memory", "traffic"}
+        harmless = {result.check for result in before if result.verdict is Verdict.FAIL} <= HARMLESS
         if not (harmless and "resume" in {result.check for result in failed}):
             return dataclasses.replace(earlier, evidence=(*earlier.evidence, *broken_elsewhere(trial, failed, before)))
     broken = {result.check: result for result in failed if result.findings}

@@ -23,6 +23,7 @@ from harness.diagnosis.differences import (
 )
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact
 from harness.diagnosis.layouts import wrong_parts
+from harness.diagnosis.localise import first_wrong_input, place_words
 from harness.diagnosis.words import (
     Pair,
     finding_line,
@@ -33,12 +34,13 @@ from harness.diagnosis.words import (
     traffic_lines,
     where_text,
 )
-from harness.judge.result import Cause
+from harness.judge.result import Cause, Lines
 from harness.judge.tolerance import relative_difference
-from harness.judge.traffic import axis_of
+from harness.judge.traffic import axis_of, axis_text
 from harness.judge.traffic import observed as observed_traffic
 from harness.judge.traffic import planned as planned_traffic
 from harness.judge.trial import Trial
+from harness.plan.traffic.flow import Flow
 
 
 def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
@@ -74,8 +76,17 @@ def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
             alike = [f for f in flows if f is not flow and (f.axis, f.op, f.phase) == (flow.axis, flow.op, flow.phase)]
             if seen.get((trial.plan.group_of(rank, flow.axis), flow.op, flow.phase), 0) <= sum(f.bytes for f in alike):
                 lines = NOT_TESTED if wrong else tuple(traffic_lines(trial))
-                return Fact(Cause("K/V not exchanged", text), checks, lines)
+                instead = _more_than_planned(trial, rank, step, flow)
+                hint = f"{flow.op} ran over {', '.join(instead)} more than planned" * bool(instead)
+                return Fact(Cause("K/V not exchanged", text, hint=hint, details=(("instead", instead),)), checks, lines)
     return None
+
+
+def _more_than_planned(trial: Trial, rank: int, step: int, flow: Flow) -> tuple[str, ...]:
+    """The groups over which a rank moved more by a collective than planned, where it should have by another."""
+    seen, wanted = observed_traffic(trial, trial.ranks[rank], step), planned_traffic(trial, rank, step)
+    keys = (key for key in seen if key[1:] == (flow.op, flow.phase) and seen[key] > wanted.get(key, 0))
+    return tuple(sorted(axis_text(trial, key[0]) for key in keys))
 
 
 def _other_groups(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
@@ -208,4 +219,8 @@ def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
         observed = f"gradients are off by {max(gradients):.0e}"
         where = where_text(trial, wrong) + f", the loss by {max(losses):.0e}" * any(losses)
         hint = "no more than arithmetic in float32 rounds, requested float64"
-        yield Fact(Cause("rounded", observed, where, hint=hint), ("gradients", "loss", "grad_norm", "reported_loss"))
+        place = first_wrong_input(trial)
+        more: Lines = (("first seen", place_words(trial, place)),) if place.wrong else ()
+        details = (("off", max(gradients)), ("module", place.wrong))
+        cause = Cause("rounded", observed, where, hint=hint, details=details)
+        yield Fact(cause, ("gradients", "loss", "grad_norm", "reported_loss"), more)

@@ -85,9 +85,11 @@ class Search:
     tried: int = 0
     raised: list[str] = dataclasses.field(default_factory=list)
     ended: str = ""
+    asked: Trial | None = None
 
     def proofs(self, trial: Trial, results: Sequence[Result]) -> list[Proof]:
         """All of the simplest that explain everything; else two together; else the one that explains most."""
+        self.asked = trial
         complete, partial = self._single(trial, results)
         if complete:
             return complete
@@ -141,6 +143,8 @@ class Search:
         except budget.Spent:
             self.ended = PASSES_ENDED
             return None
+        except NoBound:  # of what is only supposed nobody measured noise
+            return None
         except Exception as error:
             self._note(hypothesis.cause.kind, error)
             return None
@@ -155,7 +159,8 @@ class Search:
             except budget.Spent:
                 self.ended = PASSES_ENDED
             except Exception as error:
-                self._note(make.__name__, error)
+                if trial is self.asked or not isinstance(error, NoBound):
+                    self._note(make.__name__, error)
 
     def _note(self, who: str, error: Exception) -> None:
         """Each once, though most are asked again under each assumption. What no bound was measured for says so itself."""

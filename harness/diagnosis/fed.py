@@ -145,11 +145,12 @@ def _differing_peers(trial: Trial, step: int) -> Cause | None:
 
 def _shared(trial: Trial, step: int) -> Cause | None:
     shares, when = shares_of_samples(trial, step), _when(trial, step)
-    for ids in shares.values():
-        same = tuple(other for other, own in shares.items() if own == ids)
-        if None not in ids and len(same) > 1:
-            text = f"{rank_words(same)} received the same samples{when}"
-            return Cause("same samples", text, details=(("ranks", same),))
+    alike: dict[tuple[int | None, ...], list[int]] = {}
+    for rank, ids in shares.items():
+        alike.setdefault(tuple(ids), []).append(rank)
+    if same := [tuple(ranks) for ids, ranks in alike.items() if None not in ids and len(ranks) > 1]:
+        text = f"{' and '.join(map(rank_words, same[:4]))} received the same samples{when}"
+        return Cause("same samples", text, details=(("ranks", same[0]), ("all", tuple(same))))
     for pair in itertools.combinations(shares, 2):
         if (set(shares[pair[0]]) & set(shares[pair[1]])) - {None}:
             text = f"dp ranks draw overlapping samples{when}: some are received more than once"
@@ -335,7 +336,12 @@ def _labels(trial: Trial, step: int) -> Cause | None:
             return Cause("labels shifted", text, details=(("by", by),))
     if not wrong:
         return Cause("labels lost", "the loss is computed from too few or too many labels", finding=lost[0])
-    labels = [label for of_rank in wrong.values() for label in of_rank]
+    once = [
+        rank
+        for rank in wrong
+        if trial.plan.peers(rank, "tp")[0] not in wrong or trial.plan.peers(rank, "tp")[0] == rank
+    ]
+    labels = [label for rank in once for label in wrong[rank]]  # those of a tp group are the same ones
     hint = _labels_words(trial, step, wrong, rows)
     text = f"{len(labels)} labels{on_ranks(trial, wrong)} in step {step} are not the samples'"
     return Cause("wrong labels", text, hint=hint, details=(("ranks", tuple(wrong)), ("labels", hint)))
@@ -345,6 +351,8 @@ def _labels_words(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, i
     labels = [label for of_rank in wrong.values() for label in of_rank]
     if _at_the_ends(trial, step, wrong):
         return "each is the last of a cp rank's part"
+    if lost := _untrained(trial, step, tuple(wrong)):
+        return f"none of microbatch{'es' * (len(lost) > 1)} {positions_text(np.array(lost))} is trained on"
     if all(label < 0 for _, label, _ in labels):
         return "masked, but should be trained on"
     if all(own < 0 for _, _, own in labels):
@@ -353,6 +361,23 @@ def _labels_words(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, i
         own, seen = (sorted(row.tobytes() for row in of) for of in (own_labels(trial, rows.tokens), rows.labels))
         return "they are those of other rows" * (own == seen)
     return ""
+
+
+def _untrained(trial: Trial, step: int, ranks: tuple[int, ...]) -> list[int]:
+    """The microbatches of these ranks that have labels of which none counts, where all that are wrong are of such; from 1."""
+    found: set[int] = set()
+    for rank in ranks:
+        fed = [part.tokens for part in parts_of(trial, trial.feeder(rank), step) if part.tokens is not None]
+        seen = [part.labels for part in parts_of(trial, rank, step) if part.labels is not None]
+        for number, (tokens, labels) in enumerate(zip(fed, seen, strict=False), 1):
+            own = own_labels(trial, tokens) if trial.case.dims.cp == 1 else np.empty(0)
+            if own.size != labels.size:
+                return []
+            if (own >= 0).any() and not (labels >= 0).any():
+                found.add(number)
+            elif (labels.ravel() != own.ravel()).any():
+                return []
+    return sorted(found)
 
 
 def _at_the_ends(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, int, int]]]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +15,7 @@ from harness.evidence.text import number_text, ranks_text
 from harness.judge.assembly import misfits
 from harness.judge.losses import global_loss, losses
 from harness.judge.received_samples import received_samples
-from harness.judge.result import Cause, Line, Lines, Verdict
+from harness.judge.result import Cause, Line, Lines, Result, Verdict
 from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
 
@@ -43,11 +42,19 @@ def localise(
     lines: list[Line] = [("tried", f"{tried} {'hypothesis' if tried == 1 else 'hypotheses'}, {none}")] * bool(tried)
     others = [*broken][1:]
     if cause is not None:
-        lines += [finding_line(result) for result in itertools.islice(broken.values(), 2)]
+        shown = [*broken][:2] + ["replica_agreement"] * ("replica_agreement" in [*broken][2:])
+        lines += [finding_line(broken[name]) for name in shown]
         lines += _another_order(trial, broken)
     if others:
         lines.append(("also failing", ", ".join(others)))
-    return cause or Cause(KIND, "", finding=first), tuple(lines)
+    return cause or Cause(KIND, "", finding=first, hint=_extent(trial, next(iter(broken.values())))), tuple(lines)
+
+
+def _extent(trial: Trial, result: Result) -> str:
+    """In which parameters and on which ranks a check fails, where that is more than its first finding says."""
+    pairs = {(rank, one.name) for one in result.findings if one.kind == "parameter" for rank in one.ranks}
+    known = {at for at in pairs if at[1] in trial.plan.shapes and at[0] in trial.ranks}
+    return where_text(trial, known) if len(known) > 1 else ""
 
 
 def _another_order(trial: Trial, broken: Broken) -> Lines:
@@ -72,7 +79,10 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
     for step in trial.case.steps:
         if moved and min(moved) < step:
             text = "the update is wrong" + ", gradients before clipping are right" * _saw_gradients(trial, min(moved))
-            return Cause(KIND, text, finding=moved[min(moved)], details=(("place", "update"), ("step", min(moved))))
+            hint = _extent(trial, broken["update"])
+            return Cause(
+                KIND, text, finding=moved[min(moved)], hint=hint, details=(("place", "update"), ("step", min(moved)))
+            )
         off, wrong = loss_off(trial, step), wrong_pairs(trial, step)
         if off and wrong:
             return _forward(trial, step, off, held)
@@ -157,7 +167,7 @@ def _where_in_forward(trial: Trial, step: int, off: float) -> tuple[str, str, tu
     if step > 1:
         return text, "", details
     place = first_wrong_input(trial)
-    words = _place_words(trial, place)
+    words = place_words(trial, place)
     return text, f": {words}" * bool(words), (*details, ("right", place.right), ("module", place.wrong))
 
 
@@ -228,7 +238,7 @@ def first_wrong_input(trial: Trial) -> Place:
     return Place(right, "", 0.0)
 
 
-def _place_words(trial: Trial, place: Place) -> str:
+def place_words(trial: Trial, place: Place) -> str:
     if not place.wrong:
         known = "the input of every module matches the reference in mean square"
         return f"{known}; the output, the loss, or what keeps the mean square may be otherwise" * bool(place.right)

@@ -71,6 +71,7 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     others = (algorithms(trial, norms), clippings(trial, norms), by_other_gradients(trial, norms, wrong))
     for way in itertools.chain(fields(1), *others):
         if (more := agrees(way)) is not None:
+            way = _at_first(trial, way, norms) if more else way
             yield Hypothesis(way.cause, partial(_assuming, way), way.fitted + more)
             explained |= not more
     for way in () if explained else fields(2):
@@ -143,6 +144,22 @@ def _agrees(trial: Trial, norms: dict[int, float], halves: bool, way: Way) -> in
     return HALF if halves and not any(one.step == part.first_step for one in update.mistakes(part, norms)) else None
 
 
+def _at_first(trial: Trial, way: Way, norms: Mapping[int, float]) -> Way:
+    """The same in the first step alone."""
+    first, one, limit = trial.first_step, way.assumed, trial.case.training.max_norm
+    recipe, rate, given = one.recipe, one.rate, one.given
+    planned = {step.step: step.lr for step in trial.reference.steps}
+    alone = AssumedOptimizer(
+        recipe=recipe and (lambda s, f: recipe(s, f) if s == first else update.recipe_of(trial, f)),
+        rate=rate and (lambda r, s, f: rate(r, s, f) if s == first else planned[s]),
+        given=given and (lambda r, s, f, g: given(r, s, f, g) if s == first else clip_coefficient(norms[s], limit) * g),
+    )
+    cause = replace(
+        way.cause, observed=f"in step {first} {way.cause.observed}", details=(*way.cause.details, ("step", first))
+    )
+    return replace(way, cause=cause, assumed=replace(one, **{k: v for k, v in vars(alone).items() if v}), reports=())
+
+
 # ---- fields of the recipe
 
 
@@ -154,11 +171,11 @@ def _fields(trial: Trial, wrong: Mapping[str, int], norms: dict[int, float], cou
         for changes, other in _changes(requested, count, fitted):
             if other.max_norm != requested.max_norm and clip_coefficient(max(norms.values()), other.max_norm) == 1:
                 continue  # as if clipping were left out, which is a way of its own
-            text = " and ".join(f"{name} is {_text(value)}" for name, value in changes.items())
+            text = " and ".join(f"{name} {_text(value)}" for name, value in changes.items())
             wanted = " and ".join(_text(getattr(requested, name)) for name in changes)
             swapped = count > 1 and [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
             where, kind = in_parameters(trial, fqns) * (fqns != every), next(KINDS.get(name, name) for name in changes)
-            cause = Cause(kind, f"{text} in the optimizer", where, wanted, "the two are swapped" * swapped)
+            cause = Cause(kind, f"updates are as with {text}", where, wanted, "the two are swapped" * swapped)
             cause = replace(cause, details=tuple(changes.items()))
             yield Way(cause, _by_recipe(trial, other, fqns, norms), 1 + count + (fqns != every))
 
@@ -219,7 +236,13 @@ def _fitted(trial: Trial, wrong: Mapping[str, int], norms: Mapping[int, float]) 
     numbers = {"lr": training.lr * best_fit(seen - before, moved - before)}
     taken = best_fit(undecayed - seen, before)
     numbers |= {"weight_decay": taken / rate} if taken < LARGEST_DECAY else {}
-    return {name: near if abs((near := float(f"{x:.6g}")) - x) <= 1e-9 * abs(x) else x for name, x in numbers.items()}
+    return {name: _round(number) for name, number in numbers.items()}
+
+
+def _round(number: float) -> float:
+    """The plainest number that it is, as far as a fit tells."""
+    plain = 0.0 if abs(number) < 1e-12 else float(f"{number:.6g}")
+    return plain if math.isclose(plain, number, rel_tol=1e-9, abs_tol=1e-12) else number
 
 
 def _by_recipe(

@@ -96,7 +96,8 @@ def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
 def phrase(details: Sequence[tuple[str, object]]) -> str:
     """Say what a number is: not reduced over dp_shard and tp."""
     values = [(name, number_text(value) if isinstance(value, float) else value) for name, value in details]
-    return ", ".join(f"{name} {' and '.join(v) if isinstance(v, tuple) else v}" for name, v in values)
+    texts = {name: " and ".join(v) if isinstance(v, tuple) else v for name, v in values}
+    return ", ".join(f"{v} times as large" if name == "times" else f"{name} {v}" for name, v in texts.items())
 
 
 def assuming_reports(trial: Trial, reported: Reported, number: Number) -> Trial:
@@ -176,10 +177,13 @@ def of_other_steps(trial: Trial, right: Number) -> Iterator[Source]:
     for one in steps:
         yield (("of step", one),), lambda rank, step, one=one: right(rank, one)  # type: ignore[misc]
     for by in (sign * n for sign in (-1, 1) for n in range(1, len(steps))):
-        name = "of a step earlier by" if by < 0 else "of a step later by"
-        yield ((name, abs(by)),), lambda rank, step, by=by: right(rank, step + by)  # type: ignore[misc]
-    yield (("so far as a", "sum"),), partial(_so_far, trial, right, lambda n: (1, 1), False)
-    yield (("so far as a", "mean"),), partial(_so_far, trial, right, lambda n: (n / (n + 1), 1 / (n + 1)), False)
+        name = f"as that of {abs(by)} step{'s' * (abs(by) > 1)}"
+        yield ((name, "before" if by < 0 else "later"),), lambda rank, step, by=by: right(rank, step + by)  # type: ignore[misc]
+    yield (("as the sum of", "all steps so far"),), partial(_so_far, trial, right, lambda n: (1, 1), False)
+    yield (
+        (("as the mean of", "all steps so far"),),
+        partial(_so_far, trial, right, lambda n: (n / (n + 1), 1 / (n + 1)), False),
+    )
     for share in KEPT:
         yield (("as a running mean that keeps", share),), partial(_so_far, trial, right, partial(_mixed, share), False)
     total = "as a total of all steps so far, that of before counted times"

@@ -14,6 +14,9 @@ from harness.diagnosis.words import Broken
 from harness.judge.result import Cause, Diagnosis, Lines, Result, Verdict
 from harness.judge.trial import Trial, launch_label
 
+HARMLESS = frozenset({"memory", "traffic"})
+"""Checks of what is kept or moved besides: where more is wrong, that goes first."""
+
 
 def broken_elsewhere(trial: Trial, results: Sequence[Result], told: Sequence[Result]) -> Lines:
     """Checks that a launch breaks, and the one that is diagnosed does not: maybe another mistake. told: of that one."""
@@ -48,8 +51,10 @@ def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnos
         held = frozenset(result.check for result in results if result.verdict is Verdict.PASS)
         place, more = _located(assumed, left, found.tried, held, bool(said))
         label = "still failing" if known else "not explained"
-        lines += [(label, place), *more] if said else more
-        said = said or {place: ()}
+        aside = HARMLESS.issuperset(check for fact in facts for check in fact.checks)
+        most = not found.proofs and aside and not HARMLESS.issuperset(left)
+        lines += [(label, place), *more] if said and not most else more
+        said = {place: (), **said} if most or not said else said
     lines += [("not tried", text) for text in found.raised]
     lines += [("not searched further", found.ended)] * bool(found.ended)
     explained = _explained(found)

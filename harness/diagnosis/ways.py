@@ -141,7 +141,7 @@ def _by_norms(trial: Trial, limit: float) -> Iterator[Way]:
     """Each norm on record that differs from what the rank's gradients have; the one that ranks report is a choice more."""
     right, places = partial(on_record, trial, "grad_norm"), [*itertools.product(trial.case.steps, sorted(trial.ranks))]
     shown, told = {(rank, step.step): step.grad_norm for rank, step in trial.own_steps()}, set()
-    late = (("of a step earlier by", 1), ("in the first step", "its own"))
+    late = (("as that of 1 step", "before"), ("in the first step", "its own"))
     before: Source = late, lambda rank, step: right(rank, step - 1) or right(rank, step)
     reported: Source = (("as", "reported"),), lambda rank, step: shown.get((rank, step))
     for details, number in (*norms(trial), *of_other_steps(trial, right), before, reported):

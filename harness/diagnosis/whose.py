@@ -22,7 +22,7 @@ from harness.diagnosis.assume import another_reference
 from harness.diagnosis.differences import first_wrong_step, seen_gradients, spans, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.words import Arrays, Pair, from_step, in_order, where_text
-from harness.evidence.text import number_text
+from harness.evidence.text import number_text, positions_text
 from harness.judge.contents import take
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
@@ -211,9 +211,9 @@ class Wrong:
         return isinstance(self.rows, slice) and self.relation.source is None and not self.relation.change
 
     def words(self, fqn: str) -> str:
-        count = 0 if isinstance(self.rows, slice) else len(self.rows)
-        rows = {0: "gradients are", 1: "1 row of gradients is"}.get(count, f"{count} rows of gradients are")
-        return f"{rows} {self.relation.words(fqn, self.part)}"
+        rows = () if isinstance(self.rows, slice) else self.rows + self.part[0][0]
+        which = f"row{'s' * (len(rows) > 1)} {positions_text(np.asarray(rows))} of " * bool(len(rows))
+        return f"{which}gradients {'is' if len(rows) == 1 else 'are'} {self.relation.words(fqn, self.part)}"
 
 
 def another_tensor(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
@@ -282,6 +282,8 @@ def _wrong(
     right = take(trial.reference.steps[step - 1].gradients[fqn], part)
     if right.shape != seen.shape or not seen.size or not np.isfinite(seen).all():
         return None
+    if step == 1 and not seen.any() and right.any():  # there is no step before, whose it may be
+        return Wrong(slice(None), part, Relation(source=Source("gradient", fqn, part, 1)))
     close = max(CLOSE, trial.bounds.gradient[step])
     off = np.abs(seen - right).reshape(len(seen), -1).max(axis=1) > close * np.max(np.abs(right))
     some = [] if off.all() or seen.ndim < 2 else [np.flatnonzero(off)]
@@ -371,13 +373,14 @@ class _Substituted:
             right, source = take(own[fqn], one.part)[one.rows], one.relation.source
             if source is None:
                 take(changed[fqn], one.part)[one.rows] = one.relation.value(right, None)
-            elif kept := self.weights if source.what == "weight" else self._computed(step, source.back):
-                held = take(kept[source.fqn], source.part)[one.rows]
+            else:
+                kept = self.weights if source.what == "weight" else self._computed(step, source.back)
+                held = take(kept[source.fqn], source.part)[one.rows] if kept else np.zeros_like(right)
                 take(changed[fqn], one.part)[one.rows] = one.relation.value(right, held)
         return changed
 
     def _computed(self, step: int, back: int) -> Arrays | None:
-        """The gradients of so many steps before; before the first wrong step, where they stay."""
+        """The gradients of so many steps before, of which there may be none; before the first wrong step, where they stay."""
         return self.computed.get((self.steps[0] if self.stay and back else step) - back)
 
     def left(self, step: int, parameters: Arrays) -> Arrays:

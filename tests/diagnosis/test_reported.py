@@ -59,13 +59,13 @@ def right(trial: Trial, what: str) -> dict[int, float]:
 @pytest.mark.parametrize(
     ("value", "details"),
     [
-        (lambda known, step: known.get(step - 1), {"of a step earlier by": 1}),
-        (lambda known, step: known.get(max(step - 1, 1)), {"of a step earlier by": 1}),
-        (lambda known, step: known.get(step + 1), {"of a step later by": 1}),
+        (lambda known, step: known.get(step - 1), {"as that of 1 step": "before"}),
+        (lambda known, step: known.get(max(step - 1, 1)), {"as that of 1 step": "before"}),
+        (lambda known, step: known.get(step + 1), {"as that of 1 step": "later"}),
         (lambda known, step: known[1], {"of step": 1}),
         (lambda known, step: known[2], {"of step": 2}),
-        (lambda known, step: sum(known[n] for n in range(1, step + 1)), {"so far as a": "sum"}),
-        (lambda known, step: sum(known[n] for n in range(1, step + 1)) / step, {"so far as a": "mean"}),
+        (lambda known, step: sum(known[n] for n in range(1, step + 1)), {"as the sum of": "all steps so far"}),
+        (lambda known, step: sum(known[n] for n in range(1, step + 1)) / step, {"as the mean of": "all steps so far"}),
         (lambda known, step: 4 * known[step], {"times": 4.0}),
         (lambda known, step: known[step] / 4, {"times": 0.25}),
         (lambda known, step: float(np.float32(known[step])), {"rounded to": "float32"}),
@@ -189,7 +189,7 @@ def test_another_kind_of_number_and_one_that_stands_still() -> None:
     rates = right(trial, RATE)
     peak = shows(trial, RATE, lambda rank, step: trial.case.training.lr)
     assert whose(peak, RATE) == {"always as": trial.case.training.lr}
-    assert whose(shows(trial, RATE, lambda rank, step: rates.get(step - 1)), RATE) == {"of a step earlier by": 1}
+    assert whose(shows(trial, RATE, lambda rank, step: rates.get(step - 1)), RATE) == {"as that of 1 step": "before"}
     assert whose(shows(trial, RATE, lambda rank, step: 3 * rates[step]), RATE) == {"times": 3.0}
 
 
@@ -210,7 +210,7 @@ def test_a_norm_is_compared_with_that_of_the_ranks_own_replica() -> None:
             gradients = {fqn: by * gradient for fqn, gradient in step.gradients.items()}
             trial = with_step(trial, rank, step.step, grad_norm=before, gradients=gradients)
     (one,) = wrong_reports(trial, {NORM: judged(NORM, trial)})
-    assert one.cause.details[1:] == (("of a step earlier by", 1),)
+    assert one.cause.details[1:] == (("as that of 1 step", "before"),)
 
 
 # ---- beside a training that is wrong
