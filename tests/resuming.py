@@ -8,14 +8,11 @@ from typing import Any
 
 from literal import (
     ADAMW,
-    cause_of,
     tiny_case,
     trial_of,
     with_rank,
 )
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
 from harness.judge.trial import Trial
 from harness.spec.case import Saved
 from harness.spec.dims import ParallelDims
@@ -40,7 +37,3 @@ def everywhere(trial: Trial, what: str, change: Callable[[dict[str, Any]], dict[
     for rank in trial.ranks:
         trial = with_resumed(trial, rank, what, change)
     return trial
-
-
-def cause(trial: Trial) -> str:
-    return cause_of(diagnose(trial, judge(trial)))

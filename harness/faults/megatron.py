@@ -81,7 +81,7 @@ def gradients_one_off(optimizer: Any) -> None:
     bug="of the family of S10 pytorch/torchtitan #3356: an offset into a flat vector",
     case="zero1_2",
     caught_by="gradients",
-    named="gradients misshapen",
+    named="not explained",
 )
 @partial(op.instead, f"{OPTIMIZER}._build_model_gbuf_param_range_map")
 def ranges_one_off(original: Any, places: Any, shard: Any, offset: int) -> Any:
@@ -136,7 +136,7 @@ gathered_logits = fault(
     bug="T06 NVIDIA/Megatron-LM #7452, item 2: loss and gradients with parallel_output=False",
     case="tp_2",
     caught_by="loss",
-    named="gathered logits",
+    named="not explained",
     does=op.instead("megatron.core.models.gpt.gpt_model:GPTModel.__init__", _gathered),
 )
 

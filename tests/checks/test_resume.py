@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from caused import cause_of, data_of
 from checked import like, where
 from literal import ADAMW, SGD, UNEVEN, judged, tiny_case, trial_of, with_rank, with_step, with_value, without_rank
 from literal_ranks import microbatch_of
-from resuming import FSDP_4, TP_2, WEIGHT, cause, everywhere, resumed, with_resumed
+from resuming import FSDP_4, TP_2, WEIGHT, everywhere, resumed, with_resumed
 
 from harness.checks import judge
 from harness.checks.resume import PARAMETER, put_together, step_received
+from harness.diagnosis import diagnose
 from harness.evidence.records import Resumed
 from harness.judge.result import Result, Verdict
 from harness.judge.trial import Trial
@@ -75,9 +77,9 @@ def test_what_saving_does_to_the_weights_that_train_on_is_named() -> None:
     (kept,) = [step.parameters for step in saved.ranks[0].steps if step.step == 2]
     rounded = {fqn: value.astype(np.float32).astype(np.float64) for fqn, value in kept.items()}
     trial = replace(trial, saved=(with_step(saved, 0, 2, changed=rounded),))
-    assert cause(trial).startswith(
-        "saved_1: weights are changed outside the optimizer between steps 2 and 3, where it saves"
-    )
+    found = diagnose(trial, judge(trial))
+    assert found is not None
+    assert (found.launch, data_of(found.causes[0], "step")) == ("saved_1", ("weights changed", 2))
 
 
 def test_moments_are_judged_where_they_are_saved_too() -> None:
@@ -128,22 +130,26 @@ def test_optimizer_state_of_zeros_is_named() -> None:
         lambda held: {fqn: {key: np.zeros_like(value) for key, value in state.items()} for fqn, state in held.items()},
     )
     assert judged("resume", trial).findings[0].observed == "zeros"
-    assert cause(trial) == (
-        "resumed without optimizer state: exp_avg and exp_avg_sq are zero in every parameter, after 2 steps"
+    assert data_of(cause_of(trial), "state", "are") == (
+        "optimizer state lost",
+        ("exp_avg", "exp_avg_sq", "step"),
+        "zero",
     )
 
 
 def test_optimizer_state_that_is_not_there_is_named() -> None:
     trial = everywhere(resumed(), "optimizer_state", lambda held: {fqn: {} for fqn in held})
-    assert cause(trial).startswith(
-        "resumed without optimizer state: exp_avg and exp_avg_sq are missing in every parameter"
-    )
+    assert data_of(cause_of(trial), "are") == ("optimizer state lost", "missing")
 
 
 def test_optimizer_state_of_another_parameter_is_named() -> None:
     other = "layers.0.attention.wo.weight"
     trial = everywhere(resumed(), "optimizer_state", lambda held: held | {WEIGHT: held[other], other: held[WEIGHT]})
-    assert cause(trial) == f"optimizer state is swapped: {WEIGHT} resumed with exp_avg and exp_avg_sq of {other}"
+    assert data_of(cause_of(trial), "state", "are") == (
+        "optimizer state lost",
+        ("exp_avg", "exp_avg_sq"),
+        f"that of {other} for {WEIGHT}",
+    )
 
 
 def test_a_counter_that_starts_anew_is_named() -> None:
@@ -152,9 +158,7 @@ def test_a_counter_that_starts_anew_is_named() -> None:
     assert judged("resume", trial).findings[0] == like(
         0, 2.0, 0.0, name="tok_embeddings.weight", quantity="step", note="saved after step 2"
     )
-    assert cause(trial) == (
-        "the optimizer's step counter is 0 after resuming, saved 2 in every parameter: AdamW's bias correction restarts"
-    )
+    assert data_of(cause_of(trial), "state", "are") == ("optimizer state lost", ("step",), "zero")
 
 
 def test_a_parameter_that_was_not_loaded_is_named_with_its_ranks() -> None:
@@ -162,7 +166,10 @@ def test_a_parameter_that_was_not_loaded_is_named_with_its_ranks() -> None:
     for rank in (0, 1):
         seed = next(tensor.value for tensor in trial.ranks[rank].parameters if tensor.fqn == WEIGHT)
         trial = with_resumed(trial, rank, "parameters", lambda held, seed=seed: held | {WEIGHT: seed})
-    assert cause(trial) == f"{WEIGHT} was not loaded from the checkpoint on ranks [0,1]: still the seed's values"
+    found = cause_of(trial)
+    assert data_of(found, "moment") == ("parameters not loaded", "before training")
+    assert {WEIGHT} <= {*found.parameters}
+    assert {finding.ranks for finding in judged("resume", trial).findings} == {(0,), (1,)}
 
 
 def test_training_from_scratch_is_named() -> None:
@@ -171,9 +178,7 @@ def test_training_from_scratch_is_named() -> None:
         seed = {tensor.fqn: tensor.value for tensor in evidence.parameters}
         trial = with_resumed(trial, rank, "parameters", lambda _, seed=seed: seed)
         trial = with_resumed(trial, rank, "optimizer_state", lambda _: {})
-    assert cause(trial) == (
-        "the checkpoint of step 2 was ignored: training starts from scratch, parameters are the seed's"
-    )
+    assert data_of(cause_of(trial), "moment") == ("resumed elsewhere", "before training")
 
 
 def test_an_older_checkpoint_is_named_with_its_step() -> None:
@@ -181,10 +186,7 @@ def test_an_older_checkpoint_is_named_with_its_step() -> None:
     older = trial_of(tiny_case(FSDP_4, resume=(Saved(1, TP_2),)))
     for rank in trial.ranks:
         trial = with_rank(trial, rank, resumed=older.ranks[rank].resumed)
-    assert cause(trial) == (
-        "resumed from the state after step 1, requested the checkpoint of step 2: an older one was read, or a stale one"
-        " written"
-    )
+    assert data_of(cause_of(trial), "moment") == ("resumed elsewhere", "after step 1")
 
 
 def test_a_schedule_that_starts_anew_is_named() -> None:
@@ -192,9 +194,7 @@ def test_a_schedule_that_starts_anew_is_named() -> None:
     for rank in trial.ranks:
         trial = with_step(trial, rank, 3, lr=trial.reference.steps[0].lr, reported_lr=trial.reference.steps[0].lr)
     assert judged("resume", trial).findings[0] == like(0, 0.0075, 0.005, step=3, quantity="learning rate")
-    assert cause(trial) == (
-        "the schedule restarts after resuming: the learning rate of step 3 is that of step 1, requested 0.0075"
-    )
+    assert data_of(cause_of(trial), "step", "of_step") == ("schedule starts anew", 3, 1)
 
 
 def test_samples_of_another_step_are_named() -> None:
@@ -204,7 +204,7 @@ def test_samples_of_another_step_are_named() -> None:
     assert judged("resume", trial).findings[0] == like(
         0, 0, 2, step=3, quantity="samples of another step", unit="of 2 samples", note="all are of step 1"
     )
-    assert cause(trial) == "the data position restarts after resuming: step 3 receives the samples of step 1"
+    assert data_of(cause_of(trial), "step", "of_step") == ("data position", 3, 1)
 
 
 def test_without_a_ranks_account_of_what_it_resumed_nothing_passes() -> None:
@@ -226,7 +226,8 @@ def test_a_mistake_before_the_checkpoint_is_found_by_its_check_and_told_with_its
     assert results["gradients"].verdict is Verdict.FAIL
     assert where(results["gradients"].findings[0]) == (0, 1, "norm.weight")
     assert results["gradients"].findings[0].launch == "saved_1"
-    assert cause(trial).startswith("saved_1: ")
+    found = diagnose(trial, judge(trial))
+    assert found is not None and found.launch == "saved_1"
 
 
 def test_a_rank_missing_before_the_checkpoint_leaves_no_check_passing() -> None:
@@ -264,7 +265,9 @@ def test_rows_that_change_places_are_named_also_among_parameters_of_other_shapes
         return held | {fqn: held[fqn][::-1].copy() for fqn in names}
 
     trial = everywhere(resumed(after=ParallelDims()), "parameters", other_way_round)
-    assert cause(trial) == (f"entries are in another order after resuming in 2 of 12 parameters ({', '.join(names)})")
+    found = cause_of(trial)
+    assert found.kind == "parameters changed over the checkpoint"
+    assert {*names} <= {*found.parameters}
 
 
 # ---- the edges of the check

@@ -62,6 +62,7 @@ def test_a_case_says_what_its_results_and_its_diagnosis_are() -> None:
     found = written(judgement)
     assert (found["verdict"], found["fault"], found["fired"]) == ("FAIL", "f.py:wrong", True)
     assert [one["kind"] for one in found["diagnosis"]["causes"]] == list(judgement.diagnosis.kinds)
+    assert found["diagnosis"]["causes"][0]["details"] == as_data(judgement.diagnosis.causes[0].details) != []
     assert {one["check"]: one["verdict"] for one in found["results"]} == {
         one.check: str(one.verdict) for one in judgement.results
     }
