@@ -3,7 +3,8 @@
 gloo pairs a skipped collective with the next one of equal size without any error, so only comparing sequences shows it.
 Where only some ranks ran, two members of a group that disagree fail the check, whoever is missing; that they agree proves
 nothing of a group that is not wholly there. A rank that did not end well is compared as far as it came. A rank that has no
-more inputs, where others have some, shadows what they issue (torch's Join): its groups are compared until then.
+more inputs, where others have some, shadows what they issue (torch's Join): its groups are compared until then. A broadcast
+may be issued in another step or pass on each rank.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from harness.evidence.records import Collective
+from harness.evidence.summary import WITHOUT_PLACE
 from harness.evidence.text import bytes_text
 from harness.judge.finding import Finding
 from harness.judge.result import Result, not_applicable, verdict_of
@@ -105,8 +107,9 @@ def call_text(sequence: list[Collective], index: int) -> str:
         return "nothing"
     call = sequence[index]
     many = "" if call.op in UNEVEN else f"{bytes_text(call.bytes)} "
-    root = "" if call.root is None else f", root {call.root_place} of the group"
-    return f"{call.op} of {many}{call.dtype} (step {call.step}, {call.phase}{root})"
+    place = "" if call.op == WITHOUT_PLACE else f"step {call.step}, {call.phase}"
+    root = "" if call.root is None else f"root {call.root_place} of the group"
+    return f"{call.op} of {many}{call.dtype} ({', '.join(filter(None, (place, root)))})"
 
 
 def _unmatched(whole: Mapping[int, list[Collective]]) -> list[Finding]:

@@ -71,9 +71,11 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     others = (algorithms(trial, norms), clippings(trial, norms), by_other_gradients(trial, norms, wrong))
     for way in itertools.chain(fields(1), *others):
         if (more := agrees(way)) is not None:
-            way = _at_first(trial, way, norms) if more else way
-            yield Hypothesis(way.cause, partial(_assuming, way), way.fitted + more)
+            alone = _at_first(trial, way, norms)
+            yield Hypothesis((alone if more else way).cause, partial(_assuming, way), way.fitted + more)
             explained |= not more
+            if more and agrees(alone) == 0:
+                yield Hypothesis(alone.cause, partial(_assuming, alone), way.fitted + 1)
     for way in () if explained else fields(2):
         if agrees(way) == 0:
             yield Hypothesis(way.cause, partial(_assuming, way), way.fitted)

@@ -43,7 +43,9 @@ def _words(value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[Source, np
     if value.size > 1 and is_constant(value):
         return f"all {number_text(value.flat[0])}"
     found = relation_of(value, right, pool)
-    return "" if found is None else found.source.fqn if found.source else found.words("", ())
+    if found is None or found.source is None:
+        return "" if found is None else found.words("", ())
+    return f"those of {found.source.fqn}"
 
 
 def _common(texts: Collection[str]) -> str:
@@ -66,9 +68,12 @@ def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         text = f"ranks start from the same shard: rank {rank} holds the values of rank {twin}"
         cause = Cause("same shard", text, where_text(trial, strange), details=(("rank", rank), ("of", twin)))
     else:
-        hint = _common([_seed_words(trial, at) for at in strange]) or "each run draws new ones" * again
+        are = _common([_seed_words(trial, at) for at in strange])
+        hint = f"they are {are}" * bool(are) or "each run draws new ones" * again
         text = "training does not start from the seed weights"
-        cause = Cause("other initial weights", text, where_text(trial, strange), hint=hint, details=(("are", hint),))
+        cause = Cause(
+            "other initial weights", text, where_text(trial, strange), hint=hint, details=(("are", are or hint),)
+        )
     weights = observed_weights(trial)
     seen: tuple[str, ...] = ("initial_weights", "shard_contents", *["determinism"] * again)
     if weights is None:

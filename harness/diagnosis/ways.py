@@ -211,6 +211,7 @@ def _moved(trial: Trial, by: Mapping[str, str], norms: Norms) -> AssumedOptimize
 
     def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
         own = seen[rank, step].get(by.get(fqn, fqn), gradient)
+        own = own if own.shape == gradient.shape else gradient
         return clip_coefficient(norms[step], trial.case.training.max_norm) * own.astype(np.float64)
 
     return AssumedOptimizer(given=given)

@@ -212,7 +212,7 @@ class Wrong:
 
     def words(self, fqn: str) -> str:
         rows = () if isinstance(self.rows, slice) else self.rows + self.part[0][0]
-        which = f"row{'s' * (len(rows) > 1)} {positions_text(np.asarray(rows))} of " * bool(len(rows))
+        which = f"row{'s' * (len(rows) > 1)} {positions_text(np.asarray(rows))} of " if len(rows) else ""
         return f"{which}gradients {'is' if len(rows) == 1 else 'are'} {self.relation.words(fqn, self.part)}"
 
 

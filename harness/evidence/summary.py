@@ -354,8 +354,13 @@ def _by_steps(calls: Sequence[Any]) -> dict[int, int]:
     return {step: number([call for call in calls if call[-1] == step]) for step in dict.fromkeys(c[-1] for c in calls)}
 
 
+WITHOUT_PLACE = "broadcast"
+"""DDP broadcasts its module's buffers in each rank's first forward pass, which on some ranks may be one that trains nothing."""
+
+
 def _as_issued(call: Collective) -> list[Any]:
-    return [call.op, call.dtype, 0 if call.op in UNEVEN else call.bytes, call.root_place, call.step]
+    step = 0 if call.op == WITHOUT_PLACE else call.step
+    return [call.op, call.dtype, 0 if call.op in UNEVEN else call.bytes, call.root_place, step]
 
 
 def _idle(evidence: RankEvidence) -> list[Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from harness.evidence.keys import steps_text
 from harness.evidence.lost_peer import lost_a_peer
 from harness.evidence.recording import Last
-from harness.evidence.summary import POINT_TO_POINT, Summary
+from harness.evidence.summary import POINT_TO_POINT, WITHOUT_PLACE, Summary
 from harness.evidence.text import names_text, ranks_text
 from harness.judge.local_training import averaged, local_by, not_averaged, partly_equal
 from harness.judge.observed import copied, differing, odd_ranks, out_of_order, replicas, together
@@ -221,8 +221,9 @@ def _apart(recording: Recording) -> list[Odd]:
 
 
 def _by_number(last: Last) -> dict[int, str]:
-    """What a rank issued over a group, as far as it is known."""
-    return {last.seq - back: text for back, text in enumerate((last.text, *last.before))}
+    """What a rank issued over a group, as far as it is known; of a broadcast not in which step or pass."""
+    texts = ((last.seq - back, text) for back, text in enumerate((last.text, *last.before)))
+    return {seq: WITHOUT_PLACE if text.startswith(WITHOUT_PLACE) else text for seq, text in texts}
 
 
 def _is_sent(text: str) -> bool:
@@ -330,7 +331,9 @@ def _from_the_start(summaries: Sequence[Summary], ranks: Sequence[int]) -> str:
     if None in first:
         return again
     return (
-        "; they did before the first step" if len(set(first)) > 1 else "; before the first step they held the same"
+        "; not all that these ranks held was the same before the first step"
+        if len(set(first)) > 1
+        else "; before the first step they held the same"
     ) + again
 
 

@@ -147,8 +147,8 @@ def _no_axes(summaries: Sequence[Summary]) -> Rows:
     """Ranks train alone where nothing ran at all: a pipeline's own loop sends between passes."""
     if len(summaries) == 1 or any(one.own_groups or one.failed or not one.saw_a_step for one in summaries):
         return []
-    elsewhere = any(one.outside or one.background for one in summaries)
-    alone = "" if elsewhere else ": each rank trains alone"
+    elsewhere = any(one.outside or one.background or one.issued for one in summaries)
+    alone = " of the step that is shown" if elsewhere else ": each rank trains alone"
     return [("groups", f"no collective ran in forward or backward{alone}")]
 
 
