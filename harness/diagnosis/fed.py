@@ -292,7 +292,7 @@ def _deals(trial: Trial, size: int) -> Iterator[tuple[str, bool, Callable[[int],
     training, count = trial.case.training, len(trial.one_rank_per_share())
     usual, block, seed = sample_order(training, size, 0), size // count, training.seed
     yield "as requested", True, lambda share: usual[share::count]
-    yield "samples in the data set's own order, not shuffled", False, lambda share: [*range(size)][share::count]
+    yield "samples come in the data set's own order, not shuffled", False, lambda share: [*range(size)][share::count]
     text = "each dp rank reads a block of the shuffled samples"
     yield text, False, lambda share: usual[share * block : (share + 1) * block]
     products = {1}
@@ -303,7 +303,7 @@ def _deals(trial: Trial, size: int) -> Iterator[tuple[str, bool, Callable[[int],
         yield text, False, lambda share, by=stride: usual[share::by]  # type: ignore[misc]
     for other in (*range(seed + 1, seed + ORDERS), *range(seed - ORDERS, seed), 0):
         order = sample_order(training, size, other - seed)
-        yield f"samples in the order of seed {other}", False, lambda share, order=order: order[share::count]  # type: ignore[misc]
+        yield f"samples come in the order of seed {other}", False, lambda share, order=order: order[share::count]  # type: ignore[misc]
 
 
 def _microbatches(trial: Trial, step: int) -> Cause | None:

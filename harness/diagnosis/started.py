@@ -282,6 +282,9 @@ def _parameters(trial: Trial, places: Places) -> Cause | None:
 def _optimizer(trial: Trial, places: Places) -> Cause | None:
     if not places:
         return None
+    saved = saved_state(trial.saved[-1])
+    moments = {(rank, key) for rank, key in places if saved[key].ndim}
+    places = moments or places  # counters that are lost as well are in the check's findings
     names = sorted({key[0] for _, key in places})
     held = [held_state(trial, rank).get(key) for rank, key in sorted(places)]
     pair = _exchanged(trial, places)
