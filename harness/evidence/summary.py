@@ -346,7 +346,10 @@ def issued(evidence: RankEvidence) -> tuple[Issued, ...]:
     for call in evidence.collectives:
         if call.op not in POINT_TO_POINT and len(call.ranks) > 1:
             sequences[call.group, ranks_key(call.ranks)].append(_as_issued(call))
-    return tuple(Issued(*key, len(calls), number(calls), _by_steps(calls)) for key, calls in sorted(sequences.items()))
+    return tuple(
+        Issued(*key, len(calls), number(_without_place(calls)), _by_steps(calls))
+        for key, calls in sorted(sequences.items())
+    )
 
 
 def _by_steps(calls: Sequence[Any]) -> dict[int, int]:
@@ -359,8 +362,11 @@ WITHOUT_PLACE = "broadcast"
 
 
 def _as_issued(call: Collective) -> list[Any]:
-    step = 0 if call.op == WITHOUT_PLACE else call.step
-    return [call.op, call.dtype, 0 if call.op in UNEVEN else call.bytes, call.root_place, step]
+    return [call.op, call.dtype, 0 if call.op in UNEVEN else call.bytes, call.root_place, call.step]
+
+
+def _without_place(calls: Sequence[list[Any]]) -> list[list[Any]]:
+    return [[*call[:-1], 0] if call[0] == WITHOUT_PLACE else call for call in calls]
 
 
 def _idle(evidence: RankEvidence) -> list[Any]:
