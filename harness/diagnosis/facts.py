@@ -84,18 +84,7 @@ def _of_numbers(trial: Trial, finding: Finding) -> bool:
     return finding.name in (*settings.FLOAT32, "default dtype")
 
 
-def _of_another_shape(trial: Trial, finding: Finding) -> bool:
-    return finding.unit == "shape"
-
-
 ROWS = (
-    Row(
-        "update",
-        "gradients misshapen",
-        "gradient",
-        _of_another_shape,
-        ("gradients", "grad_norm", "loss", "reported_loss"),
-    ),
     Row("completed", "incomplete", "launch", follows=EVERYTHING),
     Row("completed", "incomplete", "its own place", follows=EVERYTHING),
     Row("completed", "incomplete", test=lambda trial, one: one.expected == "an evidence file", follows=EVERYTHING),

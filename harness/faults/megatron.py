@@ -81,7 +81,7 @@ def gradients_one_off(optimizer: Any) -> None:
     bug="of the family of S10 pytorch/torchtitan #3356: an offset into a flat vector",
     case="zero1_2",
     caught_by="gradients",
-    named="gradients misshapen",
+    named="not explained",
 )
 @partial(op.instead, f"{OPTIMIZER}._build_model_gbuf_param_range_map")
 def ranges_one_off(original: Any, places: Any, shard: Any, offset: int) -> Any:
