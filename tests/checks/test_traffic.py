@@ -17,6 +17,7 @@ from literal import (
 )
 
 from harness.evidence.records import BACKGROUND, Collective
+from harness.evidence.summary import issued
 from harness.judge.result import Verdict
 from harness.judge.traffic import observed
 from harness.judge.trial import Trial
@@ -195,6 +196,17 @@ def test_the_last_collective_that_a_rank_never_issues_is_named() -> None:
             quantity="collective 8",
         ),
     )
+
+
+def test_buffers_that_a_rank_broadcasts_in_an_evaluation_of_its_own_are_in_order() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    for rank, place in ((0, ("other", 0)), (1, ("forward", 1))):
+        buffers = Collective("broadcast", (0, 1), "0", "float32", 64, *place, 0, root=0)
+        trial = with_rank(trial, rank, collectives=(buffers, *trial.ranks[rank].collectives))
+    assert judged("collective_order", trial).verdict is Verdict.PASS
+    first, second = (issued(trial.ranks[rank]) for rank in (0, 1))
+    assert [one.digest for one in first] == [one.digest for one in second]
+    assert judged("collective_order", with_collectives(trial, 1, lambda call: [replace(call, bytes=8)])).findings
 
 
 BESIDE = Collective("all_reduce", (0, 1), "checkpoints", "float32", 16, BACKGROUND, 0, 0)
