@@ -55,18 +55,6 @@ def summed(gradients: list[Arrays]) -> list[Arrays]:
     return [total for _ in gradients]
 
 
-def optimizer_of_ranks(
-    trial: Trial, assumed: AssumedOptimizer, of_ranks: Callable[[Sequence[int]], dict[str, Any]], *, differ: bool
-) -> Trial:
-    """Assume that ranks' optimizers did something else. of_ranks: how a copy of the model that these hold is trained then, in
-    the words of Otherwise. differ: replicas along dp_replicate train separately."""
-    if not differ:
-        return assume.another_optimizer(trial, assumed, **of_ranks(sorted(trial.ranks)))
-    places = {rank: coordinate(trial.case.dims, rank)["dp_replicate"] for rank in trial.ranks}
-    replicas = [[rank for rank in places if places[rank] == number] for number in range(trial.case.dims.dp_replicate)]
-    return train_apart(trial, "dp_replicate", otherwise=[of_ranks(ranks) for ranks in replicas]).assuming(assumed)
-
-
 def replicas_differ(trial: Trial, of: Callable[[int, str], object]) -> bool:
     """Say whether two replicas along dp_replicate have something else of one and the same slice."""
     seen: dict[object, tuple[int, object]] = {}

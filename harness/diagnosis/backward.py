@@ -1,7 +1,7 @@
 """What was seen of gradients in the first step that is wrong, where no one reference tells what follows of it.
 
-Numbers that are not finite, shapes, collectives of backward that did not run, shares that were not added, and the place down
-to which gradients are right.
+Collectives of backward that did not run, shares of norm weights that were not added, rounding, and the place down to which
+gradients are right where less was moved than planned.
 """
 
 from __future__ import annotations

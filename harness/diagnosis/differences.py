@@ -15,7 +15,6 @@ from harness.judge.assembly import gradient_distance, misfits
 from harness.judge.contents import take
 from harness.judge.losses import global_loss
 from harness.judge.trial import Trial
-from harness.reference.distance import best_fit
 
 
 def seen_gradients(trial: Trial, rank: int, step: int) -> dict[str, np.ndarray]:
@@ -33,24 +32,6 @@ def wrong_pairs(trial: Trial, step: int) -> list[Pair]:
     pairs = ((rank, fqn) for rank in sorted(trial.ranks) for fqn in seen_gradients(trial, rank, step))
     known = (at for at in pairs if expected_gradient(trial, *at, step) is not None)
     return [at for at in known if not distance(trial, *at, step) <= trial.bounds.gradient[step]]
-
-
-def common_factor(trial: Trial, wrong: list[Pair], step: int) -> float | None:
-    factors = [factor_of(trial, rank, fqn, step) for rank, fqn in wrong]
-    known = [factor for factor in factors if factor is not None]
-    if len(known) < len(factors) or not np.allclose(known, known[0], rtol=1e-7, atol=1e-12):
-        return None
-    return float(np.median(known))
-
-
-def factor_of(trial: Trial, rank: int, fqn: str, step: int) -> float | None:
-    """The number that makes what is observed of what is expected; None if it is no constant."""
-    seen, expected = seen_gradients(trial, rank, step)[fqn], expected_gradient(trial, rank, fqn, step)
-    if expected is None or seen.shape != expected.shape or not np.any(expected):
-        return None
-    factor = best_fit(seen, expected)
-    left = float(np.max(np.abs(seen - factor * expected)))
-    return factor if left <= 1e-9 * max(1.0, abs(factor)) * float(np.max(np.abs(expected))) else None
 
 
 def distance(trial: Trial, rank: int, fqn: str, step: int) -> float:

@@ -11,13 +11,11 @@ from harness.judge.result import Line, Result
 from harness.judge.traffic import OF_PARAMETERS, observed_outside
 from harness.judge.traffic import observed as observed_traffic
 from harness.judge.trial import Trial
-from harness.plan.plan import Plan
 from harness.plan.traffic.flow import OUTSIDE, Flow
 
 Broken = Mapping[str, Result]
 """The results of the checks that fail and say where, by name, in the order of display."""
 Pair = tuple[int, str]  # rank, fqn
-MOST_TEXTS = 3
 Arrays = dict[str, np.ndarray]  # by fqn
 
 
@@ -68,30 +66,6 @@ def on_their_ranks(trial: Trial, pairs: Iterable[Pair]) -> str:
 def from_step(trial: Trial, step: int) -> str:
     """From step 2 on; "in step 3" of the last, after which there is none to show it."""
     return f"in step {step}" if step >= trial.case.steps[-1] else f"from step {step} on"
-
-
-def of_first(trial: Trial, texts: Mapping[int, str]) -> tuple[str, str, str]:
-    """What is said of the first rank; " on ranks [0,1]", of which the same is said; and which have something else."""
-    first = texts[min(texts)]
-    others = sorted(rank for rank, text in texts.items() if text != first)
-    same = on_ranks(trial, [rank for rank, text in texts.items() if text == first])
-    return first, same, f", others on {rank_words(others)}" * bool(others)
-
-
-def by_rank(trial: Trial, texts: Mapping[int, str]) -> str:
-    """What is said of each rank, once for all of which it is the same: "a on rank 0; b on ranks [1,2]"."""
-    alike: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        alike.setdefault(text, []).append(rank)
-    told = [text + on_ranks(trial, ranks) for text, ranks in alike.items()]
-    return "; ".join(told[:MOST_TEXTS]) + f"; something else on {len(told) - MOST_TEXTS} more" * (
-        len(told) > MOST_TEXTS
-    )
-
-
-def fed_with(plan: Plan, ranks: Sequence[int]) -> set[int]:
-    """The ranks that receive the samples of these, or parts of them."""
-    return {tp for rank in ranks for cp in plan.peers(rank, "cp") for tp in plan.peers(cp, "tp")}
 
 
 def groups_text(groups: Sequence[tuple[int, ...]]) -> str:

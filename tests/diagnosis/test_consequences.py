@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from diagnosed import NORM
 from literal import tiny_case, trial_of, with_step, with_value, without_step
 
 from harness.diagnosis.differences import (
-    common_factor,
     consequences,
     distance,
-    factor_of,
     loss_off,
     replicas_agree,
     seen_gradients,
@@ -73,22 +70,3 @@ def test_replicas_agree_within_a_millionth_of_each_entry_however_small(times: fl
     for rank, factor in enumerate((times, times * (1 + off))):
         trial = with_value(trial, rank, 2, "gradients", NORM, lambda gradient, by=factor: by * gradient)
     assert replicas_agree(trial, 2) is agree
-
-
-@pytest.mark.parametrize(
-    ("of", "off", "same"), [(1.5, 0.0, True), (1.5, 5e-8, True), (1.5, 3e-7, False), (1e-9, 1.0, False)]
-)
-def test_a_factor_is_common_to_all_within_a_tenth_of_a_millionth(of: float, off: float, same: bool) -> None:
-    trial = trial_of(tiny_case("ddp_2"))
-    for rank, factor in enumerate((of, of * (1 + off))):
-        trial = with_value(trial, rank, 1, "gradients", NORM, lambda gradient, by=factor: by * gradient)
-    found = common_factor(trial, [(0, NORM), (1, NORM)], 1)
-    assert found == (pytest.approx(1.5, rel=1e-7) if same else None)
-
-
-@pytest.mark.parametrize("factor", [1e9 / 3, -1e9 / 3, 1 / 3, 0.0])
-def test_a_factor_is_one_relative_to_what_it_makes_of_the_gradient(factor: float) -> None:
-    trial = with_value(trial_of(tiny_case("ddp_2")), 0, 1, "gradients", NORM, lambda gradient: factor * gradient)
-    assert factor_of(trial, 0, NORM, 1) == pytest.approx(factor, rel=1e-12)
-    by_entry = with_value(trial, 0, 1, "gradients", NORM, lambda gradient: gradient * (1 + 1e-8 * np.arange(4)))
-    assert (factor_of(by_entry, 0, NORM, 1) is None) is bool(factor)
