@@ -132,7 +132,7 @@ def test_optimizer_state_of_zeros_is_named() -> None:
     assert judged("resume", trial).findings[0].observed == "zeros"
     assert data_of(cause_of(trial), "state", "are") == (
         "optimizer state lost",
-        ("exp_avg", "exp_avg_sq", "step"),
+        ("exp_avg", "exp_avg_sq"),
         "zero",
     )
 
