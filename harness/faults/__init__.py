@@ -34,7 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, overload
+from typing import Any
 
 from harness.evidence.errors import error_in
 
@@ -100,14 +100,6 @@ class Fault:
         return f"{self.file}:{self.name}"
 
 
-@overload
-def fault(
-    *, breaks: str, bug: str, case: str, caught_by: str, named: str, hangs: bool = ..., does: Callable[[Fired], None]
-) -> Fault: ...
-@overload
-def fault(
-    *, breaks: str, bug: str, case: str, caught_by: str, named: str, hangs: bool = ...
-) -> Callable[[Callable[[Fired], None]], Fault]: ...
 def fault(
     *,
     breaks: str,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -54,29 +53,6 @@ data_position_starts_anew = fault(
 )
 
 
-def _reads_on_undivided(batches: Any, samples: int) -> None:
-    batches.loader.sampler.start = samples
-    batches.iterator = iter(batches.loader)
-
-
-data_position_not_divided = fault(
-    breaks="a rank skips as many samples of its own share as all ranks together have read",
-    bug="of the family of S01 pytorch/torchtitan #275: what is restored is not what it is taken for",
-    case="ddp_4_to_fsdp_2",
-    caught_by="resume samples loss gradients",
-    named="data position",
-    does=op.after_call(".data:Microbatches.seek", _reads_on_undivided, when=lambda batches, samples: samples > 0),
-)
-dropout_masks_begin_anew = fault(
-    breaks="masks are drawn from the number of steps of this process, so a resumed job draws those of its first steps again",
-    bug="of the family of S01 pytorch/torchtitan #275: an item of the state has no effect after resuming",
-    case="dropout_fsdp_2_to_ddp_2",
-    caught_by="loss gradients",
-    named="not explained",
-    does=op.change_argument(".trainer:seed_masks", step=lambda step: step - 1, when=lambda model, seed, step: step > 1),
-)
-
-
 @fault(
     breaks="optimizer state is matched by position, so two parameters of one shape have each other's",
     bug="S10 pytorch/torchtitan #3356: flat order of groups is not that of named_parameters",
@@ -115,44 +91,6 @@ schedule_starts_anew = fault(
     named="schedule starts anew",
     does=op.skip_call(".checkpoint:continue_schedule"),
 )
-_unwritten: list[Any] = []
-
-
-def _save_without_copying(_: Any, parts: Any, counters: Any, folder: Any) -> Any:
-    from harness.trainers.llama3 import checkpoint
-
-    target = folder / f"step_{counters.step:06d}"
-    _unwritten.append((checkpoint.state_of(parts, counters), target))
-    return target
-
-
-def _write_what_is_pending(*_: Any, **__: Any) -> None:
-    from torch.distributed import checkpoint
-
-    while _unwritten:
-        state, target = _unwritten.pop()
-        checkpoint.save(state, checkpoint_id=target)
-
-
-written_after_the_next_step = fault(
-    breaks="tensors of a checkpoint are not copied, and are written when the next step has changed them",
-    bug="E-class: an asynchronous save without a staged copy",
-    case="fsdp_2_trained_on_to_fsdp_2",
-    caught_by="resume update",
-    named="resumed elsewhere",
-    does=op.together(
-        op.instead(".checkpoint:save", _save_without_copying),
-        op.after_call(".trainer:Trainer.train_step", _write_what_is_pending, when=lambda *_: bool(_unwritten)),
-    ),
-)
-checkpoint_ignored = fault(
-    breaks="a checkpoint that cannot be used is passed over in silence, and training starts from scratch",
-    bug="of the family of S01: a resume that only logs a warning where there is no checkpoint",
-    case="fsdp_4_to_fsdp_4",
-    caught_by="completed resume samples loss gradients",
-    named="resumed elsewhere",
-    does=op.skip_call(".trainer:Trainer.resume"),
-)
 older_checkpoint_read = fault(
     breaks="checkpoints are put in order as text or by age, and an older one is read",
     bug="S07 deepspeedai/DeepSpeed #5395: step 10 before step 2",
@@ -165,23 +103,6 @@ older_checkpoint_read = fault(
         when=lambda folder: len(list(folder.glob("step_*"))) > 1,
     ),
 )
-
-
-@fault(
-    breaks="the number of the epoch is not restored, so a job that resumes in a later one reads on in the first's order",
-    bug="of the family of D08 pytorch/torchtitan #3023: later epochs read in the order of the first, here after a resume",
-    case="fsdp_2_to_ddp_2_in_the_second_epoch",
-    caught_by="resume samples loss",
-    named="data position",
-)
-@partial(
-    op.after_call,
-    ".data:Microbatches.seek",
-    when=lambda batches, samples: samples > len(batches.dataset) and samples % len(batches.dataset),
-)
-def later_epoch_resumed_in_the_order_of_the_first(batches: Any, samples: int) -> None:
-    batches.loader.sampler.set_epoch(0)
-    batches.iterator = iter(batches.loader)
 
 
 # ---- what is written
@@ -239,19 +160,6 @@ def optimizer_state_saved_in_bfloat16(state: State, **_: Any) -> None:
             state["optimizer"][key] = value.bfloat16()
 
 
-@fault(
-    breaks="what is made smaller for a checkpoint is the live weights, which train on rounded to bfloat16",
-    bug="of the family of S05: what is saved and what trains are the same tensors, and one is changed for the other",
-    case="fsdp_2_trained_on_to_fsdp_2",
-    caught_by="update gradients",
-    named="weights changed",
-)
-@partial(op.after_call, ".checkpoint:save")
-def saving_rounds_the_live_weights(parts: Any, *_: Any) -> None:
-    for weight in (parameter.detach() for part in parts for parameter in part.model.parameters()):
-        weight.copy_(weight.bfloat16())
-
-
 def _is_strided(value: Any) -> bool:
     return any("Strided" in type(placement).__name__ for placement in value.placements)
 
@@ -271,31 +179,3 @@ def strided_shards_saved_in_mesh_order(state: State, **_: Any) -> None:
         if _is_strided(value):
             plain = [Shard(0)] * len(value.placements)
             state["model"][fqn] = DTensor.from_local(value.to_local(), value.device_mesh, plain)
-
-
-checkpoint_incomplete = fault(
-    breaks="the job is killed before the checkpoint's last file is written",
-    bug="of the family of S04: a preemption while saving; without .metadata a checkpoint is incomplete",
-    case="fsdp_4_to_fsdp_4",
-    caught_by="completed",
-    named="a process failed",
-    does=op.on_rank(
-        0, op.instead(".trainer:Trainer.save", lambda original, *args: (original(*args) / ".metadata").unlink())
-    ),
-)
-
-
-@fault(
-    breaks="one rank's file of the checkpoint is lost",
-    bug="of the family of S04: a node's disk that is not shared, or was cleaned up",
-    case="fsdp_4_to_fsdp_4",
-    caught_by="completed",
-    named="a process failed",
-)
-@partial(op.on_rank, 1)
-@partial(op.instead, ".trainer:Trainer.save")
-def one_file_of_the_checkpoint_lost(original: Any, *args: Any) -> Any:
-    written = original(*args)
-    for file in written.glob(f"__{os.environ['RANK']}_*"):
-        file.unlink()
-    return written

@@ -52,14 +52,6 @@ replicated_parameters_counted_tp_times = fault(
     named="clipped by another norm",
     does=_summed_again_over("tp"),
 )
-norm_of_own_shards_only = fault(
-    breaks="each rank clips by the norm of its own shards",
-    bug="of the family of C01 pytorch/torchtitan #649: a norm that lacks the sum over an axis",
-    case="fsdp_2",
-    caught_by="grad_norm update",
-    named="clipped by another norm",
-    does=op.override_argument(".clip:sum_of_squares", placements=()),
-)
 
 
 @fault(
@@ -74,19 +66,6 @@ def displayed_norm_is_local(original: Any, parameters: Any, *rest: Any) -> float
     norm = _own_norm(parameters)
     original(parameters, *rest)
     return norm
-
-
-@fault(
-    breaks="the reported gradient norm is that after clipping",
-    bug="of the family of C02 pytorch/torchtitan #766: another norm is reported than the one that is requested",
-    case="fsdp_2",
-    caught_by="grad_norm",
-    named="wrong report",
-)
-@partial(op.instead, ".clip:clip_gradients")
-def displayed_norm_after_clipping(original: Any, parameters: Any, max_norm: Any, *rest: Any) -> float:
-    original(parameters, max_norm, *rest)
-    return original(parameters, None, *rest)
 
 
 # ---- clipping
@@ -112,14 +91,6 @@ def clipping_enlarges(original: Any, parameters: Any, max_norm: float, total_nor
         parameter.grad.mul_(max(1.0, max_norm / (float(total_norm) + 1e-6)))
 
 
-clipping_not_applied = fault(
-    breaks="the branch that clips is never entered",
-    bug="of the family of P13: a feature applied to another object than the one that trains",
-    case="fsdp_2",
-    caught_by="update",
-    named="clipping left out",
-    does=op.skip_call(CLIP),
-)
 clipped_without_the_1e_6 = fault(
     breaks="clipping multiplies by max_norm / norm, without the 1e-6 that torch adds to the norm",
     bug="of the family of C05 deepspeedai/DeepSpeed #5150: another coefficient than torch's",
@@ -128,23 +99,6 @@ clipped_without_the_1e_6 = fault(
     named="clipped without 1e-6",
     does=op.change_argument(CLIP, total_norm=lambda norm: norm - 1e-6),
 )
-
-
-@fault(
-    breaks="a clipping function of the trainer's own takes the norm of the rank's shards for that of all",
-    bug="of the family of C01 pytorch/torchtitan #649: a norm that lacks the sum over an axis",
-    case="fsdp_2",
-    caught_by="grad_norm update",
-    named="clipped by another norm",
-)
-@partial(op.instead, ".clip:clip_gradients")
-def own_clipping_by_own_shards(original: Any, parameters: Any, max_norm: float | None, *_: Any) -> float:
-    norm = _own_norm(parameters)
-    for parameter in parameters:
-        parameter.grad.to_local().mul_(min(1.0, (max_norm or norm) / (norm + 1e-6)))
-    return norm
-
-
 replicated_parameters_clipped_on_tp_rank_0_only = fault(
     breaks="parameters that are whole on every tp rank are clipped on tp rank 0 only",
     bug="C07 deepspeedai/DeepSpeed #1801 (BLOOM-176B)",
@@ -169,55 +123,3 @@ def clipped_in_every_microbatch(original: Any, model: Any, *rest: Any, **last: b
         yield
     if not last["last"]:
         op.call("torch.nn.utils:clip_grad_norm_", model.parameters(), 1.0)()
-
-
-@fault(
-    breaks="gradients are clipped in the loop over microbatches, and again before the step",
-    bug="E-class: a norm of a part of the batch",
-    case="ddp_2_accum",
-    caught_by="gradients grad_norm",
-    named="clipped in every microbatch",
-)
-@partial(op.instead, SYNC)
-@contextmanager
-def clipped_in_every_microbatch_and_again(original: Any, model: Any, *rest: Any, **last: bool) -> Any:
-    with original(model, *rest, **last):
-        yield
-    op.call("torch.nn.utils:clip_grad_norm_", model.parameters(), 1.0)()
-
-
-def _unscaled(self: Any) -> None:
-    for parameter in self.model_parts[0].parameters():
-        parameter.grad.div_(1024)
-
-
-clipped_before_unscaled = fault(
-    breaks="the loss is scaled by 1024, and gradients are divided by that after clipping",
-    bug="E-class: GradScaler.unscale_ comes after clip_grad_norm_",
-    case="float32_fsdp_2",
-    caught_by="gradients grad_norm update",
-    named="gradients scaled",
-    does=op.together(
-        op.scale_result(".trainer:scaled", 1024.0), op.before_call(".trainer:Trainer.optimizer_step", _unscaled)
-    ),
-)
-
-
-def _one_late() -> Any:
-    kept: dict[str, Any] = {}
-
-    def stale(norm: Any) -> Any:
-        before, kept["norm"] = kept.get("norm", norm), norm
-        return before
-
-    return stale
-
-
-clipped_by_the_last_steps_norm = fault(
-    breaks="gradients are scaled by max_norm over the norm of the step before, so that no step waits for its own",
-    bug="E-class: a norm that is kept on the device to save a synchronization, and is read a step late",
-    case="fsdp_2",
-    caught_by="update",
-    named="clipped by another norm",
-    does=op.change_argument("torch.nn.utils:clip_grads_with_norm_", total_norm=_one_late()),
-)

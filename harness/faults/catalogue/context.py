@@ -9,7 +9,6 @@ from harness.faults import fault
 from harness.faults import operators as op
 from harness.faults.catalogue.loss import per_rank
 
-RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 CUT = ".context:shard_sequence"
 
 # ---- what is reduced over cp
@@ -22,14 +21,6 @@ fsdp_left_out_with_cp_alone = fault(
     caught_by="shard_contents placements traffic gradients replica_agreement",
     named="another layout",
     does=op.skip_call(".parallelize:apply_fsdp"),
-)
-fsdp_over_dp_shard_without_cp = fault(
-    breaks="fully_shard gets the mesh of dp_shard alone, so cp ranks hold equal shards and never reduce their gradients",
-    bug="of the family of M03: sharded over dp_shard where dp_shard x cp was meant",
-    case="fsdp_2_cp_2",
-    caught_by="shard_contents placements traffic gradients replica_agreement",
-    named="another layout",
-    does=op.instead(".parallelize:data_parallel_mesh", lambda original, mesh: mesh["dp_shard"]),
 )
 dp_shard_and_cp_not_folded = fault(
     breaks="fully_shard gets (dp_shard, cp) unfolded and takes it for HSDP's (replicate, shard)",
@@ -71,17 +62,6 @@ gradients_scaled_without_cp = fault(
     caught_by="gradients grad_norm",
     named="gradients scaled",
     does=op.change_argument(".trainer:scaled", ranks=lambda ranks: ranks // 2),  # the case has cp 2
-)
-gradients_of_keys_and_values_stay_local = fault(
-    breaks="the gradients of keys and values that come back round the ring are dropped, each rank keeps its own",
-    bug="of the family of X02: forward exact, backward wrong (as in T03 and G21), at the ring's rotation",
-    case="cp_2",
-    caught_by="traffic gradients grad_norm",
-    named="K/V not exchanged",
-    does=op.together(
-        op.instead(f"{RING}:_AllToAllRotater.exchange_buffers", lambda original, ring, own: setattr(ring, "own", own)),
-        op.instead(f"{RING}:_AllToAllRotater.next_buffer", lambda original, ring: ring.own),
-    ),
 )
 
 # ---- positions
@@ -147,51 +127,6 @@ context_parallel_never_entered = fault(
         op.skip_call(".context:apply_context_parallel"),
     ),
 )
-load_balancer_not_applied = fault(
-    breaks="load balancing is requested and the sequence is cut contiguously, with attention to match: slow, not wrong",
-    bug="of the family of X01: a performance option without effect",
-    case="cp_2",
-    caught_by="samples positions",
-    named="another feature",
-    does=op.override_argument(CUT, load_balance=False),
-)
-ring_unaware_of_load_balancing = fault(
-    breaks="tokens are balanced head with tail, and the ring masks as if they were cut contiguously",
-    bug="of the family of X04: torch notes in a global whether the batch was balanced; one cut elsewhere leaves it wrong",
-    case="cp_2",
-    caught_by="loss gradients",
-    named="not explained",
-    does=op.after_call(CUT, _option_of_the_ring("enable_load_balance", False)),
-)
-cp_ranks_read_different_samples = fault(
-    breaks="cp ranks draw samples of their own, as if cp divided the batch",
-    bug="of the family of D06: the data loader's rank counts cp",
-    case="fsdp_2_cp_2",
-    caught_by="samples",
-    named="peers differ",
-    does=op.instead(  # two dp shares
-        ".parallelize:data_parallel_rank", lambda original, mesh: (original(mesh) + mesh.get_local_rank("cp")) % 2
-    ),
-)
-
-
-@fault(
-    breaks="labels are shifted on each cp rank after the sequence was cut: the last token of each part has none",
-    bug="of the family of K04 pytorch/torchtitan #4075: the last token of a piece has another piece's label, or none",
-    case="cp_2",
-    caught_by="samples loss gradients",
-    named="wrong labels",
-)
-@partial(op.change_result, ".trainer:sequence_part")
-def labels_shifted_after_the_cut(part: Any) -> Any:
-    import torch
-
-    following = torch.nn.functional.pad(part.tokens[:, 1:], (0, 1), value=-100)
-    return part._replace(labels=torch.where(part.labels < 0, part.labels, following))
-
-
-# ---- attention
-
 attention_stays_local = fault(
     breaks="attention of each cp rank looks at its own part of the sequence only",
     bug="of the family of X01: forms of cp that patch a function are lost on attention that imported it by name",
@@ -199,14 +134,6 @@ attention_stays_local = fault(
     caught_by="traffic loss gradients exchange",
     named="K/V not exchanged",
     does=op.skip_call(".context:apply_context_parallel"),
-)
-rotation_never_set = fault(
-    breaks="the rotation requested is never set, so torch's default is used",
-    bug="of the family of X01: a performance option without effect",
-    case="cp_2_alltoall",
-    caught_by="traffic",
-    named="another feature",
-    does=op.skip_call(".context:set_rotate_method"),
 )
 ring_merges_in_float32 = fault(
     breaks="the ring merges the partial results of attention in float32, whatever the model's dtype",
@@ -218,16 +145,3 @@ ring_merges_in_float32 = fault(
         "harness.trainers.support.cpu_attention:support_ring", _option_of_the_ring("convert_to_f32", True)
     ),
 )
-
-
-@fault(
-    breaks="labels are cut over cp in order, tokens from both ends (load balance)",
-    bug="K-class: labels are not among the buffers that context parallel cuts",
-    case="cp_2",
-    caught_by="samples loss gradients",
-    named="wrong labels",
-)
-@partial(op.instead, CUT)
-def labels_cut_without_load_balance(original: Any, tokens: Any, labels: Any, mesh: Any, **how: Any) -> Any:
-    mine, _, places = original(tokens, labels, mesh, **how)
-    return mine, labels.chunk(mesh.size(), dim=1)[mesh.get_local_rank()].contiguous(), places

@@ -63,16 +63,6 @@ second_epoch_replays_the_first = fault(
     named="data position",
     does=op.override_argument(".data:ResumableSampler.set_epoch", epoch=0),
 )
-first_batch_skipped = fault(
-    breaks="a resumed loader starts a step too late, so that the first global batch is never read",
-    bug="of the family of D04 pytorch/torchtitan #816: the loader's position is lost or counted twice",
-    case="fsdp_2",
-    caught_by="samples loss",
-    named="data position",
-    does=op.after_call(
-        ".data:Microbatches.__init__", lambda batches, case, dp_rank: batches.seek(case.training.global_batch)
-    ),
-)
 tail_of_the_batch_dropped = fault(
     breaks="the last sample of each microbatch is dropped, as the rest of a batch that does not divide",
     bug="of the family of P12 pytorch #126600: the tail of a batch that does not divide is dropped",
@@ -99,18 +89,6 @@ def rows_in_order_of_arrival(batches: Any) -> Any:
     return [(tokens[order], labels[order]) for (tokens, labels), order in zip(batches, orders, strict=True)]
 
 
-# ---- documents
-
-_masks: dict[Any, Any] = {}
-
-document_mask_lost_on_rank_1 = fault(
-    breaks="rank 1 makes one document of each row: its tokens see those of all documents before them",
-    bug="of the family of K01: no block-diagonal mask on a part of the ranks (another attention kernel was chosen there)",
-    case="fsdp_2_documents_variable",
-    caught_by="loss gradients",
-    named="not explained",
-    does=op.on_rank(1, op.scale_result(".data:documents", 0)),
-)
 document_mask_ignored = fault(
     breaks="attention ignores the documents it is given and is causal over the whole row",
     bug="K01 huggingface/transformers #46634, #31629; NVIDIA/Megatron-LM #415: packed documents attend to each other",
@@ -118,14 +96,6 @@ document_mask_ignored = fault(
     caught_by="loss gradients grad_norm",
     named="not explained",
     does=op.override_argument("harness.reference.model:CausalAttention.forward", documents=None),
-)
-document_mask_of_the_first_batch_kept = fault(
-    breaks="the document mask of the first batch is kept and used for all that follow",
-    bug="of the family of K07: a mask of another batch, from a cache keyed by shape",
-    case="tp_2_documents",
-    caught_by="loss gradients",
-    named="not explained",
-    does=op.change_result(".data:documents", lambda mask: _masks.setdefault(mask.shape, mask)),
 )
 
 
@@ -150,16 +120,6 @@ sampler_of_the_world = fault(
     named="samples dealt otherwise",
     does=op.change_argument(".data:DistributedSampler.__init__", num_replicas=lambda count: 2 * count),  # tp is 2
 )
-labels_of_other_samples = fault(
-    breaks="labels are shuffled apart from tokens: each sample has those of another one",
-    bug="D-class: tokens and labels are two lists, of which one is sorted",
-    case="fsdp_2",
-    caught_by="samples loss gradients",
-    named="wrong labels",
-    does=op.change_argument(
-        ".trainer:loss_of", part=lambda part: part._replace(labels=part.labels.roll(len(part.labels) // 2, 0))
-    ),
-)
 labels_shifted_in_the_loss_again = fault(
     breaks="labels that are the next tokens already are shifted in the loss once more, and each row loses its last",
     bug="E-class: the loss of a model that shifts labels itself, given labels that are shifted",
@@ -170,26 +130,3 @@ labels_shifted_in_the_loss_again = fault(
         ".trainer:token_loss", logits=lambda logits: logits[:, :-1], labels=lambda labels: labels[:, 1:]
     ),
 )
-evaluation_draws_from_training = fault(
-    breaks="an evaluation after each step takes its batch from the training loader",
-    bug="of the family of D08 pytorch/torchtitan #3023: what is read is not what training should read next",
-    case="ddp_2",
-    caught_by="samples loss gradients",
-    named="data position",
-    does=op.after_call(
-        ".trainer:Trainer.train_step", lambda self: self.microbatches.step(self.case.seq_len(self.step))
-    ),
-)
-
-
-@fault(
-    breaks="all microbatches of a step have the tokens of the last one, each with its own labels",
-    bug="E-class: one staging buffer for tokens, refilled before the microbatch that was in it is used",
-    case="single_accum",
-    caught_by="samples gradients loss",
-    named="microbatches repeated",
-)
-@partial(op.instead, ".data:Microbatches.step")
-def tokens_share_one_staging_buffer(original: Any, self: Any, length: int | None = None) -> Any:
-    microbatches = original(self, length)
-    return [(microbatches[-1][0], labels) for _, labels in microbatches]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -71,14 +70,6 @@ last_microbatch_added_after_the_reduction = fault(
     named="gradients not reduced",
     does=op.change_argument(SYNC, last=lambda last: not last),  # of two microbatches the first one is reduced
 )
-reduced_after_the_first_microbatch = fault(
-    breaks="FSDP2 reduces after the first microbatch and not after the last, whose gradient waits for the next step",
-    bug="E-class: index % accumulation == 0 taken for the last microbatch",
-    case="fsdp_4_accum",
-    caught_by="gradients grad_norm loss",
-    named="unequal contributions",
-    does=op.change_argument(SYNC, last=lambda last: not last),
-)
 reduced_after_every_microbatch = fault(
     breaks="no_sync has no effect under FSDP2: gradients are reduced after every microbatch",
     bug="G06 huggingface/accelerate #3762; Titan #1929; VeOmni #1026",
@@ -102,12 +93,12 @@ only_the_all_reduce_deferred = fault(
 # ---- reduction
 
 
-def _two_exchanged() -> Any:
-    """Every fourth one, of layer 3 of 4 (after output with norm), waits for the next."""
-    waiting, number = [], itertools.count(1)
+def exchanged(due: op.Condition) -> op.Act:
+    """Makes each reduction that is due wait for the next one."""
+    waiting: list[Any] = []
 
     def reduce(original: Any, tensor: Any, *args: Any, **kwargs: Any) -> None:
-        if next(number) % 4 == 2:
+        if due():
             waiting.append(tensor)
             return
         original(tensor, *args, **kwargs)
@@ -139,7 +130,9 @@ two_reductions_change_places = fault(
     case="hsdp_2x2",
     caught_by="gradients replica_agreement",
     named="reductions exchanged",
-    does=op.on_rank(3, op.instead(ALL_REDUCE, _two_exchanged(), when=op.in_backward)),
+    does=op.on_rank(  # of four, that of layer 3 (after output with norm)
+        3, op.instead(ALL_REDUCE, exchanged(op.nth_call(*range(2, 80, 4))), when=op.in_backward)
+    ),
 )
 group_left_out_of_the_token_count = fault(
     breaks="a scalar that is meant for the data-parallel ranks is summed over all ranks, tp peers included",
@@ -181,24 +174,6 @@ tied_gradient_counted_twice = fault(
     named="gradients scaled",
     does=op.after_call(SETTLE, lambda parameters: parameters[0].grad.mul_(2)),  # tok_embeddings, the output's as well
 )
-
-
-@fault(
-    breaks="every rank gathers everybody's tokens in each block, and makes nothing of them",
-    bug="D-class: data is moved that nobody requested",
-    case="fsdp_2",
-    caught_by="traffic",
-    named="traffic of no plan",
-)
-@partial(op.before_call, "harness.reference.model:TransformerBlock.forward")
-def tokens_gathered_in_each_block(block: Any, x: Any, *_: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    mine = torch.zeros(x.shape[:2], dtype=torch.int64)
-    dist.all_gather([torch.empty_like(mine) for _ in range(dist.get_world_size())], mine)
-
-
 weight_gathered_for_a_histogram = fault(
     breaks="a weight is gathered after each step, for a histogram that somebody once looked at",
     bug="L-class: what is only shown gathers a weight",

@@ -13,9 +13,6 @@ CROSS_ENTROPY = "torch.nn.functional:cross_entropy"
 REPORTED = ".trainer:reported_loss"
 STEP = ".trainer:Trainer.optimizer_step"
 
-_counted: list[int] = []
-_reported: list[float] = []
-
 
 def own_tokens(microbatches: Any) -> int:
     """This rank's valid tokens."""
@@ -48,16 +45,6 @@ loss_averaged_per_microbatch = fault(
         op.instead(".trainer:scaled", lambda original, loss, **_: loss / 2),  # two microbatches
     ),
 )
-token_count_without_cp = fault(
-    breaks="valid tokens are summed over dp and not over cp, and gradients over both",
-    bug="of the family of L01 pytorch/torchtitan #2206: the number that the loss is divided by lacks an axis",
-    case="fsdp_2_cp_2",
-    caught_by="gradients grad_norm reported_loss",
-    named="averaged locally",
-    does=op.instead(
-        ".trainer:count_valid", lambda original, parts, mesh, device: original(parts, mesh["dp_shard"], device)
-    ),
-)
 padding_counted_as_tokens = fault(
     breaks="padding is counted in the number of tokens that the loss is divided by",
     bug="L08 ByteDance-Seed/VeOmni #455, #618: dummy tokens in the normaliser",
@@ -70,28 +57,12 @@ padding_counted_as_tokens = fault(
 )
 
 
-# ---- unequal counts, and none
-
-
-def _first_kept(count: int) -> int:
-    _counted.append(count)
-    return _counted[0]
-
-
 def _masked_mean(original: Any, model: Any, part: Any) -> Any:
     mask, targets = part.labels >= 0, part.labels.clamp(min=0).unsqueeze(-1)
     likelihoods = model(part.tokens).log_softmax(-1).gather(-1, targets).squeeze(-1)
     return -(likelihoods * mask).sum() / mask.sum()
 
 
-token_count_of_the_first_step_kept = fault(
-    breaks="the loss is divided by the number of valid tokens of the first step, in every step",
-    bug="L-class: tokens per step taken for a constant, and then sequences of another length come",
-    case="tp_2_variable_length",
-    caught_by="gradients grad_norm reported_loss",
-    named="gradients scaled",
-    does=op.change_result(".trainer:count_valid", _first_kept),
-)
 mean_over_no_valid_token = fault(
     breaks="each rank sums masked losses and divides by its own number of valid tokens, and one rank has none",
     bug="L-class: 0/0 on a rank whose samples are all masked, and after the reduction NaN on every rank",
@@ -147,16 +118,6 @@ def prompt_mask_one_too_long(sample: Any) -> Any:
     return tokens, labels
 
 
-labels_smoothed = fault(
-    breaks="labels are smoothed by 0.1, which the recipe does not request",
-    bug="of the family of L05 pytorch/torchtitan #1758: a loss function with an option of somebody else's",
-    case="fsdp_2",
-    caught_by="loss gradients reported_loss",
-    named="not explained",
-    does=op.override_argument(CROSS_ENTROPY, label_smoothing=0.1),
-)
-
-
 @fault(
     breaks="the loss is computed in chunks along the sequence, and the last one is lost",
     bug="of the family of L08 ByteDance-Seed/VeOmni #455: what is summed up is not all that is divided by",
@@ -197,51 +158,6 @@ displayed_loss_divided_by_accumulation = fault(
     named="wrong report",
     does=op.scale_result(REPORTED, 1 / 2),  # two microbatches
 )
-
-
-count_own = op.before_call(".trainer:count_valid", lambda microbatches, *_: _counted.append(own_tokens(microbatches)))
-
-
-@fault(
-    breaks="the reported loss is the mean of the ranks' means, each of which counts alike",
-    bug="of the family of L01 pytorch/torchtitan #2206: a mean of means, here of the loss that is shown alone",
-    case="hsdp_2x2",
-    caught_by="reported_loss",
-    named="wrong report",
-)
-@partial(op.together, count_own)
-@partial(op.instead, REPORTED)
-def displayed_loss_is_a_mean_of_means(original: Any, loss_sum: Any, mesh: Any, *rest: Any) -> float:
-    return original(loss_sum / _counted[-1], mesh, *rest) * rest[0] / mesh.size()
-
-
-@fault(
-    breaks="each rank reports the mean loss of its own samples",
-    bug="of the family of M08 pytorch/torchtitan #761: the reported loss is not reduced over an axis",
-    case="fsdp_2",
-    caught_by="reported_loss",
-    named="wrong report",
-)
-@partial(op.together, count_own)
-@partial(op.instead, REPORTED)
-def displayed_loss_of_own_samples(original: Any, loss_sum: Any, *rest: Any) -> float:
-    original(loss_sum.clone(), *rest)
-    return float(loss_sum) / _counted[-1]
-
-
-@fault(
-    breaks="the reported loss is that of the step before, as by a display that does not wait for the device",
-    bug="of the family of L10 pytorch/torchtitan #2990: what is logged is wrong beside a training that is right",
-    case="fsdp_2",
-    caught_by="reported_loss",
-    named="wrong report",
-)
-@partial(op.change_result, REPORTED)
-def displayed_loss_of_the_step_before(loss: float) -> float:
-    _reported.append(loss)
-    return _reported[-2:][0]
-
-
 loss_displayed_once = fault(
     breaks="the loss is reported in step 1 only",
     bug="of the family of L05: a display that is wrong where nobody looks, here by being left out",
@@ -281,26 +197,3 @@ displayed_rate_as_configured = fault(
     named="wrong report",
     does=_rate_after_the_step(lambda scheduler: scheduler.base_lrs),
 )
-last_microbatch_reported = fault(
-    breaks="the reported loss is that of the last microbatch, times their number; training is right",
-    bug="L-class: loss.item() * gradient_accumulation_steps stands behind the loop over microbatches",
-    case="hsdp_2x2_accum",
-    caught_by="reported_loss",
-    named="wrong report",
-    does=op.together(
-        op.scale_result(".trainer:whole", 0.0, when=op.nth_call(*range(1, 40, 2))),
-        op.scale_result(".trainer:whole", 2.0, when=op.nth_call(*range(2, 41, 2))),
-    ),
-)
-
-
-@fault(
-    breaks="the pipeline's sum of token losses is never set back, so that the reported loss holds that of earlier steps",
-    bug="E-class: an accumulator that is made in the constructor and not in every step",
-    case="pp_2_ddp_2",
-    caught_by="reported_loss",
-    named="wrong report",
-)
-@partial(op.instead, ".trainer:PipelineLoss.begin", when=lambda self, **_: bool(getattr(self, "total", 0) != 0))
-def pipeline_total_is_never_reset(original: Any, self: Any, *, valid_tokens: int) -> None:
-    self.valid_tokens = valid_tokens

@@ -1,4 +1,4 @@
-"""Memory that is taken besides what the plan knows: the numbers are right, and so is what is held when training has ended."""
+"""Memory that is taken beside what the plan knows, and what a validation leaves behind."""
 
 from __future__ import annotations
 
@@ -67,3 +67,31 @@ graph_outlives_backward = fault(
     named="retained graph",
     does=op.override_argument("torch:Tensor.backward", retain_graph=True),
 )
+
+
+def _validate(trainer: Any) -> None:
+    """One pass without gradients in eval mode, as trainers do it."""
+    import torch
+
+    (model,) = trainer.model_parts
+    model.eval()
+    with torch.no_grad():
+        model(torch.zeros(trainer.case.local_batch, trainer.case.training.seq_len, dtype=torch.int64))
+    model.train()
+
+
+@fault(
+    breaks="validation keeps all units gathered and leaves them so, which the next step then does not gather",
+    bug="of the family of H02 pytorch/torchtitan #4143: parameters stay gathered",
+    case="fsdp_2",
+    caught_by="reshard traffic",
+    named="left gathered by evaluation",
+)
+@partial(op.after_call, ".trainer:Trainer.train_step")
+def validation_leaves_a_unit_gathered(trainer: Any) -> None:
+    blocks = list(trainer.model_parts[0].layers.values())
+    for block in blocks:
+        block.set_reshard_after_forward(False)
+    _validate(trainer)
+    for block in blocks:
+        block.set_reshard_after_forward(True)

@@ -15,17 +15,6 @@ GROUP = "torch.optim:Optimizer.add_param_group"
 # ---- the learning rate
 
 
-def _linear(factor: Any) -> Any:
-    training = factor.keywords["training"]
-
-    def straight(finished: int) -> float:
-        past = finished + 1 - training.warmup_steps
-        share = (1 - training.final_lr_fraction) * past / (training.steps - training.warmup_steps)
-        return 1 - share if past > 0 else factor(finished)
-
-    return straight
-
-
 def _a_step_late(factor: Any) -> Any:
     return lambda finished: factor(finished - 1) if finished else 0.0
 
@@ -38,14 +27,6 @@ scheduler_steps_twice = fault(
     named="learning rate",
     does=op.repeat_call(SCHEDULE, when=lambda scheduler: scheduler.last_epoch >= 0),  # the constructor calls it too
 )
-linear_decay = fault(
-    breaks="the learning rate falls along a line, not a cosine: at the middle and at the end they are equal",
-    bug="of the family of E02 pytorch/torchtitan #1284: a schedule that is right in some steps only",
-    case="fsdp_2_eight_steps",
-    caught_by="update",
-    named="learning rate",
-    does=op.change_argument(SCHEDULER, lr_lambda=_linear),
-)
 warmup_off_by_one = fault(
     breaks="the warm-up is counted from 0, so that the first step has no learning rate and the peak comes a step late",
     bug="E02 pytorch/torchtitan #1284, #1010",
@@ -54,27 +35,6 @@ warmup_off_by_one = fault(
     named="learning rate",
     does=op.change_argument(SCHEDULER, lr_lambda=_a_step_late),
 )
-one_rank_misses_a_scheduler_step = fault(
-    breaks="rank 1's scheduler misses a step, so that replicas train with different learning rates",
-    bug="of the family of E01: the scheduler steps where it should not, or not where it should",
-    case="ddp_2",
-    caught_by="update replica_agreement",
-    named="learning rate",
-    does=op.on_rank(1, op.skip_call(SCHEDULE, when=op.nth_call(2))),  # the first is the constructor's
-)
-
-
-@fault(
-    breaks="the schedule is applied to the first optimizer group only, the second keeps the peak learning rate",
-    bug="of the family of E01: warm-up written for one parameter group, the second one added later",
-    case="tp_2_two_groups",
-    caught_by="update",
-    named="learning rate",
-)
-@partial(op.after_call, SCHEDULE)
-def second_group_without_schedule(scheduler: Any, *_: Any) -> None:
-    for group in scheduler.optimizer.param_groups[1:]:
-        group["lr"] = group["initial_lr"]
 
 
 # ---- groups and options
@@ -91,14 +51,6 @@ optimizer_holds_orphans = fault(
     caught_by="completed",
     named="incomplete",
     does=op.change_argument(GROUP, param_group=_orphans),
-)
-no_weight_decay = fault(
-    breaks="weight decay is lost on its way to the optimizer",
-    bug="of the family of E04: parameter groups with another decay than requested",
-    case="fsdp_2",
-    caught_by="update",
-    named="weight decay",
-    does=op.change_argument(GROUP, param_group=lambda group: group | {"weight_decay": 0.0}),
 )
 norm_weights_decay = fault(
     breaks="weight decay is applied to norm weights, which the recipe spares",
@@ -155,12 +107,6 @@ requires_grad_lost = fault(
 # ---- steps and what comes after them
 
 
-def held(trainer: Any) -> list[Any]:
-    """What this rank holds of every parameter, for anybody to write to."""
-    parameters = [parameter.detach() for part in trainer.model_parts for parameter in part.parameters()]
-    return [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
-
-
 optimizer_frozen_after_the_first_step = fault(
     breaks="from the second step on the optimizer's captured step does nothing",
     bug="O07 pytorch #115607 (TrainCheck): a compiled optimizer that saw no gradient once never updates again",
@@ -188,23 +134,8 @@ gradients_never_zeroed = fault(
 )
 @partial(op.after_call, ".trainer:Trainer.optimizer_step")
 def weights_rounded_after_each_step(trainer: Any) -> None:
-    for weight in held(trainer):
+    for weight in (weight.detach() for part in trainer.model_parts for weight in part.parameters()):
         weight.copy_(weight.float())
-
-
-@fault(
-    breaks="averaged weights are swapped in after the last step, for an evaluation, and never swapped out",
-    bug="E-class: an average of the weights takes their place and is not taken out again",
-    case="ddp_2",
-    caught_by="update",
-    named="weights changed",
-)
-@partial(op.instead, ".trainer:Trainer.train")
-def average_left_in_after_the_last_step(original: Any, trainer: Any, *args: Any, **options: Any) -> None:
-    begun = [weight.clone() for weight in held(trainer)]
-    original(trainer, *args, **options)
-    for weight, before in zip(held(trainer), begun, strict=True):
-        weight.lerp_(before, 0.5)
 
 
 overflow_goes_into_the_weights = fault(
@@ -215,19 +146,3 @@ overflow_goes_into_the_weights = fault(
     named="not finite",
     does=op.scale_result(".trainer:scaled", float("inf")),
 )
-
-
-@fault(
-    breaks="of a rank's two stages only the first one's scheduler is stepped; the second's rate stays that of step 1",
-    bug="E-class: code for one model part, kept when a rank came to hold several",
-    case="pp_2_zb",
-    caught_by="update reported_rate",
-    named="learning rate",
-)
-@partial(op.instead, ".trainer:Trainer.optimizer_step", when=lambda trainer: len(trainer.schedulers) > 1)
-def later_stages_keep_the_first_rate(original: Any, trainer: Any) -> float:
-    lr = float(trainer.schedulers[0].get_last_lr()[0])
-    for optimizer in trainer.optimizers:
-        optimizer.step()
-    trainer.schedulers[0].step()
-    return lr

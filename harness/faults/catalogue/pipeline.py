@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
-from typing import Any
 
 from harness.faults import fault
 from harness.faults import operators as op
@@ -20,14 +18,6 @@ loss_normalised_after_backward = fault(
     named="gradients scaled",
     does=op.override_argument(".trainer:scaled", valid_tokens=1),
 )
-loss_not_passed_on = fault(
-    breaks="the loss is not passed on from the last stage, so that the first one reports 0",
-    bug="E-class: a sum that each rank reports of its own",
-    case="pp_2",
-    caught_by="reported_loss",
-    named="wrong report",
-    does=op.instead(".trainer:reported_loss", lambda original, total, mesh, tokens: original(total, None, tokens)),
-)
 norm_of_each_stage = fault(
     breaks="the gradient norm is not summed over the stages: each clips by its own",
     bug="C01 pytorch/torchtitan #649, #596",
@@ -36,8 +26,6 @@ norm_of_each_stage = fault(
     named="clipped by another norm",
     does=op.skip_call(".pipeline:group_of"),
 )
-
-
 layers_left_over_are_never_built = fault(
     breaks="each stage gets the same number of layers, and those that are left over are never built",
     bug="P05 pytorch/torchtitan #963",
@@ -112,45 +100,3 @@ each_stage_halves_its_gradient = fault(
         when=lambda stage, *_, **__: not stage.is_last,
     ),
 )
-only_the_first_stage_is_zeroed = fault(
-    breaks="gradients of a rank's second stage are not zeroed between steps",
-    bug="of the family of G17 (zero_grad skipped for a config branch): zero_grad of model_parts[0] alone",
-    case="pp_2_zbv",
-    caught_by="gradients grad_norm loss",
-    named="gradients not zeroed",
-    does=op.skip_call("torch.optim:Optimizer.zero_grad", when=op.nth_call(*range(2, 80, 2))),
-)
-
-
-@fault(
-    breaks="the layer left over goes to the last stage, which has the output too, not to the first",
-    bug="E-class: stage boundaries are round(k * n_layers / n_stages), and Python rounds 2.5 to 2",
-    case="pp_2_uneven_layers",
-    caught_by="completed",
-    named="another feature",
-)
-@partial(op.instead, ".pipeline:cut", when=lambda model, stage, case: case.n_stages > 1)
-def stage_boundaries_rounded(original: Any, model: Any, stage: int, case: Any) -> None:
-    n_layers, n_stages = len(model.layers), case.n_stages
-    first, end = (round(k * n_layers / n_stages) for k in (stage, stage + 1))
-    for index in {*range(n_layers)} - {*range(first, end)}:
-        del model.layers[str(index)]
-    if stage > 0:
-        model.tok_embeddings = None
-    if stage < n_stages - 1:
-        model.norm = model.output = None
-
-
-@fault(
-    breaks="the first stage deals its samples to microbatches round robin, the last stage's labels stay in blocks",
-    bug="E-class: a strided split into microbatches is applied to the inputs and forgotten for the target",
-    case="pp_4",
-    caught_by="samples gradients loss",
-    named="wrong labels",
-)
-@partial(op.instead, ".pipeline:run")
-def tokens_dealt_to_other_microbatches_than_labels(
-    original: Any, schedule: Any, tokens: Any, labels: Any, **rest: Any
-) -> Any:
-    dealt = tokens.unflatten(0, (-1, schedule._n_microbatches)).transpose(0, 1).flatten(0, 1)
-    return original(schedule, dealt, labels, **rest)

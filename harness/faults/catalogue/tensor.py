@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from harness.faults import Fired, fault
@@ -60,14 +58,6 @@ def _has_shares(parameter: Any) -> bool:
     return any(placement.is_partial() for placement in getattr(parameter.grad, "placements", ()))
 
 
-def _summed_again(given: Any) -> Any:
-    import torch.distributed as dist
-
-    total = given.detach().clone()
-    dist.all_reduce(total)
-    return given + (total - given.detach())
-
-
 def _averaged_over_tp(parameters: Any) -> None:
     import torch.distributed as dist
 
@@ -119,33 +109,6 @@ residual_summed_over_tp = fault(
         APPLY, lambda model, *_: model.layers["1"].register_forward_hook(lambda _, inputs, output: output + inputs[0])
     ),
 )
-feed_forward_summed_again_over_tp = fault(
-    breaks="what tp has summed of the feed-forward is summed once more, by an all-reduce that passes gradients on",
-    bug="E-class: a sum in the module and in its parallel plan",
-    case="tp_2_no_sp",
-    caught_by="loss gradients traffic",
-    named="not explained",
-    does=op.change_result("harness.reference.model:FeedForward.forward", lambda given: _summed_again(given)),
-)
-
-
-@fault(
-    breaks="each tp rank looks up its nearest row for tokens whose rows others hold, in place of zeros",
-    bug="E-class: an embedding cut over the vocabulary, without the mask of what is out of a rank's range",
-    case="tp_2",
-    caught_by="loss gradients reported_loss",
-    named="not explained",
-)
-@partial(op.instead, "torch.nn:Embedding.forward")
-def rows_of_other_ranks_not_masked(original: Any, embedding: Any, tokens: Any) -> Any:
-    from torch.distributed.tensor import DTensor, Partial
-
-    mesh, rows = embedding.weight.device_mesh, embedding.weight.to_local()
-    tokens = tokens.to_local() if isinstance(tokens, DTensor) else tokens
-    at = (tokens - mesh.get_local_rank() * len(rows)).clamp(0, len(rows) - 1)
-    return DTensor.from_local(rows[at], mesh, [Partial()], run_check=False)
-
-
 gradients_averaged_over_the_world = fault(
     breaks="gradients are averaged over all ranks, over those of tp as well, which hold other slices",
     bug="E-class: DDP around what tp has cut, over the default group",
@@ -161,14 +124,6 @@ gathered_logits_reduced_in_backward = fault(
     caught_by="gradients grad_norm",
     named="gradients scaled",
     does=op.before_call("torch.nn.functional:cross_entropy", lambda logits, *_, **__: op.gradient_scaled(logits, 2)),
-)
-sequence_parallel_not_applied = fault(
-    breaks="sequence parallelism is never applied: norms and residuals are whole on every tp rank",
-    bug="of the family of T01: tensor parallelism with another plan for the norms than requested",
-    case="fsdp_2_tp_2",
-    caught_by="traffic",
-    named="another feature",
-    does=op.change_argument(APPLY, features=lambda features: dataclasses.replace(features, sequence_parallel=False)),
 )
 
 
@@ -192,21 +147,3 @@ def gather_along_the_wrong_dim(fired: Fired) -> None:
         if hasattr(collectives, name):
             seam = f"{collectives.__name__}:{name}"
             op.instead(seam, on_dim_0, when=lambda tensor, gather_dim, *_, **__: gather_dim != 0)(fired)
-
-
-def _each_gathers_for_itself(plan: Any) -> Any:
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel
-
-    kept = {key: style for key, style in plan.items() if key != "feed_forward"}
-    return kept | {f"feed_forward.{name}": ColwiseParallel(input_layouts=Shard(1)) for name in ("w1", "w3")}
-
-
-w1_and_w3_gather_the_sequence_each = fault(
-    breaks="w1 and w3 each gather the sequence for themselves, not the feed-forward once for both",
-    bug="E-class: input_layouts=Shard(1) on the column-wise projections replaces PrepareModuleInput of their parent",
-    case="tp_2",
-    caught_by="traffic",
-    named="traffic of no plan",
-    does=op.change_result(".parallelize:layer_plan", _each_gathers_for_itself),
-)
