@@ -23,7 +23,6 @@ from harness.report import catalogue
 from harness.spec.case import Case
 from harness.spec.coverage import options
 from harness.spec.loading import load_all
-from tools import noticed
 
 END = "<!-- end -->"
 REFUSED = "(refused on CPU)"
@@ -43,10 +42,6 @@ def methods(page: str) -> str:
     return with_part(page, "methods", catalogue.table(accepted()))
 
 
-def default_tier(page: str) -> str:
-    return with_part(page, "default tier", noticed.line(accepted(), load_all(), noticed.load()))
-
-
 def covered(page: str) -> str:
     return with_part(page, "covered", options_table(load_all()))
 
@@ -59,7 +54,6 @@ def checks(page: str) -> str:
 PARTS: dict[Path, Callable[[str], str]] = {
     ROOT / "README.md": methods,
     ROOT / "docs" / "checks.md": checks,
-    ROOT / "docs" / "faults.md": default_tier,
     ROOT / "docs" / "coverage.md": covered,
 }
 

@@ -1,0 +1,31 @@
+"""Which cases the default tier has: those that join every kind of parallelism with every feature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations
+
+from harness.spec.case import Case
+from harness.spec.coverage import options
+from harness.spec.loading import load_all
+
+KINDS = ("data parallel", "tp", "cp", "pp", "checkpoint")
+
+
+def joins(cases: Iterable[Case]) -> set[tuple[str, str]]:
+    """Finds every (kind of parallelism, option) and (kind, other kind) that one of the cases has."""
+    found = set()
+    for case in cases:
+        for pair in combinations([option for option in options() if option.holds(case)], 2):
+            kinds = [option.kind for option in pair if option.kind in KINDS]
+            if len(kinds) == 1:
+                found |= {(kinds[0], option.name) for option in pair if option.kind not in KINDS}
+            elif len(set(kinds)) == 2:
+                found.add((kinds[0], kinds[1]))
+    return found
+
+
+def test_the_default_tier_joins_every_kind_of_parallelism_with_every_feature() -> None:
+    """Except what waits for a compiler, which has a tier of its own, and what is expected to fail."""
+    usable = [case for case in load_all() if case.tier != "compiled" and case.expected_failure is None]
+    assert joins(usable) - joins(case for case in usable if case.tier == "default") == set()
