@@ -1,8 +1,4 @@
-"""Peaks of a real step on CPU beside the plan's, by phase: `python -m benchmarks.memory`.
-
-A model of 100 million parameters on one rank, in float32. Live storages are followed from operator to operator; an allocator's
-share is in neither.
-"""
+"""What a real step on CPU takes at its most, beside what the plan says of it, by phase."""
 
 from __future__ import annotations
 
@@ -10,21 +6,19 @@ import weakref
 from collections import defaultdict
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.plan.figures.rank_bytes import RankBytes, rank_bytes
+from harness.plan.figures.rank_bytes import rank_bytes
 from harness.plan.make_plan import make_plan
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.model import Llama
 from harness.spec.case import Case
 from harness.spec.features import Features
 from harness.trainers.llama3.recompute import apply_checkpointing
-
-MODEL = ModelConfig("100M", 512, 16, 8, 4, 50_304, 1536)
-RECIPE = TrainingConfig(dtype="float32", global_batch=1, seq_len=1024)
 
 
 class Live(TorchDispatchMode):
@@ -54,12 +48,6 @@ class Live(TorchDispatchMode):
         self._bytes -= size
 
 
-def case_of(checkpointing: str, model: ModelConfig = MODEL, recipe: TrainingConfig = RECIPE) -> Case:
-    return Case(
-        name="one", why="-", model=model, training=recipe, features=Features(activation_checkpointing=checkpointing)
-    )
-
-
 def peaks(case: Case) -> dict[str, int]:
     """Of the second step, by phase: what is in use at the most in loss and in backward."""
     model, live = Llama(case.model), Live()
@@ -84,20 +72,16 @@ def peaks(case: Case) -> dict[str, int]:
     return dict(live.most)
 
 
-def planned(case: Case) -> RankBytes:
-    return rank_bytes(case, make_plan(case), 0)
-
-
-def main() -> None:
-    print("checkpointing  phase     measured  planned")
-    for checkpointing in ("none", "layer", "op", "full"):
-        case = case_of(checkpointing)
-        seen, plan = peaks(case), planned(case)
-        for phase, size in (("loss", plan.loss), ("backward", plan.backward)):
-            print(
-                f"{checkpointing:<15}{phase:<10}{seen[phase] / 1e9:<10.3f}{size / 1e9:<8.3f}{size / seen[phase] - 1:+.1%}"
-            )
-
-
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize("checkpointing", ["none", "full", "op"])
+def test_a_real_step_has_at_its_most_what_is_planned(checkpointing: str) -> None:
+    """Both phases, of live storages. Unfused norms, rotary tables and expanded heads keep what the estimate leaves out."""
+    case = Case(
+        name="one",
+        why="-",
+        model=ModelConfig("small", 128, 4, 4, 2, 4096, 384),
+        training=TrainingConfig(dtype="float32", global_batch=1, seq_len=256),
+        features=Features(activation_checkpointing=checkpointing),
+    )
+    seen, plan = peaks(case), rank_bytes(case, make_plan(case), 0)
+    assert plan.loss == pytest.approx(seen["loss"], rel=0.15)
+    assert plan.backward == pytest.approx(seen["backward"], rel=0.15)
