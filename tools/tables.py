@@ -21,8 +21,8 @@ from harness.faults import Fault, all_faults
 from harness.faults.attempt import ACCEPTED, Attempt, accepted, from_json, to_json
 from harness.report import catalogue
 from harness.spec.case import Case
-from harness.spec.coverage import options
 from harness.spec.loading import load_all
+from harness.spec.options import options
 
 END = "<!-- end -->"
 REFUSED = "(refused on CPU)"

@@ -27,6 +27,7 @@ from harness.spec.allowance import Allowance
 from harness.spec.case import TIERS, Case, CaseError, ExpectedFailure, Saved
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
+from harness.spec.options import merge, with_options
 from harness.spec.validation import validate, validate_resume
 
 
@@ -54,7 +55,7 @@ def load_cases(path: Path) -> list[Case]:
     defaults = as_mapping(document.get("defaults"), f"{shown}: defaults")
     cases: list[Case] = []
     for name, fragment in _named_fragments(document, shown):
-        fragment = _merge(defaults, as_mapping(fragment, f"{shown}: case {name!r}"))
+        fragment = merge(defaults, with_options(as_mapping(fragment, f"{shown}: case {name!r}"), shown))
         for key in set(UNWRITTEN) & set(fragment):
             raise CaseError(f"{shown}: case {name!r}: {key!r} is not written in a case{UNWRITTEN[key]}")
         case = built_case(fragment | {"name": name}, file=shown)
@@ -191,7 +192,7 @@ def _cross_product(product: Any, where: str) -> Iterator[tuple[str, dict[str, An
         chosen = _labels({axis: extra[axis] for axis in axes if axis in extra}, axes, f"{where}: include")
         rest = {key: value for key, value in extra.items() if key not in axes}
         name = rest.pop("name", "".join(map(str, chosen.values())))
-        yield name, _merge(_combined(chosen, axes, where), rest)
+        yield name, merge(_combined(chosen, axes, where), rest)
 
 
 def _labels(chosen: Any, axes: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, Any]:
@@ -206,19 +207,8 @@ def _labels(chosen: Any, axes: Mapping[str, Mapping[str, Any]], where: str) -> d
 def _combined(chosen: Mapping[str, Any], axes: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, Any]:
     fragment: dict[str, Any] = {}
     for axis, label in chosen.items():
-        fragment = _merge(fragment, as_mapping(axes[axis][label], f"{where}: {axis}: {label}"))
+        fragment = merge(fragment, as_mapping(axes[axis][label], f"{where}: {axis}: {label}"))
     return fragment
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`over` wins; mappings are merged key by key. A model named by its preset counts as {preset: name}."""
-    merged = dict(base)
-    for key, value in (over or {}).items():
-        old = {"preset": merged[key]} if isinstance(merged.get(key), str) and key == "model" else merged.get(key)
-        new = {"preset": value} if isinstance(value, str) and key == "model" else value
-        new = {} if new is None and isinstance(old, Mapping) else new  # a key with nothing after it changes nothing
-        merged[key] = _merge(old, new) if isinstance(old, Mapping) and isinstance(new, Mapping) else value
-    return merged
 
 
 def built_case(fragment: Mapping[str, Any], file: str) -> Case:

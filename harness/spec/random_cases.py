@@ -1,4 +1,4 @@
-"""Cases that nobody wrote: options of coverage.py drawn at random and combined, as bugs live where several of them meet.
+"""Cases that nobody wrote: options of options.py drawn at random and combined, as bugs live where several of them meet.
 
 `harness matrix --random 40 --seed 7` judges 40 of them, `random_7_1` and on. A name says all: `harness run random_7_1` draws
 that very case again, with the options of the harness at hand; evidence keeps the case itself. They have no golden, and the
@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.spec.case import Case, CaseError
-from harness.spec.coverage import Option, join, options
 from harness.spec.dims import AXES
 from harness.spec.loading import from_json
+from harness.spec.options import Option, merge, options
 from harness.spec.variants import in_dtype
 
 LAYOUTS = ("data parallel", "tp", "cp", "pp")
@@ -79,12 +79,12 @@ def _by_kind() -> dict[str, list[Option]]:
 
 
 def _combined(chosen: list[Option], chance: random.Random, name: str) -> Case | None:
-    fragment: dict[str, Any] = functools.reduce(join, (option.fragment for option in chosen), {})
+    fragment: dict[str, Any] = functools.reduce(merge, (option.fragment for option in chosen), {})
     wider = {axis: degree * chance.choice((1, 1, 2)) for axis, degree in fragment.get("dims", {}).items()}
     earlier = {"dims": {chance.choice(AXES[1:]): 2}} if "resume" in fragment else {}
     fragment |= {"dims": wider, "name": name, "why": ", ".join(option.name for option in chosen)}
     fragment |= {"resume": [entry | earlier for entry in fragment.get("resume", [])]}
-    fragment = join(fragment, {"model": {"n_layers": chance.choice((2, 4, 5, 8))}})
+    fragment = merge(fragment, {"model": {"n_layers": chance.choice((2, 4, 5, 8))}})
     try:
         case = from_json(fragment)
     except CaseError:

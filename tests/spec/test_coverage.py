@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from literal import SGD, tiny_case
 
-from harness.spec.case import Case, Saved
-from harness.spec.coverage import MISSING, options, pairs, pairs_text
+from harness.spec.case import Case, CaseError, Saved
+from harness.spec.coverage import MISSING, pairs, pairs_text
 from harness.spec.dims import ParallelDims
-from harness.spec.loading import load_all
+from harness.spec.loading import load_all, load_cases
+from harness.spec.options import options
 from harness.trainers import load
 
 
@@ -63,3 +66,19 @@ def test_every_pair_is_told_in_a_line_and_counted() -> None:
     assert "FSDP2 x TP" in text and " both\n" in text
     assert "refused: SGD with TP is beyond it" in text
     assert text.splitlines()[-1].startswith(f"{len(text.splitlines()) - 2} pairs of options: ")
+
+
+def cases_of(folder: Path, text: str) -> list[Case]:
+    (folder / "own.yaml").write_text(f"cases:\n  own: {{why: w, {text}}}\n")
+    return load_cases(folder / "own.yaml")
+
+
+def test_a_case_of_options_has_them_all_and_what_it_says_itself_wins(tmp_path: Path) -> None:
+    (case,) = cases_of(tmp_path, 'options: "CPU offload; AC, full; PP, GPipe; run twice", dims: {dp_shard: 4}')
+    assert (case.dims.pp, case.dims.dp_shard, case.runs, case.model.n_layers) == (2, 4, 2, 4)
+    assert (case.features.cpu_offload, case.features.activation_checkpointing) == (True, "full")
+
+
+def test_an_option_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CaseError, match="unknown 'AC, all'"):
+        cases_of(tmp_path, 'options: "SGD; AC, all"')

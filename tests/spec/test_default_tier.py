@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from itertools import combinations
 
 from harness.spec.case import Case
-from harness.spec.coverage import options
 from harness.spec.loading import load_all
+from harness.spec.options import options
 
 KINDS = ("data parallel", "tp", "cp", "pp", "checkpoint")
 

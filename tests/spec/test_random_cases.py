@@ -8,7 +8,7 @@ import pytest
 
 from harness import cli
 from harness.spec.case import CaseError
-from harness.spec.coverage import options
+from harness.spec.options import options
 from harness.spec.random_cases import LARGEST_WORLD, LEFT_OUT, draw, first, named
 
 DRAWN = [draw(3, number) for number in range(1, 201)]
