@@ -1,7 +1,8 @@
 # make test             all tests, with all cases            make test K=hsdp     the cases, or tests, that K selects
 # make matrix           the cases of the default tier, as a grid                 make matrix K=hsdp   those that K selects
 # make faults           every fault of the catalogue          make faults K=mesh    those that K selects
-# make titan            the same on torchtitan 0.3.0      make titan TORCHTITAN=PATH   bisect issue 711 in a clone of it
+# make test-adapters    the tests of torchtitan's, Megatron's, DeepSpeed's, picotron's and transformers' adapters, with these
+# make titan            all cases on torchtitan 0.3.0     make titan TORCHTITAN=PATH   bisect issue 711 in a clone of it
 # make mutants          20 altered judgements of each check, the plan and the bounds: does a test notice?
 #                       make mutants N=0 MODULES=harness/checks/loss.py   all those of one file; harness/diagnosis/*.py too
 # make gpu              all that fits on this machine's GPUs, in parts of 9 minutes; results lie under benchmarks/gpu
@@ -11,33 +12,39 @@ PYTHON ?= python3
 SELECT = $(if $(K),-k "$(K)")
 INSTALLED := .venv/.installed
 
-.PHONY: matrix test faults gpu gpu-packages lint titan titan-months titan-history mutants
+.PHONY: matrix test test-adapters faults gpu gpu-packages lint titan titan-months titan-history mutants
 matrix: $(INSTALLED)
 	.venv/bin/harness matrix $(SELECT) $(if $(TIER),--tier $(TIER))
 
 test: $(INSTALLED)
 	.venv/bin/python -m pytest -n 3 $(SELECT)
 
+test-adapters: .venv-adapters/.installed
+	.venv-adapters/bin/python -m pytest -n 3 tests/adapters $(SELECT)
+
 faults: $(INSTALLED)
 	.venv/bin/harness faults --checks-only $(SELECT)
 
 # torchtitan in an environment of its own; with TORCHTITAN=PATH of a clone, issue 711 is looked for in its history instead.
-titan: .venv-titan/.installed
-	.venv-titan/bin/harness $(if $(TORCHTITAN),bisect --repo $(TORCHTITAN) --good db6b39acd --bad 9a4eebe1c^ -k hsdp_2x2_valid,matrix $(SELECT)) --trainer torchtitan
+titan: .venv-adapters/.installed
+	.venv-adapters/bin/harness $(if $(TORCHTITAN),bisect --repo $(TORCHTITAN) --good db6b39acd --bad 9a4eebe1c^ -k hsdp_2x2_valid,matrix $(SELECT)) --trainer torchtitan
 
 # One case each of pp, cp and tp at every month's end of the clone's history; makes the table of docs/torchtitan.md.
-titan-months: .venv-titan/.installed
-	.venv-titan/bin/python benchmarks/torchtitan_months.py $(TORCHTITAN)
+titan-months: .venv-adapters/.installed
+	.venv-adapters/bin/python benchmarks/torchtitan_months.py $(TORCHTITAN)
 
 # Its fixes, and what made them necessary, before and after; makes the tables of docs/torchtitan_history.md.
-titan-history: .venv-titan/.installed
-	.venv-titan/bin/python benchmarks/torchtitan_history.py $(TORCHTITAN)
+titan-history: .venv-adapters/.installed
+	.venv-adapters/bin/python benchmarks/torchtitan_history.py $(TORCHTITAN)
 
-.venv-titan/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-titan
-	.venv-titan/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	.venv-titan/bin/pip install --quiet -c constraints.txt -e '.[dev]'
-	.venv-titan/bin/pip install --quiet torchtitan==0.3.0
+# What is adapted wants other versions than constraints.txt of what no test uses.
+.venv-adapters/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-adapters
+	.venv-adapters/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	.venv-adapters/bin/pip install --quiet -c constraints.txt -e '.[dev]'
+	.venv-adapters/bin/pip install --quiet torchtitan==0.3.0 accelerate==1.15.0
+	.venv-adapters/bin/pip install --quiet --no-deps megatron-core==0.16.1
+	DS_BUILD_OPS=0 .venv-adapters/bin/pip install --quiet --no-build-isolation deepspeed==0.19.8
 	touch $@
 
 # On the python that is there, with its torch: nothing is fetched. What travelled along in .gpu-packages lies before what is

@@ -1,11 +1,13 @@
 """The harness's pytest plugin, which `harness_cases` in pyproject.toml gives the cases of this repository.
 
 `pytest -k hsdp` means cases, as the names of cases are what one types there; `pytest tests -k hsdp` the harness's own tests.
+Tests of adapters, which need the packages that these adapt, run when they are named: `make test-adapters`.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -14,11 +16,17 @@ from harness.spec.case import CaseError
 from harness.spec.loading import load_all
 
 pytest_plugins = ["harness.plugin"]
+ADAPTERS = Path(__file__).with_name("tests") / "adapters"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and names_cases(config.option.keyword):
         config.args.remove("tests")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    named = any(ADAPTERS in (path := Path(arg.partition("::")[0]).resolve(), *path.parents) for arg in config.args)
+    return True if collection_path == ADAPTERS and not named else None
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
