@@ -29,11 +29,11 @@ faults: $(INSTALLED)
 titan: .venv-adapters/.installed
 	.venv-adapters/bin/harness $(if $(TORCHTITAN),bisect --repo $(TORCHTITAN) --good db6b39acd --bad 9a4eebe1c^ -k hsdp_2x2_valid,matrix $(SELECT)) --trainer torchtitan
 
-# One case each of pp, cp and tp at every month's end of the clone's history; makes the table of docs/torchtitan.md.
+# One case each of pp, cp and tp at every month's end of the clone's history; makes the table of docs/results/torchtitan.md.
 titan-months: .venv-adapters/.installed
 	.venv-adapters/bin/python benchmarks/torchtitan_months.py $(TORCHTITAN)
 
-# Its fixes, and what made them necessary, before and after; makes the tables of docs/torchtitan_history.md.
+# Its fixes, and what made them necessary, before and after; makes the tables of docs/results/torchtitan_history.md.
 titan-history: .venv-adapters/.installed
 	.venv-adapters/bin/python benchmarks/torchtitan_history.py $(TORCHTITAN)
 

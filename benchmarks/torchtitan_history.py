@@ -4,7 +4,7 @@
 
 PATH is a clone of pytorch/torchtitan. Of each change the commit before it and the change itself run one case; -k takes
 those whose commit, pull request, bug or case has one of the words. What was found takes the place of what is stored of the
-same changes in torchtitan_history.json, and the tables of docs/torchtitan_history.md are made anew. The exit code is 1
+same changes in torchtitan_history.json, and the tables of docs/results/torchtitan_history.md are made anew. The exit code is 1
 where a fix that was judged does not FAIL before and PASS after, or what broke it not PASS before and FAIL after.
 --bisect looks instead for what broke it, as `harness bisect` does, between two commits of which neither is its neighbour; the
 exit code is 1 where it finds another.
@@ -36,7 +36,7 @@ from harness.trainers.torchtitan import source
 from harness.trainers.torchtitan.eras import TRAINER_CONFIG
 
 STORED = Path(__file__).with_suffix(".json")
-PAGE = ROOT / "docs" / "torchtitan_history.md"
+PAGE = ROOT / "docs" / "results" / "torchtitan_history.md"
 BEGIN, END = "<!-- table: benchmarks/torchtitan_history.py -->\n", "<!-- end of table -->\n"
 
 

@@ -3,7 +3,7 @@
     python benchmarks/torchtitan_months.py PATH [--since 2024-09] [--until 2026-08]
 
 PATH is a clone of pytorch/torchtitan. Of each month the last commit of its main branch is judged; what was found takes the
-place of what is stored of the same months in torchtitan_months.json, and the table of docs/torchtitan.md is made
+place of what is stored of the same months in torchtitan_months.json, and the table of docs/results/torchtitan.md is made
 anew. A FAIL that is none of torchtitan's known defects is shown with its cause, and the exit code is 1: it may as well be a
 mistake of the adapter.
 """
@@ -34,7 +34,7 @@ from harness.trainers.torchtitan.eras import TRAINER_CONFIG
 
 CASES = {"pp": "pp_2_valid", "cp": "cp_2_valid", "tp": "fsdp_2_tp_2_valid"}
 STORED = Path(__file__).with_suffix(".json")
-README = ROOT / "docs" / "torchtitan.md"
+README = ROOT / "docs" / "results" / "torchtitan.md"
 BEGIN, END = "<!-- table: make titan-months -->\n", "<!-- end of table -->\n"
 
 DEFECTS: dict[str, tuple[str, ...]] = {

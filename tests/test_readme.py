@@ -23,7 +23,8 @@ from harness.spec.loading import find_case, load_all
 from tools.tables import PARTS
 
 README = (ROOT / "README.md").read_text()
-PAGES = {page.name: page.read_text() for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]}
+FILES = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+PAGES = {str(page.relative_to(ROOT).as_posix()).removeprefix("docs/"): page.read_text() for page in FILES}
 
 
 def test_the_check_that_the_page_writes_as_an_example_can_pass_and_fail() -> None:
@@ -54,7 +55,7 @@ def test_a_command_that_it_names_exists(command: str) -> None:
 
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_its_links_and_the_files_that_it_names_are_there(page: str) -> None:
-    beside = ROOT if page == "README.md" else ROOT / "docs"
+    beside = ROOT if page == "README.md" else (ROOT / "docs" / page).parent
     links = re.findall(r"\]\(([^)#:]+)\)", PAGES[page])
     files = re.findall(
         r"`((?:harness|tools|tests|reference|cases|golden|docs|benchmarks|upstream_bugs)/[\w/.-]*)", PAGES[page]

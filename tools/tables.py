@@ -47,14 +47,14 @@ def covered(page: str) -> str:
 
 
 def checks(page: str) -> str:
+    """Makes both tables of the page: every check with what it states, and what is covered."""
     rows = [f"| `{name}` | {statement(name)} |" for name in all_checks()]
-    return with_part(page, "checks", "\n".join(["| check | states |", "|---|---|", *rows]))
+    return with_part(covered(page), "checks", "\n".join(["| check | states |", "|---|---|", *rows]))
 
 
 PARTS: dict[Path, Callable[[str], str]] = {
     ROOT / "README.md": methods,
     ROOT / "docs" / "checks.md": checks,
-    ROOT / "docs" / "coverage.md": covered,
 }
 
 

@@ -28,7 +28,7 @@ OF_INPUTS = 4
 """Times the bound of the first loss that a mean square may be off by: right runs were seen to be off by up to 1.6 times."""
 OTHER_ORDER = 30
 """Times the bound: with another order of operations gradients were seen to be off by up to 14 times what is measured without
-(docs/float32.md, "parts" to "shares")."""
+(docs/adapters.md, "parts" to "shares")."""
 
 
 def localise(

@@ -4,7 +4,7 @@
     harness run zero1_2 --fault harness/faults/deepspeed.py:NAME --dtype float32 \\
         --trainer deepspeed --cases harness/trainers/deepspeed/cases
 
-What each is named: docs/deepspeed.md.
+What each is named: docs/results/deepspeed.md.
 """
 
 from __future__ import annotations

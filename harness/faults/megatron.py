@@ -3,7 +3,7 @@
     harness faults --trainer megatron --checks-only
     harness run zero1_2 --fault harness/faults/megatron.py:NAME --trainer megatron --cases harness/trainers/megatron/cases
 
-What each is named: docs/megatron.md.
+What each is named: docs/results/megatron.md.
 """
 
 from __future__ import annotations

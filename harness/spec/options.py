@@ -1,7 +1,7 @@
 """Every option that a user can request, and cases that are made of a list of them.
 
 An option is a fragment of a case, and how to recognise it in one. A case that says `options: CPU offload; AC, full` is the
-fragments of both together; what else it says wins. The table of docs/coverage.md lists the names.
+fragments of both together; what else it says wins. The table of docs/checks.md lists the names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Option:
 
 
 def options() -> list[Option]:
-    """In the order of the table in docs/coverage.md."""
+    """In the order of the table in docs/checks.md."""
     return [*_layouts(), *_of_features(), *_of_training(), *_of_model(), *_of_runs()]
 
 

@@ -59,7 +59,7 @@ class TrainerTraits:
     defers_sync: bool | str = True
     """Whether accumulated gradients can wait for the last microbatch; "all_reduce": only the all-reduce over replicas waits."""
     own_model: bool = False
-    """Whether its model is not the reference's, and so rounds at other places (docs/float32.md)."""
+    """Whether its model is not the reference's, and so rounds at other places (docs/adapters.md)."""
     attention: str | None = None
     """Attention: "fused", one kernel does all of it; None: anything, the same in all layers."""
     op_keeps: tuple[str, ...] = ("attention", "wq", "wv", "w1", "w2")

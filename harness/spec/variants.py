@@ -1,7 +1,7 @@
 """Cases in another dtype than they are written in, for a trainer that computes in one only: `harness matrix --dtype float32`.
 
 Layout, features and name stay, so all checks judge what they judge in float64; the reference computes the same recipe, and
-bounds are measured from its noise. docs/float32.md says what is seen then, and what not.
+bounds are measured from its noise. docs/adapters.md says what is seen then, and what not.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ shapes in `case.model.parameter_shapes()`. Every data-parallel rank reads its sh
 step)`, samples of `build_dataset(training, model)`, both in `harness.reference.data`; the learning rate is
 `harness.reference.train.lr_factor`. What brings these to a trainer, ready-made, is in `harness/trainers/support/`. All numbers
 are compared in the recipe's dtype, mostly float64: a cast to float32 inside the trainer is seen as what it is. One
-that can do no other says `dtypes = ("float32",)` and is judged by `harness matrix --dtype float32` (docs/float32.md).
+that can do no other says `dtypes = ("float32",)` and is judged by `harness matrix --dtype float32` (docs/adapters.md).
 
 The mapping is data, and is itself judged: the checks `initial_weights` and `shard_contents` compare bytes, so that a name or a
 row in the wrong place is a finding. Where a parameter's rows have another order than the reference's (rotary embeddings that

@@ -1,4 +1,4 @@
-"""The adapter of DeepSpeed: what it refuses, and where a rank's part of a parameter lies. Judged cases: docs/deepspeed.md."""
+"""The adapter of DeepSpeed: what it refuses, and where a rank's part of a parameter lies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The adapter of picotron, as far as it goes without a checkout of it. Judged cases: docs/picotron.md."""
+"""The adapter of picotron, as far as it goes without a checkout of it. Judged cases: docs/results/picotron.md."""
 
 from __future__ import annotations
 

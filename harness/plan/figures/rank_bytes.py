@@ -27,7 +27,7 @@ FREED = (None, "fsdp2", "fsdp1")
 
 
 ALLOCATOR = 1.2
-"""What an allocator reserves, of what is in use at the most: fixed on two published runs (docs/preflight.md)."""
+"""What an allocator reserves, of what is in use at the most: fixed on two published runs (docs/results/preflight.md)."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """DeepSpeed's engine, unmodified, around a plain Llama: ZeRO 0 to 3.
 
 Examined are the engine's partitions, reductions, accumulation, clipping and optimizer step. Handed over are the model (the
-reference's blocks), seed weights, samples, rates, the loop, and torch's optimizer. See docs/deepspeed.md.
+reference's blocks), seed weights, samples, rates, the loop, and torch's optimizer. See docs/trainers.md.
 """
 
 from __future__ import annotations

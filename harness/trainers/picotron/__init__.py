@@ -1,7 +1,7 @@
 """picotron's train.py, unedited, as the program that it is: data, tensor, context and pipeline parallel of its own making.
 
 Examined are its model, parallel layers, schedules, buckets of gradients, sampler, optimizer and loop. What it is given in
-place of what it downloads, and what is lent on a machine without accelerator, is in `lent.py`. See docs/picotron.md.
+place of what it downloads, and what is lent on a machine without accelerator, is in `lent.py`. See docs/trainers.md.
 """
 
 from __future__ import annotations
