@@ -37,10 +37,6 @@ def _unless(right: bool, rank: int, quantity: str, expected: Value, observed: Va
     )
 
 
-def counted_graphs(count: int) -> str:
-    return f"{count} compiled graph{'s' * (count != 1)}"
-
-
 def most_graphs(trial: Trial) -> int:
     """Return how many graphs a rank may compile where the case requests no compiled blocks."""
     return 0 if trial.case.features.compile else sum(one.graphs for one in trial.allow)
