@@ -8,26 +8,30 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Change:
-    """before: a commit of the side before, where the one right before cannot be run. valid: with valid labels only.
-    breaks: it brought the bug, rather than taking it away. recipe, features: of the case's training and features, what is
-    otherwise here. options: torchtitan's own, as its users give them. chosen: traits that it is judged by on both sides.
-    shows: False where what it reports is not judged, for that another fix is to come. between: of what broke it, the good and
-    the bad commit that bisecting begins with.
-    """
+    """A commit that fixed a bug, or brought it, and the case that shows it."""
 
     commit: str
     pull: str
     bug: str
     case: str
     valid: bool = True
+    """Whether the case has valid labels only."""
     before: str = ""
+    """A commit before it that can be run, if the one right before cannot."""
     breaks: bool = False
+    """Whether it brought the bug."""
     recipe: dict[str, Any] = field(default_factory=dict)
+    """What differs from the case's training."""
     features: dict[str, Any] = field(default_factory=dict)
+    """What differs from the case's features."""
     options: dict[str, Any] = field(default_factory=dict)
+    """torchtitan's own options, as its users give them."""
     chosen: dict[str, Any] = field(default_factory=dict)
+    """Traits that it is judged by on both sides."""
     shows: bool = True
+    """Whether what it reports is judged; False if another fix of that came later."""
     between: tuple[str, str] = ("", "")
+    """The good and the bad commit that bisecting begins with."""
 
     @property
     def name(self) -> str:
@@ -35,7 +39,7 @@ class Change:
 
     @property
     def asked(self) -> str:
-        """What is otherwise than in the case that it names."""
+        """What differs from the case that it names."""
         told = {**self.recipe, **self.features, **self.options, **self.chosen}
         words = [f"{name} {'as it comes' if value is None and '.' in name else value}" for name, value in told.items()]
         return ", ".join([*words, *([] if self.shows else ["what it reports is not judged"])])

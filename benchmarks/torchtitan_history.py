@@ -2,12 +2,11 @@
 
     python benchmarks/torchtitan_history.py PATH [-k WORDS] [--bisect] [--out out/history]
 
-PATH is a clone of pytorch/torchtitan. Of each change the commit before it and the change itself run one case; -k takes
-those whose commit, pull request, bug or case has one of the words. What was found takes the place of what is stored of the
-same changes in torchtitan_history.json, and the tables of docs/results/torchtitan_history.md are made anew. The exit code is 1
-where a fix that was judged does not FAIL before and PASS after, or what broke it not PASS before and FAIL after.
---bisect looks instead for what broke it, as `harness bisect` does, between two commits of which neither is its neighbour; the
-exit code is 1 where it finds another.
+PATH is a clone of pytorch/torchtitan. Each change, and the commit before it, run one case. -k selects changes by a word of
+their commit, pull request, bug or case. What was found replaces what torchtitan_history.json has of the same changes, and the
+tables of docs/results/torchtitan_history.md are made anew. The exit code is 1 if a fix does not FAIL before and PASS after, or
+if what broke it does not PASS before and FAIL after. --bisect looks for what broke it, as `harness bisect` does, between two
+commits further away. Its exit code is 1 if it finds another commit.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     python benchmarks/torchtitan_months.py PATH [--since 2024-09] [--until 2026-08]
 
-PATH is a clone of pytorch/torchtitan. Of each month the last commit of its main branch is judged; what was found takes the
-place of what is stored of the same months in torchtitan_months.json, and the table of docs/results/torchtitan.md is made
-anew. A FAIL that is none of torchtitan's known defects is shown with its cause, and the exit code is 1: it may as well be a
-mistake of the adapter.
+PATH is a clone of pytorch/torchtitan. The last commit of each month on its main branch is judged. What was found replaces what
+torchtitan_months.json has of the same months, and the table of docs/results/torchtitan.md is made anew. A FAIL that is none of
+torchtitan's known defects is shown with its cause, and the exit code is 1: the adapter may be wrong, too.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ and what no operator says is a function of `fired` that replaces something itsel
 built, and calls `fired()` each time the wrong thing is really done. A fault whose code never ran on any rank is UNFIRED: a
 failure of the catalogue, not of the trainer. `harness faults` runs them all (harness/run/catalogue.py).
 
-`bug` begins with the entry it is modelled on, a letter for the kind of bug and a number, then where that happened; several
+`bug` begins with the entry it is modelled on, a letter for the kind of bug and a number, then where that happened. Several
 entries are separated by semicolons. A fault of a kind, modelled on no single entry, says "of the family of ...".
 """
 
@@ -164,7 +164,7 @@ def faults_of_file(path: Path) -> list[Fault]:
 
 
 def _faults_of(module: ModuleType) -> list[Fault]:
-    """Those written there, not those that it imports."""
+    """Return the faults that are written there, not those that it imports."""
     found = [(name, f) for name, f in vars(module).items() if isinstance(f, Fault) and f.file == module.__file__]
     return [dataclasses.replace(fault, name=name) for name, fault in found]
 

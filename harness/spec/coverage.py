@@ -1,8 +1,8 @@
 """What the matrix covers: every option a user can request, and every pair of options, with its case or its reason.
 
-The options are those of options.py. Two options of one kind are alternatives and no pair.
-A pair is covered by a case that has both and that the trainer runs; else the two fragments together must be refused, by
-validation or by the trainer, with a reason. What is neither is MISSING, and a test does not let that pass.
+The options are those of options.py. Two options of one kind are alternatives and no pair. A pair is covered by a case that has
+both and that the trainer runs. Without such a case, validation or the trainer must refuse both together, with a reason. A pair
+that is neither covered nor refused is MISSING, and a test fails.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def pairs(cases: Sequence[Case], unsupported: Unsupported) -> list[Pair]:
 
 
 def _reason(one: Option, other: Option, unsupported: Unsupported) -> str:
-    """Why nobody can request both."""
+    """Return why no case can request both."""
     fragment = merge(one.fragment, other.fragment)
     try:
         case = from_json({"name": "pair", "why": "-"} | fragment)

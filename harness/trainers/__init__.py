@@ -1,9 +1,9 @@
 """Trainers under test: what the harness asks of one, on this page, and finding it.
 
 A trainer of your own is one file with an `adapter`, wherever it lies: `harness run fsdp_4 --trainer path/to/mine.py`,
-and likewise pytest, matrix and bisect. (One in this folder goes by its name.) The trainer itself is not edited and need
-not tell the harness anything: the probe watches torch. An adapter says how to build it for a case, how it is told to go
-on, what it cannot do, and how its parameters are called. The whole of it, for a trainer `mine`:
+and likewise pytest, matrix and bisect. (One in this folder goes by its name.) The trainer itself is not edited and needs
+no call of the harness: the probe watches torch. An adapter says how to build the trainer for a case, how it goes on, what it
+cannot do, and how its parameters are called. This is all of it, for a trainer `mine`:
 
     from harness.trainers import Adapter, StartedTrainer
     from harness.trainers.support.names import pairs, renamed
@@ -34,19 +34,18 @@ on, what it cannot do, and how its parameters are called. The whole of it, for a
 
     adapter = Mine()
 
-What a case requests is in `harness.spec.case.Case`; weights are an .npz of whole float64 tensors by the reference's fqn, of the
+`harness.spec.case.Case` has what a case requests. Weights are an .npz of whole float64 tensors by the reference's fqn, of the
 shapes in `case.model.parameter_shapes()`. Every data-parallel rank reads its share of `step_samples(training, len(dataset),
-step)`, samples of `build_dataset(training, model)`, both in `harness.reference.data`; the learning rate is
+step)`, samples of `build_dataset(training, model)`, both in `harness.reference.data`. The learning rate is
 `harness.reference.train.lr_factor`. What brings these to a trainer, ready-made, is in `harness/trainers/support/`. All numbers
 are compared in the recipe's dtype, mostly float64: a cast to float32 inside the trainer is seen as what it is. One
 that can do no other says `dtypes = ("float32",)` and is judged by `harness matrix --dtype float32` (docs/adapters.md).
 
-The mapping is data, and is itself judged: the checks `initial_weights` and `shard_contents` compare bytes, so that a name or a
-row in the wrong place is a finding. Where a parameter's rows have another order than the reference's (rotary embeddings that
-turn halves of a head instead of neighbours permute wq and wk), `rows` says so, and the reference is put in that order
-before anything is compared. A tied output is no parameter. Weights fused into one (wq, wk and wv) are taken apart as `fused`
-says, where ranks hold them whole, or whole blocks of them. A case in which FSDP cuts them otherwise is skipped: the plan cuts
-each alone.
+The mapping is data, and is itself judged. The checks `initial_weights` and `shard_contents` compare bytes, so a name or a row
+in the wrong place is a finding. `rows` says where a parameter's rows have another order than the reference's. Rotary embeddings
+that turn halves of a head, for example, permute wq and wk. The reference is put in that order before anything is compared.
+A tied output is no parameter. `fused` says how weights in one tensor (wq, wk and wv) are separated, where ranks hold them
+whole, or whole blocks of them. A case in which FSDP cuts a block is skipped, because the plan cuts each weight alone.
 
 Examples: `transformers.py` in this folder (transformers' Trainer under accelerate), `tests/own_trainer.py` (the least).
 """
@@ -111,45 +110,52 @@ class StartedTrainer(Protocol):
 
 
 class Adapter(Protocol):
-    """How the harness starts one trainer on one rank. Importing it must be cheap: torch and the trainer's own code are
-    imported by `start`. Inherit from it for what has a usual answer here.
+    """How the harness starts one trainer on one rank. Inherit from it for what has a usual answer here.
 
-    reports: which of "loss", "grad_norm" and "lr" the trainer shows its user. reports_every: in which steps, those that this
-    number divides (log_freq); in others it may. settings: switches of torch that the trainer sets on purpose, as
-    harness/probe/settings.py names and reads them: {"threads": "4"}. dtypes: those that it can compute in; a case in another
-    one is refused, and `--dtype` turns all cases into one of these. backends: those that it can join on GPUs; who takes that of
-    `support/process_group.py` can join gloo too. preload: modules that the rank server may import once for
-    all its ranks, where they are installed. A trainer that comes from outside has a method `of(source)` besides, which gives
-    the adapter of another checkout, or of the folder in which pip laid the version requested:
-    `--trainer NAME --source SOURCE`; and may say in `files` which paths of its repository running it needs, and in `package`
-    what it is called on PyPI, if not as here.
+    Importing an adapter must be cheap: `start` imports torch and the trainer's code. A trainer from another repository has also
+    a method `of(source)`, for `--trainer NAME --source SOURCE`. It returns the adapter of another checkout, or of the folder of
+    the version that pip installed. Such an adapter may have `files`, the paths of its repository that a run needs, and
+    `package`, its name on PyPI.
     """
 
     name: str
+    """What `--trainer` and reports call it."""
     preload: tuple[str, ...] = ()
+    """Modules that the rank server may import once for all its ranks, where they are installed."""
     reports: tuple[str, ...] = ("loss", "grad_norm")
+    """Which of "loss", "grad_norm" and "lr" the trainer shows its user."""
     settings: Mapping[str, str] = MappingProxyType({})
+    """Switches of torch that the trainer sets on purpose, as harness/probe/settings.py names them: {"threads": "4"}."""
     reports_every: int = 1
+    """The trainer reports in steps that this number divides (log_freq), and may report in others."""
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
+    """What it can compute in. A case in another one is refused, and `--dtype` turns all cases into one of these."""
     backends: tuple[str, ...] = ("nccl",)
+    """What it can join on GPUs. An adapter that uses `support/process_group.py` can join gloo too."""
 
     def traits(self, case: Case) -> TrainerTraits:
-        """What this trainer chose where the case leaves the choice to it, and what it keeps, copies or moves besides what the
-        plan knows: the plan is made of both. Who says nothing has FSDP2's units taken as they are observed."""
+        """Return what the plan cannot know of this trainer: its choices, and what it keeps, copies or moves in addition.
+
+        With the usual answer, FSDP2's units are taken as they are observed.
+        """
         return USUAL
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:
-        """What of the trainer does not run as its users run it, each as "part: what by what (why)": said with every verdict.
-        Starts nothing, imports no torch."""
+        """Return what does not run as users run it, each as "part: what by what (why)". Every verdict says it.
+
+        Starts nothing, imports no torch.
+        """
         return ()
 
     def unsupported(self, case: Case) -> str | None:
-        """Why this trainer cannot run the case, in one sentence; None if it can. Starts nothing, imports no torch."""
+        """Return why this trainer cannot run the case, in one sentence; None if it can. Starts nothing, imports no torch."""
         ...
 
     def importable(self) -> None:
-        """From here on an import finds the code under test: a checkout or release that --source named goes before what is
-        installed. Called before a fault is put in, which imports what it changes."""
+        """Make imports find the code under test: a checkout or release of --source comes before what is installed.
+
+        Called before a fault is put in, which imports what it changes.
+        """
         return None
 
     def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
@@ -162,12 +168,14 @@ class Adapter(Protocol):
         ...
 
     def unsupported_alone(self, case: Case) -> str | None:
-        """Why a rank of the case cannot run alone, as pre-flight has it; None if it can. Starts nothing, imports no torch."""
+        """Return why a rank of the case cannot run alone in pre-flight; None if it can. Starts nothing, imports no torch."""
         return "does not say how a rank of it runs alone: its adapter has no `dry`"
 
     def dry(self, case: Case) -> StartedTrainer:
-        """`start` of a rank that runs alone: it has joined a process group that leads nowhere, and tensors have no memory
-        (torch's FakeTensorMode is on), so there is nothing to read: neither weights nor samples."""
+        """Do what `start` does, for a rank that runs alone, which has joined a process group without peers already.
+
+        Tensors have no memory (torch's FakeTensorMode is on), so neither weights nor samples can be read.
+        """
         raise ValueError(f"{self.name}: {self.unsupported_alone(case)}")
 
     def stop(self) -> None:
@@ -178,25 +186,30 @@ class Adapter(Protocol):
             dist.destroy_process_group()
 
     def fqn(self, name: str) -> str:
-        """The reference's spelling of a parameter's or module's name in one of model_parts, without what wrappers add."""
+        """Return the reference's spelling of a parameter's or module's name in model_parts, without what wrappers add."""
         return name
 
     def fused(self, case: Case) -> dict[str, tuple[str, ...]]:
-        """Weights that this trainer has in one tensor: by what `fqn` calls it, the reference's that lie one below the other.
-        One that comes n times lies there in n equal blocks of rows: wq, wk and wv of each group of heads, w1 and w3 of each
-        tp rank. A rank holds it whole, or as many whole blocks as its share; cases in which FSDP cuts it otherwise are skipped.
+        """Return which weights of the reference lie in one tensor of this trainer, from top to bottom, by the tensor's fqn.
+
+        A weight that is listed n times lies there in n equal blocks of rows: wq, wk and wv of each group of heads. A rank holds
+        the tensor whole, or as many whole blocks as its share. Cases in which FSDP cuts a block are skipped.
         """
         return {}
 
     def rows(self, case: Case) -> dict[str, np.ndarray]:
-        """By the reference's fqn, for parameters whose rows have another order: int64 [rows], which row of the reference's
-        each one is."""
+        """Return the order of rows, int64 [rows], of parameters whose rows are not in the reference's order.
+
+        Each number says which row of the reference a row is. Keys are the reference's fqns.
+        """
         return {}
 
 
 def spec(name: str, source: str | None, out: Path = Path("out")) -> str:
-    """As load takes it. What is a path is made absolute: ranks may run elsewhere. A version is a path too, once pip has
-    brought it into OUT/.environments. Raises ValueError."""
+    """Return the trainer as `load` takes it, with absolute paths, as ranks may run in another folder.
+
+    A version is a path too, once pip has installed it into OUT/.environments. Raises ValueError.
+    """
     name = str(Path(name).resolve()) if name.endswith(".py") else name
     if not source:
         return name
@@ -256,7 +269,7 @@ def starting(spec: str) -> Iterator[None]:
 
 
 def reload(spec: str) -> Adapter:
-    """Of a FILE.py that is not what it was when it was loaded."""
+    """Return the adapter of a FILE.py that has changed since it was loaded."""
     _of_file.cache_clear()
     return load(spec)
 

@@ -59,7 +59,7 @@ FIELDS: dict[str, Callable[[RankEvidence], Any]] = {
 
 
 def differences(real: RankEvidence, alone: RankEvidence) -> dict[str, tuple[Any, Any]]:
-    """By field, both, where they are not equal."""
+    """Return both values of each field in which they differ."""
     pairs = {name: (read(real), read(alone)) for name, read in FIELDS.items()}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
