@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -49,15 +50,21 @@ def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
     step = ("gradients" in broken and first_wrong_step(trial)) or trial.first_step
     wrong = wrong_pairs(trial, step) if "gradients" in broken else []
     if not wrong:
-        looks = [_no_exchange] * ("traffic" in broken)
-    else:
-        of_traffic = (_no_exchange, _other_groups) if "traffic" in broken else ()
-        looks = [*of_traffic, _norms_not_summed, _lost_before]
-    if wrong and (fact := _of_another_layout(trial, step)):
-        yield fact
-        looks = [look for look in looks if look is not _other_groups]
-    seen = (fact for look in looks if (fact := look(trial, wrong, step)))
-    yield from itertools.islice(seen, 1)
+        yield from filter(None, [_no_exchange(trial, wrong, step)] if "traffic" in broken else [])
+        return
+    other = _of_another_layout(trial, step)
+    reduced = other
+    if "traffic" in broken and not wrong_parts(trial):
+        reduced = _other_groups(trial, wrong, step)
+    exchange = _no_exchange(trial, wrong, step) if "traffic" in broken else None
+    if exchange and reduced:  # what is wrong with gradients follows from both
+        exchange = replace(exchange, checks=tuple(check for check in exchange.checks if check not in reduced.checks))
+    if other or exchange or reduced:
+        yield from filter(None, (reduced, exchange))
+        if exchange or not other:
+            return
+    rest = (fact for look in (_norms_not_summed, _lost_before) if (fact := look(trial, wrong, step)))
+    yield from itertools.islice(rest, 1)
 
 
 OF_ATTENTION = {  # in backward keys and values may go round again, by the same collective as their gradients

@@ -147,7 +147,7 @@ def derived_bounds(case: Case, reference: ReferenceRun) -> Bounds:
     """Bounds of a float64 recipe. Raises NoBound where rounding alone would explain more than the smallest mistake."""
     loss, gradient = _derived(case, reference)
     if not all(map(math.isfinite, (*loss.values(), *gradient.values()))):
-        raise NoBound("the reference's own path has a NaN, or a gradient that was all zero")
+        raise NoBound("the reference's own path has a NaN or an infinite number")
     if max(*loss.values(), *gradient.values()) >= SMALLEST_MISTAKE:
         raise NoBound(_too_blunt(case, reference, loss, gradient))
     return Bounds(loss, gradient, gradient)
@@ -206,10 +206,12 @@ def _parameter_noise(step: ReferenceStep, fqn: str, noise: float, training: Trai
 
 
 def _curvature(step: ReferenceStep, following: ReferenceStep) -> float:
-    """Largest change of a gradient relative to that parameter's largest, per unit of distance moved."""
+    """Largest change of a gradient relative to that parameter's largest, per unit of distance moved. A gradient that was all
+    zero has no largest entry: then it is that of the step to which the bound applies."""
     squares = [np.sum((following.parameters[f] - step.parameters[f]) ** 2) for f in step.parameters]
     distance = math.sqrt(float(np.sum(squares)))
-    change = max(relative_difference(following.gradients[f], step.gradients[f]) for f in step.gradients)
+    largest = {f: max_abs(step.gradients[f]) or max_abs(following.gradients[f]) for f in step.gradients}
+    change = max(relative_difference(following.gradients[f], step.gradients[f], scale) for f, scale in largest.items())
     return change / distance if distance else 0.0
 
 
@@ -229,6 +231,11 @@ def relative_difference(observed: np.ndarray, expected: np.ndarray, scale: float
     if not math.isfinite(difference):
         return math.inf
     return difference / scale if scale else (0.0 if difference == 0 else math.inf)
+
+
+def max_abs(value: np.ndarray) -> float:
+    """Return the largest absolute entry; 0 where there is none."""
+    return float(np.max(np.abs(value), initial=0.0))
 
 
 def update_bound(case: Case, magnitude: np.ndarray) -> np.ndarray:
