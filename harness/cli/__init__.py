@@ -105,7 +105,10 @@ def guarded(args: argparse.Namespace) -> int:
 
 
 def parser(typed: str = "") -> argparse.ArgumentParser:
-    """Of the command that is typed; of all where it is none of them. Importing them all takes as long as judging a case."""
+    """Return the parser of the command that is typed, or of all commands.
+
+    Importing them all takes as long as judging a case.
+    """
     top = Parser(
         prog="harness",
         description="Proves that a distributed trainer does what its configuration says.",

@@ -34,8 +34,8 @@ def add(commands: Any) -> None:
         metavar="PLACE",
         nargs="*",
         type=Path,
-        help="a case's folder: draws who holds what, which groups moved what, losses; a folder of `harness matrix`: its "
-        "last run's verdicts, shards merged; a recording: what its ranks really did; a folder of nights: what changed",
+        help="a case's folder: draw who holds what, and what moved. A folder of `harness matrix`: print its last run, "
+        "shards merged. A recording: print what its ranks really did. A folder of nights: print what changed",
     )
     run = parser.add_argument_group("a run")
     run.add_argument(

@@ -150,8 +150,14 @@ def commit_of_trainer(spec: str) -> str:
 
 
 def commit_of_harness() -> str:
-    """Empty where it is installed: the folder around it may be a repository, but another one."""
-    return commit_of(str(ROOT)) if BUILTIN == ROOT else ""
+    """Return the commit of the checkout, or of the archive that an installed harness was built from; empty if unknown.
+
+    An installed harness never asks git: the folder around it may be another repository.
+    """
+    if BUILTIN == ROOT and (found := commit_of(str(ROOT))):
+        return found
+    archived = (ROOT / "harness" / "commit.txt").read_text(encoding="ascii").strip()
+    return "" if archived.startswith("$") else archived
 
 
 def commit_of(source: str) -> str:

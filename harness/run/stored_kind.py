@@ -22,7 +22,7 @@ class Kind(StrEnum):
 def kind_of(place: Path) -> Kind:
     """Return what is stored in a file or folder.
 
-    What lies in a folder itself decides. Only a folder with nothing of its own is searched below.
+    What lies in a folder itself decides. If nothing does, the folders below are searched.
     Raises EvidenceError for a place with nothing or with two kinds.
     """
     if not place.exists():
