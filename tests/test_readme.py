@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from literal import tiny_case, trial_of, with_step
 
-from harness import ROOT
+from harness import ROOT, checks
 from harness.cli import parser
 from harness.faults import load_fault
 from harness.judge import finding, result
@@ -23,7 +25,8 @@ from harness.spec.loading import find_case, load_all
 from tools.tables import PARTS
 
 README = (ROOT / "README.md").read_text()
-FILES = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+AT_THE_TOP = ("README.md", "CONTRIBUTING.md")
+FILES = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in AT_THE_TOP)]
 PAGES = {str(page.relative_to(ROOT).as_posix()).removeprefix("docs/"): page.read_text() for page in FILES}
 
 
@@ -36,6 +39,25 @@ def test_the_check_that_the_page_writes_as_an_example_can_pass_and_fail() -> Non
     assert space["check"](trial).verdict is Verdict.PASS
     found = space["check"](with_step(trial, 1, 2, grad_norm=math.nan))
     assert [(one.ranks, one.step) for one in found.findings] == [((1,), 2)]
+
+
+@pytest.mark.parametrize(("rate", "verdict"), [(1.0, Verdict.PASS), (2.0, Verdict.FAIL)])
+def test_the_check_that_contributors_add_as_an_exercise_passes_its_own_test(
+    rate: float, verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = PAGES["CONTRIBUTING.md"]
+    (file,) = re.findall(r'^    """No rank(?:.*\n|\n)+?(?=^[^ \n])', page, re.MULTILINE)
+    (test,) = re.findall(r"^       import pytest\n(?:       .*\n|\n)+", page, re.MULTILINE)
+    (tmp_path / "rate_below_one.py").write_text(textwrap.dedent(file))
+    monkeypatch.setattr(checks, "__path__", [*checks.__path__, str(tmp_path)])
+    space: dict[str, Any] = {}
+    try:
+        exec(textwrap.dedent(test), space)
+    finally:
+        sys.modules.pop("harness.checks.rate_below_one", None)
+        vars(checks).pop("rate_below_one", None)
+    (tested,) = [value for name, value in space.items() if name.startswith("test_")]
+    tested(rate, verdict)
 
 
 @pytest.mark.parametrize("page", PARTS, ids=lambda page: page.name)
@@ -55,7 +77,7 @@ def test_a_command_that_it_names_exists(command: str) -> None:
 
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_its_links_and_the_files_that_it_names_are_there(page: str) -> None:
-    beside = ROOT if page == "README.md" else (ROOT / "docs" / page).parent
+    beside = ROOT if page in AT_THE_TOP else (ROOT / "docs" / page).parent
     links = re.findall(r"\]\(([^)#:]+)\)", PAGES[page])
     files = re.findall(
         r"`((?:harness|tools|tests|reference|cases|golden|docs|benchmarks|upstream_bugs)/[\w/.-]*)", PAGES[page]

@@ -15,9 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from harness import ROOT
+from harness import ROOT, __version__
 
-SOURCES = ("harness", "reference", "cases", "layouts", "golden", "upstream_bugs", "pyproject.toml", "README.md")
+SOURCES = (
+    "harness",
+    "reference",
+    "cases",
+    "layouts",
+    "golden",
+    "upstream_bugs",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 COPY_FOLDER = functools.partial(shutil.copytree, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
 CASES = """
 defaults: {training: {seed: 77}}
@@ -83,11 +93,28 @@ def files(folder: Path) -> set[str]:
 
 def test_nothing_but_the_harness_is_installed_and_its_cases_and_goldens_are_in_it(installed: Path) -> None:
     top = {re.sub(r"-.*", "-info", path.name) for path in installed.iterdir()}
-    assert top == {"harness", "harness-info", "bin"}
+    assert top == {"harness", "llama_parallel_harness-info", "bin"}
     for folder in ("cases", "layouts", "golden", "upstream_bugs"):
         assert files(installed / "harness" / "builtin" / folder) == files(ROOT / folder)
     assert files(installed / "harness" / "reference") == files(ROOT / "reference")
     assert (installed / "harness" / "faults" / "results.json").is_file()
+
+
+def test_the_wheel_has_the_package_s_version_and_the_commit_of_an_archive(installed: Path, tmp_path: Path) -> None:
+    version = (sys.executable, "-P", "-m", "harness", "--version")
+    assert done(*version, cwd=tmp_path, packages=installed).startswith(f"harness {__version__}, commit unknown, ")
+    assert len(list(installed.glob(f"*-{__version__}.dist-info/licenses/LICENSE"))) == 1
+    archived = shutil.copytree(installed, tmp_path / "packages")
+    (archived / "harness" / "commit.txt").write_text("0123abc\n")
+    assert done(*version, cwd=tmp_path, packages=archived).startswith(f"harness {__version__}, commit 0123abc, ")
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no repository here, so git makes no archive")
+def test_git_writes_the_commit_into_an_archive() -> None:
+    git = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, check=True)
+    packed = git(["git", "archive", "HEAD", "harness/commit.txt"]).stdout
+    told = git(["tar", "-xO"], input=packed).stdout.decode().strip()
+    assert git(["git", "rev-parse", told]).stdout == git(["git", "rev-parse", "HEAD"]).stdout
 
 
 def test_in_somebodys_repository_every_command_is_about_its_own_cases(installed: Path, repository: Path) -> None:

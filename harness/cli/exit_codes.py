@@ -30,6 +30,6 @@ def code_of(verdict: str) -> int:
 
 
 def worst(codes: Iterable[int]) -> int:
-    """Of no code at all: nothing was judged."""
+    """Return the code that outweighs the others. Without any code nothing was judged."""
     found = set(codes)
     return next((code for code in (BROKEN, NOT_JUDGED, PASSED) if code in found), NOT_JUDGED)

@@ -7,6 +7,7 @@ import importlib.metadata
 import shlex
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,11 +52,12 @@ class Stopwatch:
         return time.monotonic() - self.began
 
 
-def launch_all(case: Case, folder: Path, weights: Path, options: Options) -> None:
+def launch_all(case: Case, folder: Path, weights: Path, options: Options, stage: Callable[[str], None]) -> None:
     """One launch after the other; none after one that failed, for it would have nothing to resume from."""
     launches = case.launches | ({"repeat": case} if case.runs > 1 else {})
     failed = ""
-    for name, launched in launches.items():
+    for number, (name, launched) in enumerate(launches.items(), 1):
+        stage(f"{launched.dims.world_size} ranks" + f", launch {number} of {len(launches)}" * (len(launches) > 1))
         if failed:
             exits = tuple(
                 Exit(rank, "lost", error=f"not started: {failed} failed") for rank in range(launched.dims.world_size)
@@ -148,8 +150,14 @@ def commit_of_trainer(spec: str) -> str:
 
 
 def commit_of_harness() -> str:
-    """Empty where it is installed: the folder around it may be a repository, but another one."""
-    return commit_of(str(ROOT)) if BUILTIN == ROOT else ""
+    """Return the commit of the checkout, or of the archive that an installed harness was built from; empty if unknown.
+
+    An installed harness never asks git: the folder around it may be another repository.
+    """
+    if BUILTIN == ROOT and (found := commit_of(str(ROOT))):
+        return found
+    archived = (ROOT / "harness" / "commit.txt").read_text(encoding="ascii").strip()
+    return "" if archived.startswith("$") else archived
 
 
 def commit_of(source: str) -> str:

@@ -58,7 +58,11 @@ def test_a_folder_is_typed_again_as_it_is_selected_here(repository: Path, monkey
 
 
 @pytest.mark.parametrize("words", ["report out/x", "golden --plot --cases builtin"])
-def test_pictures_say_what_they_lack(words: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_pictures_say_what_they_lack(
+    words: str, repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (repository / "out" / "x").mkdir(parents=True)
+    (repository / "out" / "x" / "case.json").touch()
     found = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else found(name))
     assert main(words.split()) == 2

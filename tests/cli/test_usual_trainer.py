@@ -48,7 +48,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The trainers that commands would have run."""
     found: list[str] = []
 
-    def judged(case: Case, how: Options) -> Judgement:
+    def judged(case: Case, how: Options, _: Any = None) -> Judgement:
         found.append(how.trainer)
         return Judgement(case, Path("x"), (Result("loss", Verdict.PASS, 1),), None, 1.0, trainer=how.trainer)
 
