@@ -104,25 +104,28 @@ class Script:
         try:
             for acts, code in program(self.path):
                 if acts:
-                    self._put_in()
+                    self.put_in()
                 exec(code, vars(module))
         except SystemExit as end:
             if end.code:
                 raise RuntimeError(f"{self.path.name} ended with exit code {end.code}") from end
 
-    def _put_in(self) -> None:
-        """What the adapter replaces, and float64, in all that is there by now."""
-        for name, module in list(sys.modules.items()):
-            if name not in self._beside:
-                self._beside[name] = _is_beside(module, self.path)
-            if not self._beside[name]:
-                continue
+    def put_in(self) -> None:
+        """Put what the adapter replaces, and float64, into all that is defined by now."""
+        for module in self.beside():
             if hasattr(module, "torch"):
-                float64.widen(self.dtype, name)
+                float64.widen(self.dtype, module.__name__)
             for own in self._makes.keys() & vars(module).keys():
                 if own not in self._given:
                     self._given[own] = self._makes[own](getattr(module, own))
                 setattr(module, own, self._given[own])
+
+    def beside(self) -> list[ModuleType]:
+        """Return the modules loaded so far that are the script or lie beside it."""
+        for name, module in list(sys.modules.items()):
+            if name not in self._beside:
+                self._beside[name] = is_beside(module, self.path)
+        return [sys.modules[name] for name, own in self._beside.items() if own and name in sys.modules]
 
     def _at_first_call(self) -> None:
         """Trap: stopped before the module looks for its hooks, so that those that are put on it now see this very call."""
@@ -182,7 +185,7 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-def _is_beside(module: ModuleType, path: Path) -> bool:
+def is_beside(module: ModuleType, path: Path) -> bool:
     """Return whether the module is the script's own, in its folder or below. What is installed there is not."""
     file, folder = getattr(module, "__file__", None), path.resolve().parent
     if not isinstance(file, str) or not (found := Path(file).resolve()).is_relative_to(folder):
