@@ -78,7 +78,7 @@ class Facts:
 
     @property
     def nothing(self) -> bool:
-        return not (self.shapes or self.data or self.optimizer or self.wrappers)
+        return not (self.shapes or self.data)
 
     @property
     def wrappers(self) -> dict[str, str]:

@@ -52,7 +52,7 @@ class Operators(TorchDispatchMode):
         number = next((one for one in args[:2] if isinstance(one, float | int)), 0)
         if name == "pow" and isinstance(first, float | int) and number > 1:
             self.facts.sizes["rope_theta"] = float(number)
-        elif name == "rsqrt" and self.added:
+        elif name in ("rsqrt", "sqrt") and self.added:
             self.facts.sizes["norm_eps"] = self.added
         elif name == "_fused_rms_norm" and args[3]:
             self.facts.sizes["norm_eps"] = args[3]
@@ -82,34 +82,35 @@ class Observer(Script):
         self.facts, self.operators = facts, Operators(facts, path.parent)
         with self.operators:  # which the script's thread takes over
             super().__init__(path, CASE.training.dtype)
+        self.root = repository(path)
         self.seen: nn.Module | None = None
+        self.defined: tuple[str, str, str] | None = None  # a data set that may never be made
 
     def put_in(self) -> None:
         """Wrap what makes samples as soon as it is defined, and count the names used."""
-        for module in self.beside():
-            for name, value in list(vars(module).items()):
-                own = inspect.getsourcefile(value) if inspect.isfunction(value) else None
-                if own and Path(own).is_relative_to(self.path.parent):
-                    self.facts.saves += [name] * ("save" in name and name not in self.facts.saves)
-                    if "batch" in name and inspect.getmodule(value) is module:
-                        self.wrap(name, self._batches)
-                elif (
-                    inspect.isclass(value)
-                    and issubclass(value, TorchDataset)
-                    and value.__module__ != TorchDataset.__module__
-                ) or name == "TensorDataset":
+        for name, value in [pair for module in self.beside() for pair in vars(module).items()]:
+            if inspect.isfunction(value) and Path(value.__code__.co_filename).is_relative_to(self.root):
+                self.facts.saves += [name] * ("save" in name and name not in self.facts.saves)
+                if "batch" in name:
+                    self.wrap(name, self._batches)
+            elif inspect.isclass(value) and issubclass(value, TorchDataset):
+                if value.__module__ != TorchDataset.__module__ or name == "TensorDataset":
                     self.wrap(name, self._samples)
         super().put_in()
 
     def _samples(self, cls: type) -> Callable[..., Any]:
+        stream = issubclass(cls, IterableDataset)
+        kind = "stream" if stream else "samples"
+        self.defined = self.defined or (cls.__name__, kind, "pair")
+
         def made(*args: Any, **kwargs: Any) -> Any:
-            stream, form = issubclass(cls, IterableDataset), "pair"
+            form = "pair"
             try:
                 own = cls(*args, **kwargs)
                 form = form_of(next(iter(own)) if stream else own[0])
             except Exception as error:  # without its own data, the form is usual
                 print(f"{cls.__name__}: {error}", file=sys.stderr)
-            self.facts.data = self.facts.data or (cls.__name__, "stream" if stream else "samples", form)
+            self.facts.data = self.facts.data or (cls.__name__, kind, form)
             in_form = FORMS.get(form) or (lambda tokens, labels: dict(zip(form.split(), (tokens, labels), strict=True)))
             return RecipeStream(CASE, 0, 1, form=in_form) if stream else RecipeSamples(CASE, form=in_form)
 
@@ -248,8 +249,8 @@ def main(path: Path, out: Path) -> None:
         ]
         if models and not facts.shapes:
             observer.load(max(models, key=lambda one: sum(1 for _ in one.parameters())))
-    root = repository(path)
-    own = [module for module in list(sys.modules.values()) if is_beside(module, root / path.name)]
+    facts.data = facts.data or observer.defined
+    own = [module for module in list(sys.modules.values()) if is_beside(module, repository(path) / path.name)]
     files = dict.fromkeys([path, *(Path(module.__file__ or "") for module in own)])
     facts.files = [str(file) for file in files if file.is_file()]
     facts.words = sorted(

@@ -190,7 +190,7 @@ def _argument(flag: Flag, said: str, resumes: bool) -> str:
         )
     said = "training.global_batch" if said == "local_batch" and "global" in flag.help else said
     look = "  # of one rank and microbatch; TODO is it?" if said == "local_batch" else ""
-    if said == "training.dtype" and flag.choices and "float64" not in flag.choices:
+    if said == "training.dtype" and "float64" not in flag.choices:
         told, look = "'float32' if case.training.dtype == 'float64' else case.training.dtype", "  # Script widens it"
         return f'f"{name}={{{told}}}",{look}'
     return f'f"{name}={{{said if said == "device" else f"case.{said}"}}}",{look}'
