@@ -164,7 +164,7 @@ def _another_order(trial: Trial, judgement: Judgement, options: Options) -> Iter
 
 
 def _another_model(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
-    """Explain what the model, or the schedule, has otherwise than the adapter and the case say."""
+    """Explain how the model, or the schedule, differs from what the adapter and the case say."""
     broken = _broken(judgement.results)
     if not broken & {"loss", "update", "gradients"} or trial.case.dims.world_size > 1:
         return

@@ -9,7 +9,6 @@ from typing import Any
 
 from harness.onboarding.spellings import KNOWN, TOGETHER
 from harness.reference.config import ModelConfig
-from harness.trainers.support.names import renamed
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -37,7 +36,8 @@ class Match:
     @property
     def declarations(self) -> tuple[str, ...]:
         """The words of an adapter's `fused`, as `in_one` takes them."""
-        found = (f"{without_layer(self.names[name])}={'+'.join(parts)}" for name, parts in self.fused.items())
+        inside = {name: ".".join(_around_layer(self.names[name])[1]) for name in self.fused}
+        found = (f"{inside[name]}={'+'.join(parts)}" for name, parts in self.fused.items())
         return tuple(dict.fromkeys(found))
 
 
@@ -54,13 +54,12 @@ def match(
     layers = dict[int | None, dict[str, Shape]]()
     for name, shape in shapes.items():
         layers.setdefault(layer_of(name), {})[name] = shape
-    numbers = [number for number in layers if number is not None]
+    numbers, told = [number for number in layers if number is not None], declared or {}
     dim = Counter(shape[-1] for shape in shapes.values() if shape).most_common(1)[0][0]
     first = layers[numbers[0]] if numbers else {}
-    told = declared or {}
-    fused = {name: _fused(name, shape, dim, first, told.get(fqn(name))) for name, shape in shapes.items()}
-    in_one = {name: parts for name, parts in fused.items() if parts}
-    sizes = _sizes(layers.get(None, {}), first, in_one, dim)
+    fused = ((name, _fused(name, shape, dim, first, told.get(fqn(name)))) for name, shape in shapes.items())
+    in_one = {name: parts for name, parts in fused if parts}
+    sizes: dict[str, Any] = _sizes(layers.get(None, {}), first, in_one, dim)
     names = dict[str, str]()
     for number, theirs in layers.items():
         start = "" if number is None else f"layers.{number}."
@@ -73,14 +72,11 @@ def match(
             home = f"{start}{MODULES[in_one[name][0]]}."
             leaf = next(part for part in reversed(name.split(".")) if KNOWN.get(part.lower()) != "weight")
             names[name] = fqn(name) if fqn(name) in told or fqn(name).startswith(home) else f"{home}{leaf}.weight"
-    kv = sizes.pop("kv", dim)
-    if numbers:
-        sizes |= {"n_heads": heads, "n_layers": len(numbers)} | (
-            {"n_kv_heads": kv * heads // dim} if not kv * heads % dim else {}
-        )
-    outside = {names.get(name) for name in layers.get(None, {})}
-    tied = {"tied_embeddings": "output.weight" not in outside} if "tok_embeddings.weight" in outside else {}
-    return Match({name: names[name] for name in shapes if name in names}, in_one, sizes | tied)
+    kv, ours = sizes.pop("kv", dim), set(names.values())
+    sizes |= {"n_heads": heads, "n_layers": len(numbers)} if numbers else {}
+    sizes |= {"n_kv_heads": kv * heads // dim} if numbers and not kv * heads % dim else {}
+    sizes |= {"tied_embeddings": "output.weight" not in ours} if "tok_embeddings.weight" in ours else {}
+    return Match({name: names[name] for name in shapes if name in names}, in_one, sizes)
 
 
 def _fused(name: str, shape: Shape, dim: int, layer: Shapes, declared: tuple[str, ...] | None) -> tuple[str, ...]:
@@ -164,11 +160,6 @@ def layer_of(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
-def without_layer(name: str) -> str:
-    before, after = _around_layer(name)
-    return ".".join(after if after else before)
-
-
 def table(found: Mapping[str, str]) -> dict[str, str]:
     """Return theirs=ours by parts of names, as `renamed` takes it; by several parts if one part has two meanings."""
     pairs = dict[str, str]()
@@ -181,11 +172,6 @@ def table(found: Mapping[str, str]) -> dict[str, str]:
                 body = dict(aligned[:-1] if aligned[-1][1] == "weight" else aligned)
                 pairs.setdefault(".".join(body), ".".join(filter(None, body.values())))
     return {theirs: ours for theirs, ours in pairs.items() if theirs != ours}
-
-
-def wrong(found: Mapping[str, str], pairs: Mapping[str, str]) -> list[str]:
-    """Return their names that this table gives another name than the one found."""
-    return [theirs for theirs, ours in found.items() if renamed(theirs, pairs) != ours]
 
 
 def _around_layer(name: str) -> tuple[list[str], list[str]]:

@@ -15,22 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.onboarding.matching import layer_of
 from harness.reference.config import TrainingConfig
 from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
 
-CASE = Case(
-    "single",
-    "On one rank it must train as the reference does.",
-    ParallelDims(),
-    training=TrainingConfig(all_valid=True),
-)
+WHY = "On one rank it must train as the reference does."
+CASE = Case("single", WHY, training=TrainingConfig(all_valid=True))
 SECONDS = 300
-LLAMAS = {
-    "RMSNorm": ("rsqrt", "_fused_rms_norm", "rms_norm"),
-    "rotary embedding": ("cos", "sin", "polar"),
-    "SiLU": ("silu", "sigmoid"),
-}
+WRAPPERS = {"ddp": {"DDP", "DistributedDataParallel"}, "fsdp2": {"fully_shard"}}
+WRAPPERS |= {"fsdp1": {"FSDP", "FullyShardedDataParallel"}}
+LLAMAS = {"RMSNorm": {"rsqrt", "_fused_rms_norm"}, "rotary embedding": {"cos", "polar"}, "SiLU": {"silu", "sigmoid"}}
 OTHERS = {"LayerNorm": ("native_layer_norm", "RMSNorm"), "GELU": ("gelu", "SiLU"), "ReLU": ("relu", "SiLU")}
 """Operators of torch by what Llama 3 has; what others have, with their operator and Llama's counterpart."""
 
@@ -83,23 +77,22 @@ class Facts:
     @property
     def wrappers(self) -> dict[str, str]:
         """Return the first two-rank case of each wrapper that the script names."""
-        named = {"ddp": {"DDP", "DistributedDataParallel"}, "fsdp2": {"fully_shard"}}
-        named |= {"fsdp1": {"FSDP", "FullyShardedDataParallel"}}
-        return {one: "ddp_2" if one == "ddp" else "fsdp_2" for one, words in named.items() if words & {*self.words}}
+        used = {one for one, names in WRAPPERS.items() if names & {*self.words}}
+        return {one: "ddp_2" if one == "ddp" else "fsdp_2" for one in WRAPPERS if one in used}
 
     def other_parts(self, unmatched: list[str]) -> Iterator[str]:
         """Yield a phrase for each part that Llama 3 does not have, if its counterpart was not observed either."""
-        seen = {part for part, names in LLAMAS.items() if any(name in self.operators for name in names)}
+        seen = {part for part, names in LLAMAS.items() if names & self.operators.keys()}
         for other, (operator, part) in OTHERS.items():
             if operator in self.operators and part not in seen:
                 yield f"{other} ({self.operators[operator]}) and no {part}"
-        tables = [name for name in unmatched if len(self.shapes[name]) > 1 and ".weight" not in name[-9:-7]]
-        if tables and "rotary embedding" not in seen and not any(part.isdigit() for part in tables[0].split(".")):
+        tables = [name for name in unmatched if len(self.shapes[name]) > 1 and layer_of(name) is None]
+        if tables and "rotary embedding" not in seen:
             yield f"learned positions ({tables[0]}) and no rotary embedding"
 
 
 def observe(script: Path) -> Facts:
-    """Run the script in a process of its own. Raise OSError or SyntaxError if it cannot be read or is not Python."""
+    """Run the script in a new process. Raise OSError or SyntaxError if it cannot be read or is not Python."""
     compile(script.read_text(encoding="utf-8"), str(script), "exec")
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w") as log:
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

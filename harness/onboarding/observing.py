@@ -60,13 +60,8 @@ class Operators(TorchDispatchMode):
         if isinstance(first, Tensor) and first.dim() == 4:
             if "scaled_dot_product" in name or ("softmax" in name and first.shape[2] == first.shape[3]):
                 self.facts.heads = self.facts.heads or first.shape[1]
-            half, told = first.shape[3] // 2, tuple(str(one) for one in args[1:] if isinstance(one, int | list))
-            cuts = {
-                "slice": ("3", "0", f"{half}"),
-                "split": (f"{half}", "3"),
-                "split_with_sizes": (f"{[half, half]}", "3"),
-            }
-            if cuts.get(name) == tuple(one.replace("-1", "3") for one in told):
+            half, told = first.shape[3] // 2, str([one for one in args[1:] if isinstance(one, int | list)])
+            if told.replace("-1", "3") in (f"[3, 0, {half}]", f"[{half}, 3]", f"[[{half}, {half}], 3]"):
                 self.halved.add(2 * half)
         return func(*args, **(kwargs or {}))
 
@@ -93,10 +88,13 @@ class Observer(Script):
                 self.facts.saves += [name] * ("save" in name and name not in self.facts.saves)
                 if "batch" in name:
                     self.wrap(name, self._batches)
-            elif inspect.isclass(value) and issubclass(value, TorchDataset):
-                if value.__module__ != TorchDataset.__module__ or name == "TensorDataset":
-                    self.wrap(name, self._samples)
+            elif inspect.isclass(value) and issubclass(value, TorchDataset) and self._makes_samples(value):
+                self.wrap(name, self._samples)
         super().put_in()
+
+    @staticmethod
+    def _makes_samples(cls: type) -> bool:
+        return not cls.__module__.startswith("torch.") or cls.__name__ == "TensorDataset"
 
     def _samples(self, cls: type) -> Callable[..., Any]:
         stream = issubclass(cls, IterableDataset)
@@ -231,10 +229,10 @@ def _flag(action: argparse.Action) -> Flag | None:
 
 def main(path: Path, out: Path) -> None:
     facts = Facts()
+    import_from(repository(path))
+    observer = Observer(path, facts)
+    watch(facts, observer)
     try:
-        import_from(repository(path))
-        observer = Observer(path, facts)
-        watch(facts, observer)
         signal.signal(signal.SIGALRM, _too_long)
         signal.alarm(SECONDS)
         observer.set_up([], observer.load)
@@ -242,20 +240,16 @@ def main(path: Path, out: Path) -> None:
         facts.stopped = "" if facts.optimizer else "it ended before an optimizer of the model stepped"
     except BaseException as error:
         facts.stopped = error_in(path, error)
-        models = [
-            one
-            for one in gc.get_objects()
-            if isinstance(one, nn.Module) and is_beside(sys.modules[type(one).__module__], path)
-        ]
+        made = (one for one in gc.get_objects() if isinstance(one, nn.Module))
+        models = [one for one in made if is_beside(sys.modules[type(one).__module__], observer.root / path.name)]
         if models and not facts.shapes:
             observer.load(max(models, key=lambda one: sum(1 for _ in one.parameters())))
     facts.data = facts.data or observer.defined
-    own = [module for module in list(sys.modules.values()) if is_beside(module, repository(path) / path.name)]
+    own = [module for module in list(sys.modules.values()) if is_beside(module, observer.root / path.name)]
     files = dict.fromkeys([path, *(Path(module.__file__ or "") for module in own)])
     facts.files = [str(file) for file in files if file.is_file()]
-    facts.words = sorted(
-        {word for file in facts.files for word in names_used(compile(Path(file).read_text(), file, "exec"))}
-    )
+    codes = [compile(Path(file).read_text(encoding="utf-8"), file, "exec") for file in facts.files]
+    facts.words = sorted({word for code in codes for word in names_used(code)})
     facts.halves = CASE.model.dim // (facts.heads or CASE.model.n_heads) in observer.operators.halved
     out.write_text(json.dumps(asdict(facts)))
     os._exit(0)  # threads of the script may wait for ever

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -68,6 +69,9 @@ FUSED = """
     def fused(self, case: Case) -> dict:
         return in_one(case, {declared})
 """
+CASES = """# Begun by `harness init`. What the script has written into it, rather than as a flag, is requested here.
+
+defaults:"""
 DATA = {
     "samples": "RecipeSamples(case{shuffled}{form})",
     "stream": "RecipeStream(case, rank, case.dims.dp{form})",
@@ -101,37 +105,26 @@ def cases(facts: Facts) -> str:
     """Return one device, and the smallest case of each wrapper and option that the script has."""
     written = {key: value for key, (value,) in _of_model(facts).items()}
     written |= {key: value for key, value in facts.sizes.items() if value != getattr(CASE.model, key)}
-    lines = [
-        "# Begun by `harness init`. What the script has written into it, rather than as a flag, is requested here.",
-        "",
-        "defaults:",
-        f"  training: {{{_yaml(_recipe(facts))}}}",
-        f"  model: {{{_yaml(written)}}}",
-        "",
-        "cases:",
-        f"  single: {{why: {CASE.why}}}",
-    ]
+    lines = [f"  training: {{{_yaml(_recipe(facts))}}}", f"  model: {{{_yaml(written)}}}", "", "cases:"]
+    lines += [f"  single: {{why: {CASE.why}}}"]
+
+    def add(name: str, what: str, why: str) -> None:
+        lines.append(f"  {name}: {{dims: {what}, why: {why}}}")
+
     for wrapper, name in facts.wrappers.items():
-        dims, own = (
-            ("dp_replicate" if wrapper == "ddp" else "dp_shard"),
-            ", features: {wrapper: fsdp1}" * (wrapper == "fsdp1"),
-        )
-        lines.append(f"  {name}: {{dims: {{{dims}: 2}}{own}, why: Two ranks must do what one does.}}")
+        own = ", features: {wrapper: fsdp1}" * (wrapper == "fsdp1")
+        two = ("{dp_replicate: 2}" if wrapper == "ddp" else "{dp_shard: 2}") + own
+        add(name, two, "Two ranks must do what one does.")
         if name == "fsdp_2" and "dp_replicate" in _fields(facts):
-            degrees = "dp_replicate: 2, dp_shard: 2"
-            lines.append(
-                f"  hsdp_2x2: {{dims: {{{degrees}}}{own}, why: Replicas of shards must do what one rank does.}}"
-            )
+            add("hsdp_2x2", f"{{dp_replicate: 2, dp_shard: 2}}{own}", "Replicas of shards must do what one rank does.")
         if _resuming(facts):
-            then = (
-                f"resume: [{{after: 1, dims: {{{dims}: 2}}{own}}}], why: A run that resumes must do what one run does."
-            )
-            lines.append(f"  {name}_resumes: {{dims: {{{dims}: 2}}{own}, {then}}}")
+            then = f"{two}, resume: [{{after: 1, dims: {two}}}]"
+            add(f"{name}_resumes", then, "A run that resumes must do what one run does.")
     if "tp" in _dims(facts):
-        off = {key: "false" for key in _without(facts)}
-        own = f", features: {{{_yaml(off)}}}" if off else ""
-        lines.append(f"  tp_2: {{dims: {{tp: 2}}{own}, why: Two ranks that share each matrix must do what one does.}}")
-    return "\n".join([*lines, ""])
+        off = dict.fromkeys(_without(facts), False)
+        own = f", features: {{{_yaml(off)}}}" * bool(off)
+        add("tp_2", f"{{tp: 2}}{own}", "Two ranks that share each matrix must do what one does.")
+    return "\n".join([CASES, *lines, ""])
 
 
 def matched(facts: Facts) -> Match:
@@ -169,10 +162,10 @@ def passed_on(facts: Facts) -> list[str]:
 def _arguments(facts: Facts) -> Iterator[str]:
     known = meanings(facts)
     for flag in facts.flags:
-        yield _argument(flag, known.get(flag.name, ""), "resume" in known.values())
+        yield _argument(flag, known.get(flag.name, ""))
 
 
-def _argument(flag: Flag, said: str, resumes: bool) -> str:
+def _argument(flag: Flag, said: str) -> str:
     name, part = flag.name, said.partition(".")[0]
     sharded = next((one for one in flag.choices if "fsdp" in one), "")
     if said in LAUNCHED:
@@ -213,9 +206,8 @@ def _fields(facts: Facts) -> list[str]:
 def _dims(facts: Facts) -> list[str]:
     """Return the axes that wrappers and flags speak of; degrees without a flag follow from the number of ranks."""
     axes = {"ddp": "dp_replicate", "fsdp2": "dp_shard", "fsdp1": "dp_shard"}
-    return list(
-        dict.fromkeys([*(axes[one] for one in facts.wrappers), *["tp"] * ("parallelize_module" in facts.words)])
-    )
+    tp = ["tp"] * ("parallelize_module" in facts.words)
+    return list(dict.fromkeys([*(axes[one] for one in facts.wrappers), *tp]))
 
 
 def _without(facts: Facts) -> list[str]:
@@ -230,20 +222,15 @@ def _of_model(facts: Facts) -> dict[str, tuple[Any]]:
 
 
 def _written(facts: Facts) -> dict[str, Any]:
-    seed = facts.sampler[1] if facts.sampler and facts.sampler[0] else None
-    fixed = {"seed": (seed,)} if seed is not None and "seed" not in _fields(facts) else {}
-    clips = {} if _recipe(facts).get("max_norm", 1.0) == 1.0 else {"max_norm": (_recipe(facts)["max_norm"],)}
-    return (
-        {"wrapper": tuple(facts.wrappers)}
-        | _of_model(facts)
-        | fixed
-        | clips
-        | {key: (False,) for key in _without(facts)}
-    )
+    """Return the values of KNOWN that the script has and no flag passes on."""
+    recipe = {key: value for key, value in _recipe(facts).items() if key in ("seed", "max_norm")}
+    fixed = {key: (value,) for key, value in recipe.items() if key not in _fields(facts)}
+    off = {key: (False,) for key in _without(facts)}
+    return {"wrapper": tuple(facts.wrappers)} | _of_model(facts) | fixed | off
 
 
 def _seed(facts: Facts) -> list[str]:
-    """Return the seed, which is of the samples alone, unless a sampler shuffles them by a seed of its own."""
+    """Return the seed, which only the samples have, unless the script's sampler shuffles by another seed."""
     return [] if facts.sampler and facts.sampler[0] else ["seed"]
 
 
@@ -257,12 +244,8 @@ def _recipe(facts: Facts) -> dict[str, Any]:
 
 
 def _yaml(values: dict[str, Any]) -> str:
-    words = {True: "true", False: "false", None: "null"}
-    texts = {
-        key: words[value] if value is None or value is True or value is False else value
-        for key, value in values.items()
-    }
-    return ", ".join(f"{key}: {as_yaml(value) if isinstance(value, float) else value}" for key, value in texts.items())
+    texts = {key: as_yaml(value) if isinstance(value, float) else json.dumps(value) for key, value in values.items()}
+    return ", ".join(f"{key}: {text}" for key, text in texts.items())
 
 
 def as_yaml(value: float) -> str:

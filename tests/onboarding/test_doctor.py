@@ -30,7 +30,7 @@ EVALUATES = """    with torch.no_grad():
 def test_what_an_adapter_has_wrong_is_said_with_the_line_and_then_two_ranks_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Of a script that evaluates before its first step and has no main guard."""
+    """The script evaluates before its first step and has no main guard."""
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "tests" / "script_trainer.py").read_text().replace("    for step in", EVALUATES)
     Path("train.py").write_text(text.replace('if __name__ == "__main__":', "if True:"))

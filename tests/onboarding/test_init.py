@@ -221,7 +221,8 @@ def test_init_writes_what_it_found_overwrites_nothing_and_names_another_way_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("class Net: pass\nfully_shard(Net())\n")
+    net = "from torch import nn\nclass Net(nn.Linear): pass\nmodel = Net(1, 1)\n"
+    Path("train.py").write_text(f"{net}from torch.distributed.fsdp import fully_shard\nfully_shard(model, 2)\n")
     assert main(["init", "train.py"]) == 0
     assert "harness doctor --trainer train_adapter.py" in capsys.readouterr().out
     assert [case.name for case in load_all(tmp_path / "cases")] == ["single", "fsdp_2"]

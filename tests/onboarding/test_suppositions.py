@@ -161,7 +161,7 @@ def holds(one: Supposed) -> bool:
 
 
 def with_loss(trial: Trial, loss_sum: float | None, *, valid: int | None = None) -> Trial:
-    """Of step 1."""
+    """Return the trial with this loss in step 1."""
     first, *rest = trial.ranks[0].steps
     part = first.microbatches[0]
     part = replace(part, loss_sum=loss_sum, valid_tokens=part.valid_tokens if valid is None else valid)
@@ -170,7 +170,7 @@ def with_loss(trial: Trial, loss_sum: float | None, *, valid: int | None = None)
 
 
 def in_rows(trainer: Trainer | None = None) -> Trial:
-    """Of an adapter that puts rows in another order, which is not the trainer's."""
+    """Return the trial of an adapter that puts rows in another order, which is not the trainer's."""
     rows = {
         fqn: np.roll(np.arange(shape[0]), 1)
         for fqn, shape in MODEL.parameter_shapes().items()

@@ -1,4 +1,4 @@
-"""A trainer that is a script: run as a program up to its first forward pass that trains, stopped, and run on when told.
+"""A trainer that is a script. It runs as a program up to its first forward pass that trains, stops there, and runs on later.
 
 The script is not edited. What it imports, builds and wraps is its own; it sees the arguments of a command line. It may end
 as scripts do: the process group is left by the adapter, once all has been read.
@@ -52,7 +52,7 @@ class Script:
         self.wrap(name, lambda _: by)
 
     def wrap(self, name: str, make: Callable[[Any], Any]) -> None:
-        """As `replace`. make: of what has this name, what is put in its place."""
+        """Replace a name as `replace` does, by what `make` returns for its value."""
         self._makes[name] = make
 
     def set_up(self, arguments: Sequence[str], load: Load) -> nn.Module:
@@ -74,7 +74,7 @@ class Script:
         return self._model
 
     def wait(self, model: nn.Module) -> None:
-        """For what an adapter puts into a script whose first forward pass is too late to stop, as in a pipeline, where the last
+        """Stop here. An adapter puts this into a script whose first forward pass is too late to stop: in a pipeline, the last
         stage waits for the others first. model: what the script trains, with whatever wraps it."""
         nn.Module.__call__ = self._called
         self._model = model
@@ -151,7 +151,7 @@ def _cut_again(model: nn.Module) -> None:
 
 
 def _shards(handle: Any) -> bool:
-    """Of a unit of FSDP1: one without parameters of its own has none, and on a single rank nothing is cut."""
+    """Return whether a unit of FSDP1 is cut: one without parameters is not, and on a single rank none is."""
     return handle is not None and handle.uses_sharded_strategy
 
 
