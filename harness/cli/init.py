@@ -11,7 +11,6 @@ from harness.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.cli.options import BadInput, add_command
 from harness.evidence.store import write_text
 from harness.onboarding import skeleton
-from harness.onboarding.matching import match
 from harness.onboarding.observed import Facts, observe
 from harness.report.output import complain, say
 
@@ -70,7 +69,7 @@ def _facts(script: Path) -> Facts:
 
 def told(facts: Facts) -> Iterator[tuple[str, str]]:
     """Yield what was found, in a line each."""
-    found = match(facts.shapes, facts.heads or 1)
+    found = skeleton.matched(facts)
     yield "stopped", facts.stopped or "at the first step of its optimizer, as planned"
     yield (
         "model",

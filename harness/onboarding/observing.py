@@ -201,9 +201,14 @@ def _watch_arguments(facts: Facts) -> None:
     parse, execute = argparse.ArgumentParser.parse_known_args, builtins.exec
 
     def parsed(self: Any, args: Any = None, namespace: Any = None) -> Any:
-        if args is None and not facts.flags:
+        typed = args is None or [*args] == sys.argv[1:]
+        if typed and not facts.flags:
             facts.flags += [flag for action in self._actions if (flag := _flag(action))]
             sys.argv[1:] = skeleton.command_line(facts, CASE)
+        for action in self._actions:  # what is required may be the place of samples, which are replaced
+            action.required = False
+            action.nargs = action.nargs if action.option_strings else action.nargs or "?"
+        args = None if typed else args
         return parse(self, args, namespace)
 
     def executed(code: Any, names: Any = None, local: Any = None, /, **kwargs: Any) -> None:

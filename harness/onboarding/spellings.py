@@ -7,7 +7,6 @@ import re
 PARAMETERS = {
     "tok_embeddings": "embed_tokens wte tok_emb tok_embed token_emb token_embedding token_embeddings embed embedding emb",
     "output": "lm_head head unembed readout to_logits out_head vocab_head",
-    "norm": "ln_f norm_f final_norm out_norm final norm_out ln_out last_norm final_ln",
     "attention": "attn self_attn self_attention mixer att sa mha",
     "feed_forward": "mlp ff ffn feedforward swiglu",
     "attention_norm": "input_layernorm ln_1 ln1 n1 norm1 norm_1 attn_norm pre_attn_norm norm_attn ln_attn pre_attn",

@@ -56,6 +56,9 @@ RESUMES: tuple[Change, ...] = (
         '    p.add_argument("--ddp"',
         '    p.add_argument("--resume")\n    p.add_argument("--save-to")\n    p.add_argument("--ddp"',
     ),
+    ('    p.add_argument("--ddp"', '    p.add_argument("--tokens", required=True)\n    p.add_argument("--ddp"'),
+    ("return p.parse_args()", "return p.parse_args(sys.argv[1:])"),
+    ("import os\n", "import os\nimport sys\n"),
     ("def main():", "def save(model, folder):\n    torch.save(model.state_dict(), folder)\n\n\ndef main():"),
 )
 FUSED: tuple[Change, ...] = (
