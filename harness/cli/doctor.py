@@ -74,7 +74,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _of_this_repository() -> Usual:
-    """Return the trainer that nobody typed. Raises BadInput if there is only the harness's own, which needs no doctor."""
+    """Return the trainer if none was typed. Raises BadInput if there is only the harness's own, which needs no doctor."""
     found = usual()
     if not found.because:
         raise BadInput(

@@ -1,355 +1,279 @@
-"""An adapter and its first cases, begun with what a script says of itself; the rest is left to a person."""
+"""The text of an adapter and of its first cases, begun with the facts observed about a script."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from harness.onboarding.constructors import AMBIGUOUS, SIZES
-from harness.onboarding.script_facts import Flag, ScriptFacts
-from harness.onboarding.spellings import FLAGS, PARAMETERS, by_spelling
-from harness.reference.config import ModelConfig
+from harness.onboarding.matching import Match, match, table
+from harness.onboarding.observed import CASE, Facts, Flag
+from harness.onboarding.spellings import meaning
+from harness.reference.config import ModelConfig, TrainingConfig
+from harness.spec.case import Case
 
-NO_DATA_SET = "TODO no Dataset was found."
-SWITCHES = ("loss_parallel", "async_tp", "compile")  # as a case's features are called
+NO_DATA_SET = "TODO nothing that makes samples was found."
+ANY = "name data all_valid global_batch seq_len steps optimizer beta1 beta2 eps weight_decay decay norm_eps rope_theta rates"
+"""Fields that are written into a script or handed over; first.yaml requests what they are."""
+LAUNCHED = ("resume", "save_to", "saved_step")
+AMBIGUOUS = ("--hidden", "--hidden-size", "--width", "--hidden_size")
 
-WRAPPERS = {
-    "fully_shard": ("fsdp2", "fsdp_2", "{dp_shard: 2}"),
-    "DDP": ("ddp", "ddp_2", "{dp_replicate: 2}"),
-    "DistributedDataParallel": ("ddp", "ddp_2", "{dp_replicate: 2}"),
-    "FSDP": ("fsdp1", "fsdp_2", "{dp_shard: 2}"),
-    "FullyShardedDataParallel": ("fsdp1", "fsdp_2", "{dp_shard: 2}"),
-}
-"""What is called -> the case's word for the wrapper, the name of the first case of two ranks, and its dims."""
-
-MODULES = dict.fromkeys(("wq", "wk", "wv", "wo"), "attention.") | dict.fromkeys(("w1", "w2", "w3"), "feed_forward.")
-"""Where in a layer the reference has them."""
-
-USUAL = """name data all_valid global_batch seq_len steps optimizer beta1 beta2 eps weight_decay decay norm_eps rope_theta
-    rates"""
-"""What a script has written into it, or is handed; a case of cases/first.yaml requests what that is."""
-
-ADAPTER = '''"""{stem}.py under the harness, unedited. Begun by `harness init`; `harness doctor` says what is still wrong.
-
-{places}
-"""
+ADAPTER = '''"""{script} under the harness, unedited. Begun by `harness init`; `harness doctor` says what is wrong.{seen}"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from harness.spec.case import Case
-from harness.spec.traits import TrainerTraits
-from harness.trainers import Adapter, StartedTrainer
-from harness.trainers.support.names import pairs, renamed
-from harness.trainers.support.requests import beyond{import_rows}
+from harness.trainers.support import checkpoints
+from harness.trainers.support.names import in_one, pairs
+from harness.trainers.support.rows import halves
+from harness.trainers.support.script_adapter import ScriptAdapter
 
-SCRIPT = Path(__file__).with_name("{stem}.py")
-
-# theirs=ours, a part of a name each; nothing after = leaves the part out.{unknown_names}
+# theirs=ours, a part of a name each; nothing after = leaves the part out.
 NAMES = pairs("""{names}""")
 
 # What of a case this adapter passes on; a case that requests anything else is skipped, with that reason.
-KNOWN = dict.fromkeys(
-    """{known}""".split(),
-    ...,
-) | {{"wrapper": {wrappers}{written}}}
+KNOWN = dict.fromkeys("""{known}""".split(), ...)
+KNOWN |= {{{written}}}
 
 
-def arguments(case: Case) -> list[str]:
-    """The command line that requests the case."""
-    return [
+class {name}(ScriptAdapter):
+    name, names, known = "{stem}", NAMES, KNOWN
+    script = Path(__file__).parent / "{script}"{attributes}
+
+    def arguments(self, case: Case, device: str) -> list[str]:
+        return [
 {arguments}
-    ]
+        ]
 
+    def samples(self, script: Any, case: Case, rank: int) -> None:
+        import torch
 
-class {name}(Adapter):
-    name = "{stem}"
-    reports = ()  # what it logs is not under test; its losses, gradients and updates are
+        from harness.trainers.support.samples import RecipeSamples, RecipeStream, recipe_batches
 
-    def traits(self, case: Case) -> TrainerTraits:
-        return TrainerTraits(own_model=True)  # it is not the reference's, and in float32 it rounds at other places
-
-    def unsupported(self, case: Case) -> str | None:
-        return next(beyond(case, KNOWN, self.name), None)
-
-    def fqn(self, name: str) -> str:
-        return renamed(name, NAMES)
-{rows}
-    def replaced(self, case: Case, device: str) -> tuple[str, ...]:
-        return ({replaced})
-
-    def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
-        return Started(case, weights)
-
-
-class Started(StartedTrainer):
-    """The script, run up to its first forward pass that trains."""
-
-    def __init__(self, case: Case, weights: Path | None) -> None:
-{import_data}        from harness.trainers.support.script import Script
-        from harness.trainers.support.weights import load_weights
-
-        self.script, self.metrics = Script(SCRIPT, case.training.dtype), []
 {data}
-        told = {{"fqn": adapter.fqn, "rows": adapter.rows(case), "fused": adapter.fused(case)}}
-        model = self.script.set_up(arguments(case), lambda model: load_weights([model], case, weights, **told))
-        self.model_parts = [model]
-
-    def train(self, last_step: int) -> None:
-        self.script.run()
-
+{methods}
 
 adapter = {name}()
 '''
-
 ROWS = """
     def rows(self, case: Case) -> dict:
         return halves(case)  # its rotary embedding turns halves of a head, not neighbours; else leave this out
 """
+FUSED = """
+    def fused(self, case: Case) -> dict:
+        return in_one(case, {declared})
+"""
+CASES = """# Begun by `harness init`. What the script has written into it, rather than as a flag, is requested here.
+
+defaults:"""
+DATA = {
+    "samples": "RecipeSamples(case{shuffled}{form})",
+    "stream": "RecipeStream(case, rank, case.dims.dp{form})",
+    "generator": "recipe_batches(case, rank, case.dims.dp)",
+    "function": "next(trained if torch.is_grad_enabled() else evaluated)",
+}
 
 
-def adapter(facts: ScriptFacts) -> str:
-    stem, known = facts.path.stem, _meanings(facts)
-    names = [f"{name}={ours}" for name, ours in _names(facts)]
-    passed = {_key(known[word]) for word in passed_on(facts)}
-    passed |= {_word(flag) for flag in facts.flags if flag.is_switch and _word(flag) in SWITCHES}
-    wrappers = tuple(dict.fromkeys(WRAPPERS[name][0] for name in sorted(facts.wrappers()) if name in WRAPPERS))
+def adapter(path: Path, facts: Facts, file: Path) -> str:
+    """Return the text of an adapter in this file."""
+    stem, found, data = path.stem, matched(facts), facts.data
+    declared = ", ".join(f'"{one}"' for one in found.declarations)
+    by = f"samples: {data[0]} by the recipe's, which the script brings to its ranks" if data else ""
+    saves = facts.saves[0] if facts.saves else "TODO"
     return ADAPTER.format(
         stem=stem,
         name="".join(part.capitalize() for part in re.split(r"\W|_", stem)) or "Mine",
-        places="\n".join(_places(facts)) or "Nothing of torch was found in it by name.",
-        import_rows="\nfrom harness.trainers.support.rows import halves" if facts.turns_halves else "",
-        rows=ROWS if facts.turns_halves else "",
-        names=_folded(names),
-        unknown_names="" if names else " No other than the reference's was found.",
-        known=_folded(list(dict.fromkeys([*USUAL.split(), *_seed(facts), *sorted(passed), *_dims(facts)]))),
-        wrappers=repr(wrappers),
-        written="".join(f', "{key}": ({value},)' for key, value in written(facts).items()),
-        arguments="\n".join(_arguments(facts)),
-        replaced=_replaced(facts),
-        data="\n".join(_data(facts)),
-        import_data=_import_data(facts),
+        script=os.path.relpath(path, file.parent),
+        seen="".join(f"\n\nUnlike the reference: {part}." for part in other_parts(facts)),
+        names=_folded([f"{theirs}={ours}" for theirs, ours in table(found.names).items()]),
+        known=_folded(list(dict.fromkeys([*ANY.split(), *_seed(facts), *_fields(facts), *_dims(facts)]))),
+        written=", ".join(f'"{key}": {value!r}' for key, value in _written(facts).items()),
+        attributes=(f'\n    replaces = ("{by}",)' * bool(data)) + f'\n    saves = "{saves}"' * bool(_resuming(facts)),
+        arguments="\n".join(f"            {line}" for line in _arguments(facts)),
+        data="\n".join(f"        {line}" for line in _data(facts)),
+        methods=(ROWS if facts.halves else "") + (FUSED.format(declared=declared) if declared else ""),
     )
 
 
-def written(facts: ScriptFacts) -> dict[str, int]:
-    """What a case has to request just so: sizes of the model that no flag tells, and the seed of a sampler that shuffles."""
-    seed = facts.sampler["seed"] if _shuffles(facts) and facts.sampler else None
-    return sizes(facts) | ({"seed": seed} if isinstance(seed, int) else {})
+def cases(facts: Facts) -> str:
+    """Return one device, and the smallest case of each wrapper and option that the script has."""
+    written = {key: value for key, (value,) in _of_model(facts).items()}
+    written |= {key: value for key, value in facts.sizes.items() if value != getattr(CASE.model, key)}
+    lines = [f"  training: {{{_yaml(_recipe(facts))}}}", f"  model: {{{_yaml(written)}}}", "", "cases:"]
+    lines += [f"  single: {{why: {CASE.why}}}"]
+
+    def add(name: str, what: str, why: str) -> None:
+        lines.append(f"  {name}: {{dims: {what}, why: {why}}}")
+
+    for wrapper, name in facts.wrappers.items():
+        own = ", features: {wrapper: fsdp1}" * (wrapper == "fsdp1")
+        two = ("{dp_replicate: 2}" if wrapper == "ddp" else "{dp_shard: 2}") + own
+        add(name, two, "Two ranks must do what one does.")
+        if name == "fsdp_2" and "dp_replicate" in _fields(facts):
+            add("hsdp_2x2", f"{{dp_replicate: 2, dp_shard: 2}}{own}", "Replicas of shards must do what one rank does.")
+        if _resuming(facts):
+            then = f"{two}, resume: [{{after: 1, dims: {two}}}]"
+            add(f"{name}_resumes", then, "A run that resumes must do what one run does.")
+    if "tp" in _dims(facts):
+        off = dict.fromkeys(_without(facts), False)
+        own = f", features: {{{_yaml(off)}}}" * bool(off)
+        add("tp_2", f"{{tp: 2}}{own}", "Two ranks that share each matrix must do what one does.")
+    return "\n".join([CASES, *lines, ""])
 
 
-def sizes(facts: ScriptFacts) -> dict[str, int]:
-    """Of the model, that no flag tells; none where there is no such model."""
-    found = {field: size for field, size in facts.sizes.items() if not _is_passed(facts, field)}
-    try:
-        usual, own = ModelConfig(), ModelConfig(**found)  # type: ignore[arg-type]
-    except ValueError:
-        return {}
-    return {field: found[field] for field in SIZES if getattr(own, field) != getattr(usual, field)}
+def matched(facts: Facts) -> Match:
+    return match(facts.shapes, facts.heads or CASE.model.n_heads)
 
 
-def _is_passed(facts: ScriptFacts, field: str) -> bool:
-    return field in {_key(_meanings(facts)[word]) for word in passed_on(facts)}
+def other_parts(facts: Facts) -> list[str]:
+    return list(facts.other_parts([name for name in facts.shapes if name not in matched(facts).names]))
 
 
-def _seed(facts: ScriptFacts) -> list[str]:
-    """Of the samples alone, which are handed over, where its sampler does not shuffle them by a seed of its own."""
-    return [] if _shuffles(facts) else ["seed"]
+# ---- flags
 
 
-def _shuffles(facts: ScriptFacts) -> bool:
-    if facts.sampler is not None:
-        return facts.sampler["shuffle"] is not False
-    return any("shuffle=False" not in place.text for place in facts.at("sampler"))
+def meanings(facts: Facts) -> dict[str, str]:
+    """Return the expression of a case by flag. A hidden size is the feed-forward's if another flag is the model's."""
+    found = {flag.name: said for flag in facts.flags if (said := meaning(flag.name))}
+    sure = {said for name, said in found.items() if name not in AMBIGUOUS}
+    if "model.dim" in sure and "model.ffn_dim" not in sure:
+        found |= {name: "model.ffn_dim" for name in AMBIGUOUS if name in found}
+    if "resume" not in found.values() or "save_to" not in found.values():
+        found = {name: said for name, said in found.items() if said not in LAUNCHED}
+    return found
 
 
-def _meanings(facts: ScriptFacts) -> dict[str, str]:
-    """What flags are spelled like: a hidden size is the feed-forward's where another flag is the model's."""
-    known, words = by_spelling(FLAGS), {_word(flag) for flag in facts.flags}
-    said = {known.get(word) for word in words - {*AMBIGUOUS}}
-    other = "model.dim" in said and "model.ffn_dim" not in said
-    return known | dict.fromkeys(AMBIGUOUS if other else (), "model.ffn_dim")
+def command_line(facts: Facts, case: Case) -> list[str]:
+    """Return the words that `arguments` of the adapter returns."""
+    return eval(f"[{chr(10).join(_arguments(facts))}\n]", {"case": case, "device": "cpu"})
 
 
-def passed_on(facts: ScriptFacts) -> list[str]:
-    """The flags that are spelled like something of a case."""
-    return [word for flag in facts.flags if (word := _word(flag)) in _meanings(facts)]
+def passed_on(facts: Facts) -> list[str]:
+    """Return the flags that request something of a case."""
+    return [flag.name for flag, line in zip(facts.flags, _arguments(facts), strict=True) if not line.startswith("#")]
 
 
-def cases(facts: ScriptFacts) -> str:
-    """One device, and the smallest case for each wrapper that the script uses."""
-    recipe = ", ".join(f"{key}: {value}" for key, value in _recipe(facts).items())
-    has = ", ".join(f"{key}: {value}" for key, value in sizes(facts).items())
-    usual = "# model: {norm_eps: 1.0e-5, rope_theta: 500000.0}   what the script's model has, if it is another"
-    model = f"model: {{{has}}}  # and norm_eps, rope_theta, if the script's model has others" if has else usual
-    lines = [
-        "# Begun by `harness init`. What the script has written into it, rather than as a flag, is requested here.",
-        "",
-        "defaults:",
-        f"  training: {{{recipe}}}",
-        f"  {model}",
-        "",
-        "cases:",
-        "  single: {why: On one rank it must train as the reference does.}",
-    ]
-    named = sorted(facts.wrappers() & set(WRAPPERS))
-    for kind, case, dims in dict.fromkeys(WRAPPERS[name] for name in named):
-        wrapper = ", features: {wrapper: fsdp1}" if kind == "fsdp1" else ""
-        lines.append(f"  {case}: {{dims: {dims}{wrapper}, why: Two ranks must do what one does.}}")
-    if "parallelize_module" in facts.wrappers() or "tp" in _dims(facts):
-        lines.append("  tp_2: {dims: {tp: 2}, why: Two ranks that share each matrix must do what one does.}")
-    return "\n".join([*lines, ""])
-
-
-def _names(facts: ScriptFacts) -> Iterator[tuple[str, str]]:
-    """Projections that lie in the block itself, beside its norms or other modules, have the reference's module before them."""
-    known, ours = by_spelling(PARAMETERS), dict[str, str]()
-    for names in facts.names:
-        spelled = {name: known.get(name, name) for name in names}
-        flat = _is_block(set(spelled.values()))
-        for name, part in spelled.items():
-            module = MODULES.get(part, "") if flat else ""
-            if f"{module}{part}" != name:
-                ours.setdefault(name, f"{module}{part}")
-    yield from ((name, part) for name, part in ours.items() if part.rpartition(".")[2] in PARAMETERS)
-
-
-def _is_block(parts: set[str]) -> bool:
-    """A class whose parts are those of a layer, not of its attention or feed-forward alone."""
-    both = all(any(MODULES.get(part) == module for part in parts) for module in ("attention.", "feed_forward."))
-    return both or bool(parts & {"attention", "feed_forward", "attention_norm", "ffn_norm"})
-
-
-def _folded(words: list[str], indent: str = "    ", width: int = 100) -> str:
-    lines, line = [], ""
-    for word in words:
-        if line and len(line) + len(word) > width:
-            lines.append(line)
-            line = ""
-        line = f"{line} {word}".strip()
-    return f"\n{indent}".join([*lines, line])
-
-
-def _word(flag: Flag) -> str:
-    return flag.name.lstrip("-").replace("-", "_").lower()
-
-
-def _key(expression: str) -> str:
-    """The field that an expression of a case is about."""
-    if expression == "local_batch":
-        return "global_batch"
-    return expression.rpartition(".")[2]
-
-
-def _dims(facts: ScriptFacts) -> list[str]:
-    """The axes that its wrappers speak of; degrees that no flag tells follow from the number of ranks."""
-    of = {"fully_shard": "dp_shard", "FSDP": "dp_shard", "FullyShardedDataParallel": "dp_shard"}
-    of |= {"DDP": "dp_replicate", "DistributedDataParallel": "dp_replicate", "parallelize_module": "tp"}
-    flags = {_meanings(facts).get(_word(flag), "") for flag in facts.flags}
-    told = [key for key in ("dp_replicate", "dp_shard", "tp") if f"dims.{key}" in flags]
-    return list(dict.fromkeys([*told, *(of[name] for name in sorted(facts.wrappers()) if name in of)]))
-
-
-def _arguments(facts: ScriptFacts) -> Iterator[str]:
-    known = _meanings(facts)
+def _arguments(facts: Facts) -> Iterator[str]:
+    known = meanings(facts)
     for flag in facts.flags:
-        if flag.is_switch and _word(flag) in SWITCHES:
-            yield f'        *(["{flag.name}"] if case.features.{_word(flag)} else []),'
-        elif _word(flag) not in known:
-            yield f"        # {flag.name}{' is a switch' if flag.is_switch else ''}: left at {flag.default}"
-        else:
-            yield _argument(flag, known)
+        yield _argument(flag, known.get(flag.name, ""))
 
 
-def _argument(flag: Flag, known: Mapping[str, str]) -> str:
-    """Of a flag that is spelled like something of a case, or says that it counts over all ranks."""
-    expression = "training.global_batch" if "global" in flag.help else known[_word(flag)]
-    value = f"case.{expression}" + (" or 0.0" if expression == "training.max_norm" else "")
-    look = "  # of one rank and microbatch; TODO is it?" if expression == "local_batch" else ""
-    if expression == "training.dtype" and flag.choices and "float64" not in flag.choices:
-        value, look = (
-            "'float32' if case.training.dtype == 'float64' else case.training.dtype",
-            "  # Script widens it",
+def _argument(flag: Flag, said: str) -> str:
+    name, part = flag.name, said.partition(".")[0]
+    sharded = next((one for one in flag.choices if "fsdp" in one), "")
+    if said in LAUNCHED:
+        value = "" if flag.switch else "={case.saved_step}" if said == "saved_step" else "={checkpoints.folder()}"
+        when = {"resume": "case.resume", "save_to": "case.saved_step or case.resume"}.get(said, "case.saved_step")
+        return f'*([f"{name}{value}"] if {when} else []),'
+    if sharded and "ddp" in flag.choices:
+        return f"f\"{name}={{'ddp' if case.wrapper == 'ddp' else '{sharded}'}}\","
+    if flag.switch and part in ("features", "dims") and said != "dims.tp":
+        wrapped = {"dims.dp_replicate": "case.wrapper == 'ddp'", "dims.dp_shard": "case.wrapper in ('fsdp1', 'fsdp2')"}
+        return f'*(["{name}"] if {wrapped.get(said, f"case.{said}")} else []),'
+    if flag.switch or not said:
+        return (
+            f"# {name}{' is a switch' * flag.switch}: left at {flag.default}{'; TODO it is required' * flag.required}"
         )
-    return f'        f"{flag.name}={{{value}}}",{look}'
+    said = "training.global_batch" if said == "local_batch" and "global" in flag.help else said
+    look = "  # of one rank and microbatch; TODO is it?" if said == "local_batch" else ""
+    if said == "training.dtype" and "float64" not in flag.choices:
+        told, look = "'float32' if case.training.dtype == 'float64' else case.training.dtype", "  # Script widens it"
+        return f'f"{name}={{{told}}}",{look}'
+    return f'f"{name}={{{said if said == "device" else f"case.{said}"}}}",{look}'
 
 
-def _places(facts: ScriptFacts) -> Iterator[str]:
-    for what in dict.fromkeys(place.what for place in facts.places):
-        found = facts.at(what)
-        shown = "; ".join(f"{place.file}:{place.line} {place.text}" for place in found[:2])
-        yield f"{what}: {shown}" + (f"; and {len(found) - 2} more" if len(found) > 2 else "")
-    if facts.models:
-        yield f"model: class {', '.join(facts.models[:3])}"
-    yield from (f"unlike the reference: {phrase}" for phrase in facts.unlike)
+def _resuming(facts: Facts) -> list[str]:
+    return [name for name, said in meanings(facts).items() if said == "resume"]
 
 
-def _replaced(facts: ScriptFacts) -> str:
-    if not facts.data_sets:
-        return f'"batches: {facts.batches[0]} by the recipe\'s",' if facts.batches else ""
-    return f""""data set: {facts.data_sets[0][1]} by the recipe's samples, which its own loader brings to the ranks","""
+# ---- what the adapter passes on, and what is written into the script
 
 
-def _import_data(facts: ScriptFacts) -> str:
-    indent, samples = " " * 8, "RecipeSamples" if _is_map(facts) else "RecipeStream, recipe_batches"
-    samples = "recipe_batches" if not facts.data_sets and facts.batches else samples
-    lines = "".join(_data(facts))
-    imported = [module for module, used in (("os", "os.environ"), ("torch", "torch.")) if used in lines]
-    first = "".join(f"{indent}import {module}\n" for module in imported) + "\n" * bool(imported)
-    return f"{first}{indent}from harness.trainers.support.samples import {samples}\n"
+def _fields(facts: Facts) -> list[str]:
+    switches, known = {flag.name for flag in facts.flags if flag.switch}, meanings(facts).items()
+    said = {said for name, said in known if not (name in switches and said.startswith("dims."))}
+    fields = {re.split(r"\W", one.partition(".")[2] or one)[0] for one in said}
+    return sorted(fields - {*LAUNCHED, "device", "local_batch"})
 
 
-def _is_map(facts: ScriptFacts) -> bool:
-    return bool(facts.data_sets) and facts.data_sets[0][2] != "an iterator"
+def _dims(facts: Facts) -> list[str]:
+    """Return the axes that wrappers and flags speak of; degrees without a flag follow from the number of ranks."""
+    axes = {"ddp": "dp_replicate", "fsdp2": "dp_shard", "fsdp1": "dp_shard"}
+    tp = ["tp"] * ("parallelize_module" in facts.words)
+    return list(dict.fromkeys([*(axes[one] for one in facts.wrappers), *tp]))
 
 
-def _data(facts: ScriptFacts) -> Iterator[str]:
-    """How the recipe's samples get into the trainer's own loader."""
-    indent = " " * 8
-    if not facts.data_sets and facts.batches:
-        name = facts.batches[0]
-        yield f"{indent}# TODO does {name} answer tokens and labels of a microbatch? These are of this data-parallel rank:"
-        yield f'{indent}rank = int(os.environ["RANK"]) // (case.dims.cp * case.dims.tp) % case.dims.dp'
-        yield f"{indent}trained, evaluated = (recipe_batches(case, rank, case.dims.dp) for _ in range(2))"
-        yield f"{indent}answer = (lambda *_, **__: next(trained if torch.is_grad_enabled() else evaluated))"
-        yield f'{indent}self.script.replace("{name}", answer)'
+def _without(facts: Facts) -> list[str]:
+    """Return what tensor parallel does only by a name that the script never uses."""
+    by = {"sequence_parallel": "SequenceParallel", "loss_parallel": "loss_parallel"}
+    return [key for key, word in by.items() if word not in facts.words] if "parallelize_module" in facts.words else []
+
+
+def _of_model(facts: Facts) -> dict[str, tuple[Any]]:
+    order = [key for key in vars(ModelConfig()) if key in (found := matched(facts).other_sizes(CASE.model))]
+    return {key: (found[key],) for key in order}
+
+
+def _written(facts: Facts) -> dict[str, Any]:
+    """Return the values of KNOWN that the script has and no flag passes on."""
+    recipe = {key: value for key, value in _recipe(facts).items() if key in ("seed", "max_norm")}
+    fixed = {key: (value,) for key, value in recipe.items() if key not in _fields(facts)}
+    off = {key: (False,) for key in _without(facts)}
+    return {"wrapper": tuple(facts.wrappers)} | _of_model(facts) | fixed | off
+
+
+def _seed(facts: Facts) -> list[str]:
+    """Return the seed, which only the samples have, unless the script's sampler shuffles by another seed."""
+    return [] if facts.sampler and facts.sampler[0] else ["seed"]
+
+
+def _recipe(facts: Facts) -> dict[str, Any]:
+    """Return the constants of the optimizer and the sampler that are not a case's usual ones."""
+    seed = {"seed": facts.sampler[1]} if facts.sampler and facts.sampler[0] and facts.sampler[1] is not None else {}
+    seen = facts.recipe | ({} if "max_norm" in facts.recipe or not facts.optimizer else {"max_norm": None})
+    seen = {"optimizer": "sgd" if facts.optimizer == "SGD" else "adamw"} | seen | seed
+    usual = vars(TrainingConfig())
+    return {"all_valid": True} | {key: value for key, value in seen.items() if value != usual[key]}
+
+
+def _yaml(values: dict[str, Any]) -> str:
+    texts = {key: as_yaml(value) if isinstance(value, float) else json.dumps(value) for key, value in values.items()}
+    return ", ".join(f"{key}: {text}" for key, text in texts.items())
+
+
+def as_yaml(value: float) -> str:
+    """Return a number with a fraction, as YAML reads it."""
+    text = repr(float(value))
+    return text if "." in text else text.replace("e", ".0e")
+
+
+def _data(facts: Facts) -> Iterator[str]:
+    """Yield how the recipe's samples get into the script's own loader."""
+    if not facts.data:
+        yield f"# {NO_DATA_SET} A data set is replaced by RecipeSamples(case), a stream by"
+        yield "# RecipeStream(case, rank, case.dims.dp), a generator by recipe_batches(case, rank, case.dims.dp):"
+        yield '# script.replace("ITS_NAME", lambda *_, **__: ..)'
         return
-    if not facts.data_sets:
-        yield f"{indent}# {NO_DATA_SET} What makes its batches may answer next(recipe_batches(case, rank,"
-        yield f'{indent}# degree)), tokens and labels of a microbatch: self.script.replace("ITS_NAME", ..)'
-        return
-    _, name, answers = facts.data_sets[0]
-    yield f"{indent}# {name} answers {answers or 'what was not found'}"
-    if not _is_map(facts):
-        yield f"{indent}# TODO with the data-parallel rank and degree as it is given them"
-        yield f'{indent}self.script.replace("{name}", lambda *_, **__: RecipeStream(case, dp_rank, dp_degree))'
-        return
-    shuffled = ", shuffled=True" if _shuffles(facts) else ""
-    yield f'{indent}self.script.replace("{name}", lambda *_, **__: RecipeSamples(case{shuffled}{_form(answers)}))'
+    name, kind, form = facts.data
+    keys, shuffled = form.split(), ", shuffled=True" if facts.sampler and facts.sampler[0] else ""
+    forms = {"pair": "", "joined": ", form=lambda tokens, labels: torch.cat([tokens, labels[-1:]])"}
+    other = f', form=lambda tokens, labels: {{"{keys[0]}": tokens, "{keys[-1]}": labels}}'
+    if kind == "function":
+        yield "trained, evaluated = (recipe_batches(case, rank, case.dims.dp) for _ in range(2))"
+    made = DATA[kind].format(shuffled=shuffled, form=forms.get(form, other))
+    yield f'script.replace("{name}", lambda *_, **__: {made})'
 
 
-def _form(answers: str) -> str:
-    """What the harness' samples have to look like, so that the loader's user finds what it expects."""
-    keys = re.findall(r"['\"](\w+)['\"]:", answers)
-    if len(keys) >= 2:
-        return f', form=lambda tokens, labels: {{"{keys[0]}": tokens, "{keys[1]}": labels}}'
-    if answers and "," not in re.sub(r"\[.*?\]|\(.*\)$", "", answers) and not answers.startswith("("):
-        return ", form=lambda tokens, labels: torch.cat([tokens, labels[-1:]])"
-    return ""
-
-
-def _recipe(facts: ScriptFacts) -> dict[str, object]:
-    """Literals of the optimizer's call, torch's own where it is left out, and a mean over all tokens."""
-    found, recipe = facts.optimizer, dict[str, object](all_valid="true")
-    recipe |= {"seed": seed} if (seed := written(facts).get("seed")) is not None else {}
-    recipe |= {"decay": "matrices"} if facts.spares_vectors else {}
-    if found is None or found["optimizer"] != "adamw":
-        return recipe | ({"optimizer": "sgd"} if found else {})
-    betas, eps = found.get("betas", (0.9, 0.999)), found.get("eps", 1e-8)
-    told = facts.spares_vectors or "training.weight_decay" in {_meanings(facts).get(word) for word in passed_on(facts)}
-    decay = found.get("weight_decay", None if told else 0.01)
-    recipe |= {"beta1": betas[0], "beta2": betas[1]} if isinstance(betas, tuple) and betas != (0.9, 0.95) else {}
-    recipe |= {"weight_decay": decay} if decay not in (None, 0.1) else {}
-    recipe |= {"eps": f"{eps:.1e}"} if isinstance(eps, float) and eps != 1e-8 else {}
-    return recipe
+def _folded(words: list[str], width: int = 100) -> str:
+    lines = [""]
+    for word in words:
+        lines += [""] if len(lines[-1]) + len(word) > width else []
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "\n    ".join(lines)

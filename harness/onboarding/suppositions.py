@@ -1,8 +1,6 @@
-"""What an adapter usually has wrong of its trainer's model, each put to the test: the reference trained as if it were so.
+"""Usual mistakes of an adapter about its trainer's model, each put to the test: the reference is trained as if it were so.
 
-The adapter copies the seed weights into a model that it says is the reference's. A name, the order of rows, or a constant of
-the model may be another; weights then seem right, and the forward pass is wrong. A supposition alters the reference's model
-so. The loss of step 1 chooses among them, and pairs of them; the checks then judge all that there is.
+The loss of step 1 chooses among suppositions, and pairs of them. The checks then judge all that there is.
 """
 
 from __future__ import annotations
@@ -21,32 +19,29 @@ from harness.judge.losses import global_loss
 from harness.judge.result import Result
 from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
+from harness.onboarding.skeleton import as_yaml
 from harness.reference.config import ModelConfig, TrainingConfig
 
 if TYPE_CHECKING:
-    from harness.reference.spellings import Alter, Alteration
+    from harness.reference.spellings import Alteration
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, float(np.finfo(np.float64).eps), float(np.finfo(np.float32).eps))
 THETAS = (10_000.0, 500_000.0, 1_000_000.0)
-SWAPPED = (
-    *(("feed_forward.w1", "feed_forward.w3"), ("attention.wq", "attention.wo"), ("attention.wk", "attention.wv")),
-    ("attention_norm", "ffn_norm"),
-)
-SQUARE = ("attention.wq", "attention.wo")
-TOO_SMALL = 2  # entries of a head
+SWAPPED = (("w1", "w3"), ("wq", "wo"), ("wk", "wv"), ("attention_norm", "ffn_norm"), ("tok_embeddings", "output"))
+SQUARE = ("wq", "wo")
 MOST_TOGETHER = 2
 
 
 @dataclass(frozen=True)
 class Supposition:
-    """says: what is so. line: what to write, and where. part, alter: of which of the reference's modules, and how it is
-    altered. otherwise: how the reference is trained besides, in the words of reference.counterfactual.Otherwise."""
-
-    says: str
     line: str
+    """What to write, and where."""
     part: str
+    """The reference's modules that are altered."""
     alter: Alteration = lambda module: None
-    otherwise: dict[str, Any] = field(default_factory=dict)
+    """How each of them is altered."""
+    words: dict[str, Any] = field(default_factory=dict)
+    """How the reference is trained besides, in the words of reference.counterfactual.Otherwise."""
 
 
 @dataclass(frozen=True)
@@ -59,78 +54,54 @@ class Supposed:
 
 
 def suppose(trial: Trial) -> list[Supposed]:
-    """The fewest that give the loss of step 1; none where nothing is to be supposed, or no loss was seen."""
-    wanted = global_loss(trial, 1)
-    if wanted is None:
-        return []
-    usual = list(suppositions(trial))
-    for together in range(MOST_TOGETHER + 1):
-        chosen = [c for c in itertools.combinations(usual, together) if _fits(trial, c, wanted)]
-        if chosen:
-            return [_judged(trial, each) for each in chosen]
-    return []
+    """Return the fewest that give the loss of step 1; none if no loss was seen."""
+    wanted, usual = global_loss(trial, 1), list(suppositions(trial))
+    sets = (itertools.combinations(usual, together) for together in range(MOST_TOGETHER + 1))
+    chosen = ([one for one in each if _fits(trial, one, wanted)] for each in sets) if wanted is not None else ()
+    return [_judged(trial, one) for one in next(filter(None, chosen), [])]
 
 
 def suppositions(trial: Trial) -> Iterator[Supposition]:
-    from harness.reference.spellings import ends_exchanged, exchange, setting, transposed, turn_halves, with_eps
+    from harness.reference import spellings as by
 
     model = trial.case.model
     for eps in EPSILONS:
         if eps != model.norm_eps:
-            says = f"its norms add {eps:.3g} to the mean square, requested norm_eps {model.norm_eps:.3g}"
-            yield Supposition(says, f"case: model: {{norm_eps: {as_yaml(eps)}}}", "norm", with_eps(eps))
+            yield Supposition(f"case: model: {{norm_eps: {as_yaml(eps)}}}", "norm", by.with_eps(eps))
     for theta in THETAS:
         if theta != model.rope_theta:
-            says = f"its rotary embedding has base {theta:.0f}, requested rope_theta {model.rope_theta:.0f}"
-            yield Supposition(says, f"case: model: {{rope_theta: {theta}}}", "attention", setting(rope_theta=theta))
+            yield Supposition(f"case: model: {{rope_theta: {theta}}}", "attention", by.setting(rope_theta=theta))
     if "rows" in order_of_entries(trial):
-        says = "its rotary embedding rotates adjacent entries of a head, but the adapter's `rows` say otherwise"
-        yield Supposition(says, "adapter: leave out `rows`", "model", otherwise={"rows": {}})
+        yield Supposition(
+            "adapter: leave out `rows`; adjacent entries of a head turn together", "model", words={"rows": {}}
+        )
     else:
-        for heads, kv_heads in _other_heads(model):
-            says = f"its attention has {heads} heads and {kv_heads} K/V heads, requested {model.n_heads} and {model.n_kv_heads}"
-            line = f"case: model: {{n_heads: {heads}, n_kv_heads: {kv_heads}}}"
-            yield Supposition(says, line, "attention", setting(n_heads=heads, n_kv_heads=kv_heads))
-        says = "its rotary embedding rotates entry i of a head with entry i + head_dim / 2, not with the next one"
-        yield Supposition(says, "adapter: def rows(self, case): return halves(case)", "attention", turn_halves)
+        for heads, kv in _other_heads(model):
+            alter = by.setting(n_heads=heads, n_kv_heads=kv)
+            yield Supposition(f"case: model: {{n_heads: {heads}, n_kv_heads: {kv}}}", "attention", alter)
+        yield Supposition("adapter: def rows(self, case): return halves(case)", "attention", by.turn_halves)
+    homes = {"w": "feed_forward.", "wq": "attention.", "wo": "attention.", "wk": "attention.", "wv": "attention."}
+    full = {name: homes.get(name, homes.get(name[:1], "")) + name for pair in SWAPPED for name in pair}
     for one, other in SWAPPED:
-        yield _swapped(one, other, "block", partial(exchange, one=one, other=other))
-    yield _swapped("tok_embeddings", "output", "model", ends_exchanged)
+        ends = one == "tok_embeddings"
+        alter = by.ends_exchanged if ends else partial(by.exchange, one=full[one], other=full[other])
+        yield Supposition(f"adapter: exchange {one} and {other} in NAMES", "model" if ends else "block", alter)
     for names in (SQUARE[:1], SQUARE[1:], SQUARE):
-        says = f"it multiplies by {' and '.join(map(_last, names))} from the left: rows are inputs"
-        line = "adapter: copy them transposed, and judge with DDP only: no check covers transposed slices"
-        yield Supposition(says, line, "block", transposed(names))
+        line = f"adapter: copy {' and '.join(names)} transposed, and judge with DDP only: no check covers transposed slices"
+        yield Supposition(line, "block", by.transposed(tuple(full[name] for name in names)))
 
 
 def _other_heads(model: ModelConfig) -> Iterator[tuple[int, int]]:
-    """As many as weights of the same shapes may have, which do not show it; and of keys and values. Of rows that the adapter
-    puts in another order, by the heads that it knows, nothing is supposed."""
+    """Yield other numbers of heads that give weights of the same shapes. A head of two entries is too small."""
     kv_dim = model.n_kv_heads * model.head_dim  # which divides dim
-    for size in range(kv_dim, TOO_SMALL, -2):
-        if kv_dim % size == 0 and size != model.head_dim:
-            yield model.dim // size, kv_dim // size
-
-
-def as_yaml(value: float) -> str:
-    """As YAML reads a number with a fraction."""
-    text = repr(float(value))
-    return text if "." in text else text.replace("e", ".0e")
-
-
-def _swapped(one: str, other: str, part: str, alter: Alteration) -> Supposition:
-    first, second = _last(one), _last(other)
-    says = f"what the adapter calls {first} is the model's {second}, and vice versa"
-    return Supposition(says, f"adapter: exchange {first} and {second} in NAMES", part, alter)
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
+    sizes = [size for size in range(kv_dim, 2, -2) if kv_dim % size == 0 and size != model.head_dim]
+    yield from ((model.dim // size, kv_dim // size) for size in sizes)
 
 
 # ---- the reference, as if it were so
 
 
-def altered_by(chosen: Sequence[Supposition]) -> Alter:
+def _assumed(chosen: Sequence[Supposition]) -> dict[str, Any]:
     from harness.reference.spellings import modules_of
 
     def alter(model: Any, step: int) -> None:
@@ -138,39 +109,31 @@ def altered_by(chosen: Sequence[Supposition]) -> Alter:
             for name in modules_of(model, each.part):
                 each.alter(model.get_submodule(name))
 
-    return alter
+    return {"altered": alter} | {key: value for each in chosen for key, value in each.words.items()}
 
 
 def _fits(trial: Trial, chosen: Sequence[Supposition], wanted: float) -> bool:
-    """Whether the loss of step 1 is the one that the trainer computed."""
+    """Return whether the loss of step 1 is the one that the trainer computed."""
     from harness.reference.counterfactual import Otherwise, losses_of_rows
 
-    otherwise = Otherwise(altered=altered_by(chosen), **(order_of_entries(trial) | _words(chosen)))
+    otherwise = Otherwise(**(order_of_entries(trial) | _assumed(chosen)))
     losses = losses_of_rows(trial.case.model, trial.case.training, trial.reference, 1, otherwise)
-    found = losses.sum() / trial.reference_step(1).valid_tokens
-    return bool(abs(found - wanted) <= _close(trial) * wanted)
-
-
-def _close(trial: Trial) -> float:
     try:
-        return trial.bounds.loss[1]
+        bound = trial.bounds.loss[1]
     except NoBound:
-        return 1e-6
-
-
-def _words(chosen: Sequence[Supposition]) -> dict[str, Any]:
-    return {key: value for each in chosen for key, value in each.otherwise.items()}
+        bound = 1e-6
+    return bool(abs(losses.sum() / trial.reference_step(1).valid_tokens - wanted) <= bound * wanted)
 
 
 def _judged(trial: Trial, chosen: tuple[Supposition, ...]) -> Supposed:
-    """With the rates that the optimizer took, whatever they are: they are no mistake of the model."""
+    """Judge with the rates that the optimizer took, whatever they are: they are no mistake of the model."""
     requested = another_case(trial, replace(trial.case, training=with_own_rates(trial)))
-    assumed = another_reference(requested, altered=altered_by(chosen), **_words(chosen))
+    assumed = another_reference(requested, **_assumed(chosen))
     return Supposed(chosen, assumed, judge(assumed))
 
 
 def with_own_rates(trial: Trial) -> TrainingConfig:
-    """The recipe, with the rates that rank 0's optimizer took where these are others."""
+    """Return the recipe, with the rates that rank 0's optimizer took if these are others."""
     training, steps = trial.case.training, trial.ranks[0].steps
     rates = tuple(step.lr for step in steps if step.lr is not None)
     wanted = [trial.reference_step(step.step).lr for step in steps]

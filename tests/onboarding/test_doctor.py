@@ -30,21 +30,21 @@ EVALUATES = """    with torch.no_grad():
 def test_what_an_adapter_has_wrong_is_said_with_the_line_and_then_two_ranks_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Of a script that evaluates before its first step and has no main guard."""
+    """The script evaluates before its first step and has no main guard."""
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "tests" / "script_trainer.py").read_text().replace("    for step in", EVALUATES)
     Path("train.py").write_text(text.replace('if __name__ == "__main__":', "if True:"))
     assert main(["init", "train.py"]) == 0
+    cases = Path("cases/first.yaml")
+    cases.write_text(cases.read_text().replace("norm_eps: 1.0e-06", ""))  # which init has seen
     assert main(["doctor", "--trainer", "train_adapter.py", "-k", "single or fsdp_2"]) == 1
     said = capsys.readouterr().out
-    assert "its norms add 1e-06 to the mean square, requested norm_eps 1e-05" in said
     assert "case: model: {norm_eps: 1.0e-06}" in said
     assert "case: training: {rates: [0.001, 0.002, 0.003]}" in said
     assert "3 of 3 failing checks pass: gradients, loss, update" in said
     assert "not run after this: fsdp_2" in said
-    cases = Path("cases/first.yaml")
     told = "{rates: [0.001, 0.002, 0.003], all_valid: true}\n  model: {norm_eps: 1.0e-06}"
-    cases.write_text(cases.read_text().replace("{all_valid: true}", told))
+    cases.write_text(cases.read_text().replace("{all_valid: true}\n  model: {}", told))
     assert main(["doctor", "--trainer", "train_adapter.py", "-k", "single or fsdp_2"]) == 0
     said = capsys.readouterr().out
     assert "fsdp_2          PASS: 3 steps on 2 ranks" in said and "all is well in single, fsdp_2; all cases:" in said
@@ -58,7 +58,7 @@ def test_names_that_are_none_of_the_references_stop_the_examination(
     Path("train.py").write_text((ROOT / "tests" / "script_trainer.py").read_text())
     assert main(["init", "train.py"]) == 0
     adapter = Path("train_adapter.py")
-    adapter.write_text(adapter.read_text().replace("q_proj=wq ", ""))
+    adapter.write_text(adapter.read_text().replace("q_proj=wq", ""))
     assert main(["doctor", "--trainer", "train_adapter.py", "-k", "single"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert (
@@ -70,28 +70,51 @@ def test_names_that_are_none_of_the_references_stop_the_examination(
 def test_a_script_that_trains_more_steps_than_requested_is_told_which_line_requests_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, said = literal.tiny_case("single"), list[tuple[str, str]]()
+    case = literal.tiny_case("single")
     fewer = replace(case, training=replace(case.training, steps=1))
     monkeypatch.setattr(examination, "load_trial", lambda folder: literal.trial_of(case))
     finding = Finding.at(0, "steps [1]", "steps [1, 2, 3]")
     judgement = Judgement(fewer, tmp_path, (Result("completed", Verdict.FAIL, 1, (finding,)),), None, 0.0)
-    assert not examination._died(judgement, Options(), lambda label, text: said.append((label, text)))
+    said = examination.explanation(judgement, Options())
     assert said[0][1].startswith("it trained 3 steps, requested 1;")
     assert said[2] == ("", "case: training: {steps: 3}")
 
 
-def test_an_average_of_averages_is_answered_with_the_line_for_who_means_it(tmp_path: Path) -> None:
-    said: list[tuple[str, str]] = []
-    judgement = Judgement(
-        literal.tiny_case("single"),
-        tmp_path,
-        (),
-        one_cause("the loss is averaged per rank: each divides", kind="averaged locally"),
-        0.0,
-    )
-    assert examination._diagnosed(judgement, lambda label, text: said.append((label, text)))
+def test_an_average_of_averages_is_answered_with_the_line_for_who_means_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = literal.tiny_case("ddp_2")
+    monkeypatch.setattr(examination, "load_trial", lambda folder: literal.trial_of(case))
+    why = one_cause("the loss is averaged per rank: each divides", kind="averaged locally")
+    passed = tuple(Result(check, Verdict.PASS, 1) for check in ("completed", "samples"))
+    said = examination.explanation(Judgement(case, tmp_path, passed, why, 0.0), Options())
     assert said[0] == ("cause", "the loss is averaged per rank: each divides")
-    assert said[1][1].startswith("if that is meant: case: training: {all_valid: true}")
+    assert "case: training: {all_valid: true}" in said[1][1]
+
+
+GATHERS = """
+from dataclasses import replace
+from harness.trainers import llama3
+
+class Gathers(llama3.Llama3):
+    name = "gathers"
+
+    def start(self, case, weights, device):
+        return super().start(replace(case, features=replace(case.features, loss_parallel=False)), weights, device)
+
+adapter = Gathers()
+"""
+
+
+def test_a_loss_on_gathered_logits_is_answered_with_the_case_that_requests_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gathers_adapter.py").write_text(GATHERS)
+    Path("cases").mkdir()
+    Path("cases/first.yaml").write_text("cases: {tp_2: {dims: {tp: 2}, why: a test}}")
+    assert main(["doctor"]) == 1
+    assert "case: features: {loss_parallel: false}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_one_adapter_of_the_folder_is_examined_and_never_the_harness_own_trainer_unasked(
@@ -188,14 +211,12 @@ def test_an_own_model_is_said_to_round_at_other_places_after_it_was_judged_as_on
         asked.append(keys)
         return Path()
 
-    monkeypatch.setattr(examination, "load_trial", lambda folder: trial)
     monkeypatch.setattr(examination, "reference_folder", measured)
     monkeypatch.setattr(
         examination, "load", lambda *_: replace(trial.reference, noise={trial.case.golden_noise_key: noise})
     )
-    lines: list[tuple[str, str]] = []
-    judgement = Judgement(trial.case, Path(), results, None, 0.0)
-    assert examination._another_order(judgement, Options(), lambda *line: lines.append(line)) is told
+    lines = list(examination._another_order(trial, Judgement(trial.case, Path(), results, None, 0.0), Options()))
+    assert bool(lines) is told
     assert asked == ([] if own_model else [(trial.case.golden_noise_key,)])
     assert [text for _, text in lines if "own_model=True" in text] == [
         "adapter: def traits(self, case): return TrainerTraits(own_model=True)"

@@ -72,38 +72,6 @@ SCRIPT = (
     ("\ndef main():\n", STATE),
     ("\nimport torch.distributed as dist\n", IMPORTS),
 )
-ADAPTER = (
-    (
-        "        # --ddp is",
-        """        *([f"--resume={checkpoints.folder()}"] if case.resume else []),
-        *([f"--save-to={checkpoints.folder()}", f"--stop-after={case.saved_step}"] if case.saved_step else []),
-        # --ddp is""",
-    ),
-    ("beyond(case, KNOWN, self.name)", "beyond(case, KNOWN, self.name, saves=True)"),
-    (
-        '        told = {"fqn"',
-        '        if case.saved_step:\n            self.script.hold("save")\n        told = {"fqn"',
-    ),
-    (
-        "lambda model: load_weights([model], case, weights, **told)",
-        "lambda model: case.resume or load_weights([model], case, weights, **told)",
-    ),
-    (
-        "        self.script.run()\n",
-        """        self.script.run()
-
-    def save(self, folder: Path) -> None:
-        self.script.run()
-
-    def resume(self, folder: Path) -> None:
-        pass
-""",
-    ),
-    (
-        "from harness.trainers.support.names",
-        "from harness.trainers.support import checkpoints\nfrom harness.trainers.support.names",
-    ),
-)
 CASES = """
 defaults:
   training: {all_valid: true, steps: 4, rates: [0.001, 0.002, 0.003, 0.0015]}
@@ -122,12 +90,10 @@ def changed(text: str, *changes: tuple[str, str]) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with a script that resumes, and the adapter that `harness init` began, with the lines of the page."""
+    """A repository with a script that resumes, and the adapter that `harness init` began."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(changed((ROOT / "tests" / "script_trainer.py").read_text(), *SCRIPT))
     assert main(["init", "train.py"]) == 0
-    begun = Path("train_adapter.py").read_text()
-    Path("train_adapter.py").write_text(changed(begun, *ADAPTER))
     Path("cases/first.yaml").write_text(CASES)
     return tmp_path
 

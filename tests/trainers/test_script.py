@@ -195,10 +195,10 @@ def test_a_prefix_that_holds_the_scripts_folder_hides_none_of_it(
 ) -> None:
     from types import ModuleType
 
-    from harness.trainers.support.script import _is_beside
+    from harness.trainers.support.script import is_beside
 
     module = ModuleType("helper")
     module.__file__ = str(tmp_path / "src" / "app" / "helper.py")
     for prefix in (tmp_path, tmp_path / "src", tmp_path / "src" / "app"):
         monkeypatch.setattr(sys, "prefix", str(prefix))
-        assert _is_beside(module, tmp_path / "src" / "app" / "train.py")
+        assert is_beside(module, tmp_path / "src" / "app" / "train.py")

@@ -14,8 +14,18 @@ def pairs(text: str) -> dict[str, str]:
 
 
 def renamed(name: str, table: Mapping[str, str]) -> str:
-    """A dotted name with each of its parts as the table has it: those that it has not stay, those it has nothing for go."""
-    return ".".join(filter(None, (table.get(part, part) for part in name.split("."))))
+    """Return a dotted name with its parts as the table has them. Parts that it lacks stay, parts that it has nothing for go.
+
+    The table may name several parts at once ("mlp.proj"): the longest such key counts.
+    """
+    parts, found = name.split("."), []
+    longest = 1 + max((key.count(".") for key in table), default=0)
+    while parts:
+        keys = (".".join(parts[:length]) for length in range(min(longest, len(parts)), 0, -1))
+        key = next((key for key in keys if key in table), parts[0])
+        found.append(table.get(key, key))
+        parts = parts[key.count(".") + 1 :]
+    return ".".join(filter(None, found))
 
 
 def in_one(case: Case, *told: str) -> dict[str, tuple[str, ...]]:

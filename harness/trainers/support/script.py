@@ -1,4 +1,4 @@
-"""A trainer that is a script: run as a program up to its first forward pass that trains, stopped, and run on when told.
+"""A trainer that is a script. It runs as a program up to its first forward pass that trains, stops there, and runs on later.
 
 The script is not edited. What it imports, builds and wraps is its own; it sees the arguments of a command line. It may end
 as scripts do: the process group is left by the adapter, once all has been read.
@@ -52,7 +52,7 @@ class Script:
         self.wrap(name, lambda _: by)
 
     def wrap(self, name: str, make: Callable[[Any], Any]) -> None:
-        """As `replace`. make: of what has this name, what is put in its place."""
+        """Replace a name as `replace` does, by what `make` returns for its value."""
         self._makes[name] = make
 
     def set_up(self, arguments: Sequence[str], load: Load) -> nn.Module:
@@ -74,7 +74,7 @@ class Script:
         return self._model
 
     def wait(self, model: nn.Module) -> None:
-        """For what an adapter puts into a script whose first forward pass is too late to stop, as in a pipeline, where the last
+        """Stop here. An adapter puts this into a script whose first forward pass is too late to stop: in a pipeline, the last
         stage waits for the others first. model: what the script trains, with whatever wraps it."""
         nn.Module.__call__ = self._called
         self._model = model
@@ -104,25 +104,28 @@ class Script:
         try:
             for acts, code in program(self.path):
                 if acts:
-                    self._put_in()
+                    self.put_in()
                 exec(code, vars(module))
         except SystemExit as end:
             if end.code:
                 raise RuntimeError(f"{self.path.name} ended with exit code {end.code}") from end
 
-    def _put_in(self) -> None:
-        """What the adapter replaces, and float64, in all that is there by now."""
-        for name, module in list(sys.modules.items()):
-            if name not in self._beside:
-                self._beside[name] = _is_beside(module, self.path)
-            if not self._beside[name]:
-                continue
+    def put_in(self) -> None:
+        """Put what the adapter replaces, and float64, into all that is defined by now."""
+        for module in self.beside():
             if hasattr(module, "torch"):
-                float64.widen(self.dtype, name)
+                float64.widen(self.dtype, module.__name__)
             for own in self._makes.keys() & vars(module).keys():
                 if own not in self._given:
                     self._given[own] = self._makes[own](getattr(module, own))
                 setattr(module, own, self._given[own])
+
+    def beside(self) -> list[ModuleType]:
+        """Return the modules loaded so far that are the script or lie beside it."""
+        for name, module in list(sys.modules.items()):
+            if name not in self._beside:
+                self._beside[name] = is_beside(module, self.path)
+        return [sys.modules[name] for name, own in self._beside.items() if own and name in sys.modules]
 
     def _at_first_call(self) -> None:
         """Trap: stopped before the module looks for its hooks, so that those that are put on it now see this very call."""
@@ -148,7 +151,7 @@ def _cut_again(model: nn.Module) -> None:
 
 
 def _shards(handle: Any) -> bool:
-    """Of a unit of FSDP1: one without parameters of its own has none, and on a single rank nothing is cut."""
+    """Return whether a unit of FSDP1 is cut: one without parameters is not, and on a single rank none is."""
     return handle is not None and handle.uses_sharded_strategy
 
 
@@ -182,7 +185,7 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-def _is_beside(module: ModuleType, path: Path) -> bool:
+def is_beside(module: ModuleType, path: Path) -> bool:
     """Return whether the module is the script's own, in its folder or below. What is installed there is not."""
     file, folder = getattr(module, "__file__", None), path.resolve().parent
     if not isinstance(file, str) or not (found := Path(file).resolve()).is_relative_to(folder):
