@@ -287,8 +287,8 @@ def shown(name: str, folder: Path) -> tuple[bool, str]:
     """Whether all is right, and the page."""
     page = io.StringIO()
     with contextlib.redirect_stdout(page):
-        alone = command_line(["show", str(folder / name)])
-        command_line(["show", str(folder / name), "--layout", JOBS[name][0], "--all"])
+        alone = command_line(["report", str(folder / name)])
+        command_line(["report", str(folder / name), "--layout", JOBS[name][0], "--all"])
     text = page.getvalue()
     return alone == 0 and "FAIL" not in text and "UNKNOWN" not in text, text
 

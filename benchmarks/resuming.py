@@ -125,7 +125,7 @@ def wrong_verdicts(names: list[str], outs: list[Path]) -> list[str]:
 
 def left(where: Path) -> list[str]:
     """Processes that outlive the resident one, and files in the temporary folder. Torch makes a cache there when imported."""
-    stop = [sys.executable, "-m", "harness", "server", "stop"]
+    stop = [sys.executable, "-m", "harness", "run", "--server", "end"]
     subprocess.run(stop, env=environment(where), cwd=where, stdout=subprocess.DEVNULL, check=True)
     time.sleep(3.0)  # what is left may see by itself that it is alone
     found = [

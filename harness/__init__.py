@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+__version__ = "0.2.0"
+"""The version of the package, which pyproject.toml reads from here."""
+
 ROOT = Path(__file__).resolve().parent.parent
 """Where `harness` is imported from: the top of a checkout, or a folder of installed packages."""
 

@@ -51,7 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
     """Variables with which the commands of this file, and no others, share a rank server; it ends with them."""
     with_server = {"HARNESS_SERVER": "resident", "XDG_RUNTIME_DIR": str(tmp_path_factory.mktemp("run"))}
     yield with_server
-    stop = [sys.executable, "-m", "harness", "server", "stop"]
+    stop = [sys.executable, "-m", "harness", "run", "--server", "end"]
     subprocess.run(stop, env=os.environ | with_server | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
 
 

@@ -1,4 +1,7 @@
-"""The command line. A command is one file here: `add` says what can be typed, `command` does it, answering an exit code."""
+"""The command line. A command has a file of its name: `add` says what can be typed, `command` does it.
+
+It returns an exit code.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from contextlib import nullcontext
 
 from harness.bisect import BisectError
 from harness.cli.answer import asked, only_the_document, print_document
+from harness.cli.completion import complete
 from harness.cli.exit_codes import INTERRUPTED, NOT_JUDGED, PASSED, SAID, SKIP_COMMIT
 from harness.cli.interrupt import one_interrupt
-from harness.cli.options import BadInput, Parser
+from harness.cli.options import BadInput, Parser, Usage
 from harness.cli.version import Version
 from harness.evidence.errors import CheckError
 from harness.evidence.store import EvidenceError
@@ -25,9 +29,17 @@ from harness.run.options import Unsupported
 from harness.spec.case import CaseError
 
 COMMANDS = (
-    *("init", "doctor", "run", "matrix", "check", "report", "history", "nightly", "record"),
-    *("show", "compare", "snapshot", "plan", "preflight", "golden", "faults", "bisect", "join", "server"),
+    *("init", "doctor", "run", "matrix", "check", "report", "record"),
+    *("compare", "plan", "preflight", "golden", "faults", "bisect", "nightly"),
 )
+RENAMED = {
+    "show": "harness report RECORDING",
+    "history": "harness report --history DIR",
+    "snapshot": "harness compare FILE.yaml RECORDING --accept",
+    "join": "harness run --join DIR",
+    "server": "harness run --server show|end|end-all",
+}
+"""Commands of the release before, for one release, and what is typed instead."""
 EXPECTED = (
     BadInput,
     BisectError,
@@ -44,7 +56,9 @@ EXPECTED = (
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     any_letters()
+    complete(parser)
     try:
+        refuse_renamed(argv)
         args = parser(argv[0] if argv else "").parse_args(argv)
     except SystemExit as stop:  # it has said what was wrong
         code = NOT_JUDGED if stop.code else PASSED
@@ -60,6 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(str(error))
         return NOT_JUDGED
     return code
+
+
+def refuse_renamed(argv: Sequence[str]) -> None:
+    """Raises Usage for a command that has another name now."""
+    if argv and (now := RENAMED.get(argv[0])):
+        message = f"`harness {argv[0]}` has another name now: {now}"
+        complain(message)
+        raise Usage(message)
 
 
 def guarded(args: argparse.Namespace) -> int:

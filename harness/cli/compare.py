@@ -1,4 +1,7 @@
-"""`harness compare A B`: what differs between two runs of a matrix, or in the structure of two recorded jobs."""
+"""`harness compare A B`: what differs between two runs of a matrix, or in the structure of two recorded jobs.
+
+A snapshot is the structure of a recorded job, reviewed and kept in git; --accept writes it.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, SKIP_COMMIT
-from harness.cli.options import BadInput, add_command
+from harness.cli.options import BadInput, add_command, no_document
 from harness.cli.record import add_recording, record
-from harness.cli.report import last_runs
-from harness.cli.snapshot import answer_structures, load_snapshot
-from harness.evidence.store import CASE_FILE, load_run
+from harness.cli.run_report import last_runs
+from harness.evidence.reading import read_text
+from harness.evidence.store import CASE_FILE, EvidenceError, load_run, write_text
+from harness.judge.outside_passes import SECTION
 from harness.judge.run_as_recording import as_recording
 from harness.judge.stored_recording import Recording, load_recording
 from harness.judge.structure import compared_outside, costs, differences, structure
-from harness.report.compared_runs import compared_runs
-from harness.report.output import complain
+from harness.report.compared import compared
+from harness.report.compared_runs import Costs, compared_runs
+from harness.report.output import complain, say
 from harness.run import verdicts
 from harness.run.comparison import compared_cases, of_runs
+from harness.spec.loading import document_of
 
 OF = ("name", "one", "other")
+SNAPSHOTS = (".yaml", ".yml")
 
 
 def add(commands: Any) -> None:
@@ -31,7 +40,10 @@ def add(commands: Any) -> None:
         "folders",
         metavar="A B",
         nargs="*",
-        help="folders of `harness matrix` or `harness run`, recordings, or a snapshot of one",
+        help="folders of `harness matrix` or `harness run`, recordings, or FILE.yaml, a snapshot of one",
+    )
+    parser.add_argument(
+        "--accept", action="store_true", help="write the structure of the recording B to the snapshot A, FILE.yaml"
     )
     parser.add_argument(
         "--with",
@@ -47,11 +59,20 @@ def add(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """1 where verdicts or structure differ; with a command 125, which bisecting skips, where it could not be recorded."""
+    """Return 1 where verdicts or structure differ.
+
+    With a command, return 125 where it could not be recorded: `git bisect run` skips this commit.
+    """
     if args.good is None:
         if len(args.folders) != 2 or args.words:
             raise BadInput("compare: two runs, two recordings, or --with A -- COMMAND")
-        return _between(args, *map(Path, args.folders))
+        return (_accept if args.accept else _between)(args, *map(Path, args.folders))
+    if args.accept:
+        raise BadInput("--accept: leave out --with")
+    return _with_command(args)
+
+
+def _with_command(args: argparse.Namespace) -> int:
     args.words = [*args.folders, *args.words]  # behind -- all words look alike
     try:
         code = record(args, args.out)
@@ -66,13 +87,26 @@ def command(args: argparse.Namespace) -> int:
         )
         complain(args.failed)
         return SKIP_COMMIT
-    return _said(args, args.good, args.out)
+    return _structures(args, args.good, args.out)
+
+
+def _accept(args: argparse.Namespace, snapshot: Path, recording: Path) -> int:
+    """Write a snapshot. Raises BadInput and EvidenceError."""
+    no_document(args, "--accept")
+    if snapshot.suffix not in SNAPSHOTS or recording.suffix in SNAPSHOTS:
+        raise BadInput("--accept: `harness compare FILE.yaml RECORDING --accept` writes FILE.yaml")
+    found, _ = _read(recording)
+    if not found:
+        raise EvidenceError(f"{recording}: no rank left evidence, nothing to keep")
+    write_text(snapshot, yaml.safe_dump(dict(found), sort_keys=False, width=120, allow_unicode=True))
+    say(f"{snapshot}: the structure of {recording}, to be reviewed and committed")
+    return PASSED
 
 
 def _between(args: argparse.Namespace, one: Path, other: Path) -> int:
     runs = [folder for folder in (one, other) if verdicts.file_in(folder)]
     if not runs:
-        return _said(args, one, other)
+        return _structures(args, one, other)
     if len(runs) == 1:
         raise BadInput(f"compare: {runs[0]} is a run of a matrix, and the other is not")
     return _runs(args, one, other)
@@ -92,20 +126,39 @@ def _runs(args: argparse.Namespace, one: Path, other: Path) -> int:
     return NOT_JUDGED if not cases or any(each.problem for each in cases) else PASSED
 
 
-def _said(args: argparse.Namespace, one: Path, other: Path) -> int:
+def _structures(args: argparse.Namespace, one: Path, other: Path) -> int:
+    """Print in what the structure of two recorded jobs differs."""
     (a, a_costs), (b, b_costs) = _read(one), _read(other)
-    found = differences(a, b)
-    answer_structures(args, (one, other), found, (a_costs, b_costs), compared_outside(a, b))
+    found, outside, cost = differences(a, b), compared_outside(a, b), (a_costs, b_costs)
+    data = {"one": one, "other": other, "of": "structure", "differences": found, "outside": outside, "costs": cost}
+    answer(args, "comparison", data, "\n".join(compared(str(one), str(other), found, cost, outside)))
     if not (a and b):
         complain("nothing to compare")
         return NOT_JUDGED
     return BROKEN if found else PASSED
 
 
-def _read(path: Path) -> tuple[Mapping[str, Any], Mapping[str, float]]:
+def _read(path: Path) -> tuple[Mapping[str, Any], Costs]:
     """Raises EvidenceError."""
-    if path.suffix in (".yaml", ".yml"):
-        return load_snapshot(path), {}
+    if path.suffix in SNAPSHOTS:
+        return _load_snapshot(path), {}
     of_a_case = (path / CASE_FILE).exists()
     recording: Recording = as_recording(load_run(path / "run")) if of_a_case else load_recording(path)
     return (structure(recording), costs(recording)) if recording.summaries else ({}, {})
+
+
+def _load_snapshot(path: Path) -> Mapping[str, Any]:
+    """Raises EvidenceError."""
+    remedy = f"`harness compare {path} RECORDING --accept` writes it"
+    try:
+        found = document_of(read_text(path))
+    except OSError as error:
+        missing = f"; {remedy}" * isinstance(error, FileNotFoundError)
+        raise EvidenceError(f"{path}: cannot be read: {error.strerror}{missing}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise EvidenceError(f"{path}: not a snapshot, nor valid YAML: {error}") from error
+    if not isinstance(found, dict) or "ranks" not in found:
+        raise EvidenceError(f"{path}: not a snapshot; {remedy}")
+    if SECTION not in found:
+        raise EvidenceError(f"{path}: an older snapshot, which lacks collectives {SECTION}; {remedy} anew")
+    return found

@@ -20,7 +20,7 @@ from harness.bisect.culprits import Where, searched
 from harness.cli import matrix
 from harness.cli.answer import answer
 from harness.cli.exit_codes import NOT_JUDGED, PASSED, worst
-from harness.cli.history import code
+from harness.cli.history_report import code
 from harness.cli.options import (
     BadInput,
     add_cases,
@@ -32,7 +32,7 @@ from harness.cli.options import (
     options_of,
     trainer_under_test,
 )
-from harness.cli.report import last_runs, shown_as_markdown
+from harness.cli.run_report import last_runs, shown_as_markdown
 from harness.evidence.store import write_text
 from harness.report.grid import summary
 from harness.report.output import complain, say
@@ -81,7 +81,7 @@ def add(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """As `harness history` of the nights with this one; 2 also where every case was skipped."""
+    """Return the exit code of `harness report` of the nights with this one; 2 also where every case was skipped."""
     set_aside = quarantine.load(args.quarantine) if args.quarantine else ()
     args.trainer = trainer_under_test(args)
     named = trainers.spec(args.trainer, None)

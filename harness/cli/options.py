@@ -8,7 +8,7 @@ import importlib.util
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -107,7 +107,8 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_how_to_run(parser: argparse.ArgumentParser) -> None:
+def add_how_to_run(parser: argparse.ArgumentParser, more: Sequence[str] = (), what: str = "") -> Any:
+    """Return the group of these options. more, what: other choices of --server, and what they mean."""
     how = parser.add_argument_group("how ranks are started")
     add_trainer(how)
     how.add_argument(
@@ -119,9 +120,9 @@ def add_how_to_run(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--server",
-        choices=resident_client.KINDS,
-        help="the process that forks ranks: one that stays for the next commands (see `harness server`), or this command's "
-        "own; default resident, in CI own",
+        choices=(*resident_client.KINDS, *more),
+        help=f"the process that forks ranks: resident stays for the next commands, own ends with this one; default resident, "
+        f"in CI own{what}",
     )
     how.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     how.add_argument("--ranks-per-gpu", type=positive_int, default=1, metavar="N", help="may share one; default 1")
@@ -132,7 +133,9 @@ def add_how_to_run(parser: argparse.ArgumentParser) -> None:
         help="on GPUs; default nccl, gloo where ranks share one it cannot",
     )
     add_out(how, help="where evidence goes; default out")
-    how.add_argument("--timeout", type=seconds, default=120.0, metavar="S", help="seconds for one launch; default 120")
+    usual = Options().timeout
+    how.add_argument("--timeout", type=seconds, metavar="S", help=f"seconds for one launch; default {usual:g}")
+    return how
 
 
 def add_trainer(parser: Any) -> None:
@@ -250,7 +253,7 @@ def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Optio
         raise BadInput("--torchrun-args: other nodes join one launch of one case; use `harness run`")
     _check_sharing(args)
     shared = {"ranks_per_gpu": args.ranks_per_gpu, "backend": args.backend}
-    how = (args.launcher, args.device, args.timeout, fault, torchrun_args)
+    how = (args.launcher, args.device, args.timeout or Options().timeout, fault, torchrun_args)
     return Options(args.out, trainer, *how, cases=getattr(args, "cases", None) or "", **shared)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.cli.exit_codes import BROKEN, INTERRUPTED
 from harness.cli.options import BadInput, add_command
-from harness.cli.show import add_layout, shown
+from harness.cli.recording_report import add_layout, shown
 from harness.evidence.store import write_text
 from harness.judge.stored_recording import STARTED
 from harness.launch.process import die_with_parent
@@ -53,7 +53,7 @@ def command(args: argparse.Namespace) -> int:
     if code in (-signal.SIGINT, INTERRUPTED):
         shown(args, args.out, None)
         if args.layout is not None:
-            judges = shlex.join(["harness", "show", "--layout", args.layout, str(args.out)])
+            judges = shlex.join(["harness", "report", "--layout", args.layout, str(args.out)])
             complain(f"interrupted: not judged by its layout; `{judges}` does")
         return INTERRUPTED
     found = shown(args, args.out, args.layout)

@@ -1,80 +1,113 @@
-"""`harness report`: stored evidence as a picture, recorded runs, merged, as the grid that they printed or as a page."""
+"""`harness report PLACE`: what is stored there, shown. A look at the place decides what it is."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.cli import history_report, recording_report, run_report
 from harness.cli.answer import answer
-from harness.cli.exit_codes import NOT_JUDGED, PASSED, code_of, worst
-from harness.cli.options import BadInput, add_command, needs_matplotlib, other_trainers
-from harness.evidence.store import write_text
+from harness.cli.exit_codes import PASSED
+from harness.cli.options import BadInput, add_command, needs_matplotlib
 from harness.report.documents import case_here
-from harness.report.grid import matrix_report
-from harness.report.markdown import annotated, markdown
-from harness.report.outcome import Outcome, as_document
-from harness.report.output import complain, say
-from harness.run import verdicts
+from harness.report.output import say
 from harness.run.folders import case_folders
-from harness.run.history import runs_in
 from harness.run.judging import judge_folder
-from harness.run.merged import merged, problems, provenance
-from harness.run.page import page_of, places_of
-from harness.run.verdicts import RecordedRun
+from harness.run.stored_kind import Kind, kind_of
 
-Form = Callable[[Sequence[RecordedRun], Sequence[Outcome]], str]
+FOR: Mapping[str, tuple[Kind, ...]] = {
+    "as": (Kind.RUN,),
+    "html": (Kind.CASES, Kind.RUN),
+    "all": (Kind.RECORDING,),
+    "layout": (Kind.RECORDING,),
+    "quarantine": (Kind.HISTORY,),
+}
+"""By option, the kinds of stored things that it is for."""
 
 
 def add(commands: Any) -> None:
-    parser = add_command(
-        commands, "report", command, "draw stored evidence, or show the verdicts of recorded runs, shards merged"
-    )
+    parser = add_command(commands, "report", command, "show what is stored: a case, a run, a recording, many nights")
     parser.add_argument(
-        "folders",
-        metavar="DIR",
-        nargs="+",
+        "places",
+        metavar="PLACE",
+        nargs="*",
         type=Path,
-        help="of a case: a picture of who holds what, which groups moved what, losses; of `harness matrix`: its last run",
+        help="a case's folder: draws who holds what, which groups moved what, losses; a folder of `harness matrix`: its "
+        "last run's verdicts, shards merged; a recording: what its ranks really did; a folder of nights: what changed",
     )
-    parser.add_argument(
+    run = parser.add_argument_group("a run")
+    run.add_argument(
         "--as",
-        dest="form",
-        choices=("text", *FORMS),
-        default="text",
-        help="of recorded runs: for the summary of a CI job, as GitHub's annotations, or the folders of what is not green",
+        choices=run_report.FORMS,
+        help="markdown for the summary of a CI job, GitHub's annotations, or the folders of the cases that are not green",
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="all of it as one page for a browser, instead")
-    parser.add_argument(
+    run.add_argument("--html", type=Path, metavar="FILE", help="write one page for a browser; cases may be on it too")
+    run.add_argument(
         "--history",
         type=Path,
         metavar="DIR",
         action="append",
-        help="earlier verdicts.jsonl, which the page shows by case",
+        default=[],
+        help="earlier runs, verdicts.jsonl at any depth: print what changed since, or show them on the page of --html",
+    )
+    recording = parser.add_argument_group("a recording")
+    recording.add_argument("--all", action="store_true", help="print every line, however many there are")
+    recording_report.add_layout(recording)
+    nights = parser.add_argument_group("many nights")
+    nights.add_argument(
+        "--quarantine", type=Path, metavar="FILE", help="cases that a person has set aside until a day; YAML, only read"
     )
 
 
 def command(args: argparse.Namespace) -> int:
-    runs = [folder for folder in args.folders if verdicts.file_in(folder)]
-    drawn = [folder for folder in args.folders if folder not in runs]
-    if args.history and not args.html:
-        raise BadInput("--history: it is for --html; `harness history` tells what changed")
-    if args.json and (args.html or args.form != "text" or (runs and drawn)):
+    """Raises BadInput for places and options that do not belong together."""
+    changes = bool(args.history) and not args.html
+    kinds = {place: kind_of(place) for place in args.places}
+    if changes:
+        kinds = {place: Kind.HISTORY if kind is Kind.RUN else kind for place, kind in kinds.items()}
+        kinds |= dict.fromkeys(args.history, Kind.HISTORY)
+    if not kinds:
+        raise BadInput("report: name what to show: a folder of a case, of a run, of a recording or of nights")
+    _check_options(args, kinds)
+    found = set(kinds.values())
+    if found == {Kind.HISTORY}:
+        return history_report.shown(args, list(kinds), args.quarantine)
+    if found == {Kind.RECORDING} and len(kinds) == 1:
+        return recording_report.shown(args, args.places[0], args.layout, whole=args.all)
+    if found <= {Kind.CASES, Kind.RUN}:
+        cases = [place for place, kind in kinds.items() if kind is Kind.CASES]
+        return _of_runs_and_cases(args, [place for place in kinds if place not in cases], cases)
+    of = ", ".join(f"{place} ({kind})" for place, kind in kinds.items())
+    raise BadInput(f"report: these are not shown together: {of}")
+
+
+def _check_options(args: argparse.Namespace, kinds: Mapping[Path, Kind]) -> None:
+    """Raises BadInput for an option that is for another kind of place."""
+    for option, of in FOR.items():
+        wrong = next((place for place, kind in kinds.items() if kind not in of), None)
+        if wrong and vars(args)[option]:
+            raise BadInput(f"--{option}: it is for {' or '.join(of)}, and {wrong} holds {kinds[wrong]}")
+
+
+def _of_runs_and_cases(args: argparse.Namespace, runs: Sequence[Path], cases: Sequence[Path]) -> int:
+    form = run_report.FORMS.get(vars(args)["as"])
+    if args.html and form:
+        raise BadInput("--as: leave it out, or --html")
+    if args.json and (args.html or form or (runs and cases)):
         raise BadInput("--json: it is of recorded runs or of folders of cases, and without --as or --html")
-    if args.form != "text":
-        if drawn or args.html:
-            raise BadInput(f"--as {args.form}: it is of recorded runs, and without --html")
-        return show_as(runs, FORMS[args.form])
     if args.html:
-        return write_page(runs, drawn, args.history or [], args.html)
-    if drawn:
-        draw(args, drawn)
-    return show(args, runs) if runs else PASSED
+        return run_report.write_page(runs, cases, args.history, args.html)
+    if form:
+        return run_report.show_as(runs, form)
+    if cases:
+        draw(args, cases)
+    return run_report.show(args, runs) if runs else PASSED
 
 
 def draw(args: argparse.Namespace, folders: Sequence[Path]) -> None:
-    """A picture beside each folder's evidence. Needs all ranks' evidence: a rank that left none has nothing to show."""
+    """Draw a picture beside each folder's evidence. It needs the evidence of all ranks."""
     needs_matplotlib()
     from harness.report.pictures import draw_judged  # matplotlib takes half a second
 
@@ -84,84 +117,3 @@ def draw(args: argparse.Namespace, folders: Sequence[Path]) -> None:
         cases.append(case_here(judgement) | {"picture": draw_judged(judgement)})
         say(cases[-1]["picture"])
     answer(args, "cases", {"cases": cases})
-
-
-def write_page(recorded: Sequence[Path], folders: Sequence[Path], history: Sequence[Path], file: Path) -> int:
-    """The exit code is that of the cases on it."""
-    from harness.report.page import html  # jinja2 takes a twentieth of a second
-
-    runs = last_runs(recorded)
-    earlier, unread = runs_in(history) if history else ([], [])
-    for line in unread:
-        complain(line)
-    try:
-        page = page_of(runs, folders, earlier, file)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
-    write_text(file, html(page))
-    say(file)
-    return code_of_all(page.outcomes, lacking=bool(runs and problems(runs)[0]))
-
-
-def show(args: argparse.Namespace, folders: Sequence[Path]) -> int:
-    """The last run of each, as one. What has no verdict, and what was counted once of several, is said and is not green."""
-    runs = last_runs(folders)
-    try:
-        outcomes = merged(runs)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
-    lacking, told = problems(runs)
-    told = [*told, *other_trainers(run.begins.get("trainer", "") for run in runs)]
-    grid = matrix_report(outcomes, None) if outcomes else "no case came to its end"
-    data = {"outcomes": list(map(as_document, outcomes)), "lacking": lacking, "notes": [*provenance(runs), *told]}
-    answer(args, "matrix", data, grid, "", *provenance(runs), *lacking, *told)
-    return code_of_all(outcomes, lacking=bool(lacking))
-
-
-def show_as(folders: Sequence[Path], form: Form) -> int:
-    runs = last_runs(folders)
-    try:
-        outcomes = merged(runs)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
-    if text := form(runs, outcomes):
-        say(text)
-    return code_of_all(outcomes, lacking=bool(problems(runs)[0]))
-
-
-def _markdown(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome], since: Mapping[str, str] | None = None) -> str:
-    lacking, told = problems(runs)
-    return markdown(outcomes, provenance(runs), [*lacking, *told], since)
-
-
-def shown_as_markdown(runs: Sequence[RecordedRun], since: Mapping[str, str]) -> str:
-    """since: by case, the commit that broke it."""
-    return _markdown(runs, merged(runs), since)
-
-
-def _annotations(_: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
-    return "\n".join(annotated(outcomes))
-
-
-def _folders(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
-    places = places_of(runs)
-    return "\n".join(str(places[one.case]) for one in outcomes if one.failed and one.case in places)
-
-
-FORMS: dict[str, Form] = {"markdown": _markdown, "annotations": _annotations, "folders": _folders}
-
-
-def last_runs(folders: Sequence[Path]) -> list[RecordedRun]:
-    """The last of each."""
-    runs: list[RecordedRun] = []
-    for folder in folders:
-        run, unread = verdicts.last(folder)
-        runs.append(run)
-        for line in unread:
-            complain(line)
-    return runs
-
-
-def code_of_all(outcomes: Sequence[Outcome], *, lacking: bool) -> int:
-    codes = [code_of(outcome.verdict) for outcome in outcomes if not outcome.skipped]
-    return worst([*codes, *([NOT_JUDGED] if lacking else [])])

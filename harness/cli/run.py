@@ -1,14 +1,17 @@
-"""`harness run CASE`: one case, judged."""
+"""`harness run CASE`: one case, judged. Or another node's part of one, and the servers that fork its ranks."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
+from harness.cli import rank_servers
 from harness.cli.answer import answer
-from harness.cli.exit_codes import exit_code
+from harness.cli.completion import case_names
+from harness.cli.exit_codes import NOT_JUDGED, PASSED, exit_code
 from harness.cli.options import (
     BadInput,
     add_cases,
@@ -16,21 +19,27 @@ from harness.cli.options import (
     add_how_to_run,
     add_recipe,
     case_of,
+    no_document,
     options_of,
     which_trainer,
 )
+from harness.launch.torchrun import join
 from harness.record.injection import requested_ranks
 from harness.report.documents import case_here
-from harness.report.output import say
+from harness.report.output import complain, say
+from harness.report.progress import stages
 from harness.report.text import case_report
 from harness.run.folders import folder_of
 from harness.run.run_case import run_case
 from harness.spec.variants import in_dtype, reseeded
 
+FIRST_NODE = 600.0  # seconds in which the first node begins the launch; it may run the reference before
+
 
 def add(commands: Any) -> None:
     parser = add_command(commands, "run", command, "run one case and judge it")
-    parser.add_argument("case", metavar="CASE", help="its name; `harness matrix --list` lists them")
+    case = parser.add_argument("case", metavar="CASE", nargs="?", help="its name; `harness matrix --list` lists them")
+    case.completer = case_names  # type: ignore[attr-defined]
     add_cases(parser)
     parser.add_argument(
         "--fault", metavar="FILE.py:NAME", help="a deliberate mistake to make, or a NAME of the catalogue"
@@ -39,10 +48,40 @@ def add(commands: Any) -> None:
         "--bisect", action="store_true", help="exit 125 where nothing could be judged, for `git bisect run`"
     )
     add_recipe(parser)
-    add_how_to_run(parser)
+    what = "; without CASE: show those that stay, end them, or end-all of other environments"
+    how = add_how_to_run(parser, rank_servers.ALL, what)
+    how.add_argument(
+        "--join",
+        type=Path,
+        metavar="DIR",
+        help=f"without CASE, on every other node: its part of the launch in OUT/CASE; waits {FIRST_NODE:g} s for it, "
+        "or --timeout",
+    )
 
 
 def command(args: argparse.Namespace) -> int:
+    other = "--join" if args.join else f"--server {args.server}" if args.server in rank_servers.ALL else ""
+    if bool(other) == bool(args.case):
+        raise BadInput(f"{other}: leave out CASE" if other else "run: name a CASE; `harness matrix --list` lists them")
+    if other:
+        no_document(args, other)
+    if args.join:
+        return _join(args)
+    if other:
+        rank_servers.shown_or_ended(args.server)
+        return PASSED
+    return _run(args)
+
+
+def _join(args: argparse.Namespace) -> int:
+    """Do this node's part. The first node judges."""
+    status = join(args.join / "run", seconds=args.timeout or FIRST_NODE)
+    if status:
+        complain(f"torchrun ended with code {status} here; the first node judges")
+    return NOT_JUDGED if status else PASSED
+
+
+def _run(args: argparse.Namespace) -> int:
     case, options = case_of(args), options_of(args)
     case = in_dtype(case if args.seed is None else reseeded(case, args.seed), args.dtype)
     ranks, degrees = requested_ranks(["torchrun", *options.torchrun_args]), case.dims
@@ -51,7 +90,8 @@ def command(args: argparse.Namespace) -> int:
             f"--torchrun-args: they start {ranks} ranks, but {case.name} is {degrees} = {degrees.world_size} ranks"
         )
     if options.torchrun_args:
-        say(f"on every other node: harness join {shlex.quote(str(folder_of(case, options)))}", to=sys.stderr)
-    judgement = run_case(case, options)
+        say(f"on every other node: harness run --join {shlex.quote(str(folder_of(case, options)))}", to=sys.stderr)
+    with stages(case.name, sys.stderr) as stage:
+        judgement = run_case(case, options, stage)
     answer(args, "case", case_here(judgement), case_report(judgement), *which_trainer(args))
     return exit_code(judgement)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import sys
 from typing import Any
 
+from harness import __version__
 from harness.evidence.format import FORMAT
-from harness.evidence.installed import installed
 from harness.report.output import say
 from harness.run.launches import commit_of_harness
 
@@ -21,6 +22,12 @@ class Version(argparse.Action):
 def version_text() -> str:
     commit = commit_of_harness() or "unknown"
     return (
-        f"harness {installed('harness')}, commit {commit}, records {FORMAT}, torch {installed('torch')},"
-        f" Python {sys.version.split()[0]}"
+        f"harness {__version__}, commit {commit}, records {FORMAT}, torch {_torch()}, Python {sys.version.split()[0]}"
     )
+
+
+def _torch() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

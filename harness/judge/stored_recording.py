@@ -66,10 +66,23 @@ class Recording:
         return max(sizes, default=self.requested or 0)
 
 
+def holds_recording(directory: Path) -> bool:
+    """Return whether a recording, or one job of a recording, lies there. It may be damaged."""
+    return bool(_rank_files(directory)) or (_whole(directory) / STARTED).exists()
+
+
+def _rank_files(directory: Path) -> list[Path]:
+    return sorted((directory / "ranks").glob("rank_*.record"))
+
+
+def _whole(directory: Path) -> Path:
+    """Return the folder of all jobs of the command."""
+    return directory.parent.parent if directory.parent.name == JOBS else directory
+
+
 def load_recording(directory: Path) -> Recording:
     """Raises EvidenceError where nothing was recorded."""
-    files = sorted((directory / "ranks").glob("rank_*.record"))
-    whole = directory.parent.parent if directory.parent.name == JOBS else directory
+    files, whole = _rank_files(directory), _whole(directory)
     told = _started(whole)
     if not files and not told:
         raise EvidenceError(f"{directory}: no recording; `harness record -o {directory} -- COMMAND` makes one")

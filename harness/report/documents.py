@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness.evidence.installed import installed
+from harness import __version__
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result
 from harness.report.as_data import as_data
@@ -23,7 +23,7 @@ SCHEMA_FILE = Path(__file__).with_name("schema.json")
 
 def document(kind: str, data: Mapping[str, Any], indent: int | None = None) -> str:
     """Return the whole document in ASCII, whatever letters names have."""
-    head = {"harness": installed("harness"), "schema": SCHEMA, "document": kind}
+    head = {"harness": __version__, "schema": SCHEMA, "document": kind}
     return json.dumps(head | as_data(data), indent=indent, allow_nan=False)
 
 

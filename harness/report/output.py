@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import TextIO
 
 from harness.evidence.text import visible
+
+COLOURS = {"PASS": 32, "XFAIL": 32, "FAIL": 31, "UNKNOWN": 33, "ERROR": 33, "SKIPPED": 33}
+"""By verdict, the number that a terminal has for green, red or yellow."""
+VERDICT = re.compile(rf"(?<![\w.-])({'|'.join(COLOURS)})(?![\w-])")
 
 
 class OutputError(Exception):
@@ -18,7 +23,15 @@ def say(*parts: object, to: TextIO | None = None, sep: str = "\n", end: str = "\
 
     Raises OutputError where the stream cannot take it: a full disk.
     """
-    write(visible(sep.join(map(str, parts))) + end, sys.stdout if to is None else to)
+    stream = sys.stdout if to is None else to
+    write(coloured(visible(sep.join(map(str, parts))), stream) + end, stream)
+
+
+def coloured(text: str, stream: TextIO) -> str:
+    """Return text with its verdicts in colour, where a terminal shows it and NO_COLOR is not set."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not (stream and stream.isatty()):
+        return text
+    return VERDICT.sub(lambda found: f"\033[{COLOURS[found[0]]}m{found[0]}\033[0m", text)
 
 
 def write(text: str, stream: TextIO) -> None:

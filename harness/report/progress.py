@@ -1,16 +1,22 @@
-"""What a person sees while cases or faults run: on a terminal one line that changes, elsewhere a line for each that ended."""
+"""What a person sees while cases or faults run: on a terminal one line that changes, elsewhere a line for each that ended.
+
+A single case has a line on a terminal only.
+"""
 
 from __future__ import annotations
 
 import shutil
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TextIO
 
 from harness.evidence.text import visible
 from harness.report.output import say, write
 
 INTERVAL = 0.5  # seconds between two drawings of the line
+CLEAR = "\r\033[K"
 
 
 class Progress:
@@ -34,12 +40,11 @@ class Progress:
 
     def draw(self) -> None:
         if self.terminal:
-            width = shutil.get_terminal_size().columns - 1
-            write("\r" + visible(self.line())[:width].ljust(width), self.stream)
+            draw_line(self.line(), self.stream)
 
     def clear(self) -> None:
         if self.terminal:
-            write("\r\033[K", self.stream)
+            write(CLEAR, self.stream)
 
     def line(self) -> str:
         return f"{self.count()}  {self.elapsed():.0f} s{self.left()}  running: {', '.join(self.running)}"
@@ -54,3 +59,31 @@ class Progress:
 
     def elapsed(self) -> float:
         return time.monotonic() - self.began
+
+
+def draw_line(line: str, stream: TextIO) -> None:
+    """Write a line in the place of the one before."""
+    width = shutil.get_terminal_size().columns - 1
+    write("\r" + visible(line)[:width].ljust(width), stream)
+
+
+@contextmanager
+def stages(name: str, stream: TextIO) -> Iterator[Callable[[str], None]]:
+    """Yield what takes the name of each stage as it begins. On a terminal a line shows it until the block ends."""
+    now, began, ended = [""], time.monotonic(), threading.Event()
+
+    def drawn() -> None:
+        while not ended.wait(INTERVAL):
+            draw_line(f"{name}  {time.monotonic() - began:.0f} s  {now[-1]}", stream)
+
+    drawing = threading.Thread(target=drawn, daemon=True)
+    if not (stream and stream.isatty()):
+        yield now.append
+        return
+    drawing.start()
+    try:
+        yield now.append
+    finally:
+        ended.set()
+        drawing.join()
+        write(CLEAR, stream)

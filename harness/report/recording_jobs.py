@@ -19,7 +19,7 @@ def job_rows(recording: Recording) -> list[tuple[str, str]]:
     first = f"{len(jobs)} jobs have rank numbers of their own; the rows below are of job 1"
     rows = [f"job {number}: {_job(jobs, number)}" for number in range(1, min(len(jobs), MOST) + 1)]
     more = [f".. and {len(jobs) - MOST} more"] if len(jobs) > MOST else []
-    show = f"`harness show {recording.others[0].directory}` shows job 2"
+    show = f"`harness report {recording.others[0].directory}` shows job 2"
     return [("jobs", first), *(("", text) for text in (*rows, *more, *_contents(jobs), show))]
 
 

@@ -76,7 +76,7 @@ def _cut(lines: list[str], recording: Recording, layout: str) -> list[str]:
     if len(lines) <= LINES:
         return lines
     options = ["--layout", layout] if layout else []
-    rest = shlex.join(["harness", "show", "--all", *options, str(recording.directory)])
+    rest = shlex.join(["harness", "report", "--all", *options, str(recording.directory)])
     return [*lines[: LINES - 1], f"  .. and {len(lines) - LINES + 1} more lines: {rest}"]
 
 

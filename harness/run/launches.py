@@ -7,6 +7,7 @@ import importlib.metadata
 import shlex
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,11 +52,12 @@ class Stopwatch:
         return time.monotonic() - self.began
 
 
-def launch_all(case: Case, folder: Path, weights: Path, options: Options) -> None:
+def launch_all(case: Case, folder: Path, weights: Path, options: Options, stage: Callable[[str], None]) -> None:
     """One launch after the other; none after one that failed, for it would have nothing to resume from."""
     launches = case.launches | ({"repeat": case} if case.runs > 1 else {})
     failed = ""
-    for name, launched in launches.items():
+    for number, (name, launched) in enumerate(launches.items(), 1):
+        stage(f"{launched.dims.world_size} ranks" + f", launch {number} of {len(launches)}" * (len(launches) > 1))
         if failed:
             exits = tuple(
                 Exit(rank, "lost", error=f"not started: {failed} failed") for rank in range(launched.dims.world_size)

@@ -60,7 +60,7 @@ class Cluster:
         try:
             import ray
         except ImportError as error:
-            raise LaunchError("--on ray: Ray is not installed: pip install 'harness[ray]'") from error
+            raise LaunchError("--on ray: Ray is not installed: pip install ray") from error
         self.ray, self.device = ray, device
         try:
             if not ray.is_initialized():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,13 +38,17 @@ from harness.spec import case as requested
 from harness.spec import traits
 from harness.spec.case import Case
 
+Stage = Callable[[str], None]
+"""What is called with the name of each part of the line as it begins."""
 
-def run_case(case: Case, options: Options) -> Judgement:
+
+def run_case(case: Case, options: Options, stage: Stage = lambda _: None) -> Judgement:
     """The whole line. Raises Unsupported, CaseError, EvidenceError, LaunchError; a failing rank is a finding, not an error."""
     if reason := unsupported(case, options):
         raise Unsupported(reason)
     with to_itself(case, options) as folder:
-        make(case, options)
+        make(case, options, stage)
+        stage("checks")
         return judged(folder)
 
 
@@ -56,17 +60,18 @@ def to_itself(case: Case, options: Options) -> Iterator[Path]:
         yield folder
 
 
-def make(case: Case, options: Options) -> Path:
+def make(case: Case, options: Options, stage: Stage = lambda _: None) -> Path:
     """The left half of the line: all evidence, in a folder that nobody else uses meanwhile. Raises as run_case does."""
     chosen, place = trainers.traits_by_launch(case, options.trainer), folder_of(case, options)
     case = traits.settled(case, chosen)
     for name, launched in case.launches.items():
         make_plan(launched, chosen[name])
+    stage("reference on one device")
     cached = reference_folder(case, options)
     folder = fresh_folder(place)
     write_text(folder / CASE_FILE, json.dumps(requested.to_json(case), indent=1))
     _place_reference(case, cached / "reference.npz", folder / "reference.npz", options)
-    launch_all(case, folder, cached / "weights.npz", options)
+    launch_all(case, folder, cached / "weights.npz", options, stage)
     write_measured(case, folder, chosen)
     return folder
 

@@ -205,7 +205,7 @@ def test_a_night_is_kept_compared_searched_and_reported(
     assert f"    since   {GUILTY}\n" in shown and "harness bisect" not in shown
     assert f"Since {GUILTY}".replace("  ", " ") in (tmp_path / "out" / "page.html").read_text().replace("  ", " ")
     assert "Since d7cabfb6c 2024-10-31 replace" in (tmp_path / "out" / "summary.md").read_text()
-    assert main(["history", str(tmp_path / "nights")]) == 1
+    assert main(["report", str(tmp_path / "nights")]) == 1
     assert f"    since   {GUILTY}\n" in capsys.readouterr().out
     assert main(typed) == 1, "the same shards are the same night"
     assert "2 nights" in capsys.readouterr().out

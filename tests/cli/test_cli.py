@@ -106,7 +106,7 @@ def test_a_usage_error_can_not_be_taken_for_a_failing_check(capsys: Any) -> None
 
 
 @pytest.mark.parametrize("seconds", ["-1", "0", "inf", "nan", "1e400", "1e300", "604801"])
-@pytest.mark.parametrize("command", [("run", "single"), ("matrix",), ("join", "out"), ("preflight", "single")])
+@pytest.mark.parametrize("command", [("run", "single"), ("matrix",), ("run", "--join", "out"), ("preflight", "single")])
 def test_a_time_limit_that_no_launch_can_have_is_refused(command: tuple[str, ...], seconds: str, capsys: Any) -> None:
     assert main([*command, "--timeout", seconds]) == 2
     said = capsys.readouterr().err

@@ -17,12 +17,11 @@ from json_documents import SCHEMA, valid
 from literal import tiny_case, trial_of
 from literal_recording import hsdp
 
-from harness import ROOT
+from harness import ROOT, __version__
 from harness.bisect.search import Found, Judged
 from harness.checks import judge
 from harness.cli import COMMANDS, main, parser
 from harness.diagnosis import diagnose
-from harness.evidence.installed import installed
 from harness.evidence.records import OwnCalls, OwnGroup
 from harness.faults.attempt import METHODS, Attempt
 from harness.faults.attempt import Outcome as FaultOutcome
@@ -43,10 +42,10 @@ from harness.spec.dims import ParallelDims
 
 ONE = "cases: {one: {why: a test}}"
 FOUR = "cases: {a: {why: a test}, b: {why: a test}, c: {why: a test}, d: {why: a test}}"
-WITHOUT = {"init", "join", "server"}
+WITHOUT = {"init"}
 SHOWN: dict[str, Any] = {"parts": ("Model",), "placements": {"Replicate over 2, Shard(0) over 2": 3}, "shown": 2}
 
-HEAD = {"harness": installed("harness"), "schema": 1, "document": "case"}
+HEAD = {"harness": __version__, "schema": 1, "document": "case"}
 
 Answer = Callable[..., tuple[int, dict[str, Any]]]
 
@@ -69,7 +68,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """No case is run: those that are named so fail a check."""
 
     def broken(names: str) -> None:
-        def run(case: Case, options: Any) -> Judgement:
+        def run(case: Case, options: Any, _: Any = None) -> Judgement:
             finding = Finding.at(1, 2.0, float("nan"), check="loss", step=2)
             wrong = Result("loss", Verdict.FAIL, 1, (finding,))
             result = wrong if case.name in names else Result("loss", Verdict.PASS, 1)
@@ -128,7 +127,7 @@ def test_a_matrix_its_report_its_history_and_its_night(cases: Any, judged: Any, 
     code, reported = answer("matrix", "report", "out")
     assert (code, reported["outcomes"]) == (1, said["outcomes"])
     assert answer("matrix", "report", "out")[1]["lacking"] == []
-    code, told = answer("history", "history", "out")
+    code, told = answer("history", "report", "--history", "out")
     (series,) = told["series"]
     assert code == 1
     assert {(one["case"], one["state"]) for one in series["changes"]} == {
@@ -170,27 +169,32 @@ def test_goldens(cases: Any, monkeypatch: pytest.MonkeyPatch, answer: Answer) ->
     assert (code, said["goldens"][0]["result"]["findings"][0]["step"]) == (1, 1)
 
 
-def test_a_recording_its_layout_and_what_is_odd(monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:
-    monkeypatch.setattr("harness.cli.show.load_recording", lambda _: recording())
-    code, said = answer("recording", "show", "run")
+def test_a_recording_its_layout_and_what_is_odd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run/recording.json").touch()
+    monkeypatch.setattr("harness.cli.recording_report.load_recording", lambda _: recording())
+    code, said = answer("recording", "report", "run")
     assert (code, said["odd"], said["left_evidence"]) == (0, [], [0, 1, 2, 3])
     assert said["structure"]["axes"] and said["facts"]
     results = (Result("traffic", Verdict.FAIL, 1, (Finding.at(1, 2, 3, check="traffic"),)),)
-    monkeypatch.setattr("harness.cli.show.judged", lambda *_: (results, None))
-    code, said = answer("layout", "show", "run", "--layout", "dp_replicate=2,dp_shard=2")
+    monkeypatch.setattr("harness.cli.recording_report.judged", lambda *_: (results, None))
+    code, said = answer("layout", "report", "run", "--layout", "dp_replicate=2,dp_shard=2")
     assert (code, said["verdict"], said["layout"]["dp_shard"]) == (1, "FAIL", 2)
     assert [(one["verdict"], one["world"]) for one in said["jobs"]] == [("FAIL", 4)]
     odd = recording(contents={1: 5}, not_finite={2: ("w",)})
     odd.summaries[3] = hsdp(3, **SHOWN, contents={1: 99})
-    monkeypatch.setattr("harness.cli.show.load_recording", lambda _: odd)
-    code, said = answer("recording", "show", "run")
+    monkeypatch.setattr("harness.cli.recording_report.load_recording", lambda _: odd)
+    code, said = answer("recording", "report", "run")
     rows = {one["label"]: one for one in said["odd"]}
     assert (code, rows["NOT FINITE"]["ranks"], rows["NOT FINITE"]["step"]) == (1, [0, 1, 2], 2)
     moved = (OwnCalls("allreduce", "float32", "other", 1, 2, 8),)
     own = recording(own_groups=(OwnGroup("ProcessGroupGloo", "train.py:3", 0, 0, None, 2, moved),))
     both = replace(own, others=(replace(own, directory=Path("run/jobs/2"), job="second"),))
-    monkeypatch.setattr("harness.cli.show.load_recording", lambda _: both)
-    _, said = answer("recording", "show", "run")
+    monkeypatch.setattr("harness.cli.recording_report.load_recording", lambda _: both)
+    _, said = answer("recording", "report", "run")
     assert [(one["rank"], one["made"], one["calls"][0]["bytes"]) for one in said["own_groups"]][0] == (
         0,
         "train.py:3",
@@ -201,8 +205,10 @@ def test_a_recording_its_layout_and_what_is_odd(monkeypatch: pytest.MonkeyPatch,
         "run/jobs/2",
         False,
     )
-    monkeypatch.setattr("harness.cli.show.load_recording", lambda _: Recording(Path("run"), {}, nothing="no torch"))
-    code, said = answer("recording", "show", "run")
+    monkeypatch.setattr(
+        "harness.cli.recording_report.load_recording", lambda _: Recording(Path("run"), {}, nothing="no torch")
+    )
+    code, said = answer("recording", "report", "run")
     assert (code, said["odd"][0]["label"], said["structure"]) == (2, "NO EVIDENCE", {})
 
 
@@ -221,11 +227,15 @@ def test_snapshots_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ans
     code, said = answer("comparison", "compare", "a.yaml", "b.yaml")
     assert (code, said["of"], said["differences"]) == (1, "structure", [{"where": ["optimizers"], "other": "SGD"}])
     assert main(["compare", "a.yaml", "a.yaml", "--json"]) == 0  # behind its words as well
-    monkeypatch.setattr("harness.cli.snapshot.load_recording", lambda _: recording())
-    assert answer("comparison", "snapshot", "run", "a.yaml")[0] == 0
-    assert answer("error", "snapshot", "run", "none.yaml")[0] == 2
-    assert answer("error", "snapshot", "run", "c.yaml", "--accept")[0] == 2
+    monkeypatch.setattr("harness.cli.compare.load_recording", lambda _: recording())
+    assert answer("comparison", "compare", "a.yaml", "run")[0] == 0
+    assert answer("error", "compare", "none.yaml", "run")[0] == 2
+    assert answer("error", "compare", "c.yaml", "run", "--accept")[0] == 2
     assert not Path("c.yaml").exists()
+    assert main(["compare", "run", "c.yaml", "--accept"]) == main(["compare", "a", "b", "--accept"]) == 2
+    assert main(["compare", "--with", "run", "--accept", "--", "true"]) == 2
+    assert main(["compare", "c.yaml", "run", "--accept"]) == 0
+    assert yaml.safe_load(Path("c.yaml").read_text()) == yaml.safe_load(Path("a.yaml").read_text())
 
 
 @pytest.mark.parametrize("of", [["hsdp_2x2"], ["pp_2_fsdp_2"], ["--dims", "pp=2,dp_shard=64,tp=8", "--model", "8B"]])
@@ -303,6 +313,7 @@ def test_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Ans
     [
         ["plan", "no_such_case"],
         ["plan", "hsdp_2x2", "--no-such-option"],
+        ["report", "nowhere"],
         ["show", "nowhere"],
         ["check", "nowhere"],
         ["compare", "a"],

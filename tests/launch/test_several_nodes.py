@@ -88,7 +88,7 @@ def run_on_both(
 ) -> list[str]:
     """What the first node and the one that joined it print."""
     how = ("--cases", cases, "--launcher", "torchrun", "--torchrun-args", SPANNING, "--timeout", "60")
-    nodes = [on(hosts[0], "run", case, *how, cwd=folder), on(hosts[1], "join", f"out/{case}", cwd=folder)]
+    nodes = [on(hosts[0], "run", case, *how, cwd=folder), on(hosts[1], "run", "--join", f"out/{case}", cwd=folder)]
     try:
         meanwhile()
         return [node.communicate(timeout=400)[0] for node in nodes]

@@ -194,7 +194,7 @@ def test_what_a_terminal_does_not_hold_is_one_command_away() -> None:
     judged = [f"line {n}" for n in range(40)]
     lines = page(recording(*many), judged, layout="dp_replicate=2,dp_shard=2").splitlines()
     assert len(lines) == 40
-    assert lines[-1].endswith("more lines: harness show --all --layout dp_replicate=2,dp_shard=2 run")
+    assert lines[-1].endswith("more lines: harness report --all --layout dp_replicate=2,dp_shard=2 run")
     assert page(recording(*many), judged, layout="a b.toml").endswith("--layout 'a b.toml' run")
 
 

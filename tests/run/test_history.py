@@ -193,7 +193,7 @@ def test_history_says_what_broke_with_both_nights_and_the_command_that_finds_the
         rows += [{"run": one.run, "ended": outcomes.to_json(done)} for done in one.outcomes.values()]
         (tmp_path / one.run).mkdir()
         (tmp_path / one.run / "verdicts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n{cut")
-    assert main(["history", str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path)]) == 1
     shown, complained = capsys.readouterr()
     assert shown.splitlines() == [
         "torchtitan@titan on cpu by local: 2 nights",
@@ -212,8 +212,9 @@ def test_history_says_what_broke_with_both_nights_and_the_command_that_finds_the
         "seconds are compared on GPUs only",
     ]
     assert complained.count("not a whole line of a run") == 2
-    assert main(["history", str(tmp_path / "001")]) == 0
-    assert main(["history", str(tmp_path / "nowhere")]) == 2
+    assert main(["report", "--history", str(tmp_path / "001")]) == 0
+    assert main(["report", str(tmp_path / "002"), "--history", str(tmp_path / "001")]) == 1
+    assert main(["report", "--history", str(tmp_path / "nowhere")]) == 2
 
 
 def test_a_run_that_lies_in_two_folders_is_one_night(tmp_path: Path) -> None:

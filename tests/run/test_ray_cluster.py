@@ -26,7 +26,7 @@ from harness.spec.case import Case
 from harness.spec.loading import from_json
 
 EACH = 1  # ranks that a node of one core takes here; each of a gang imports torch
-MISSING = "Ray is not installed: pip install 'harness[ray]'"
+MISSING = "Ray is not installed: pip install ray"
 
 
 def case_of(name: str, ranks: int, **training: Any) -> Case:
@@ -141,7 +141,7 @@ def test_without_ray_or_a_cluster_the_reason_is_told_and_nothing_is_recorded(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["matrix", "--on", "ray", "-k", "ddp_2", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "harness: --on ray: Ray is not installed: pip install 'harness[ray]'\n"
+    assert capsys.readouterr().err == "harness: --on ray: Ray is not installed: pip install ray\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -118,7 +118,7 @@ def test_two_nodes_make_one_run(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     torchrun = f"--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint localhost:{port} --rdzv-id {port}"
     harness = [sys.executable, "-m", "harness"]
-    other = subprocess.Popen([*harness, "join", str(tmp_path / "fsdp_2"), "--timeout", "60"])
+    other = subprocess.Popen([*harness, "run", "--join", str(tmp_path / "fsdp_2"), "--timeout", "60"])
     first = subprocess.run(
         [*harness, "run", "fsdp_2", "--out", str(tmp_path), "--launcher", "torchrun", "--torchrun-args", torchrun],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""`harness show DIR`: what a recorded job really ran, on one page."""
+"""What a recorded job really ran, on one page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
-from harness.cli.options import add_command
 from harness.judge.result import Verdict
 from harness.judge.stored_recording import Recording, load_recording
 from harness.report.layout_documents import recording as document_of
@@ -19,21 +18,12 @@ from harness.run.recorded_layout import judged
 from harness.spec import layout as spec
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "show", command, "show what a recorded job really ran, on one page")
-    parser.add_argument("directory", metavar="DIR", type=Path, help="what `harness record` wrote")
-    parser.add_argument("--all", action="store_true", help="every line, however many there are")
-    add_layout(parser)
-
-
-def add_layout(parser: argparse.ArgumentParser) -> None:
+def add_layout(parser: Any) -> None:
     parser.add_argument(
-        "--layout", metavar="DEGREES", help=f"what was wanted: dp_replicate=2,dp_shard=8, or {spec.FILES}"
+        "--layout",
+        metavar="DEGREES",
+        help=f"judge it by what was requested: dp_replicate=2,dp_shard=8, or {spec.FILES}",
     )
-
-
-def command(args: argparse.Namespace) -> int:
-    return shown(args, args.directory, args.layout, whole=args.all)
 
 
 def shown(args: argparse.Namespace, directory: Path, layout: str | None, *, whole: bool = False) -> int:
@@ -51,7 +41,7 @@ def shown(args: argparse.Namespace, directory: Path, layout: str | None, *, whol
 
 
 def exit_code(recording: Recording) -> int:
-    """Broken where something is odd that no job means to have; not judged where evidence is missing or cannot be read."""
+    """Return 1 for an anomaly that no job intends, and 2 for evidence that is missing or cannot be read."""
     if not recording.summaries:
         return NOT_JUDGED
     labels = {label for label, _ in odd(recording)}

@@ -1,4 +1,4 @@
-"""`harness history`: what broke, what was fixed and what grew from night to night."""
+"""What broke, what was fixed and what grew from night to night."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import argparse
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
-from harness.cli.options import add_command
 from harness.report.output import complain
 from harness.run.changes import State
 from harness.run.history import runs_in, series
@@ -19,24 +17,17 @@ from harness.run.nights import culprits_in
 from harness.spec import quarantine
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "history", command, "say what changed from night to night")
-    parser.add_argument(
-        "folders", metavar="DIR", nargs="+", type=Path, help="with verdicts.jsonl of many runs, at any depth"
-    )
-    parser.add_argument(
-        "--quarantine", type=Path, metavar="FILE", help="cases that a person has set aside until a day; YAML, only read"
-    )
+def shown(args: argparse.Namespace, folders: Sequence[Path], set_aside: Path | None) -> int:
+    """Print what changed. Return 1 if a case is broken in the last night and not set aside.
 
-
-def command(args: argparse.Namespace) -> int:
-    """1: a case is broken in the last night and not set aside. 2: one was not judged, or the quarantine needs its person."""
-    runs, unread = runs_in(args.folders)
+    Return 2 if one was not judged, or if an entry of the quarantine needs its person.
+    """
+    runs, unread = runs_in(folders)
     for line in unread:
         complain(line)
-    entries = quarantine.load(args.quarantine) if args.quarantine else ()
+    entries = quarantine.load(set_aside) if set_aside else ()
     today = datetime.datetime.now(datetime.UTC).date()
-    culprits = culprits_in(args.folders)
+    culprits = culprits_in(folders)
     every = [told(nights, entries, today, culprits) for nights in series(runs).values()]
     stale = lapsed(entries, every, today)
     text = "\n\n\n".join("\n".join(lines(one)) for one in every)
@@ -46,6 +37,6 @@ def command(args: argparse.Namespace) -> int:
 
 
 def code(one: Told) -> int:
-    """Of the last night; what is flaky or grew is told and changes nothing."""
+    """Return the exit code of the last night. Flaky cases and larger costs never change it."""
     lacking: Sequence[object] = [*one.nights[-1].lacking, *one.of(State.UNJUDGED)]
     return worst([BROKEN if one.of(State.BROKEN) else PASSED, NOT_JUDGED if lacking else PASSED])
