@@ -41,8 +41,8 @@ def cause_of(one: Numbers, other: Numbers, found: Comparison) -> Cause | None:
     }
     first = min(failed, key=lambda result: (_first_step(result), [*looks].index(result.check)))
     cause = looks[first.check](one, other, found, first)
-    follows = tuple(result.check for result in failed if _first_step(result) >= _first_step(first))
-    return replace(cause, explains=follows)
+    later = [result.check for result in failed if result is not first and _first_step(result) >= _first_step(first)]
+    return replace(cause, explains=(first.check, *later))
 
 
 def _first_step(result: Result) -> int:
@@ -186,9 +186,12 @@ def _plain(factor: float, close: float) -> float:
 
 def _numbers_text(one: Numbers, other: Numbers, factor: float) -> str:
     """Which numbers of the two jobs the factor is. Equal numbers are no proof."""
-    known = {"the second one's ranks": other.world, "the first one's ranks": one.world}
+    known: dict[str, float] = {"the second one's ranks": other.world, "the first one's ranks": one.world}
     known["the ratio of their ranks"] = other.world / one.world
-    for value, how in ((factor, "not divided by {} ({})"), (1 / (factor or math.nan), "divided an extra time by {} ({})")):
+    for value, how in (
+        (factor, "not divided by {} ({})"),
+        (1 / (factor or math.nan), "divided an extra time by {} ({})"),
+    ):
         names = [name for name, number in known.items() if number > 1 and math.isclose(number, value, rel_tol=1e-3)]
         if names:
             return f"as if {how.format(' or '.join(names), round(value))}"

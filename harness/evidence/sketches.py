@@ -100,7 +100,8 @@ def save_sketches(path: Path, of: RankSketches) -> None:
     plain = {name: getattr(of, name) for name in PLAIN}
     head = json.dumps({"format": FORMAT, **plain, "names": [*names], "table": table}, separators=(",", ":")).encode()
     packed = zlib.compress(head, 1)
-    exact, rounded = [], []
+    exact: list[np.ndarray] = []
+    rounded: list[np.ndarray] = []
     for one in of.sketches:
         (exact if _is_exact(one.kind, of.dtypes.get(one.fqn, "")) else rounded).append(one.sums)
     with whole_file(path) as file:
@@ -109,8 +110,11 @@ def save_sketches(path: Path, of: RankSketches) -> None:
         file.write(np.array(exact, "<f8").tobytes() + np.array(rounded, "<f4").tobytes())
 
 
-PLAIN = ("rank", "world", "launch", "shapes", "dtypes", "rows", "tokens", "norms", "rates", "optimizers")
-PLAIN += ("computes_in", "noise", "unplaced")
+PLAIN = (
+    *("rank", "world", "launch", "shapes", "dtypes", "rows", "tokens", "norms", "rates", "optimizers"),
+    *("computes_in", "noise", "unplaced"),
+)
+"""Fields that JSON keeps."""
 OF_STEPS = ("rows", "tokens", "norms", "rates")
 
 

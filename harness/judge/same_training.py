@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
+from pathlib import Path
 
 import numpy as np
 
 from harness.evidence.sketches import GRADIENT, WEIGHTS
 from harness.evidence.text import names_text, number_text
 from harness.judge.finding import Bound, Finding
-from harness.judge.result import Result, Verdict, verdict_of
+from harness.judge.result import Cause, Result, Verdict, verdict_of
 from harness.judge.sketched import Key, Numbers, Whole, missing_ranks, why_unknown
 
 TIMES = 8.0
@@ -80,6 +81,24 @@ class Comparison:
         return next((one for one in (Verdict.FAIL, Verdict.UNKNOWN) if one in found), Verdict.PASS)
 
 
+@dataclass(frozen=True)
+class SameTraining:
+    """What two recordings show of one training."""
+
+    one: Path
+    """Folder of the recording that is trusted."""
+    other: Path
+    """Folder of the one that is judged by it."""
+    comparison: Comparison
+    """Results and distances."""
+    cause: Cause | None
+    """The first thing that differs; None where nothing does."""
+    parameters: int
+    """Number of parameters of the first recording."""
+    unproven: str = ""
+    """Why nothing can be said of the whole job, such as a rank that was killed; empty if something can."""
+
+
 def why_no_noise(one: Numbers, noise: Numbers) -> str:
     """Return why a recording does not show the noise of another one; empty if it does."""
     if not noise.noise:
@@ -126,7 +145,7 @@ class _Bounds:
             self._noise[key] = distance
         for step, kind in {key[:2] for key in self._noise}:
             self._usual[step, kind] = statistics.median(d for key, d in self._noise.items() if key[:2] == (step, kind))
-        self.how = f"{TIMES:g} times the distance of a repeat whose weights were altered by one rounding of {noise.noise}"
+        self.how = f"{TIMES:g} times the distance of a repeat whose weights were altered by one rounding of {_dtype_text(noise)}"
 
     def dtype(self, fqn: str) -> str:
         """Return the coarser of the dtypes that a parameter is held and computed in."""
@@ -148,6 +167,12 @@ class _Bounds:
         added = float(np.linalg.norm(weights.sums - self._one.whole[step - 1, WEIGHTS, fqn].sums))
         unit = UNIT_ROUNDOFF.get(self._one.dtypes.get(fqn, "float32"), 2.0**-24)
         return ROUNDINGS * unit * weights.norm / added if added else 0.0
+
+
+def _dtype_text(noise: Numbers) -> str:
+    """Return what was rounded: a dtype, or that of each parameter."""
+    known = sorted({*noise.dtypes.values()})
+    return " and ".join(known) if noise.noise == "own" else noise.noise
 
 
 def _distances(one: Numbers, other: Numbers) -> Iterator[tuple[Key, float, float]]:
@@ -205,20 +230,26 @@ def _samples(one: Numbers, other: Numbers, steps: list[int]) -> Result:
     for step in steps:
         mine, theirs = _reduced(one.rows.get(step, Counter())), _reduced(other.rows.get(step, Counter()))
         if not mine or not theirs:
-            return Result("samples", Verdict.UNKNOWN, note=f"no samples of step {step} were seen in one of the recordings")
+            return Result(
+                "samples", Verdict.UNKNOWN, note=f"no samples of step {step} were seen in one of the recordings"
+            )
         examined += sum(mine.values())
         if mine == theirs:
             continue
         tokens = [_sum_of(of.tokens.get(step, ())) for of in (one, other)]
         if None in tokens:
-            return Result("samples", Verdict.UNKNOWN, note="inputs are no integers, and may be cut or computed otherwise")
+            return Result(
+                "samples", Verdict.UNKNOWN, note="inputs are no integers, and may be cut or computed otherwise"
+            )
         if tokens[0] == tokens[1] or _is_multiple(one, other, step):
             note = "the same tokens in all; that they are cut into the same rows was not seen, as under cp"
             return Result("samples", Verdict.PASS, examined, note=note)
         gone, new = sum((mine - theirs).values()), sum((theirs - mine).values())
         note = f"{gone} of {sum(mine.values())} rows are missing, {new} are others"
         findings.append(
-            Finding(step=step, kind="feature", name="samples", quantity="rows of samples", note=note, expected="the same")
+            Finding(
+                step=step, kind="feature", name="samples", quantity="rows of samples", note=note, expected="the same"
+            )
         )
     return verdict_of("samples", findings, examined)
 
@@ -257,9 +288,7 @@ def _recipe(one: Numbers, other: Numbers, steps: list[int]) -> Result:
 # ---- what comes of it
 
 
-def _judged(
-    name: str, one: Numbers, other: Numbers, found: list[Difference], kind: str, steps: list[int]
-) -> Result:
+def _judged(name: str, one: Numbers, other: Numbers, found: list[Difference], kind: str, steps: list[int]) -> Result:
     """One check of tensors. kind: of which tensors; empty: of an optimizer's state."""
     findings = [
         _finding(d.key, d.distance, Bound(d.bound), QUANTITIES.get(d.key[1], d.key[1]), fit=d.fit)
@@ -328,16 +357,22 @@ def _norms(one: Numbers, other: Numbers, bounds: _Bounds, steps: list[int]) -> R
         keys = [key for key in one.whole if key[:2] == (step, GRADIENT)]
         bound = max(bounds.of(key) for key in keys)
         if abs(next(iter(rule.values())) - wanted) > bound * wanted:
-            return Result("grad_norm", Verdict.UNKNOWN, note="the first recording clips by another norm than all gradients'")
+            return Result(
+                "grad_norm", Verdict.UNKNOWN, note="the first recording clips by another norm than all gradients'"
+            )
         for rank, norm in sorted(other.norms[step].items()):
             examined, off = examined + 1, abs(norm - wanted) / (wanted or 1.0)
             largest = max(largest, off)
             if not off <= bound:
                 findings.append(
-                    Finding.at(rank, wanted, norm, step=step, quantity="norm that gradients are clipped by", bound=Bound(bound))
+                    Finding.at(
+                        rank, wanted, norm, step=step, quantity="norm that gradients are clipped by", bound=Bound(bound)
+                    )
                 )
     if not examined:
-        return Result("grad_norm", Verdict.NOT_APPLICABLE, note="torch's functions clip nothing in one of the recordings")
+        return Result(
+            "grad_norm", Verdict.NOT_APPLICABLE, note="torch's functions clip nothing in one of the recordings"
+        )
     return verdict_of("grad_norm", findings, examined, largest=largest)
 
 

@@ -93,7 +93,9 @@ def added_up(ranks: Iterable[RankSketches]) -> Numbers:
         unplaced |= {fqn: f"{why} (rank {one.rank})" for fqn, why in one.unplaced.items() if fqn not in unplaced}
         for fqn, shape in one.shapes.items():
             if shapes.setdefault(fqn, shape) != shape:
-                clash[fqn] = f"ranks have tensors of shape {shapes[fqn]} and {shape} of it, and nothing says how they fit"
+                clash[fqn] = (
+                    f"ranks have tensors of shape {shapes[fqn]} and {shape} of it, and nothing says how they fit"
+                )
         dtypes |= one.dtypes
         optimizers |= dict.fromkeys(one.optimizers)
         for step in one.rows:
@@ -183,7 +185,9 @@ def _is_tiled(places: tuple[str, ...], shape: tuple[int, ...]) -> bool:
 
 def why_unknown(numbers: Numbers, keys: Iterable[Key]) -> str:
     """Return for which parameters these are unknown, and the first reason."""
-    known = [(fqn, numbers.unknown[step, kind, fqn]) for step, kind, fqn in keys if (step, kind, fqn) in numbers.unknown]
+    known = [
+        (fqn, numbers.unknown[step, kind, fqn]) for step, kind, fqn in keys if (step, kind, fqn) in numbers.unknown
+    ]
     if not known:
         return ""
     names = list(dict.fromkeys(fqn for fqn, _ in known))

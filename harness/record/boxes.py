@@ -99,7 +99,7 @@ def _placed(fqn: str, parameter: torch.Tensor, declared: Sequence[Sharded]) -> H
             return Held(fqn, shape, parameter, why=f"declared to be cut along dim {one.dim}, and has {len(shape)} dims")
         size = shape[one.dim]
         dims[one.dim] = ((one.part * size, (one.part + 1) * size),)
-        shape = tuple(n * one.parts if at == one.dim else n for at, n in enumerate(shape))
+        shape = (*shape[: one.dim], size * one.parts, *shape[one.dim + 1 :])
         return Held(fqn, shape, parameter, _boxes(shape, dims))
     return Held(fqn, shape, parameter, _boxes(shape, [((0, size),) for size in shape]))
 
@@ -204,7 +204,9 @@ def _of_vector(module: str, flat: Any) -> Iterator[Held]:
         span = None
         if parameter is None:
             span = (info.offset_in_shard, info.offset_in_shard + info.numel_in_shard) if info.in_shard else (0, 0)
-        yield Held(joined(module, plain_fqn(fqn)), tuple(shape), flat if parameter is None else parameter, boxes, "", span)
+        yield Held(
+            joined(module, plain_fqn(fqn)), tuple(shape), flat if parameter is None else parameter, boxes, "", span
+        )
 
 
 def _named(flat: Any) -> Iterator[tuple[str, Any]]:

@@ -138,7 +138,9 @@ class Numbers:
             held = of_dtensor(held.fqn, tensor)
         values = local(tensor).new_empty(0) if held.why else held.of(tensor)
         if not held.why and values.numel() != held.elements:
-            held = Held(held.fqn, held.shape, held.owner, why=f"{values.numel()} elements lie in {held.elements} places")
+            held = Held(
+                held.fqn, held.shape, held.owner, why=f"{values.numel()} elements lie in {held.elements} places"
+            )
         if held.why:
             self.unplaced[held.fqn] = held.why
         elif values.is_floating_point():

@@ -41,8 +41,6 @@ from harness.record.progress import Progress
 from harness.record.seen import Seen
 from harness.record.trace import TracedCollectives
 
-NOISE, SHARDED = "HARNESS_RECORD_NOISE", "HARNESS_RECORD_SHARDED"
-"""What is altered at the start, and what is declared of plain tensors; in the environment of the command's processes."""
 _recorder: Recorder | None = None
 
 
@@ -67,7 +65,11 @@ class Recorder:
         self.progress = Progress(self.clock)
         self.collectives = TracedCollectives(self.clock, self.is_chosen, self.progress)
         self.pipeline = PipelineRecorder(self.clock)
-        self.numbers = Numbers(self.clock, os.environ.get(NOISE, ""), sharded_here(os.environ.get(SHARDED, "")))
+        self.numbers = Numbers(
+            self.clock,
+            os.environ.get("HARNESS_RECORD_NOISE", ""),
+            sharded_here(os.environ.get("HARNESS_RECORD_SHARDED", "")),
+        )
         self.seen = Seen(self.clock, self.collectives, self.pipeline, lambda: self.own, self.numbers)
         self.ends = Ends(directory, end=self.end, leave=self._left_at_once)
         self.ended, self.failed, self.own = "", "", 0.0
