@@ -273,7 +273,7 @@ def _is_multiple(one: Numbers, other: Numbers, step: int) -> bool:
 def _recipe(one: Numbers, other: Numbers, steps: list[int]) -> Result:
     """Optimizers and their settings, and learning rates."""
     findings = []
-    if {*one.optimizers} != {*other.optimizers}:
+    if {*map(_settings, one.optimizers)} != {*map(_settings, other.optimizers)}:
         texts = (", ".join(sorted(of.optimizers)) for of in (one, other))
         expected, observed = texts
         findings.append(Finding(kind="setting", name="optimizer", expected=expected, observed=observed))
@@ -283,6 +283,12 @@ def _recipe(one: Numbers, other: Numbers, steps: list[int]) -> Result:
             what = {"step": step, "kind": "setting", "name": "learning rate"}
             findings.append(Finding(**what, expected=rates[0][0], observed=rates[1][0]))  # type: ignore[arg-type]
     return verdict_of("recipe", findings, len(one.optimizers) + len(steps))
+
+
+def _settings(optimizer: str) -> str:
+    """Return class and settings, without the optimizer that contains it, such as ZeRO's."""
+    kind, _, settings = optimizer.partition("(")
+    return f"{kind.partition(' in ')[0]}({settings}"
 
 
 # ---- what comes of it

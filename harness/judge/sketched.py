@@ -84,7 +84,7 @@ def added_up(ranks: Iterable[RankSketches]) -> Numbers:
     places: dict[Key, dict[str, int]] = defaultdict(dict)
     whole: dict[Key, Whole] = {}
     firsts: dict[tuple[Key, str], tuple[int, Sketch]] = {}
-    rows, tokens, norms = defaultdict[int, Counter[int]](Counter), defaultdict(list), defaultdict[int, dict](dict)
+    fed, tokens, norms = defaultdict[int, list](list), defaultdict(list), defaultdict[int, dict](dict)
     rates, optimizers, world, seen, words = defaultdict(set), dict[str, None](), 0, list[int](), {"": ""}
     clash: dict[str, str] = {}
     for one in ranks:
@@ -99,7 +99,7 @@ def added_up(ranks: Iterable[RankSketches]) -> Numbers:
         dtypes |= one.dtypes
         optimizers |= dict.fromkeys(one.optimizers)
         for step in one.rows:
-            rows[step].update(one.rows[step])
+            fed[step].append((step in one.tokens, one.rows[step]))
         for step, number in one.tokens.items():
             tokens[step].append(number)
         for step, norm in one.norms.items():
@@ -121,7 +121,7 @@ def added_up(ranks: Iterable[RankSketches]) -> Numbers:
         dtypes=dtypes,
         whole=whole,
         unknown=unknown | {(0, "weights", fqn): why for fqn, why in unplaced.items()},
-        rows=rows,
+        rows={step: _rows_of(of) for step, of in fed.items()},
         tokens={step: tuple(of) for step, of in tokens.items()},
         norms=norms,
         rates={step: tuple(sorted(of)) for step, of in rates.items()},
@@ -153,6 +153,15 @@ def _add(
     if differ or sketch.place in total.replicas:
         held = total.replicas.setdefault(sketch.place, [(first_rank, first.sums)])
         held.append((rank, sketch.sums))
+
+
+def _rows_of(fed: list[tuple[bool, dict[int, int]]]) -> Counter[int]:
+    """Return how often each row was fed. Later stages of a pipeline are fed no integers, as the first one is."""
+    integers = any(is_integer for is_integer, _ in fed)
+    total = Counter[int]()
+    for is_integer, rows in fed:
+        total.update(rows if is_integer == integers else {})
+    return total
 
 
 def _why_not_whole(fqn: str, shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, int]) -> str:

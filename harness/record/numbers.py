@@ -7,7 +7,7 @@ after each forward pass: whoever clips or steps next uses them.
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from harness.evidence.sketches import GRADIENT, WEIGHTS, RankSketches, Sketch
-from harness.probe.clock import Clock
+from harness.probe.clock import Account, Clock
 from harness.probe.structure import local
 from harness.probe.values import CLIP_FUNCTIONS
 from harness.record.boxes import Held, Sharded, held_parameters, of_dtensor
@@ -32,6 +32,18 @@ Key = tuple[int, str, str]
 """Step, kind, fqn."""
 
 
+@dataclass(frozen=True)
+class Fed:
+    """What a forward pass was called with."""
+
+    account: Account
+    """Its step, and whether the pass trains, once that is known."""
+    rows: torch.Tensor
+    """Digest of each row of samples. int64 [rows]"""
+    tokens: torch.Tensor | None
+    """One number for all tokens. int64 []; None where inputs are no integers"""
+
+
 @dataclass
 class Numbers:
     """Fills what one rank leaves. timed: calls what it is given in chosen steps only, and counts the time."""
@@ -43,8 +55,7 @@ class Numbers:
     """What the person who records declared of plain tensors."""
     sketcher: Sketcher = field(default_factory=Sketcher)
     found: dict[Key, tuple[Held, torch.Tensor]] = field(default_factory=dict)
-    rows: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    tokens: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    fed: list[Fed] = field(default_factory=list)
     norms: dict[int, Any] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -102,13 +113,13 @@ class Numbers:
                 self._note(0, WEIGHTS, held, held.owner)
 
     def pass_begins(self, inputs: torch.Tensor | None) -> None:
-        """Look at the samples of a training pass; gradients that come now are other ones."""
+        """Look at the samples of a pass; gradients that come now are other ones. Whether it trains shows later.
+        Trap: a pipeline calls its stages once to see shapes; that is of step 0."""
         self._fresh.clear()
-        if inputs is None or inputs.dim() < 2:
-            return
-        self.rows.setdefault(self.clock.step, []).append(row_digests(inputs))
-        if not (inputs.is_floating_point() or inputs.is_complex()):
-            self.tokens.setdefault(self.clock.step, []).append(token_sum(inputs))
+        if inputs is not None and inputs.dim() >= 2:
+            integers = not (inputs.is_floating_point() or inputs.is_complex())
+            tokens = token_sum(inputs) if integers else None
+            self.fed.append(Fed(self.clock.account, row_digests(inputs), tokens))
 
     def gradients(self, parts: Sequence[nn.Module], owned: set[int] | None = None) -> None:
         """Look at those of all parameters, or of those with these ids, if no look was taken since the last forward pass."""
@@ -156,8 +167,13 @@ class Numbers:
             for ((step, kind, fqn), (held, _)), sums in zip(self.found.items(), read, strict=True)
         ]
         norms = {step: float(norm) for step, norm in self.norms.items()}
-        counted = {step: Counter(torch.cat(of).tolist()) for step, of in self.rows.items()}
-        tokens = {step: torch.stack(of).sum().item() for step, of in self.tokens.items()}
+        rows, tokens = defaultdict[int, Counter[int]](Counter), dict[int, int]()
+        for one in self.fed:
+            step = one.account.step
+            if step and one.account.kind == "training":
+                rows[step].update(one.rows.tolist())
+                if one.tokens is not None:
+                    tokens[step] = (tokens.get(step, 0) + int(one.tokens)) % 2**64
         return RankSketches(
             rank=rank,
             world=world,
@@ -165,8 +181,8 @@ class Numbers:
             shapes=self.shapes,
             dtypes=self.dtypes,
             sketches=tuple(sketches),
-            rows={step: dict(of) for step, of in counted.items()},
-            tokens={step: int(of) for step, of in tokens.items()},
+            rows={step: dict(of) for step, of in rows.items()},
+            tokens=tokens,
             norms=norms,
             rates=self.rates,
             optimizers=optimizers,

@@ -320,7 +320,7 @@ class Seen:
                 Fed(first, shape, dtype, tuple(others))
                 for account, digests, shape, dtype in step.fed
                 for first, *others in [_read(digests)]
-                if account.kind == "training"
+                if account.kind == "training" and account.step  # a pipeline calls its stages once to see shapes
             ),
             seconds=step.ended - step.began if step.ended and step.began else 0.0,
             peak=step.peak,
