@@ -87,7 +87,7 @@ def command(args: argparse.Namespace, out: Path, _: object = None) -> int:
 
 
 def is_judged_by(one: Path, other: Path) -> bool:
-    """Return whether two recordings are compared by their numbers: where the second was recorded for that, or has other ranks."""
+    """Return whether numbers are compared: where the second recording was made for that, or has other ranks."""
     if started(other).get("same_as") or started(one).get("same_as"):
         return True
     return load_recording(one).world != load_recording(other).world

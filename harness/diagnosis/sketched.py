@@ -16,7 +16,8 @@ import numpy as np
 from harness.evidence.sketches import GRADIENT
 from harness.evidence.text import number_text, ranks_text
 from harness.judge.result import Cause, Result, Verdict
-from harness.judge.same_training import OF_UPDATES, Comparison, Difference, apart
+from harness.judge.same_training import Comparison
+from harness.judge.sketch_distances import OF_UPDATES, Difference, apart
 from harness.judge.sketched import Numbers
 
 KIND = "not explained"
@@ -215,10 +216,11 @@ def _stepped(one: Numbers, other: Numbers, found: Comparison, result: Result) ->
     of_state = [d for d in kinds if d.key[1] != OF_UPDATES] if result.check == "optimizer_state" else kinds
     fits = [d.fit for d in of_state if d.key[1] == of_state[0].key[1] and math.isfinite(d.fit)] if of_state else []
     what = "optimizer's state" if result.check == "optimizer_state" else "update"
-    text = f"the {what} is wrong" + f" from step {step} on" * (step > 1) + ", gradients before clipping are right"
+    text = f"the {what} is wrong {_in(names, one)}" + f" from step {step} on" * (step > 1)
+    text += ", gradients before clipping are right"
     hint = ""
     if fits and np.ptp(fits) <= 2 * max(d.bound for d in of_state):
         factor = number_text(float(np.median(fits)), 4)
         hint = f"{of_state[0].key[1]} is {factor} times the first recording's"
     details = (("place", what), ("step", step), ("parameters", tuple(names)))
-    return Cause(KIND, text, _in(names, one), hint=hint, details=details)
+    return Cause(KIND, text, hint=hint, details=details)

@@ -82,6 +82,8 @@ class RankSketches:
     """Dtype of the forward pass, where parameters are cast; empty for that of the parameters."""
     noise: str = ""
     """Dtype by one rounding of which the first weights were altered; empty if they were not."""
+    plain: tuple[str, ...] = ()
+    """Parameters that are plain tensors, which nothing claims to be cut."""
     unplaced: dict[str, str] = field(default_factory=dict)
     """By parameter, why it is not known which elements of it the rank holds."""
 
@@ -112,7 +114,7 @@ def save_sketches(path: Path, of: RankSketches) -> None:
 
 PLAIN = (
     *("rank", "world", "launch", "shapes", "dtypes", "rows", "tokens", "norms", "rates", "optimizers"),
-    *("computes_in", "noise", "unplaced"),
+    *("computes_in", "noise", "plain", "unplaced"),
 )
 """Fields that JSON keeps."""
 OF_STEPS = ("rows", "tokens", "norms", "rates")
@@ -162,7 +164,9 @@ def _unpacked(data: bytes) -> RankSketches:
     plain |= {name: _by_step(plain[name]) for name in OF_STEPS}
     plain["rows"] = {step: {int(row): count for row, count in of.items()} for step, of in plain["rows"].items()}
     plain["shapes"] = {fqn: tuple(shape) for fqn, shape in plain["shapes"].items()}
-    return RankSketches(**plain | {"optimizers": tuple(plain["optimizers"]), "sketches": sketches})
+    return RankSketches(
+        **plain | {"sketches": sketches, **{name: tuple(plain[name]) for name in ("optimizers", "plain")}}
+    )
 
 
 def _by_step(of: dict[str, Any]) -> dict[int, Any]:

@@ -9,54 +9,21 @@ or a number documented for the dtype.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 
-import numpy as np
-
 from harness.evidence.sketches import GRADIENT, WEIGHTS
 from harness.evidence.text import names_text, number_text
 from harness.judge.finding import Bound, Finding
 from harness.judge.result import Cause, Result, Verdict, verdict_of
-from harness.judge.sketched import Key, Numbers, Whole, missing_ranks, why_unknown
+from harness.judge.sketch_distances import EQUAL, OF_UPDATES, Bounds, Difference, apart, distances
+from harness.judge.sketched import Key, Numbers, Whole, missing_ranks, of_shapes, why_unknown
 
-TIMES = 8.0
-"""Times the noise that a distance may be. Sketches estimate a distance within a quarter, and right layouts were seen within 2."""
-LEAST = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1e-3, "float16": 2e-4}
-"""By dtype, a distance that is no mistake, whatever the noise: sums are added in another order."""
-USUAL = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 0.15, "float16": 0.05}
-"""By dtype, the bound of a distance where no noise was recorded."""
-EQUAL = 1e-6
-"""The bound of weights that should be the same numbers, relative to their norm."""
-ROUNDINGS = 4.0
-"""Roundings of weights by which two updates may be apart."""
-UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-"""By dtype, half the distance of 1 from the next larger number; of bfloat16 all of it, for many of its optimizers truncate."""
-OF_UPDATES = "update"
 CHECKS = ("initial_weights", "samples", "recipe", "gradients", "grad_norm", "optimizer_state", "update")
 """What is judged, in the order in which one follows from the other."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far one tensor of the second recording is from the first one's."""
-
-    key: Key
-    """Step, kind, fqn."""
-    distance: float
-    """Of the difference, relative to the first one's length."""
-    fit: float
-    """How often the second one is the first one, by best fit."""
-    bound: float
-    """The largest distance that is no mistake."""
-
-    @property
-    def is_wrong(self) -> bool:
-        return not self.distance <= self.bound
 
 
 @dataclass(frozen=True)
@@ -112,8 +79,9 @@ def why_no_noise(one: Numbers, noise: Numbers) -> str:
 
 def compared(one: Numbers, other: Numbers, noise: Numbers | None = None) -> Comparison:
     """Judge the second by the first. noise: the first, with its weights altered by one rounding."""
+    other = of_shapes(other, one.shapes)
     steps = sorted({*one.steps} & {*other.steps})
-    bounds = _Bounds(one, noise)
+    bounds = Bounds(one, noise)
     found = [*_differences(one, other, bounds, steps)]
     results = [_initial(one, other), _samples(one, other, steps), _recipe(one, other, steps)]
     results.append(_judged("gradients", one, other, [d for d in found if d.key[1] == GRADIENT], GRADIENT, steps))
@@ -125,87 +93,19 @@ def compared(one: Numbers, other: Numbers, noise: Numbers | None = None) -> Comp
     scale: dict[str, float] = {}
     for d in found:
         scale[d.key[1]] = max(scale.get(d.key[1], 0.0), d.distance / d.bound)
-    return Comparison(tuple(results), tuple(found), bounds.how, tuple(steps), scale)
+    return Comparison(tuple(map(_honest, results)), tuple(found), bounds.how, tuple(steps), scale)
 
 
-# ---- how far is too far
+def _honest(result: Result) -> Result:
+    """Return it; UNKNOWN where it passed and examined nothing."""
+    if result.verdict is Verdict.PASS and not result.examined:
+        return Result(result.check, Verdict.UNKNOWN, note="nothing was examined")
+    return result
 
 
-class _Bounds:
-    """Distances that are no mistakes."""
-
-    def __init__(self, one: Numbers, noise: Numbers | None) -> None:
-        self._one = one
-        self._noise: dict[Key, float] = {}
-        self._usual: dict[tuple[int, str], float] = {}
-        if noise is None:
-            self.how = "numbers documented for the dtype; no noise was recorded"
-            return
-        for key, distance, _ in _distances(one, noise):
-            self._noise[key] = distance
-        for step, kind in {key[:2] for key in self._noise}:
-            self._usual[step, kind] = statistics.median(d for key, d in self._noise.items() if key[:2] == (step, kind))
-        self.how = f"{TIMES:g} times the distance of a repeat whose weights were altered by one rounding of {_dtype_text(noise)}"
-
-    def dtype(self, fqn: str) -> str:
-        """Return the coarser of the dtypes that a parameter is held and computed in."""
-        both = (self._one.dtypes.get(fqn, "float32"), self._one.computes_in or "float64")
-        return max(both, key=lambda dtype: LEAST.get(dtype, 1e-6))
-
-    def of(self, key: Key) -> float:
-        dtype = self.dtype(key[2])
-        least = LEAST.get(dtype, 1e-6) + (self._rounding(key) if key[1] == OF_UPDATES else 0.0)
-        if not self._noise:
-            return max(USUAL.get(dtype, USUAL["float32"]), least)
-        own = max(self._noise.get(key, 0.0), self._usual.get(key[:2], 0.0))
-        return max(TIMES * own, least)
-
-    def _rounding(self, key: Key) -> float:
-        """Return what rounding of the weights alone makes of the step that is added to them, relative to that."""
-        step, _, fqn = key
-        weights = self._one.whole[step, WEIGHTS, fqn]
-        added = float(np.linalg.norm(weights.sums - self._one.whole[step - 1, WEIGHTS, fqn].sums))
-        unit = UNIT_ROUNDOFF.get(self._one.dtypes.get(fqn, "float32"), 2.0**-24)
-        return ROUNDINGS * unit * weights.norm / added if added else 0.0
-
-
-def _dtype_text(noise: Numbers) -> str:
-    """Return what was rounded: a dtype, or that of each parameter."""
-    known = sorted({*noise.dtypes.values()})
-    return " and ".join(known) if noise.noise == "own" else noise.noise
-
-
-def _distances(one: Numbers, other: Numbers) -> Iterator[tuple[Key, float, float]]:
-    """Yield how far tensors that both have are apart, and the second one's fit. What a step adds to weights is one, too."""
-    for key in one.whole.keys() & other.whole.keys():
-        if key[1] != WEIGHTS:
-            yield (key, *apart(one.whole[key].sums, other.whole[key].sums))
-    for step, kind, fqn in one.whole.keys() & other.whole.keys():
-        before = _before(one, other, step, fqn)
-        if kind == WEIGHTS and before is not None:
-            added = [of.whole[step, kind, fqn].sums - of.whole[before, kind, fqn].sums for of in (one, other)]
-            yield ((step, OF_UPDATES, fqn), *apart(*added))
-
-
-def _before(one: Numbers, other: Numbers, step: int, fqn: str) -> int | None:
-    """Return the step before, where both have its weights."""
-    known = all((step - 1, WEIGHTS, fqn) in of.whole for of in (one, other))
-    return step - 1 if known else None
-
-
-def apart(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
-    """Return the length of the difference relative to the first one's, and the factor of best fit."""
-    length, off = float(np.linalg.norm(one)), float(np.linalg.norm(one - other))
-    if not math.isfinite(off):
-        return math.inf, math.nan
-    if length == 0:
-        return (0.0 if off == 0 else math.inf), math.nan
-    return off / length, float(one @ other) / length**2
-
-
-def _differences(one: Numbers, other: Numbers, bounds: _Bounds, steps: Iterable[int]) -> Iterator[Difference]:
+def _differences(one: Numbers, other: Numbers, bounds: Bounds, steps: Iterable[int]) -> Iterator[Difference]:
     order = {fqn: place for place, fqn in enumerate(one.shapes)}
-    found = [(key, distance, fit) for key, distance, fit in _distances(one, other) if key[0] in {*steps}]
+    found = [(key, distance, fit) for key, distance, fit in distances(one, other) if key[0] in {*steps}]
     for key, distance, fit in sorted(found, key=lambda item: (item[0][0], item[0][1], order.get(item[0][2], 0))):
         yield Difference(key, distance, fit, bounds.of(key))
 
@@ -221,6 +121,7 @@ def _initial(one: Numbers, other: Numbers) -> Result:
         distance, _ = apart(one.whole[key].sums, other.whole[key].sums)
         if not distance <= EQUAL:
             findings.append(_finding(key, distance, Bound(EQUAL), "weights before training"))
+    findings += _replicas(other, WEIGHTS, [0])
     return _doubted("initial_weights", findings, both, one, other, keys)
 
 
@@ -303,9 +204,11 @@ def _judged(name: str, one: Numbers, other: Numbers, found: list[Difference], ki
     ]
     findings += _replicas(other, kind, steps)
     if not found and not findings:
-        note = "no gradients were seen as the optimizer stepped" if kind == GRADIENT else ""
+        every = {key for of in (one, other) for key in of.unknown if key[0] in {*steps} and _is_of(key, kind)}
+        note = why_unknown(one, sorted(every)) or why_unknown(other, sorted(every))
+        note = note or "no gradients were seen as the optimizer stepped" * (kind == GRADIENT)
         note = note or f"neither step has {QUANTITIES.get(kind, 'optimizer state')} of both recordings"
-        verdict = Verdict.NOT_APPLICABLE if not kind else Verdict.UNKNOWN
+        verdict = Verdict.UNKNOWN if kind or every else Verdict.NOT_APPLICABLE
         return Result(name, verdict, note=note)
     keys = {key for of in (one, other) for key in (*of.whole, *of.unknown) if key[0] in {*steps} and _is_of(key, kind)}
     largest = max((d.distance for d in found), default=None)
@@ -352,7 +255,7 @@ def replicas_apart(whole: Whole) -> tuple[tuple[int, ...], float]:
     return tuple(rank for rank, _ in held), max(apart(first, sums)[0] for _, sums in held)
 
 
-def _norms(one: Numbers, other: Numbers, bounds: _Bounds, steps: list[int]) -> Result:
+def _norms(one: Numbers, other: Numbers, bounds: Bounds, steps: list[int]) -> Result:
     """What torch's clipping function returned, against the norm of the first recording's gradients."""
     findings, examined, largest = [], 0, 0.0
     for step in steps:

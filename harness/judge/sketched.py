@@ -6,17 +6,21 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from harness.evidence.sketches import BUCKETS, RankSketches, Sketch, boxes_of
+from harness.evidence.sketches import BUCKETS, WEIGHTS, RankSketches, Sketch, boxes_of
 from harness.evidence.text import counted, names_text, ranks_text
 
 CELLS = 1 << 22
 """Pieces of a parameter that its slices may cut it into."""
 SAME = 1e-6
 """How far sketches of replicas may be apart, relative to their length: sums are kept in float32."""
+UNCLAIMED = (
+    "ranks begin with different numbers of it, and nothing claims that it is cut: declare how it is (--sharded), or let all"
+    " ranks begin alike"
+)
 Key = tuple[int, str, str]
 """Step, kind, fqn."""
 
@@ -75,84 +79,99 @@ class Numbers:
 
     @property
     def steps(self) -> list[int]:
-        return sorted({step for step, _, _ in self.whole} - {0})
+        """Recorded steps, whether or not all of their tensors are known."""
+        return sorted({step for step, _, _ in (*self.whole, *self.unknown)} - {0})
 
 
 def added_up(ranks: Iterable[RankSketches]) -> Numbers:
     """Return the sums of what ranks left. One rank's are taken at a time, so that many need little memory."""
-    shapes, dtypes, unplaced = dict[str, tuple[int, ...]](), dict[str, str](), dict[str, str]()
-    places: dict[Key, dict[str, int]] = defaultdict(dict)
-    whole: dict[Key, Whole] = {}
-    firsts: dict[tuple[Key, str], tuple[int, Sketch]] = {}
-    fed, tokens, norms = defaultdict[int, list](list), defaultdict(list), defaultdict[int, dict](dict)
-    rates, optimizers, world, seen, words = defaultdict(set), dict[str, None](), 0, list[int](), {"": ""}
-    clash: dict[str, str] = {}
+    total = _Total()
     for one in ranks:
-        world, words = max(world, one.world), words | {"computes": one.computes_in, "noise": one.noise}
-        seen.append(one.rank)
-        unplaced |= {fqn: f"{why} (rank {one.rank})" for fqn, why in one.unplaced.items() if fqn not in unplaced}
+        total.add(one)
+    return total.numbers()
+
+
+class _Total:
+    """What was added up so far."""
+
+    def __init__(self) -> None:
+        self.world, self.computes_in, self.noise = 0, "", ""
+        self.seen, self.plain = list[int](), set[str]()
+        self.shapes, self.dtypes = dict[str, tuple[int, ...]](), dict[str, str]()
+        self.why: dict[str, str] = {}
+        self.whole = dict[Key, Whole]()
+        self.places: dict[Key, dict[str, int]] = defaultdict(dict)
+        self.firsts = dict[tuple[Key, str], tuple[int, Sketch]]()
+        self.fed: dict[int, list[tuple[bool, dict[int, int]]]] = defaultdict(list)
+        self.tokens, self.norms = defaultdict[int, list[int]](list), defaultdict[int, dict[int, float]](dict)
+        self.rates, self.optimizers = defaultdict[int, set[float]](set), dict[str, None]()
+
+    def add(self, one: RankSketches) -> None:
+        """Add what one rank left."""
+        self.world, self.computes_in, self.noise = max(self.world, one.world), one.computes_in, one.noise
+        self.seen.append(one.rank)
+        self.plain |= {*one.plain}
+        self.why |= {fqn: f"{why} (rank {one.rank})" for fqn, why in one.unplaced.items() if fqn not in self.why}
         for fqn, shape in one.shapes.items():
-            if shapes.setdefault(fqn, shape) != shape:
-                clash[fqn] = (
-                    f"ranks have tensors of shape {shapes[fqn]} and {shape} of it, and nothing says how they fit"
-                )
-        dtypes |= one.dtypes
-        optimizers |= dict.fromkeys(one.optimizers)
-        for step in one.rows:
-            fed[step].append((step in one.tokens, one.rows[step]))
+            if (first := self.shapes.setdefault(fqn, shape)) != shape:
+                self.why[fqn] = f"ranks have tensors of shape {first} and {shape} of it, and nothing says how they fit"
+        self.dtypes |= one.dtypes
+        self.optimizers |= dict.fromkeys(one.optimizers)
+        for step, rows in one.rows.items():
+            self.fed[step].append((step in one.tokens, rows))
         for step, number in one.tokens.items():
-            tokens[step].append(number)
+            self.tokens[step].append(number)
         for step, norm in one.norms.items():
-            norms[step][one.rank] = norm
+            self.norms[step][one.rank] = norm
         for step, rate in one.rates.items():
-            rates[step].add(rate)
+            self.rates[step].add(rate)
         for sketch in one.sketches:
-            _add(whole, places, firsts, one.rank, sketch)
-    unknown: dict[Key, str] = {}
-    for key in list(whole):
-        why = clash.get(key[2]) or unplaced.get(key[2]) or _why_not_whole(key[2], shapes, places[key])
-        if why:
-            unknown[key] = why
-            del whole[key]
-    return Numbers(
-        world=world,
-        ranks=tuple(sorted(seen)),
-        shapes=shapes,
-        dtypes=dtypes,
-        whole=whole,
-        unknown=unknown | {(0, "weights", fqn): why for fqn, why in unplaced.items()},
-        rows={step: _rows_of(of) for step, of in fed.items()},
-        tokens={step: tuple(of) for step, of in tokens.items()},
-        norms=norms,
-        rates={step: tuple(sorted(of)) for step, of in rates.items()},
-        optimizers=tuple(optimizers),
-        computes_in=words.get("computes", ""),
-        noise=words.get("noise", ""),
-    )
+            self._add(one.rank, sketch)
 
+    def _add(self, rank: int, sketch: Sketch) -> None:
+        """Add a slice that no rank had yet; compare one that another rank had."""
+        key = (sketch.step, sketch.kind, sketch.fqn)
+        if (total := self.whole.get(key)) is None:
+            total = self.whole[key] = Whole(np.zeros(BUCKETS))
+        if sketch.place not in self.places[key]:
+            self.places[key][sketch.place] = sketch.elements
+            self.firsts[key, sketch.place] = rank, sketch
+            total.sums += sketch.sums
+            total.squares += sketch.squares
+            return
+        first_rank, first = self.firsts[key, sketch.place]
+        differ = np.linalg.norm(sketch.sums - first.sums) > SAME * max(float(np.linalg.norm(first.sums)), 1e-300)
+        if differ or sketch.place in total.replicas:
+            held = total.replicas.setdefault(sketch.place, [(first_rank, first.sums)])
+            held.append((rank, sketch.sums))
 
-def _add(
-    whole: dict[Key, Whole],
-    places: dict[Key, dict[str, int]],
-    firsts: dict[tuple[Key, str], tuple[int, Sketch]],
-    rank: int,
-    sketch: Sketch,
-) -> None:
-    key = (sketch.step, sketch.kind, sketch.fqn)
-    total = whole.get(key)
-    if total is None:
-        total = whole[key] = Whole(np.zeros(BUCKETS))
-    if sketch.place not in places[key]:
-        places[key][sketch.place] = sketch.elements
-        firsts[key, sketch.place] = rank, sketch
-        total.sums += sketch.sums
-        total.squares += sketch.squares
-        return
-    first_rank, first = firsts[key, sketch.place]
-    differ = np.linalg.norm(sketch.sums - first.sums) > SAME * max(float(np.linalg.norm(first.sums)), 1e-300)
-    if differ or sketch.place in total.replicas:
-        held = total.replicas.setdefault(sketch.place, [(first_rank, first.sums)])
-        held.append((rank, sketch.sums))
+    def numbers(self) -> Numbers:
+        """Return whole tensors, and why others are not."""
+        for fqn in self.plain:
+            first = self.whole.get((0, WEIGHTS, fqn))
+            if first is not None and first.replicas:
+                self.why.setdefault(fqn, UNCLAIMED)
+        whole, unknown = dict[Key, Whole](), {(0, WEIGHTS, fqn): why for fqn, why in self.why.items()}
+        for key, one in self.whole.items():
+            if why := self.why.get(key[2]) or _why_not_whole(key[2], self.shapes, self.places[key]):
+                unknown[key] = why
+            else:
+                whole[key] = one
+        return Numbers(
+            world=self.world,
+            ranks=tuple(sorted(self.seen)),
+            shapes=self.shapes,
+            dtypes=self.dtypes,
+            whole=whole,
+            unknown=unknown,
+            rows={step: _rows_of(of) for step, of in self.fed.items()},
+            tokens={step: tuple(of) for step, of in self.tokens.items()},
+            norms=self.norms,
+            rates={step: tuple(sorted(of)) for step, of in self.rates.items()},
+            optimizers=tuple(self.optimizers),
+            computes_in=self.computes_in,
+            noise=self.noise,
+        )
 
 
 def _rows_of(fed: list[tuple[bool, dict[int, int]]]) -> Counter[int]:
@@ -207,3 +226,15 @@ def missing_ranks(numbers: Numbers) -> str:
     """Return which ranks left no numbers; empty if all did."""
     gone = sorted({*range(numbers.world)} - {*numbers.ranks})
     return f"{counted(len(gone), 'rank')} left no numbers: {ranks_text(gone)}" if gone else ""
+
+
+def of_shapes(numbers: Numbers, shapes: Mapping[str, tuple[int, ...]]) -> Numbers:
+    """Return the same without parameters that have other shapes in another recording: ranks may hold parts of these."""
+    why = {
+        fqn: f"it has shape {own} here and {shapes[fqn]} in the first recording: if it is cut, declare how (--sharded)"
+        for fqn, own in numbers.shapes.items()
+        if shapes.get(fqn, own) != own
+    }
+    gone = {key: why[key[2]] for key in numbers.whole if key[2] in why}
+    whole = {key: one for key, one in numbers.whole.items() if key not in gone}
+    return replace(numbers, whole=whole, unknown={**numbers.unknown, **gone})

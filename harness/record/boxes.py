@@ -40,6 +40,8 @@ class Held:
     """Which part of a sum this is, where the placement is Partial."""
     span: tuple[int, int] | None = None
     """Elements of the owner that these are; None for all of them."""
+    plain: bool = False
+    """Whether nothing claims or declares anything of it, so that it counts as whole."""
     why: str = ""
     """Reason why it is not known which elements these are; empty where it is."""
 
@@ -101,7 +103,7 @@ def _placed(fqn: str, parameter: torch.Tensor, declared: Sequence[Sharded]) -> H
         dims[one.dim] = ((one.part * size, (one.part + 1) * size),)
         shape = (*shape[: one.dim], size * one.parts, *shape[one.dim + 1 :])
         return Held(fqn, shape, parameter, _boxes(shape, dims))
-    return Held(fqn, shape, parameter, _boxes(shape, [((0, size),) for size in shape]))
+    return Held(fqn, shape, parameter, _boxes(shape, [((0, size),) for size in shape]), plain=True)
 
 
 def of_dtensor(fqn: str, parameter: Any) -> Held:
@@ -111,14 +113,15 @@ def of_dtensor(fqn: str, parameter: Any) -> Held:
         return Held(fqn, shape, parameter, why="this rank is not in its mesh")
     dims: list[Intervals] = [((0, size),) for size in shape]
     addend = []
-    for place, count, mine in zip(parameter.placements, mesh.shape, at, strict=True):
+    placed: list[tuple[Any, int, int]] = [*zip(parameter.placements, mesh.shape, at, strict=True)]
+    for place, count, mine in placed:
         if hasattr(place, "dim"):
             dims[place.dim] = _chunk(dims[place.dim], count, mine, getattr(place, "split_factor", 1))
         elif place.is_partial():
             addend.append(str(mine))
     boxes = _boxes(shape, dims)
     held = Held(fqn, shape, parameter, boxes, ",".join(addend))
-    if not boxes and math.prod(_size(dim) for dim in dims):
+    if not boxes and all(_size(dim) for dim in dims):
         return Held(fqn, shape, parameter, why=f"its slice is of more than {MOST} pieces")
     if held.elements != local(parameter).numel():
         why = f"its placements claim {held.elements} elements, and it holds {local(parameter).numel()}"

@@ -60,6 +60,7 @@ class Numbers:
     rates: dict[int, float] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
+    plain: dict[str, None] = field(default_factory=dict)
     unplaced: dict[str, str] = field(default_factory=dict)
     computes_in: str = ""
     _fresh: set[str] = field(default_factory=set)
@@ -98,6 +99,7 @@ class Numbers:
         for held in new:
             self.shapes[held.fqn] = held.shape
             self.dtypes[held.fqn] = _name(held.owner.dtype)
+            self.plain |= {held.fqn: None} if held.plain else {}
             self._note(0, WEIGHTS, held, held.owner)
         self.computes_in = self.computes_in or _compute_dtype(parts)
         if self.noise:
@@ -188,6 +190,7 @@ class Numbers:
             optimizers=optimizers,
             computes_in=self.computes_in,
             noise=(self.noise if self.noise != "compute" else self.computes_in or "own") if self._altered else "",
+            plain=tuple(self.plain),
             unplaced=self.unplaced,
         )
 
