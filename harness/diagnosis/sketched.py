@@ -206,7 +206,8 @@ def _norm(one: Numbers, other: Numbers, found: Comparison, result: Result) -> Ca
     finding = result.findings[0]
     ranks = sorted({rank for of in result.findings for rank in of.ranks})
     text = "gradients are clipped by another norm than that of all gradients"
-    return Cause("clipped by another norm", text, f"on ranks {ranks_text(ranks)}", finding=finding)
+    where, details = f"on ranks {ranks_text(ranks)}", (("step", finding.step), ("ranks", tuple(ranks)))
+    return Cause("clipped by another norm", text, where, finding=finding, details=details)
 
 
 def _stepped(one: Numbers, other: Numbers, found: Comparison, result: Result) -> Cause:
