@@ -1,4 +1,4 @@
-"""`harness compare A B`: what differs between two runs of a matrix, or in the structure of two recorded jobs.
+"""`harness compare A B`: what differs between two runs of a matrix, in the structure of two recorded jobs, or in their numbers.
 
 A snapshot is the structure of a recorded job, reviewed and kept in git; --accept writes it.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from harness.cli import same_training
 from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, SKIP_COMMIT
 from harness.cli.options import BadInput, add_command, no_document
@@ -55,6 +56,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "-o", "--out", type=Path, default=Path("out/compared"), metavar="DIR", help="for that recording"
     )
+    same_training.add_noise_of(parser)
     add_recording(parser, words="*")  # options may stand behind A and B
 
 
@@ -105,11 +107,19 @@ def _accept(args: argparse.Namespace, snapshot: Path, recording: Path) -> int:
 
 def _between(args: argparse.Namespace, one: Path, other: Path) -> int:
     runs = [folder for folder in (one, other) if verdicts.file_in(folder)]
-    if not runs:
+    if not runs and args.noise_of is None and not _of_one_training(one, other):
         return _structures(args, one, other)
+    if not runs:
+        return same_training.answer_same_training(args, one, other)
     if len(runs) == 1:
         raise BadInput(f"compare: {runs[0]} is a run of a matrix, and the other is not")
     return _runs(args, one, other)
+
+
+def _of_one_training(one: Path, other: Path) -> bool:
+    """Return whether numbers of two recordings are compared, and not their structure."""
+    recorded = all(path.suffix not in SNAPSHOTS and not (path / CASE_FILE).exists() for path in (one, other))
+    return recorded and same_training.is_judged_by(one, other)
 
 
 def _runs(args: argparse.Namespace, one: Path, other: Path) -> int:

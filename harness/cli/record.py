@@ -8,10 +8,13 @@ import os
 import shlex
 import signal
 import uuid
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from harness.cli import same_training
 from harness.cli.exit_codes import BROKEN, INTERRUPTED
 from harness.cli.options import BadInput, add_command
 from harness.cli.recording_report import add_layout, shown
@@ -33,6 +36,7 @@ def add(commands: Any) -> None:
         "-o", "--out", type=Path, default=Path("out/recording"), metavar="DIR", help="default out/recording"
     )
     parser.add_argument("--force", action="store_true", help="put it in the place of the recording that is there")
+    same_training.add_options(parser)
     add_layout(parser)
 
 
@@ -47,16 +51,18 @@ def command(args: argparse.Namespace) -> int:
     that cannot be read is refused before the command trains to its end. Raises CaseError."""
     if args.layout is not None:
         checked_layout(args.layout, injection.requested_ranks(args.words))
+    more = same_training.environment(args)
     if injection.is_recording(args.out) and not args.force:
         raise BadInput(f"{args.out}: a recording is there already; choose another -o, or --force to overwrite it")
-    code = record(args, args.out)
+    code = record(args, args.out, more)
     if code in (-signal.SIGINT, INTERRUPTED):
         shown(args, args.out, None)
         if args.layout is not None:
             judges = shlex.join(["harness", "report", "--layout", args.layout, str(args.out)])
             complain(f"interrupted: not judged by its layout; `{judges}` does")
         return INTERRUPTED
-    found = shown(args, args.out, args.layout)
+    of_numbers = args.same_as is not None and code == 0
+    found = (same_training.command if of_numbers else shown)(args, args.out, args.layout)
     return found if code == 0 else (code if 0 < code < 126 else BROKEN)
 
 
@@ -68,8 +74,11 @@ def checked_layout(text: str, ranks: int | None) -> None:
         raise BadInput(f"--layout: {dims} = {dims.world_size} ranks, but the command starts {ranks}")
 
 
-def record(args: argparse.Namespace, directory: Path) -> int:
-    """Runs the command; its exit code. Raises BadInput where it cannot be run."""
+def record(args: argparse.Namespace, directory: Path, more: Mapping[str, str] = MappingProxyType({})) -> int:
+    """Run the command, and return its exit code. more: variables of its environment.
+
+    Raises BadInput where it cannot be run.
+    """
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     if not words:
         raise BadInput("nothing to record: `harness record -- torchrun --nproc-per-node 8 train.py`")
@@ -82,11 +91,12 @@ def record(args: argparse.Namespace, directory: Path) -> int:
     launch = uuid.uuid4().hex[:12]
     try:
         ends_too = partial(die_with_parent, os.getpid(), by=signal.SIGTERM)  # and its launcher ends the ranks
-        code = injection.run(words, directory, steps, more={injection.LAUNCH: launch}, first=ends_too)
+        code = injection.run(words, directory, steps, more={injection.LAUNCH: launch, **more}, first=ends_too)
     except injection.CommandError as error:
         raise BadInput(str(error)) from error
     told = {"launch": launch, "command": shlex.join(words), "code": code, "steps": steps}
     told["ranks"] = injection.requested_ranks(words)
+    told["same_as"] = str(args.same_as.resolve()) if getattr(args, "same_as", None) else ""
     write_text(directory / STARTED, json.dumps(told | {"nothing": _why(directory, words, code)}, indent=1))
     return code
 

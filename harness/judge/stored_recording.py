@@ -83,7 +83,7 @@ def _whole(directory: Path) -> Path:
 def load_recording(directory: Path) -> Recording:
     """Raises EvidenceError where nothing was recorded."""
     files, whole = _rank_files(directory), _whole(directory)
-    told = _started(whole)
+    told = started(whole)
     if not files and not told:
         raise EvidenceError(f"{directory}: no recording; `harness record -o {directory} -- COMMAND` makes one")
     summaries, unreadable, launch = {}, {}, ""
@@ -190,7 +190,8 @@ def _exits_of_children(claims: dict[int, tuple[str, str]], folder: Path) -> dict
     return found
 
 
-def _started(directory: Path) -> dict[str, Any]:
+def started(directory: Path) -> dict[str, Any]:
+    """Return what the command was started with; empty where nothing says. Raises EvidenceError."""
     try:
         return read_json(directory / STARTED)
     except FileNotFoundError:

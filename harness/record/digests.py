@@ -64,3 +64,32 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(BY_SIZE[flat.element_size()])
+
+
+@torch.no_grad()
+def row_digests(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 [rows]: of each row of a batch, whichever batch it is in. What all rows of integers are padded with at their ends
+    is no part of them, for it depends on the batch."""
+    rows = tensor.detach().reshape(tensor.shape[0], -1)
+    numbers = _integers(rows).reshape(rows.shape[0], -1).to(torch.int64)
+    place = torch.arange(1, numbers.shape[1] + 1, dtype=torch.int64, device=numbers.device) * FIRST
+    mixed = _mixed(numbers + place)
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        differs = (numbers != numbers[:, -1:]).to(torch.int64)
+        counts = differs.flip(1).cumsum(1).flip(1) > 0  # up to the last one that is not as the end is
+        counts[:, 1:] |= counts[:, :-1].clone()
+        counts[:, 0] = True
+        mixed = mixed * counts
+    return mixed.sum(1)
+
+
+@torch.no_grad()
+def token_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 []: of all numbers of a batch, in whatever order they lie."""
+    return _mixed(_integers(tensor).to(torch.int64) + SECOND).sum()
+
+
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    mixed = numbers * FIRST
+    mixed = (mixed ^ (mixed >> 32)) * SECOND
+    return mixed ^ (mixed >> 29)

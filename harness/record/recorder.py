@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from harness.evidence.recording import RankRecord, record_file, save_record
+from harness.evidence.sketches import save_sketches, sketch_file
 from harness.evidence.summary import summary_of
 from harness.probe.clock import Clock
 from harness.probe.pipeline import PipelineRecorder
@@ -32,7 +33,9 @@ from harness.probe.samples import leave_pass
 from harness.probe.without_memory import trains
 from harness.record.chosen import Chosen
 from harness.record.compiling import COMPILER, compiler_imported, no_compiler, not_compiled
+from harness.record.declared import sharded_here
 from harness.record.ends import Ends
+from harness.record.numbers import Numbers
 from harness.record.place import called, claimed, is_named, left_at_once, place_of, raised_early, unsaved
 from harness.record.progress import Progress
 from harness.record.seen import Seen
@@ -62,7 +65,12 @@ class Recorder:
         self.progress = Progress(self.clock)
         self.collectives = TracedCollectives(self.clock, self.is_chosen, self.progress)
         self.pipeline = PipelineRecorder(self.clock)
-        self.seen = Seen(self.clock, self.collectives, self.pipeline, lambda: self.own)
+        self.numbers = Numbers(
+            self.clock,
+            os.environ.get("HARNESS_RECORD_NOISE", ""),
+            sharded_here(os.environ.get("HARNESS_RECORD_SHARDED", "")),
+        )
+        self.seen = Seen(self.clock, self.collectives, self.pipeline, lambda: self.own, self.numbers)
         self.ends = Ends(directory, end=self.end, leave=self._left_at_once)
         self.ended, self.failed, self.own = "", "", 0.0
         self._inside = self._leaving_join = False
@@ -80,6 +88,7 @@ class Recorder:
         atexit.register(self.end)
         self.ends.install()
         self.progress.install()
+        self.numbers.install(self._timed, lambda: self.seen.parts)
 
     def is_chosen(self) -> bool:
         """Whether what happens now is recorded; in step 0 what sets the job up is."""
@@ -238,6 +247,8 @@ class Recorder:
         try:
             record = self._record(rank, world)
             save_record(record_file(self.directory, rank), summary_of(record), record)
+            of_numbers = self.numbers.left(rank, world, record.evidence.launch, record.optimizers)
+            save_sketches(sketch_file(self.directory, rank), of_numbers)
             self.progress.open(record_file(self.directory, rank), finished=bool(self.ended))
             self.collectives.leave_beside(record_file(self.directory, rank), finished=bool(self.ended))
         except Exception as error:

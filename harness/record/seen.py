@@ -32,7 +32,8 @@ from harness.probe.structure import local, named_parameters, sharded_parameters
 from harness.probe.values import held_bytes
 from harness.record.digests import constant, digest, not_finite
 from harness.record.inputs import inputs_of
-from harness.record.optimizers import Optimizers, gradient_bytes
+from harness.record.numbers import Numbers
+from harness.record.optimizers import Optimizers, gradient_bytes, parameters_of
 
 REPLICATED = ("ddp", "replicate")
 LEAST = 100
@@ -62,8 +63,14 @@ class Step:
 
 class Seen:
     def __init__(
-        self, clock: Clock, collectives: CollectiveRecorder, pipeline: PipelineRecorder, own: Callable[[], float]
+        self,
+        clock: Clock,
+        collectives: CollectiveRecorder,
+        pipeline: PipelineRecorder,
+        own: Callable[[], float],
+        numbers: Numbers,
     ) -> None:
+        self.numbers = numbers
         self._parts: list[weakref.ref[nn.Module]] = []
         self._classes: dict[str, None] = {}
         self.left_out: list[str] = []
@@ -128,6 +135,8 @@ class Seen:
             self.left_out.append(f"{type(module).__name__} before step {self._clock.finished + 1}")
         self._parameters = tuple(_claim(fqn, p) for fqn, p in sharded_parameters(self.parts))
         self._note_contents(0)
+        if self.reads_contents:
+            self.numbers.start(self.parts)
 
     def _has_names_of_its_own(self, module: nn.Module) -> bool:
         within = set(module.modules())
@@ -149,6 +158,8 @@ class Seen:
         if inputs and in_training and self.reads_contents and inputs[0].device.type != "meta":
             dtype = str(inputs[0].dtype).removeprefix("torch.")
             step.fed.append((self._clock.account, [*map(digest, inputs)], tuple(inputs[0].shape), dtype))
+        if in_training and self.reads_contents:
+            self.numbers.pass_begins(inputs[0] if inputs else None)
 
     def pass_ends(self, part: nn.Module) -> None:
         if self._clock.account.kind != "evaluation":
@@ -169,6 +180,8 @@ class Seen:
         self._optimizers.begins(optimizer)
         self._note_settings()
         self._note_gradients(self._step(), optimizer)
+        if self.reads_contents:
+            self.numbers.gradients(self.parts, parameters_of(optimizer))
 
     def _note_gradients(self, step: Step, optimizer: Optimizer) -> None:
         """That of an optimizer inside backward may have been used up when the next one begins."""
@@ -190,6 +203,8 @@ class Seen:
             return
         self._layout = self._layout_now()  # a script may give up its model before it ends
         self._note_contents(self._clock.step, stepped)
+        if self.reads_contents:
+            self.numbers.stepped(self.parts, stepped, [each.state for each in self._optimizers], step.lr)
         step.read_late = not step.digests
         step.stepped, step.issued = stepped, len(self._collectives.records)
         step.memory["parameters"] = held_bytes(p for _, p in sharded_parameters(self.parts))
@@ -305,7 +320,7 @@ class Seen:
                 Fed(first, shape, dtype, tuple(others))
                 for account, digests, shape, dtype in step.fed
                 for first, *others in [_read(digests)]
-                if account.kind == "training"
+                if account.kind == "training" and account.step  # a pipeline calls its stages once to see shapes
             ),
             seconds=step.ended - step.began if step.ended and step.began else 0.0,
             peak=step.peak,

@@ -1,0 +1,213 @@
+"""What one rank of a recorded job leaves of numbers: sketches of its slices of gradients, weights and optimizer state.
+
+A sketch of a tensor is 32 sums of its elements, each with a sign. Bucket and sign follow from the parameter's name and the
+element's index in the whole tensor. So the sketches of slices add up to the sketch of the whole, whatever the layout, and the
+length of the difference of two sketches estimates the distance of two tensors (a count sketch: Charikar, Chen and
+Farach-Colton, 2002; that buckets follow from row and column separately: Pham and Pagh, 2013).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.evidence.reading import decompressed, json_of, regular
+from harness.evidence.store import EvidenceError
+from harness.evidence.whole_file import whole_file
+
+BUCKETS = 32
+"""Sums of a sketch."""
+FORMAT = 1
+WEIGHTS, GRADIENT = "weights", "gradient"
+"""Kinds of tensors; an optimizer's state has the optimizer's own keys."""
+MOST = 400_000_000  # bytes of one rank's file
+HEAD = struct.Struct("<8sI")
+MAGIC = b"sketches"
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """One rank's slice of one tensor in one step."""
+
+    step: int
+    """Training step; 0 before the first one."""
+    kind: str
+    """"weights" after the step, "gradient" that the optimizer received, or a key of the optimizer's state."""
+    fqn: str
+    """Name of the parameter."""
+    place: str
+    """Which elements of the whole parameter these are, in the words of `Box.text`; slices with equal places are replicas."""
+    elements: int
+    """Number of elements."""
+    squares: float
+    """Sum of the squares of the elements."""
+    sums: np.ndarray
+    """The sketch. float64 [BUCKETS]"""
+
+
+@dataclass(frozen=True)
+class RankSketches:
+    """All that a rank leaves of numbers."""
+
+    rank: int
+    """Global rank."""
+    world: int
+    """Number of ranks of the job."""
+    launch: str = ""
+    """Id of the recording."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By parameter, shape of the whole one."""
+    dtypes: dict[str, str] = field(default_factory=dict)
+    """By parameter, its dtype."""
+    sketches: tuple[Sketch, ...] = ()
+    """Those of all recorded steps."""
+    rows: dict[int, dict[int, int]] = field(default_factory=dict)
+    """By step, digest of a row of samples: how often the rank was fed it."""
+    tokens: dict[int, int] = field(default_factory=dict)
+    """By step, one number for all tokens that the rank was fed, in whatever order; none of inputs that are no integers."""
+    norms: dict[int, float] = field(default_factory=dict)
+    """By step, the gradient norm that torch's clipping function returned last."""
+    rates: dict[int, float] = field(default_factory=dict)
+    """By step, learning rate of the first group of the optimizer."""
+    optimizers: tuple[str, ...] = ()
+    """Optimizers, each in one line."""
+    computes_in: str = ""
+    """Dtype of the forward pass, where parameters are cast; empty for that of the parameters."""
+    noise: str = ""
+    """Dtype by one rounding of which the first weights were altered; empty if they were not."""
+    plain: tuple[str, ...] = ()
+    """Parameters that are plain tensors, which nothing claims to be cut."""
+    unplaced: dict[str, str] = field(default_factory=dict)
+    """By parameter, why it is not known which elements of it the rank holds."""
+
+
+def sketch_file(directory: Path, rank: int) -> Path:
+    return directory / "ranks" / f"rank_{rank:05d}.sketches"
+
+
+def save_sketches(path: Path, of: RankSketches) -> None:
+    """Raises OSError."""
+    names: dict[str, int] = {}
+    table = [
+        [one.step, *(names.setdefault(text, len(names)) for text in (one.kind, one.fqn, one.place)), one.elements]
+        for one in of.sketches
+    ]
+    plain = {name: getattr(of, name) for name in PLAIN}
+    head = json.dumps({"format": FORMAT, **plain, "names": [*names], "table": table}, separators=(",", ":")).encode()
+    packed = zlib.compress(head, 1)
+    exact: list[np.ndarray] = []
+    rounded: list[np.ndarray] = []
+    for one in of.sketches:
+        (exact if _is_exact(one.kind, of.dtypes.get(one.fqn, "")) else rounded).append(one.sums)
+    with whole_file(path) as file:
+        file.write(HEAD.pack(MAGIC, len(packed)) + packed)
+        file.write(np.array([one.squares for one in of.sketches], "<f8").tobytes())
+        file.write(np.array(exact, "<f8").tobytes() + np.array(rounded, "<f4").tobytes())
+
+
+PLAIN = (
+    *("rank", "world", "launch", "shapes", "dtypes", "rows", "tokens", "norms", "rates", "optimizers"),
+    *("computes_in", "noise", "plain", "unplaced"),
+)
+"""Fields that JSON keeps."""
+OF_STEPS = ("rows", "tokens", "norms", "rates")
+
+
+def _is_exact(kind: str, dtype: str) -> bool:
+    """Whether sums are kept in float64: differences of weights between two steps are small, and so are all in float64."""
+    return kind == WEIGHTS or dtype == "float64"
+
+
+def load_sketches(path: Path) -> RankSketches | None:
+    """Return what a rank left; None where it left nothing. Raises EvidenceError for a damaged file."""
+    try:
+        with regular(path) as file:
+            data = file.read(MOST + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise EvidenceError(f"{path}: cannot be read ({error})") from error
+    try:
+        return _unpacked(data)
+    except EvidenceError:
+        raise EvidenceError(f"{path}: written by another version of the harness; record the job again") from None
+    except Exception as error:  # one flipped byte makes zlib, json and numpy raise almost anything
+        raise EvidenceError(f"{path}: damaged recording ({error!r}); record the job again") from error
+
+
+def _unpacked(data: bytes) -> RankSketches:
+    magic, size = HEAD.unpack_from(data)
+    if magic != MAGIC:
+        raise ValueError("not a file of sketches")
+    head = json_of(decompressed(data[HEAD.size : HEAD.size + size]))
+    if head["format"] != FORMAT:
+        raise EvidenceError
+    names, table, dtypes = head["names"], head["table"], head["dtypes"]
+    kinds = [_is_exact(names[kind], dtypes.get(names[fqn], "")) for _, kind, fqn, _, _ in table]
+    at = HEAD.size + size
+    squares, at = _read(data, at, "<f8", len(table)), at + 8 * len(table)
+    exact, at = _read(data, at, "<f8", BUCKETS * sum(kinds)), at + 8 * BUCKETS * sum(kinds)
+    rest = _read(data, at, "<f4", BUCKETS * (len(kinds) - sum(kinds))).astype(np.float64)
+    rows = iter(exact.reshape(-1, BUCKETS)), iter(rest.reshape(-1, BUCKETS))
+    sketches = tuple(
+        Sketch(step, names[kind], names[fqn], names[place], elements, float(square), next(rows[not is_exact]))
+        for (step, kind, fqn, place, elements), square, is_exact in zip(table, squares, kinds, strict=True)
+    )
+    plain: dict[str, Any] = {name: head[name] for name in PLAIN}
+    plain |= {name: _by_step(plain[name]) for name in OF_STEPS}
+    plain["rows"] = {step: {int(row): count for row, count in of.items()} for step, of in plain["rows"].items()}
+    plain["shapes"] = {fqn: tuple(shape) for fqn, shape in plain["shapes"].items()}
+    return RankSketches(
+        **plain | {"sketches": sketches, **{name: tuple(plain[name]) for name in ("optimizers", "plain")}}
+    )
+
+
+def _by_step(of: dict[str, Any]) -> dict[int, Any]:
+    return {int(step): value for step, value in of.items()}
+
+
+def _read(data: bytes, at: int, dtype: str, count: int) -> np.ndarray:
+    return np.frombuffer(data, dtype, count, at)
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements of a whole parameter, as a matrix of shape[0] rows: those at these rows and columns."""
+
+    rows: tuple[tuple[int, int], ...]
+    """Half-open intervals of rows, in the order in which the slice has them."""
+    columns: tuple[tuple[int, int], ...]
+    """The same of columns, which count the elements of one row."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Number of rows and of columns."""
+        return tuple(sum(stop - start for start, stop in of) for of in (self.rows, self.columns))  # type: ignore[return-value]
+
+    @property
+    def text(self) -> str:
+        return "|".join(",".join(f"{start}:{stop}" for start, stop in of) for of in (self.rows, self.columns))
+
+
+def boxes_of(text: str) -> tuple[Box, ...]:
+    """Return the boxes that a place names: the inverse of `place_text`."""
+
+    def intervals(of: str) -> tuple[tuple[int, int], ...]:
+        pairs = (one.split(":") for one in of.split(",") if one)
+        return tuple((int(start), int(stop)) for start, stop in pairs)
+
+    both = (box.split("|") for box in text.split(";") if box)
+    return tuple(Box(intervals(rows), intervals(columns)) for rows, columns in both)
+
+
+def place_text(boxes: Iterable[Box], addend: str = "") -> str:
+    """Return the boxes in words. addend: which part of a sum it is, where ranks hold addends of the same elements."""
+    text = ";".join(box.text for box in boxes)
+    return f"{text}+{addend}" if addend else text

@@ -1,0 +1,304 @@
+"""Two recordings of what should be the same training, in two layouts: is it, and where does it first differ?
+
+The first recording is the reference. What goes in is compared first: weights before training, samples, hyperparameters. Then,
+step by step, gradients, the norm they are clipped by, the optimizer's state, and what each step adds to the weights.
+The bound of a distance is the noise that a third recording shows (the first command with its weights altered by one rounding),
+or a number documented for the dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+
+from harness.evidence.sketches import GRADIENT, WEIGHTS
+from harness.evidence.text import names_text, number_text
+from harness.judge.finding import Bound, Finding
+from harness.judge.result import Cause, Result, Verdict, verdict_of
+from harness.judge.sketch_distances import EQUAL, OF_UPDATES, Bounds, Difference, apart, distances
+from harness.judge.sketched import Key, Numbers, Whole, missing_ranks, of_shapes, why_unknown
+
+CHECKS = ("initial_weights", "samples", "recipe", "gradients", "grad_norm", "optimizer_state", "update")
+"""What is judged, in the order in which one follows from the other."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two recordings of one training have in common."""
+
+    results: tuple[Result, ...]
+    """One for each of CHECKS."""
+    differences: tuple[Difference, ...] = ()
+    """Of all tensors that both have."""
+    noise: str = ""
+    """Where bounds are from, for a person."""
+    steps: tuple[int, ...] = ()
+    """Steps that both recorded."""
+    scale: Mapping[str, float] = field(default_factory=dict)
+    """By kind, the largest distance relative to its bound."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """FAIL where a check fails; UNKNOWN where one is not judged; else PASS."""
+        found = {result.verdict for result in self.results}
+        return next((one for one in (Verdict.FAIL, Verdict.UNKNOWN) if one in found), Verdict.PASS)
+
+
+@dataclass(frozen=True)
+class SameTraining:
+    """What two recordings show of one training."""
+
+    one: Path
+    """Folder of the recording that is trusted."""
+    other: Path
+    """Folder of the one that is judged by it."""
+    comparison: Comparison
+    """Results and distances."""
+    cause: Cause | None
+    """The first thing that differs; None where nothing does."""
+    parameters: int
+    """Number of parameters of the first recording."""
+    unproven: str = ""
+    """Why nothing can be said of the whole job, such as a rank that was killed; empty if something can."""
+
+
+def why_no_noise(one: Numbers, noise: Numbers) -> str:
+    """Return why a recording does not show the noise of another one; empty if it does."""
+    if not noise.noise:
+        return "its first weights were not altered: record it with --noise"
+    steps = sorted({*one.steps} & {*noise.steps})
+    for result in (_samples(one, noise, steps), _recipe(one, noise, steps)):
+        if result.verdict is not Verdict.PASS:
+            return f"it is not the same training: {result.check} {'differ' if result.findings else result.note}"
+    return ""
+
+
+def compared(one: Numbers, other: Numbers, noise: Numbers | None = None) -> Comparison:
+    """Judge the second by the first. noise: the first, with its weights altered by one rounding."""
+    other = of_shapes(other, one.shapes)
+    steps = sorted({*one.steps} & {*other.steps})
+    bounds = Bounds(one, noise)
+    found = [*_differences(one, other, bounds, steps)]
+    results = [_initial(one, other), _samples(one, other, steps), _recipe(one, other, steps)]
+    results.append(_judged("gradients", one, other, [d for d in found if d.key[1] == GRADIENT], GRADIENT, steps))
+    results.append(_norms(one, other, bounds, steps))
+    state = [d for d in found if d.key[1] not in (GRADIENT, WEIGHTS, OF_UPDATES)]
+    results.append(_judged("optimizer_state", one, other, state, "", steps))
+    updates = [d for d in found if d.key[1] == OF_UPDATES]
+    results.append(_judged("update", one, other, updates, WEIGHTS, steps))
+    scale: dict[str, float] = {}
+    for d in found:
+        scale[d.key[1]] = max(scale.get(d.key[1], 0.0), d.distance / d.bound)
+    return Comparison(tuple(map(_honest, results)), tuple(found), bounds.how, tuple(steps), scale)
+
+
+def _honest(result: Result) -> Result:
+    """Return it; UNKNOWN where it passed and examined nothing."""
+    if result.verdict is Verdict.PASS and not result.examined:
+        return Result(result.check, Verdict.UNKNOWN, note="nothing was examined")
+    return result
+
+
+def _differences(one: Numbers, other: Numbers, bounds: Bounds, steps: Iterable[int]) -> Iterator[Difference]:
+    order = {fqn: place for place, fqn in enumerate(one.shapes)}
+    found = [(key, distance, fit) for key, distance, fit in distances(one, other) if key[0] in {*steps}]
+    for key, distance, fit in sorted(found, key=lambda item: (item[0][0], item[0][1], order.get(item[0][2], 0))):
+        yield Difference(key, distance, fit, bounds.of(key))
+
+
+# ---- what goes in
+
+
+def _initial(one: Numbers, other: Numbers) -> Result:
+    keys = [(0, WEIGHTS, fqn) for fqn in {**one.shapes, **other.shapes}]
+    both = [key for key in keys if key in one.whole and key in other.whole]
+    findings = []
+    for key in both:
+        distance, _ = apart(one.whole[key].sums, other.whole[key].sums)
+        if not distance <= EQUAL:
+            findings.append(_finding(key, distance, Bound(EQUAL), "weights before training"))
+    findings += _replicas(other, WEIGHTS, [0])
+    return _doubted("initial_weights", findings, both, one, other, keys)
+
+
+def _samples(one: Numbers, other: Numbers, steps: list[int]) -> Result:
+    """The same rows, each as often as any other: tp ranks are fed what their peers are."""
+    findings, examined = [], 0
+    for step in steps:
+        mine, theirs = _reduced(one.rows.get(step, Counter())), _reduced(other.rows.get(step, Counter()))
+        if not mine or not theirs:
+            return Result(
+                "samples", Verdict.UNKNOWN, note=f"no samples of step {step} were seen in one of the recordings"
+            )
+        examined += sum(mine.values())
+        if mine == theirs:
+            continue
+        tokens = [_sum_of(of.tokens.get(step, ())) for of in (one, other)]
+        if None in tokens:
+            return Result(
+                "samples", Verdict.UNKNOWN, note="inputs are no integers, and may be cut or computed otherwise"
+            )
+        if tokens[0] == tokens[1] or _is_multiple(one, other, step):
+            note = "the same tokens in all; that they are cut into the same rows was not seen, as under cp"
+            return Result("samples", Verdict.PASS, examined, note=note)
+        gone, new = sum((mine - theirs).values()), sum((theirs - mine).values())
+        note = f"{gone} of {sum(mine.values())} rows are missing, {new} are others"
+        findings.append(
+            Finding(
+                step=step, kind="feature", name="samples", quantity="rows of samples", note=note, expected="the same"
+            )
+        )
+    return verdict_of("samples", findings, examined)
+
+
+def _reduced(rows: Counter[int]) -> Counter[int]:
+    """Divide by how often each was fed at least, if all were fed so often, or a multiple."""
+    least = reduce(math.gcd, rows.values(), 0)
+    return Counter({row: count // least for row, count in rows.items()}) if least else Counter()
+
+
+def _sum_of(numbers: tuple[int, ...]) -> int | None:
+    return sum(numbers) % 2**64 if numbers else None
+
+
+def _is_multiple(one: Numbers, other: Numbers, step: int) -> bool:
+    """Whether all tokens were fed several times, as tp ranks are fed the same."""
+    mine, theirs = (_sum_of(of.tokens.get(step, ())) or 0 for of in (one, other))
+    return any((mine * times - theirs) % 2**64 == 0 for times in range(1, max(other.world, 1) + 1))
+
+
+def _recipe(one: Numbers, other: Numbers, steps: list[int]) -> Result:
+    """Optimizers and their settings, and learning rates."""
+    findings = []
+    if {*map(_settings, one.optimizers)} != {*map(_settings, other.optimizers)}:
+        texts = (", ".join(sorted(of.optimizers)) for of in (one, other))
+        expected, observed = texts
+        findings.append(Finding(kind="setting", name="optimizer", expected=expected, observed=observed))
+    for step in steps:
+        rates = [of.rates.get(step, ()) for of in (one, other)]
+        if all(rates) and {*rates[0]} != {*rates[1]}:
+            what = {"step": step, "kind": "setting", "name": "learning rate"}
+            findings.append(Finding(**what, expected=rates[0][0], observed=rates[1][0]))  # type: ignore[arg-type]
+    return verdict_of("recipe", findings, len(one.optimizers) + len(steps))
+
+
+def _settings(optimizer: str) -> str:
+    """Return class and settings, without the optimizer that contains it, such as ZeRO's."""
+    kind, _, settings = optimizer.partition("(")
+    return f"{kind.partition(' in ')[0]}({settings}"
+
+
+# ---- what comes of it
+
+
+def _judged(name: str, one: Numbers, other: Numbers, found: list[Difference], kind: str, steps: list[int]) -> Result:
+    """One check of tensors. kind: of which tensors; empty: of an optimizer's state."""
+    findings = [
+        _finding(d.key, d.distance, Bound(d.bound), QUANTITIES.get(d.key[1], d.key[1]), fit=d.fit)
+        for d in found
+        if d.is_wrong
+    ]
+    findings += _replicas(other, kind, steps)
+    if not found and not findings:
+        every = {key for of in (one, other) for key in of.unknown if key[0] in {*steps} and _is_of(key, kind)}
+        note = why_unknown(one, sorted(every)) or why_unknown(other, sorted(every))
+        note = note or "no gradients were seen as the optimizer stepped" * (kind == GRADIENT)
+        note = note or f"neither step has {QUANTITIES.get(kind, 'optimizer state')} of both recordings"
+        verdict = Verdict.UNKNOWN if kind or every else Verdict.NOT_APPLICABLE
+        return Result(name, verdict, note=note)
+    keys = {key for of in (one, other) for key in (*of.whole, *of.unknown) if key[0] in {*steps} and _is_of(key, kind)}
+    largest = max((d.distance for d in found), default=None)
+    result = _doubted(name, findings, [d.key for d in found], one, other, keys)
+    return Result(result.check, result.verdict, result.examined, result.findings, result.note, largest)
+
+
+QUANTITIES = {GRADIENT: "gradient", OF_UPDATES: "what the step adds", WEIGHTS: "weights"}
+
+
+def _is_of(key: Key, kind: str) -> bool:
+    return key[1] == kind if kind else key[1] not in (GRADIENT, WEIGHTS)
+
+
+def _doubted(
+    name: str, findings: list[Finding], both: list[Key], one: Numbers, other: Numbers, keys: Iterable[Key]
+) -> Result:
+    """UNKNOWN instead of PASS where some tensor was seen in one recording alone, or nobody knows which elements ranks hold."""
+    result = verdict_of(name, findings, len(both))
+    wanted = sorted({*keys})
+    note = missing_ranks(one) or missing_ranks(other) or why_unknown(one, wanted) or why_unknown(other, wanted)
+    if not note:
+        alone = [key for key in wanted if (key in one.whole) != (key in other.whole)]
+        names = tuple(dict.fromkeys(fqn for _, _, fqn in alone))
+        note = f"{names_text(names)}: seen in one of the recordings alone" if names else ""
+    if not note and not both:
+        note = "nothing was examined"
+    return Result(name, Verdict.UNKNOWN, len(both), note=note) if note and not findings else result
+
+
+def _replicas(numbers: Numbers, kind: str, steps: list[int]) -> Iterator[Finding]:
+    """Yield slices of which ranks that hold the same have different numbers."""
+    for key, whole in sorted(numbers.whole.items()):
+        if key[0] in {*steps} and _is_of(key, kind) and whole.replicas:
+            ranks, distance = replicas_apart(whole)
+            quantity = f"{QUANTITIES.get(key[1], key[1])}, compared among ranks that hold the same slice"
+            yield _finding(key, distance, None, quantity, ranks=ranks)
+
+
+def replicas_apart(whole: Whole) -> tuple[tuple[int, ...], float]:
+    """Return the ranks of a slice of which holders have different numbers, and the largest distance from the first one's."""
+    place, held = next(iter(whole.replicas.items()))
+    first = held[0][1]
+    return tuple(rank for rank, _ in held), max(apart(first, sums)[0] for _, sums in held)
+
+
+def _norms(one: Numbers, other: Numbers, bounds: Bounds, steps: list[int]) -> Result:
+    """What torch's clipping function returned, against the norm of the first recording's gradients."""
+    findings, examined, largest = [], 0, 0.0
+    for step in steps:
+        seen = [whole.squares for (at, kind, _), whole in one.whole.items() if (at, kind) == (step, GRADIENT)]
+        wanted, rule = math.sqrt(sum(seen)), one.norms.get(step)
+        if not seen or not other.norms.get(step) or not rule:
+            continue
+        keys = [key for key in one.whole if key[:2] == (step, GRADIENT)]
+        bound = max(bounds.of(key) for key in keys)
+        if abs(next(iter(rule.values())) - wanted) > bound * wanted:
+            return Result(
+                "grad_norm", Verdict.UNKNOWN, note="the first recording clips by another norm than all gradients'"
+            )
+        for rank, norm in sorted(other.norms[step].items()):
+            examined, off = examined + 1, abs(norm - wanted) / (wanted or 1.0)
+            largest = max(largest, off)
+            if not off <= bound:
+                findings.append(
+                    Finding.at(
+                        rank, wanted, norm, step=step, quantity="norm that gradients are clipped by", bound=Bound(bound)
+                    )
+                )
+    if not examined:
+        return Result(
+            "grad_norm", Verdict.NOT_APPLICABLE, note="torch's functions clip nothing in one of the recordings"
+        )
+    return verdict_of("grad_norm", findings, examined, largest=largest)
+
+
+def _finding(
+    key: Key, distance: float, bound: Bound | None, quantity: str, *, fit: float = math.nan, ranks: tuple[int, ...] = ()
+) -> Finding:
+    step, _, fqn = key
+    note = f"{number_text(fit, 4)} times as large by best fit" if math.isfinite(fit) and abs(fit - 1) > 0.01 else ""
+    return Finding(
+        ranks=ranks,
+        step=step or None,
+        kind="parameter",
+        name=fqn,
+        quantity=quantity,
+        expected="the first recording's" if bound else "the same on all of them",
+        observed=distance,
+        unit="of its norm",
+        bound=bound,
+        note=note,
+    )

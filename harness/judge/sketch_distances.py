@@ -1,0 +1,122 @@
+"""How far tensors of two recordings are apart, and how far is no mistake.
+
+The bound of a distance is the noise that a third recording shows (the first command with its weights altered by one rounding),
+or a number documented for the dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.evidence.sketches import WEIGHTS
+from harness.judge.sketched import Key, Numbers
+
+TIMES = 8.0
+"""Times the noise that a distance may be. Sketches estimate it within a quarter; right layouts were seen within 2."""
+LEAST = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1e-3, "float16": 2e-4}
+"""By dtype, a distance that is no mistake, whatever the noise: sums are added in another order."""
+USUAL = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 0.15, "float16": 0.05}
+"""By dtype, the bound of a distance where no noise was recorded."""
+EQUAL = 1e-6
+"""The bound of weights that should be the same numbers, relative to their norm."""
+ROUNDINGS = 4.0
+"""Roundings of weights by which two updates may be apart."""
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+"""By dtype, half the distance of 1 from the next larger number; of bfloat16 all of it, for many of its optimizers truncate."""
+OF_UPDATES = "update"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one tensor of the second recording is from the first one's."""
+
+    key: Key
+    """Step, kind, fqn."""
+    distance: float
+    """Of the difference, relative to the first one's length."""
+    fit: float
+    """How often the second one is the first one, by best fit."""
+    bound: float
+    """The largest distance that is no mistake."""
+
+    @property
+    def is_wrong(self) -> bool:
+        return not self.distance <= self.bound
+
+
+class Bounds:
+    """Distances that are no mistakes."""
+
+    def __init__(self, one: Numbers, noise: Numbers | None) -> None:
+        self._one = one
+        self._noise: dict[Key, float] = {}
+        self._usual: dict[tuple[int, str], float] = {}
+        if noise is None:
+            self.how = "numbers documented for the dtype; no noise was recorded"
+            return
+        for key, distance, _ in distances(one, noise):
+            self._noise[key] = distance
+        for step, kind in {key[:2] for key in self._noise}:
+            self._usual[step, kind] = statistics.median(d for key, d in self._noise.items() if key[:2] == (step, kind))
+        rounding = f"one rounding of {_dtype_text(noise)}"
+        self.how = f"{TIMES:g} times the distance of a repeat whose weights were altered by {rounding}"
+
+    def dtype(self, fqn: str) -> str:
+        """Return the coarser of the dtypes that a parameter is held and computed in."""
+        both = (self._one.dtypes.get(fqn, "float32"), self._one.computes_in or "float64")
+        return max(both, key=lambda dtype: LEAST.get(dtype, 1e-6))
+
+    def of(self, key: Key) -> float:
+        dtype = self.dtype(key[2])
+        least = LEAST.get(dtype, 1e-6) + (self._rounding(key) if key[1] == OF_UPDATES else 0.0)
+        if not self._noise:
+            return max(USUAL.get(dtype, USUAL["float32"]), least)
+        own = max(self._noise.get(key, 0.0), self._usual.get(key[:2], 0.0))
+        return max(TIMES * own, least)
+
+    def _rounding(self, key: Key) -> float:
+        """Return what rounding of the weights alone makes of the step that is added to them, relative to that."""
+        step, _, fqn = key
+        weights = self._one.whole[step, WEIGHTS, fqn]
+        added = float(np.linalg.norm(weights.sums - self._one.whole[step - 1, WEIGHTS, fqn].sums))
+        unit = UNIT_ROUNDOFF.get(self._one.dtypes.get(fqn, "float32"), 2.0**-24)
+        return ROUNDINGS * unit * weights.norm / added if added else 0.0
+
+
+def _dtype_text(noise: Numbers) -> str:
+    """Return what was rounded: a dtype, or that of each parameter."""
+    known = sorted({*noise.dtypes.values()})
+    return " and ".join(known) if noise.noise == "own" else noise.noise
+
+
+def distances(one: Numbers, other: Numbers) -> Iterator[tuple[Key, float, float]]:
+    """Yield how far tensors that both have are apart, and the second one's fit. What a step adds to weights is one, too."""
+    for key in one.whole.keys() & other.whole.keys():
+        if key[1] != WEIGHTS:
+            yield (key, *apart(one.whole[key].sums, other.whole[key].sums))
+    for step, kind, fqn in one.whole.keys() & other.whole.keys():
+        before = _before(one, other, step, fqn)
+        if kind == WEIGHTS and before is not None:
+            added = [of.whole[step, kind, fqn].sums - of.whole[before, kind, fqn].sums for of in (one, other)]
+            yield ((step, OF_UPDATES, fqn), *apart(*added))
+
+
+def _before(one: Numbers, other: Numbers, step: int, fqn: str) -> int | None:
+    """Return the step before, where both have its weights."""
+    known = all((step - 1, WEIGHTS, fqn) in of.whole for of in (one, other))
+    return step - 1 if known else None
+
+
+def apart(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
+    """Return the length of the difference relative to the first one's, and the factor of best fit."""
+    length, off = float(np.linalg.norm(one)), float(np.linalg.norm(one - other))
+    if not math.isfinite(off):
+        return math.inf, math.nan
+    if length == 0:
+        return (0.0 if off == 0 else math.inf), math.nan
+    return off / length, float(one @ other) / length**2

@@ -1,0 +1,225 @@
+"""What a rank leaves of numbers in recorded steps: sketches of gradients, weights and optimizer state, rows of samples, norms.
+
+Gradients are those that the optimizer is about to step with, before clipping by torch's functions. They are looked at once
+after each forward pass: whoever clips or steps next uses them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from harness.evidence.sketches import GRADIENT, WEIGHTS, RankSketches, Sketch
+from harness.probe.clock import Account, Clock
+from harness.probe.structure import local
+from harness.probe.values import CLIP_FUNCTIONS
+from harness.record.boxes import Held, Sharded, held_parameters, of_dtensor
+from harness.record.compiling import not_compiled
+from harness.record.digests import row_digests, token_sum
+from harness.record.sketching import Sketcher, alter, width_of
+
+ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-10}
+"""By dtype, the distance of 1 from the next larger number."""
+Timed = Callable[..., Any]
+Key = tuple[int, str, str]
+"""Step, kind, fqn."""
+
+
+@dataclass(frozen=True)
+class Fed:
+    """What a forward pass was called with."""
+
+    account: Account
+    """Its step, and whether the pass trains, once that is known."""
+    rows: torch.Tensor
+    """Digest of each row of samples. int64 [rows]"""
+    tokens: torch.Tensor | None
+    """One number for all tokens. int64 []; None where inputs are no integers"""
+
+
+@dataclass
+class Numbers:
+    """Fills what one rank leaves. timed: calls what it is given in chosen steps only, and counts the time."""
+
+    clock: Clock
+    noise: str = ""
+    """Dtype by one rounding of which first weights are altered; "compute": of the forward pass; empty: they are not."""
+    sharded: tuple[Sharded, ...] = ()
+    """What the person who records declared of plain tensors."""
+    sketcher: Sketcher = field(default_factory=Sketcher)
+    found: dict[Key, tuple[Held, torch.Tensor]] = field(default_factory=dict)
+    fed: list[Fed] = field(default_factory=list)
+    norms: dict[int, Any] = field(default_factory=dict)
+    rates: dict[int, float] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    plain: dict[str, None] = field(default_factory=dict)
+    unplaced: dict[str, str] = field(default_factory=dict)
+    computes_in: str = ""
+    _fresh: set[str] = field(default_factory=set)
+    _altered: set[str] = field(default_factory=set)
+
+    def install(self, timed: Timed, parts: Callable[[], Sequence[nn.Module]]) -> None:
+        """See torch's clipping functions: gradients before them, and the norm that they return."""
+        owners = [(owner, name) for owner in (torch.nn.utils, torch.nn.utils.clip_grad) for name in CLIP_FUNCTIONS]
+        for owner, name in (*owners, (FullyShardedDataParallel, "clip_grad_norm_")):
+            if (original := getattr(owner, name, None)) is not None:
+                setattr(owner, name, self._seen(original, timed, parts))
+
+    def _seen(self, original: Callable[..., Any], timed: Timed, parts: Callable[[], Sequence[nn.Module]]) -> Any:
+        @not_compiled
+        @functools.wraps(original)
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            timed(self.gradients, parts())
+            norm = original(*args, **kwargs)
+            timed(self._note_norm, norm)
+            return norm
+
+        return seen
+
+    def _note_norm(self, norm: Any) -> None:
+        whole = torch.is_tensor(norm) and not any(p.is_partial() for p in getattr(norm, "placements", ()))
+        if whole and local(norm).numel() == 1:
+            self.norms[self.clock.step] = local(norm).clone()
+
+    # ---- tensors
+
+    def start(self, parts: Sequence[nn.Module]) -> None:
+        """Look at the weights before training, and alter them where that is wanted."""
+        new = [held for held in held_parameters(parts, self.sharded) if (0, WEIGHTS, held.fqn) not in self.found]
+        for held in new:
+            self.shapes[held.fqn] = held.shape
+            self.dtypes[held.fqn] = _name(held.owner.dtype)
+            self.plain |= {held.fqn: None} if held.plain else {}
+            self._note(0, WEIGHTS, held, held.owner)
+        self.computes_in = self.computes_in or _compute_dtype(parts)
+        if self.noise:
+            self._alter(new)
+
+    def _alter(self, new: Iterable[Held]) -> None:
+        dtype = self.noise if self.noise != "compute" else self.computes_in
+        for held in new:
+            tensor, own = held.of(held.owner), dtype or self.dtypes[held.fqn]
+            if not held.why and held.fqn not in self._altered and own in ROUNDING:
+                self._altered.add(held.fqn)
+                alter(tensor, held.fqn, held.boxes, width_of(held.shape), ROUNDING[own])
+                self._note(0, WEIGHTS, held, held.owner)
+
+    def pass_begins(self, inputs: torch.Tensor | None) -> None:
+        """Look at the samples of a pass; gradients that come now are other ones. Whether it trains shows later.
+        Trap: a pipeline calls its stages once to see shapes; that is of step 0."""
+        self._fresh.clear()
+        if inputs is not None and inputs.dim() >= 2:
+            integers = not (inputs.is_floating_point() or inputs.is_complex())
+            tokens = token_sum(inputs) if integers else None
+            self.fed.append(Fed(self.clock.account, row_digests(inputs), tokens))
+
+    def gradients(self, parts: Sequence[nn.Module], owned: set[int] | None = None) -> None:
+        """Look at those of all parameters, or of those with these ids, if no look was taken since the last forward pass."""
+        for held in held_parameters(parts, self.sharded):
+            wanted = owned is None or id(held.owner) in owned
+            if wanted and held.fqn not in self._fresh and held.owner.grad is not None:
+                self._fresh.add(held.fqn)
+                self._note(self.clock.step, GRADIENT, held, held.owner.grad)
+
+    def stepped(self, parts: Sequence[nn.Module], owned: set[int], states: Sequence[Any], rate: float | None) -> None:
+        """Look at the weights that optimizers stepped on, and at the state that these keep. owned: ids of parameters."""
+        if rate is not None:
+            self.rates[self.clock.step] = rate
+        for held in held_parameters(parts, self.sharded):
+            if id(held.owner) not in owned:
+                continue
+            self._note(self.clock.step, WEIGHTS, held, held.owner)
+            for state in states:
+                for key, value in state.get(held.owner, {}).items():
+                    if torch.is_tensor(value) and local(value).numel() == local(held.owner).numel() and value.dim():
+                        self._note(self.clock.step, key, held, value)
+
+    def _note(self, step: int, kind: str, held: Held, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "meta" or local(tensor).layout is not torch.strided:
+            held = Held(held.fqn, held.shape, held.owner, why=f"its {kind} has no dense elements")
+        elif getattr(tensor, "placements", None) not in (None, getattr(held.owner, "placements", None)):
+            held = of_dtensor(held.fqn, tensor)
+        values = local(tensor).new_empty(0) if held.why else held.of(tensor)
+        if not held.why and values.numel() != held.elements:
+            held = Held(
+                held.fqn, held.shape, held.owner, why=f"{values.numel()} elements lie in {held.elements} places"
+            )
+        if held.why:
+            self.unplaced[held.fqn] = held.why
+        elif values.is_floating_point():
+            self.found[step, kind, held.fqn] = held, self.sketcher.sketch(values, held.fqn, held.boxes)
+
+    # ---- what is left behind
+
+    def left(self, rank: int, world: int, launch: str, optimizers: tuple[str, ...]) -> RankSketches:
+        """Return all of it, read from where it lies."""
+        read = _read([sums for _, sums in self.found.values()])
+        sketches = [
+            Sketch(step, kind, fqn, held.place, held.elements, float(sums[0]), sums[1:])
+            for ((step, kind, fqn), (held, _)), sums in zip(self.found.items(), read, strict=True)
+        ]
+        norms = {step: float(norm) for step, norm in self.norms.items()}
+        rows, tokens = defaultdict[int, Counter[int]](Counter), dict[int, int]()
+        for one in self.fed:
+            step = one.account.step
+            if step and one.account.kind == "training":
+                rows[step].update(one.rows.tolist())
+                if one.tokens is not None:
+                    tokens[step] = (tokens.get(step, 0) + int(one.tokens)) % 2**64
+        return RankSketches(
+            rank=rank,
+            world=world,
+            launch=launch,
+            shapes=self.shapes,
+            dtypes=self.dtypes,
+            sketches=tuple(sketches),
+            rows={step: dict(of) for step, of in rows.items()},
+            tokens=tokens,
+            norms=norms,
+            rates=self.rates,
+            optimizers=optimizers,
+            computes_in=self.computes_in,
+            noise=(self.noise if self.noise != "compute" else self.computes_in or "own") if self._altered else "",
+            plain=tuple(self.plain),
+            unplaced=self.unplaced,
+        )
+
+
+def _read(sums: Sequence[torch.Tensor]) -> Any:
+    """Return all at once as an array: each single one would be waited for."""
+    if not sums:
+        return []
+    device = sums[0].device
+    return torch.stack([one.to(device) for one in sums]).cpu().numpy()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _compute_dtype(parts: Sequence[nn.Module]) -> str:
+    """Return the dtype to which autocast or FSDP's policy casts parameters; empty where neither does."""
+    for device in {p.device.type for part in parts for p in part.parameters()}:
+        if torch.is_autocast_enabled(device):
+            return _name(torch.get_autocast_dtype(device))
+    policies = (_policy(module) for part in parts for module in part.modules())
+    return next((_name(dtype) for dtype in policies if dtype is not None), "")
+
+
+def _policy(module: nn.Module) -> torch.dtype | None:
+    if isinstance(module, FullyShardedDataParallel):
+        found = getattr(module.mixed_precision, "param_dtype", None)
+    else:
+        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+        found = getattr(getattr(state, "_mp_policy", None), "param_dtype", None)
+    return found if isinstance(found, torch.dtype) else None

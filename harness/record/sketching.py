@@ -1,0 +1,147 @@
+"""The sketch of a tensor, computed where it lies and not read: who reads it waits (harness/evidence/sketches.py)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+
+from harness.evidence.sketches import BUCKETS, Box
+
+CHUNK = 1 << 19
+"""Elements that are copied as float64 at once."""
+WIDEST = 1 << 16
+"""Columns that are summed at once."""
+FIRST, SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, and mix high bits with low ones
+KEPT = 1 << 22
+"""Numbers of rows and columns whose buckets are kept, of 16 bytes each."""
+
+
+def mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """Return a hash of each. int64, which wraps around."""
+    found = numbers * FIRST
+    found = (found ^ (found >> 32)) * SECOND
+    return found ^ (found >> 29)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def seeds(fqn: str) -> tuple[int, int]:
+    """Return what rows and columns of a parameter are hashed with."""
+    digest = hashlib.sha256(fqn.encode()).digest()
+    return int.from_bytes(digest[:7], "big"), int.from_bytes(digest[8:15], "big")
+
+
+class Sketcher:
+    """Keeps which buckets rows and columns are of, for they are the same in every step."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._numbers = 0
+        self._fold: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what is kept; at most 16 * KEPT."""
+        return 16 * self._numbers
+
+    @torch.no_grad()
+    def sketch(self, values: torch.Tensor, fqn: str, boxes: Sequence[Box]) -> torch.Tensor:
+        """Return the sum of squares and the sketch of a slice. values: its elements in a row. float64 [1 + BUCKETS]"""
+        total = torch.zeros(BUCKETS, BUCKETS, dtype=torch.float64, device=values.device)
+        squares = torch.zeros((), dtype=torch.float64, device=values.device)
+        begin = 0
+        for box in boxes:
+            rows, columns = box.size
+            matrix = values[begin : begin + rows * columns].view(rows, columns)
+            begin += rows * columns
+            of_rows = self._buckets(fqn, box.rows, 0, values.device)
+            of_columns = self._buckets(fqn, box.columns, 1, values.device)
+            for left in range(0, columns, WIDEST):
+                some = slice(left, left + WIDEST)
+                squares += _add(total, matrix[:, some], of_rows, tuple(each[some] for each in of_columns))
+        folded = torch.zeros(BUCKETS, dtype=torch.float64, device=values.device)
+        folded.index_add_(0, self._folding(values.device), total.view(-1))
+        return torch.cat([squares.view(1), folded])
+
+    def _folding(self, device: torch.device) -> torch.Tensor:
+        """Return the bucket of each pair of a row's and a column's: their sum, modulo BUCKETS."""
+        if device not in self._fold:
+            each = torch.arange(BUCKETS, device=device)
+            self._fold[device] = ((each[:, None] + each) % BUCKETS).view(-1)
+        return self._fold[device]
+
+    def _buckets(
+        self, fqn: str, intervals: tuple[tuple[int, int], ...], axis: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return bucket and sign of each row or column. int64 [n], float64 [n]"""
+        key = (fqn, intervals, axis, device)
+        if key in self._known:
+            return self._known[key]
+        hashed = mixed(_numbers(intervals, device) + seeds(fqn)[axis])
+        found = hashed & (BUCKETS - 1), (((hashed >> 13) & 1) * 2 - 1).double()
+        if self._numbers + len(hashed) <= KEPT:
+            self._numbers += len(hashed)
+            self._known[key] = found
+        return found
+
+
+def _numbers(intervals: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in intervals])
+
+
+def _add(
+    total: torch.Tensor,
+    matrix: torch.Tensor,
+    of_rows: tuple[torch.Tensor, torch.Tensor],
+    of_columns: tuple[torch.Tensor, ...],
+) -> torch.Tensor:
+    """Add signed rows up by their buckets, then columns. Return the sum of squares. Trap: on a GPU index_add_ adds in any
+    order, so that a product with signs is taken there."""
+    bucket, sign = of_rows
+    rows, columns = matrix.shape
+    each, squares = max(1, CHUNK // max(columns, 1)), torch.zeros((), dtype=torch.float64, device=matrix.device)
+    held = torch.zeros(BUCKETS, columns, dtype=torch.float64, device=matrix.device)
+    for first in range(0, rows, each):
+        some = slice(first, first + each)
+        part = matrix[some].double()
+        squares += part.square().sum()
+        if part.device.type == "cpu":
+            held.index_add_(0, bucket[some], part * sign[some, None])
+        else:
+            held.addmm_(_signs(bucket[some], sign[some]), part)
+    column, its_sign = of_columns
+    if held.device.type == "cpu":
+        total.index_add_(1, column, held * its_sign)
+    else:
+        total.addmm_(held, _signs(column, its_sign).T)
+    return squares
+
+
+def _signs(bucket: torch.Tensor, sign: torch.Tensor) -> torch.Tensor:
+    """Return the signs, each in the row of its bucket. float64 [BUCKETS, n]"""
+    found = torch.zeros(BUCKETS, len(bucket), dtype=torch.float64, device=bucket.device)
+    return found.scatter_(0, bucket[None], sign[None])
+
+
+@torch.no_grad()
+def alter(values: torch.Tensor, fqn: str, boxes: Sequence[Box], width: int, relative: float) -> None:
+    """Change each element in place by up to this part of it, as a hash of its index in the whole parameter says. width:
+    columns of the whole parameter."""
+    begin = 0
+    for box in boxes:
+        rows, columns = (_numbers(of, values.device) for of in (box.rows, box.columns))
+        each = max(1, CHUNK // max(len(columns), 1))
+        for first in range(0, len(rows), each):
+            at = rows[first : first + each, None] * width + columns
+            share = (mixed(at + sum(seeds(fqn))) >> 11).double() / 2.0**52  # from -1 to 1
+            part = values[begin : begin + at.numel()].view(at.shape)
+            part.add_((part.double() * share * relative).to(part.dtype))
+            begin += at.numel()
+
+
+def width_of(shape: Sequence[int]) -> int:
+    """Return how many columns a parameter has as a matrix of shape[0] rows."""
+    return math.prod(shape[1:])

@@ -1,0 +1,59 @@
+"""Two recordings read from their folders, and judged: is it the same training?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.diagnosis.sketched import cause_of
+from harness.evidence.sketches import RankSketches, load_sketches
+from harness.evidence.store import EvidenceError
+from harness.judge.same_training import SameTraining, compared, why_no_noise
+from harness.judge.sketched import Numbers, added_up
+from harness.judge.stored_recording import load_recording, started
+
+
+def numbers_of(directory: Path) -> Numbers:
+    """Return what all ranks left of numbers. Raises EvidenceError where there is none, or a rank's is of another recording."""
+    files = sorted((directory / "ranks").glob("rank_*.sketches"))
+    if not files:
+        raise EvidenceError(
+            f"{directory}: no numbers were recorded; `harness record -o {directory} -- COMMAND` records them"
+        )
+    launch = started(directory).get("launch", "")
+
+    def read() -> Iterator[RankSketches]:
+        for file in files:
+            of = load_sketches(file)
+            if of is not None and launch and of.launch != launch:
+                raise EvidenceError(f"{file}: belongs to another recording; record the job again")
+            if of is not None:
+                yield of
+
+    return added_up(read())
+
+
+def judged_by(one: Path, other: Path, noise: Path | None = None) -> SameTraining:
+    """Judge the second recording by the first. noise: a recording of the first command with altered weights.
+
+    Raises EvidenceError where one of them has no numbers, or the noise is not that of the first.
+    """
+    mine, theirs = numbers_of(one), numbers_of(other)
+    of_noise = numbers_of(noise) if noise is not None else None
+    if of_noise is not None and (why := why_no_noise(mine, of_noise)):
+        raise EvidenceError(f"{noise}: it does not show the noise of {one}: {why}")
+    if mine.noise:
+        raise EvidenceError(
+            f"{one}: its first weights were altered (--noise); give it by --noise-of, and a plain one as A"
+        )
+    found = compared(mine, theirs, of_noise)
+    return SameTraining(one, other, found, cause_of(mine, theirs, found), len(mine.shapes), _unproven(one, other))
+
+
+def _unproven(one: Path, other: Path) -> str:
+    """Why the recordings do not show whole jobs."""
+    for folder in (one, other):
+        recording = load_recording(folder)
+        if recording.code:
+            return f"{folder}: its command ended with code {recording.code}"
+    return ""

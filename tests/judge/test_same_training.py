@@ -1,0 +1,219 @@
+"""Two recordings of one training, as numbers: which check fails, where, and what the cause is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.diagnosis.sketched import cause_of
+from harness.evidence.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, Sketch
+from harness.judge.result import Verdict
+from harness.judge.same_training import CHECKS, compared, why_no_noise
+from harness.judge.sketched import Key, Numbers, added_up
+
+FQNS = ("layers.0.norm", "layers.0.up", "output")
+SHAPES = {"layers.0.norm": (4,), "layers.0.up": (8, 4), "output": (16, 4)}
+STEPS = (1, 2, 3)
+Change = Callable[[int, str, str, np.ndarray], np.ndarray]
+"""(step, kind, fqn, sums) -> other sums."""
+
+
+def sums_of(step: int, kind: str, fqn: str) -> np.ndarray:
+    """The same for every rank and recording."""
+    seed = [step if kind != WEIGHTS else 100, len(kind), FQNS.index(fqn)]
+    drawn = np.random.default_rng(seed).standard_normal(BUCKETS)
+    return drawn + 1e-3 * step * sums_of(step, "exp_avg", fqn) if kind == WEIGHTS else drawn
+
+
+def rank(
+    number: int = 0, world: int = 1, change: Change = lambda step, kind, fqn, sums: sums, **more: Any
+) -> RankSketches:
+    """One that holds every parameter whole."""
+    found = []
+    for step in (0, *STEPS):
+        for kind in (WEIGHTS, GRADIENT, "exp_avg") if step else (WEIGHTS,):
+            for fqn in FQNS:
+                shape = SHAPES[fqn]
+                rows, columns = shape[0], int(np.prod(shape[1:]))
+                sums = change(step, kind, fqn, sums_of(step, kind, fqn))
+                place = f"0:{rows}|0:{columns}"
+                found.append(Sketch(step, kind, fqn, place, rows * columns, float(np.sum(sums**2)), sums))
+    usual: dict[str, Any] = {
+        "shapes": SHAPES,
+        "dtypes": dict.fromkeys(FQNS, "float32"),
+        "rows": {step: {10 * step + row: 1 for row in range(4)} for step in STEPS},
+        "tokens": dict.fromkeys(STEPS, 7),
+        "rates": dict.fromkeys(STEPS, 0.1),
+        "optimizers": ("AdamW(betas (0.9, 0.95))",),
+        "plain": FQNS,
+    }
+    return RankSketches(number, world, sketches=tuple(found), **usual | more)
+
+
+def numbers(change: Change = lambda step, kind, fqn, sums: sums, **more: Any) -> Numbers:
+    return added_up([rank(change=change, **more)])
+
+
+RIGHT = numbers()
+
+
+def verdicts(other: Numbers, noise: Numbers | None = None) -> dict[str, Verdict]:
+    return {result.check: result.verdict for result in compared(RIGHT, other, noise).results}
+
+
+def told(other: Numbers) -> tuple[str, dict[str, Any]]:
+    cause = cause_of(RIGHT, other, compared(RIGHT, other))
+    assert cause is not None
+    return cause.kind, {"check": cause.explains[0], **dict(cause.details)}
+
+
+def of(kind: str, factor: float, fqn: str = "", since: int = 1) -> Change:
+    def change(step: int, of_kind: str, name: str, sums: np.ndarray) -> np.ndarray:
+        return factor * sums if (of_kind, step >= since) == (kind, True) and name.startswith(fqn) else sums
+
+    return change
+
+
+def test_equal_numbers_pass_every_check_that_has_an_object() -> None:
+    found = verdicts(numbers())
+    assert [*found] == [*CHECKS]
+    assert {check for check, verdict in found.items() if verdict is not Verdict.PASS} == {"grad_norm"}
+    assert found["grad_norm"] is Verdict.NOT_APPLICABLE
+    assert cause_of(RIGHT, RIGHT, compared(RIGHT, RIGHT)) is None
+
+
+TWICE = numbers(rows={step: {10 * step: 2, 10 * step + 1: 2} for step in STEPS}, tokens=dict.fromkeys(STEPS, 8))
+NEXT = {step: {10 * (step + 1) + row: 1 for row in range(4)} for step in STEPS}
+OF_NEXT_STEP = numbers(rows=NEXT, tokens=dict.fromkeys(STEPS, 8))
+
+
+@pytest.mark.parametrize(
+    ("other", "kind", "details"),
+    [
+        (numbers(of(GRADIENT, 0.5)), "gradients scaled", {"check": "gradients", "factor": 0.5, "step": 1}),
+        (numbers(of(GRADIENT, 4.0, since=2)), "gradients scaled", {"factor": 4.0, "step": 2}),
+        (numbers(of(GRADIENT, 0.0, "output")), "gradients scaled", {"factor": 0.0, "parameters": ("output",)}),
+        (numbers(of("exp_avg", 3.0)), "not explained", {"check": "optimizer_state", "step": 1}),
+        (numbers(of(WEIGHTS, 1.5, "layers.0.up")), "not explained", {"check": "update", "parameters": ("layers.0.up",)}),
+        (numbers(of(WEIGHTS, 2.0, since=0)), "other initial weights", {"parameters": FQNS}),
+        (numbers(rates=dict.fromkeys(STEPS, 0.2)), "learning rate", {"check": "recipe"}),
+        (numbers(optimizers=("SGD(momentum 0)",)), "another recipe", {"check": "recipe"}),
+        (TWICE, "same samples", {"step": 1}),
+        (OF_NEXT_STEP, "data position", {"step": 1, "of_step": 2}),
+    ],
+)  # fmt: skip
+def test_what_differs_first_is_the_cause(other: Numbers, kind: str, details: dict[str, Any]) -> None:
+    found, data = told(other)
+    assert found == kind
+    assert {name: data[name] for name in details} == details
+
+
+def test_a_gradient_of_the_step_before_and_one_that_was_not_zeroed_are_told_apart() -> None:
+    def late(step: int, kind: str, fqn: str, sums: np.ndarray) -> np.ndarray:
+        return sums_of(step - 1, kind, fqn) if kind == GRADIENT and step > 1 else sums
+
+    def kept(step: int, kind: str, fqn: str, sums: np.ndarray) -> np.ndarray:
+        return sums + sums_of(step - 1, kind, fqn) if kind == GRADIENT and step > 1 else sums
+
+    assert told(numbers(late))[0] == "another tensor" and told(numbers(late))[1]["step"] == 2
+    assert told(numbers(kept))[0] == "gradients not zeroed"
+
+
+def test_ranks_that_keep_their_own_gradients_are_named_where_their_mean_is_right() -> None:
+    def own(sign: float) -> Change:
+        def change(step: int, kind: str, fqn: str, sums: np.ndarray) -> np.ndarray:
+            return sums + sign * sums_of(step + 7, kind, fqn) if kind == GRADIENT else sums
+
+        return change
+
+    other = added_up([rank(0, 2, own(1.0), rows={}), rank(1, 2, own(-1.0))])
+    kind, details = told(other)
+    assert (kind, details["ranks"]) == ("gradients not reduced", (0, 1))
+    third = added_up([rank(0, 2, own(1.0), rows={}), rank(1, 2, own(0.5))])
+    assert told(third)[0] == "not explained"
+
+
+def test_tp_ranks_are_fed_what_their_peers_are() -> None:
+    assert verdicts(added_up([rank(0, 2), rank(1, 2)]))["samples"] is Verdict.PASS
+
+
+def test_slices_of_ranks_are_added_once_and_must_make_up_the_whole() -> None:
+    def half(number: int, rows: slice) -> RankSketches:
+        whole = rank(number, 2)
+        place = f"{rows.start}:{rows.stop}|0:4"
+        own = [
+            replace(one, place=place, elements=4 * (rows.stop - rows.start), sums=one.sums / 2)
+            if one.fqn == "output"
+            else one
+            for one in whole.sketches
+        ]
+        return replace(whole, sketches=tuple(own), plain=())
+
+    both = added_up([half(0, slice(0, 8)), half(1, slice(8, 16))])
+    assert verdicts(both)["gradients"] is Verdict.PASS
+    for wrong in ([half(0, slice(0, 8))], [half(0, slice(0, 8)), half(1, slice(4, 12))]):
+        found = added_up(wrong)
+        assert verdicts(found)["gradients"] is Verdict.UNKNOWN
+        assert {key[2] for key in found.unknown} == {"output"}
+
+
+def test_tensors_that_nothing_says_to_be_cut_are_unknown_and_not_wrong() -> None:
+    def other_start(step: int, kind: str, fqn: str, sums: np.ndarray) -> np.ndarray:
+        return 2 * sums if fqn == "output" else sums
+
+    found = added_up([rank(0, 2), rank(1, 2, other_start)])
+    assert {key[2] for key in found.unknown} == {"output"}
+    assert set(verdicts(found).values()) <= {Verdict.PASS, Verdict.UNKNOWN, Verdict.NOT_APPLICABLE}
+    assert verdicts(numbers(shapes=SHAPES | {"output": (8, 4)}))["gradients"] is Verdict.UNKNOWN
+
+
+def test_a_rank_that_left_nothing_leaves_the_verdict_open() -> None:
+    assert {*verdicts(added_up([rank(0, 2)])).values()} >= {Verdict.UNKNOWN}
+    nothing = replace(RIGHT, whole={key: one for key, one in RIGHT.whole.items() if key[1] != GRADIENT})
+    assert verdicts(nothing)["gradients"] is Verdict.UNKNOWN
+
+
+def test_clipping_is_judged_by_the_norm_of_all_gradients() -> None:
+    def norms(numbers: Numbers, factor: float = 1.0) -> Mapping[int, dict[int, float]]:
+        def squares(step: int) -> float:
+            return sum(one.squares for key, one in numbers.whole.items() if key[:2] == (step, GRADIENT))
+
+        return {step: {0: factor * squares(step) ** 0.5} for step in STEPS}
+
+    trusted = replace(RIGHT, norms=norms(RIGHT))
+    found = {r.check: r for r in compared(trusted, replace(RIGHT, norms=norms(RIGHT))).results}
+    assert found["grad_norm"].verdict is Verdict.PASS
+    wrong = replace(RIGHT, norms=norms(RIGHT, 0.7))
+    cause = cause_of(trusted, wrong, compared(trusted, wrong))
+    assert cause is not None and (cause.kind, cause.explains) == ("clipped by another norm", ("grad_norm",))
+    assert {r.check: r.verdict for r in compared(wrong, trusted).results}["grad_norm"] is Verdict.UNKNOWN
+
+
+def noisy(size: float) -> Numbers:
+    def change(step: int, kind: str, fqn: str, sums: np.ndarray) -> np.ndarray:
+        return sums * (1 + size * np.random.default_rng(step).standard_normal(BUCKETS))
+
+    return replace(numbers(change), noise="bfloat16")
+
+
+def test_the_bound_is_the_noise_that_was_recorded() -> None:
+    off = numbers(of(GRADIENT, 1.02))
+    assert verdicts(off, noisy(1e-2))["gradients"] is Verdict.PASS
+    assert verdicts(off, noisy(1e-4))["gradients"] is Verdict.FAIL
+
+
+def test_noise_of_another_training_is_refused() -> None:
+    assert why_no_noise(RIGHT, noisy(1e-2)) == ""
+    assert "altered" in why_no_noise(RIGHT, RIGHT)
+    assert why_no_noise(RIGHT, replace(noisy(1e-2), rows={step: Counter({5: 1}) for step in STEPS}, tokens={}))
+
+
+def test_a_number_that_is_not_finite_is_no_small_distance() -> None:
+    key: Key = (2, GRADIENT, "output")
+    broken = {**RIGHT.whole, key: replace(RIGHT.whole[key], sums=np.full(BUCKETS, np.nan))}
+    assert verdicts(replace(RIGHT, whole=broken))["gradients"] is Verdict.FAIL

@@ -1,0 +1,70 @@
+"""Recordings of one small trainer in several layouts: the same training passes, a mistake fails where it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cli import main
+
+SCRIPT = str(Path(__file__).parents[1] / "layouts_script.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+@pytest.fixture(scope="module")
+def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One rank, and its noise beside it."""
+    folder = tmp_path_factory.mktemp("trusted") / "one"
+    alone = [sys.executable, SCRIPT, "--clip", "0.5"]
+    assert main(["record", "-o", str(folder), "--", *alone]) == 0
+    assert main(["record", "--noise", "-o", f"{folder}_noise", "--", *alone]) == 0
+    return folder
+
+
+def recorded(trusted: Path, out: Path, capsys: pytest.CaptureFixture[str], ranks: int, *words: str) -> dict[str, Any]:
+    """Record a layout, compare it with the trusted one, and return the document with the exit code of both commands."""
+    job = [*TORCHRUN, str(ranks), SCRIPT, "--clip", "0.5", *words]
+    code = main(["record", "--same-as", str(trusted), "-o", str(out), "--", *job])
+    capsys.readouterr()
+    assert main(["compare", "--json", str(trusted), str(out)]) == code
+    return json.loads(capsys.readouterr().out) | {"exit": code}
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [("fsdp1_orig", 2), ("fsdp_tp_sp", 4)])
+def test_the_same_training_in_another_layout_passes(
+    layout: str, ranks: int, trusted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = recorded(trusted, tmp_path / "other", capsys, ranks, "--layout", layout)
+    assert (found["verdict"], found["exit"], found["steps"], found["parameters"]) == ("PASS", 0, [1, 2, 3], 16)
+    assert {result["verdict"] for result in found["results"]} == {"PASS"}
+    assert "float32" in found["bounds"]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "layout", "check", "kind"),
+    [
+        ("halved", "fsdp2", "gradients", "gradients scaled"),
+        ("samples", "ddp", "samples", "same samples"),
+        ("", "pp", "grad_norm", "clipped by another norm"),  # each stage clips by its own
+    ],
+)
+def test_a_mistake_fails_and_is_found_where_it_is_made(
+    mistake: str,
+    layout: str,
+    check: str,
+    kind: str,
+    trusted: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = recorded(trusted, tmp_path / "other", capsys, 2, "--layout", layout, "--mistake", mistake)
+    assert (found["verdict"], found["exit"]) == ("FAIL", 1)
+    cause = found["cause"]
+    assert (cause["kind"], cause["explains"][0]) == (kind, check)
+    details = dict(cause["details"])
+    assert details["step"] == (2 if mistake == "samples" else 1)
+    assert details.get("factor") == (0.5 if mistake == "halved" else None)

@@ -1,0 +1,107 @@
+"""Sketches of slices add up to the sketch of the whole, and the length of a difference estimates a distance."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from harness.evidence.sketches import BUCKETS, Box, boxes_of, place_text
+from harness.record.boxes import _boxes, _chunk, rows_of_interval
+from harness.record.sketching import Sketcher, alter, width_of
+
+SHAPES = [(7,), (6, 4), (5, 3, 2), ()]
+
+
+def whole(shape: Sequence[int]) -> tuple[Box, ...]:
+    return _boxes(shape, [((0, size),) for size in shape])
+
+
+def taken(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    matrix = tensor.reshape(tensor.shape[0] if tensor.dim() else 1, -1)
+    rows, columns = ([at for start, stop in of for at in range(start, stop)] for of in (box.rows, box.columns))
+    return matrix[rows][:, columns].reshape(-1)
+
+
+def cuts(shape: Sequence[int]) -> Iterator[list[tuple[Box, ...]]]:
+    """Yield the slices of all ranks: cut along each dim, along two, strided, and as FSDP1 cuts vectors."""
+    size = math.prod(shape)
+    for at in range(len(shape)):
+        dims = [[((0, n),)] * 3 for n in shape]
+        dims[at] = [_chunk(((0, shape[at]),), 3, rank, 1) for rank in range(3)]
+        yield [_boxes(shape, [of[rank] for of in dims]) for rank in range(3)]
+    if len(shape) > 1:
+        both = itertools.product(range(2), range(2))
+        yield [
+            _boxes(
+                shape,
+                [_chunk(((0, shape[0]),), 2, a, 1), _chunk(((0, shape[1]),), 2, b, 1), *(((0, n),) for n in shape[2:])],
+            )
+            for a, b in both
+        ]
+        of_tp = [_chunk(_chunk(((0, shape[0]),), 2, dp, 2), 2, tp, 1) for dp in range(2) for tp in range(2)]
+        yield [_boxes(shape, [rows, *(((0, n),) for n in shape[1:])]) for rows in of_tp]
+    if shape:
+        edges = [0, size // 3, size // 2 + 1, size]
+        yield [rows_of_interval(shape, start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sketches_of_slices_add_up_whatever_the_layout(shape: tuple[int, ...]) -> None:
+    tensor, sketcher = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)), Sketcher()
+    full = sketcher.sketch(tensor.reshape(-1), "a", whole(shape))
+    assert math.isclose(float(full[0]), float(tensor.square().sum()))
+    assert len(full) == 1 + BUCKETS
+    for slices in cuts(shape):
+        parts = [torch.cat([taken(tensor, box) for box in boxes]) if boxes else torch.empty(0) for boxes in slices]
+        assert sum(part.numel() for part in parts) == tensor.numel()
+        total = sum(sketcher.sketch(part.double(), "a", boxes) for part, boxes in zip(parts, slices, strict=True))
+        assert torch.allclose(torch.as_tensor(total), full, rtol=1e-12, atol=1e-12)
+
+
+def test_parameters_of_other_names_have_other_signs() -> None:
+    values = torch.ones(64, dtype=torch.float64)
+    one, other = (Sketcher().sketch(values, fqn, whole((8, 8))) for fqn in ("a", "b"))
+    assert one[0] == other[0] and not torch.equal(one, other)
+
+
+@pytest.mark.parametrize("wrong", ["all", "a row", "a column"])
+def test_the_length_of_a_difference_estimates_the_distance(wrong: str) -> None:
+    draw = torch.Generator().manual_seed(5)
+    ratios = []
+    for number in range(40):
+        off = torch.zeros(96, 80, dtype=torch.float64)
+        part = {"all": off, "a row": off[number : number + 1], "a column": off[:, number : number + 1]}[wrong]
+        part.normal_(generator=draw)
+        squares, *sums = Sketcher().sketch(off.reshape(-1), f"layers.{number}", whole((96, 80))).tolist()
+        ratios.append(math.sqrt(sum(one * one for one in sums) / squares))
+    assert min(ratios) > 0.4 and max(ratios) < 1.8
+    assert 0.9 < sum(ratios) / len(ratios) < 1.1
+
+
+def test_any_layout_alters_weights_alike() -> None:
+    tensor = torch.randn((6, 4), generator=torch.Generator().manual_seed(3))
+    full = tensor.clone()
+    alter(full.view(-1), "a", whole((6, 4)), width_of((6, 4)), 2.0**-8)
+    assert not torch.equal(full, tensor) and torch.allclose(full, tensor, rtol=2.0**-8)
+    for slices in cuts((6, 4)):
+        for boxes in slices:
+            part = torch.cat([taken(tensor, box) for box in boxes]) if boxes else torch.empty(0)
+            alter(part, "a", boxes, 4, 2.0**-8)
+            wanted = torch.cat([taken(full, box) for box in boxes]) if boxes else torch.empty(0)
+            assert torch.equal(part, wanted)
+
+
+def test_a_place_in_words_is_read_again() -> None:
+    boxes = (Box(((0, 2), (4, 6)), ((1, 3),)), Box(((7, 8),), ((0, 1),)))
+    assert boxes_of(place_text(boxes)) == boxes
+
+
+def test_what_is_kept_of_rows_and_columns_is_bounded() -> None:
+    sketcher = Sketcher()
+    sketcher.sketch(torch.ones(12), "a", whole((3, 4)))
+    sketcher.sketch(torch.ones(12), "a", whole((3, 4)))
+    assert sketcher.kept_bytes == 16 * (3 + 4)
