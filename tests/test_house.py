@@ -143,14 +143,6 @@ def test_the_probe_needs_torch_numpy_and_the_standard_library_only() -> None:
     assert not wrong
 
 
-def test_no_two_files_of_tests_have_one_name() -> None:
-    """pytest takes the second for the first, and collects neither."""
-    names = [
-        path.name for path in sorted((ROOT / "tests").rglob("*.py")) if path.name not in ("__init__.py", "conftest.py")
-    ]
-    assert [name for name in names if names.count(name) > 1] == []
-
-
 def test_every_check_is_known_to_diagnosis() -> None:
     """One that is not would stand as "not explained" under every cause that breaks it besides."""
     checks = {module.split(".")[-1] for module in trees() if module.startswith("harness.checks.")}
