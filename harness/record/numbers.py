@@ -64,6 +64,7 @@ class Numbers:
     unplaced: dict[str, str] = field(default_factory=dict)
     computes_in: str = ""
     _fresh: set[str] = field(default_factory=set)
+    _held: tuple[int, list[Held]] = (-1, [])
     _altered: set[str] = field(default_factory=set)
 
     def install(self, timed: Timed, parts: Callable[[], Sequence[nn.Module]]) -> None:
@@ -123,9 +124,15 @@ class Numbers:
             tokens = token_sum(inputs) if integers else None
             self.fed.append(Fed(self.clock.account, row_digests(inputs), tokens))
 
+    def _all(self, parts: Sequence[nn.Module]) -> list[Held]:
+        """Return what this rank holds, looked for once a step."""
+        if self._held[0] != self.clock.step:
+            self._held = self.clock.step, [*held_parameters(parts, self.sharded)]
+        return self._held[1]
+
     def gradients(self, parts: Sequence[nn.Module], owned: set[int] | None = None) -> None:
         """Look at those of all parameters, or of those with these ids, if no look was taken since the last forward pass."""
-        for held in held_parameters(parts, self.sharded):
+        for held in self._all(parts):
             wanted = owned is None or id(held.owner) in owned
             if wanted and held.fqn not in self._fresh and held.owner.grad is not None:
                 self._fresh.add(held.fqn)
@@ -135,7 +142,7 @@ class Numbers:
         """Look at the weights that optimizers stepped on, and at the state that these keep. owned: ids of parameters."""
         if rate is not None:
             self.rates[self.clock.step] = rate
-        for held in held_parameters(parts, self.sharded):
+        for held in self._all(parts):
             if id(held.owner) not in owned:
                 continue
             self._note(self.clock.step, WEIGHTS, held, held.owner)

@@ -11,7 +11,7 @@ import torch
 
 from harness.evidence.sketches import BUCKETS, Box
 
-CHUNK = 1 << 19
+CHUNK = 1 << 17
 """Elements that are copied as float64 at once."""
 WIDEST = 1 << 16
 """Columns that are summed at once."""
@@ -98,22 +98,26 @@ def _add(
     of_rows: tuple[torch.Tensor, torch.Tensor],
     of_columns: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Add signed rows up by their buckets, then columns. Return the sum of squares. Trap: on a GPU index_add_ adds in any
-    order, so that a product with signs is taken there."""
+    """Add rows up by bucket and sign, then columns. Return the sum of squares. Trap: on a GPU index_add_ adds in any order, so
+    that a product with signs is taken there."""
     bucket, sign = of_rows
     rows, columns = matrix.shape
     each, squares = max(1, CHUNK // max(columns, 1)), torch.zeros((), dtype=torch.float64, device=matrix.device)
-    held = torch.zeros(BUCKETS, columns, dtype=torch.float64, device=matrix.device)
+    on_cpu = matrix.device.type == "cpu"
+    held = torch.zeros(2 * BUCKETS if on_cpu else BUCKETS, columns, dtype=torch.float64, device=matrix.device)
+    signed = bucket + BUCKETS * (sign < 0) if on_cpu else bucket
     for first in range(0, rows, each):
         some = slice(first, first + each)
-        part = matrix[some].double()
-        squares += part.square().sum()
-        if part.device.type == "cpu":
-            held.index_add_(0, bucket[some], part * sign[some, None])
+        part = matrix[some].double().contiguous()
+        flat = part.view(-1)
+        squares += torch.dot(flat, flat)
+        if on_cpu:
+            held.index_add_(0, signed[some], part)
         else:
             held.addmm_(_signs(bucket[some], sign[some]), part)
+    held = held[:BUCKETS] - held[BUCKETS:] if on_cpu else held
     column, its_sign = of_columns
-    if held.device.type == "cpu":
+    if on_cpu:
         total.index_add_(1, column, held * its_sign)
     else:
         total.addmm_(held, _signs(column, its_sign).T)
