@@ -56,7 +56,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "-o", "--out", type=Path, default=Path("out/compared"), metavar="DIR", help="for that recording"
     )
-    same_training.add_noise_of(parser)
+    same_training.add_comparison(parser)
     add_recording(parser, words="*")  # options may stand behind A and B
 
 
@@ -107,7 +107,7 @@ def _accept(args: argparse.Namespace, snapshot: Path, recording: Path) -> int:
 
 def _between(args: argparse.Namespace, one: Path, other: Path) -> int:
     runs = [folder for folder in (one, other) if verdicts.file_in(folder)]
-    if not runs and args.noise_of is None and not _of_one_training(one, other):
+    if not runs and not _of_one_training(args, one, other):
         return _structures(args, one, other)
     if not runs:
         return same_training.answer_same_training(args, one, other)
@@ -116,10 +116,10 @@ def _between(args: argparse.Namespace, one: Path, other: Path) -> int:
     return _runs(args, one, other)
 
 
-def _of_one_training(one: Path, other: Path) -> bool:
+def _of_one_training(args: argparse.Namespace, one: Path, other: Path) -> bool:
     """Return whether numbers of two recordings are compared, and not their structure."""
     recorded = all(path.suffix not in SNAPSHOTS and not (path / CASE_FILE).exists() for path in (one, other))
-    return recorded and same_training.is_judged_by(one, other)
+    return recorded and same_training.is_judged_by(args, other)
 
 
 def _runs(args: argparse.Namespace, one: Path, other: Path) -> int:

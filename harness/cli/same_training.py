@@ -47,8 +47,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_comparison(parser: argparse.ArgumentParser) -> None:
+    """Add what `compare` takes."""
+    parser.add_argument("--numbers", action="store_true", help="compare gradients and updates, not the structure")
+    add_noise_of(parser)
+
+
 def add_noise_of(parser: argparse.ArgumentParser) -> None:
-    """Add where noise is recorded, which `compare` takes, too."""
+    """Add where noise is recorded."""
     parser.add_argument(
         "--noise-of", type=Path, metavar="N", help=f"the recording of A's noise; default A{OF_A} where it is there"
     )
@@ -86,11 +92,9 @@ def command(args: argparse.Namespace, out: Path, _: object = None) -> int:
     return answer_same_training(args, args.same_as, out)
 
 
-def is_judged_by(one: Path, other: Path) -> bool:
-    """Return whether numbers are compared: where the second recording was made for that, or has other ranks."""
-    if started(other).get("same_as") or started(one).get("same_as"):
-        return True
-    return load_recording(one).world != load_recording(other).world
+def is_judged_by(args: argparse.Namespace, other: Path) -> bool:
+    """Return whether numbers are compared, and not structure: where that is asked for, or was when the second was recorded."""
+    return bool(args.numbers or args.noise_of or started(other).get("same_as"))
 
 
 def answer_same_training(args: argparse.Namespace, one: Path, other: Path) -> int:

@@ -57,7 +57,9 @@ class Bounds:
         self._noise: dict[Key, float] = {}
         self._usual: dict[tuple[int, str], float] = {}
         if noise is None:
-            self.how = "numbers documented for the dtype; no noise was recorded"
+            self.how = (
+                "documented for the dtype; float8 and other casts inside of modules need the noise, recorded by --noise"
+            )
             return
         for key, distance, _ in distances(one, noise):
             self._noise[key] = distance

@@ -102,8 +102,8 @@ def _placed(fqn: str, parameter: torch.Tensor, declared: Sequence[Sharded]) -> H
         size = shape[one.dim]
         dims[one.dim] = ((one.part * size, (one.part + 1) * size),)
         shape = (*shape[: one.dim], size * one.parts, *shape[one.dim + 1 :])
-        return Held(fqn, shape, parameter, _boxes(shape, dims))
-    return Held(fqn, shape, parameter, _boxes(shape, [((0, size),) for size in shape]), plain=True)
+        return Held(fqn, shape, parameter, boxes_of_dims(shape, dims))
+    return Held(fqn, shape, parameter, boxes_of_dims(shape, [((0, size),) for size in shape]), plain=True)
 
 
 def of_dtensor(fqn: str, parameter: Any) -> Held:
@@ -119,7 +119,7 @@ def of_dtensor(fqn: str, parameter: Any) -> Held:
             dims[place.dim] = _chunk(dims[place.dim], count, mine, getattr(place, "split_factor", 1))
         elif place.is_partial():
             addend.append(str(mine))
-    boxes = _boxes(shape, dims)
+    boxes = boxes_of_dims(shape, dims)
     held = Held(fqn, shape, parameter, boxes, ",".join(addend))
     if not boxes and all(_size(dim) for dim in dims):
         return Held(fqn, shape, parameter, why=f"its slice is of more than {MOST} pieces")
@@ -161,7 +161,7 @@ def _joined(intervals: Iterable[tuple[int, int]]) -> Intervals:
     return tuple(found)
 
 
-def _boxes(shape: Sequence[int], dims: Sequence[Intervals]) -> tuple[Box, ...]:
+def boxes_of_dims(shape: Sequence[int], dims: Sequence[Intervals]) -> tuple[Box, ...]:
     """Return the slice as a matrix of shape[0] rows; nothing where it is empty, or of too many pieces."""
     if not dims:
         return (Box(((0, 1),), ((0, 1),)),)
