@@ -22,6 +22,8 @@ LEAST = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1e-3, "float16": 2e-4}
 """By dtype, a distance that is no mistake, whatever the noise: sums are added in another order."""
 USUAL = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 0.15, "float16": 0.05}
 """By dtype, the bound of a distance where no noise was recorded."""
+OF_SIGNS = 4.0
+"""Times that bound of what a step adds: AdamW divides small gradients, whose signs rounding may turn, by their size."""
 EQUAL = 1e-6
 """The bound of weights that should be the same numbers, relative to their norm."""
 ROUNDINGS = 4.0
@@ -77,7 +79,7 @@ class Bounds:
         dtype = self.dtype(key[2])
         least = LEAST.get(dtype, 1e-6) + (self._rounding(key) if key[1] == OF_UPDATES else 0.0)
         if not self._noise:
-            return max(USUAL.get(dtype, USUAL["float32"]), least)
+            return max(USUAL.get(dtype, USUAL["float32"]) * (OF_SIGNS if key[1] == OF_UPDATES else 1), least)
         own = max(self._noise.get(key, 0.0), self._usual.get(key[:2], 0.0))
         return max(TIMES * own, least)
 
