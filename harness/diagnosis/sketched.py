@@ -135,10 +135,6 @@ def _ways(
     def right(d: Difference) -> np.ndarray:
         return one.whole[d.key].sums
 
-    def before(d: Difference) -> np.ndarray | None:
-        held = one.whole.get((d.key[0] - 1, GRADIENT, d.key[2]))
-        return None if held is None else held.sums
-
     if ranks:
         for factor in (1.0, 1.0 / len(ranks), float(len(ranks))):
             text = f"gradients are not reduced over ranks {ranks_text([*ranks])}: each keeps its own"
@@ -156,16 +152,33 @@ def _ways(
             Cause("gradients scaled", text, hint=hint, details=(("factor", factor),)),
             lambda d: factor * right(d),
         )
-    if step > 1:
-        text = f"gradients of step {step} are those of step {step - 1}"
-        yield Cause("another tensor", text, details=(("of", "gradient"), ("back", 1))), before
-        text = f"gradients are not zeroed: those of step {step} hold step {step - 1}'s as well"
+    if shares := _shares(one, other, step, wrong):
+        now, earlier = shares
+        text = f"gradients are not zeroed: those of step {step} hold {number_text(earlier, 4)} times step {step - 1}'s as well"
+        cause = Cause("gradients not zeroed", text, details=(("factor", earlier),))
+        if abs(now) <= max(d.bound for d in wrong):
+            text = f"gradients of step {step} are {number_text(earlier, 4)} times those of step {step - 1}"
+            cause = Cause("another tensor", text, details=(("of", "gradient"), ("back", 1), ("factor", earlier)))
+        yield cause, lambda d: now * right(d) + earlier * _before(one, d)
 
-        def both(d: Difference) -> np.ndarray | None:
-            held = before(d)
-            return None if held is None else right(d) + held
 
-        yield Cause("gradients not zeroed", text), both
+def _before(one: Numbers, difference: Difference) -> np.ndarray:
+    step, kind, fqn = difference.key
+    return one.whole[step - 1, kind, fqn].sums
+
+
+def _shares(one: Numbers, other: Numbers, step: int, wrong: Sequence[Difference]) -> tuple[float, float] | None:
+    """Return how often this step's gradients and those of the step before count in all that are wrong, by best fit."""
+    if step == 1 or not wrong or not all((step - 1, GRADIENT, d.key[2]) in one.whole for d in wrong):
+        return None
+    columns = np.stack(
+        [np.concatenate([one.whole[d.key].sums for d in wrong]), np.concatenate([_before(one, d) for d in wrong])]
+    )
+    target = np.concatenate([other.whole[d.key].sums for d in wrong])
+    if not np.isfinite(target).all():
+        return None
+    now, earlier = np.linalg.lstsq(columns.T, target, rcond=None)[0]
+    return float(now), float(earlier)
 
 
 def _mean_is(other: Numbers, difference: Difference, wanted: np.ndarray) -> bool:

@@ -202,7 +202,7 @@ def _judged(name: str, one: Numbers, other: Numbers, found: list[Difference], ki
         for d in found
         if d.is_wrong
     ]
-    findings += _replicas(other, kind, steps)
+    findings += [*_left_out(one, other, kind, steps), *_replicas(other, kind, steps)]
     if not found and not findings:
         every = {key for of in (one, other) for key in of.unknown if key[0] in {*steps} and _is_of(key, kind)}
         note = why_unknown(one, sorted(every)) or why_unknown(other, sorted(every))
@@ -214,6 +214,16 @@ def _judged(name: str, one: Numbers, other: Numbers, found: list[Difference], ki
     largest = max((d.distance for d in found), default=None)
     result = _doubted(name, findings, [d.key for d in found], one, other, keys)
     return Result(result.check, result.verdict, result.examined, result.findings, result.note, largest)
+
+
+def _left_out(one: Numbers, other: Numbers, kind: str, steps: list[int]) -> Iterator[Finding]:
+    """Yield parameters without a gradient, or that no optimizer steps on, where others of the second recording have that."""
+    for step in steps if kind else ():
+        mine, theirs = ({fqn for s, k, fqn in of.whole if (s, k) == (step, kind)} for of in (one, other))
+        for fqn in (fqn for fqn in one.shapes if fqn in mine - theirs and theirs):
+            if (0, WEIGHTS, fqn) in other.whole and (step, kind, fqn) not in other.unknown:
+                what = "gradient" if kind == GRADIENT else "what the step adds"
+                yield Finding(step=step, kind="parameter", name=fqn, quantity=what, expected="one", observed="none")
 
 
 QUANTITIES = {GRADIENT: "gradient", OF_UPDATES: "what the step adds", WEIGHTS: "weights"}

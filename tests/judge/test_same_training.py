@@ -118,10 +118,12 @@ def test_a_gradient_of_the_step_before_and_one_that_was_not_zeroed_are_told_apar
         return sums_of(step - 1, kind, fqn) if kind == GRADIENT and step > 1 else sums
 
     def kept(step: int, kind: str, fqn: str, sums: np.ndarray) -> np.ndarray:
-        return sums + sums_of(step - 1, kind, fqn) if kind == GRADIENT and step > 1 else sums
+        return sums + 0.4 * sums_of(step - 1, kind, fqn) if kind == GRADIENT and step > 1 else sums
 
-    assert told(numbers(late))[0] == "another tensor" and told(numbers(late))[1]["step"] == 2
-    assert told(numbers(kept))[0] == "gradients not zeroed"
+    kind, details = told(numbers(late))
+    assert (kind, details["step"], details["factor"]) == ("another tensor", 2, pytest.approx(1))
+    kind, details = told(numbers(kept))
+    assert (kind, details["factor"]) == ("gradients not zeroed", pytest.approx(0.4))
 
 
 def test_ranks_that_keep_their_own_gradients_are_named_where_their_mean_is_right() -> None:
@@ -136,6 +138,15 @@ def test_ranks_that_keep_their_own_gradients_are_named_where_their_mean_is_right
     assert (kind, details["ranks"]) == ("gradients not reduced", (0, 1))
     third = added_up([rank(0, 2, own(1.0), rows={}), rank(1, 2, own(0.5))])
     assert told(third)[0] == "not explained"
+
+
+@pytest.mark.parametrize(("kind", "check"), [(GRADIENT, "gradients"), (WEIGHTS, "update")])
+def test_a_parameter_that_is_left_out_from_step_1_on_is_found_there(kind: str, check: str) -> None:
+    gone = {key: one for key, one in RIGHT.whole.items() if key[1:] != (kind, "output") or not key[0]}
+    found, details = told(replace(RIGHT, whole=gone))
+    assert (details["check"], details["step"], details["parameters"]) == (check, 1, ("output",))
+    nothing = {key: one for key, one in RIGHT.whole.items() if key[1] != kind or not key[0]}
+    assert verdicts(replace(RIGHT, whole=nothing))[check] is Verdict.UNKNOWN
 
 
 def test_tp_ranks_are_fed_what_their_peers_are() -> None:
