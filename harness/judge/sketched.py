@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -193,8 +194,9 @@ def _why_not_whole(fqn: str, shapes: Mapping[str, tuple[int, ...]], places: Mapp
     return "" if _is_tiled(tuple(sorted(bases)), shapes[fqn]) else "slices of ranks overlap"
 
 
+@functools.lru_cache(maxsize=64)
 def _is_tiled(places: tuple[str, ...], shape: tuple[int, ...]) -> bool:
-    """Whether no two slices have an element in common, of as many as there are in all."""
+    """Whether no two slices have an element in common, of as many as there are in all. Many parameters are cut alike."""
     if len(places) == 1:
         return True
     boxes = [box for place in places for box in boxes_of(place)]
