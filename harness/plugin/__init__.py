@@ -11,7 +11,7 @@ Only then is more than this file imported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -70,3 +70,20 @@ def misplaced(words: Sequence[str]) -> str:
         if option.startswith("--harness-") and "=" not in option and Path(value).exists():
             return f"{option} {value}: pytest looked for its configuration there, not here: write {option}={value}"
     return ""
+
+
+@pytest.fixture
+def same_training(tmp_path: Path) -> Callable[..., None]:
+    """Record two commands of one training, the trusted one first, and fail where the second one differs.
+
+    Both are what a person types: "python train.py", "torchrun --nproc-per-node 4 train.py --fsdp". noise: whether the first is
+    recorded once more with altered weights, for bounds. What could not be judged fails as well, with the reason.
+    """
+
+    def judge(trusted: str, other: str, *, noise: bool = True) -> None:
+        from harness.plugin.same_training import judged
+
+        if failed := judged(tmp_path, trusted, other, noise=noise):
+            pytest.fail(failed, pytrace=False)
+
+    return judge
