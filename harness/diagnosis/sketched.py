@@ -78,8 +78,11 @@ def _samples(one: Numbers, other: Numbers, found: Comparison, result: Result) ->
     often = min(theirs.values()) // max(min(mine.values()), 1)
     details = (("step", step),)
     if {*theirs} < {*mine} and often > 1:
-        text = f"every row of step {step} is fed {often} times, and {len(mine) - len(theirs)} rows are fed to no rank"
-        return Cause("same samples", text, hint="give each data-parallel rank its own share", details=details)
+        text = (
+            f"of {len(mine)} rows of step {step}, {len(theirs)} are fed, each {often} times, and the others to no rank"
+        )
+        hint = "give each data-parallel rank its own share of the first recording's batch"
+        return Cause("same samples", text, hint=hint, details=details)
     for at, rows in sorted(one.rows.items()):
         if at != step and _alike(rows, theirs):
             text = f"step {step} receives the samples of step {at}"

@@ -20,7 +20,7 @@ from harness.evidence.text import names_text, number_text
 from harness.judge.finding import Bound, Finding
 from harness.judge.result import Cause, Result, Verdict, verdict_of
 from harness.judge.sketch_distances import EQUAL, OF_UPDATES, Bounds, Difference, apart, distances
-from harness.judge.sketched import Key, Numbers, Whole, missing_ranks, of_shapes, why_unknown
+from harness.judge.sketched import Key, Numbers, Whole, missing_ranks, of_finite, of_shapes, why_unknown
 
 CHECKS = ("initial_weights", "samples", "recipe", "gradients", "grad_norm", "optimizer_state", "update")
 """What is judged, in the order in which one follows from the other."""
@@ -74,12 +74,14 @@ def why_no_noise(one: Numbers, noise: Numbers) -> str:
     for result in (_samples(one, noise, steps), _recipe(one, noise, steps)):
         if result.verdict is not Verdict.PASS:
             return f"it is not the same training: {result.check} {'differ' if result.findings else result.note}"
+    if of_finite(noise).whole.keys() & of_finite(one).whole.keys() != of_finite(one).whole.keys() & noise.whole.keys():
+        return "it has numbers that are not finite"
     return ""
 
 
 def compared(one: Numbers, other: Numbers, noise: Numbers | None = None) -> Comparison:
     """Judge the second by the first. noise: the first, with its weights altered by one rounding."""
-    other = of_shapes(other, one.shapes)
+    one, other = of_finite(one), of_shapes(other, one.shapes)
     steps = sorted({*one.steps} & {*other.steps})
     bounds = Bounds(one, noise)
     found = [*_differences(one, other, bounds, steps)]
@@ -148,9 +150,7 @@ def _samples(one: Numbers, other: Numbers, steps: list[int]) -> Result:
         gone, new = sum((mine - theirs).values()), sum((theirs - mine).values())
         note = f"{gone} of {sum(mine.values())} rows are missing, {new} are others"
         findings.append(
-            Finding(
-                step=step, kind="feature", name="samples", quantity="rows of samples", note=note, expected="the same"
-            )
+            Finding(step=step, kind="feature", name="samples", quantity="rows", note=note, expected="the same")
         )
     return verdict_of("samples", findings, examined)
 
@@ -210,6 +210,9 @@ def _judged(name: str, one: Numbers, other: Numbers, found: list[Difference], ki
         note = note or f"neither step has {QUANTITIES.get(kind, 'optimizer state')} of both recordings"
         verdict = Verdict.UNKNOWN if kind or every else Verdict.NOT_APPLICABLE
         return Result(name, verdict, note=note)
+    if kind == GRADIENT and not findings and not any(one.whole[d.key].length for d in found):
+        note = "every gradient is zero in both recordings, which shows nothing"
+        return Result(name, Verdict.UNKNOWN, len(found), note=note)
     keys = {key for of in (one, other) for key in (*of.whole, *of.unknown) if key[0] in {*steps} and _is_of(key, kind)}
     largest = max((d.distance for d in found), default=None)
     result = _doubted(name, findings, [d.key for d in found], one, other, keys)
@@ -269,6 +272,9 @@ def _norms(one: Numbers, other: Numbers, bounds: Bounds, steps: list[int]) -> Re
     """What torch's clipping function returned, against the norm of the first recording's gradients."""
     findings, examined, largest = [], 0, 0.0
     for step in steps:
+        lost = [key for key in one.unknown if key[:2] in ((step, GRADIENT), (0, WEIGHTS))]
+        if lost and one.norms.get(step):
+            return Result("grad_norm", Verdict.UNKNOWN, note=why_unknown(one, lost))
         seen = [whole.squares for (at, kind, _), whole in one.whole.items() if (at, kind) == (step, GRADIENT)]
         wanted, rule = math.sqrt(sum(seen)), one.norms.get(step)
         if not seen or not other.norms.get(step) or not rule:

@@ -22,6 +22,7 @@ UNCLAIMED = (
     "ranks begin with different numbers of it, and nothing claims that it is cut: declare how it is (--sharded), or let all"
     " ranks begin alike"
 )
+NOT_FINITE = "the first recording has numbers in it that are not finite, by which nothing is judged"
 Key = tuple[int, str, str]
 """Step, kind, fqn."""
 
@@ -228,6 +229,13 @@ def missing_ranks(numbers: Numbers) -> str:
     """Return which ranks left no numbers; empty if all did."""
     gone = sorted({*range(numbers.world)} - {*numbers.ranks})
     return f"{counted(len(gone), 'rank')} left no numbers: {ranks_text(gone)}" if gone else ""
+
+
+def of_finite(numbers: Numbers) -> Numbers:
+    """Return the same without tensors that hold numbers which are not finite: nothing is judged by these."""
+    gone = {key: NOT_FINITE for key, one in numbers.whole.items() if not math.isfinite(one.length)}
+    whole = {key: one for key, one in numbers.whole.items() if key not in gone}
+    return replace(numbers, whole=whole, unknown={**numbers.unknown, **gone})
 
 
 def of_shapes(numbers: Numbers, shapes: Mapping[str, tuple[int, ...]]) -> Numbers:

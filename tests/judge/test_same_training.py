@@ -228,3 +228,39 @@ def test_a_number_that_is_not_finite_is_no_small_distance() -> None:
     key: Key = (2, GRADIENT, "output")
     broken = {**RIGHT.whole, key: replace(RIGHT.whole[key], sums=np.full(BUCKETS, np.nan))}
     assert verdicts(replace(RIGHT, whole=broken))["gradients"] is Verdict.FAIL
+
+
+def with_nan(numbers: Numbers, *keys: Key) -> Numbers:
+    broken = {key: replace(numbers.whole[key], sums=np.full(BUCKETS, np.nan)) for key in keys}
+    return replace(numbers, whole={**numbers.whole, **broken})
+
+
+def test_nothing_is_judged_by_numbers_of_the_first_recording_that_are_not_finite() -> None:
+    one = with_nan(RIGHT, *RIGHT.whole)
+    found = compared(one, one)
+    assert found.verdict is Verdict.UNKNOWN and cause_of(one, one, found) is None
+    first = with_nan(RIGHT, (2, GRADIENT, "output"))
+    by_check = {result.check: result.verdict for result in compared(first, RIGHT).results}
+    assert by_check["gradients"] is Verdict.UNKNOWN and by_check["update"] is Verdict.PASS
+
+
+def test_noise_that_is_not_finite_makes_no_bound() -> None:
+    assert why_no_noise(RIGHT, with_nan(noisy(1e-2), (3, GRADIENT, "output")))
+    key: Key = (3, GRADIENT, "output")
+    assert not why_no_noise(with_nan(RIGHT, key), with_nan(noisy(1e-2), key))
+
+
+def test_a_norm_of_gradients_that_are_not_all_known_is_not_judged() -> None:
+    norm = {
+        step: {0: sum(w.squares for k, w in RIGHT.whole.items() if k[:2] == (step, GRADIENT)) ** 0.5} for step in STEPS
+    }
+    one = replace(with_nan(RIGHT, (2, GRADIENT, "output")), norms=norm)
+    results = compared(one, replace(RIGHT, norms=norm)).results
+    assert {r.check: r.verdict for r in results}["grad_norm"] is Verdict.UNKNOWN
+
+
+def test_two_models_that_are_dead_are_not_the_same_training() -> None:
+    dead = numbers(of(GRADIENT, 0.0))
+    assert {r.check: r.verdict for r in compared(dead, dead).results}["gradients"] is Verdict.UNKNOWN
+    one_dead = numbers(of(GRADIENT, 0.0, "output"))
+    assert {r.check: r.verdict for r in compared(one_dead, one_dead).results}["gradients"] is Verdict.PASS
