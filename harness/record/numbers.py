@@ -73,6 +73,30 @@ class Numbers:
         for owner, name in (*owners, (FullyShardedDataParallel, "clip_grad_norm_")):
             if (original := getattr(owner, name, None)) is not None:
                 setattr(owner, name, self._seen(original, timed, parts))
+        self._see_autocast(timed, parts)
+
+    def _see_autocast(self, timed: Timed, parts: Callable[[], Sequence[nn.Module]]) -> None:
+        """See what autocast computes in: a trainer may enter it inside of the model's call, as accelerate does."""
+        enter = torch.autocast.__enter__
+
+        @not_compiled
+        @functools.wraps(enter)
+        def entered(autocast: Any) -> Any:
+            found = enter(autocast)
+            if not self.computes_in and not torch.compiler.is_compiling() and autocast._enabled:
+                timed(self._note_dtype, autocast.fast_dtype, parts())
+            return found
+
+        torch.autocast.__enter__ = entered
+
+    def _note_dtype(self, dtype: torch.dtype, parts: Sequence[nn.Module]) -> None:
+        """Keep what a forward pass computes in; noise that was as small as the parameters' rounding becomes as large as its."""
+        if self.clock.step > 1 or not self.shapes:
+            return
+        self.computes_in = _name(dtype)
+        if self.noise == "compute":
+            self._altered.clear()
+            self._alter(held_parameters(parts, self.sharded))
 
     def _seen(self, original: Callable[..., Any], timed: Timed, parts: Callable[[], Sequence[nn.Module]]) -> Any:
         @not_compiled
@@ -109,7 +133,7 @@ class Numbers:
     def _alter(self, new: Iterable[Held]) -> None:
         dtype = self.noise if self.noise != "compute" else self.computes_in
         for held in new:
-            tensor, own = held.of(held.owner), dtype or self.dtypes[held.fqn]
+            tensor, own = held.of(held.owner.data), dtype or self.dtypes[held.fqn]
             if not held.why and held.fqn not in self._altered and own in ROUNDING:
                 self._altered.add(held.fqn)
                 alter(tensor, held.fqn, held.boxes, width_of(held.shape), ROUNDING[own])
