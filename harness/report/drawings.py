@@ -14,7 +14,7 @@ from harness.judge.losses import global_loss
 from harness.judge.measures import OUTSIDE_THE_PLAN, step_shown
 from harness.judge.trial import Trial
 from harness.plan.slices import Slice, numel
-from harness.report.shown import UsedGroup, interval_text, rank_label, shown_parameter, used_groups
+from harness.report.shown import AS_REQUESTED, UsedGroup, interval_text, rank_label, shown_parameter, used_groups
 from harness.report.svg import Curve, Strip, curves, strips
 
 MOST_RANKS = 32  # a drawing of more is a wall of bars
@@ -22,63 +22,106 @@ MOST_RANKS = 32  # a drawing of more is a wall of bars
 
 @dataclass(frozen=True)
 class Drawing:
-    """svg: the picture. below: what its lines or colours are, in words."""
+    """A picture with the words around it."""
 
     title: str
+    """What it shows, and of which ranks."""
     svg: str
+    """The picture."""
     below: str = ""
+    """What its lines or colours are, in words."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text below the names of the columns."""
+
+    title: str
+    """What it shows, and whether a figure is one rank's or a sum over ranks."""
+    head: tuple[str, ...]
+    """The names of the columns."""
+    rows: tuple[tuple[str, ...], ...]
+    """The cells. None is empty."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """What is shown of one subject."""
+
+    title: str
+    """The subject."""
+    differs: bool
+    """Whether something observed is not as requested."""
+    drawings: tuple[Drawing, ...] = ()
+    """The pictures, side by side."""
+    tables: tuple[Table, ...] = ()
+    """The tables, one below the other."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """groups: rows of group, axis, requested, observed, a word. axes, memory: rows of name, requested, observed."""
+    """What a page shows of one case."""
 
-    drawings: tuple[Drawing, ...]
-    groups: tuple[tuple[str, ...], ...]
-    axes: tuple[tuple[str, ...], ...]
-    memory: tuple[tuple[str, ...], ...]
+    sections: tuple[Section, ...]
+    """Those that differ from the request first."""
     lacking: str
+    """Which ranks left no evidence; empty if all did."""
 
 
 def drawn(trial: Trial) -> Drawn:
-    """Ranks that left no evidence are named, and the others shown."""
+    """Return what the ranks that left evidence show, and the names of the others."""
     missing = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
     lacking = f"ranks {ranks_text(missing)} left no evidence" if missing else ""
-    if not trial.ranks:
-        return Drawn((), (), (), (), lacking)
-    groups = used_groups(trial)
-    pictures = (*_holdings(trial), *_losses(trial), *_gradients(trial))
-    return Drawn(pictures, tuple(map(_group_row, groups)), tuple(_axis_rows(groups)), tuple(_memory(trial)), lacking)
+    sections = [_holdings(trial), _traffic(trial), _numbers(trial), _memory(trial)] if trial.ranks else []
+    shown = [section for section in sections if section.drawings or section.tables]
+    return Drawn(tuple(sorted(shown, key=lambda section: not section.differs)), lacking)
 
 
-def _holdings(trial: Trial) -> tuple[Drawing, Drawing]:
+# ---- who holds what
+
+
+def _holdings(trial: Trial) -> Section:
     fqn = shown_parameter(trial)
-    ranks = sorted(trial.ranks)[:MOST_RANKS]
-    requested = [_strip(trial, rank, fqn, trial.plan.slices[rank].get(fqn), odd=False) for rank in ranks]
-    seen = {rank: trial.holdings[rank].get(fqn) for rank in ranks}
-    observed = [_strip(trial, r, fqn, part, odd=part != trial.plan.slices[r].get(fqn)) for r, part in seen.items()]
-    cut = f" The first {MOST_RANKS} ranks." if len(trial.ranks) > MOST_RANKS else ""
-    legend = "Hatched: other than requested." if any(row.odd for row in observed) else "As requested."
-    return (
-        Drawing(
-            f"Requested: {fqn} by rank", strips("requested", requested), f"Rows of dim 0 that each rank holds.{cut}"
-        ),
-        Drawing(f"Observed: {fqn} by rank", strips("observed", observed), f"Found by comparing bytes. {legend}"),
+    due = {rank: trial.plan.slices[rank].get(fqn) for rank in sorted(trial.ranks)}
+    seen = {rank: trial.holdings[rank].get(fqn) for rank in due}
+    odd = [rank for rank in due if seen[rank] != due[rank]]
+    ranks = sorted(sorted(due, key=lambda rank: (rank not in odd, rank))[:MOST_RANKS])
+    cut = f" {len(ranks)} of {len(due)} ranks{', those that differ among them' * bool(odd)}." * (len(ranks) < len(due))
+    legend = f"Hatched: other than requested, on ranks {ranks_text(odd)}." if odd else "As requested on every rank."
+    shape = "x".join(map(str, trial.plan.shapes[fqn]))
+    requested = strips("requested", [_strip(trial, rank, fqn, due[rank], odd=False) for rank in ranks])
+    observed = strips("observed", [_strip(trial, rank, fqn, seen[rank], odd=rank in odd) for rank in ranks])
+    drawings = (
+        Drawing(f"Requested: {fqn}", requested, f"The bar: dim 0 of {shape}. Filled: what each rank holds.{cut}"),
+        Drawing(f"Observed: {fqn}", observed, f"Found by comparing bytes. {legend}"),
     )
+    return Section("Who holds what", bool(odd), drawings)
 
 
 def _strip(trial: Trial, rank: int, fqn: str, part: Slice | None, *, odd: bool) -> Strip:
-    label = rank_label(trial, rank).replace("dp_replicate", "rep").replace("dp_shard", "shard")
+    place = rank_label(trial, rank).partition("  ")[2].replace("dp_replicate", "rep").replace("dp_shard", "shard")
     if part is None:
-        return Strip(label, 0.0, 0.0, "no such slice", odd)
+        return Strip(str(rank), place, 0.0, 0.0, "no such slice", odd)
     if not numel(part):
-        return Strip(label, 0.0, 0.0, "nothing", odd)
+        return Strip(str(rank), place, 0.0, 0.0, "nothing", odd)
     shape, (start, stop) = trial.plan.shapes[fqn], part[0]
-    return Strip(label, start / shape[0], stop / shape[0], interval_text(part, shape), odd)
+    return Strip(str(rank), place, start / shape[0], stop / shape[0], interval_text(part, shape), odd)
 
 
-def _losses(trial: Trial) -> list[Drawing]:
-    """Only where the reference has the steps."""
+# ---- losses and gradients
+
+
+def _numbers(trial: Trial) -> Section:
+    found = [*_losses(trial), *_gradients(trial)]
+    return Section("Losses and gradients", any(above for _, above in found), tuple(drawing for drawing, _ in found))
+
+
+Judged = tuple[Drawing, bool]
+"""A drawing, and whether some step in it is above its bound."""
+
+
+def _losses(trial: Trial) -> list[Judged]:
+    """Return the loss and its difference, if the reference has the steps."""
     known = {step.step: step.loss for step in trial.reference.steps if step.step in trial.case.steps}
     steps = sorted(known)
     if not steps:
@@ -89,16 +132,18 @@ def _losses(trial: Trial) -> list[Drawing]:
         Curve("observed", [observed[step] for step in steps], "observed"),
     ]
     differences = {s: abs(seen - known[s]) / abs(known[s]) for s, seen in observed.items() if seen is not None}
+    below = "Wide line: reference on one device. Dots: observed, over the tokens of all ranks."
     return [
-        Drawing(
-            "Loss by step", curves("loss by step", steps, both), "Wide line: reference on one device. Dots: observed."
-        ),
+        (Drawing("Loss by step", curves("loss by step", steps, both), below), False),
         _against_bound(trial, "Difference of the loss", steps, differences, "loss"),
     ]
 
 
-def _gradients(trial: Trial) -> list[Drawing]:
-    """The largest of any entry, relative to its parameter's largest; in recipes with noise, of whole parameters too."""
+def _gradients(trial: Trial) -> list[Judged]:
+    """Return the largest difference of an entry, relative to its parameter's largest.
+
+    In recipes with noise, whole parameters are compared too.
+    """
     worst: dict[int, float] = {}
     for rank, step, reference in trial.steps():
         for fqn, gradient in step.gradients.items():
@@ -107,12 +152,12 @@ def _gradients(trial: Trial) -> list[Drawing]:
                 worst[step.step] = max(worst.get(step.step, 0.0), found if math.isfinite(found) else math.inf)
     if not worst:
         return []
-    entries = _against_bound(trial, "Largest difference of gradients", sorted(worst), worst, "gradient")
+    entries = _against_bound(trial, "Largest difference of gradients, any rank", sorted(worst), worst, "gradient")
     return [entries, *([] if trial.case.exact else _of_whole_gradients(trial, sorted(worst)))]
 
 
-def _of_whole_gradients(trial: Trial, steps: Sequence[int]) -> list[Drawing]:
-    """Of the parameter that is off most, how many times its bound. Nothing where no noise was measured."""
+def _of_whole_gradients(trial: Trial, steps: Sequence[int]) -> list[Judged]:
+    """Return how many times its bound the worst parameter differs; nothing if no noise was measured."""
     try:
         excess = {step: max((one.excess for one in misfits(trial, step)[0]), default=None) for step in steps}
     except tolerance.NoBound:
@@ -120,40 +165,57 @@ def _of_whole_gradients(trial: Trial, steps: Sequence[int]) -> list[Drawing]:
     title, ones = "Whole gradients, times their bound", Curve("bound", [1.0] * len(steps), "bound")
     lines = [Curve("difference", [excess[step] for step in steps], "observed"), ones]
     above = [step for step in steps if not (excess[step] or 0.0) <= 1]
-    return [
-        Drawing(title, curves(title, steps, lines, log=True), _said("Dots: the parameter that is off most.", above))
-    ]
+    below = _said("Dots: the parameter that differs most.", above)
+    return [(Drawing(title, curves(title, steps, lines, log=True), below), bool(above))]
 
 
-def _against_bound(
-    trial: Trial, title: str, steps: Sequence[int], differences: dict[int, float], which: str
-) -> Drawing:
+def _against_bound(trial: Trial, title: str, steps: Sequence[int], differences: dict[int, float], which: str) -> Judged:
     lines = [Curve("difference", [differences.get(step) for step in steps], "observed")]
     below = "Dots: relative difference from the reference."
     try:
         bound = getattr(trial.bounds, which)
     except tolerance.NoBound as reason:
-        return Drawing(title, curves(title, steps, lines, log=True), f"{below} No bound: {reason}.")
+        return Drawing(title, curves(title, steps, lines, log=True), f"{below} No bound: {reason}."), False
     lines.append(Curve("bound", [bound.get(step) for step in steps], "bound"))
     above = [step for step in steps if step in bound and not differences.get(step, 0.0) <= bound[step]]
-    return Drawing(title, curves(title, steps, lines, log=True), _said(below, above))
+    return Drawing(title, curves(title, steps, lines, log=True), _said(below, above)), bool(above)
 
 
 def _said(below: str, above: Sequence[int]) -> str:
-    """above: in which steps dots are above the bound."""
-    said = f"Above it in step {', '.join(map(str, above))}." if above else "Nowhere above it."
+    """Return the caption. above: the steps in which dots are above the bound."""
+    said = f"Above it in step {', '.join(map(str, above))}." if above else "No step is above it."
     return f"{below} Dashed line: the bound. {said}"
 
 
-# ---- tables
+# ---- what moved, and what is kept
+
+
+def _traffic(trial: Trial) -> Section:
+    groups = sorted(used_groups(trial), key=lambda group: group.word == AS_REQUESTED)
+    step = step_shown(trial)
+    of_groups = Table(
+        f"Groups, and the bytes that moved over each in step {step} (forward and backward, sum over its ranks)",
+        ("group", "axis", "requested", "observed", "that is"),
+        tuple(map(_group_row, groups)),
+    )
+    of_axes = Table(
+        f"Bytes by axis in step {step} (forward and backward, sum over all ranks)",
+        ("axis", "requested", "observed"),
+        tuple(_axis_rows(groups)),
+    )
+    differs = any(group.word != AS_REQUESTED for group in groups)
+    return Section("What moved, over which ranks", differs, tables=(of_groups, of_axes) if groups else ())
 
 
 def _group_row(group: UsedGroup) -> tuple[str, ...]:
-    return (ranks_text(group.ranks), group.axis or "-", _bytes(group.requested), _bytes(group.moved), group.word)
+    requested = _bytes(group.requested)
+    if group.optional:
+        requested = f"{_bytes(group.requested - group.optional)} to {requested}"
+    return (ranks_text(group.ranks), group.axis or OUTSIDE_THE_PLAN, requested, _bytes(group.moved), group.word)
 
 
 def _axis_rows(groups: Sequence[UsedGroup]) -> list[tuple[str, ...]]:
-    """Bytes of one step over each axis, of all ranks together."""
+    """Return the bytes over each axis."""
     axes = dict.fromkeys(group.axis for group in groups)
     return [
         (
@@ -165,19 +227,32 @@ def _axis_rows(groups: Sequence[UsedGroup]) -> list[tuple[str, ...]]:
     ]
 
 
-def _memory(trial: Trial) -> list[tuple[str, ...]]:
-    """By kind, the most that any rank may hold and the most that any holds, between steps."""
+def _memory(trial: Trial) -> Section:
+    """Show the rank that differs most from its plan, of each kind; if none does, the rank that holds most."""
     step = step_shown(trial)
-    held = [one.memory for evidence in trial.ranks.values() for one in evidence.steps if one.step == step]
-    due = [planned(trial, rank) for rank in trial.ranks]
-    return [
-        (
-            kind.replace("_", " "),
-            _bytes(max(wanted[kind][1] for wanted in due)),
-            _bytes(max((memory.get(kind, 0) for memory in held), default=0)),
-        )
-        for kind in due[0]
-    ]
+    held = {
+        rank: next((one.memory for one in evidence.steps if one.step == step), {})
+        for rank, evidence in trial.ranks.items()
+    }
+    due = {rank: planned(trial, rank) for rank in trial.ranks}
+    rows, differs = [], False
+    for kind in next(iter(due.values())):
+        seen = {rank: memory[kind] for rank, memory in held.items() if kind in memory}
+        if not seen:
+            rows.append((kind.replace("_", " "), "any", _range(*due[min(due)][kind]), "not observed"))
+            continue
+        beyond = {rank: max(due[rank][kind][0] - count, count - due[rank][kind][1], 0) for rank, count in seen.items()}
+        rank = max(seen, key=lambda rank: (beyond[rank], seen[rank], -rank))
+        differs |= beyond[rank] > 0
+        rows.append((kind.replace("_", " "), str(rank), _range(*due[rank][kind]), _bytes(seen[rank])))
+    title = f"Memory after step {step} (one rank: the one that differs most, or holds most)"
+    return Section("Memory", differs, tables=(Table(title, ("kind", "rank", "requested", "observed"), tuple(rows)),))
+
+
+def _range(least: int, most: int) -> str:
+    if least == most:
+        return _bytes(most)
+    return f"{_bytes(least)} to {_bytes(most)}" if least else f"at most {_bytes(most)}"
 
 
 def _bytes(count: float) -> str:

@@ -30,10 +30,16 @@ def markdown(
 
 
 def _cause(shared: Shared, since: Mapping[str, str]) -> str:
-    cases = "\n".join(f"- {one.verdict} `{one.case}` {_plain(checks_text(one))}".rstrip() for one in shared.cases)
+    cases = "\n".join(_case(one, shared.text) for one in shared.cases)
     again = [f"    {one.again}" for one in shared.cases[:1] if one.again]
     culprits = dict.fromkeys(since[one.case] for one in shared.cases if one.case in since)
     return "\n\n".join([f"### {_plain(shared.text)}", *(f"Since {_plain(one)}" for one in culprits), cases, *again])
+
+
+def _case(one: Outcome, cause: str) -> str:
+    """Return a line with the checks, and with the case's own cause if its numbers are others."""
+    own = why(one) if why(one) != cause else ""
+    return f"- {one.verdict} `{one.case}` {_plain('; '.join(filter(None, (own, checks_text(one)))))}".rstrip()
 
 
 def _all_cases(outcomes: Sequence[Outcome]) -> str:

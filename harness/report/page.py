@@ -1,6 +1,6 @@
-"""A whole run as one HTML file: causes first, each failure with its drawings, then every case, then what each layout took.
+"""A whole run as one HTML file: causes first, each with its smallest case, then every case, then what each layout took.
 
-Nothing is loaded from anywhere: styles and drawings are in the file. Colours only repeat what a word says.
+The file holds its styles and drawings and loads nothing. Colours only repeat what a word says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from harness.evidence.text import bytes_text, visible
+from harness.evidence.text import bytes_text, counted, visible
 from harness.judge.measures import HELD, MOVED, PARAMETERS, PEAK, SECONDS
 from harness.judge.result import Verdict
 from harness.report.causes import causes, checks_text, why
@@ -23,7 +23,7 @@ from harness.report.text import MARKS
 
 TOKENS = "tokens per second"
 LETTERS = {**{str(verdict): letter for verdict, letter in MARKS.items()}, "XFAIL": "X", SKIPPED: "S", ERROR: "E"}
-"""Of verdicts, where many stand in a row."""
+"""The letter of each verdict, where many stand in a row."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,11 @@ class Past:
     """A verdict that a case had in an earlier run."""
 
     began: str
+    """When that run began."""
     commit: str
+    """The commit of that run, or "unknown"."""
     verdict: str
+    """The verdict."""
 
     @property
     def letter(self) -> str:
@@ -41,39 +44,62 @@ class Past:
 
 @dataclass(frozen=True)
 class Shown:
-    """evidence: where it lies, as a link; empty if it is not at the page or below it, for a page is moved with its folder.
-    place: where it lies, or was left, in words. problem: why nothing is drawn of it."""
+    """The evidence of a case that failed, and what is drawn of it."""
 
     evidence: str = ""
+    """A link to it; empty if it is not beside the page or below, because a page moves with its folder."""
     drawn: Drawn | None = None
+    """What is drawn of it."""
     problem: str = ""
+    """Why nothing is drawn of it."""
     place: str = ""
+    """The machine and folder where it was left."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A table of cases with one recipe. columns: names of measures. rows: case, layout, ranks, and a text of each measure."""
+    """A table of cases with one recipe."""
 
     recipe: str
+    """The recipe, in words."""
     columns: tuple[str, ...]
+    """The names of the measures."""
     rows: tuple[tuple[str, ...], ...]
+    """Case, layout, ranks, and a text of each measure."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """past: by case, the oldest first. shown: by case, of those that failed. told: what is lacking or doubled in the runs.
-    since: by case, the commit that broke it."""
+    """All that one page shows."""
 
     outcomes: Sequence[Outcome]
+    """The cases, in the order of the run."""
     provenance: Sequence[str]
+    """When, where and with which versions they ran."""
     device: str = "cpu"
+    """All devices on which they ran."""
+    trainer: str = ""
+    """The trainer's name, or several; empty if it was not recorded."""
+    repository: str = ""
+    """The name of the repository in which the commands are typed, or several; empty outside of one."""
     told: Sequence[str] = ()
+    """What is lacking or doubled in the runs."""
     past: Mapping[str, Sequence[Past]] = field(default_factory=dict)
+    """By case, its earlier verdicts, the oldest first."""
     shown: Mapping[str, Shown] = field(default_factory=dict)
+    """By case that failed, its evidence."""
     since: Mapping[str, str] = field(default_factory=dict)
+    """By case, the commit that broke it."""
+
+    @property
+    def names(self) -> str:
+        """The trainer and the repository, as far as they are known."""
+        trainer = self.trainer and f"trainer {self.trainer}"
+        return ", ".join(filter(None, (trainer, self.repository and f"repository {self.repository}")))
 
 
 def html(page: Page) -> str:
+    """Return the whole file."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -82,7 +108,7 @@ def html(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"svg": Markup, "why": why, "checks": checks_text, "kind": kind}
+    environment.filters |= {"svg": Markup, "why": why, "checks": checks_text, "kind": kind, "ranks": ranks}
     judged = [outcome for outcome in page.outcomes if outcome.checks]
     return environment.get_template("page.html").render(
         page=page,
@@ -97,13 +123,17 @@ def html(page: Page) -> str:
 
 
 def kind(verdict: str) -> str:
-    """The class of a verdict, which a colour repeats."""
+    """Return the class of a verdict, which a colour repeats."""
     return {"PASS": "good", "XFAIL": "good", "FAIL": "bad"}.get(verdict, "open")
 
 
+def ranks(outcome: Outcome) -> str:
+    """Return how many ranks the case has, in words."""
+    return counted(outcome.ranks, "rank")
+
+
 def measured(outcomes: Sequence[Outcome], device: str) -> list[Measured]:
-    """Of cases that passed, by recipe; the same ranks stand together. Times and peaks are shown, and the best is marked, where
-    they are a GPU's."""
+    """Return a table a recipe of the cases that passed, ordered by ranks. Times, peaks and the best are of GPUs only."""
     by_recipe: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         if outcome.measures and outcome.verdict == Verdict.PASS:
@@ -129,7 +159,7 @@ def _measured(recipe: str, outcomes: Sequence[Outcome], *, on_gpu: bool) -> Meas
 
 
 def measures(outcome: Outcome, *, on_gpu: bool) -> dict[str, float]:
-    """What is worth comparing: bytes on any device; of GPUs also time, and what it makes of the tokens of a step."""
+    """Return what is worth comparing: bytes on any device; on GPUs also seconds of a step and tokens per second."""
     found = {name: value for name, value in outcome.measures.items() if on_gpu or name not in (SECONDS, PEAK)}
     if on_gpu and outcome.tokens and outcome.measures.get(SECONDS):
         found[TOKENS] = outcome.tokens / outcome.measures[SECONDS]
@@ -137,10 +167,10 @@ def measures(outcome: Outcome, *, on_gpu: bool) -> dict[str, float]:
 
 
 def _cell(name: str, outcome: Outcome, peers: Sequence[Outcome], *, on_gpu: bool) -> str:
-    """peers: those among which the best is marked."""
+    """Return the text of a measure. peers: the cases among which the best is marked."""
     value = measures(outcome, on_gpu=on_gpu).get(name)
     if value is None:
-        return "-" if name.startswith(f"{MOVED} ") else "not seen"
+        return "-" if name.startswith(f"{MOVED} ") else "not observed"
     others = [found[name] for peer in peers if name in (found := measures(peer, on_gpu=on_gpu))]
     best, word = (max(others, default=0), "most") if name == TOKENS else (min(others, default=0), "least")
     return f"{_amount(name, value)} ({word})" if value == best and len(set(others)) > 1 else _amount(name, value)

@@ -16,16 +16,18 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from harness.evidence.store import EvidenceError
-from harness.evidence.text import ranks_text
+from harness.evidence.text import bytes_text, ranks_text
 from harness.judge import tolerance
 from harness.judge.judgement import Judgement
 from harness.judge.losses import global_loss
+from harness.judge.measures import step_shown
 from harness.judge.stored_trial import load_trial
 from harness.judge.trial import Trial
 from harness.plan.slices import Slice, numel
-from harness.report.shown import interval_text, rank_label, shown_parameter
+from harness.report.shown import AS_REQUESTED, UsedGroup, interval_text, rank_label, shown_parameter, used_groups
 from harness.report.text import headline
 
 PICTURE = "picture.png"
@@ -44,7 +46,8 @@ def draw_judged(judgement: Judgement) -> Path:
 
 def draw(trial: Trial, path: Path, title: str) -> None:
     """Writes the picture of a trial whose ranks all left evidence."""
-    figure = plt.figure(figsize=(13, 9), layout="constrained")
+    height = min(max(9.0, 0.22 * len(trial.ranks)), 60.0)  # inches: no name of a rank covers another up to 272 ranks
+    figure = plt.figure(figsize=(13, height), layout="constrained")
     figure.suptitle(title, fontsize=12, wrap=True)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.2, 1))
     fqn = shown_parameter(trial)
@@ -79,30 +82,27 @@ def _draw_holdings(axes: Any, trial: Trial, fqn: str, held: Mapping[int, Slice |
 
 
 def _draw_groups(axes: Any, trial: Trial) -> None:
-    """One row a group over which tensors moved in forward or backward; dots are its members; planned groups beside."""
-    moved: dict[tuple[int, ...], int] = {}
-    for evidence in trial.ranks.values():
-        for call in evidence.collectives:
-            if call.step == trial.first_step and call.phase in ("forward", "backward") and "float" in call.dtype:
-                moved[call.ranks] = moved.get(call.ranks, 0) + call.bytes
-    planned = {group: axis for axis, groups in trial.plan.groups.items() for group in groups}
-    rows = sorted({*planned, *moved}, key=lambda group: (len(group), group))
-    for row, group in enumerate(rows):
-        requested, used = group in planned, moved.get(group, 0)
-        color = "tab:green" if requested and used else "tab:red" if used else "0.7"
-        axes.plot(group, [row] * len(group), "o-", color=color, markersize=5)
-    labels = [
-        f"{planned.get(group, 'not in the plan')} {ranks_text(group)}  {moved.get(group, 0) / 1e6:.2f} MB"
-        for group in rows
-    ]
-    axes.set_yticks(range(len(rows)), labels, fontsize=7 if len(rows) < 16 else 5)
+    """Draw one row a group of the plan, and of others over which tensors moved; dots are its members."""
+    groups = used_groups(trial)
+    for row, group in enumerate(groups):
+        color = "tab:green" if group.word == AS_REQUESTED else "tab:red" if group.moved else "0.7"
+        axes.plot(group.ranks, [row] * len(group.ranks), "o-", color=color, markersize=5)
+    axes.set_yticks(range(len(groups)), list(map(group_label, groups)), fontsize=7 if len(groups) < 16 else 5)
     axes.set(
-        title=f"tensors moved in step {trial.first_step} (green: as planned, red: not planned, grey: planned, unused)",
+        title=f"bytes moved in step {step_shown(trial)}, forward and backward, sum over the ranks of a group\n"
+        "green: as requested, red: not as requested, grey: requested, but nothing moved",
         xlabel="rank",
     )
-    axes.set_xticks(range(trial.run.world_size))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
     axes.title.set_fontsize(9)
     axes.invert_yaxis()
+
+
+def group_label(group: UsedGroup) -> str:
+    """Return the axis and ranks of a group, and the bytes observed and requested."""
+    moved, requested = (bytes_text(count) if count else "0 B" for count in (group.moved, group.requested))
+    text = f"{group.axis or 'not in the plan'} {ranks_text(group.ranks)}  {moved}"
+    return text if group.word == AS_REQUESTED or not group.axis else f"{text}, requested {requested}"
 
 
 def _draw_losses(axes: Any, trial: Trial) -> None:

@@ -35,28 +35,35 @@ def rank_label(trial: Trial, rank: int) -> str:
     return f"{rank}  {where}" if where else str(rank)
 
 
+AS_REQUESTED = "as requested"
+
+
 @dataclass(frozen=True)
 class UsedGroup:
-    """axis: of the plan, empty if it is none of the plan's. requested, moved: bytes in one step, of all its ranks together.
-    optional: of those requested, what may be left out."""
+    """A group over which tensors move in one step, or should."""
 
     ranks: tuple[int, ...]
+    """Its global ranks."""
     axis: str
+    """The axis of the plan; empty if the plan has no such group."""
     requested: int
+    """Bytes in the step, the sum over its ranks."""
     optional: int
+    """Bytes of those requested that may be left out."""
     moved: int
+    """Bytes observed in the step, the sum over its ranks."""
 
     @property
     def word(self) -> str:
         if not self.axis:
             return "not in the plan"
         if self.requested - self.optional <= self.moved <= self.requested:
-            return "as requested"
+            return AS_REQUESTED
         return "other bytes" if self.moved else "idle"
 
 
 def used_groups(trial: Trial) -> list[UsedGroup]:
-    """Every group of the plan, and every other over which tensors moved in forward or backward of the step that is shown."""
+    """Return the groups of the plan, and others over which tensors moved in forward or backward of the step shown."""
     step = step_shown(trial)
     requested: dict[tuple[int, ...], int] = {group: 0 for groups in trial.plan.groups.values() for group in groups}
     optional, moved = dict.fromkeys(requested, 0), dict[tuple[int, ...], int]()

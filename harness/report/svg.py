@@ -10,47 +10,64 @@ from html import escape
 from harness.evidence.text import visible
 
 WIDTH = 360  # a phone's; on wide screens drawings stand beside each other
-LEFT, RIGHT, ROW, HEIGHT = 92, 78, 18, 190
+ROW, HEIGHT = 18, 190
+LETTER = 6.1  # the width of one of 10 px, in a font in which all are as wide; a page has such a font for strips
+BAR = 100  # at least, however long the texts beside it are
 
 
 @dataclass(frozen=True)
 class Strip:
-    """A row: the whole as a bar, of it the part from `start` to `stop`, both between 0 and 1. text: beside it."""
+    """A row: a rank and its bar."""
 
-    label: str
+    rank: str
+    """The rank's number, which is always shown whole."""
+    place: str
+    """Its place on each axis; empty for a single rank."""
     start: float
+    """Where the part begins, from 0 to 1."""
     stop: float
+    """Where the part ends, from 0 to 1."""
     text: str
+    """What stands to the right of the bar."""
     odd: bool = False
+    """Whether the part is not as requested."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """values: by step; a step without one leaves a gap. kind: its CSS class."""
+    """A line over steps."""
 
     label: str
+    """What it is."""
     values: Sequence[float | None]
+    """By step; a step without one leaves a gap."""
     kind: str
+    """Its CSS class."""
 
 
 def strips(title: str, rows: Sequence[Strip]) -> str:
-    """One row below the other. A part that is odd is hatched besides its colour."""
-    room = WIDTH - LEFT - RIGHT
+    """Draw one row below the other, as wide as their texts need. An odd part is hatched besides its colour."""
+    number = LETTER * max(len(row.rank) for row in rows)
+    left = number + LETTER * (max(len(visible(row.place)) for row in rows) + 2)
+    right = LETTER * (max(len(visible(row.text)) for row in rows) + 1)
+    width = max(WIDTH, math.ceil(left + BAR + right))
+    room = width - left - right
     parts = []
-    for number, row in enumerate(rows):
-        top, at = number * ROW + 4, LEFT + row.start * room
+    for index, row in enumerate(rows):
+        top, at = index * ROW + 4, left + row.start * room
         parts += [
-            _text(LEFT - 6, top + 9, row.label, "end"),
-            f'<rect class="whole" x="{LEFT}" y="{top}" width="{room}" height="12"/>',
+            _text(number, top + 10, row.rank, "end"),
+            _text(number + LETTER, top + 10, row.place, "start"),
+            f'<rect class="whole" x="{left:.1f}" y="{top}" width="{room:.1f}" height="12"/>',
             f'<rect class="{"odd" if row.odd else "part"}" x="{at:.1f}" y="{top}" '
             f'width="{(row.stop - row.start) * room:.1f}" height="12"/>',
-            _text(WIDTH - RIGHT + 6, top + 9, row.text, "start"),
+            _text(width - right + LETTER, top + 10, row.text, "start"),
         ]
-    return _svg(title, len(rows) * ROW + 6, parts)
+    return _svg(title, len(rows) * ROW + 6, parts, width=width, kind="strips")
 
 
 def curves(title: str, steps: Sequence[int], lines: Sequence[Curve], *, log: bool = False) -> str:
-    """Over steps. log: values of 0 stand on the lowest line, and the axis says so."""
+    """Draw lines over steps. log: values of 0 stand on the lowest line."""
     known = [value for line in lines for value in line.values if value is not None and math.isfinite(value)]
     low, high = _log_range(known) if log else _range(known)
     room, bottom = WIDTH - 60 - 14, HEIGHT - 26
@@ -104,6 +121,7 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(visible(text))}</text>'
 
 
-def _svg(title: str, height: int, parts: Sequence[str]) -> str:
-    head = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(visible(title))}">'
+def _svg(title: str, height: int, parts: Sequence[str], *, width: int = WIDTH, kind: str = "curves") -> str:
+    label = escape(visible(title))
+    head = f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
     return head + "".join(parts) + "</svg>"

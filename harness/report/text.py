@@ -16,6 +16,7 @@ from harness.reference.config import TrainingConfig
 from harness.report.cause_text import diagnosis_line, evidence_rows
 from harness.report.finding_text import findings_text
 from harness.spec import case_files, usual_trainer
+from harness.spec.repository import from_here
 from harness.spec.trainer_spec import TrainerSpec
 
 if TYPE_CHECKING:
@@ -94,9 +95,10 @@ def _replaced(judgement: Judgement) -> list[str]:
 
 
 def command(judgement: Judgement) -> str:
-    """Return the command that shows it again, as it is typed here."""
+    """Return the command that shows it again, as it is typed in this folder."""
     recipe, usual = judgement.case.training, TrainingConfig()
-    given = {"fault": judgement.fault}
+    file, colon, name = (judgement.fault or "").rpartition(":")
+    given = {"fault": f"{from_here(file)}:{name}" if colon else name}
     if not judgement.case.file:
         given |= {"seed": str(recipe.seed)} if recipe.seed != usual.seed else {}
         given |= {"dtype": recipe.dtype} if recipe.dtype != usual.dtype else {}
@@ -121,7 +123,8 @@ def _trainer(judgement: Judgement) -> list[str]:
 
 def _how(judgement: Judgement) -> dict[str, str]:
     """The options, which all commands share, that were not the usual ones."""
-    given = {"source": TrainerSpec.parse(judgement.trainer).source}
+    source = TrainerSpec.parse(judgement.trainer).source
+    given = {"source": source and from_here(source)}
     given |= {key: judgement.made.get(key, "") for key in ("device", "launcher", "ranks-per-gpu", "timeout")}
     return {key: value for key, value in given.items() if value not in ("cpu", "local")}
 

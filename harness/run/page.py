@@ -16,15 +16,19 @@ from harness.run.history import kind
 from harness.run.judging import judge_folder
 from harness.run.matrix import unexpected
 from harness.run.merged import merged, problems, provenance
-from harness.run.verdicts import RecordedRun
+from harness.run.verdicts import RecordedRun, short_name
+from harness.spec.repository import name_here
 
 if TYPE_CHECKING:
     from harness.report.page import Page, Past, Shown
 
 
 def page_of(runs: Sequence[RecordedRun], folders: Sequence[Path], earlier: Sequence[RecordedRun], file: Path) -> Page:
-    """runs: merged; folders: of cases that were run one by one, judged now, each by its folder's name. file: where the page
-    will lie. Raises EvidenceError for a folder that holds no case, and ValueError for runs that are not alike."""
+    """Return the page of these runs, merged, and of folders of single cases, which are judged now.
+
+    file: where the page will lie. Raises EvidenceError for a folder that holds no case, and ValueError for runs that are
+    not alike.
+    """
     from harness.report import text
     from harness.report.page import Page
 
@@ -36,11 +40,15 @@ def page_of(runs: Sequence[RecordedRun], folders: Sequence[Path], earlier: Seque
     told = [line for lines in problems(runs) for line in lines] if runs else []
     made = [text.provenance(judgements)] if judgements else []
     lie = places_of(runs) | {one.folder.name: one.folder for one in judgements}
+    trainers = {run.trainer for run in runs} | {short_name(one.trainer) for one in judgements}
+    repositories = {str(run.begins.get("repository") or "") for run in runs} | ({name_here()} if judgements else set())
     machines = {name: str(run.begins.get("machine", "")) for run in runs for name in run.outcomes}
     return Page(
         outcomes=outcomes,
         provenance=[*provenance(runs), *made],
         device=_device(runs, judgements),
+        trainer=", ".join(sorted(trainers)),
+        repository=", ".join(sorted(filter(None, repositories))),
         told=told,
         past=past(_before(runs, earlier)),
         shown={
@@ -52,25 +60,25 @@ def page_of(runs: Sequence[RecordedRun], folders: Sequence[Path], earlier: Seque
 
 
 def _before(runs: Sequence[RecordedRun], earlier: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """The others of the same trainer, device and launcher; all of them where none of these runs is recorded."""
+    """Return the others of the same trainer, device and launcher; all of them if none of these runs is recorded."""
     mine, kinds = {run.run for run in runs}, {kind(run) for run in runs}
     return [run for run in earlier if run.run not in mine and (not kinds or kind(run) in kinds)]
 
 
 def places_of(runs: Sequence[RecordedRun]) -> dict[str, Path]:
-    """By case, the folder with its evidence, beside the record that has its last outcome."""
+    """Return by case the folder with its evidence, beside the record that has its last outcome."""
     ordered = sorted(runs, key=lambda run: run.run)
     return {name: run.file.parent / one.folder for run in ordered for name, one in run.outcomes.items() if one.folder}
 
 
 def _device(runs: Sequence[RecordedRun], judgements: Sequence[Judgement]) -> str:
-    """All on which they ran: cuda alone where each rank had its own GPU."""
+    """Return all devices on which they ran: cuda alone if each rank had its own GPU."""
     found = {run.begins.get("device", "cpu") for run in runs} | {one.made.get("device", "cpu") for one in judgements}
     return "; ".join(sorted(found))
 
 
 def shown(folder: Path, file: Path, machine: str = "") -> Shown:
-    """What is drawn of a case. What cannot be drawn is said on the page, which is of other cases too."""
+    """Return what is drawn of a case. If nothing can be drawn, the page says why, and still shows the other cases."""
     from harness.report.drawings import drawn
     from harness.report.page import Shown
 
@@ -86,7 +94,7 @@ def shown(folder: Path, file: Path, machine: str = "") -> Shown:
 
 
 def past(runs: Sequence[RecordedRun]) -> Mapping[str, list[Past]]:
-    """By case, the verdicts that it had."""
+    """Return by case the verdicts that it had."""
     from harness.report.page import Past
 
     found: dict[str, list[Past]] = {}

@@ -31,6 +31,7 @@ from harness.run.options import Options
 from harness.run.sources import digest_of_adapter, sources_anywhere
 from harness.spec import case as requested
 from harness.spec.case import Case
+from harness.spec.repository import name_here
 from harness.spec.trainer_spec import TrainerSpec
 
 FILE = "verdicts.jsonl"
@@ -52,7 +53,7 @@ class RecordedRun:
     @property
     def trainer(self) -> str:
         """Its name, and the last part of its source's path: a clone may lie anywhere."""
-        return self.begins.get("name") or _name(TrainerSpec.parse(self.begins.get("trainer", "")))
+        return self.begins.get("name") or short_name(self.begins.get("trainer", ""))
 
     @property
     def missing(self) -> list[str]:
@@ -65,8 +66,9 @@ def name_of_trainer(spec: str) -> str:
     return str(TrainerSpec(trainers.load(spec).name, Path(TrainerSpec.parse(spec).source).name))
 
 
-def _name(trainer: TrainerSpec) -> str:
-    """Return it for a run that was recorded without it."""
+def short_name(spec: str) -> str:
+    """Return the trainer's name without the folders of its adapter and its source."""
+    trainer = TrainerSpec.parse(spec)
     return str(TrainerSpec(Path(trainer.name).stem if trainer.is_file else trainer.name, Path(trainer.source).name))
 
 
@@ -168,6 +170,7 @@ def beginning(cases: Sequence[Case], options: Options, shard: str) -> dict[str, 
         "machine": platform.node(),
         "trainer": options.trainer,
         "name": name_of_trainer(options.trainer),
+        "repository": name_here(),
         "device": device_text(options),
         "launcher": options.launcher,
         "torch": importlib.metadata.version("torch"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness import BUILTIN
 from harness.spec.case import CaseError
+from harness.spec.repository import from_here
 
 USUAL = "cases"
 LAYOUTS = BUILTIN / "layouts"  # for a cluster, of which no case is run
@@ -46,8 +47,7 @@ def recorded(path: Path) -> str:
 
 def shown(file: str) -> str:
     """The path as a person reads it here."""
-    path, here = path_of(file), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    return from_here(path_of(file))
 
 
 def typed(file: str) -> list[str]:
@@ -58,4 +58,4 @@ def typed(file: str) -> list[str]:
 def typed_folder(folder: Path) -> list[str]:
     if folder == Path.cwd() / USUAL:
         return []
-    return ["--cases", OURS if folder == BUILTIN / USUAL else str(folder)]
+    return ["--cases", OURS if folder == BUILTIN / USUAL else from_here(folder)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.spec.repository import from_here
 from harness.spec.trainer_spec import CHECKOUT
 
 OURS = "llama3"
@@ -55,7 +56,7 @@ def typed(name: str) -> list[str]:
     except ValueError:
         found = ""
     same = name == found or (found.endswith(".py") and Path(found).resolve() == Path(name).resolve())
-    return [] if same else ["--trainer", name]
+    return [] if same else ["--trainer", from_here(name) if name.endswith(".py") else name]
 
 
 # ---- the configuration

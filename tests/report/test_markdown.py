@@ -37,8 +37,8 @@ def test_the_summary_begins_with_causes_and_ends_with_all_cases() -> None:
         "",
         "### ran as &#42;FSDP&#42;: 1%",
         "",
-        "- FAIL `hsdp` 0 of 1 hold; broken: traffic",
-        "- FAIL `also` 0 of 1 hold; broken: traffic",
+        "- FAIL `hsdp` 0 of 1 pass; fail: traffic",
+        "- FAIL `also` 0 of 1 pass; fail: traffic",
         "",
         "    run hsdp",
         "",
@@ -50,15 +50,21 @@ def test_the_summary_begins_with_causes_and_ends_with_all_cases() -> None:
         "",
         "| case | verdict | requested | checks |",
         "|---|---|---|---|",
-        "| `fsdp_2` | PASS | dp_shard 2 | 1 of 1 hold |",
-        "| `hsdp` | FAIL | dp_shard 2 | 0 of 1 hold; broken: traffic |",
+        "| `fsdp_2` | PASS | dp_shard 2 | 1 of 1 pass |",
+        "| `hsdp` | FAIL | dp_shard 2 | 0 of 1 pass; fail: traffic |",
         "| `tp_2` | ERROR |  | no &#124; disk ::error:: |",
-        "| `also` | FAIL | dp_shard 2 | 0 of 1 hold; broken: traffic |",
+        "| `also` | FAIL | dp_shard 2 | 0 of 1 pass; fail: traffic |",
         "",
         "</details>",
         "",
         "of today",
     ]
+
+
+def test_a_case_whose_cause_has_other_numbers_shows_its_own() -> None:
+    larger = replace(BAD, case="larger", ranks=8, cause="ran as *FSDP*: 2%")
+    text = markdown([larger, BAD], [])
+    assert text.count("### ") == 1 and text.index("`hsdp`") < text.index("`larger` ran as &#42;FSDP&#42;: 2%")
 
 
 def test_a_summary_that_would_not_be_shown_is_cut_below_its_causes() -> None:
