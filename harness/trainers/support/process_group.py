@@ -29,7 +29,7 @@ def redirect() -> None:
         original(*args, **{**kwargs, **here})
 
     for module in (dist, distributed_c10d, device_mesh):
-        module.init_process_group = init_process_group  # type: ignore[attr-defined]
+        module.init_process_group = init_process_group
 
 
 def _place() -> dict[str, Any]:
