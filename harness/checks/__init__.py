@@ -1,7 +1,7 @@
 """The checks. One file each: its docstring is the check, its `check(trial)` judges stored evidence and nothing else.
 
-A file also says its STAGE, which only orders the display, and in NEEDS the words of harness.evidence.provided without which it
-says nothing: whether it applies to a kind of evidence follows from these. What all checks share is here: a check that raises,
+A file has a STAGE, which only orders the display. Its NEEDS are the words of harness.evidence.provided without which it judges
+nothing: whether it applies to a kind of evidence follows from these. What all checks share is here: a check that raises,
 or that examined nothing, has not passed.
 """
 
@@ -57,7 +57,7 @@ def statement(name: str) -> str:
 
 
 def judge(trial: Trial) -> tuple[Result, ...]:
-    """Of a case that resumes, every check passes only if it holds for each of its launches."""
+    """In a case that resumes, every check passes only if it passes for each of its launches."""
     return tuple(
         _of_all_launches(trial, [run_check(name, module.check, launch) for launch in trial.launches])
         for name, module in all_checks().items()

@@ -1,8 +1,8 @@
 """The members of a group issue the same collectives in the same order, and every send has its receive.
 
 gloo pairs a skipped collective with the next one of equal size without any error, so only comparing sequences shows it.
-Where only some ranks ran, two members of a group that disagree fail the check, whoever is missing; that they agree proves
-nothing of a group that is not wholly there. A rank that did not end well is compared as far as it came. A rank that has no
+Where only some ranks ran, two members of a group that disagree fail the check, whoever is missing. Their agreement proves
+nothing about a group that is not complete. A rank that did not end well is compared as far as it came. A rank that has no
 more inputs, where others have some, shadows what they issue (torch's Join): its groups are compared until then. A broadcast
 may be issued in another step or pass on each rank.
 """
@@ -61,7 +61,7 @@ def _as_far_as_all(
 
 
 def _until_joined(trial: Trial, by_rank: dict[int, list[Collective]]) -> dict[int, list[Collective]]:
-    """As long as all of these ranks had inputs."""
+    """Return what was issued while all of these ranks had inputs."""
     last = min((step for rank in by_rank if (step := trial.ranks[rank].joined) is not None), default=None)
     if last is None:
         return by_rank
@@ -69,7 +69,7 @@ def _until_joined(trial: Trial, by_rank: dict[int, list[Collective]]) -> dict[in
 
 
 def _of_whole_groups(trial: Trial, rank: int) -> list[Collective]:
-    """Those whose whole group left evidence, sends and receives those whose other side did."""
+    """Return the collectives whose whole group left evidence, and sends and receives whose other side did."""
     calls, there = trial.ranks[rank].collectives, trial.run.seen
     whole = {ranks: all(member in there for member in ranks) for ranks in {call.ranks for call in calls}}
     return [call for call in calls if (whole[call.ranks] if call.peer is None else call.peer in there)]

@@ -1,7 +1,7 @@
 """Every rank exited by itself with code 0, left evidence of every requested step and parameter, and left no process behind.
 
-A failure of the harness is no verdict on the trainer: a disk that could not take evidence, a file that was damaged later,
-ranks that were lost together with their launcher. For ranks that ran alone, it is no verdict either that a tensor has no
+A failure of the harness is no verdict on the trainer. Examples: a disk that could not take evidence, a file that was damaged
+later, ranks that were lost together with their launcher. For ranks that ran alone, it is no verdict either that a tensor has no
 contents.
 """
 
@@ -116,7 +116,7 @@ WAITED = "only waited"
 
 
 def why(error: str) -> str:
-    """Of an error of torch's that tells neither its reason nor what to do, both; empty of any other."""
+    """Return reason and remedy of an error of torch's that has neither; empty for any other."""
     if re.search(r"linalg\.vector_norm: .*\(Double\).* without narrowing to .*\(Float\)", error) is None:
         return ""
     return (

@@ -1,8 +1,8 @@
 """Along each of tp, cp and pp every rank moves something that data parallelism would not, over its group of the layout.
 
-It is seen in one step: of tp and cp in forward or backward, of pp anywhere. Where all that moves may be of another axis, nobody
-knows: gradients are summed over replicas, FSDP gathers over its shards, and DDP shares buffers. Of a declared case the plan
-says how much of that there is.
+It is seen in one step: of tp and cp in forward or backward, of pp anywhere. Where all that moves may be of another axis, it is
+UNKNOWN: gradients are summed over replicas, FSDP gathers over its shards, and DDP shares buffers. For a declared case the plan
+states how much of that there is.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check(trial: Trial) -> Result:
 
 
 def _is_expected(trial: Trial, axis: str) -> bool:
-    """Whether something should move along it; of what nobody declared the layout says so."""
+    """Return whether something should move along it; the layout decides for a job without a case."""
     if "declared" not in trial.provided:
         return True
     flows = (flow for rank in trial.ranks for flow in trial.plan.flows_of(rank, trial.first_step))
@@ -84,8 +84,8 @@ GATHERED = BYTES | {"float16": 2}
 
 
 def _of_shards(one: Summary, use: Use | Outside, axis: str) -> bool:
-    """Whether it may be what a wrapper moves that says that it shards over these ranks. cp may share FSDP's ranks: then it is
-    what is gathered or scattered in backward, and what is gathered in forward if that is the parameters, once or several
+    """Return whether it may be what a wrapper moves that claims to shard over these ranks. cp may share FSDP's ranks. Then it
+    is what is gathered or scattered in backward, and what is gathered in forward if that is the parameters, once or several
     times. Who exchanges keys and values there gathers other bytes, or uses another collective."""
     if not one.roles.get(use.ranks, "").startswith("sharded") or axis == "pp":
         return False

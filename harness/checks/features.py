@@ -2,11 +2,11 @@
 
 Recomputation is a block's forward call inside backward, and the matmuls that are done once more than a forward and a backward
 pass need. A compiled block calls none of its modules from Python. Wrappers are known by their kind, precision by the dtype of
-matmuls and of reduced gradients, dropout by random numbers drawn in forward. Of CPU offload there is the wrapper's word;
-where the device is the CPU nothing else can tell. Buckets show in how much is reduced at once. Fused attention is done once a
-layer and pass, in context parallel once for each part that a rank may look at, and beside it there are no batched matmuls but
-that of a table of angles. Matmuls outside of passes, beyond those allowed, are a second pass that nobody requested, hooks on
-tensors saved for backward are recomputation's only, and blocks are compiled once for each length. The output layer is applied
+matmuls and of reduced gradients, dropout by random numbers drawn in forward. CPU offload is known by the wrapper's claim;
+where the device is the CPU nothing else shows it. Buckets show in how much is reduced at once. Fused attention is done once a
+layer and pass, in context parallel once for each part that a rank may look at. The only batched matmul beside it is that of a
+table of angles. Matmuls outside of passes, beyond those allowed, are a second pass that was not requested. Hooks on tensors
+saved for backward are recomputation's only. Blocks are compiled once for each length. The output layer is applied
 once a pass, or as often as the trainer's traits say.
 """
 
@@ -79,7 +79,7 @@ def _onoff(seen: Collection[bool]) -> Value:
 
 
 def reduced(trial: Trial, rank: int) -> Looked:
-    """Gradients on their way over the data ranks. That there are any is the check `traffic`'s."""
+    """Return the gradients on their way over the data ranks. The check `traffic` judges whether there are any."""
     case, plan = trial.case, trial.plan
     groups = {plan.group_of(rank, axis) for axis in (plan.shard_axis, plan.replicate_axis) if axis in plan.groups}
     seen = {
@@ -148,8 +148,8 @@ def matmuls(step: StepEvidence, phase: str) -> Counter[str]:
 
 
 def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
-    """How many matmuls backward repeats: in every block recomputed all but the last, whose result nobody needs, if the
-    trainer stops there (`ac_early_stop`).
+    """Return how many matmuls backward repeats: in every block recomputed all but the last, whose result is not needed, if
+    the trainer stops there (`ac_early_stop`).
 
     "op" keeps every second one, the first and the last among them. How many a block has is read off the forward pass,
     for trainers fuse weights. A matmul has two in backward, one for each of its gradients. Under dropout the last one is
@@ -224,13 +224,13 @@ def fused_in_forward(trial: Trial, rank: int) -> int:
 
 
 def batched_matmuls(step: StepEvidence, phases: Collection[str] = ()) -> int:
-    """Of all phases where none are given."""
+    """Count all phases where none are given."""
     kinds = step.activity.attention.items()
     return sum(n for key, n in kinds if key.kind == "batched matmul" and key.phase in (phases or (key.phase,)))
 
 
 def batched_in_training(trial: Trial, step: StepEvidence) -> int:
-    """Without those that are allowed besides."""
+    """Return them without those that are allowed in addition."""
     besides = batched_matmuls(step, BESIDE)
     return batched_matmuls(step) - (besides if 0 < computed_beside(step) <= most_computed(trial, step) else 0)
 
@@ -238,7 +238,7 @@ def batched_in_training(trial: Trial, step: StepEvidence) -> int:
 def attention_is_fused(trial: Trial) -> bool:
     """The trainer says so, where there is a kernel; else seen anywhere: a trainer has it in all layers and steps.
 
-    What is not fused, or is one kernel of a compiler's (flex attention), cannot be told from what else is done.
+    What is not fused, or is one kernel of a compiler's (flex attention), cannot be distinguished from what else is done.
     """
     if trial.traits.attention == "fused" and has_fused_kernel(trial):
         return True
@@ -246,7 +246,7 @@ def attention_is_fused(trial: Trial) -> bool:
 
 
 def has_fused_kernel(trial: Trial) -> bool:
-    """On GPUs none takes float64 or heads of odd sizes (sdp_utils.cpp of torch)."""
+    """On GPUs none takes float64 or heads of uneven sizes (sdp_utils.cpp of torch)."""
     training, devices = trial.case.training, {e.environment.get("device", "cpu") for e in trial.ranks.values()}
     narrow = (training.compute_dtype or training.dtype) != "float64" and trial.case.model.head_dim % 8 == 0
     return narrow or devices == {"cpu"}
@@ -258,26 +258,26 @@ def parts_attended(trial: Trial, rank: int) -> int:
     return trial.case.dims.cp if balanced else coordinate(trial.case.dims, rank)["cp"] + 1
 
 
-# ---- what is computed besides
+# ---- what is computed in addition
 
 BESIDE, BESIDES = ("pipeline", "optimizer", "other"), "matmuls outside training passes"
 
 
 def beside(trial: Trial, rank: int, step: StepEvidence) -> int:
-    """Matmuls outside of forward and backward, where they are more than is allowed. Of a loss that projects to the vocabulary
-    itself, which forward then lacks, those are right that no block does."""
+    """Return the matmuls outside of forward and backward, where they are more than is allowed. A loss that projects to the
+    vocabulary itself, which forward then lacks, has those that no block does."""
     if 0 < computed_beside(step) <= most_computed(trial, step):
         return 0
     return matmuls_beside(step) if projects_inside(trial, rank, step) or blocks_beside(step) else 0
 
 
 def computed_beside(step: StepEvidence) -> int:
-    """Matmuls besides training passes, batched ones among them."""
+    """Return the matmuls outside of training passes, batched ones among them."""
     return matmuls_beside(step) + batched_matmuls(step, BESIDE)
 
 
 def most_computed(trial: Trial, step: StepEvidence) -> int:
-    """Of these, those that the case or the trainer allows."""
+    """Return how many of these the case or the trainer allows."""
     forward = matmuls(step, "forward").total() + batched_matmuls(step, ("forward",))
     return allowed_matmuls(trial.allow, forward)
 
@@ -323,7 +323,7 @@ HOOKS_OF = ("torch.utils.checkpoint", "torch._functorch", "torch._dynamo", "torc
 
 
 def all_hooks(step: StepEvidence) -> set[str]:
-    """Return whose hooks were put on tensors saved for backward, besides those of recomputation."""
+    """Return whose hooks were put on tensors saved for backward, except recomputation's."""
     return {f"{hook.module}.{hook.owner}" for hook in step.activity.saved if not hook.module.startswith(HOOKS_OF)}
 
 
@@ -359,7 +359,7 @@ def _quantized_products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
 
 
 def _planned_products(trial: Trial, rank: int, seen: dict[QuantizedMatmul, int]) -> dict[QuantizedMatmul, int]:
-    """Recomputation may repeat the forward matmul; it stops where nobody needs the rest."""
+    """Recomputation may repeat the forward matmul; it stops where the rest is not needed."""
     case, layers, again = trial.case, layers_of(trial, rank), recomputed_layers(trial.case, rank)
     wanted: dict[QuantizedMatmul, int] = {}
     for fqn in trial.plan.quantized:

@@ -1,7 +1,7 @@
 """Every rank's gradients, before clipping and before the optimizer, are its slices of the reference's gradients.
 
 Each entry is judged, relative to its parameter's largest. In recipes with noise each parameter's whole gradient is judged
-besides: by its best-fitting factor and its distance, which are far sharper (harness/judge/tolerance.py).
+in addition: by its best-fitting factor and its distance, which are far sharper (harness/judge/tolerance.py).
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Between steps a rank keeps the bytes of its slices and no more: parameters, gradients and optimizer state.
 
 The plan allows the padding of uneven chunks. Gradients may be freed; AdamW's state is two numbers a parameter. When training
-has ended, no copies of weights or gradients are kept anywhere in the process: tensors of the shape of a parameter, or of the
-rank's slice of one, and flat buffers, of floating-point numbers. Allowed are the buckets in which DDP reduces gradients, and
-as much as tables of positions take, which may have such a shape. Other tensors (a mask, logits) are the trainer's business,
-and so is what a pipeline's stages hand on, which has a parameter's shape by chance where samples lie end to end in a row.
-But nothing grows from step to step, whatever its shape, except single numbers; within a step there are copies of no more
-weights at once than of two parameters, also of those made before its forward pass; and no autograd graph that backward was
-told to retain lives on in the next forward pass. What a case or an adapter allows besides is added, and said.
+has ended, no copies of weights or gradients are kept anywhere in the process. These are floating-point tensors of the shape of
+a parameter or of the rank's slice of one, and flat buffers. Allowed are the buckets in which DDP reduces gradients, and
+as much as tables of positions take, which may have such a shape. Other tensors (a mask, logits) are the trainer's business.
+So is what a pipeline's stages hand on: it has a parameter's shape by chance where samples lie end to end in a row.
+But nothing grows from step to step, whatever its shape, except single numbers. Within a step there are copies of no more
+weights at once than of two parameters, also of those made before its forward pass. No autograd graph that backward retains
+lives on in the next forward pass. What a case or an adapter allows in addition is added, and the report states it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def check(trial: Trial) -> Result:
 
 
 def _unlooked(trial: Trial) -> list[tuple[int, int]]:
-    """Ranks and steps that nobody looked at: that is done as an optimizer has stepped."""
+    """Return ranks and steps without a measurement: memory is measured as an optimizer has stepped."""
     return [
         (rank, step.step)
         for rank, evidence in sorted(trial.ranks.items())
@@ -96,7 +96,7 @@ def _held(evidence: RankEvidence, wanted: dict[str, tuple[int, int]]) -> list[Fi
 
 
 def _at_most(trial: Trial) -> Result:
-    """Where nobody declared which parameters have gradients and state. What else a job keeps is its own."""
+    """Yield findings of a job that declares no parameters with gradients and state. What else a job keeps is its own."""
     findings, examined = [], 0
     copies = _copies(trial)
     for rank, evidence in sorted(trial.ranks.items()):
@@ -165,12 +165,12 @@ def kept_beside(trial: Trial, rank: int) -> bool:
 
 
 def looks(evidence: RankEvidence) -> list[tuple[int, int]]:
-    """By step, the bytes of tensors of more than one number that lived on when it was over, where somebody looked."""
+    """Return, by step, the bytes of tensors of more than one number that lived on when it was over, where measured."""
     return [(step.step, sum(_more_than_one(step.kept).values())) for step in evidence.steps if step.kept is not None]
 
 
 def _more_than_one(kept: dict[str, int]) -> dict[str, int]:
-    """By "dtype shape". A list of losses grows, and may."""
+    """Return bytes by "dtype shape". A list of losses grows, and may."""
     return {key: size for key, size in kept.items() if set(key.partition(" ")[2].strip("[]").split(", ")) - {"", "1"}}
 
 
@@ -185,14 +185,14 @@ def growth(evidence: RankEvidence) -> float:
 
 
 def grown(evidence: RankEvidence) -> dict[str, int]:
-    """By "dtype shape", how much more is kept after the last look than after the first, most first."""
+    """Return, by "dtype shape", how much more is kept after the last step than after the first, most first."""
     first, *_, last = [_more_than_one(step.kept) for step in evidence.steps if step.kept is not None]
     more = {key: size - first.get(key, 0) for key, size in last.items() if size > first.get(key, 0)}
     return dict(sorted(more.items(), key=lambda item: -item[1]))
 
 
 def unwaited_more(evidence: RankEvidence) -> int:
-    """Functional collectives that nobody waited for, from the first look to the last, where each step brought more."""
+    """Return how many functional collectives were never waited for, first step to last, where each step brought more."""
     seen = [step.unwaited for step in evidence.steps if step.unwaited is not None]
     return seen[-1] - seen[0] if all(later > sooner for sooner, later in itertools.pairwise(seen)) and seen else 0
 

@@ -1,8 +1,8 @@
 """What parameters and parallel wrappers claim (mesh ranks, placements, groups in use) is what the plan says.
 
-A claim is judged by its ranks, never by the names of its axes, and an FSDP unit by the parameters that it gathers. Of the
-slice that a rank holds its DTensor claims that it is this one: a mesh that lists its ranks in another order claims others, and
-a checkpoint written by those claims is torn. Where a case leaves the units to the trainer, each parameter is in one of them,
+A claim is judged by its ranks, never by the names of its axes, and an FSDP unit by the parameters that it gathers. The
+DTensor of a slice claims that it is this one. A mesh that lists its ranks in another order claims another one, and a
+checkpoint written by those claims is torn. Where a case leaves the units to the trainer, each parameter is in one of them,
 and ranks that hold the same parameters agree on them.
 """
 
@@ -55,7 +55,7 @@ def check(trial: Trial) -> Result:
 
 
 def _units_text(trial: Trial) -> str:
-    """Those of the first rank of each pipeline stage, where they are the trainer's choice."""
+    """Return the units of the first rank of each pipeline stage, where they are the trainer's choice."""
     found: dict[tuple[str, ...], tuple[Unit, ...]] = {}
     for rank, units in (trial.plan.observed or {}).items():
         found.setdefault(tuple(trial.plan.slices[rank]), units)
@@ -64,7 +64,7 @@ def _units_text(trial: Trial) -> str:
 
 
 def disagreements(trial: Trial) -> list[Finding]:
-    """Of ranks that hold the same parameters, those whose units are not the ones that most of them have."""
+    """Yield ranks whose units differ from those of most ranks that hold the same parameters."""
     alike: dict[tuple[str, ...], dict[frozenset[Unit], list[int]]] = {}
     for rank, seen in (trial.plan.observed or {}).items():
         same = frozenset(Unit(tuple(sorted(unit.parameters)), unit.degree) for unit in seen)
@@ -106,7 +106,7 @@ def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Fi
 
 
 def _another_slice(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
-    """Of a slice that is where the plan puts it, the claim that it is another one, which has other contents."""
+    """Yield the claims that a slice is another one, with other contents, where it is the one that the plan puts there."""
     full = trial.reference.weights.get(tensor.fqn)
     if trial.plan.flat or full is None or len(tensor.global_shape) != full.ndim:
         return []  # of a part of a flattened vector no mesh claims which

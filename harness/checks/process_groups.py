@@ -1,6 +1,6 @@
 """Every rank is a member of the group that the plan gives it on each axis, and all its members agree.
 
-This only lists groups. A group that exists may still be used by nobody: that is for `traffic` and `placements`.
+This only lists groups. Whether a group that exists is used is judged by `traffic` and `placements`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Ranks that hold the same slice of a parameter hold the same bytes of it after every step, and of its gradient.
 
 Who holds the same slice is found from contents, so replicas of any kind are compared: dp_replicate, and tp for norms. Who
-should is said by the plan: what is planned and not found was not compared, and is not a PASS.
+should is in the plan: what is planned and not found was not compared, and is not a PASS.
 
-Where only digests of parameters are there, who holds the same is what ranks claim: the same parts of all parameters, or of
-those that DTensors copy over the ranks that cut others. Ranks that claim nothing, are replicas by the layout, and began with
-the same bytes are compared too, and so is a parameter that a wrapper was told to ignore.
+With digests of parameters alone, ranks hold the same if they claim so. They claim the same parts of all parameters, or of
+those that DTensors copy over the ranks that cut others. Two more are compared: ranks that claim nothing, are replicas by the
+layout, and began with the same bytes; and a parameter that a wrapper was configured to ignore.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def planned_families(trial: Trial) -> dict[Replicated, list[int]]:
 
 
 def replica_families(trial: Trial) -> dict[Replicated, list[int]]:
-    """Of ranks that train by the same reference: a hypothesis may say that some train apart."""
+    """Compare ranks that train by the same reference: a hypothesis may say that some train separately."""
     found: dict[Replicated, list[int]] = {}
     for together in _together(trial):
         held = {rank: {fqn: trial.slice_of(rank, fqn) for fqn in trial.holdings[rank]} for rank in together}
@@ -73,7 +73,7 @@ def replica_families(trial: Trial) -> dict[Replicated, list[int]]:
 
 
 def gradient_families(trial: Trial, families: dict[Replicated, list[int]]) -> dict[Replicated, list[int]]:
-    """Those of parameters, unless ZeRO cuts gradients apart: then as planned, for nothing else tells them."""
+    """Return the slices of parameters, or those of the plan if ZeRO cuts gradients separately."""
     apart = trial.plan.gradient_slices
     return _shared({rank: apart[rank] for rank in sorted(trial.ranks)}) if apart else families
 
@@ -86,7 +86,7 @@ def _together(trial: Trial) -> list[list[int]]:
 
 
 def _shared(held: Mapping[int, Mapping[str, Slice | None]]) -> dict[Replicated, list[int]]:
-    """By parameter and slice, the ranks that hold it, where there are several."""
+    """Return, by parameter and slice, the ranks that hold it, where there are several."""
     families: dict[Replicated, list[int]] = defaultdict(list)
     for rank, slices in held.items():
         for fqn, part in slices.items():
@@ -183,8 +183,8 @@ def _by_digests(trial: Trial) -> Result:
 
 
 def _parted_replicas(trial: Trial) -> list[Finding]:
-    """Those of one line that nothing joins: gradients are reduced between none of them, whatever they began with. Of ranks that
-    claim something or began alike the bytes are compared."""
+    """Return the ranks of one line that nothing joins: gradients are reduced between none of them, whatever they began with.
+    Bytes are compared for ranks that claim something or began alike."""
     summaries = trial.glances
     home = {rank: ranks for ranks in joined_sets(summaries) for rank in ranks}
     lines = trial.lines("dp_replicate") if trial.plan.dims.world_size == len(home) else {}
@@ -245,8 +245,8 @@ def _other_parameters(trial: Trial) -> tuple[int, ...]:
 
 
 def _replicas_by_layout(summaries: Sequence[Summary], dims: ParallelDims) -> list[list[Summary]]:
-    """Of a job without wrappers: ranks that differ in dp_replicate, and in cp where nothing shards over it, whose parameters
-    are the same ones with the same bytes before the first step. Who cuts them by hand begins with other bytes."""
+    """Return the replicas of a job without wrappers: ranks that differ in dp_replicate, and in cp where nothing shards over it.
+    Their parameters are the same ones with the same bytes before the first step. Ranks that cut by hand begin with others."""
     found: dict[tuple[object, ...], list[Summary]] = {}
     for one in summaries:
         if not one.slices and 0 in one.contents:

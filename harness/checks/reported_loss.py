@@ -1,4 +1,4 @@
-"""The loss that a rank reports is the reference's: a claim, judged apart from the training itself.
+"""The loss that a rank reports is the reference's: a claim, judged separately from the training itself.
 
 A largest loss that is reported beside it, of any parts of the batch, is not below it: no mean is above all that it is made of.
 

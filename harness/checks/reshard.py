@@ -61,7 +61,7 @@ def check(trial: Trial) -> Result:
 
 
 def _at_most(trial: Trial) -> Result:
-    """Of a job whose passes nobody declared: no more is there than wrappers claim. A unit that no pass needed is not there."""
+    """Judge a job that declares no passes: no more is there than wrappers claim. A unit that no pass needed is not there."""
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         for step in evidence.steps:
@@ -128,7 +128,7 @@ def left_by_backward(trial: Trial, evidence: RankEvidence, step: int) -> list[st
 
 
 def gathered_by_choice(trial: Trial) -> list[Allowance]:
-    """Return the allowances for what stays gathered until the optimizer has stepped: `memory` judges how much that may be,
+    """Return the allowances for what is left gathered until the optimizer has stepped. `memory` judges how much that may be,
     `traffic` that the next forward pass gathers it anew."""
     return [one for one in trial.allow if one.what == "gathered"]
 
@@ -174,7 +174,7 @@ def _kept(trial: Trial, step: int, rank: int, record: AfterForward) -> list[Find
 
 
 def bytes_after_forward(trial: Trial, rank: int, fqn: str) -> int:
-    """Of a parameter: what is kept, and the rank's own slice beside it if that is something else."""
+    """Return what is kept of a parameter, and the rank's own slice beside it if that is something else."""
     kept, own = trial.plan.after_forward[rank][fqn], own_bytes(trial, rank, fqn)
     return kept.bytes if kept.degree == trial.plan.shards else kept.bytes + own
 
@@ -192,7 +192,7 @@ def observed_value(trial: Trial, rank: int, fqn: str, held: int) -> str | int:
 
 
 def whole_bytes(trial: Trial, rank: int, fqn: str) -> int:
-    """Of what a shard group holds of it: with tensor parallel only this tp rank's part."""
+    """Return what a shard group holds of it: with tensor parallel only this tp rank's part."""
     group = trial.plan.peers(rank, trial.plan.shard_axis)
     size = BYTES[trial.case.training.compute_dtype or trial.case.training.dtype]
     return sum(numel(trial.plan.slices[peer][fqn]) for peer in group) * size

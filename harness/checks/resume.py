@@ -1,7 +1,7 @@
 """A resumed rank continues, bit for bit, from what was saved: its slices of parameters and optimizer state, rate, samples.
 
-What the earlier launch held after its last step is put together from all its ranks, by the slices that each of them
-really held, and cut anew for the layout that resumes. The earlier launches are judged by all checks themselves.
+What the earlier launch held after its last step is put together from all its ranks, by the slices that each really held.
+It is then cut anew for the layout that resumes. The earlier launches are judged by all checks themselves.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _by_key(held: Resumed) -> dict[Key, np.ndarray]:
 
 
 def wanted_part(trial: Trial, rank: int, key: Key, whole: np.ndarray) -> np.ndarray:
-    """This rank's slice of a saved tensor, where FSDP1 cuts vectors of the vector; a step counter is nobody's slice."""
+    """Return this rank's slice of a saved tensor, where FSDP1 cuts vectors of the vector; a step counter is no rank's slice."""
     part = trial.slice_of(rank, key[1])
     return take(whole.reshape(trial.plan.shapes[key[1]]), part) if whole.ndim and part is not None else whole
 
@@ -108,7 +108,7 @@ def wanted_part(trial: Trial, rank: int, key: Key, whole: np.ndarray) -> np.ndar
 def wrong_keys(trial: Trial, rank: int, wanted: dict[Key, np.ndarray]) -> list[Key]:
     """What a rank should have got from the checkpoint, and has not, in the model's order.
 
-    Of a parameter of which a rank holds nothing, its optimizer need keep no state: FSDP1's does not.
+    Where a rank holds nothing of a parameter, its optimizer need keep no state: FSDP1's does not.
     """
     held = held_state(trial, rank)
     own = {fqn for fqn in trial.plan.slices[rank] if (part := trial.slice_of(rank, fqn)) and numel(part)}

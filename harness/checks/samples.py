@@ -1,9 +1,9 @@
 """In every step, data-parallel ranks partition the global batch, cp ranks its tokens, and tp peers receive the same ones.
 
 Each first stage receives as many microbatches as accumulation and the pipeline ask for, all of one size.
-Samples are recognised by their tokens, labels included; nothing that a data loader says is believed. Where nobody knows the
-recipe's samples, no two data-parallel ranks are fed the same in every step, and tp peers are fed the same tokens in each. Ranks
-that are fed the same in part are undecided: noise of a rank's own hides equal samples.
+Samples are recognised by their tokens, labels included; nothing that a data loader says is believed. Where the recipe's
+samples are unknown, no two data-parallel ranks receive the same in every step, and tp peers receive the same tokens in each.
+Ranks that are fed the same in part are undecided: noise of a rank's own hides equal samples.
 Inputs that are no integers may be cut over tp, as activations are under sequence parallelism.
 """
 
@@ -111,7 +111,7 @@ def _ids(ids: list[int | None] | None) -> Value:
 
 
 def _twins(trial: Trial, received: dict[int, list[int | None]]) -> tuple[int, ...]:
-    """Of rows that are no sample nothing is known."""
+    """Nothing is known about rows that are no sample."""
     shares = trial.one_rank_per_share()
     known = {rank: ids for rank in shares if (ids := received.get(rank)) and None not in ids}
     same = [rank for rank in shares[1:] if rank in known and known[rank] == known.get(shares[0])]
@@ -133,8 +133,8 @@ def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
 
 
 def misshapen_labels(trial: Trial, step: int) -> list[Finding]:
-    """Every loss that was seen was computed from a label for each token that its pipeline received, in however many calls;
-    labels that do not count may be left out."""
+    """Yield losses that were not computed from a label for each token that their pipeline received, in however many calls.
+    Labels that do not count may be left out."""
     findings = []
     for rank in trial.last_stages():
         received = [part.tokens.size for part in parts_of(trial, trial.feeder(rank), step) if part.tokens is not None]
@@ -206,7 +206,7 @@ def _some(ids: list[int]) -> str:
 
 
 def _of_any_recipe(trial: Trial) -> Result:
-    """Of inputs as digests. Ranks that differ in another axis are not compared."""
+    """Compare inputs as digests. Ranks that differ in another axis are not compared."""
     dims = trial.plan.dims
     apart, compared = _other_tokens(trial)
     if dims.dp == 1:
@@ -225,7 +225,7 @@ def _of_any_recipe(trial: Trial) -> Result:
 
 
 def _other_tokens(trial: Trial) -> tuple[list[Finding], int]:
-    """By the first of its tp peers, each rank that was fed other tokens than that one; and how many were compared."""
+    """Return, by the first of its tp peers, each rank that received other tokens than that one; and how many were compared."""
     tokens = {one.rank: one.tokens for one in trial.glances if one.tokens}
     findings, compared = [], 0
     for first, *peers in trial.plan.groups.get("tp", ()):
@@ -264,7 +264,7 @@ def _steps(told: Mapping[int, Any]) -> tuple[tuple[int, Any], ...]:
 
 def _fed_alike_in_part(trial: Trial) -> str:
     """Which ranks are fed one tensor that is the same on them in every step, and others that are not; empty where none are.
-    What stays as it is from step to step may be no sample. Tokens are: of ranks whose tokens differ nothing is said."""
+    What is equal in all steps may be no sample. Tokens are: nothing is said about ranks whose tokens differ."""
     for ranks in _planes(trial):
         steps = tuple(sorted(set.intersection(*(set(one.inputs) for one in ranks))))
         for place in range(min((len(one.inputs[step]) for one in ranks for step in steps), default=0)):

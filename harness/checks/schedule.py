@@ -29,7 +29,7 @@ def check(trial: Trial) -> Result:
 
 
 def planned(trial: Trial, rank: int) -> tuple[str, ...]:
-    """As torch writes actions: stage, kind, microbatch. Accumulation repeats the schedule."""
+    """Return actions as torch writes them: stage, kind, microbatch. Accumulation repeats the schedule."""
     return tuple(map(str, actions_of_rank(trial.case, rank))) * trial.case.features.accumulation
 
 

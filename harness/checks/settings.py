@@ -1,7 +1,7 @@
 """In every step, torch's settings are those the rank started with or the trainer declared, and the same on all ranks.
 
 They are first read before any module of the trainer is imported. Anomaly detection, deterministic algorithms and a
-distributed debug level cost time; TF32 changes numbers; other switches are set for good reasons, but not in some steps or on
+distributed debug level cost time; TF32 changes numbers. Other switches are set for good reasons, but not in some steps or on
 some ranks only. A case that runs twice may be deterministic.
 """
 
@@ -42,7 +42,7 @@ def is_free(trial: Trial, name: str) -> bool:
     training = trial.case.training
     multiplies_float32 = "float32" in (training.compute_dtype or training.dtype, training.quantize and training.dtype)
     deterministic = trial.case.runs > 1 and name in DETERMINISM
-    chosen = training.tf32 and name == FLOAT32[0]  # how TF32 is asked for
+    chosen = training.tf32 and name == FLOAT32[0]  # how TF32 is requested
     return name in FREE or deterministic or chosen or (name in FLOAT32 and not multiplies_float32)
 
 
@@ -53,7 +53,7 @@ def allowed(trial: Trial, evidence: RankEvidence, name: str) -> tuple[str, ...]:
 
 
 def _changed(trial: Trial) -> Iterator[Finding]:
-    """Of each rank and switch, the first step in which it is another."""
+    """Return, for each rank and switch, the first step in which it is another."""
     for rank, evidence in sorted(trial.ranks.items()):
         for name in evidence.settings:
             right = allowed(trial, evidence, name)
@@ -64,7 +64,7 @@ def _changed(trial: Trial) -> Iterator[Finding]:
 
 
 def _unlike(trial: Trial) -> Iterator[Finding]:
-    """Of each switch that a trainer may set, the first rank and step that has not what most have."""
+    """Return, for each switch that a trainer may set, the first rank and step that differs from most."""
     names = {name for evidence in trial.ranks.values() for step in evidence.steps for name in step.settings}
     for name in sorted(name for name in names if is_free(trial, name) or name == "default dtype"):
         seen = {

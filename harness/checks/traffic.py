@@ -1,7 +1,7 @@
 """In every step each rank moves, per axis and purpose, exactly the bytes that the plan says, and no others.
 
 Bytes are counted on unsharded tensors, so bucketing does not matter. Traffic outside forward and backward (losses, norms,
-counts) has an upper bound; what ZeRO gathers there has a lower bound. Integers inside them have an upper bound, too: DDP
+counts) has an upper bound; what ZeRO gathers there has a lower bound. Integers inside them have an upper bound, too. DDP
 agrees on parameters and buckets in the first two steps, and with find_unused_parameters in every step on which were used.
 Before a forward pass DDP may broadcast its module's buffers, exactly these bytes, once for every pass at most.
 Inside of a pass no rank waits at a barrier.
@@ -78,8 +78,8 @@ def check(trial: Trial) -> Result:
 
 
 def _at_least(trial: Trial) -> Result:
-    """Of a job whose passes, frozen parameters and other uses of its groups nobody declared: what sharding and
-    replication cannot do without is moved over the groups of the layout. Parameters that no optimizer has need no sum."""
+    """Judge a job that declares no passes, frozen parameters or other uses of its groups. What sharding and replication need
+    is moved over the groups of the layout. Parameters that no optimizer has need no sum."""
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         for step in trial.case.steps:
@@ -108,7 +108,7 @@ def _by_optimizer(trial: Trial, rank: int, lacking: Finding) -> list[Finding]:
 
 
 def _allowed(trial: Trial, rank: int) -> dict[Key, int]:
-    """Of each collective that is allowed besides the plan's, the most bytes in a step."""
+    """Return, for each collective that is allowed in addition to the plan's, the most bytes in a step."""
     most: dict[Key, int] = defaultdict(int)
     for one in trial.allow:
         if one.what == "moved":

@@ -57,12 +57,12 @@ def holds(trial: Trial, norms: dict[int, float]) -> bool:
 
 
 def clipped_norms(trial: Trial) -> dict[int, float]:
-    """By step, the global norm that clipping was to be told; 0 where nobody saw what was clipped."""
+    """Return, by step, the global norm for clipping; 0 where what was clipped was not seen."""
     return {step: 0.0 if clipped_unseen(trial, step) else observed_norm(trial, step) for step in trial.case.steps}
 
 
 def mistakes(trial: Trial, norms: dict[int, float]) -> Iterator[Finding]:
-    """By rank, wrong rates and the first step at which each parameter is wrong. norms: by step, the global ones."""
+    """Return, by rank, wrong rates and the first step at which each parameter is wrong. norms: by step, the global ones."""
     rates = {step.step: step.lr for step in trial.reference.steps}
     for evidence in trial.ranks.values():
         for step in _as_requested(trial, evidence):
@@ -85,7 +85,7 @@ def until(trial: Trial, step: int) -> str:
 
 
 def changed(trial: Trial) -> dict[int, list[tuple[int, str]]]:
-    """By step, the (rank, fqn) that were something else afterwards than what the optimizer had left."""
+    """Return, by step, the (rank, fqn) that were something else afterwards than what the optimizer had left."""
     found: dict[int, list[tuple[int, str]]] = {}
     for rank, step, _ in trial.steps():
         for fqn in step.changed or {}:
@@ -166,7 +166,7 @@ def _rate(trial: Trial, rank: int, step: int, fqn: str, requested: float) -> flo
 
 
 def _given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm: float) -> np.ndarray | None:
-    """The clipped gradient, or what is assumed in its place."""
+    """Return the clipped gradient, or what is assumed instead."""
     gradient = step.gradients[fqn].astype(np.float64)
     if trial.assumption.optimizer.given:
         return trial.assumption.optimizer.given(rank, step.step, fqn, gradient)
@@ -254,7 +254,7 @@ MOVE = "the optimizer's step"
 
 
 def _compare_with_what_was_left(here: Here, trial: Trial, step: StepEvidence, fqn: str) -> Finding | None:
-    """Only what differed was put on record, so being there is enough: a bound would be nobody's."""
+    """Only what differed was put on record, so its presence is enough: there is no bound."""
     now = (step.changed or {}).get(fqn)
     if now is None:
         return None

@@ -68,9 +68,9 @@ class Seen:
         collectives: CollectiveRecorder,
         pipeline: PipelineRecorder,
         own: Callable[[], float],
-        numbers: Numbers,
+        numbers: Numbers | None = None,
     ) -> None:
-        self.numbers = numbers
+        self.numbers = numbers or Numbers(clock)
         self._parts: list[weakref.ref[nn.Module]] = []
         self._classes: dict[str, None] = {}
         self.left_out: list[str] = []

@@ -34,7 +34,7 @@ ROLES = {
     "cut": "DTensors are cut",
     "copied": "DTensors are copied",
 }
-NOT_JUDGED = "loss, gradients and update need a reference on one device: an adapter brings it (`harness init`)"
+NOT_JUDGED = "gradients and update need a recording of the same training (--same-as), or an adapter (`harness init`)"
 NO_LAYOUT = "; what groups are for, --layout"
 PHASES = ("forward", "pipeline", "backward")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from json_documents import SCHEMA, valid
@@ -23,6 +25,7 @@ from harness.checks import judge
 from harness.cli import COMMANDS, main, parser
 from harness.diagnosis import diagnose
 from harness.evidence.records import OwnCalls, OwnGroup
+from harness.evidence.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, Sketch, save_sketches, sketch_file
 from harness.faults.attempt import METHODS, Attempt
 from harness.faults.attempt import Outcome as FaultOutcome
 from harness.judge.finding import Finding
@@ -217,6 +220,20 @@ def test_a_command_that_is_recorded_prints_to_stderr(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "harness", *words], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, valid(done.stdout, "recording")["left_evidence"]) == (2, [])
     assert "of the command" in done.stderr
+
+
+def test_two_recordings_of_one_training(tmp_path: Path, answer: Answer) -> None:
+    place, sums = "0:2|0:2", np.arange(BUCKETS, dtype=float)
+    for name, times in (("one", 1.0), ("other", 0.5)):
+        found = [Sketch(step, WEIGHTS, "w", place, 4, 1.0, sums + 1e-3 * step) for step in (0, 1)]
+        found.append(Sketch(1, GRADIENT, "w", place, 4, 1.0, times * sums))
+        left = RankSketches(
+            0, 1, shapes={"w": (2, 2)}, dtypes={"w": "float32"}, sketches=tuple(found), rows={1: {7: 1}}
+        )
+        save_sketches(sketch_file(tmp_path / name, 0), left)
+        (tmp_path / name / "recording.json").write_text(json.dumps({"code": 0, "same_as": "one"}))
+    code, said = answer("same_training", "compare", str(tmp_path / "one"), str(tmp_path / "other"))
+    assert (code, said["verdict"], said["cause"]["kind"]) == (1, "FAIL", "gradients scaled")
 
 
 def test_snapshots_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
 from torch.utils.data import DataLoader
 
 from harness.reference.config import TrainingConfig
@@ -14,6 +17,7 @@ from harness.reference.data import build_dataset
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
+from harness.trainers.support import process_group
 from harness.trainers.support.names import pairs, renamed
 from harness.trainers.support.samples import RecipeStream, rank_samples
 from harness.trainers.support.training_function import TrainingFunction
@@ -76,3 +80,18 @@ def test_what_a_training_function_raises_is_raised_and_one_that_never_waits_is_t
         TrainingFunction(fails).set_up()
     with pytest.raises(RuntimeError, match="ended before its first step"):
         TrainingFunction(lambda _: None).set_up()
+
+
+def test_a_mesh_of_a_script_that_joins_no_group_itself_meets_where_the_launcher_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (dist, distributed_c10d, device_mesh):
+        monkeypatch.setattr(module, "init_process_group", dist.init_process_group)  # undone afterwards
+    for name, value in {"INIT_METHOD": f"file://{tmp_path}/meet", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    process_group.redirect()
+    try:
+        assert device_mesh.init_device_mesh("cpu", (1,)).size() == dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
 
 
 def backend_for(device: str) -> str:
@@ -19,7 +20,7 @@ def join(backend: str) -> None:
 
 
 def redirect() -> None:
-    """Of a trainer that joins by itself: its init_process_group meets where the launcher has the ranks meet."""
+    """Make a trainer's own `init_process_group`, and the one that a device mesh calls, meet where the launcher says."""
     if "INIT_METHOD" not in os.environ:
         return
     original, here = dist.init_process_group, {"init_method": os.environ["INIT_METHOD"], **_place()}
@@ -27,7 +28,8 @@ def redirect() -> None:
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         original(*args, **{**kwargs, **here})
 
-    dist.init_process_group = init_process_group
+    for module in (dist, distributed_c10d, device_mesh):
+        module.init_process_group = init_process_group
 
 
 def _place() -> dict[str, Any]:
