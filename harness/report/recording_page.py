@@ -34,7 +34,7 @@ ROLES = {
     "cut": "DTensors are cut",
     "copied": "DTensors are copied",
 }
-NOT_JUDGED = "gradients and update need a recording of the same training (--same-as), or an adapter (`harness init`)"
+NOT_JUDGED = "loss needs an adapter (`harness init`); gradients and update need one, or a recording of the same training (--same-as)"
 NO_LAYOUT = "; what groups are for, --layout"
 PHASES = ("forward", "pipeline", "backward")
 
