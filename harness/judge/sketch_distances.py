@@ -98,6 +98,13 @@ def _dtype_text(noise: Numbers) -> str:
     return " and ".join(known) if noise.noise == "own" else noise.noise
 
 
+def is_too_fine(one: Numbers, noise: Numbers) -> bool:
+    """Return whether weights were altered by less than the forward pass rounds them by, which then shows no noise."""
+    dtypes = {*noise.dtypes.values()} if noise.noise == "own" else {noise.noise}
+    altered = max((UNIT_ROUNDOFF.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+    return altered < UNIT_ROUNDOFF.get(one.computes_in, 0.0)
+
+
 def distances(one: Numbers, other: Numbers) -> Iterator[tuple[Key, float, float]]:
     """Yield how far tensors that both have are apart, and the second one's fit. What a step adds to weights is one, too."""
     for key in one.whole.keys() & other.whole.keys():

@@ -20,7 +20,6 @@ from harness.evidence.sketches import Box, place_text
 from harness.probe.structure import joined, local, named_parameters, plain_fqn, sharded_parameters
 
 Intervals = tuple[tuple[int, int], ...]
-TWO = "a process calls several modules that have a parameter of this name, as models of their own"
 MOST = 4096
 """Intervals of columns of one slice."""
 
@@ -61,17 +60,7 @@ class Held:
 
 
 def held_parameters(parts: Sequence[nn.Module], sharded: Iterable[Sharded] = ()) -> Iterator[Held]:
-    """Yield each trainable parameter of models once. sharded: what somebody declared of plain tensors. Two models of one
-    process may give one name to different parameters, whose sketches are then nobody's."""
-    owners: dict[str, torch.Tensor] = {}
-    for held in _each_held(parts, sharded):
-        if owners.setdefault(held.fqn, held.owner) is held.owner:
-            yield held
-        else:
-            yield Held(held.fqn, held.shape, held.owner, why=TWO)
-
-
-def _each_held(parts: Sequence[nn.Module], sharded: Iterable[Sharded]) -> Iterator[Held]:
+    """Yield each trainable parameter of models once. sharded: what somebody declared of plain tensors."""
     flat, seen = dict(_of_fsdp1(parts)), set[int]()
     of_vectors = {id(one.owner) for held in flat.values() for one in held}
     for held in flat.values():

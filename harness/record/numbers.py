@@ -6,9 +6,10 @@ after each forward pass: whoever clips or steps next uses them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,8 @@ from harness.record.sketching import Sketcher, alter, width_of
 
 ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 """By dtype, the distance of 1 from the next larger number."""
+WRAPPERS = 16
+"""Wrappers of one function that are looked through."""
 Timed = Callable[..., Any]
 Key = tuple[int, str, str]
 """Step, kind, fqn."""
@@ -66,6 +69,7 @@ class Numbers:
     _fresh: set[str] = field(default_factory=set)
     _held: tuple[int, list[Held]] = (-1, [])
     _altered: set[str] = field(default_factory=set)
+    _rounded: str = ""
 
     def install(self, timed: Timed, parts: Callable[[], Sequence[nn.Module]]) -> None:
         """See torch's clipping functions: gradients before them, and the norm that they return."""
@@ -73,30 +77,23 @@ class Numbers:
         for owner, name in (*owners, (FullyShardedDataParallel, "clip_grad_norm_")):
             if (original := getattr(owner, name, None)) is not None:
                 setattr(owner, name, self._seen(original, timed, parts))
-        self._see_autocast(timed, parts)
+        self._see_autocast(timed)
 
-    def _see_autocast(self, timed: Timed, parts: Callable[[], Sequence[nn.Module]]) -> None:
-        """See what autocast computes in: a trainer may enter it inside of the model's call, as accelerate does."""
+    def _see_autocast(self, timed: Timed) -> None:
+        """A forward pass may enter autocast itself. It is seen then, after the first weights were altered."""
         enter = torch.autocast.__enter__
 
         @not_compiled
         @functools.wraps(enter)
-        def entered(autocast: Any) -> Any:
-            found = enter(autocast)
-            if not self.computes_in and not torch.compiler.is_compiling() and autocast._enabled:
-                timed(self._note_dtype, autocast.fast_dtype, parts())
-            return found
+        def entered(mode: Any) -> Any:
+            if not self.computes_in and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                timed(self._note_autocast, mode)
+            return enter(mode)
 
         torch.autocast.__enter__ = entered
 
-    def _note_dtype(self, dtype: torch.dtype, parts: Sequence[nn.Module]) -> None:
-        """Keep what a forward pass computes in; noise that was as small as the parameters' rounding becomes as large as its."""
-        if self.clock.step > 1 or not self.shapes:
-            return
-        self.computes_in = _name(dtype)
-        if self.noise == "compute":
-            self._altered.clear()
-            self._alter(held_parameters(parts, self.sharded))
+    def _note_autocast(self, mode: Any) -> None:
+        self.computes_in = _dtype_of(mode)
 
     def _seen(self, original: Callable[..., Any], timed: Timed, parts: Callable[[], Sequence[nn.Module]]) -> Any:
         @not_compiled
@@ -132,6 +129,7 @@ class Numbers:
 
     def _alter(self, new: Iterable[Held]) -> None:
         dtype = self.noise if self.noise != "compute" else self.computes_in
+        self._rounded = self._rounded or dtype or "own"
         for held in new:
             tensor, own = held.of(held.owner.data), dtype or self.dtypes[held.fqn]
             if not held.why and held.fqn not in self._altered and own in ROUNDING:
@@ -220,7 +218,7 @@ class Numbers:
             rates=self.rates,
             optimizers=optimizers,
             computes_in=self.computes_in,
-            noise=(self.noise if self.noise != "compute" else self.computes_in or "own") if self._altered else "",
+            noise=self._rounded if self._altered else "",
             plain=tuple(self.plain),
             unplaced=self.unplaced,
         )
@@ -239,12 +237,33 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _compute_dtype(parts: Sequence[nn.Module]) -> str:
-    """Return the dtype to which autocast or FSDP's policy casts parameters; empty where neither does."""
+    """Return the dtype to which autocast or FSDP's policy casts parameters; empty where neither is known to."""
     for device in {p.device.type for part in parts for p in part.parameters()}:
         if torch.is_autocast_enabled(device):
             return _name(torch.get_autocast_dtype(device))
+    wrapped = (_dtype_of(mode) for part in parts for module in part.modules() for mode in _autocasts(module.forward))
+    if dtype := next(filter(None, wrapped), ""):
+        return dtype
     policies = (_policy(module) for part in parts for module in part.modules())
     return next((_name(dtype) for dtype in policies if dtype is not None), "")
+
+
+def _dtype_of(mode: Any) -> str:
+    """Return what an autocast casts to; empty where it is turned off."""
+    dtype = getattr(mode, "fast_dtype", None)
+    return _name(dtype) if getattr(mode, "_enabled", False) and isinstance(dtype, torch.dtype) else ""
+
+
+def _autocasts(function: Any) -> Iterator[torch.autocast]:
+    """Yield those that a function is wrapped in, as accelerate wraps a model's forward."""
+    for _ in range(WRAPPERS):
+        function = getattr(function, "__func__", function)
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # of a cell that is still empty
+                if isinstance(cell.cell_contents, torch.autocast):
+                    yield cell.cell_contents
+        if (function := getattr(function, "__wrapped__", None)) is None:
+            return
 
 
 def _policy(module: nn.Module) -> torch.dtype | None:

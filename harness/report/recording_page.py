@@ -34,7 +34,10 @@ ROLES = {
     "cut": "DTensors are cut",
     "copied": "DTensors are copied",
 }
-NOT_JUDGED = "loss needs an adapter (`harness init`); gradients and update need one, or a recording of the same training (--same-as)"
+NOT_JUDGED = (
+    "loss needs an adapter (`harness init`); gradients and update need one, or a recording of the same training"
+    " (--same-as)"
+)
 NO_LAYOUT = "; what groups are for, --layout"
 PHASES = ("forward", "pipeline", "backward")
 

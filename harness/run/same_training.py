@@ -56,4 +56,7 @@ def _unproven(one: Path, other: Path) -> str:
         recording = load_recording(folder)
         if recording.code:
             return f"{folder}: its command ended with code {recording.code}"
+        for rank, summary in sorted(recording.summaries.items()):
+            if summary.left_out:
+                return f"{folder}: rank {rank} has a model that is not recorded: {summary.left_out[0]}"
     return ""

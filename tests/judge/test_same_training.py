@@ -264,3 +264,10 @@ def test_two_models_that_are_dead_are_not_the_same_training() -> None:
     assert {r.check: r.verdict for r in compared(dead, dead).results}["gradients"] is Verdict.UNKNOWN
     one_dead = numbers(of(GRADIENT, 0.0, "output"))
     assert {r.check: r.verdict for r in compared(one_dead, one_dead).results}["gradients"] is Verdict.PASS
+
+
+def test_noise_below_what_the_forward_pass_rounds_is_refused() -> None:
+    one = replace(RIGHT, computes_in="bfloat16")
+    assert "bfloat16" in why_no_noise(one, replace(noisy(1e-2), noise="own"))
+    assert why_no_noise(one, noisy(1e-2)) == ""
+    assert why_no_noise(RIGHT, replace(noisy(1e-2), noise="own")) == ""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.evidence.sketches import BUCKETS, Box, boxes_of, place_text
-from harness.record.boxes import _chunk, boxes_of_dims, held_parameters, rows_of_interval
+from harness.record.boxes import _chunk, boxes_of_dims, rows_of_interval
 from harness.record.sketching import Sketcher, alter, width_of
 
 SHAPES = [(7,), (6, 4), (5, 3, 2), ()]
@@ -105,11 +105,3 @@ def test_what_is_kept_of_rows_and_columns_is_bounded() -> None:
     sketcher.sketch(torch.ones(12), "a", whole((3, 4)))
     sketcher.sketch(torch.ones(12), "a", whole((3, 4)))
     assert sketcher.kept_bytes == 16 * (3 + 4)
-
-
-def test_one_name_for_parameters_of_two_models_is_no_place() -> None:
-    one, other = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
-    assert {(held.fqn, bool(held.why)) for held in held_parameters([one])} == {("weight", False), ("bias", False)}
-    assert [held.fqn for held in held_parameters([one, other]) if held.why] == ["weight", "bias"]
-    assert not any(held.why for held in held_parameters([one, torch.nn.Sequential(other)]))
-    assert not any(held.why for held in held_parameters([one, one]))
