@@ -183,7 +183,7 @@ def test_what_is_typed_to_run_it_again_selects_the_same_trainer(repository: Path
     assert usual_trainer.typed(str(repository / "out" / CHECKOUT / "adapters" / "mine.py")) == []
     assert usual_trainer.typed("llama3") == ["--trainer", "llama3"]
     (repository / "pyproject.toml").unlink()
-    assert usual_trainer.typed(mine) == ["--trainer", mine]
+    assert usual_trainer.typed(mine) == ["--trainer", "adapters/mine.py"]  # from the root of the repository
     assert usual_trainer.typed("llama3") == []
 
 
