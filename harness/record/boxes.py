@@ -6,6 +6,7 @@ reason is kept, and nothing is guessed.
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from harness.evidence.sketches import Box, place_text
-from harness.probe.structure import joined, local, named_parameters, plain_fqn, sharded_parameters
+from harness.probe.structure import joined, local, plain_fqn, sharded_parameters
 
 Intervals = tuple[tuple[int, int], ...]
 MOST = 4096
@@ -86,8 +87,6 @@ class Sharded:
     """Which one this rank holds."""
 
     def means(self, fqn: str) -> bool:
-        import fnmatch
-
         return fnmatch.fnmatchcase(fqn, self.pattern)
 
 
@@ -231,8 +230,3 @@ def rows_of_interval(shape: Sequence[int], start: int, stop: int) -> tuple[Box, 
     if stop > last * width:
         found.append(Box(((last, last + 1),), ((0, stop - last * width),)))
     return tuple(found)
-
-
-def names_of(parts: Iterable[nn.Module]) -> list[str]:
-    """Return the names of all parameters of models, trainable or not."""
-    return [fqn for fqn, _ in named_parameters(parts)]

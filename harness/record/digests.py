@@ -40,7 +40,7 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=8)
 def _times(device: torch.device) -> torch.Tensor:
     """Return a number for each place, odd and as good as random. int64 [CHUNK]"""
-    return _mixed(torch.arange(1, CHUNK + 1, dtype=torch.int64, device=device)) | 1
+    return mixed(torch.arange(1, CHUNK + 1, dtype=torch.int64, device=device)) | 1
 
 
 @torch.no_grad()
@@ -78,23 +78,24 @@ def row_digests(tensor: torch.Tensor) -> torch.Tensor:
     rows = tensor.detach().reshape(tensor.shape[0], -1)
     numbers = _integers(rows).reshape(rows.shape[0], -1).to(torch.int64)
     place = torch.arange(1, numbers.shape[1] + 1, dtype=torch.int64, device=numbers.device) * FIRST
-    mixed = _mixed(numbers + place)
+    hashed = mixed(numbers + place)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         differs = (numbers != numbers[:, -1:]).to(torch.int64)
         counts = differs.flip(1).cumsum(1).flip(1) > 0  # up to the last one that is not as the end is
         counts[:, 1:] |= counts[:, :-1].clone()
         counts[:, 0] = True
-        mixed = mixed * counts
-    return mixed.sum(1)
+        hashed = hashed * counts
+    return hashed.sum(1)
 
 
 @torch.no_grad()
 def token_sum(tensor: torch.Tensor) -> torch.Tensor:
     """int64 []: of all numbers of a batch, in whatever order they lie."""
-    return _mixed(_integers(tensor).to(torch.int64) + SECOND).sum()
+    return mixed(_integers(tensor).to(torch.int64) + SECOND).sum()
 
 
-def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    mixed = numbers * FIRST
-    mixed = (mixed ^ (mixed >> 32)) * SECOND
-    return mixed ^ (mixed >> 29)
+def mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """Return a hash of each. int64, which wraps around."""
+    found = numbers * FIRST
+    found = (found ^ (found >> 32)) * SECOND
+    return found ^ (found >> 29)

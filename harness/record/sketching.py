@@ -10,21 +10,14 @@ from collections.abc import Sequence
 import torch
 
 from harness.evidence.sketches import BUCKETS, Box
+from harness.record.digests import mixed
 
 CHUNK = 1 << 17
 """Elements that are copied as float64 at once."""
 WIDEST = 1 << 16
 """Columns that are summed at once."""
-FIRST, SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, and mix high bits with low ones
 KEPT = 1 << 22
 """Numbers of rows and columns whose buckets are kept, of 16 bytes each."""
-
-
-def mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """Return a hash of each. int64, which wraps around."""
-    found = numbers * FIRST
-    found = (found ^ (found >> 32)) * SECOND
-    return found ^ (found >> 29)
 
 
 @functools.lru_cache(maxsize=1 << 14)
