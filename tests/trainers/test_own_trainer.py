@@ -26,11 +26,14 @@ def case(dims: ParallelDims, **parts: object) -> Case:
     return Case("any", "a test", dims, **parts)  # type: ignore[arg-type]
 
 
-def test_a_trainer_from_a_file_passes_all_checks_without_knowing_of_them(tmp_path: Path) -> None:
+def test_a_trainer_from_a_file_passes_all_checks_without_knowing_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     judgement = run_case(find_case("ddp_2", load_all()), Options(out=tmp_path, trainer=trainers.spec(str(OWN), None)))
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
     assert judgement.folder == tmp_path / "ddp_2+own_trainer"
-    assert command(judgement) == f"harness run ddp_2 --trainer {OWN}"
+    monkeypatch.chdir(ROOT)
+    assert command(judgement) == f"harness run ddp_2 --trainer {OWN.relative_to(ROOT)}"
 
 
 def test_plain_attention_a_look_between_steps_and_declared_switches_fail_no_check(tmp_path: Path) -> None:
