@@ -28,9 +28,11 @@ from harness.trainers.support.weights import load_weights
 
 
 class Microbatch(NamedTuple):
-    """tokens, labels: int64 [local_batch, s], s the step's length over cp. positions: int64 [s], None for 0 .. s-1.
+    """tokens, labels: int64 [local_batch, s], s the step's length over cp. positions: int64 [s], None for 0 .. s-1, or
+    [local_batch, s] where they count anew in each document.
 
-    documents: int64 [local_batch, s], which of its row's each token is in; None without a document mask.
+    documents: int64 [local_batch, s * cp], which of its row's each token is in, also under cp of the whole row; None
+    without a document mask.
     """
 
     tokens: Tensor
@@ -92,9 +94,14 @@ def build_model(
 
 def sequence_part(tokens: Tensor, labels: Tensor, mesh: DeviceMesh | None, case: Case) -> Microbatch:
     """What of a microbatch this rank computes: all of it, or under context parallel its positions."""
+    documents = data.documents(tokens) if case.training.document_mask else None
     if mesh is None or "cp" not in parallelize.axes_of(mesh):
-        return Microbatch(tokens, labels, documents=data.documents(tokens) if case.training.document_mask else None)
-    return Microbatch(*context.shard_sequence(tokens, labels, mesh["cp"], load_balance=case.features.cp_load_balance))
+        return Microbatch(tokens, labels, documents=documents)
+    balance = case.features.cp_load_balance
+    tokens, labels, positions = context.shard_sequence(tokens, labels, mesh["cp"], load_balance=balance)
+    if documents is not None:  # they count anew in each, as packed batches mostly do
+        positions = context.within_documents(documents)[:, positions]
+    return Microbatch(tokens, labels, positions, documents)
 
 
 def count_valid(microbatches: list[Microbatch], mesh: DeviceMesh | None, device: torch.device) -> int:
