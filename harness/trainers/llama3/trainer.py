@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,6 +208,10 @@ class Trainer:
         self.schedulers = [recipe.build_scheduler(optimizer, case.training) for optimizer in self.optimizers]
         rank = parallelize.data_parallel_rank(self.mesh)
         self.microbatches = (batches or data.Microbatches)(case, rank)
+        self.saving_group = (
+            dist.new_group(backend="gloo") if case.features.async_save and dist.is_initialized() else None
+        )
+        self.written: Future[Any] | None = None  # of the last checkpoint
         self.metrics: list[Metrics] = []
         self.step = 0
 
@@ -222,8 +227,13 @@ class Trainer:
             if checkpoints and checkpoint_every and step % checkpoint_every == 0:
                 self.save(checkpoints)
 
-    def save(self, folder: Path) -> Path:
-        return checkpoint.save(self.parts(), self.counters(), folder)
+    def save(self, folder: Path) -> Path | Future[Any]:
+        if not self.case.features.async_save:
+            return checkpoint.save(self.parts(), self.counters(), folder)
+        if self.written is not None:
+            self.written.result()
+        self.written = checkpoint.save_async(self.parts(), self.counters(), folder, self.saving_group)
+        return self.written
 
     def resume(self, folder: Path) -> None:
         """From the latest complete checkpoint. Raises ValueError if there is none."""
