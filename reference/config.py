@@ -115,6 +115,7 @@ class TrainingConfig:
     mantissa (torch's `set_float32_matmul_precision("high")`); CPUs do not. `variable_length`: even steps train on the first
     half of each sample's tokens. `document_mask`: attention does not look past a separator; positions count on from the
     row's first token (rotary attention sees distances only, so starting anew in each document would be the same).
+    `last_batch`: samples of the last step, fewer than global_batch, as the end of an epoch leaves them.
     `masked_samples`: every fourth sample drawn has no valid label at all. `all_valid`: no label is masked, so that the mean
     of the ranks' means is the mean. `decay`: "all", or "matrices" for a weight
     decay that leaves norm weights alone. `rates`: the learning rate of each step, of a trainer that keeps its own schedule,
@@ -143,6 +144,7 @@ class TrainingConfig:
     document_mask: bool = False
     masked_samples: bool = False
     all_valid: bool = False
+    last_batch: int | None = None
     decay: str = "all"
     rates: tuple[float, ...] | None = None
 
@@ -177,6 +179,12 @@ class TrainingConfig:
             raise ValueError(f"variable_length trains on half of each sample: seq_len must be even, got {self.seq_len}")
         if self.masked_samples and self.all_valid:
             raise ValueError("masked_samples and all_valid contradict each other; leave out one")
+        if self.last_batch is not None and not 0 < self.last_batch < self.global_batch:
+            raise ValueError(
+                f"last_batch {self.last_batch}: above 0 and below global_batch {self.global_batch} is wanted"
+            )
+        if self.last_batch is not None and self.data is not None:
+            raise ValueError("last_batch: of a token file all batches are whole; leave out one of it and data")
         if self.masked_samples and self.data is not None:
             raise ValueError("masked_samples: no label of a token file is masked; leave out one of it and data")
 

@@ -153,11 +153,13 @@ class FileDataset:
 def build_dataset(training: TrainingConfig, model: ModelConfig) -> TokenDataset | FileDataset:
     """The recipe's dataset: the file `training.data`, or 64 steps' worth of samples made from `training.seed`.
 
-    Its length is a multiple of global_batch, so that no sampler has to pad or drop.
+    Its length is a multiple of global_batch, so that no sampler has to pad or drop. With last_batch it ends with the recipe.
     """
     if training.data is not None:
         return FileDataset(training.data, training.seq_len, model.vocab_size, training.global_batch)
     n_samples = STEPS_PER_EPOCH * training.global_batch
+    if training.last_batch is not None:
+        n_samples = (training.steps - 1) * training.global_batch + training.last_batch
     return TokenDataset(
         model.vocab_size,
         training.seq_len,

@@ -36,16 +36,13 @@ Looked = Iterator[Finding | None]  # None: something was looked at, and was righ
 
 def check(trial: Trial) -> Result:
     looked: list[Finding | None] = []
-    fused = attention_is_fused(trial)
+    looks = (_recomputed_blocks, output_layer.looked_at, _compiled_blocks, _products, _quantized_products)
+    looks += (*((_attention,) if attention_is_fused(trial) else ()), _beside, _hooks, _random_numbers)
     for rank, evidence in sorted(trial.ranks.items()):
         looked += [*wrapped(trial, rank), *_offloaded(trial, rank), *compiled_code.looked_at(trial, rank)]
         for step in evidence.steps:
-            looked += [*_recomputed_blocks(trial, rank, step), *output_layer.looked_at(trial, rank, step)]
-            looked += [*_compiled_blocks(trial, rank, step), *_products(trial, rank, step)]
-            looked += _quantized_products(trial, rank, step)
-            looked += _attention(trial, rank, step) if fused else ()
-            looked += [*_beside(trial, rank, step), *_hooks(trial, rank, step)]
-            looked += _random_numbers(trial, rank, step)
+            of = trial.of_step(step.step)
+            looked += [one for look in looks for one in look(of, rank, step)]
         looked += [*reduced(trial, rank), *buckets_in_force(trial, rank)]
     found = [finding for finding in looked if finding]
     return verdict_of("features", found, len(looked), note=_allowances_text(trial))

@@ -120,7 +120,8 @@ def _twins(trial: Trial, received: dict[int, list[int | None]]) -> tuple[int, ..
 
 def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
     """Accumulation must leave a trace: the same batch in one piece gives the same gradient."""
-    wanted = [trial.case.local_batch] * trial.case.passes
+    case = trial.case.at(step)
+    wanted = [case.local_batch] * case.passes
     findings = []
     for rank in trial.first_stages():
         for record in trial.ranks[rank].steps:

@@ -104,7 +104,13 @@ def _other_groups(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     texts = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in missing.items()]
     instead = sorted({ranks for op in missing.values() for ranks in _groups_of_no_axis(trial, op)})
     texts += [f"but over {groups_text(instead)}"] if instead else []
-    text, hint = f"gradients are not reduced over {' and '.join(missing)}", ", ".join(texts)
+    silent = [number for number in trial.case.steps if missing.keys() <= silent_axes(trial, number).keys()]
+    when = (
+        f" in step{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+        if len(silent) < len(trial.case.steps)
+        else ""
+    )
+    text, hint = f"gradients are not reduced over {' and '.join(missing)}{when}", ", ".join(texts)
     checks = ("traffic", "process_groups", "placements", *consequences(trial, step))
     cause = Cause("gradients not reduced", text, hint=hint, details=(("axes", tuple(missing)),))
     return Fact(cause, checks, (*traffic_lines(trial), *NOT_TESTED))

@@ -307,7 +307,8 @@ def _deals(trial: Trial, size: int) -> Iterator[tuple[str, bool, Callable[[int],
 
 
 def _microbatches(trial: Trial, step: int) -> Cause | None:
-    wanted = [trial.case.local_batch] * trial.case.passes
+    case = trial.case.at(step)
+    wanted = [case.local_batch] * case.passes
     for rank in received_samples(trial, step):
         sizes = [len(part.tokens) for part in parts_of(trial, rank, step) if part.tokens is not None]
         if sizes != wanted:

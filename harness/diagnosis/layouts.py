@@ -29,7 +29,7 @@ from harness.spec.measured import Unit
 
 BY_RANK = (
     *("stages", "slices", "flows", "even_flows", "parameter_bytes", "spare_bytes", "units", "gradient_spare"),
-    *("after_forward", "padding_after_forward"),
+    *("after_forward", "padding_after_forward", "last_flows"),
 )
 """What a plan says of each rank."""
 MOVED = ("dp_replicate", "dp_shard", "tp")
@@ -95,13 +95,13 @@ class Layout:
 
         def each(key: str) -> PerRank[Any]:
             of_known, of_all = getattr(small, key), getattr(own, key)
-            between = self.without == "cp" and key in ("flows", "even_flows")
+            between = self.without == "cp" and key in ("flows", "even_flows", "last_flows")
 
             def made(rank: int) -> Any:
                 kept = (flow for flow in of_all[rank] if "keys and values" in flow.role) if between else ()
                 return (*of_known[place[rank]], *kept) if between else of_known[place[rank]]
 
-            return PerRank({rank: rank for rank in ranks}, made)
+            return PerRank({rank: rank for rank in ranks} if of_known else {}, made)
 
         by_rank: dict[str, Any] = {key: each(key) for key in BY_RANK}
         return replace(small, dims=own.dims, groups=groups, outside_bytes=own.outside_bytes, **by_rank)

@@ -41,7 +41,7 @@ LARGEST_DECAY = 0.2  # of a weight in a step; what takes more of it is no weight
 HALF = 2  # so many choices more is what explains the first step alone
 FEWER = 5  # values of a field that are tried together with those of another
 FIXED = {"seed", "dtype", "global_batch", "seq_len", "data", "compute_dtype", "quantize", "tf32", "variable_length"} | {
-    *("document_mask", "masked_samples", "all_valid", "optimizer")
+    *("document_mask", "masked_samples", "all_valid", "last_batch", "optimizer")
 }
 """Fields that change more than what optimizers make of gradients."""
 COMMON: dict[str, tuple[float, ...]] = {

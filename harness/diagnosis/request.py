@@ -40,7 +40,7 @@ KINDS = {
 """By field that has a kind of its own, and by part of the request for all others."""
 OTHERS = (
     *("steps", "seed", "global_batch", "seq_len", "warmup_steps", "optimizer", "decay"),
-    *("variable_length", "document_mask", "masked_samples", "all_valid"),
+    *("variable_length", "document_mask", "masked_samples", "all_valid", "last_batch"),
 )
 """Fields of the recipe that are of the optimizer or of the data, which have solvers of their own."""
 OF_CLAIMS = ("collective_order", "initial_weights", "process_groups", "settings")
@@ -281,5 +281,13 @@ def _as_replicas(trial: Trial) -> Trial:
     case = replace(trial.case, dims=dims, features=replace(trial.case.features, wrapper="ddp"))
     moved = make_plan(case, trial.traits)
     apart: dict[str, Any] = dict.fromkeys(("gradient_slices", "state_slices", "gradient_bytes", "state_bytes"), {})
-    plan = replace(trial.plan, dims=dims, groups=moved.groups, flows=moved.flows, even_flows=moved.even_flows, **apart)
+    plan = replace(
+        trial.plan,
+        dims=dims,
+        groups=moved.groups,
+        flows=moved.flows,
+        even_flows=moved.even_flows,
+        last_flows=moved.last_flows,
+        **apart,
+    )
     return replace(trial, case=case, plan=plan)

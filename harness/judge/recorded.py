@@ -124,7 +124,7 @@ def _plan(case: Case, traits: TrainerTraits, ignored: set[str]) -> Plan:
         return plan
     shapes = tuple((fqn, shape) for fqn, shape in case.model.parameter_shapes().items() if fqn not in ignored)
     moved = make_plan(replace(case, model=ObservedModel(name="recorded", n_layers=0, shapes=shapes)), traits)
-    return replace(plan, flows=moved.flows, even_flows=moved.even_flows)
+    return replace(plan, flows=moved.flows, even_flows=moved.even_flows, last_flows=moved.last_flows)
 
 
 def _ignored(ranks: Iterable[RankEvidence]) -> set[str]:

@@ -64,6 +64,11 @@ class Trial:
         missing = self._missing
         return found.unseen(f"no evidence {missing}; see `completed`") if missing else found
 
+    def of_step(self, step: int) -> Trial:
+        """The trial with the case as it is in that step."""
+        case = self.case.at(step)
+        return self if case is self.case else replace(self, case=case)
+
     @property
     def due(self) -> list[int]:
         """The ranks of which evidence is to be read: all, but for those for which another one stands."""

@@ -28,6 +28,7 @@ from harness.plan.memory import (
 from harness.plan.plan import Plan
 from harness.plan.slices import FlatUnit, Slice, flat_slices, flat_units, slices_of_rank
 from harness.plan.stages import parameters_of_stage, stages_of_rank
+from harness.plan.traffic.flow import Flow
 from harness.plan.traffic.ranks import flows_of_rank, integer_bytes, outside_bytes, used_bytes
 from harness.plan.units import held_units, units_of_rank
 from harness.plan.zero import zero_units
@@ -49,9 +50,10 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL) -> Plan:
     def each(make: Callable[[int], T]) -> PerRank[T]:
         return PerRank(kinds, make)
 
-    flows = even_flows = each(lambda rank: flows_of_rank(case, traits, rank, case.seq_len(1), units[rank]))
-    if case.training.variable_length:
-        even_flows = each(lambda rank: flows_of_rank(case, traits, rank, case.seq_len(2), units[rank]))
+    def moved(step: int) -> PerRank[tuple[Flow, ...]]:
+        return each(lambda rank: flows_of_rank(case.at(step), traits, rank, case.seq_len(step), units[rank]))
+
+    flows, last = moved(1), case.training.steps
     plan = Plan(
         dims=case.dims,
         steps=case.steps,
@@ -62,7 +64,8 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL) -> Plan:
         stages=stages,
         slices=slices,
         flows=flows,
-        even_flows=even_flows,
+        even_flows=moved(2) if case.training.variable_length else flows,
+        last_flows=moved(last) if case.at(last) is not case else {},
         outside_bytes=each(lambda rank: outside_bytes(case, traits, rank, flows[rank])),
         integer_bytes=integer_bytes(case),
         used_bytes=used_bytes(case),

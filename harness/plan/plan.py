@@ -68,6 +68,8 @@ class Plan:
     """By rank and fqn, what it keeps when a forward pass has ended; empty where nothing is gathered."""
     padding_after_forward: Mapping[int, int] = field(default_factory=dict)
     """By rank, the most bytes that padding may add to it."""
+    last_flows: Mapping[int, tuple[Flow, ...]] = field(default_factory=dict)
+    """By rank, its traffic in the last step, if that has fewer samples; else empty."""
     steps: range = range(1, 2)
     """Steps that this launch trains, from 1."""
     quantized: tuple[str, ...] = ()
@@ -104,8 +106,9 @@ class Plan:
         return {fqn: self.dims.tp for fqn in self.shapes if self.flat and self.dims.tp > 1 and tp_dim(fqn) == 1}
 
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
-        """Its traffic in a step: even ones may train on shorter samples."""
+        """Its traffic in a step: even ones may train on shorter samples, the last one on fewer."""
         flows = self.flows[rank] if step % 2 else self.even_flows[rank]
+        flows = self.last_flows[rank] if self.last_flows and step == self.steps[-1] else flows
         due = (flow for flow in flows if not (flow.later if step == self.steps[0] else flow.first))
         due = (flow for flow in due if not flow.last or step == self.steps[-1])
         return tuple(flow for flow in due if flow.role != "gradients" or (flow.axis, step) not in self.unreduced)

@@ -190,6 +190,16 @@ class Case:
         """Tokens of each sample that step (from 1) trains on."""
         return self.training.seq_len // 2 if self.training.variable_length and step % 2 == 0 else self.training.seq_len
 
+    def at(self, step: int) -> Case:
+        """The case as it is in a step: the last one may have fewer samples, in fewer or in smaller microbatches."""
+        if self.training.last_batch is None or step != self.training.steps:
+            return self
+        whole = self.training.last_batch // (self.dims.dp * self.local_batch)
+        training = dataclasses.replace(self.training, global_batch=self.training.last_batch, last_batch=None)
+        return dataclasses.replace(
+            self, training=training, features=dataclasses.replace(self.features, accumulation=max(1, whole))
+        )
+
     @property
     def noise_key(self) -> str:
         """Under which the reference's noise is kept: how gradients are added over ranks, and whether matmuls are rounded

@@ -48,6 +48,7 @@ def validate(case: Case, world_size: Any, where: str) -> None:
             f" x dp_shard {dims.dp_shard} x accumulation {case.features.accumulation}{of_pp} = {shares};"
             f" request {_multiples(training.global_batch, shares)}"
         )
+    _validate_last_batch(case, where)
     halves = 2 if dims.cp > 1 and case.features.cp_load_balance else 1
     length, degree = case.seq_len(2), dims.tp if case.features.sequence_parallel else 1
     parts = dims.cp * math.lcm(halves, degree)
@@ -105,6 +106,21 @@ def _validate_blocks(case: Case, where: str) -> None:
             raise CaseError(
                 f"{where}: mxfp8 has blocks of 32, which {name} {size} over tp {degree} does not hold whole"
             )
+
+
+def _validate_last_batch(case: Case, where: str) -> None:
+    """Its samples are whole microbatches on each rank, or one smaller microbatch."""
+    last, ranks = case.training.last_batch, case.dims.dp
+    if last is None:
+        return
+    each = last // ranks
+    if last % ranks or (each > case.local_batch and each % case.local_batch):
+        raise CaseError(
+            f"{where}: last_batch {last} over {ranks} data ranks: neither one microbatch of at most {case.local_batch}"
+            f" samples a rank, nor several of {case.local_batch}"
+        )
+    if case.dims.pp > 1:
+        raise CaseError(f"{where}: last_batch with pp {case.dims.pp}: a schedule always cuts a batch in as many parts")
 
 
 def _validate_features(case: Case, where: str) -> None:

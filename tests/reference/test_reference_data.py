@@ -186,3 +186,11 @@ def test_with_masked_samples_every_fourth_sample_drawn_has_no_label_and_the_othe
 def test_with_variable_length_even_steps_are_half_as_long() -> None:
     assert [step_length(TrainingConfig(variable_length=True), step) for step in (1, 2, 3, 4)] == [32, 16, 32, 16]
     assert [step_length(RECIPE, step) for step in (1, 2)] == [32, 32]
+
+
+def test_the_last_step_of_a_recipe_may_have_fewer_samples() -> None:
+    training = TrainingConfig(steps=3, global_batch=16, last_batch=8)
+    size = len(build_dataset(training, ModelConfig()))
+    steps = [step_samples(training, size, step) for step in (1, 2, 3)]
+    assert [len(ids) for ids in steps] == [16, 16, 8]
+    assert sorted(id_ for ids in steps for id_ in ids) == list(range(40))

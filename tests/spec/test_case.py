@@ -160,6 +160,10 @@ WRONG_LINES = {
     " given",
     "cut_short: true": "'cut_short' is not written in a case; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists"
     " the launches before it",
+    "training: {last_batch: 16}": "training: last_batch 16: above 0 and below global_batch 16 is wanted",
+    "dims: {dp_shard: 2}\nfeatures: {accumulation: 2}\ntraining: {last_batch: 12}": "last_batch 12 over 2 data ranks: neither"
+    " one microbatch of at most 4 samples a rank, nor several of 4",
+    "dims: {pp: 2}\ntraining: {last_batch: 8}": "last_batch with pp 2: a schedule always cuts a batch in as many parts",
     "features: {async_save: true}": "async_save is of a launch that saves, an entry of `resume`; leave it out",
     "resume: [{after: 1, until: 9}]": "resume: until 9 is beyond the 3 steps of the recipe",
     "saves_after: 2": "'saves_after' is not written in a case; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists"
@@ -173,7 +177,7 @@ WRONG_LINES = {
     " world_size",
     "training: {zzz: 1}": "training: unknown key 'zzz'; known: steps, seed, dtype, global_batch, seq_len, optimizer,"
     " lr, beta1, beta2, eps, weight_decay, warmup_steps, final_lr_fraction, max_norm, data, compute_dtype, quantize,"
-    " tf32, variable_length, document_mask, masked_samples, all_valid, decay, rates",
+    " tf32, variable_length, document_mask, masked_samples, all_valid, last_batch, decay, rates",
     "dims: {dp_shard: 4}\nworld_size: 8": "pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1 = 4 ranks,"
     " but world_size says 8",
     "dims: {tp: 16}": "n_heads 8 is not divisible by tp 16; request a tp that divides n_heads 8 and n_kv_heads 4",

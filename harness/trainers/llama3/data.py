@@ -32,7 +32,8 @@ def build_loader(dataset: Any, case: Case, dp_rank: int) -> DataLoader:
     sampler = ResumableSampler(
         dataset, num_replicas=case.dims.dp, rank=dp_rank, shuffle=True, seed=case.training.seed, drop_last=True
     )
-    return DataLoader(dataset, batch_size=case.local_batch * case.microbatches, sampler=sampler, drop_last=True)
+    whole = case.training.last_batch is None
+    return DataLoader(dataset, batch_size=case.local_batch * case.microbatches, sampler=sampler, drop_last=whole)
 
 
 class Microbatches:
@@ -63,7 +64,7 @@ class Microbatches:
         if self.samples % len(self.dataset) == 0:
             self.seek(self.samples)
         self.samples += self.case.training.global_batch
-        whole = [next(self.iterator) for _ in range(self.case.features.accumulation)]
+        whole = list(itertools.islice(self.iterator, self.case.features.accumulation))
         return [(tokens[:, :length], labels[:, :length]) for tokens, labels in whole]
 
 
