@@ -3,7 +3,7 @@
 The rank grid is arange(world_size) reshaped to the degrees, outermost axis first (pp, dp_replicate, dp_shard, cp, tp).
 Groups are its lines; "dp_shard_cp" is dp_shard and cp folded into one, over which FSDP shards if both are there, and
 "dp_replicate_cp" likewise, over which DDP reduces. A pipeline deals out the layers, so that a rank holds only the parameters
-of its stages. Tensor parallel cuts a parameter along one dim, data-parallel sharding then cuts dim 0 of what is left; both
+of its stages. Tensor parallel cuts a parameter along one dim, data-parallel sharding then cuts dim 0 of what is left. Both
 cut as torch.chunk does: equal chunks of ceil(n / parts), the last ones shorter or empty.
 """
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def make_plan(case: Case, traits: TrainerTraits = USUAL) -> Plan:
-    """Return the plan of one launch. FSDP's units that nobody names and nobody measured are "apart"."""
+    """Return the plan of one launch. FSDP's units are those named, else those measured, else assumed ones."""
     flat, shapes = _shapes(case, traits)
     units = PerRank(_claims(case, traits.measured.units), lambda rank: units_of_rank(case, traits, rank))
     stages, slices, kinds = _ranks(case, traits, shapes, flat, units)
@@ -123,7 +123,7 @@ def _claims(case: Case, observed: Observed | None) -> dict[int, int]:
 
 
 def _shapes_of_stages(case: Case, stages: Sequence[int], shapes: Shapes) -> Shapes:
-    """Of the parameters of these stages, by fqn."""
+    """Return the shapes of the parameters of these stages, by fqn."""
     return {fqn: shapes[fqn] for stage in stages for fqn in parameters_of_stage(case, stage)}
 
 

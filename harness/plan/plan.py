@@ -1,4 +1,4 @@
-"""The plan: which ranks form groups, which slices they hold, what moves between them, what stays in memory."""
+"""The plan: which ranks form groups, which slices they hold, what moves between them, what is kept in memory."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def observed(self) -> Observed | None:
-        """By rank, FSDP2's units as they were measured; None if the case or the trainer's traits name them."""
+        """Return FSDP2's units by rank, as measured; None if the case or the trainer's traits name them."""
         return self.traits.measured.units
 
     @property
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def columns(self) -> dict[str, int]:
-        """By fqn, of flattened matrices that tp cuts along dim 1: in how many blocks of columns they lie."""
+        """Return the number of blocks of columns of each flattened matrix that tp cuts along dim 1, by fqn."""
         return {fqn: self.dims.tp for fqn in self.shapes if self.flat and self.dims.tp > 1 and tp_dim(fqn) == 1}
 
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:

@@ -35,7 +35,7 @@ class AxisTraffic:
 
 
 def traffic_by_axis(plan: Plan, rank: int, *, gpus_per_node: int = GPUS_PER_NODE) -> tuple[AxisTraffic, ...]:
-    """Of an odd step that is not the first, most bytes sent first."""
+    """Return the traffic of a step after the first with step 1's sequence length, the axis with most bytes sent first."""
     flows: dict[str, list[Flow]] = defaultdict(list)
     for flow in plan.flows[rank]:
         if not flow.first:

@@ -1,4 +1,4 @@
-"""The bytes of a rank's memory: what stays between steps exactly, what is there within a step by arithmetic of its wrapper.
+"""The bytes of a rank's memory: what is kept between steps exactly, what is there within a step by its wrapper's arithmetic.
 
 A step has most either while the loss is differentiated or while the last block is. Left out: the CUDA context, buffers of NCCL,
 workspaces of kernels, copies for communication. What an allocator wastes of what it reserves is a factor.
@@ -111,7 +111,7 @@ def rank_bytes(case: Case, plan: Plan, rank: int) -> RankBytes:
 
 
 def _gradients(case: Case, plan: Plan, rank: int) -> int:
-    """Of its slices as they are reduced; ZeRO-1 keeps them whole, in the dtype that they are added up in."""
+    """Return the bytes of its slices as they are reduced; ZeRO-1 keeps them whole, in the dtype of their sum."""
     if case.wrapper not in ZERO:
         return plan.parameter_bytes[rank][0]
     kept = kept_dtype(case)
@@ -127,8 +127,8 @@ def _after_forward(case: Case, plan: Plan, rank: int) -> int:
 
 
 def _gathered(case: Case, plan: Plan, rank: int) -> int:
-    """What stays whole after forward, and of the units that do not the two largest: one in use, one that is prefetched. A
-    pipeline's stages keep what backward gathered until the pass is over."""
+    """What is kept whole after forward, and the two largest units that are freed: one in use, one prefetched. A pipeline's
+    stages keep what backward gathered until the pass is over."""
     if plan.shards == 1:
         return 0
     size = BYTES[case.training.compute_dtype or case.training.dtype]
@@ -163,6 +163,6 @@ def _two_largest(case: Case, plan: Plan, rank: int, *, freed: bool) -> int:
 
 
 def _elements(case: Case, plan: Plan, rank: int, names: Iterable[str]) -> int:
-    """Of these parameters as tp leaves them, padded as FSDP gathers them."""
+    """Return the elements of these parameters as tp leaves them, padded as FSDP gathers them."""
     tp_index = coordinate(case.dims, rank)["tp"]
     return sum(padded_numel(case, plan.traits, fqn, tp_index) for fqn in names)

@@ -1,7 +1,7 @@
-"""picotron's train.py, unedited, as the program that it is: data, tensor, context and pipeline parallel of its own making.
+"""picotron's train.py, unedited, as the program that it is, with its own data, tensor, context and pipeline parallelism.
 
-Examined are its model, parallel layers, schedules, buckets of gradients, sampler, optimizer and loop. What it is given in
-place of what it downloads, and what is lent on a machine without accelerator, is in `lent.py`. See docs/trainers.md.
+Examined are its model, parallel layers, schedules, buckets of gradients, sampler, optimizer and loop. What it gets in
+place of downloads, and what is stubbed on a machine without accelerator, is in lent.py. See docs/trainers.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Picotron(Adapter):
         return replace(self, where=source)
 
     def traits(self, case: Case) -> TrainerTraits:
-        """One rate for all steps. Keys and values go round by send and receive. Buckets are kept, as DDP's are."""
+        """One rate for all steps. K/V are exchanged over cp by send and receive. Buckets are kept, as DDP's are."""
         return TrainerTraits(own_model=True, cp_sends=True, rates=(case.training.lr,) * case.training.steps)
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:

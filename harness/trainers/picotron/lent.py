@@ -1,4 +1,4 @@
-"""What picotron's train.py is given in place of what it downloads, and lent on a machine without accelerator.
+"""What picotron's train.py gets in place of what it downloads, and stubs for a machine without accelerator.
 
 Its imports ask for flash-attn, wandb, datasets, transformers and safetensors, of which a run on CPU needs a configuration and
 a data set: both are the case's. Its own sampler, loader and collation bring the samples to the ranks.
@@ -133,7 +133,7 @@ def configuration(case: Case, device: str) -> str:
     return json.dumps(settings)
 
 
-# ---- what the probe is told of its pipeline
+# ---- what the probe needs of its pipeline
 
 
 def _as_pass(train_step: Any) -> Any:

@@ -1,6 +1,6 @@
-"""A trainer that is one function: run up to its first step, stopped there, and run on when told.
+"""A trainer that is one function: run up to its first step, stopped there, and run on when `train` is called.
 
-The function runs in a thread of its own. It calls `wait()` where its set-up is done.
+The function runs in a separate thread. It calls `wait()` where its set-up is done.
 """
 
 from __future__ import annotations

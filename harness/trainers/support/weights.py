@@ -39,8 +39,8 @@ def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:
 
 
 def _shapes_alone(case: Case) -> Mapping[str, Any]:
-    """For parameters without memory, which hold nothing: tensors without memory as well, of one number each, so that they
-    count for nothing in what a rank has at once."""
+    """Return weights for parameters without memory: tensors of one number each, expanded, so that they add nothing to what a
+    rank has at once."""
     one = torch.empty((), dtype=torch.float64)
     return {fqn: one.expand(shape) for fqn, shape in case.model.parameter_shapes().items()}
 
@@ -66,9 +66,8 @@ def load_weights(
 ) -> None:
     """Copy this rank's slice of every seed weight into place. No communication. Raises DoNotFit.
 
-    fqn: the reference's spelling of a parameter's name. rows: by that, as an adapter's `rows`. cut: what this rank has of a
-    whole tensor where the trainer's own layers divide it, and no DTensor says how: see `tensor_parallel`. fused: as
-    an adapter's `fused`.
+    fqn gives the reference's spelling of a parameter's name; rows and fused are an adapter's, by that name. cut gives this
+    rank's part of a whole tensor where the trainer's own layers divide it, and no DTensor says how: see `tensor_parallel`.
     """
     problems: list[str] = []
     parameters = {plain(name): parameter for part in parts for name, parameter in part.named_parameters()}

@@ -78,8 +78,8 @@ class Rows(Microbatches):
 
 
 class Ahead:
-    """A data loader of validation: whenever an iterator is asked for, samples of the step that comes next, so that the loss of
-    validation is the one that this step then has. make: samples from the first step on."""
+    """A data loader of validation. Each iterator gives the samples of the step that comes next, so that validation's loss is
+    the one that this step then has. make: samples from the first step on."""
 
     def __init__(self, make: Callable[[], Samples]) -> None:
         self.make, self.finished = make, 0

@@ -141,7 +141,7 @@ def changed(era: Era, package: Path) -> Era:
 
 
 def holds(fact: syntax.Fact, path: Path) -> bool:
-    """Of a file, if it is there. Raises NotThere if it is no Python."""
+    """Return whether a fact holds of a file, if it is there. Raises NotThere if it is no Python."""
     try:
         return path.is_file() and syntax.holds(fact, path.read_text(encoding="utf-8"))
     except SyntaxError as error:
@@ -246,8 +246,8 @@ def _found(package: Path, _stamps: tuple[tuple[int, int, int] | None, ...]) -> S
 
 
 def forget_another(package: Path) -> None:
-    """Of a torchtitan that is imported from elsewhere: the rank server has the installed one for all its ranks, and one of
-    them may be a checkout's."""
+    """Forget a torchtitan that is imported from elsewhere: the rank server has the installed one for all its ranks, and one
+    of them may be a checkout's."""
     imported = sys.modules.get("torchtitan")
     if imported is None or package.resolve() in [Path(folder).resolve() for folder in imported.__path__]:
         return
