@@ -218,7 +218,7 @@ def _name(trial: Trial, factors: Mapping[str, float]) -> str:
 
 
 def _in_the_loss(trial: Trial, since: int, factor: float) -> Hypothesis:
-    """Suppose a factor within backward, which is rounded otherwise than one that comes after it: the roundest number."""
+    """Suppose a factor within backward, whose rounding is not that of a factor after it: the roundest number."""
     factor = float(f"{factor:.3g}")
 
     def batch(step: int, usual: Batch) -> Batch:

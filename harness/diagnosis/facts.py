@@ -176,7 +176,7 @@ def _nobody_to_blame(failed: list[Exit]) -> Iterator[Fact]:
     yield Fact(Cause("a process failed", text), ("completed",), (*lines, *_stack(first)))
 
 
-# ---- parameters that nobody trains
+# ---- parameters that are not trained
 
 
 def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:

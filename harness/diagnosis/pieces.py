@@ -158,8 +158,8 @@ def fit_of(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int) -> 
 def _fitted(
     trial: Trial, rank: int, step: int, fqns: Sequence[str], gradients: list[Arrays]
 ) -> tuple[np.ndarray, float] | None:
-    """Return the weights of pieces in a rank's gradient, 1 for those without a valid token, and what they leave unexplained;
-    None of a rank that has nothing of it."""
+    """Return the weights of pieces in a rank's gradient, and what they leave unexplained. A piece without a valid token has
+    weight 1. None if the rank has nothing of it."""
     rows, targets = [], []
     for fqn, seen in seen_gradients(trial, rank, step).items():
         part = trial.gradient_slice_of(rank, fqn) if fqn in fqns else None

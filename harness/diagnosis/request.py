@@ -67,8 +67,8 @@ class Neighbour:
     """Those requested."""
 
     def assume(self, trial: Trial) -> Trial:
-        """Return the trial with the reference of that recipe, judged by the bounds of the one requested where nobody measured
-        others."""
+        """Return the trial with the reference of that recipe, judged by the requested one's bounds unless others were
+        measured."""
         assumed = self.planned(trial)
         if not trial.reference.steps:
             return assumed
@@ -175,7 +175,7 @@ def _choices(trial: Trial, part: str, name: str, value: Any) -> Iterable[Any]:
         usual = ("always", "never", "default")[: 2 if trial.plan.observed is not None else 3]
         return (*usual, *degrees)  # where units are the trainer's choice the default is whatever it does
     if (named := CHOICES[part].get(name)) is not None:
-        default = part == "traits" or name in _in_force(trial, part)  # None is no value of its own
+        default = part == "traits" or name in _in_force(trial, part)  # None is no separate value
         return (one for one in named if one is not None or not default)
     if isinstance(value, bool):
         return (True, False)

@@ -161,7 +161,7 @@ def _by_norms(trial: Trial, limit: float) -> Iterator[Way]:
 
 
 def _left_out(trial: Trial, limit: float, norms: Norms) -> Iterator[Way]:
-    """Of all, or of those for which the first step is what the optimizer makes of the whole gradient."""
+    """Clipping is left out for all, or for those whose first step is what the optimizer makes of the whole gradient."""
     clip = clip_coefficient(norms[trial.first_step], limit)
     pairs = [
         (rank, tensor.fqn)
