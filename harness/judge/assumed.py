@@ -14,7 +14,7 @@ from harness.reference.record import ReferenceRun
 
 @dataclass(frozen=True)
 class AssumedOptimizer:
-    """Of the optimizer on some ranks or parameters; all that is None is as requested."""
+    """What the optimizer does on some ranks or parameters; all that is None is as requested."""
 
     given: Callable[[int, int, str, np.ndarray], np.ndarray | None] | None = None
     """(rank, step, fqn, gradient) -> what it is given in place of the clipped gradient; None: it leaves the parameter alone."""

@@ -19,8 +19,8 @@ OUTSIDE_THE_PLAN = "no axis of the plan"
 
 
 def measured(trial: Trial) -> dict[str, float]:
-    """By name; a number that nobody saw is not there. Bytes held are those between steps, bytes moved those of a step in
-    forward and backward, in all and over each axis."""
+    """Return numbers by name, without those that were not seen. Bytes held are those between steps, bytes moved those of a step
+    in forward and backward, in all and over each axis."""
     ranks = list(trial.ranks.values())
     found: dict[str, float] = {}
     if seconds := [max(each) for each in _seconds(ranks)]:
@@ -34,7 +34,7 @@ def measured(trial: Trial) -> dict[str, float]:
 
 
 def _seconds(ranks: list[RankEvidence]) -> list[list[float]]:
-    """By step, of all ranks; without the first, in which groups are set up, where there are others."""
+    """Return the seconds of all ranks by step; the first, in which groups are set up, only if there is no other."""
     by_step: dict[int, list[float]] = {}
     for one in ranks:
         for step in one.steps:

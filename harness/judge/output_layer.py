@@ -26,7 +26,7 @@ def applied_again(trial: Trial, rank: int) -> int:
 
 def looked_at(trial: Trial, rank: int, step: StepEvidence) -> Iterator[Finding | None]:
     """None for what is as the traits say. Calls that a compiler hides, or behind forward, are not counted. On other stages
-    than the last a module of that name has no weight: an Identity in its place."""
+    than the last a module of that name has no weight: it is an Identity."""
     forward, again = (step.activity.calls.get(Call(phase, OUTPUT), 0) for phase in ("forward", "backward"))
     wanted, wanted_again = applied(trial, rank), applied_again(trial, rank)
     if forward and wanted:

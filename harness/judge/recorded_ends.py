@@ -1,4 +1,4 @@
-"""How the ranks of a recorded job ended, as far as anybody heard: they, their launcher, or the exit code of the command."""
+"""How the ranks of a recorded job ended, as far as they, their launcher or the command's exit code report it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def exits_of(recording: Recording, world: int) -> tuple[Exit, ...]:
 
 
 def not_heard(exits: tuple[Exit, ...], recording: Recording) -> str:
-    """Why nobody can say that all ranks ended well and left their evidence, though none is known not to; empty where that is
+    """Why it is not known that all ranks ended well and left their evidence, though none is known not to; empty if it is
     known."""
     if any(one.how != "ok" for one in exits):
         return ""

@@ -2,8 +2,8 @@
 
 The first recording is the reference. What goes in is compared first: weights before training, samples, hyperparameters. Then,
 step by step, gradients, the norm they are clipped by, the optimizer's state, and what each step adds to the weights.
-The bound of a distance is the noise that a third recording shows (the first command with its weights altered by one rounding),
-or a number documented for the dtype.
+The bound of a distance is the noise that a third recording shows, or a number documented for the dtype. The third recording is
+of the first command with its weights altered by one rounding.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _is_of(key: Key, kind: str) -> bool:
 def _doubted(
     name: str, findings: list[Finding], both: list[Key], one: Numbers, other: Numbers, keys: Iterable[Key]
 ) -> Result:
-    """UNKNOWN instead of PASS where some tensor was seen in one recording alone, or nobody knows which elements ranks hold."""
+    """UNKNOWN instead of PASS if a tensor was seen in one recording alone, or it is unknown which elements ranks hold."""
     result = verdict_of(name, findings, len(both))
     wanted = sorted({*keys})
     note = missing_ranks(one) or missing_ranks(other) or why_unknown(one, wanted) or why_unknown(other, wanted)

@@ -1,7 +1,7 @@
-"""How far tensors of two recordings are apart, and how far is no mistake.
+"""How far tensors of two recordings differ, and how far is no mistake.
 
-The bound of a distance is the noise that a third recording shows (the first command with its weights altered by one rounding),
-or a number documented for the dtype.
+The bound of a distance is the noise that a third recording shows, or a number documented for the dtype. The third recording is
+of the first command with its weights altered by one rounding.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def is_too_fine(one: Numbers, noise: Numbers) -> bool:
 
 
 def distances(one: Numbers, other: Numbers) -> Iterator[tuple[Key, float, float]]:
-    """Yield how far tensors that both have are apart, and the second one's fit. What a step adds to weights is one, too."""
+    """Yield how far tensors that both have differ, and the second one's fit. What a step adds to weights is one, too."""
     for key in one.whole.keys() & other.whole.keys():
         if key[1] != WEIGHTS:
             yield (key, *apart(one.whole[key].sums, other.whole[key].sums))
