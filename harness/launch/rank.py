@@ -1,7 +1,7 @@
 """One rank, from its first instruction to its exit status; the same under both launchers.
 
-Locally the server forks and calls `run_forked`. Under torchrun this module is the worker: it forks the rank and stays
-behind only to write down how it ended: torchrun neither tells exit statuses nor lets the others finish speaking.
+Locally the server forks and calls `run_forked`. Under torchrun this module is the worker: it forks the rank and only waits to
+write down how it ended. torchrun neither reports exit statuses nor lets the others finish their output.
 """
 
 from __future__ import annotations

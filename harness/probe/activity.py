@@ -169,7 +169,7 @@ def _count(counts: dict[K, int], key: K, by: int = 1) -> None:
 
 
 def _together(accounts: Iterable[Activity]) -> Activity:
-    """Of a step: one for all that surely trained, and one for each pass of which that turned out later."""
+    """Add up a step's accounts: one for all that surely trained, and one for each pass that later turned out to train."""
     whole = Activity()
     for seen in accounts:
         for name in ("calls", "matmuls", "attention", "random", "other_states"):

@@ -1,4 +1,4 @@
-"""Drawings as SVG inside of a page: as wide as a phone, in the page's own colours, nothing that only a colour tells."""
+"""Drawings as SVG inside of a page: as wide as a phone, in the page's own colours, nothing that only a colour shows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Curve:
 
 
 def strips(title: str, rows: Sequence[Strip]) -> str:
-    """Draw one row below the other, as wide as their texts need. An odd part is hatched besides its colour."""
+    """Draw one row below the other, as wide as their texts need. An anomalous part is hatched as well as coloured."""
     number = LETTER * max(len(row.rank) for row in rows)
     left = number + LETTER * (max(len(visible(row.place)) for row in rows) + 2)
     right = LETTER * (max(len(visible(row.text)) for row in rows) + 1)

@@ -23,15 +23,14 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Change:
-    """Of a case. text: its cause or reason. now: the first night in which it is so; before: the last in which it was not,
-    None if it never was otherwise. new: it is so since the last night."""
+    """A state of a case that is not the one before."""
 
     case: str
     state: State
-    text: str
-    now: Night
-    before: Night | None
-    new: bool = True
+    text: str  # its cause or reason
+    now: Night  # the first night in which it is so
+    before: Night | None  # the last night in which it was not; None if it always was
+    new: bool = True  # it is so since the last night
     again: str = ""
 
 
@@ -53,7 +52,7 @@ class More:
 
 
 def changes(nights: Sequence[Night]) -> list[Change]:
-    """Of every case of the last two nights; flaky ones of all."""
+    """Return the change of every case of the last two nights; flaky ones of all nights."""
     tables = [night.outcomes for night in nights]
     names = list(dict.fromkeys(name for table in reversed(tables[-2:]) for name in table))
     found = [change for name in names if (change := _change(name, nights, tables))]

@@ -19,7 +19,7 @@ from harness.spec.trainer_spec import TrainerSpec
 
 @dataclass(frozen=True)
 class Told:
-    """Of one series. set_aside: broken, and in quarantine. culprits: the commits that were found."""
+    """What is printed of one series. set_aside: broken, and in quarantine. culprits: the commits that were found."""
 
     nights: Sequence[Night]
     changes: Sequence[Change]
@@ -32,12 +32,12 @@ class Told:
 
     @property
     def culprits_of_last(self) -> list[Culprit]:
-        """Of what changed in the last night, each once."""
+        """Return the culprits of what changed in the last night, each once."""
         return list(dict.fromkeys(found for one in self.changes if one.new and (found := self.culprit(one))))
 
     @property
     def since(self) -> dict[str, str]:
-        """Of what is broken, by case, the commit that broke it, or why it was not found."""
+        """Return, by broken case, the commit that broke it, or why it was not found."""
         return {one.case: str(found) for one in self.of(State.BROKEN) if (found := self.culprit(one))}
 
     def of(self, state: State, *, new: bool | None = None) -> list[Change]:
@@ -112,7 +112,7 @@ def _change_data(change: Change, told: Told) -> dict[str, Any]:
 
 
 def lines(one: Told) -> list[str]:
-    """Of one series."""
+    """Print one series."""
     first, last = one.nights[0], one.nights[-1]
     title = f"{last.runs[0].trainer} on {last.of('device')} by {last.of('launcher')}"
     nights = f"{len(one.nights)} night{'s' * (len(one.nights) > 1)}"
@@ -168,7 +168,7 @@ def _to_bisect(change: Change, told: Told) -> str:
 
 
 def bisect_command(change: Change) -> str:
-    """Of what broke between two commits of a trainer, else between two releases of torch; empty where neither is known."""
+    """Return the command for two commits of a trainer, else two releases of torch; empty where neither is known."""
     before, now = change.before, change.now
     if change.state != State.BROKEN or before is None:
         return ""

@@ -25,7 +25,7 @@ from harness.spec.case import Case, to_json
 
 REFERENCE_ENTRY = "harness.run.rank_main:reference"
 FILES, WHOLE = ("reference.npz", "weights.npz"), "whole.json"
-REFERENCE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, besides its sources
+REFERENCE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, beside its sources
 
 
 def hard_link(source: Path, target: Path) -> None:
@@ -39,7 +39,7 @@ def hard_link(source: Path, target: Path) -> None:
 def reference_folder(case: Case, options: Options, noise: Sequence[str] | None = None) -> Path:
     """Where the recipe's reference lies, computed now if it was not: keyed by recipe, sources, versions and kind of processor.
 
-    noise: what to measure besides, by TrainerTraits.noise_key; None: what this case needs and no golden holds.
+    noise: what to measure in addition, by TrainerTraits.noise_key; None: what this case needs and no golden holds.
     """
     noise = _unknown_noise(case, options) if noise is None else noise
     measured = "".join(f"-{key.replace(' ', '-')}" for key in noise)
@@ -87,7 +87,7 @@ def _reference_key(case: Case) -> str:
 
 
 def package_versions() -> str:
-    """Of what computes."""
+    """Return the versions of what computes."""
     return "".join(f"{package} {_version(package)}" for package in REFERENCE_PACKAGES)
 
 
