@@ -26,7 +26,7 @@ def at_most(logits: int) -> Iterator[None]:
 
 
 def spend(logits: int) -> None:
-    """Of one pass. Without a bound where nobody set one."""
+    """Spend the logits of one pass. Outside of a bound it does nothing."""
     left = _LEFT.get()
     if left is None:
         return

@@ -25,7 +25,7 @@ def _length(values: np.ndarray) -> float:
 def best_fit(seen: np.ndarray, expected: np.ndarray) -> float:
     """The factor that brings what is expected nearest to what is seen: <seen, expected> / <expected, expected>.
 
-    1 where nothing but zeros is expected: it is the distance that tells then.
+    1 where nothing but zeros is expected: only the distance shows a difference then.
     """
     seen, expected = seen.astype(np.float64), expected.astype(np.float64)
     square = float(np.sum(expected * expected))

@@ -26,7 +26,7 @@ from harness.spec.case import Case
 
 @dataclass(frozen=True)
 class Where:
-    """repo: a clone of the trainer; None where nobody named one. until: by time.monotonic(), when no other commit is begun."""
+    """repo: a clone of the trainer; None if none is named. until: by time.monotonic(), when no other commit is begun."""
 
     repo: Path | None
     cases: Mapping[str, Case]
@@ -55,7 +55,7 @@ class Wanted:
 
 
 def searched(told: Told, where: Where) -> list[Culprit]:
-    """Of all that is newly broken and was green in an earlier night, then of what is newly fixed."""
+    """Search for all that is newly broken and was green in an earlier night, then for what is newly fixed."""
     found: list[Culprit] = []
     for one in wanted(told):
         found.append(culprit(one, where, found))

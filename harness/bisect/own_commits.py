@@ -1,6 +1,6 @@
 """A commit of this project, or of a fork of it, judged by itself: trainer and checks are of one repository.
 
-The commit runs the case in a process of its own and leaves a verdict, which is taken as it stands. What it cannot do (a case
+The commit runs the case in a separate process and leaves a verdict, which is taken as it stands. What it cannot do (a case
 that it does not know the words of, a record it cannot write) is a reason to skip it.
 """
 

@@ -52,18 +52,16 @@ class Judged:
 
 @dataclass(frozen=True)
 class Found:
-    """first: the first bad one, or the first good one again where what fixed it was looked for (fixed); before: the one that
-    was not, nearest before it. first is None where skipped ones hide it, or time was up; then candidates names who it may be.
-    what: "commit" or "version". unfinished: what is left to search, where time was up."""
+    """What a search found."""
 
-    first: Judged | None
-    before: Judged | None
+    first: Judged | None  # the first bad one (`fixed`: good one); None: skipped ones hide it, or time was up
+    before: Judged | None  # the nearest one before it that was not
     judged: tuple[Judged, ...]
-    candidates: tuple[str, ...]
+    candidates: tuple[str, ...]  # which it may be, if `first` is None
     seconds: float
-    what: str = "commit"
-    fixed: bool = False
-    unfinished: str = ""
+    what: str = "commit"  # or "version"
+    fixed: bool = False  # what fixed it was looked for
+    unfinished: str = ""  # what is left to search, if time was up
 
 
 Tell = Callable[[str], None]
@@ -97,8 +95,8 @@ def both_sides(judge: Looks, first: str, last: str, tell: Tell) -> tuple[Judged,
 
 
 def relative(found: Judged, good: Judged, bad: Judged) -> Judged:
-    """Its verdict, as seen from both ends. Of a bad one that does not start another is as bad that ends with the same words,
-    and good is what starts."""
+    """Its verdict, as seen from both ends. If the bad one does not start, one that ends with the same words is as bad, and one
+    that starts is good."""
     if found.problem:
         return dataclasses.replace(found, verdict="bad" if found.raised and found.raised == bad.raised else "skip")
     wanted = bad.broken - good.broken

@@ -181,7 +181,7 @@ def ordered(cases: Sequence[Case], options: Options, slots: int) -> list[Load]:
 
 
 def part_of(cases: Sequence[Case], args: argparse.Namespace) -> list[Case]:
-    """Those of a shard, and those that failed when they were last run. Raises BadInput where none is left."""
+    """Return the cases of a shard, and of --last-failed those that failed last. Raises BadInput where none is left."""
     cases = list(cases)
     if args.last_failed:
         run, _ = verdicts.last(args.out)

@@ -1,6 +1,6 @@
 """`harness preflight`: a production layout, before a cluster is spent on it: some of its ranks, each run alone and judged.
 
-Of a case or a layout with a trainer that has an adapter, of torchtitan's configuration file, or of any command that trains.
+It takes a case or a layout with a trainer that has an adapter, torchtitan's configuration file, or any command that trains.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a checkpoint holds, by its index: names, shapes, types and bytes. No tensor of it is loaded.
 
-Read is torch's distributed format (a folder with a .metadata file), which says where each piece of each tensor lies. Of
-another format nothing is known but that it could not be read. A name may have anything before and after the parameter's:
+Read is torch's distributed format (a folder with a .metadata file), which says where each piece of each tensor lies. Any
+other format is only known not to be readable. A name may have anything before and after the parameter's:
 "optimizer.state.layers.0.attention.wq.weight.exp_avg".
 """
 

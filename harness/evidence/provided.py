@@ -1,7 +1,7 @@
 """What checks need, in plain words, and which of these a kind of evidence provides.
 
-A check says in its NEEDS without which words it can say nothing. Evidence says which it lacks, and why: this kind of evidence
-has no such thing (the check is NOT APPLICABLE), or it would have it, and it was not seen here (UNKNOWN).
+A check lists in its NEEDS the words without which it can say nothing. Evidence says which it lacks, and why. This kind of
+evidence may have no such thing: the check is NOT APPLICABLE. Or it was not seen here: the check is UNKNOWN.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Lack:
-    """Of a word that evidence does not provide."""
+    """Why evidence does not provide a word."""
 
     why: str
     """The reason, as a person reads it."""

@@ -1,4 +1,4 @@
-"""A run that was recorded. Of its ranks that are alike one record is read; what is asked of all ranks is answered for all."""
+"""A run that was recorded. Only one record of ranks that are alike is read; what is asked of all ranks is answered for all."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class Wrapper:
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """All that one rank saw, in the reference's names and scale, fused tensors taken apart."""
+    """All that one rank saw, in the reference's names and scale, fused tensors separated."""
 
     rank: int
     """Global rank."""

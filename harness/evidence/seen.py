@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AllRead:
-    """Of a run each of whose ranks was read."""
+    """What was seen of a run if each of its ranks was read."""
 
     if TYPE_CHECKING:
         world_size: int

@@ -1,9 +1,9 @@
 """What one rank of a recorded job leaves of numbers: sketches of its slices of gradients, weights and optimizer state.
 
 A sketch of a tensor is 32 sums of its elements, each with a sign. Bucket and sign follow from the parameter's name and the
-element's index in the whole tensor. So the sketches of slices add up to the sketch of the whole, whatever the layout, and the
-length of the difference of two sketches estimates the distance of two tensors (a count sketch: Charikar, Chen and
-Farach-Colton, 2002; that buckets follow from row and column separately: Pham and Pagh, 2013).
+element's index in the whole tensor. So the sketches of slices add up to the sketch of the whole, whatever the layout. The
+length of the difference of two sketches estimates the distance of two tensors. This is a count sketch (Charikar, Chen and
+Farach-Colton, 2002); buckets follow from row and column separately (Pham and Pagh, 2013).
 """
 
 from __future__ import annotations

@@ -317,15 +317,15 @@ def _by_step(calls: Iterable[Collective]) -> dict[Kind, dict[int, tuple[int, int
 
 
 def whole_steps(record: RankRecord) -> tuple[int, ...]:
-    """Those that another step followed, for what comes after a job's last step, a checkpoint, is on the account of that step.
-    Of a job of one step that one."""
+    """Return the steps that another step followed, or the only step of a job. What comes after a job's last step, such as a
+    checkpoint, is on the account of that step."""
     steps = [step.step for step in record.evidence.steps]
     last = max(record.steps_seen, *steps, 0)
     return tuple(step for step in record.ended_steps if step < last or len(steps) == 1)
 
 
 def outside(evidence: RankEvidence, steps: tuple[int, ...]) -> tuple[Outside, ...]:
-    """Losses, norms and the like: a correct job may do so in some steps only, so each step is looked at."""
+    """Return what moved losses, norms and so on. A correct job may do so in some steps only, so each step is looked at."""
     calls = [call for call in evidence.collectives if call.step in steps and call.phase not in INSIDE]
     alike: dict[tuple[Kind, int, int], list[int]] = defaultdict(list)
     for kind, by_step in _by_step(call for call in calls if len(call.ranks) > 1).items():
@@ -341,7 +341,7 @@ def background(evidence: RankEvidence) -> tuple[Use, ...]:
 
 
 def issued(evidence: RankEvidence) -> tuple[Issued, ...]:
-    """By group. What is sent from one rank to another has no order that others share."""
+    """Return what was issued by group. What is sent from one rank to another has no order that others share."""
     sequences: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for call in evidence.collectives:
         if call.op not in POINT_TO_POINT and len(call.ranks) > 1:

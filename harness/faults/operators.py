@@ -2,7 +2,7 @@
 
 A target is "module:attribute", such as "torch.optim:Optimizer.zero_grad"; a module that begins with a dot is one of
 harness.trainers.llama3, such as ".trainer:scaled". It is looked up on each rank, before the trainer is built, and never put
-back: each rank is a process of its own. Each operator calls `fired()` where it does the wrong thing, and not where it only
+back: each rank is a separate process. Each operator calls `fired()` where it does the wrong thing, and not where it only
 might have. `when` gets what the target was called with; where it does not hold, the call is left as it is.
 """
 
@@ -134,7 +134,7 @@ def scale_result(target: str, factor: float, *, when: Condition | None = None) -
 
 
 def scale_gradient(target: str, factor: float, *, when: Condition | None = None) -> Operator:
-    """The result stays what it is; the gradient that comes back to it is multiplied."""
+    """The result is not changed; the gradient that comes back to it is multiplied."""
 
     def hooked(original: Act, *args: Any, **kwargs: Any) -> Any:
         return gradient_scaled(original(*args, **kwargs), factor)
