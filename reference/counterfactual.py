@@ -58,7 +58,7 @@ class Otherwise:
     altered: Alter | None = None  # (module, step) alters a model in place before that step's forward pass
     rows: Mapping[str, np.ndarray] | None = None  # by fqn, which of the reference's rows each row of the arrays is
     columns: Mapping[str, int] = field(default_factory=dict)
-    """By fqn of arrays that are vectors: how many blocks of a matrix's columns lie there, one behind the other."""
+    """Fqn of arrays that are vectors -> how many blocks of a matrix's columns lie there, one behind the other."""
 
 
 @dataclass(frozen=True)

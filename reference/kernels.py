@@ -16,7 +16,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 FLAGS = ("avx2", "avx512f", "amx_bf16")
 MAKERS = ("GenuineIntel", "AuthenticAMD")
 OVERRIDES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
-"""By which torch, MKL and oneDNN are told to use less than the processor can."""
+"""Variables that make torch, MKL and oneDNN use less than the processor can."""
 
 
 def kind_of_cpu() -> str:

@@ -62,4 +62,4 @@ class ReferenceRun:
     inputs: dict[str, float] = field(default_factory=dict)
     """Mean squares of what goes into each module in step 1, in the order of the forward pass."""
     rows: dict[str, np.ndarray] = field(default_factory=dict)
-    """By fqn, int64 [rows], the row of the model's parameter that is stored there; all others are in the model's order."""
+    """Fqn -> int64 [rows], the row of the model's parameter that is stored there; all others are in the model's order."""

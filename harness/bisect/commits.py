@@ -31,7 +31,7 @@ from harness.run.options import Options, Unsupported
 from harness.spec.case import Case
 
 BROKEN_LATER, FIXED_LATER = ("good", "bad"), ("broken", "fixed")
-"""What git is told of the earlier and of the later side. It keeps "good" and "bad" for what broke."""
+"""Git's words for the earlier and the later side. It keeps "good" and "bad" for what broke."""
 
 
 def bisect(

@@ -39,7 +39,7 @@ class Judged:
     """How it was judged, if not as the others."""
 
     raised: str = ""
-    """By a case that does not come to its first step: what ended its first rank that is to blame."""
+    """What ended the first rank to blame, if the case does not come to its first step."""
 
     @property
     def label(self) -> str:

@@ -47,7 +47,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     lacks_the_outputs_part,
 )
 COSTLY: tuple[Suspects, ...] = (sums_of_pieces, another_tensor)
-"""Those that compute models to propose something."""
+"""Suspects that compute models to propose something."""
 FACTS: tuple[Facts, ...] = (
     as_seen(resumed_otherwise),
     process_failed,

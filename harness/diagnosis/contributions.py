@@ -50,7 +50,7 @@ Change = Callable[[int, Arrays], Arrays]
 Number = Callable[[int, int, float], float]
 """(rank, step, the loss that was seen) -> the loss that the rank reports."""
 Assume = Callable[[Sequence[int]], Callable[[Trial], Trial]]
-"""By the steps in which something is so, what is assumed."""
+"""(steps in which something is so) -> what is assumed."""
 Source = Callable[[Trial, int, str, int], "np.ndarray | None"]
 
 

@@ -63,7 +63,7 @@ class Row:
     symptom: bool = False
     """Whether it is a cause only where there is no other."""
     more: More = _nothing
-    """What is said besides."""
+    """What is also said."""
 
 
 def _held(kind: str) -> More:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ORDERS = 8  # seeds and epochs beside the recipe's whose orders are tried
 MOST = 4096  # samples of a data set that are looked through
 Shares = Mapping[int, list[int | None]]
-"""By dp rank, the ids of the samples that it received; None for rows that are none of the recipe's."""
+"""Dp rank -> the ids of the samples that it received; None for rows that are none of the recipe's."""
 Look = Callable[[Trial, int], Cause | None]
 """At one step."""
 

@@ -138,7 +138,7 @@ def _wrong_gradients(trial: Trial, step: int, wrong: list[Pair]) -> Cause:
 
 
 BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume")
-"""The checks of what goes into the forward pass, but for the update: where that is wrong earlier, it is told instead."""
+"""The checks of what goes into the forward pass, but for the update: where that is wrong earlier, it is reported instead."""
 
 
 def _forward(trial: Trial, step: int, off: float, held: frozenset[str]) -> Cause:

@@ -106,7 +106,7 @@ def _of_no_rule(fit: Fit) -> Iterator[Reading]:
 # ---- means that are taken in the wrong place
 
 Unit = tuple[str, tuple[str, ...], int]
-"""Who may divide by tokens of its own: a name, ranks at one place along these axes, each so many samples at a time."""
+"""What may divide by its own tokens: a name, ranks at one place along these axes, each so many samples at a time."""
 
 
 def _units(trial: Trial) -> Iterator[Unit]:

@@ -110,9 +110,9 @@ class Fit:
     fqns: tuple[str, ...]
     """The parameters whose gradients are wrong in it."""
     weights: dict[int, np.ndarray]
-    """By rank. float64 [pieces]"""
+    """Rank -> weights, float64 [pieces]."""
     close: float
-    """Weights that are no further apart are the same."""
+    """Weights that differ by no more are the same."""
 
     def same(self, one: np.ndarray | float, other: np.ndarray | float) -> bool:
         return bool(np.allclose(one, other, rtol=self.close, atol=self.close))

@@ -36,10 +36,10 @@ Number = Callable[[int, int], float | None]
 Source = tuple[tuple[tuple[str, object], ...], Number]
 """A number on record, and what it is: words and values."""
 Ranks = Mapping[int, Sequence[int]]
-"""By rank, those whose parts its number is made of."""
+"""Rank -> those whose parts its number is made of."""
 Fqns = Collection[str] | None
 Shares = Callable[[int], tuple[float, float]]
-"""Of the n-th step: how often the total before and its own number count."""
+"""(n) -> how often the total before the n-th step and its own number count."""
 
 SHOWN = {"reported_loss": "loss", "grad_norm": "gradient norm", "reported_rate": "learning rate"}
 FIELDS = {"reported_loss": "reported_loss", "grad_norm": "grad_norm", "reported_rate": "reported_lr"}

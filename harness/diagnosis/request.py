@@ -37,7 +37,7 @@ KINDS = {
     **dict.fromkeys(("features", "training"), "another feature"),
     "traits": "another trait",
 }
-"""By field that has a kind of its own, and by part of the request for all others."""
+"""Field -> its kind; all other fields have that of their part of the request."""
 OTHERS = (
     *("steps", "seed", "global_batch", "seq_len", "warmup_steps", "optimizer", "decay"),
     *("variable_length", "document_mask", "masked_samples", "all_valid"),
@@ -54,7 +54,7 @@ NONE = Result("", Verdict.PASS)
 PAIRS = 300  # pairs of values that are looked at for one check
 
 Values = Mapping[tuple[str, str], Any]
-"""By part of the request (features, training, traits) and field."""
+"""(part of the request: features, training, traits; field) -> value."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Neighbour:
     values: Values
     """The other values."""
     requested: Values
-    """Those requested."""
+    """The requested ones."""
 
     def assume(self, trial: Trial) -> Trial:
         """Return the trial with the reference of that recipe, judged by the requested one's bounds unless others were

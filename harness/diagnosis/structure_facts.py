@@ -35,7 +35,7 @@ class Row:
     check: str
     kind: str
     quantity: str
-    """That findings have; with a star before it, that they end with."""
+    """The quantity of such findings; with a star before it, what their quantity ends with."""
     follows: tuple[str, ...] = ()
     """Other checks that this is the whole content of."""
     beside: tuple[str, ...] = ()

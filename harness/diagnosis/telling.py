@@ -16,7 +16,7 @@ from harness.judge.result import Cause, Diagnosis, Lines, Result, Verdict
 from harness.judge.trial import Trial, launch_label
 
 HARMLESS = frozenset({"memory", "traffic"})
-"""Checks of what is kept or moved besides: where more is wrong, that goes first."""
+"""Checks of what is kept or moved in addition: where more is wrong, that goes first."""
 
 
 def broken_elsewhere(trial: Trial, results: Sequence[Result], told: Sequence[Result]) -> Lines:

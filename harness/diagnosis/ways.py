@@ -21,9 +21,9 @@ from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 
 Norms = Mapping[int, float]
-"""By step."""
+"""Step -> norm."""
 By = Callable[[int, int, str], Any]
-"""By rank, step and parameter: what gradients are multiplied by in place of clipping, or a rate."""
+"""(rank, step, parameter) -> what gradients are multiplied by in place of clipping, or a rate."""
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from harness.reference.distance import best_fit
 
 Apply = Callable[[np.ndarray], np.ndarray]
 CLOSE = 1e-9
-"""How far values that are the same may be apart in float64, relative to the largest."""
+"""How far values that are the same may differ in float64, relative to the largest."""
 DIGITS = 30
-"""That all entries of a tensor match together: a likeness of fewer may be chance."""
+"""Digits that all entries of a tensor match together: fewer may match by chance."""
 SURE = 1e-6
 """How close rows must be matched to say in which order they are."""
 
@@ -200,7 +200,7 @@ class Wrong:
     """A wrong tensor: the rows that are wrong, and what these are."""
 
     rows: np.ndarray | slice
-    """Of its first dim; all of them where one relation holds throughout."""
+    """Rows of its first dim; all of them where one relation holds throughout."""
     part: Slice
     """Which slice of the parameter a rank has; all of it, where the slices of all ranks are one tensor changed."""
     relation: Relation

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 TIED = "output.weight"
-"""No parameter of its own where embeddings are tied, but a name that a state dict may list all the same."""
+"""It is no separate parameter where embeddings are tied, but a state dict may list this name all the same."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Checkpoint:
     tensors: tuple[SavedTensor, ...] = ()
     """Tensors that the index names."""
     objects: dict[str, int] | None = None
-    """By name, bytes of whatever is no tensor; None if it was not read."""
+    """Name -> bytes of whatever is no tensor; None if it was not read."""
     unindexed: int = 0
     """Bytes of files that the index does not account for."""
     unread: str = ""

@@ -22,7 +22,7 @@ from harness.evidence.records import RankEvidence, Resumed, TensorEvidence
 Block = tuple[str, int]
 """A part, and how many of its rows lie there together."""
 Fused = Mapping[str, Sequence[Block]]
-"""By the name of a fused tensor: its blocks, one below the other."""
+"""The name of a fused tensor -> its blocks, one below the other."""
 Arrays = dict[str, np.ndarray]
 
 

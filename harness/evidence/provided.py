@@ -26,7 +26,7 @@ WORDS = {
     "structure": "parameters, wrappers, groups, collectives and memory of each rank, in every step judged",
     "moment": "the process groups of all ranks, listed at one moment",
 }
-"""All of them. Where several are lacking, the first one here is told."""
+"""All words. Where several are lacking, the first one here is reported."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Provided:
     """Which words a kind of evidence provides: all that are not lacking."""
 
     lacking: Mapping[str, Lack] = field(default_factory=dict)
-    """By word, why it is not there."""
+    """Word -> why it is not there."""
     partly: Mapping[str, str] = field(default_factory=dict)
-    """By word, what of it was not seen: what is there may break a check, and proves none."""
+    """Word -> what of it was not seen: what is there may break a check, and proves none."""
     singly: frozenset[str] = frozenset()
     """Words that each rank has by itself: those that left it are judged, though others left nothing."""
 

@@ -13,9 +13,9 @@ from harness.evidence.summary import Summary
 @dataclass(frozen=True)
 class RecordedRun(Run):
     stands: Mapping[int, int] = field(default_factory=dict)
-    """By rank that left a record, the one that is read in its place, or itself."""
+    """Rank that left a record -> the one that is read instead, or itself."""
     summaries: Mapping[int, Summary] = field(default_factory=dict)
-    """By rank that left a record, its summary."""
+    """Rank that left a record -> its summary."""
 
     @property
     def seen(self) -> frozenset[int]:

@@ -54,7 +54,7 @@ class RecordedStep:
     step: int
     """Number of the step."""
     digests: dict[str, int]
-    """By fqn, a digest of this rank's part of each parameter after the step."""
+    """Fqn -> a digest of this rank's part of each parameter after the step."""
     not_finite: tuple[str, ...] = ()
     """Parameters with infinite numbers or NaN."""
     fed: tuple[Fed, ...] = ()
@@ -66,7 +66,7 @@ class RecordedStep:
     ungraded: tuple[str, ...] = ()
     """Parameters that had no gradient when an optimizer stepped."""
     constant: tuple[str, ...] = ()
-    """Of step 0, parameters whose numbers are all the same."""
+    """Parameters of step 0 whose numbers are all the same."""
 
 
 def issued_text(op: str, step: int, phase: str) -> str:

@@ -45,13 +45,13 @@ class Assumption:
     optimizer: AssumedOptimizer = AssumedOptimizer()
     """What the optimizer does."""
     reference: Mapping[str, Any] = field(default_factory=dict)
-    """With what the reference was trained again, in the words of reference.counterfactual.Otherwise."""
+    """With what the reference was trained again, in the words of reference.counterfactual."""
     reports: Mapping[str, Callable[[int, int], float]] = field(default_factory=dict)
-    """By check, (rank, step) -> what each rank reports of a step."""
+    """Check -> (rank, step) -> what each rank reports of a step."""
     references: Mapping[int, ReferenceRun] = field(default_factory=dict)
-    """By rank, its own reference, where ranks train apart."""
+    """Rank -> its own reference, where ranks train separate copies."""
     apart: bool = False
-    """Whether ranks train apart, be it with one copy of the model."""
+    """Whether ranks train separate copies, be it with one copy of the model."""
 
     def and_besides(
         self,

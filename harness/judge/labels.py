@@ -13,7 +13,7 @@ import numpy as np
 from harness.evidence.step import Microbatch
 
 IGNORED = -100
-"""Of a token that does not count."""
+"""The label of a token that does not count."""
 
 
 def laid_out(part: Microbatch, own: np.ndarray) -> np.ndarray | None:

@@ -44,9 +44,9 @@ class Line:
     groups: tuple[str, ...]
     """Groups, in the words of ranks_key."""
     calls: dict[int, Range]
-    """By step, least and most calls of a rank in a group."""
+    """Step -> least and most calls of a rank in a group."""
     bytes: dict[int, Range]
-    """By step, least and most bytes of a rank in a group."""
+    """Step -> least and most bytes of a rank in a group."""
 
 
 def whole_steps(summaries: Iterable[Summary]) -> tuple[int, ...]:

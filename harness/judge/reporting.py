@@ -17,7 +17,7 @@ from harness.reference.record import ReferenceStep
 
 Read = Callable[[StepEvidence], float | None]
 Compare = Callable[[int, StepEvidence, ReferenceStep, float], tuple[float, Finding | None]]
-"""Of a rank, its step and what it reports there: how far that is off, and the finding if it is too far."""
+"""(rank, step, reference, report) -> how far the report is off, and the finding if it is too far."""
 
 
 def judge_reports(trial: Trial, check: str, what: str, read: Read, compare: Compare) -> Result:

@@ -33,13 +33,13 @@ class Comparison:
     results: tuple[Result, ...]
     """One for each of CHECKS."""
     differences: tuple[Difference, ...] = ()
-    """Of all tensors that both have."""
+    """The differences of all tensors that both have."""
     noise: str = ""
     """Where bounds are from, for a person."""
     steps: tuple[int, ...] = ()
     """Steps that both recorded."""
     scale: Mapping[str, float] = field(default_factory=dict)
-    """By kind, the largest distance relative to its bound."""
+    """Kind -> the largest distance relative to its bound."""
 
     @property
     def verdict(self) -> Verdict:

@@ -29,7 +29,7 @@ class Recording:
     directory: Path
     """Folder of the recording."""
     summaries: dict[int, Summary]
-    """By rank that left a record, its summary."""
+    """Rank that left a record -> its summary."""
     command: str = ""
     """Command line that was recorded."""
     code: int | None = None
@@ -39,11 +39,11 @@ class Recording:
     nothing: str = ""
     """Reason why no rank left evidence; empty where one did."""
     last: dict[int, Last] = field(default_factory=dict)
-    """By rank that was killed, the last collective that it issued."""
+    """Rank that was killed -> the last collective that it issued."""
     unreadable: dict[int, str] = field(default_factory=dict)
-    """By rank, why its file cannot be read."""
+    """Rank -> why its file cannot be read."""
     exits: dict[int, int] = field(default_factory=dict)
-    """By rank, the exit code of its process, or minus the signal that ended it, where somebody reported it."""
+    """Rank -> the exit code of its process, or minus the signal that ended it, where it was reported."""
     job: str = ""
     """Words that its processes have in common, such as a replica group's id."""
     others: tuple[Recording, ...] = ()

@@ -49,7 +49,7 @@ class Examination:
     unaccepted: tuple[Case, ...] = ()
     """The cases of whose reference no curve is accepted."""
     judgements: tuple[Judgement, ...] = ()
-    """Those of the cases that ran."""
+    """The judgements of the cases that ran."""
 
 
 def examine(cases: Sequence[Case], options: Options, tell: Tell, judged: dict[str, Verdict]) -> Examination:

@@ -27,7 +27,7 @@ from harness.spec.dims import ParallelDims
 STEPS = "1-3"
 """What of a command's training is recorded; with the step that follows a rank's process ends."""
 ALONE = "HARNESS_RECORD_ALONE"
-"""Of how many ranks the command's process is one; in its environment."""
+"""Variable: of how many ranks the command's process is one."""
 BY = "harness.preflight.scripted"
 
 

@@ -41,7 +41,7 @@ WORDS = {
     "kv": ("num_query_groups",),
     "vocabulary": ("vocab_size",),
 }
-"""By what it is here, its names in NeMo."""
+"""What it is here -> its names in NeMo."""
 KNOWN = {word: key for key, words in WORDS.items() for word in words}
 USUAL_RECIPE = "pretrain_recipe"
 SIZE = re.compile(r"Llama3\d*Config(\d+B)$")

@@ -21,7 +21,7 @@ BOOKS = {
     "reserved": "reserved_bytes.all.current",
     "peak reserved": "reserved_bytes.all.peak",
 }
-"""By our name, torch.cuda.memory_stats' own."""
+"""Our name -> that of torch.cuda.memory_stats."""
 
 Mark: TypeAlias = float | torch.cuda.Event | None
 """Seconds of the host's clock, or an event; None while a CUDA graph is captured, in which none may be timed."""

@@ -24,7 +24,7 @@ from harness.probe.structure import local
 
 IGNORED = -100
 REDUCTIONS = ("none", "mean", "sum")
-"""By torch's own number."""
+"""Torch's numbers are their indices."""
 
 _installed: list[LossRecorder] = []
 

@@ -21,7 +21,7 @@ from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 
 MOST_RANKS = 64
-"""Of a plan whose slices are written rank by rank."""
+"""Most ranks of a plan whose slices are written rank by rank."""
 
 
 def judged(results: Sequence[Result], diagnosis: Diagnosis | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from harness.report.text import WIDTH, check_line, table, wrapped
 from harness.spec.dims import ParallelDims
 
 Judged = tuple[Sequence[Result], Diagnosis | None]
-"""Of one job, what its checks say, and the cause of what fails."""
+"""What the checks of one job say, and the cause of what fails."""
 
 
 def results_of(jobs: Sequence[Judged]) -> list[Result]:

@@ -28,7 +28,7 @@ class Odd:
     """One anomaly."""
 
     label: str
-    """Of its kind: RAISED, REPLICAS DIFFER, ..."""
+    """Its kind: RAISED, REPLICAS DIFFER, ..."""
     text: str
     """What is so, in words."""
     ranks: tuple[int, ...] = ()

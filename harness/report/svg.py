@@ -40,7 +40,7 @@ class Curve:
     label: str
     """What it is."""
     values: Sequence[float | None]
-    """By step; a step without one leaves a gap."""
+    """A value for each step; a step without one leaves a gap."""
     kind: str
     """Its CSS class."""
 

@@ -39,7 +39,7 @@ from harness.spec.case import Case
 
 NUMBERS = ("loss", "grad_norm", "gradient", "parameter")
 Distances = dict[str, list[float]]
-"""By number, the relative distance from the reference in each step; of the parameter that is farthest off as a whole, how many
+"""Number -> the relative distance from the reference in each step; of the parameter that is farthest off as a whole, how many
 times its bound that is."""
 
 

@@ -35,16 +35,16 @@ class Culprit:
     problem: str = ""  # why it was not found
     report: str = ""  # of the search
     commit: str = ""
-    """That of `name`, as it is searched for."""
+    """The commit of `name`, as it is searched for."""
     before_commit: str = ""
-    """That of `before`."""
+    """The commit of `before`."""
 
     def __str__(self) -> str:
         return self.name or f"not found: {self.problem}"
 
 
 Culprits = Mapping[tuple[str, str], Culprit]
-"""By case, and the night in which it changed."""
+"""(case, the night in which it changed) -> culprit."""
 
 
 def by_case(found: Iterable[Culprit]) -> Culprits:

@@ -23,7 +23,7 @@ from harness.plan.kinds import PerRank
 from harness.spec.dims import ParallelDims
 
 Like = dict[int, int]
-"""By rank, the one that is read in its place; a rank that is read stands for itself."""
+"""Rank -> the one that is read instead; a rank that is read stands for itself."""
 
 
 def stand_ins(summaries: Mapping[int, Summary], dims: ParallelDims) -> Like:

@@ -35,17 +35,17 @@ class RankBytes:
     """Bytes of a rank. The first four stay between steps."""
 
     parameters: int
-    """Of its slices, exactly."""
+    """Bytes of its slices, exactly."""
     gradients: int
-    """Of its slices, exactly."""
+    """Bytes of its slices, exactly."""
     optimizer: int
-    """Of its optimizer's state, exactly."""
+    """Bytes of its optimizer's state, exactly."""
     padding: int
-    """Of parameters and gradients, at most."""
+    """Padding of parameters and gradients, at most."""
     gathered: int
     """Parameters of other ranks, at their most."""
     gathered_after_forward: int
-    """Those that are there while the loss is computed."""
+    """Gathered parameters that are there while the loss is computed."""
     unreduced: int
     """Gradients that wait to be reduced."""
     waiting: bool
@@ -53,7 +53,7 @@ class RankBytes:
     activations: int
     """What autograd keeps of microbatches, an estimate (activations.py)."""
     in_block: int
-    """What the backward of a block has besides, an estimate."""
+    """What the backward of a block has in addition, an estimate."""
     in_loss: int
     """Logits, their copies and gradients, an estimate; 0 without the last stage."""
 

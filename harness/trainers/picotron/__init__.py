@@ -29,7 +29,7 @@ NAMES = pairs("""embedding=tok_embeddings decoder_layers=layers input_layernorm=
 ANY = """dp_replicate tp pp cp accumulation microbatches name dim n_layers n_heads n_kv_heads vocab_size ffn_dim norm_eps
     rope_theta steps seed dtype global_batch seq_len lr data rates"""
 WRITTEN = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "max_norm": None, "all_valid": True}
-"""Into its train.py: what AdamW takes if nobody says, no clipping, no label that is masked."""
+"""What its train.py fixes: AdamW's defaults, no clipping, no masked label."""
 KNOWN: dict[str, Any] = dict.fromkeys([*ANY.split(), *WRITTEN], ...)
 KNOWN |= {"wrapper": ("ddp",), "schedule": ("GPipe",), "sequence_parallel": (False,), "loss_parallel": (False,)}
 KNOWN |= {"cp_rotation": ("alltoall",), "cp_load_balance": (False,)}
