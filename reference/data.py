@@ -47,7 +47,7 @@ class TokenDataset:
         all_valid: bool = False,
     ) -> None:
         if vocab_size < 16:
-            raise ValueError(f"vocab_size {vocab_size}: at least 16 are needed to tell samples apart")
+            raise ValueError(f"vocab_size {vocab_size}: at least 16 are needed to distinguish samples")
         self.vocab_size, self.seq_len, self.n_samples, self.seed = vocab_size, seq_len, n_samples, seed
         self.masked = masked_fractions(epoch_order(n_samples, seed), global_batch)
         if masked_samples:

@@ -111,7 +111,7 @@ def culprit(one: Wanted, where: Where, before: Sequence[Culprit] = ()) -> Culpri
         found = _tried(one, where, before) or _search(one, where, good, bad)
     except (BisectError, *PROBLEMS) as error:
         others = _besides_commits(one)
-        return dataclasses.replace(empty, problem=f"{error}{f'; changed besides: {others}' if others else ''}")
+        return dataclasses.replace(empty, problem=f"{error}{f'; also changed: {others}' if others else ''}")
     except Exception as error:  # one search's, for which no other need be given up
         return dataclasses.replace(empty, problem=unexpected(error))
     return _told(empty, found)
@@ -123,9 +123,9 @@ def not_to_search(one: Wanted, where: Where) -> str:
     if not good or not bad:
         return "the commit of one of the two nights is not known"
     if good == bad:
-        return f"both nights are of commit {good}; changed besides: {_besides_commits(one)}"
+        return f"both nights are of commit {good}; also changed: {_besides_commits(one)}"
     if dirty := [commit for commit in (good, bad) if commit.endswith("-dirty")]:
-        return f"{dirty[0]}: sources were changed since the commit, nobody knows to what"
+        return f"{dirty[0]}: sources were changed since the commit, it is not known to what"
     if where.repo is None:
         return "no repository of the trainer was named: --repo"
     if one.cases[0] not in where.cases:

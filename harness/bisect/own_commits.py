@@ -56,6 +56,6 @@ def _judgement(case: Case, folder: Path, said: dict[str, Any], seconds: float) -
             for row in said["results"]
         )
     except (KeyError, ValueError) as error:
-        raise Unsupported(f"its verdict is written otherwise than today ({error!r})") from error
+        raise Unsupported(f"its verdict is not written as today's are ({error!r})") from error
     cause = one_cause(str(said["cause"])) if said.get("cause") else None
     return Judgement(case, folder, results, cause, seconds)

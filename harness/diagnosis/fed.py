@@ -51,7 +51,7 @@ def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     seen += ("positions",) * (wrong_positions(trial) is None) + ("features",) * (cause.kind == "odd traces")
     lines: Lines = tuple(("samples", one) for one in broken["samples"].findings[:2])
     if cause.kind == "peers differ" and ("axis", "tp") in cause.details:
-        what = "tp peers compute parts of different samples, and no reference tells what follows"
+        what = "tp peers compute parts of different samples, and no reference shows what follows"
         yield Hypothesis(cause, None, 1, (*lines, no_reference(what)), (*seen, *OF_GRADIENTS))
     elif cause.kind == "CP not applied":
         yield Hypothesis(cause, _whole_sequences, 1, lines, seen)

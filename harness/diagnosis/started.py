@@ -77,7 +77,7 @@ def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     weights = observed_weights(trial)
     seen: tuple[str, ...] = ("initial_weights", "shard_contents", *["determinism"] * again)
     if weights is None:
-        line = no_reference("the slices that ranks start from do not fit together, and no reference tells what follows")
+        line = no_reference("the slices that ranks start from do not fit together, and no reference shows what follows")
         yield Hypothesis(cause, None, lines=(line,), seen=(*seen, *OF_GRADIENTS))
     else:
         yield Hypothesis(cause, partial(another_reference, weights=weights), seen=seen)

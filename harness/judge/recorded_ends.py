@@ -34,7 +34,7 @@ def not_heard(exits: tuple[Exit, ...], recording: Recording) -> str:
     ]
     if not unheard:
         return ""
-    return f"nothing was heard of the end of ranks {ranks_text(unheard)}; the command ended with exit code 0"
+    return f"the exit of ranks {ranks_text(unheard)} is not reported; the command ended with exit code 0"
 
 
 def _exit(rank: int, left: Summary | None, recording: Recording) -> Exit:

@@ -146,7 +146,7 @@ def _samples(one: Numbers, other: Numbers, steps: list[int]) -> Result:
         tokens = [_sum_of(of.tokens.get(step, ())) for of in (one, other)]
         if None in tokens:
             return Result(
-                "samples", Verdict.UNKNOWN, note="inputs are no integers, and may be cut or computed otherwise"
+                "samples", Verdict.UNKNOWN, note="inputs are no integers, and may be cut or computed in another way"
             )
         if tokens[0] == tokens[1] or _is_multiple(one, other, step):
             note = "the same tokens in all; that they are cut into the same rows was not seen, as under cp"

@@ -19,7 +19,7 @@ from harness.preflight.lone_rank import Used, evidence_file, unable_file
 from harness.spec.case import Case, to_json
 
 ENTRY = "harness.preflight.lone_rank:rank"
-LATE = "it had not ended after {:g} s, and alone it waits for nobody: --timeout gives it more"
+LATE = "it had not ended after {:g} s, and alone it waits for no other rank: --timeout gives it more"
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def _how(recording: Recording, rank: int) -> str:
     if recording.summaries[rank].ended:
         return ""
     if recording.code == 0:
-        return "in no way that Python hears of; the command ended with exit code 0"
+        return "exit not reported; the command ended with exit code 0"
     another = recording.code and any(
         one.ended == "raised" and not lost_a_peer(one.error) for one in recording.summaries.values()
     )
@@ -268,7 +268,7 @@ def _separate(summaries: Sequence[Summary]) -> list[Odd]:
     )
     held = f"{some_ranks(found.ranks)} held the same before the first step, and other bytes after step {found.step}"
     if found.own:
-        text = f"no collective over a group that torch has ranks of joins {sets}; what groups of its own join is not recorded"
+        text = f"no collective over a group that torch has ranks of joins {sets}; what own groups join is not recorded"
     return [Odd.on(NOT_EQUAL if found.own else SEPARATE, found.ranks, f"{text}; {held}", found.step)]
 
 

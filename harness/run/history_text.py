@@ -70,7 +70,7 @@ def lapsed(quarantine: Sequence[Quarantine], every: Sequence[Told], day: datetim
         elif not entry.holds(day):
             lines.append(f"{entry.case}: ended on {entry.until}; {entry.person} takes it out or dates it anew")
         elif entry.case in broken:
-            lines.append(f"{entry.case}: set aside for {entry.cause!r}, broken otherwise: {broken[entry.case]}")
+            lines.append(f"{entry.case}: set aside for {entry.cause!r}, broken by another cause: {broken[entry.case]}")
         elif entry.case not in aside:
             lines.append(f"{entry.case}: not broken in the last night; {entry.person} takes it out")
     return lines
@@ -149,7 +149,7 @@ def _changes(title: str, some: Sequence[Change], told: Told) -> list[str]:
                 *wrapped(f"changed between: {differs_text(differs(one.before, one.now))}", "    "),
             ]
             if (one.before)
-            else ["    before  never otherwise in these nights"]
+            else ["    before  the same in all these nights"]
         )
         found += since(told.culprit(one))
         found += [f"    again   {one.again}"] if one.again else []

@@ -52,7 +52,7 @@ def pipeline_time(case: Case, cost: Callable[[int], float] = lambda stage: 1.0) 
                 free[index] = max(free[index], begin) + takes
                 busy[index] += takes
                 done[_result(action)] = free[index]
-        assert len(done) > before, "a schedule in which nobody can go on"
+        assert len(done) > before, "a schedule in which no rank can go on"
     return PipelineTime(max(free), tuple(busy))
 
 

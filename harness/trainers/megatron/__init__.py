@@ -195,7 +195,7 @@ def _missing(where: str | None) -> str:
         return "megatron-core is not installed: pip install --no-deps megatron-core, or give --source"
     version = _version(told.read_text(encoding="utf-8"))
     number = ".".join(map(str, version))
-    return f"megatron-core {number}: a chunk is not told its virtual stage before 0.13" if version < OLDEST else ""
+    return f"megatron-core {number}: a chunk does not get its virtual stage before 0.13" if version < OLDEST else ""
 
 
 def _version(package_info: str) -> tuple[int, ...]:

@@ -100,7 +100,7 @@ def _fused(held: Mapping[str, Tensor], whole: Sequence[Block]) -> Tensor:
         pieces.append(held[part][used[part] : used[part] + size])
         used[part] += size
     if not pieces:
-        raise ValueError(f"{', '.join(held)} are cut otherwise than between the blocks that they are fused in")
+        raise ValueError(f"{', '.join(held)} are not cut between the blocks that they are fused in")
     return torch.cat(pieces)
 
 
