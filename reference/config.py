@@ -185,7 +185,7 @@ def quantized_modules(model: ModelConfig) -> tuple[str, ...]:
 
 
 def noise_key(training: TrainingConfig, reduce_dtype: str | None, kind: str) -> str:
-    """Under which the reference's noise is kept (reference/noise.py): "float32 shares".
+    """Return the key of the reference's noise (reference/noise.py): "float32 shares".
 
     reduce_dtype: in which gradients are added over ranks; None is as they are computed. kind: "shares" or "parts".
     """

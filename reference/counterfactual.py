@@ -162,7 +162,7 @@ class _Copy:
         return {fqn: np.zeros_like(value) for fqn, value in self._by_fqn().items()}
 
     def _by_fqn(self, *, gradients: bool = False) -> Arrays:
-        """In the reference's shapes, which may be flat."""
+        """Return arrays in the reference's shapes, which may be flat."""
         return {fqn: self._as_kept(fqn, value) for fqn, value in by_fqn(self.model, gradients=gradients).items()}
 
     def _as_kept(self, fqn: str, value: np.ndarray) -> np.ndarray:
@@ -241,7 +241,7 @@ class _Copy:
 
 
 def _whole(weights: Mapping[str, np.ndarray], config: ModelConfig, columns: Mapping[str, int]) -> Arrays:
-    """In the model's shapes."""
+    """Return weights in the model's shapes."""
     shapes = config.parameter_shapes()
     return {fqn: restored(np.asarray(weights[fqn]), shape, columns.get(fqn, 1)) for fqn, shape in shapes.items()}
 
@@ -256,7 +256,7 @@ def _put_in_order(model: nn.Module, rows: Mapping[str, np.ndarray]) -> None:
 
 
 def _as_kept(weights: Mapping[str, np.ndarray], reference: ReferenceRun) -> Arrays:
-    """In the order and the dtypes in which the reference keeps its own."""
+    """Return weights in the order and the dtypes in which the reference keeps its own."""
     return {fqn: np.asarray(weights[fqn]).astype(own.dtype) for fqn, own in reference.weights.items()}
 
 

@@ -18,7 +18,7 @@ def relative_distance(seen: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _length(values: np.ndarray) -> float:
-    """Without BLAS, whose threads wait for each other for longer than this takes."""
+    """Return the length without BLAS, whose threads wait for each other for longer than this takes."""
     return math.sqrt(float(np.sum(np.square(values))))
 
 

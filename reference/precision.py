@@ -94,7 +94,7 @@ class Worker:
                 own.copy_(parameter)
 
     def collect(self, reduce_dtype: torch.dtype | None) -> None:
-        """After each backward pass. The model's own gradients add up where they are."""
+        """Collect gradients after each backward pass. The model's own add up where they are."""
         if self.module is self.model:
             return
         found = [_gradient(p).to(reduce_dtype or p.dtype) for p in self.module.parameters()]

@@ -4,8 +4,8 @@ The user's repository is only read: the clone borrows its objects and lies in a 
 fresh processes, forked from one server that has torch imported and nothing of the trainer.
 
 A commit is bad if it fails a check that the bad one breaks and the good one keeps. A check failing on both sides says nothing
-of the change that is looked for. A commit that cannot be imported, whose set-up raises or takes too long, or
-that fails other checks than the bad one, is skipped, and the reason kept. But if the bad one's set-up raises, commits that end
+of the change that is looked for. A commit is skipped, with a reason, if it cannot be imported, its set-up raises or takes
+too long, or it fails other checks than the bad one. But if the bad one's set-up raises, commits that end
 with the same words are as bad, and those that start are good.
 """
 

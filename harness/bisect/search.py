@@ -109,7 +109,7 @@ def relative(found: Judged, good: Judged, bad: Judged) -> Judged:
 
 
 def read(found: Judged, case: Case, folder: Path, judgement: Judgement) -> Judged:
-    """With what was judged of this case, whose evidence lies in folder."""
+    """Return it with what was judged of this case, whose evidence lies in folder."""
     cause = diagnosis_line(judgement.diagnosis)
     found = dataclasses.replace(found, note=judgement.made.get("adapter", found.note))
     if not set_up(folder / "run", case):
@@ -148,7 +148,7 @@ def not_judged(judgement: Judgement) -> str:
 
 
 def line_of(found: Judged) -> str:
-    """And below it a line for each different cause."""
+    """Return its line, and below it a line for each different cause."""
     why = [found.problem] if found.problem else list(dict.fromkeys(found.causes.values()))
     why += [found.note] if found.note else []
     return "\n".join([f"{found.verdict:<4}  {found.name}  ({found.seconds:.0f} s)", *(f"{'':9}  {one}" for one in why)])

@@ -206,7 +206,7 @@ def common_durations(args: argparse.Namespace) -> dict[str, float]:
 
 
 def selected(args: argparse.Namespace) -> tuple[list[Case], int]:
-    """And how many more there are in other tiers."""
+    """Return the selected cases, and how many more there are in other tiers."""
     if args.random:
         if args.expression:
             raise BadInput("--random: leave out -k, which is for cases of files")

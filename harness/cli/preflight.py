@@ -117,7 +117,7 @@ def _of_case(args: argparse.Namespace) -> int:
 
 
 def _case(args: argparse.Namespace) -> tuple[Case, tuple[str, ...]]:
-    """And what of a configuration is not run. Raises BadInput and CaseError."""
+    """Return the case, and what of a configuration is not run. Raises BadInput and CaseError."""
     if args.config is not None:
         if args.case or args.dims or not args.world:
             raise BadInput("--config needs --world, and neither CASE nor --dims")

@@ -67,8 +67,8 @@ def _of_those(given: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, A
 
 
 def order_of_entries(trial: Trial) -> dict[str, Any]:
-    """The trial's reference has its rows in the trainer's order, and vectors as tp ranks flatten what they have: the model that
-    is trained again has to know."""
+    """Return the order of the reference's rows, and of vectors as tp ranks flatten what they have: the model that is trained
+    again needs it."""
     rows = trial.reference.rows
     return {**({"rows": rows} if rows else {}), **({"columns": trial.plan.columns} if trial.plan.columns else {})}
 

@@ -131,7 +131,7 @@ ENDED = {"raised": "raised", "killed": "hung", "ok": "left early", "lost": "was 
 
 
 def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Who died, hung, raised or left early, and who only waited."""
+    """State which ranks died, hung, raised or left early, and which only waited."""
     blamed = [exit for exit in trial.run.exits if exit.blamed]
     others = [exit for exit in trial.run.exits if exit.how != "ok" and not exit.blamed]
     if not blamed:

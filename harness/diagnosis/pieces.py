@@ -119,7 +119,7 @@ class Fit:
 
     @functools.cached_property
     def counted(self) -> np.ndarray:
-        """Which pieces have a valid token."""
+        """Return which pieces have a valid token."""
         return self.pieces.tokens(self.step) > 0
 
     @functools.cached_property

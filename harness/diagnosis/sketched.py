@@ -202,7 +202,7 @@ def _plain(factor: float, close: float) -> float:
 
 
 def _numbers_text(one: Numbers, other: Numbers, factor: float) -> str:
-    """Which numbers of the two jobs the factor is. Equal numbers are no proof."""
+    """Say which numbers of the two jobs the factor is. Equal numbers are no proof."""
     known: dict[str, float] = {"the second one's ranks": other.world, "the first one's ranks": one.world}
     known["the ratio of their ranks"] = other.world / one.world
     for value, how in (

@@ -39,7 +39,7 @@ State = dict[Key, np.ndarray]
 
 
 def _words(value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[Source, np.ndarray]] = ()) -> str:
-    """Whose values these are; empty if no other tensor has them."""
+    """Say whose values these are; empty if no other tensor has them."""
     if value.size > 1 and is_constant(value):
         return f"all {number_text(value.flat[0])}"
     found = relation_of(value, right, pool)

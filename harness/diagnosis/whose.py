@@ -74,7 +74,7 @@ class Relation:
         return np.asarray((right if self.added else 0) + self.factor * own)
 
     def words(self, fqn: str, part: Slice) -> str:
-        """Whose value that of this slice is."""
+        """Say whose value this slice has."""
         if self.factor == 0:
             return "zero"
         times = "" if math.isclose(self.factor, 1) else f"{number_text(self.factor)} times "

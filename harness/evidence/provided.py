@@ -41,7 +41,7 @@ class Lack:
 
 @dataclass(frozen=True)
 class Provided:
-    """Which words a kind of evidence provides: all that are not lacking."""
+    """The words that a kind of evidence provides: all that are not lacking."""
 
     lacking: Mapping[str, Lack] = field(default_factory=dict)
     """Word -> why it is not there."""

@@ -46,7 +46,7 @@ class Collective:
 
     @property
     def root_place(self) -> int | None:
-        """Which of `ranks` the root is: the same in groups that do alike."""
+        """Return the root's place in `ranks`: the same in groups that do alike."""
         return None if self.root is None else self.ranks.index(self.root)
 
 

@@ -217,7 +217,7 @@ def _of_launch(run: Run, evidence: RankEvidence) -> RankEvidence:
 
 
 def evidence_file(directory: Path, rank: int) -> Path:
-    """Where a rank leaves its evidence: ranks/rank_00.npz below the launch's folder."""
+    """Return the file of a rank's evidence: ranks/rank_00.npz below the launch's folder."""
     return directory / "ranks" / f"rank_{rank:02d}.npz"
 
 

@@ -20,7 +20,7 @@ def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """In decimal units, four digits: 1.051 MB."""
+    """Write bytes in decimal units, four digits: 1.051 MB."""
     for unit in ("B", "kB", "MB"):
         if abs(count) < 1000:
             return f"{count:.4g} {unit}"

@@ -153,7 +153,7 @@ def gradient_scaled(tensor: Any, factor: Any) -> Any:
 
 
 def on_rank(rank: int | tuple[int, ...], does: Operator) -> Operator:
-    """On this rank only, or on these."""
+    """Do it on this rank only, or on these."""
     ranks = rank if isinstance(rank, tuple) else (rank,)
     return lambda fired: does(fired) if this_rank() in ranks else None
 
@@ -217,7 +217,7 @@ def call(target: str, *args: Any, **kwargs: Any) -> Act:
 
 
 def find(target: str) -> tuple[Any, str]:
-    """Who holds the target, and its name there. Raises FaultError with the nearest name."""
+    """Return the target's holder, and its name there. Raises FaultError with the nearest name."""
     module, _, path = target.partition(":")
     if not path:
         raise FaultError(f"target {target!r}: one is given as 'module:attribute'")

@@ -23,7 +23,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Part:
-    """Which slice of a parameter."""
+    """A slice of a parameter."""
 
     intervals: Slice
     """Half-open intervals, one a dim; one alone where `flat`."""

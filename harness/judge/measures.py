@@ -45,7 +45,7 @@ def _seconds(ranks: list[RankEvidence]) -> list[list[float]]:
 
 
 def _moved(trial: Trial) -> dict[str, float]:
-    """Nothing where no rank has the step."""
+    """Return bytes moved in all and over each axis; nothing where no rank has the step."""
     step = step_shown(trial)
     seen = [moved_by_axis(trial, one, step) for one in trial.ranks.values() if any(s.step == step for s in one.steps)]
     if not seen:

@@ -15,12 +15,12 @@ OUTPUT = "output"
 
 
 def applied(trial: Trial, rank: int) -> int:
-    """In forward passes of a step, which the last stage has."""
+    """Return how often forward passes of a step apply it, on the last stage."""
     return trial.case.passes * trial.traits.loss_chunks * (trial.case.n_stages - 1 in trial.plan.stages[rank])
 
 
 def applied_again(trial: Trial, rank: int) -> int:
-    """In backward."""
+    """Return how often backward applies it."""
     return applied(trial, rank) * trial.traits.recomputes_output
 
 

@@ -99,7 +99,7 @@ def _moved(summaries: Iterable[Summary]) -> dict[Kind, Moved]:
 
 
 def _whose(one: Summary, group: str) -> str:
-    """In words that another number of ranks does not change."""
+    """Name the group in words that another number of ranks does not change."""
     if group in one.roles:
         return f"ranks {one.roles[group]}"
     return "all ranks" if len(ranks_of(group)) == one.world else "part of the ranks"

@@ -14,7 +14,7 @@ NOTHING_HEARD = "how it ended is unknown"
 
 
 def exits_of(recording: Recording, world: int) -> tuple[Exit, ...]:
-    """Who only lost a peer is not to blame where somebody else is."""
+    """Return all exits. A rank that only lost a peer is not to blame if another is."""
     found = [_exit(rank, recording.summaries.get(rank), recording) for rank in range(world)]
     to_blame = any(one.blamed for one in found)
     return tuple(one if to_blame or one.how not in ("killed", "raised") else replace(one, blamed=True) for one in found)

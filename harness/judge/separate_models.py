@@ -2,7 +2,7 @@
 
 It is said where all of it was seen: equal bytes before the first step, other bytes after a later one, and no collective that
 joins them. In forward and backward any collective joins. Outside of them, or in another thread, one joins that moves as much
-as parameters or gradients may need; a norm and a loss do not.
+as parameters or gradients may need. A norm and a loss do not.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def not_recorded(summaries: Iterable[Summary]) -> str:
 
 
 def recorder_failed(summaries: Iterable[Summary]) -> str:
-    """Where the recorder itself raised, and what; empty if nowhere."""
+    """Say where the recorder itself raised, and what; empty if nowhere."""
     return next((f"rank {one.rank} is not recorded to its end: {one.failed[0]}" for one in summaries if one.failed), "")
 
 

@@ -116,13 +116,13 @@ def _comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Mappi
 
 
 def compared_outside(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Which steps that was. Empty where either is no structure."""
+    """Say which steps were compared. Empty where either is no structure."""
     name = outside_passes.SECTION
     return outside_passes.steps_compared(one[name], other[name]) if name in one and name in other else ""
 
 
 def _pairs(one: Any, other: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Where only one of them has something, all of it at once."""
+    """Yield pairs of values at the same place; what only one of them has comes all at once."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         one, other = _of_other_types(one, other)
         for key in dict.fromkeys([*one, *other]):

@@ -108,7 +108,7 @@ def read_inflight(path: Path) -> list[Issued]:
 
 
 def read_groups(path: Path) -> list[tuple[str, tuple[int, ...]]]:
-    """In order of first use. A last line without its end is torn and left out."""
+    """Return groups in order of first use. A last line without its end is torn and left out."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     return [(name, tuple(ranks)) for name, ranks in map(json.loads, lines)]
 

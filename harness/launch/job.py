@@ -33,7 +33,7 @@ GROUPS = 2**31 / 1000
 
 
 class LaunchError(Exception):
-    """Nothing was started. The message names the path or process concerned and the remedy."""
+    """A launch that did not start. The message names the path or process concerned and the remedy."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Link(Protocol):
         """It ends all its ranks and itself."""
 
     def end(self) -> str:
-        """After its last report: frees what there is, says how it ended."""
+        """Free what there is after its last report, and say how it ended."""
 
 
 class OwnServer:

@@ -95,10 +95,10 @@ def wind_up() -> None:
 
 
 def dump_stacks_to(path: Path) -> None:
-    """On SIGUSR1 and on fatal signals. faulthandler writes from C, so also while Python waits inside gloo or NCCL.
+    """Dump stacks on SIGUSR1 and fatal signals. faulthandler writes from C, so also while Python waits inside gloo or NCCL.
 
-    A thread that does nothing else takes SIGUSR1. In any other one the signal could end a call early, as sleep(3) of C, and
-    the rank would go on with what it had not done.
+    A thread that does nothing else takes SIGUSR1. In any other one the signal could end a call early, such as C's sleep(3):
+    the rank would go on too soon.
     """
     global _stacks
     _stacks = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open until the end

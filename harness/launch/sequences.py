@@ -35,8 +35,8 @@ def sequenced(fates: Iterable[Fate]) -> list[Place]:
 
 
 def disagreeing(fates: Sequence[Fate]) -> dict[int, str]:
-    """At the first place, in time, where members issued different collectives: the minority. If there is none, the ranks that
-    torch's monitored_barrier named there, or the one that most others wait for; else all."""
+    """Return the minority at the first place, in time, where members issued different collectives. If there is none, return the
+    ranks that torch's monitored_barrier named there, or the one that most others wait for; else all."""
     found: list[tuple[float, int, dict[int, Issued]]] = []
     for group in sequenced(fates):
         mine = {fate.rank: [each for each in collectives(fate) if place(each) == group] for fate in fates}

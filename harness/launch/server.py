@@ -137,7 +137,7 @@ class Server:
             self.report(job=job, rank=rank, status=bury(found.si_pid), ended=time.time())
 
     def send(self, number: int, job: int | None = None) -> None:
-        """To the living ranks of `job`, or of all jobs. SIGKILL takes what the rank started with it."""
+        """Send it to the living ranks of `job`, or of all jobs. SIGKILL takes what the rank started with it."""
         for pid, (owner, _) in self.children.items():
             if owner == job or job is None:
                 os.kill(pid, number)

@@ -53,7 +53,7 @@ class PerRank(Mapping[int, T]):
 
 
 class Place(NamedTuple):
-    """Where a rank stands among those that hold different slices. Replicas stand at the same place."""
+    """A rank's place among those that hold different slices. Replicas have the same place."""
 
     pp: int
     shard: int

@@ -1,9 +1,9 @@
 """What must be true of a case, by arithmetic alone: no torch, no DeviceMesh, nothing that a trainer uses.
 
 The rank grid is arange(world_size) reshaped to the degrees, outermost axis first (pp, dp_replicate, dp_shard, cp, tp).
-Groups are its lines; "dp_shard_cp" is dp_shard and cp folded into one, over which FSDP shards if both are there, and
-"dp_replicate_cp" likewise, over which DDP reduces. A pipeline deals out the layers, so that a rank holds only the parameters
-of its stages. Tensor parallel cuts a parameter along one dim, data-parallel sharding then cuts dim 0 of what is left. Both
+Groups are its lines. "dp_shard_cp" is dp_shard and cp folded into one, over which FSDP shards if both are there.
+"dp_replicate_cp" is folded likewise, and DDP reduces over it. A pipeline deals out the layers, so that a rank holds only its
+stages' parameters. Tensor parallel cuts a parameter along one dim, data-parallel sharding then cuts dim 0 of what is left. Both
 cut as torch.chunk does: equal chunks of ceil(n / parts), the last ones shorter or empty.
 """
 
@@ -103,7 +103,7 @@ def _shapes(case: Case, traits: TrainerTraits) -> tuple[tuple[FlatUnit, ...], di
 
 
 def _with_zero(case: Case, plan: Plan) -> Plan:
-    """With what ZeRO leaves a rank of gradients and of optimizer state. ZeRO-1 may keep the whole gradients that it reduces."""
+    """Add what ZeRO leaves a rank of gradients and optimizer state. ZeRO-1 may keep the whole gradients that it reduces."""
     if case.wrapper not in ZERO:
         return plan
     ranks = {rank: rank for rank in range(case.dims.world_size)}

@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def shards(self) -> int:
-        """Over how many ranks FSDP cuts a parameter."""
+        """Return the number of ranks over which FSDP cuts a parameter."""
         return len(self.peers(0, self.shard_axis))
 
     @property

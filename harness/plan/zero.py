@@ -38,7 +38,7 @@ def _vector(case: Case, layout: FlatLayout, tensors: Iterable[tuple[str, ...]]) 
 
 
 def zero_degree(case: Case) -> int:
-    """Over how many ranks ZeRO cuts: those of cp hold equal parameters."""
+    """Return the number of ranks over which ZeRO cuts: those of cp hold equal parameters."""
     return case.dims.dp_shard * case.dims.cp
 
 

@@ -66,7 +66,7 @@ def evidence_file(directory: Path, rank: int) -> Path:
 
 
 def unable_file(directory: Path, rank: int) -> Path:
-    """Where a rank says why it could not be run alone."""
+    """Return the file in which a rank says why it could not be run alone."""
     return directory / f"unable_{rank:05d}.txt"
 
 

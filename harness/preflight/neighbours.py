@@ -19,7 +19,7 @@ from harness.spec.case import Case
 
 
 def vote_alone() -> None:
-    """For torch 2.13 and newer, whose stages vote."""
+    """Replace the vote of stages in torch 2.13 and newer."""
     from torch.distributed.pipelining import schedules, stage
 
     modes = getattr(stage, "InferenceMode", None)

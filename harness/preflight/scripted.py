@@ -1,4 +1,4 @@
-"""In a process of somebody's command that runs as one rank alone: as a recorded one, but of a world that is not there, on
+"""A process of a user's command that runs as one rank alone: as a recorded one, but of a world that is not there, on
 tensors without memory. What has no contents is not looked at.
 
 Called by the process's own imports (harness/record/site). Changes torch for the rest of the process.

@@ -70,8 +70,8 @@ def why_unable(error: BaseException, asked: Collection[CodeType]) -> str:
 
 
 def asking() -> Iterator[CodeType]:
-    """Yield the code that needs the number that is being answered: the function that called torch's operator, and if that is
-    torch's own, the trainer's that called it."""
+    """Yield the code that needs the number that is being answered. It is the function that called torch's operator, and if that
+    is torch's own, the trainer's that called it."""
     frames = [frame for frame, _ in traceback.walk_stack(None)][1:]
     return (frame.f_code for frame in _answerable(frames))
 

@@ -90,7 +90,7 @@ class ActivityRecorder:
         self._library = None
 
     def of_step(self, step: int) -> Activity:
-        """To be asked once the device was waited for."""
+        """Return a step's activity. Call it after waiting for the device."""
         whole = _together(seen for account, seen in self._accounts.items() if account.of(step))
         for account, fqn, measured, elements in self._measured:
             if account.of(step):

@@ -9,8 +9,8 @@ A pass that records no gradients (validation under no_grad or inference_mode, a 
 comes: it is "evaluation". A pass in eval mode may record them, for dropout may be wanted off in training. It trains if
 backward comes to what it returned. Until then it is undecided; if that never happens it was evaluation, too.
 
-What a thread does that Python code started beside the one that trains (a checkpoint written while training goes on) is of no
-step: it is "background". Threads of C++, autograd's and those that run a future's callback, work for the thread that trains.
+Python code may start a thread beside the one that trains, for a checkpoint written while training goes on. What it does is of
+no step: it is "background". Threads of C++, autograd's and those that run a future's callback, work for the thread that trains.
 """
 
 from __future__ import annotations

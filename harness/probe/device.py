@@ -47,7 +47,7 @@ class DeviceRecorder:
         self._hook = None
 
     def seconds(self, step: int) -> float | None:
-        """To be asked once the device was waited for."""
+        """Return a step's seconds. Call it after waiting for the device."""
         began, ended = self._began.get(step), self._ended.get(step)
         if isinstance(began, float) and isinstance(ended, float):
             return ended - began

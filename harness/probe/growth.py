@@ -27,7 +27,7 @@ class GrowthRecorder:
         self._unwaited: dict[int, int | None] = {}
 
     def attach(self) -> None:
-        """Beside what else is done between steps."""
+        """Look between steps, after what else is done there."""
         others = self._clock.between_steps
 
         def both() -> None:

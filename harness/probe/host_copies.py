@@ -49,7 +49,7 @@ def can_be_read(copies: Mapping[str, Copy]) -> bool:
 
 
 def wait() -> None:
-    """For all copies of this process."""
+    """Wait for all copies of this process."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

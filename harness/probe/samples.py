@@ -64,7 +64,7 @@ class SampleRecorder:
     def attach(self, parts: Iterable[nn.Module]) -> None:
         """Trap: the pre-hook must run before FSDP's, which gathers parameters in its own, so it is put in front.
 
-        Who calls the model inside DDP makes a pass too: for evaluation that is usual, in training nothing is reduced then.
+        A call of the model inside DDP is a pass, too: it is usual for evaluation; in training nothing is reduced then.
         """
         for part in parts:
             self._hooks.append(part.register_forward_pre_hook(Hook(self._enter), with_kwargs=True, prepend=True))

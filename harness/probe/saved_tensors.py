@@ -1,4 +1,4 @@
-"""Who puts hooks on the tensors that autograd saves for backward: recomputation does, and so does moving them to the host.
+"""Code that puts hooks on tensors that autograd saves for backward: recomputation does, and so does moving them to the host.
 
 Every way to do that (torch.autograd.graph.saved_tensors_hooks, all that is made of it, the call beneath) ends in one function
 of torch, which is called through its module.

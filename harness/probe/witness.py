@@ -117,7 +117,7 @@ def _of_real_integers(given: Any) -> bool:
 
 
 def _caller(frame: types.FrameType | None) -> types.FrameType | None:
-    """Who called the operator."""
+    """Return the frame that called the operator."""
     while frame is not None and frame.f_globals.get("__name__") in BETWEEN:
         frame = frame.f_back
     return frame

@@ -42,7 +42,7 @@ def report(done: Sequence[Attempt], control: Attempt | None, seconds: float) -> 
 
 
 def _not_caught(done: Sequence[Attempt]) -> str:
-    """At the end, where a log that was cut still has it."""
+    """Repeat what is not caught at the end, where a log that was cut still has it."""
     odd = [attempt for attempt in done if attempt.outcome is not Outcome.CAUGHT]
     return first_lines(odd) if odd and len(odd) < len(done) else ""
 

@@ -104,7 +104,7 @@ def ranks_of(case: Case) -> int:
 
 
 def to_json(outcome: Outcome) -> dict[str, Any]:
-    """Without what is empty."""
+    """Return its fields, without empty ones."""
     return {name: value for name, value in dataclasses.asdict(outcome).items() if value}
 
 

@@ -1,4 +1,4 @@
-"""What a person reads, on stdout and stderr. Who stops reading (`harness matrix | head -1`) changes no verdict."""
+"""What a person reads, on stdout and stderr. A reader that stops (`harness matrix | head -1`) changes no verdict."""
 
 from __future__ import annotations
 

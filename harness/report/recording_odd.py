@@ -184,7 +184,7 @@ def _interrupted(recording: Recording, ranks: Sequence[int]) -> list[Odd]:
 
 
 def _waits(recording: Recording) -> list[Odd]:
-    """Who had issued more in one group than others, of a job that was ended from outside: these are waited for."""
+    """Find ranks that others waited for, in a job that was ended from outside: the others had issued more in one group."""
     rows: list[Odd] = []
     for members in _lasts(recording):
         most = max(members.values(), key=lambda last: last.seq)

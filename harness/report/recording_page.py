@@ -211,7 +211,7 @@ def _contents(summaries: Sequence[Summary]) -> str:
 
 
 def _ignored(summaries: Sequence[Summary], step: int) -> str:
-    """Which parameters the contents leave out, because DDP was configured to ignore them."""
+    """Say which parameters the contents leave out, because DDP was configured to ignore them."""
     held: dict[str, set[int | None]] = {}
     for one in summaries:
         for fqn, contents in one.ignored.items():

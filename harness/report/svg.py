@@ -112,7 +112,7 @@ def _log_range(known: Sequence[float]) -> tuple[float, float]:
 
 
 def _some(steps: Sequence[int]) -> list[tuple[int, int]]:
-    """At most eight labels."""
+    """Return at most eight labels."""
     every = max(1, math.ceil(len(steps) / 8))
     return [(index, step) for index, step in enumerate(steps) if index % every == 0]
 

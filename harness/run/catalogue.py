@@ -193,7 +193,7 @@ def _attempt(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
 
 
 def _cause(judgement: Judgement) -> str:
-    """Without the place where the evidence lies, which is another one elsewhere."""
+    """Return the cause without the evidence's folder, which differs between machines."""
     cause = diagnosis_line(judgement.diagnosis)
     return cause.replace(f"{judgement.folder.resolve()}/", "")
 

@@ -44,7 +44,7 @@ class More:
     now: float
 
     def __str__(self) -> str:
-        """With the difference: numbers of four digits may look alike."""
+        """Print the difference: numbers of four digits may look alike."""
         if self.measure == SECONDS:
             return f"{self.case}: {self.measure} {self.was:.3g} s, now {self.now:.3g} s"
         grown_by = bytes_text(self.now - self.was)
@@ -63,7 +63,7 @@ def changes(nights: Sequence[Night]) -> list[Change]:
 
 
 def state(outcome: Outcome | None) -> str:
-    """good, broken or not judged. Who is skipped was not judged."""
+    """good, broken or not judged. A skipped case was not judged."""
     if outcome is None:
         return State.UNJUDGED
     return "good" if outcome.verdict in GREEN else State.BROKEN if outcome.verdict == Verdict.FAIL else State.UNJUDGED

@@ -203,7 +203,7 @@ def unpack(packed: bytes, folder: Path) -> None:
 
 
 def here(options: Options) -> Options:
-    """On this node's own disk."""
+    """Return options for this node's own disk."""
     return replace(options, out=(NODE / "out").resolve())
 
 
@@ -245,7 +245,7 @@ class OnFirstNode(FirstNode):
 
 
 def ready(case: Case, options: Options) -> Options:
-    """With a rank server that ends with Ray's process. Raises Unsupported."""
+    """Choose a rank server that ends with Ray's process. Raises Unsupported."""
     resident_client.choose("own")
     if reason := unsupported(case, options):
         raise Unsupported(reason)

@@ -42,7 +42,7 @@ def stand_ins(summaries: Mapping[int, Summary], dims: ParallelDims) -> Like:
         return (tuple(varies.tolist()), 0) if whole else ((), number((ranks - ranks[0]).tolist()))
 
     def stands(rank: int, key: str) -> Hashable:
-        """Where the group lies, seen from the rank."""
+        """Return where the group lies, seen from the rank."""
         along, distances = shape(key)
         if not along:
             return distances, ranks_of(key)[0] - rank if key else 0

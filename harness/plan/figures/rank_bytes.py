@@ -81,7 +81,7 @@ class RankBytes:
 
     @property
     def phase(self) -> str:
-        """In which there is most."""
+        """Return the phase in which there is most."""
         return "loss" if self.loss > self.backward else "backward"
 
     @property

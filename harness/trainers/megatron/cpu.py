@@ -30,7 +30,7 @@ KINDS = {
 
 
 def arrange() -> None:
-    """Before megatron.core is imported, or after."""
+    """Arrange all of it, before megatron.core is imported, or after."""
     answer_for_a_device()
     for name in MAKERS.split():
         setattr(torch, name, on_cpu(getattr(torch, name)))

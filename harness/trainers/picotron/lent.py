@@ -45,7 +45,7 @@ def replaced(tables: str | None, device: str) -> tuple[str, ...]:
 
 
 def lend(case: Case, tables: str | None, device: str) -> None:
-    """Before picotron is imported."""
+    """Arrange all of it. Call it before picotron is imported."""
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     os.environ["FLASH_ATTEN"] = "0"
     if tables:
@@ -106,7 +106,7 @@ def hand_over(case: Case, script: Script, metrics: list[Metrics]) -> None:
 
 
 def grid() -> Any:
-    """Where this rank stands, once it has joined."""
+    """Return this rank's place, once it has joined."""
     return sys.modules["picotron.process_group_manager"].__dict__["process_group_manager"]
 
 

@@ -40,7 +40,7 @@ class TrainingFunction:
             raise self._error
 
     def wait(self) -> None:
-        """To be called by the function itself; only the first call stops it."""
+        """Stop the function, which calls this itself; only the first call stops it."""
         if not self._waited:
             self._waited = True
             self.pause()

@@ -104,7 +104,7 @@ class Torchtitan(Adapter):
         return tuple(replaced(case, self._found(), device))
 
     def unsupported_alone(self, case: Case) -> str | None:
-        """Where no numbers are compared, any precision will do, and any rotary frequencies."""
+        """Return why not. Without comparing numbers, any precision will do, and any rotary frequencies."""
         features = dataclasses.replace(case.features, reduce_dtype=None)
         model = dataclasses.replace(case.model, rope_scaling=None)
         training = dataclasses.replace(case.training, dtype="float64", compute_dtype=None)

@@ -198,7 +198,7 @@ def why_not_largest(case: Case, era: Era) -> str:
 
 
 def chunks_of(case: Case, era: Era) -> int:
-    """In how many parts its loss applies the output."""
+    """Return the number of parts in which its loss applies the output."""
     return LOSS_CHUNKS if era.chunks_loss and not why_whole(case, era) else 1
 
 
@@ -256,7 +256,7 @@ def forget_another(package: Path) -> None:
 
 
 def _installed() -> Path:
-    """Without importing it."""
+    """Find it without importing it."""
     spec = importlib.util.find_spec("torchtitan")
     if spec is None or not spec.submodule_search_locations:
         raise NotThere(f"torchtitan is not installed; {HOW_TO_GET_IT}")
