@@ -10,8 +10,8 @@ A correct layout computes what one device computes and sums it up in another ord
             the weight too. In bfloat16 this alone moves the first loss by 3.2e-4, to the bit what torchtitan shows,
             and every product after it has another rounding. In float32 it is pairs turned as complex numbers.
 
-A repeat of the reference does that on one device, `parts` at the level of torch's operators, so that forward, backward
-and emulated products are all met.
+A repeat of the reference does that on one device. It does `parts` at the level of torch's operators, so that forward,
+backward and emulated products are all met.
 
 Quantized products jump. An operand next to the middle between two 8-bit values goes the other way if it moves by one
 unit of the last place, and later operands follow. In 60 runs (float32, float8_rowwise_with_gw_hp, parts) one in thirty had

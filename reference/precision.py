@@ -73,8 +73,8 @@ def in_hardware(recipe: str, device: torch.device) -> bool:
 class Worker:
     """What computes for a model: itself, or a copy of it in the compute dtype, as FSDP2's MixedPrecisionPolicy has it.
 
-    The copy gets the parameters' values before every step, and its gradients are cast to reduce_dtype before they are
-    added up and to the parameters' dtype after that.
+    The copy gets the parameters' values before every step. Its gradients are cast to reduce_dtype before they are added up,
+    and to the parameters' dtype after that.
     """
 
     def __init__(self, model: nn.Module, training: TrainingConfig, modules: Iterable[str]) -> None:

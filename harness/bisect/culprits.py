@@ -1,7 +1,7 @@
 """What broke or fixed the cases of a night: one search for each cause, between that night and the last one without it.
 
 Cases of one cause are searched for once, by the one of fewest ranks. Another cause of the same two nights is first tried on
-the commits that were found for the others: two runs, where a search would take ten.
+the commits that were found for the others. It takes two runs, a search ten.
 """
 
 from __future__ import annotations

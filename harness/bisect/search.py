@@ -77,8 +77,8 @@ class Looks(Protocol):
 
 
 def both_sides(judge: Looks, first: str, last: str, tell: Tell) -> tuple[Judged, Judged]:
-    """The good and the bad one, judged; what differs between them is what is searched for: failing checks, or that the bad one
-    does not start. Raises BisectError."""
+    """Judge the good and the bad one. What differs between them is searched for: failing checks, or that the bad one does
+    not start. Raises BisectError."""
     sides = []
     for commit, verdict in ((first, "good"), (last, "bad")):
         found = judge.look(commit)

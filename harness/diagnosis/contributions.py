@@ -122,8 +122,8 @@ def _over_tp(trial: Trial, rank: int, fqn: str, step: int) -> np.ndarray | None:
 
 
 def _weights(trial: Trial, step: int, source: Source, beside: Source | None = None) -> dict[Pair, float]:
-    """Return how often a source counts in each wrong gradient of a step, beside one that counts once; nothing where a gradient
-    is no such sum."""
+    """Return how often a source counts in each wrong gradient of a step, beside one that counts once. Empty if a gradient is
+    no such sum."""
     found, tolerated = {}, SHARP if trial.case.exact else ROUGH
     for rank, fqn in wrong_pairs(trial, step):
         rest, own = seen_gradients(trial, rank, step)[fqn], source(trial, rank, fqn, step)

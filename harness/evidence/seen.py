@@ -1,4 +1,4 @@
-"""What may be asked of all ranks of a run, whether each left evidence that was read or one was read for all that are alike."""
+"""What may be asked of all ranks of a run. The evidence of each was read, or one's for all that are alike."""
 
 from __future__ import annotations
 

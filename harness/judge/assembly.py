@@ -127,8 +127,8 @@ def _shape(part: Slice) -> tuple[int, ...]:
 
 
 def gradient_distance(trial: Trial, rank: int, fqn: str, gradient: np.ndarray, full: np.ndarray) -> float:
-    """The largest difference between a rank's slice and the reference's, relative to the whole gradient's largest entry; inf
-    for a parameter of which the rank should hold nothing."""
+    """The largest difference between a rank's slice and the reference's, relative to the whole gradient's largest entry. It
+    is inf if the rank should hold nothing of the parameter."""
     part = trial.gradient_slice_of(rank, fqn)
     if part is None:
         return float("inf")

@@ -1,7 +1,7 @@
 """What a run took, in plain numbers: no check reads them, people compare them.
 
 Bytes are those of the rank that has the most, for a layout is as good as its worst rank. Seconds are those of a step with
-the probe in it, which copies gradients and parameters: good for comparing a case with itself, not for a trainer's speed.
+the probe in it, which copies gradients and parameters. They compare a case with itself, and do not show a trainer's speed.
 """
 
 from __future__ import annotations

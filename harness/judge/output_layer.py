@@ -1,5 +1,5 @@
-"""How often the output layer is applied: once a forward pass, or once for each chunk of a loss, and once more where each chunk
-is recomputed. A trainer declares both in its traits. A loss that multiplies by the weight itself calls no module.
+"""How often the output layer is applied: once a forward pass, or once for each chunk of a loss. A chunk that is recomputed
+counts twice. A trainer declares both in its traits. A loss that multiplies by the weight itself calls no module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What ranks report of their steps, and in which steps a rank that reports at all owes a number.
 
-A trainer may report on some ranks only, and in every k-th step only (its adapter says so). What it may not do is report in
-some of the steps that are due and be silent in others: what was left out would not be seen.
+A trainer may report on some ranks only, and in every k-th step only (its adapter says so). It may not report in some of the
+steps that are due and be silent in others: what was left out would not be seen.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def relative(shown: float, wanted: float) -> float:
 
 
 def below(mean: float, largest: float | None) -> float:
-    """Return how far a mean is above the largest value that went into it, relative to it; 0 if it is not, or none is shown."""
+    """Return how far a mean is above the largest of its values, relative to that; 0 if it is not, or none is shown."""
     return max(0.0, relative(largest, mean)) if largest is not None and not largest >= mean else 0.0
 
 

@@ -6,7 +6,7 @@ aborted        C++ ended it for an exception, which is gloo's way of finding out
 none           all lost their peers, one of them in what every member of the group had issued: nothing came through between
                them. A rank that is ahead received, before the link went down, what others still wait for.
 waited_for     others are ahead of it in a group's sequence, while it waits for none. In a cycle it left out what most issued,
-               or made groups in another order; else it is elsewhere than most; else all of the cycle are named.
+               or made groups in another order, or it is elsewhere than most; else all are named.
 left_early     it exited 0 before the others lost their connection.
 stuck          it was killed while computing, the others while waiting; without a stack, all that were killed.
 none           the first to fail timed out in what every member of the group had issued, or those that were killed waited

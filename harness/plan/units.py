@@ -33,9 +33,9 @@ def output_alone(units: list[Unit]) -> Unit | None:
 def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
     """Return the units that a case requests or the trainer chose, else those that are assumed.
 
-    The default policy keeps the last unit (final norm and output), whose backward follows at once, and under pp, where
-    the next microbatch follows, every unit (torchtitan's policy). A tied embedding is the output's weight and belongs to
-    that unit. FSDP1 never frees the root's unit: embedding, final norm and output. ZeRO-3 gathers each parameter by itself.
+    The default policy (torchtitan's) keeps the last unit, final norm and output, whose backward follows at once. Under pp,
+    where the next microbatch follows, it keeps every unit. A tied embedding is the output's weight and belongs to that
+    unit. FSDP1 never frees the root's unit: embedding, final norm and output. ZeRO-3 gathers each parameter by itself.
     """
     degree, policy = case.shards, case.features.reshard_after_forward
     if case.wrapper == "fsdp1":

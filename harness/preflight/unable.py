@@ -38,8 +38,8 @@ OF_ALONE = re.compile(
     r"|c10d/init\.cpp.*Not implemented",
     re.DOTALL,
 )
-"""torch's words where it is the pre-flight's own modes, process group or store that cannot do a thing: torch.compile of a whole
-graph while a dispatch mode is on, a backend that knows no barrier of its own, a store that nobody else writes to."""
+"""torch's words where the pre-flight's own modes, process group or store cannot do a thing. Such are torch.compile of a
+whole graph under a dispatch mode, a backend without a barrier, a store to which no other rank writes."""
 BELOW = (
     "torch._subclasses",
     "torch._ops",

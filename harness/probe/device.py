@@ -1,8 +1,8 @@
 """What a step took of the device: seconds, and the books of the allocator. Nothing is waited for.
 
-On a GPU events mark two places in the current stream, and are read when all is over; the allocator keeps its books on the
-host. Its peaks are since the process began, or since the trainer last set them back: the probe does not, for a trainer may
-show them. The probe's own copies are in both.
+On a GPU events mark two places in the current stream, and are read when all is over. The allocator counts on the host. Its
+peaks are since the process began, or since the trainer last set them back: the probe does not, for a trainer may show them.
+The probe's own copies are in both.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def note_wrapper(module: nn.Module, kind: str, *, shard_ranks: Ranks = (), repli
 
 
 def note_placement(parameter: nn.Parameter, ranks: Ranks, dim: int | None) -> None:
-    """For the adapter of a trainer whose parallel layers mark parameters by themselves: these ranks hold parts of its dim, or
+    """For the adapter of a trainer whose own parallel layers cut parameters. These ranks hold parts of its dim, or for
     None, all of it each."""
     _meshes[parameter] = tuple(ranks), dim
 

@@ -1,8 +1,8 @@
 """`harness faults`: every fault of the catalogue on real ranks, what became of it, and what weaker tests would have said.
 
-Baseline first: a fault is only tried on a case that passes without it, run now or stored as evidence of the very same
-sources (harness/run/stored_run.py). A fault is CAUGHT if all the checks that it names are broken and the first line names its
-cause. The control, which fires and changes nothing, must come out MISSED.
+The baseline comes first. A fault is only tried on a case that passes without it, run now or stored as evidence of the very
+same sources (harness/run/stored_run.py). A fault is CAUGHT if all the checks that it names are broken and the first line
+names its cause. The control, which fires and changes nothing, must come out MISSED.
 
 Weaker tests are measured, not guessed. Beside the judged run, the faulty trainer runs once more for ten steps without the
 probe, as a user would run it. The losses that its rank 0 reports are compared with those of the same case without the fault.

@@ -14,7 +14,7 @@ from harness.run.history import Night
 
 SLOWER, LARGER_PEAK, NIGHTS = 1.1, 1.02, 5
 """Times the most of the last NIGHTS nights before: seconds and an allocator's peak vary by themselves. Bytes held and moved do
-not: one more is told."""
+not: one more is reported."""
 
 
 class State(StrEnum):
@@ -44,7 +44,7 @@ class More:
     now: float
 
     def __str__(self) -> str:
-        """Print the difference: numbers of four digits may look alike."""
+        """Show the difference: numbers of four digits may look alike."""
         if self.measure == SECONDS:
             return f"{self.case}: {self.measure} {self.was:.3g} s, now {self.now:.3g} s"
         grown_by = bytes_text(self.now - self.was)

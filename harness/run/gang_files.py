@@ -1,8 +1,8 @@
 """The files of one launch on nodes without a disk in common: each has the files of its ranks, the first has all.
 
-The first node keeps the launch. The others ask it for the job, the weights and the end. They send it what their ranks write
-(logs, in-flight records, evidence, how they ended) a few times a second, so that it sees these files like its own. How a
-rank ended is read first and written last: if that file is there, all other files of the rank are there.
+The first node keeps the launch. The others ask it for the job, the weights and the end. A few times a second they send it
+what their ranks write (logs, in-flight records, evidence, exits). So it sees these files like its own. How a rank ended is
+read first and written last: if that file is there, all other files of the rank are there.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def _change_data(change: Change, told: Told) -> dict[str, Any]:
 
 
 def lines(one: Told) -> list[str]:
-    """Print one series."""
+    """Return the lines on one series."""
     first, last = one.nights[0], one.nights[-1]
     title = f"{last.runs[0].trainer} on {last.of('device')} by {last.of('launcher')}"
     nights = f"{len(one.nights)} night{'s' * (len(one.nights) > 1)}"

@@ -52,7 +52,7 @@ def reference_folder(case: Case, options: Options, noise: Sequence[str] | None =
 
 
 def _unknown_noise(case: Case, options: Options) -> tuple[str, ...]:
-    """A golden holds the noise of its recipe on the kind of CPU that made it; another recipe, seed or device has its own,
+    """A golden holds the noise of its recipe on the kind of CPU that made it. Another recipe, seed or device has its own,
     measured once."""
     known = case.exact or (options.device == "cpu" and _golden_knows(case, options))
     return () if known else (_noise_key(case, options),)

@@ -1,6 +1,6 @@
 """What a rank sends in a step, by axis, and over which links: between GPUs of one node, or from node to node.
 
-Ranks are taken to fill nodes in their order. Sent is what a rank of a ring of n sends: (n - 1) / n of what all_gather and
+Ranks are taken to fill nodes in their order. In a ring of n ranks each sends (n - 1) / n of what all_gather and
 reduce_scatter count, and twice that for all_reduce.
 """
 

@@ -1,4 +1,4 @@
-"""How long ranks of a pipeline are idle, from the order of their actions: each begins when its rank is free and what it
+"""How long ranks of a pipeline are idle, from the order of their actions. Each begins when its rank is free and what it
 needs is there. Forward takes a stage's share of the matmuls, backward twice that, either half of it as long as forward.
 
 Left out: communication, which a schedule may hide or not, and that kernels are not equally fast.

@@ -19,7 +19,7 @@ from harness.spec.features import ZERO
 
 GPUS = {"A100": 80, "H100": 80, "H200": 141, "B200": 180}
 """GB that they are sold with, of 10^9 bytes each. (80 GB are 80 GiB, 5.9e9 bytes more, of which a context, NCCL and an
-allocator take some that nobody can compute.)"""
+allocator take some that cannot be computed.)"""
 
 STATES = {"adamw": 2, "sgd": 0}
 FREED = (None, "fsdp2", "fsdp1")
@@ -140,8 +140,8 @@ def _gathered(case: Case, plan: Plan, rank: int) -> int:
 
 
 def _unreduced(case: Case, plan: Plan, rank: int) -> int:
-    """Where several backwards add up before they are reduced, whole gradients, in the dtype that they are reduced in; else
-    those of two units, as they are computed. DDP's buckets are a copy of all."""
+    """If several backwards add up before a reduction, whole gradients are kept, in the dtype of the reduction. If not,
+    those of two units are kept, as computed. DDP's buckets are a copy of all."""
     if case.wrapper in ("ddp", "replicate"):
         return plan.parameter_bytes[rank][1]
     if plan.shards == 1 and (case.wrapper is None or case.wrapper == "zero1"):

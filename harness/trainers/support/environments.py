@@ -1,7 +1,7 @@
 """Environments that pip makes: a version of a package on top of this interpreter, and a trainer's release alone.
 
-An environment is a venv that has the version, and what else that needs, and sees all other packages of this interpreter, so
-that nothing else differs. It is made once, and whole or not at all.
+An environment is a venv that has the version and what that needs. It sees all other packages of this interpreter, so that
+nothing else differs. It is made once, and whole or not at all.
 """
 
 from __future__ import annotations

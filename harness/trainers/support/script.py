@@ -74,8 +74,8 @@ class Script:
         return self._model
 
     def wait(self, model: nn.Module) -> None:
-        """Stop here. An adapter puts this into a script whose first forward pass is too late to stop: in a pipeline, the last
-        stage waits for the others first. model: what the script trains, with whatever wraps it."""
+        """Stop here. An adapter puts this into a script whose first forward pass is too late to stop. In a pipeline the
+        last stage waits for the others first. model: what the script trains, with whatever wraps it."""
         nn.Module.__call__ = self._called
         self._model = model
         self._function.wait()

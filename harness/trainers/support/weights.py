@@ -122,8 +122,8 @@ def tensor_parallel(rank: int, degree: int) -> Callable[[str, Tensor], Tensor]:
 def local_slice(full: Tensor, parameter: Tensor) -> Tensor:
     """The part of the full tensor that this rank holds, as torch.chunk splits it: the last ranks may get less, or none.
 
-    Trap: FSDP2 over TP on one dim is split by tp first and by dp_shard inside, against the mesh's order; its placement
-    says so by being a _StridedShard.
+    Trap: FSDP2 over TP on one dim is split by tp first and by dp_shard inside, against the mesh's order. Its placement, a
+    _StridedShard, says so.
     """
     if not isinstance(parameter, DTensor):
         return full
