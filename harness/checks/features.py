@@ -87,7 +87,10 @@ def reduced(trial: Trial, rank: int) -> Looked:
         for call in trial.ranks[rank].collectives
         if call.ranks in groups and call.phase == "backward" and call.op in ("reduce_scatter", "all_reduce")
     }
-    wanted = case.features.reduce_dtype or case.training.compute_dtype or case.training.dtype
+    computed = case.training.compute_dtype or case.training.dtype
+    wanted = case.features.reduce_dtype or computed
+    if trial.traits.cp_gathers and wanted in seen and plan.groups.get("cp") and plan.group_of(rank, "cp") in groups:
+        seen -= {computed} - {wanted}  # of keys and values
     if floats := sorted(dtype for dtype in seen if "float" in dtype):
         note = policies.unlike_others(trial.ranks[rank], wanted, "reduces_in")
         yield _expect(rank, "dtype of reduced gradients", wanted, " and ".join(floats), note=note)
@@ -253,9 +256,10 @@ def has_fused_kernel(trial: Trial) -> bool:
 
 
 def parts_attended(trial: Trial, rank: int) -> int:
-    """Whose keys a rank's queries may look at: those of all cp ranks if tokens are balanced, else of none that come later."""
-    balanced = trial.case.features.cp_load_balance
-    return trial.case.dims.cp if balanced else coordinate(trial.case.dims, rank)["cp"] + 1
+    """Count a layer's kernels: around a ring one for each rank whose keys a query may see; all of them, if balanced."""
+    if trial.traits.cp_gathers or trial.case.features.cp_load_balance:
+        return 1 if trial.traits.cp_gathers else trial.case.dims.cp
+    return coordinate(trial.case.dims, rank)["cp"] + 1
 
 
 # ---- what is computed in addition

@@ -135,16 +135,24 @@ def spare(trial: Trial, rank: int) -> int:
     """Around a single rank, too, DDP has its buckets, though no case requests it there."""
     requested = trial.case.wrapper in BUCKETED
     unrequested = not requested and any(one.kind in BUCKETED for one in trial.ranks[rank].structure.values())
-    return trial.plan.spare_bytes[rank] + (trial.plan.parameter_bytes[rank][0] if unrequested else 0)
+    buckets = trial.plan.parameter_bytes[rank][0] if unrequested else 0
+    return trial.plan.spare_bytes[rank] + buckets + staged(trial, rank)
+
+
+def staged(trial: Trial, rank: int) -> int:
+    """Return the bytes that a save in the background copies first: parameters and optimizer state, until they are written."""
+    if not trial.case.features.async_save:
+        return 0
+    return sum(planned(trial, rank)[kind][1] for kind in ("parameters", "optimizer_state"))
 
 
 def _allowances_text(trial: Trial) -> str:
     used = {
         "kept": any(sum(t.bytes for t in copies_kept(trial, r)) > spare(trial, r) for r in trial.ranks),
         "copied": any(
-            size > most_copied(trial, rank, phase) - allowed_bytes(trial, rank, "copied")
+            size > most_copied(trial, rank, phase, step) - allowed_bytes(trial, rank, "copied")
             for rank, evidence in trial.ranks.items()
-            for _, phase, size in copied_at_once(evidence)
+            for step, phase, size in copied_at_once(evidence)
         ),
     }
     return said({one: used[one.what] for one in trial.allow if one.what in used})
@@ -226,21 +234,23 @@ def copied_at_once(evidence: RankEvidence) -> list[tuple[int, str, int]]:
     return found
 
 
-def most_copied(trial: Trial, rank: int, phase: str) -> int:
+def most_copied(trial: Trial, rank: int, phase: str, step: int) -> int:
     """Twice the largest parameter: who copies one after the other has two while the second is made. Outside of forward and
-    backward, where nothing is gathered, twice the largest slice."""
+    backward, where nothing is gathered, twice the largest slice. What is written in the background is copied first."""
     inside = phase in ("forward", "backward", "pipeline")
     kept = allowed_bytes(trial, rank, "kept") * (phase == BEFORE_FORWARD)  # which may be replaced in each step
     parts = trial.plan.slices[rank]
     largest = max(math.prod(trial.plan.shapes[fqn]) if inside else numel(part) for fqn, part in parts.items())
-    return 2 * largest * BYTES[trial.case.training.dtype] + allowed_bytes(trial, rank, "copied") + kept
+    saving = staged(trial, rank) if step > (trial.case.saved_step or 0) else 0
+    return 2 * largest * BYTES[trial.case.training.dtype] + allowed_bytes(trial, rank, "copied") + kept + saving
 
 
 def copied_too_much(trial: Trial, rank: int) -> list[tuple[int, int, str]]:
     """Bytes, step and phase; most first."""
     found = copied_at_once(trial.ranks[rank])
     return sorted(
-        ((size, step, phase) for step, phase, size in found if size > most_copied(trial, rank, phase)), reverse=True
+        ((size, step, phase) for step, phase, size in found if size > most_copied(trial, rank, phase, step)),
+        reverse=True,
     )
 
 
@@ -248,7 +258,7 @@ def _copied(trial: Trial, rank: int) -> list[Finding]:
     return [
         Finding.at(
             rank,
-            Limit(most=most_copied(trial, rank, phase)),
+            Limit(most=most_copied(trial, rank, phase, step)),
             size,
             step=step,
             phase=phase,

@@ -58,9 +58,9 @@ def held(trial: Trial, kind: str, ranks: Collection[int]) -> Iterator[Allowance]
         yield Allowance("kept", max(kept), WHY)
     if kind == "copied":
         copied = (
-            size - memory.most_copied(trial, rank, phase) + memory.allowed_bytes(trial, rank, "copied")
+            size - memory.most_copied(trial, rank, phase, step) + memory.allowed_bytes(trial, rank, "copied")
             for rank in ranks
-            for size, _, phase in memory.copied_too_much(trial, rank)
+            for size, step, phase in memory.copied_too_much(trial, rank)
         )
         yield Allowance("copied", max(copied), WHY)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import os
 import shlex
 import time
 import uuid
@@ -23,7 +24,7 @@ from harness.run.options import Options
 from harness.run.reference_cache import reference_folder
 from harness.run.sources import digest
 from harness.spec import case_files
-from harness.spec.case import Case, to_json
+from harness.spec.case import Case, CaseError, to_json
 from harness.spec.trainer_spec import TrainerSpec
 
 RANK_ENTRY = "harness.run.rank_main:rank"
@@ -108,9 +109,25 @@ def launch_and_keep(case: Case, folder: Path, weights: Path, options: Options) -
     )
     save_run(run)
     ended_well = all(exit.how == "ok" for exit in exits)
+    if ended_well and case.cut_short:
+        cut_short(folder.with_name(CHECKPOINT))
     if ended_well and case.saved_step is not None:
         launch(Job(folder / CHECKPOINT, 1, CHECKPOINT_ENTRY, _wanted(case, folder, weights, options)))
     return ended_well
+
+
+def cut_short(checkpoints: Path) -> None:
+    """Make the latest checkpoint one that a crash interrupted: its files are empty, and its index is missing.
+
+    Torch's format writes the index last. Raises CaseError where there is none.
+    """
+    indices = sorted(checkpoints.rglob(".metadata"), key=lambda path: path.stat().st_mtime)
+    if not indices:
+        raise CaseError(f"{checkpoints}: no index (.metadata), so cut_short cannot interrupt a save; leave it out")
+    indices[-1].unlink()
+    for file in indices[-1].parent.rglob("*"):
+        if file.is_file():
+            os.truncate(file, 0)
 
 
 def _made(case: Case, options: Options) -> dict[str, str]:

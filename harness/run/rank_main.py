@@ -112,17 +112,23 @@ def _started(adapter: trainers.Adapter, case: Case, options: dict[str, Any]) -> 
 
 
 def _train(trainer: StartedTrainer, case: Case, checkpoints: Path, probe: Probe | None = None) -> None:
-    """All steps of the launch, and the checkpoint that it leaves: after the last of them, or on the way."""
-    saved, last = case.saved_step, case.steps[-1]
+    """All steps of the launch, and the checkpoint that it leaves: after the last of them, or on the way.
+
+    What `save` returns may be a future of what is written in the background; the launch waits for it at its end.
+    """
+    saved, last, pending = case.saved_step, case.steps[-1], []
     if saved is not None and saved < last:
         trainer.train(saved)
         with probe.saving() if probe else contextlib.nullcontext():
-            trainer.save(checkpoints)
+            pending.append(trainer.save(checkpoints))
     trainer.train(last)
     if probe:
         probe.trained()
-    if saved == last:
-        trainer.save(checkpoints)
+    if saved == last or case.cut_short:
+        pending.append(trainer.save(checkpoints))
+    for written in pending:
+        if hasattr(written, "result"):
+            written.result()
 
 
 def _row_length(case: Case, step: int) -> int:

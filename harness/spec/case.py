@@ -49,12 +49,16 @@ class Saved:
     """How it carried out the recipe."""
     until: int | None = None
     """Step that it went on to before it was lost; None if it ended with the checkpoint."""
+    cut_short: bool = False
+    """Whether it was lost while it saved once more, after step `until`. That checkpoint is incomplete: its index is missing."""
 
     def __post_init__(self) -> None:
         if self.after < 1:
             raise ValueError(f"after must be at least 1, got {self.after}")
         if self.until is not None and self.until <= self.after:
             raise ValueError(f"until must be above after {self.after}, got {self.until}")
+        if self.cut_short and self.until is None:
+            raise ValueError("cut_short is about a save after step `until`, which is not given")
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ class Case:
     """Last step of an earlier launch; None for the last launch. Never written in a file."""
     saves_after: int | None = None
     """Step that an earlier launch saves after, if it is not its last. Never written in a file."""
+    cut_short: bool = False
+    """Whether an earlier launch saves once more at its end, of which the index is lost. Never written in a file."""
     file: str = ""
     """Path of the YAML file; empty for a case of no file."""
     allow: tuple[Allowance, ...] = ()
@@ -112,6 +118,7 @@ class Case:
                 resume=self.resume[: number - 1],
                 last_step=s.until or s.after,
                 saves_after=s.until and s.after,
+                cut_short=s.cut_short,
                 runs=1,
             )
             for number, s in enumerate(self.resume, start=1)

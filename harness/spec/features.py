@@ -64,6 +64,8 @@ class Features:
     """Whether FSDP2 shards parameters over cp as well; else ranks of cp are replicas."""
     activation_checkpointing: str = "none"
     """Blocks that are recomputed: none, full (every block), layer (every second) or op (all but costly operators)."""
+    async_save: bool = False
+    """Whether a launch that saves goes on training while its checkpoint is written."""
     compile: bool = False
     """Whether torch.compile compiles each block."""
     reduce_dtype: str | None = None

@@ -44,6 +44,7 @@ UNWRITTEN = {
     "file": ": it is the file's path",
     "last_step": _BEFORE,
     "saves_after": _BEFORE,
+    "cut_short": _BEFORE,
 }
 
 
@@ -235,6 +236,7 @@ def built_case(fragment: Mapping[str, Any], file: str) -> Case:
         last_step=fragment.get("last_step"),
         allow=_allowances(fragment.get("allow"), f"{where}: allow"),
         saves_after=fragment.get("saves_after"),
+        cut_short=fragment.get("cut_short", False),
         file=file,
     )
     if problem := limits.too_large(case):

@@ -54,6 +54,9 @@ class TrainerTraits:
     """Heads of keys and values exchanged over cp: "query", after GQA expansion, or "key_value", before it."""
     cp_sends: bool = False
     """Whether the K/V exchange over cp sends to the next rank and receives from the previous one, instead of an all_to_all."""
+    cp_gathers: bool = False
+    """Whether attention gathers keys and values of all cp ranks once, and reduce-scatters their gradients, instead of passing
+    them around a ring (Llama 3 herd of models, section 3.3.2)."""
     ac_early_stop: bool = True
     """Whether a block is recomputed only until backward has all it needs, instead of to its end."""
     defers_sync: bool | str = True

@@ -119,6 +119,8 @@ def _validate_features(case: Case, where: str) -> None:
         for key in keys:
             if getattr(dims, axis) == 1 and getattr(features, key) != getattr(usual, key):
                 raise CaseError(f"{where}: {key} {getattr(features, key)!r} means nothing with {axis} 1; leave it out")
+    if features.async_save and case.last_step is None:
+        raise CaseError(f"{where}: async_save is of a launch that saves, an entry of `resume`; leave it out")
     if features.wrapper not in (None, "fsdp2") and dims.dp * dims.cp == 1:
         raise CaseError(f"{where}: wrapper {features.wrapper!r} has no data ranks to look after; leave it out")
     if features.wrapper in ("ddp", "replicate") and dims.dp_shard > 1:

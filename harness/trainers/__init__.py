@@ -100,7 +100,9 @@ class StartedTrainer(Protocol):
         ...
 
     def save(self, folder: Path) -> object:
-        """Leave a checkpoint in this folder, in which older ones may lie. Only for cases with `resume`."""
+        """Leave a checkpoint in this folder, in which older ones may lie. Only for cases with `resume`.
+
+        Where it is written in the background (Features.async_save), return its future: `result()` is called at the end."""
         raise ValueError("this trainer writes no checkpoints")
 
     def resume(self, folder: Path) -> None:

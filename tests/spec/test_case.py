@@ -150,12 +150,17 @@ WRONG_LINES = {
     "resume: [{dims: {tp: 2}}]": "resume: entry 1: 'after' is missing: the step after which that launch saves",
     "resume: [{after: 0}]": "resume: entry 1: after must be at least 1, got 0",
     "resume: [{after: 1, dim: {tp: 2}}]": "resume: entry 1: unknown key 'dim'; did you mean 'dims'?;"
-    " known: after, dims, features, until",
+    " known: after, dims, features, until, cut_short",
     "resume: [{after: 3}]": "resume: launches end after steps 3, 3; each must train at least one step",
     "resume: [{after: 2}, {after: 1}]": "resume: launches end after steps 2, 1, 3; each must train at least one step",
     "resume: [{after: 1, dims: {tp: 16}}]": "resume: saved_1: n_heads 8 is not divisible by tp 16;"
     " request a tp that divides n_heads 8 and n_kv_heads 4",
     "resume: [{after: 2, until: 2}]": "resume: entry 1: until must be above after 2, got 2",
+    "resume: [{after: 2, cut_short: true}]": "resume: entry 1: cut_short is about a save after step `until`, which is not"
+    " given",
+    "cut_short: true": "'cut_short' is not written in a case; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists"
+    " the launches before it",
+    "features: {async_save: true}": "async_save is of a launch that saves, an entry of `resume`; leave it out",
     "resume: [{after: 1, until: 9}]": "resume: until 9 is beyond the 3 steps of the recipe",
     "saves_after: 2": "'saves_after' is not written in a case; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists"
     " the launches before it",

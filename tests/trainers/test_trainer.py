@@ -214,13 +214,16 @@ def test_a_steps_samples_over_dp_are_one_slice_of_the_order_also_after_an_epoch_
 # ---- what is refused
 
 
+TURNED = Features(cp_rotation="alltoall")
+
+
 def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
     refused = {
         case: load("llama3").unsupported(case)
         for case in (
             Case("ddp_tp", "", ParallelDims(dp_replicate=2, tp=2)),
             Case("ffn", "", ParallelDims(tp=2), ModelConfig(ffn_dim=193)),
-            Case("masked", "", ParallelDims(cp=2), training=TrainingConfig(document_mask=True)),
+            Case("masked", "", ParallelDims(cp=2), training=TrainingConfig(document_mask=True), features=TURNED),
             Case("policy", "", ParallelDims(dp_replicate=2), features=Features(reduce_dtype="bfloat16")),
             Case("fine", "", ParallelDims(dp_replicate=2, dp_shard=2, tp=2)),
         )
@@ -228,7 +231,7 @@ def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
     assert {case.name: reason for case, reason in refused.items()} == {
         "ddp_tp": "dp_replicate 2 x tp 2 with wrapper ddp: torch DDP takes no DTensors",
         "ffn": "ffn_dim 193 is not divisible by tp 2",
-        "masked": "document_mask with cp 2: torch's ring attention takes no mask but the causal one",
+        "masked": "document_mask with cp_rotation alltoall: torch's ring takes no mask",
         "policy": "compute_dtype and reduce_dtype are FSDP2's MixedPrecisionPolicy: they need wrapper fsdp2",
         "fine": None,
     }

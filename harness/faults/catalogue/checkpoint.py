@@ -105,6 +105,93 @@ older_checkpoint_read = fault(
 )
 
 
+# ---- what is written while training goes on
+
+ASYNC = "torch.distributed.checkpoint:async_save"
+STEP = ".trainer:Trainer.train_step"
+
+
+class _Later:
+    """Stands for the future of a checkpoint that is written at the next optimizer step's end."""
+
+    unwritten: list[Callable[[], Any]] = []
+
+    def result(self) -> None:
+        while self.unwritten:
+            self.unwritten.pop(0)()
+
+
+def _write_after_the_next_step(shared: Callable[[str], bool]) -> op.Operator:
+    """What `shared` picks of the state is not copied, so that it holds what the step makes of it."""
+
+    def begin(original: Any, state: State, *, checkpoint_id: Any, **_: Any) -> _Later:
+        import copy
+
+        from torch.distributed.checkpoint import save
+
+        parts = {
+            kind: {key: value if shared(key) else copy.deepcopy(value) for key, value in state[kind].items()}
+            for kind in ("model", "optimizer")
+        }
+        _Later.unwritten.append(lambda: save(state | parts, checkpoint_id=checkpoint_id))
+        return _Later()
+
+    def finish(*_: Any, **__: Any) -> None:
+        _Later().result()
+
+    return op.together(op.instead(ASYNC, begin), op.after_call(STEP, finish))
+
+
+half_of_an_async_save_not_copied = fault(
+    breaks="a checkpoint that is written in the background shares the last layer's tensors with training: it is torn",
+    bug="of torn asynchronous saves: staging without a copy, so that a checkpoint holds two steps",
+    case="fsdp_2_async_to_fsdp_2",
+    caught_by="resume loss gradients",
+    named="parameters changed over the checkpoint",
+    does=_write_after_the_next_step(lambda key: "layers.1." in key),
+)
+async_save_of_the_next_step = fault(
+    breaks="a checkpoint that is written in the background is overwritten by the state of the next step",
+    bug="of torn asynchronous saves: the save of step k ends after step k + 1 has begun",
+    case="fsdp_2_async_to_fsdp_2",
+    caught_by="resume loss gradients",
+    named="resumed elsewhere",
+    does=_write_after_the_next_step(lambda key: True),
+)
+moments_of_an_async_save_not_copied = fault(
+    breaks="a checkpoint that is written in the background has the parameters of its step, and moments of the next one",
+    bug="of torn asynchronous saves: the optimizer's state is staged by reference",
+    case="fsdp_2_async_to_fsdp_2",
+    caught_by="resume gradients update",
+    named="optimizer state lost",
+    does=_write_after_the_next_step(lambda key: key.startswith("state.")),
+)
+latest_is_the_one_being_written = fault(
+    breaks="the name of the latest checkpoint is noted before its data are written, and a crash comes between",
+    bug="of torn asynchronous saves: `latest` points to a checkpoint that was never finished",
+    case="ddp_2_cut_short_to_fsdp_2",
+    caught_by="completed",
+    named="a process failed",
+    does=op.instead(".checkpoint:latest", lambda original, folder: max(folder.glob("step_*"))),
+)
+
+
+@fault(
+    breaks="the older checkpoint is deleted before the newer one is written, and a crash comes between",
+    bug="of torn asynchronous saves: a crash in the middle loses the last good checkpoint",
+    case="ddp_2_cut_short_to_fsdp_2",
+    caught_by="completed",
+    named="a process failed",
+)
+@partial(op.before_call, ASYNC)
+def last_good_checkpoint_deleted_first(*_: Any, checkpoint_id: Any, **__: Any) -> None:
+    import shutil
+
+    for older in checkpoint_id.parent.glob("step_*"):
+        if op.this_rank() == 0 and older != checkpoint_id:
+            shutil.rmtree(older)
+
+
 # ---- what is written
 
 _initial: State = {}

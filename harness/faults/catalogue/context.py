@@ -145,3 +145,51 @@ ring_merges_in_float32 = fault(
         "harness.trainers.support.cpu_attention:support_ring", _option_of_the_ring("convert_to_f32", True)
     ),
 )
+
+# ---- the mask of packed documents
+
+MASK = ".context:document_mask"
+
+
+def _seen_as(documents: Any, queries: Any, keys: Any, *, causal: Any, of: Any) -> Any:
+    """The mask with queries at `causal` where order counts, and at `of` where documents count."""
+    same = documents[:, of].unsqueeze(-1) == documents[:, keys].unsqueeze(-2)
+    return same & (causal.unsqueeze(-1) >= keys)
+
+
+def _from_zero(positions: Any) -> Any:
+    import torch
+
+    return torch.arange(len(positions), device=positions.device)
+
+
+mask_from_local_positions = fault(
+    breaks="the mask compares each rank's queries, counted from 0, with the positions of all keys",
+    bug="of the family of X04: a mask made from local positions",
+    case="cp_2_documents_contiguous",
+    caught_by="loss gradients grad_norm",
+    named="not explained",
+    does=op.instead(MASK, lambda _, rows, at, keys: _seen_as(rows, at, keys, causal=_from_zero(at), of=at)),
+)
+borders_of_the_whole_row_on_each_rank = fault(
+    breaks="each cp rank takes its queries' documents from the beginning of the row, whatever part it holds",
+    bug="of the family of K07: cu_seqlens of the whole row handed to every cp rank",
+    case="cp_2_documents_contiguous",
+    caught_by="loss gradients grad_norm",
+    named="not explained",
+    does=op.instead(MASK, lambda _, rows, at, keys: _seen_as(rows, at, keys, causal=at, of=_from_zero(at))),
+)
+
+
+@fault(
+    breaks="documents are numbered after the load-balanced shuffle, which has torn them apart",
+    bug="of the family of X04 pytorch/torchtitan #2780: borders of documents read from tokens that are shuffled already",
+    case="cp_2_documents",
+    caught_by="loss gradients grad_norm",
+    named="not explained",
+)
+@partial(op.instead, MASK)
+def borders_lost_after_the_shuffle(original: Any, documents: Any, queries: Any, keys: Any) -> Any:
+    begins = (documents.diff(dim=1, prepend=documents[:, :1]) != 0)[:, keys]
+    numbered = documents.scatter(1, keys.expand_as(documents), begins.cumsum(dim=1))
+    return original(numbered, queries, keys)

@@ -18,7 +18,8 @@ def context_parallel_flows(case: Case, traits: TrainerTraits, rank: int, length:
     `TrainerTraits.cp_heads`. all_gather brings those of all ranks at once; alltoall passes them on to the next rank, cp - 1
     times; a trainer may send and receive instead: `TrainerTraits.cp_sends`. Gradients of keys and values are passed on cp
     times and summed up on the way, until each is where its keys are. Their dtype is float64 where that is computed in, else
-    float32. torch.compile keeps forward's keys and values for backward, which then gathers none.
+    float32. torch.compile keeps forward's keys and values for backward, which then gathers none. A trainer may gather them
+    once and reduce-scatter their gradients in the dtype computed in: `TrainerTraits.cp_gathers`.
 
     An example: cp 2, float64, 4 layers, batch 2, 32 tokens a sample, 8 heads of 8. A rank has 2 (keys, values) x 4 x 2 x
     32/2 x 64 = 16,384 elements. An all_gather's output, which is what counts, is cp times that: 262,144 bytes.
@@ -31,6 +32,10 @@ def context_parallel_flows(case: Case, traits: TrainerTraits, rank: int, length:
     dtype = training.compute_dtype or training.dtype
     width = cp_width(case, traits)
     passed = 2 * layers * case.passes * case.local_batch * (length // dims.cp) * width // dims.tp
+    if traits.cp_gathers:
+        yield Flow("cp", "keys and values", "all_gather", "forward", dims.cp * passed * BYTES[dtype])
+        yield Flow("cp", "gradients of keys and values", "reduce_scatter", "backward", dims.cp * passed * BYTES[dtype])
+        return
     if case.features.cp_rotation == "allgather":
         yield Flow("cp", "keys and values", "all_gather", "forward", dims.cp * passed * BYTES[dtype])
         yield Flow("cp", "keys and values", "all_gather", "backward", again * dims.cp * passed * BYTES[dtype])

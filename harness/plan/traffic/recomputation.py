@@ -18,7 +18,8 @@ def recomputed_flows(case: Case, traits: TrainerTraits, rank: int, length: int) 
     A block runs again only until the last activation that backward needs, the input of w2. So the residual stream is brought
     into attention and feed-forward again, and out of attention, but not out of feed-forward. Two things bring it out of there,
     too: dropout, whose mask backward needs, and a trainer that does not stop early (`ac_early_stop`). "op" keeps the
-    results of reductions and of attention, and with the latter what context parallel gathered for it.
+    results of reductions and of attention, and with the latter what a ring passed on for it. What was gathered before
+    attention (`cp_gathers`) is gathered again.
     """
     dims, model, training = case.dims, case.model, case.training
     layers, kept = len(recomputed_layers(case, rank)), case.features.activation_checkpointing == "op"
@@ -30,8 +31,8 @@ def recomputed_flows(case: Case, traits: TrainerTraits, rank: int, length: int) 
         op = "reduce_scatter" if case.features.sequence_parallel else "all_reduce"
         to_the_end = model.dropout or not traits.ac_early_stop
         yield Flow("tp", "recomputed activations", op, "backward", (2 if to_the_end else 1) * activation)
-    if dims.cp > 1 and not kept:
-        gathered = case.features.cp_rotation == "allgather"
+    if dims.cp > 1 and (traits.cp_gathers or not kept):
+        gathered = traits.cp_gathers or case.features.cp_rotation == "allgather"
         op, times = ("all_gather", dims.cp) if gathered else ("all_to_all", dims.cp - 1)
         passed = 2 * activation * cp_width(case, traits) // model.dim // dims.tp
         yield Flow("cp", "recomputed keys and values", op, "backward", times * passed)

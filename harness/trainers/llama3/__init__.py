@@ -46,7 +46,8 @@ class Llama3(Adapter):
     backends: tuple[str, ...] = ("nccl", "gloo")
 
     def traits(self, case: Case) -> TrainerTraits:
-        return TrainerTraits(fsdp_units="apart", attention="fused")
+        gathers = case.dims.cp > 1 and case.training.document_mask
+        return TrainerTraits(fsdp_units="apart", attention="fused", cp_gathers=gathers)
 
     def unsupported(self, case: Case) -> str | None:
         return next(_obstacles(case), None)
@@ -125,8 +126,8 @@ def _where_dropout_differs(case: Case) -> Iterator[str]:
 
 def _torchs_limits_of_the_recipe(case: Case) -> Iterator[str]:
     dims, training = case.dims, case.training
-    if dims.cp > 1 and training.document_mask:
-        yield f"document_mask with cp {dims.cp}: torch's ring attention takes no mask but the causal one"
+    if dims.cp > 1 and training.document_mask and case.features.cp_rotation == "alltoall":
+        yield "document_mask with cp_rotation alltoall: torch's ring takes no mask"
     if dims.pp > 1 and training.variable_length:
         yield f"variable_length with pp {dims.pp}: torch's pipeline stages fix the shapes they exchange at the first step"
 

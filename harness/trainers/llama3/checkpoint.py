@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -48,6 +50,15 @@ def save(parts: Sequence[Part], counters: Counters, folder: Path) -> Path:
     target = folder / f"step_{counters.step:06d}"
     dcp.save(state_of(parts, counters), checkpoint_id=target)
     return target
+
+
+def save_async(parts: Sequence[Part], counters: Counters, folder: Path, group: dist.ProcessGroup | None) -> Future[Any]:
+    """Copy the state now and write it in the background, as `save` does. Called on every rank, once the last one is written.
+
+    group: on which no other thread communicates. Trap: on the default one, torch's, collectives of two threads would mix.
+    """
+    target = folder / f"step_{counters.step:06d}"
+    return dcp.async_save(state_of(parts, counters), checkpoint_id=target, process_group=group)
 
 
 def resume(parts: Sequence[Part], checkpoint: Path) -> Counters:

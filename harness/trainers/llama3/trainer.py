@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +29,11 @@ from harness.trainers.support.weights import load_weights
 
 
 class Microbatch(NamedTuple):
-    """tokens, labels: int64 [local_batch, s], s the step's length over cp. positions: int64 [s], None for 0 .. s-1.
+    """tokens, labels: int64 [local_batch, s], s the step's length over cp. positions: int64 [s], None for 0 .. s-1, or
+    [local_batch, s] where they count anew in each document.
 
-    documents: int64 [local_batch, s], which of its row's each token is in; None without a document mask.
+    documents: int64 [local_batch, s * cp], which of its row's each token is in, also under cp of the whole row; None
+    without a document mask.
     """
 
     tokens: Tensor
@@ -92,9 +95,14 @@ def build_model(
 
 def sequence_part(tokens: Tensor, labels: Tensor, mesh: DeviceMesh | None, case: Case) -> Microbatch:
     """What of a microbatch this rank computes: all of it, or under context parallel its positions."""
+    documents = data.documents(tokens) if case.training.document_mask else None
     if mesh is None or "cp" not in parallelize.axes_of(mesh):
-        return Microbatch(tokens, labels, documents=data.documents(tokens) if case.training.document_mask else None)
-    return Microbatch(*context.shard_sequence(tokens, labels, mesh["cp"], load_balance=case.features.cp_load_balance))
+        return Microbatch(tokens, labels, documents=documents)
+    balance = case.features.cp_load_balance
+    tokens, labels, positions = context.shard_sequence(tokens, labels, mesh["cp"], load_balance=balance)
+    if documents is not None:  # they count anew in each, as packed batches mostly do
+        positions = context.within_documents(documents)[:, positions]
+    return Microbatch(tokens, labels, positions, documents)
 
 
 def count_valid(microbatches: list[Microbatch], mesh: DeviceMesh | None, device: torch.device) -> int:
@@ -200,6 +208,10 @@ class Trainer:
         self.schedulers = [recipe.build_scheduler(optimizer, case.training) for optimizer in self.optimizers]
         rank = parallelize.data_parallel_rank(self.mesh)
         self.microbatches = (batches or data.Microbatches)(case, rank)
+        self.saving_group = (
+            dist.new_group(backend="gloo") if case.features.async_save and dist.is_initialized() else None
+        )
+        self.written: Future[Any] | None = None  # of the last checkpoint
         self.metrics: list[Metrics] = []
         self.step = 0
 
@@ -215,8 +227,13 @@ class Trainer:
             if checkpoints and checkpoint_every and step % checkpoint_every == 0:
                 self.save(checkpoints)
 
-    def save(self, folder: Path) -> Path:
-        return checkpoint.save(self.parts(), self.counters(), folder)
+    def save(self, folder: Path) -> Path | Future[Any]:
+        if not self.case.features.async_save:
+            return checkpoint.save(self.parts(), self.counters(), folder)
+        if self.written is not None:
+            self.written.result()
+        self.written = checkpoint.save_async(self.parts(), self.counters(), folder, self.saving_group)
+        return self.written
 
     def resume(self, folder: Path) -> None:
         """From the latest complete checkpoint. Raises ValueError if there is none."""
