@@ -17,7 +17,7 @@ _LEFT: ContextVar[list[int] | None] = ContextVar("left", default=None)
 
 @contextlib.contextmanager
 def at_most(logits: int) -> Iterator[None]:
-    """Within, forward passes that give so many logits. What computes twice as many in a pass has half as many passes."""
+    """Allow forward passes that give so many logits. What computes twice as many in a pass has half as many passes."""
     token = _LEFT.set([logits])
     try:
         yield
@@ -26,7 +26,7 @@ def at_most(logits: int) -> Iterator[None]:
 
 
 def spend(logits: int) -> None:
-    """Of one pass. Without a bound where nobody set one."""
+    """Spend the logits of one pass. Outside of a bound it does nothing."""
     left = _LEFT.get()
     if left is None:
         return

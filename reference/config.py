@@ -105,28 +105,14 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 class TrainingConfig:
     """The recipe. The same recipe, on any layout, must give the same losses and gradients.
 
-    `dtype` is the dtype of parameters, activations and optimizer state. `global_batch` counts samples per optimizer
-    step over all ranks and microbatches; `seq_len` counts tokens per sample. The learning rate rises linearly over
-    `warmup_steps`, then follows a cosine down to `final_lr_fraction * lr` at `steps`. `max_norm` None means no
-    clipping. `data` names a file of tokens; None means the dataset made from `seed`.
-
-    `compute_dtype`: what parameters are cast to for forward and backward; None leaves them as they are. `quantize`: the
-    format of the blocks' matmuls, by torchao. `tf32`: GPUs may round the operands of float32 matmuls to TF32, 10 bits of
-    mantissa (torch's `set_float32_matmul_precision("high")`); CPUs do not. `variable_length`: even steps train on the first
-    half of each sample's tokens. `document_mask`: attention does not look past a separator; positions count on from the
-    row's first token (rotary attention sees distances only, so starting anew in each document would be the same).
-    `last_batch`: samples of the last step, fewer than global_batch, as the end of an epoch leaves them.
-    `masked_samples`: every fourth sample drawn has no valid label at all. `all_valid`: no label is masked, so that the mean
-    of the ranks' means is the mean. `decay`: "all", or "matrices" for a weight
-    decay that leaves norm weights alone. `rates`: the learning rate of each step, of a trainer that keeps its own schedule,
-    which then is not under test; None: warm-up and cosine.
+    The learning rate rises linearly over `warmup_steps`, then follows a cosine down to `final_lr_fraction * lr` at `steps`.
     """
 
     steps: int = 3
     seed: int = 1234
-    dtype: str = "float64"
-    global_batch: int = 16
-    seq_len: int = 32
+    dtype: str = "float64"  # of parameters, activations and optimizer state
+    global_batch: int = 16  # samples per optimizer step, over all ranks and microbatches
+    seq_len: int = 32  # tokens per sample
     optimizer: str = "adamw"
     lr: float = 3e-3
     beta1: float = 0.9
@@ -135,18 +121,23 @@ class TrainingConfig:
     weight_decay: float = 0.1
     warmup_steps: int = 2
     final_lr_fraction: float = 0.1
-    max_norm: float | None = 1.0
-    data: str | None = None
-    compute_dtype: str | None = None
-    quantize: str | None = None
+    max_norm: float | None = 1.0  # None: no clipping
+    data: str | None = None  # a file of tokens; None: the dataset made from `seed`
+    compute_dtype: str | None = None  # what parameters are cast to in forward and backward; None: not cast
+    quantize: str | None = None  # the format of the blocks' matmuls, by torchao
     tf32: bool = False
-    variable_length: bool = False
+    """GPUs may round the operands of float32 matmuls to TF32, 10 bits of mantissa (torch's
+    `set_float32_matmul_precision("high")`); CPUs do not."""
+    variable_length: bool = False  # even steps train on the first half of each sample's tokens
     document_mask: bool = False
-    masked_samples: bool = False
-    all_valid: bool = False
-    last_batch: int | None = None
-    decay: str = "all"
+    """Attention does not look past a separator. Positions count on from the row's first token: rotary attention sees distances
+    only, so starting anew in each document would be the same."""
+    masked_samples: bool = False  # every fourth sample drawn has no valid label at all
+    all_valid: bool = False  # no label is masked, so that the mean of the ranks' means is the mean
+    last_batch: int | None = None  # samples of the last step, if an epoch ends there with fewer than global_batch
+    decay: str = "all"  # or "matrices": norm weights are not decayed
     rates: tuple[float, ...] | None = None
+    """Learning rates by step, of a trainer whose own schedule is not under test; None: warm-up and cosine."""
 
     def __post_init__(self) -> None:
         for key, known in CHOICES.items():
@@ -201,7 +192,7 @@ def quantized_modules(model: ModelConfig) -> tuple[str, ...]:
 
 
 def noise_key(training: TrainingConfig, reduce_dtype: str | None, kind: str) -> str:
-    """Under which the reference's noise is kept (reference/noise.py): "float32 shares".
+    """Return the key of the reference's noise (reference/noise.py): "float32 shares".
 
     reduce_dtype: in which gradients are added over ranks; None is as they are computed. kind: "shares" or "parts".
     """

@@ -1,4 +1,4 @@
-"""The reference, trained again as if one thing had been otherwise: what a supposed mistake would have led to, in every step."""
+"""The reference, trained again with one thing changed: what a supposed mistake would have led to, in every step."""
 
 from __future__ import annotations
 
@@ -40,46 +40,37 @@ class Batch:
 
 @dataclass(frozen=True)
 class Otherwise:
-    """What differs from the reference; all that is None is as it was. Arrays are whole tensors by fqn.
+    """What differs from the reference; all that is None is as it was. Arrays are whole tensors by fqn."""
 
-    weights: before the first step. batch(step, the recipe's) -> what is trained on. gradients(step, those of backward) ->
-    those that there are before clipping. given(step, gradients, their norm, parameters) -> what the optimizer is given, in
-    place of clipped ones; what is left out it leaves alone. rate(step, fqn) -> the learning rate. recipe(step, fqn) -> the
-    one whose betas, eps and weight decay the parameter is trained by, from step `since` on.
-    left(step, parameters) -> what there is when the optimizer is done.
-    rows: by fqn, where the arrays' rows are not in the reference's order, which of its rows each one is. columns: by fqn, where
-    arrays are vectors, in how many blocks of columns a matrix lies there, one behind the other.
-    state(step) -> the state that the optimizer begins that step with, by fqn and name; None: what it has. amsgrad: what
-    torch.optim.AdamW calls so. altered(module, step) alters a model in place before that step's forward pass.
-    """
-
-    weights: Mapping[str, np.ndarray] | None = None
-    batch: Callable[[int, Batch], Batch] | None = None
-    gradients: Callable[[int, Arrays], Arrays] | None = None
+    weights: Mapping[str, np.ndarray] | None = None  # before the first step
+    batch: Callable[[int, Batch], Batch] | None = None  # (step, the recipe's) -> what is trained on
+    gradients: Callable[[int, Arrays], Arrays] | None = None  # (step, those of backward) -> those before clipping
     given: Callable[[int, Arrays, float, Arrays], Arrays] | None = None
-    rate: Callable[[int, str], float] | None = None
+    """(step, gradients, their norm, parameters) -> the optimizer's, in place of clipped ones; others it leaves alone."""
+    rate: Callable[[int, str], float] | None = None  # (step, fqn) -> the learning rate
     recipe: Callable[[int, str], TrainingConfig] | None = None
+    """(step, fqn) -> the one whose betas, eps and weight decay train the parameter, from step `since` on."""
     since: int = 1
-    left: Callable[[int, Arrays], Arrays] | None = None
+    left: Callable[[int, Arrays], Arrays] | None = None  # (step, parameters) -> what there is after the optimizer
     state: Callable[[int], Mapping[str, Mapping[str, np.ndarray]] | None] | None = None
-    amsgrad: bool = False
-    altered: Alter | None = None
-    rows: Mapping[str, np.ndarray] | None = None
+    """(step) -> the optimizer's state, by fqn and name, as that step begins; None: what it has."""
+    amsgrad: bool = False  # what torch.optim.AdamW calls so
+    altered: Alter | None = None  # (module, step) alters a model in place before that step's forward pass
+    rows: Mapping[str, np.ndarray] | None = None  # by fqn, which of the reference's rows each row of the arrays is
     columns: Mapping[str, int] = field(default_factory=dict)
+    """Fqn of arrays that are vectors -> how many blocks of a matrix's columns lie there, one behind the other."""
 
 
 @dataclass(frozen=True)
 class Apart:
-    """Copies of the model that train apart, and what each is fed. owners: by share, the copy that computes it.
+    """Copies of the model that train separately, and what each is fed."""
 
-    shares(step, the recipe's batch) -> by share, how often each token counts in its gradient, float64 [b, s]; not at all: it is
-    not computed, nor its loss. reduce(step, gradients by share) -> those by copy. otherwise: by copy.
-    """
-
-    owners: Sequence[int]
+    owners: Sequence[int]  # by share, the copy that computes it
     shares: Callable[[int, Batch], Sequence[np.ndarray]]
-    reduce: Callable[[int, list[Arrays]], list[Arrays]]
-    otherwise: Sequence[Otherwise]
+    """(step, the recipe's batch) -> by share, how often each token counts in its gradient, float64 [b, s]. A share without any
+    is not computed, nor its loss."""
+    reduce: Callable[[int, list[Arrays]], list[Arrays]]  # (step, gradients by share) -> those by copy
+    otherwise: Sequence[Otherwise]  # by copy
 
 
 def retrain(
@@ -93,7 +84,7 @@ def retrain(
 def retrain_apart(
     model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, apart: Apart
 ) -> tuple[ReferenceRun, ...]:
-    """By copy of the model. The loss of a step is that of all tokens of all shares."""
+    """Return the run of each copy of the model. The loss of a step is that of all tokens of all shares."""
     with one_thread():
         copies = [_Copy(model, training, reference, otherwise) for otherwise in apart.otherwise]
         steps = [
@@ -151,7 +142,7 @@ def _only(batch: Batch, counts: np.ndarray) -> Batch:
 
 
 class _Copy:
-    """A model and its optimizer, trained otherwise."""
+    """A model and its optimizer, trained with what differs."""
 
     def __init__(
         self, config: ModelConfig, training: TrainingConfig, reference: ReferenceRun, otherwise: Otherwise
@@ -171,7 +162,7 @@ class _Copy:
         return {fqn: np.zeros_like(value) for fqn, value in self._by_fqn().items()}
 
     def _by_fqn(self, *, gradients: bool = False) -> Arrays:
-        """In the reference's shapes, which may be flat."""
+        """Return arrays in the reference's shapes, which may be flat."""
         return {fqn: self._as_kept(fqn, value) for fqn, value in by_fqn(self.model, gradients=gradients).items()}
 
     def _as_kept(self, fqn: str, value: np.ndarray) -> np.ndarray:
@@ -227,7 +218,7 @@ class _Copy:
         return ReferenceStep(number, loss, norm, lr, valid, gradients, after, state)
 
     def _options(self, number: int, fqn: str, p: nn.Parameter) -> dict[str, Any]:
-        """What the optimizer is told of a parameter in a step."""
+        """Return the optimizer's options for a parameter in a step."""
         otherwise = self.otherwise
         rate = otherwise.rate(number, fqn) if otherwise.rate else learning_rate(number, self.training)
         another = otherwise.recipe(number, fqn) if otherwise.recipe and number >= otherwise.since else None
@@ -250,7 +241,7 @@ class _Copy:
 
 
 def _whole(weights: Mapping[str, np.ndarray], config: ModelConfig, columns: Mapping[str, int]) -> Arrays:
-    """In the model's shapes."""
+    """Return weights in the model's shapes."""
     shapes = config.parameter_shapes()
     return {fqn: restored(np.asarray(weights[fqn]), shape, columns.get(fqn, 1)) for fqn, shape in shapes.items()}
 
@@ -265,7 +256,7 @@ def _put_in_order(model: nn.Module, rows: Mapping[str, np.ndarray]) -> None:
 
 
 def _as_kept(weights: Mapping[str, np.ndarray], reference: ReferenceRun) -> Arrays:
-    """In the order and the dtypes in which the reference keeps its own."""
+    """Return weights in the order and the dtypes in which the reference keeps its own."""
     return {fqn: np.asarray(weights[fqn]).astype(own.dtype) for fqn, own in reference.weights.items()}
 
 
@@ -283,7 +274,7 @@ def _backward(model: nn.Module, batch: Batch, valid: int, document_mask: bool) -
 
 
 def token_losses(model: nn.Module, batch: Batch, document_mask: bool) -> Tensor:
-    """Of each token, row after row, 0 where none counts. [b * s]"""
+    """Return the loss of each token, row after row, 0 where none counts. [b * s]"""
     tokens, labels = _integers(batch.tokens), _integers(batch.labels)
     logits = at_least_float32(model(tokens, documents=documents(tokens) if document_mask else None))
     spend(logits.numel())

@@ -30,7 +30,7 @@ class Dataset(Protocol):
 
 
 class TokenDataset:
-    """Documents made from a seed, that a small model can learn and whose every row can be told from all others.
+    """Documents made from a seed, that a small model can learn and whose every row differs from all others.
 
     Half of the tokens are one of the four ids after their predecessor; the others are drawn anew, small ids more often.
     Documents of unequal lengths are packed into each row. Samples are made when requested and depend on (seed, index).
@@ -47,7 +47,7 @@ class TokenDataset:
         all_valid: bool = False,
     ) -> None:
         if vocab_size < 16:
-            raise ValueError(f"vocab_size {vocab_size}: at least 16 are needed to tell samples apart")
+            raise ValueError(f"vocab_size {vocab_size}: at least 16 are needed to distinguish samples")
         self.vocab_size, self.seq_len, self.n_samples, self.seed = vocab_size, seq_len, n_samples, seed
         self.masked = masked_fractions(epoch_order(n_samples, seed), global_batch)
         if masked_samples:
@@ -89,7 +89,7 @@ def pack(row: np.ndarray, generator: np.random.Generator) -> np.ndarray:
 def masked_fractions(order: np.ndarray, global_batch: int) -> np.ndarray:
     """Masked fraction by sample id, so that no equal split of a step of epoch 0 over ranks has equally many valid tokens.
 
-    Odd places in a batch are masked more than even ones, and the second half more than the first: so neither the
+    Every second place in a batch is masked more than the one before, and the second half more than the first. So neither the
     strided nor the contiguous split over 2 ranks is even, and splits over 4, 8, 16, which refine them, cannot be.
     """
     place = np.arange(len(order)) % global_batch

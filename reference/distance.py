@@ -18,14 +18,14 @@ def relative_distance(seen: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _length(values: np.ndarray) -> float:
-    """Without BLAS, whose threads wait for each other for longer than this takes."""
+    """Return the length without BLAS, whose threads wait for each other for longer than this takes."""
     return math.sqrt(float(np.sum(np.square(values))))
 
 
 def best_fit(seen: np.ndarray, expected: np.ndarray) -> float:
     """The factor that brings what is expected nearest to what is seen: <seen, expected> / <expected, expected>.
 
-    1 where nothing but zeros is expected: it is the distance that tells then.
+    1 where nothing but zeros is expected: only the distance shows a difference then.
     """
     seen, expected = seen.astype(np.float64), expected.astype(np.float64)
     square = float(np.sum(expected * expected))

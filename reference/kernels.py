@@ -1,7 +1,7 @@
 """On which kernels numbers were rounded: libraries choose them by the processor, and each kind sums in its own order.
 
-Measured (torch 2.13, Intel): held to AVX2, gradients of FSDP over two ranks with float8_rowwise_with_gw_hp lie 4.6e-10 of
-the largest entry from the reference's, whose matmuls then sum in another order for fewer rows; with AVX-512 1e-15.
+Gradients of FSDP over two ranks with float8_rowwise_with_gw_hp were measured (torch 2.13, Intel). Held to AVX2, they lie
+4.6e-10 of the largest entry from the reference's, whose matmuls then sum in another order for fewer rows; with AVX-512 1e-15.
 Two machines with AVX-512 whose first losses in bfloat16 differ by 2e-5 have the same noise.
 """
 
@@ -16,7 +16,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 FLAGS = ("avx2", "avx512f", "amx_bf16")
 MAKERS = ("GenuineIntel", "AuthenticAMD")
 OVERRIDES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
-"""By which torch, MKL and oneDNN are told to use less than the processor can."""
+"""Variables that make torch, MKL and oneDNN use less than the processor can."""
 
 
 def kind_of_cpu() -> str:

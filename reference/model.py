@@ -1,12 +1,11 @@
 """Llama 3 as published, on one device: RMSNorm, rotary embedding, grouped-query attention, SwiGLU, no biases.
 
 Parameter names and the rotary layout (adjacent pairs turn together) are Meta's. The model is written so that parallelism
-can be applied to it from outside, without edits: heads are counted from what the projections return, the sequence
-length is read where the whole sequence is, and a pipeline stage may delete layers or set tok_embeddings, norm or output
-to None.
+can be applied to it from outside, without edits. Heads are counted from what the projections return. The sequence length is
+read where the whole sequence is. A pipeline stage may delete layers or set tok_embeddings, norm or output to None.
 
-Precision: where the published code computes in float32 (norms, rotary tables and rotation, loss) this one computes in
-*at least* float32, so a float64 model is float64 throughout and 1e-12 means something.
+Where the published code computes in float32 (norms, rotary tables and rotation, loss) this one computes in *at least*
+float32. So a float64 model is float64 throughout and 1e-12 means something.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def rescale(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def kept_share(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Of each frequency, before it is limited to 0 and 1."""
+    """Return the kept share of each frequency, before it is limited to 0 and 1."""
     turns = scaling.original_max_position * frequencies / (2 * math.pi)
     return (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
 
@@ -79,7 +78,7 @@ class RMSNorm(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """softmax(q k^T / sqrt(head_dim)) v, each position seeing itself and earlier ones, of its own document only.
+    """softmax(q k^T / sqrt(head_dim)) v, each position seeing itself and earlier ones of the same document.
 
     q, k, v [b, heads, s, head_dim], documents int64 [b, s] or None: all of a row is one. No parameters: it is a module so
     that context parallel has something to replace.
@@ -95,9 +94,9 @@ class CausalAttention(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention. Under tensor parallel the projections return this rank's heads only, hence the view with -1.
 
-    Positions travel down to here as integers and become angles here, not in a table beside the model: a buffer is
-    lost between the meta device and to_empty, a float argument is cast by mixed precision, and under sequence parallel
-    only this input is the whole sequence. Document numbers travel down for the same reasons.
+    Positions travel down to here as integers and become angles here, not in a table beside the model. A buffer would be
+    lost between the meta device and to_empty. Mixed precision would cast a float argument. Under sequence parallel only this
+    input is the whole sequence. Document numbers travel down for the same reasons.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -226,7 +225,7 @@ class Llama(nn.Module):
 
 
 def mask_seed(seed: int, step: int) -> int:
-    """Of a step's dropout masks, from the recipe's seed."""
+    """Return the seed of a step's dropout masks, from the recipe's seed."""
     return zlib.crc32(f"{seed} {step}".encode())
 
 
@@ -241,7 +240,7 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
     """Seed weights by fqn, float64: normal with std 1 / sqrt(columns); norms 1 + 0.1 * normal, so that slices differ.
 
     At published widths that is the customary 0.02. A fixed 0.02 at debug's 64 columns would leave attention all but
-    uniform: dropping the rotary embedding altogether would then change gradients by less than 1%, now by half.
+    uniform. Without the rotary embedding gradients would then change by less than 1%; now they change by half.
     Each parameter has its own generator, seeded by (seed, crc32(fqn)): its values depend on no other parameter.
     """
     return {fqn: _initial_weight(fqn, shape, seed) for fqn, shape in config.parameter_shapes().items()}

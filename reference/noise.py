@@ -1,25 +1,25 @@
 """The reference's own noise: how far its numbers move if nothing but the order of summation changes.
 
-A correct layout computes what one device computes and sums it up otherwise, in one of two ways:
+A correct layout computes what one device computes and sums it up in another order, in one of two ways.
 
     shares  the batch is cut, each share's gradient is rounded and the shares' are added: data and pipeline parallel,
             accumulation. Every product is computed as on one device, if its kernel sums in the same order for fewer rows.
     parts   products are cut as well, and each part is rounded before they are added: tensor and context parallel.
             Kernels that sum in another order (torch.compile) belong here too: every contraction is permuted. So do
-            models written otherwise. torchtitan's norm rounds its result once, the reference's (Llama's own) before
-            the weight too: in bfloat16 that alone moves the first loss by 3.2e-4, to the bit what torchtitan shows,
-            and every product after it is rounded otherwise. In float32 it is pairs turned as complex numbers.
+            models written in another way. torchtitan's norm rounds its result once, the reference's (Llama's own) before
+            the weight too. In bfloat16 this alone moves the first loss by 3.2e-4, to the bit what torchtitan shows,
+            and every product after it has another rounding. In float32 it is pairs turned as complex numbers.
 
-A repeat of the reference does that on one device, `parts` at the level of torch's operators, so that forward, backward
-and emulated products are all met.
+A repeat of the reference does that on one device. It does `parts` at the level of torch's operators, so that forward,
+backward and emulated products are all met.
 
-Quantized products jump: an operand next to the middle between two 8-bit values goes the other way if it moves by one
-unit of the last place, and later operands follow. Measured (float32, float8_rowwise_with_gw_hp, parts, 60 runs): one in
-thirty has such a jump in step 1, and then a gradient is off by 8e-3 where it else is by 5e-7. Repeats that had none
+Quantized products jump. An operand next to the middle between two 8-bit values goes the other way if it moves by one
+unit of the last place, and later operands follow. In 60 runs (float32, float8_rowwise_with_gw_hp, parts) one in thirty had
+such a jump in step 1. A gradient is off by 8e-3 then, and by 5e-7 without. Repeats that had none
 would condemn a correct run that has one. So they move each operand by up to SHAKE units before it is rounded, and each
-repeat has as many jumps as SHAKE runs: those of float32, in which products are summed, under `parts`; under `shares`,
-where the first forward pass is that of one device bit by bit, from step 2 on those of the parameters. Operands in
-bfloat16 need no help: its unit is a sixteenth of theirs, so that jumps are many.
+repeat has as many jumps as SHAKE runs. Under `parts` the units are those of float32, in which products are summed. Under
+`shares` the first forward pass is that of one device bit by bit, and the units are the parameters', from step 2 on. Operands
+in bfloat16 need no help: its unit is a sixteenth of theirs, so that jumps are many.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def orders(kind: str, training: TrainingConfig, reduce_dtype: torch.dtype) -> li
 def measure(steps: tuple[ReferenceStep, ...], repeats: Iterable[tuple[ReferenceStep, ...]]) -> Noise:
     """The largest relative distance of a repeat from the reference, by step; it cannot shrink from step to step.
 
-    Of a repeat nothing is kept but its distances: sixteen that are made one by one take no more memory than one.
+    Only a repeat's distances are kept: sixteen that are made one by one take no more memory than one.
     """
     kinds: dict[str, Distance] = {
         "loss": lambda seen, step: abs(seen.loss / step.loss - 1),
@@ -118,7 +118,7 @@ def _misfit_of(fqn: str) -> Distance:
 
 
 def _gradient_distance(seen: ReferenceStep, step: ReferenceStep) -> float:
-    """Of the parameter that is farthest off, relative to its largest entry."""
+    """Return the distance of the parameter that is farthest off, relative to its largest entry."""
     largest = {fqn: float(abs(gradient).max()) for fqn, gradient in step.gradients.items()}
     return largest_of(
         [float(abs(seen.gradients[f] - step.gradients[f]).max()) / largest[f] for f in largest if largest[f]]

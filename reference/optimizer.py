@@ -1,7 +1,7 @@
-"""torch's AdamW and SGD, each parameter with options of its own.
+"""torch's AdamW and SGD, each parameter with its own options.
 
-Through the functional forms of torch.optim: building one of its classes imports torch's compiler (3.5 s), which takes longer
-than all that is trained again to prove a cause.
+They are the functional forms of torch.optim. Building one of its classes would import torch's compiler (3.5 s), which takes
+longer than all that is trained again to prove a cause.
 """
 
 from __future__ import annotations

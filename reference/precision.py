@@ -73,8 +73,8 @@ def in_hardware(recipe: str, device: torch.device) -> bool:
 class Worker:
     """What computes for a model: itself, or a copy of it in the compute dtype, as FSDP2's MixedPrecisionPolicy has it.
 
-    The copy gets the parameters' values before every step, and its gradients are cast to reduce_dtype before they are
-    added up and to the parameters' dtype after that.
+    The copy gets the parameters' values before every step. Its gradients are cast to reduce_dtype before they are added up,
+    and to the parameters' dtype after that.
     """
 
     def __init__(self, model: nn.Module, training: TrainingConfig, modules: Iterable[str]) -> None:
@@ -94,7 +94,7 @@ class Worker:
                 own.copy_(parameter)
 
     def collect(self, reduce_dtype: torch.dtype | None) -> None:
-        """After each backward pass. The model's own gradients add up where they are."""
+        """Collect gradients after each backward pass. The model's own add up where they are."""
         if self.module is self.model:
             return
         found = [_gradient(p).to(reduce_dtype or p.dtype) for p in self.module.parameters()]

@@ -49,21 +49,17 @@ class Noise:
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """What the reference computed of a recipe. weights: before the first step, as the model holds them.
+    """What the reference computed of a recipe."""
 
-    samples: sample ids of each step, in order, [steps][global_batch]. tokens, labels: int64 [distinct samples, seq_len]
-    in the order of sample_ids. noise: where it was measured, by the dtype in which gradients are reduced.
-    inputs: of step 1, the mean square of what goes into each module, in the order of the forward pass.
-    rows: by fqn, int64 [rows], the row of the model's parameter that is stored there; all others are in the model's order.
-    """
-
-    weights: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]  # before the first step, as the model holds them
     steps: tuple[ReferenceStep, ...]
-    samples: tuple[tuple[int, ...], ...]
+    samples: tuple[tuple[int, ...], ...]  # sample ids of each step, in order, [steps][global_batch]
     sample_ids: tuple[int, ...]
-    tokens: np.ndarray
-    labels: np.ndarray
+    tokens: np.ndarray  # int64 [distinct samples, seq_len], in the order of sample_ids
+    labels: np.ndarray  # likewise
     environment: dict[str, str] = field(default_factory=dict)
-    noise: dict[str, Noise] = field(default_factory=dict)
+    noise: dict[str, Noise] = field(default_factory=dict)  # if measured, by the dtype in which gradients are reduced
     inputs: dict[str, float] = field(default_factory=dict)
+    """Mean squares of what goes into each module in step 1, in the order of the forward pass."""
     rows: dict[str, np.ndarray] = field(default_factory=dict)
+    """Fqn -> int64 [rows], the row of the model's parameter that is stored there; all others are in the model's order."""

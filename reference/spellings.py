@@ -1,4 +1,4 @@
-"""The reference's model altered in place, as an adapter may misread a trainer's model, or turned by positions of its own."""
+"""The reference's model altered in place, as an adapter may misread a trainer's model, or turned by other positions."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def train(
 
 
 def _environment(device: str) -> dict[str, str]:
-    """What numbers depend on besides the recipe."""
+    """What numbers depend on beside the recipe."""
     threads = str(torch.get_num_threads())
     return {"torch": torch.__version__, "device": device, "cpu": kind_of_cpu(), "threads": threads}
 
@@ -162,7 +162,7 @@ def count_valid(labels: Tensor) -> int:
 def learning_rate(step: int, training: TrainingConfig) -> float:
     """The learning rate of a step, counted from 1: its own, or lr * lr_factor(step).
 
-    Behind the last of `rates` that one stays: a scheduler looks one step ahead.
+    Behind the last of `rates` the last one counts: a scheduler looks one step ahead.
     """
     if training.rates is not None:
         return training.rates[min(step, len(training.rates)) - 1]
@@ -173,7 +173,7 @@ def lr_factor(step: int, training: TrainingConfig) -> float:
     """step / warmup_steps up to the end of the warm-up (W), then a cosine that reaches final_lr_fraction (f) at `steps` (N).
 
     f + (1 - f) * (1 + cos(pi * (step - W) / (N - W))) / 2, and f from step N on.
-    Of a step with a rate of its own, that over lr. Step 0, which a scheduler that is a step late begins with, has the peak
+    With `rates` it is the step's rate over lr. Step 0, which a scheduler that is a step late begins with, has the peak
     where there is no warm-up.
     """
     if training.rates is not None:
@@ -221,7 +221,7 @@ def cut(tokens: Tensor, labels: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_squares(model: nn.Module, tokens: Tensor, document_mask: bool = False) -> dict[str, float]:
-    """Of what goes into each module in one forward pass, by fqn in the order of the calls."""
+    """Return mean squares of what goes into each module in one forward pass, by fqn in the order of the calls."""
     found: dict[str, float] = {}
 
     def note(fqn: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:

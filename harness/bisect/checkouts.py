@@ -32,12 +32,12 @@ def how_to_judge(options: Options, repo: Path) -> tuple[Sequence[str], JudgedAt]
 
 
 def files_of(trainer: str) -> Sequence[str]:
-    """Of each commit; nothing: all of them."""
+    """Return the files to take of each commit; nothing: all of them."""
     return getattr(trainers.load(trainer), "files", ())
 
 
 def trainer_of(trainer: str, repo: Path) -> Callable[[Path], str]:
-    """By checkout, the trainer as trainers.load takes it. Raises BisectError."""
+    """Return the trainer of each checkout, as trainers.load takes it. Raises BisectError."""
     name, adapter = TrainerSpec.parse(trainer).name, trainers.load(trainer)
     if hasattr(adapter, "of"):
         return lambda checkout: trainers.spec(name, str(checkout))
@@ -59,7 +59,7 @@ def adapter_in(file: Path, relative: Path, checkout: Path) -> str:
 
 
 def _judged_at(of_checkout: Callable[[Path], str], case: Case, checkout: Path, options: Options) -> Judgement:
-    """By this harness. Raises Unsupported where the commit has no adapter that can be loaded, and as run_case does."""
+    """Judge it by this harness. Raises Unsupported if the commit has no adapter that can be loaded, and as run_case does."""
     trainer = of_checkout(checkout)
     file = Path(TrainerSpec.parse(trainer).name)
     laid = file.is_relative_to(checkout) and not commit_has(checkout, file)

@@ -4,9 +4,9 @@ The user's repository is only read: the clone borrows its objects and lies in a 
 fresh processes, forked from one server that has torch imported and nothing of the trainer.
 
 A commit is bad if it fails a check that the bad one breaks and the good one keeps. A check failing on both sides says nothing
-of the change that is looked for. What cannot be judged (it cannot be imported, its set-up raises or takes too long, it
-breaks otherwise than the bad one) is skipped, and the reason kept; but where the bad one's set-up raises, those that end with
-the same words are as bad, and those that start are good.
+of the change that is looked for. A commit is skipped, with a reason, if it cannot be imported, its set-up raises or takes
+too long, or it fails other checks than the bad one. But if the bad one's set-up raises, commits that end
+with the same words are as bad, and those that start are good.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from harness.run.options import Options, Unsupported
 from harness.spec.case import Case
 
 BROKEN_LATER, FIXED_LATER = ("good", "bad"), ("broken", "fixed")
-"""What git is told of the earlier and of the later side. It keeps "good" and "bad" for what broke."""
+"""Git's words for the earlier and the later side. It keeps "good" and "bad" for what broke."""
 
 
 def bisect(

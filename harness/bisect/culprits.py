@@ -1,7 +1,7 @@
 """What broke or fixed the cases of a night: one search for each cause, between that night and the last one without it.
 
 Cases of one cause are searched for once, by the one of fewest ranks. Another cause of the same two nights is first tried on
-the commits that were found for the others: two runs, where a search would take ten.
+the commits that were found for the others. It takes two runs, a search ten.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness.spec.case import Case
 
 @dataclass(frozen=True)
 class Where:
-    """repo: a clone of the trainer; None where nobody named one. until: by time.monotonic(), when no other commit is begun."""
+    """repo: a clone of the trainer; None if none is named. until: by time.monotonic(), when no other commit is begun."""
 
     repo: Path | None
     cases: Mapping[str, Case]
@@ -55,7 +55,7 @@ class Wanted:
 
 
 def searched(told: Told, where: Where) -> list[Culprit]:
-    """Of all that is newly broken and was green in an earlier night, then of what is newly fixed."""
+    """Search for all that is newly broken and was green in an earlier night, then for what is newly fixed."""
     found: list[Culprit] = []
     for one in wanted(told):
         found.append(culprit(one, where, found))
@@ -111,7 +111,7 @@ def culprit(one: Wanted, where: Where, before: Sequence[Culprit] = ()) -> Culpri
         found = _tried(one, where, before) or _search(one, where, good, bad)
     except (BisectError, *PROBLEMS) as error:
         others = _besides_commits(one)
-        return dataclasses.replace(empty, problem=f"{error}{f'; changed besides: {others}' if others else ''}")
+        return dataclasses.replace(empty, problem=f"{error}{f'; also changed: {others}' if others else ''}")
     except Exception as error:  # one search's, for which no other need be given up
         return dataclasses.replace(empty, problem=unexpected(error))
     return _told(empty, found)
@@ -123,9 +123,9 @@ def not_to_search(one: Wanted, where: Where) -> str:
     if not good or not bad:
         return "the commit of one of the two nights is not known"
     if good == bad:
-        return f"both nights are of commit {good}; changed besides: {_besides_commits(one)}"
+        return f"both nights are of commit {good}; also changed: {_besides_commits(one)}"
     if dirty := [commit for commit in (good, bad) if commit.endswith("-dirty")]:
-        return f"{dirty[0]}: sources were changed since the commit, nobody knows to what"
+        return f"{dirty[0]}: sources were changed since the commit, it is not known to what"
     if where.repo is None:
         return "no repository of the trainer was named: --repo"
     if one.cases[0] not in where.cases:

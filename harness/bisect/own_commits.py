@@ -1,6 +1,6 @@
 """A commit of this project, or of a fork of it, judged by itself: trainer and checks are of one repository.
 
-The commit runs the case in a process of its own and leaves a verdict, which is taken as it stands. What it cannot do (a case
+The commit runs the case in a separate process and leaves a verdict, which is taken as it stands. What it cannot do (a case
 that it does not know the words of, a record it cannot write) is a reason to skip it.
 """
 
@@ -56,6 +56,6 @@ def _judgement(case: Case, folder: Path, said: dict[str, Any], seconds: float) -
             for row in said["results"]
         )
     except (KeyError, ValueError) as error:
-        raise Unsupported(f"its verdict is written otherwise than today ({error!r})") from error
+        raise Unsupported(f"its verdict is not written as today's are ({error!r})") from error
     cause = one_cause(str(said["cause"])) if said.get("cause") else None
     return Judgement(case, folder, results, cause, seconds)

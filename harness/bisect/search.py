@@ -39,7 +39,7 @@ class Judged:
     """How it was judged, if not as the others."""
 
     raised: str = ""
-    """By a case that does not come to its first step: what ended its first rank that is to blame."""
+    """What ended the first rank to blame, if the case does not come to its first step."""
 
     @property
     def label(self) -> str:
@@ -52,18 +52,16 @@ class Judged:
 
 @dataclass(frozen=True)
 class Found:
-    """first: the first bad one, or the first good one again where what fixed it was looked for (fixed); before: the one that
-    was not, nearest before it. first is None where skipped ones hide it, or time was up; then candidates names who it may be.
-    what: "commit" or "version". unfinished: what is left to search, where time was up."""
+    """What a search found."""
 
-    first: Judged | None
-    before: Judged | None
+    first: Judged | None  # the first bad one (`fixed`: good one); None: skipped ones hide it, or time was up
+    before: Judged | None  # the nearest one before it that was not
     judged: tuple[Judged, ...]
-    candidates: tuple[str, ...]
+    candidates: tuple[str, ...]  # which it may be, if `first` is None
     seconds: float
-    what: str = "commit"
-    fixed: bool = False
-    unfinished: str = ""
+    what: str = "commit"  # or "version"
+    fixed: bool = False  # what fixed it was looked for
+    unfinished: str = ""  # what is left to search, if time was up
 
 
 Tell = Callable[[str], None]
@@ -79,8 +77,8 @@ class Looks(Protocol):
 
 
 def both_sides(judge: Looks, first: str, last: str, tell: Tell) -> tuple[Judged, Judged]:
-    """The good and the bad one, judged; what differs between them is what is searched for: failing checks, or that the bad one
-    does not start. Raises BisectError."""
+    """Judge the good and the bad one. What differs between them is searched for: failing checks, or that the bad one does
+    not start. Raises BisectError."""
     sides = []
     for commit, verdict in ((first, "good"), (last, "bad")):
         found = judge.look(commit)
@@ -97,8 +95,8 @@ def both_sides(judge: Looks, first: str, last: str, tell: Tell) -> tuple[Judged,
 
 
 def relative(found: Judged, good: Judged, bad: Judged) -> Judged:
-    """Its verdict, as seen from both ends. Of a bad one that does not start another is as bad that ends with the same words,
-    and good is what starts."""
+    """Its verdict, as seen from both ends. If the bad one does not start, one that ends with the same words is as bad, and one
+    that starts is good."""
     if found.problem:
         return dataclasses.replace(found, verdict="bad" if found.raised and found.raised == bad.raised else "skip")
     wanted = bad.broken - good.broken
@@ -111,7 +109,7 @@ def relative(found: Judged, good: Judged, bad: Judged) -> Judged:
 
 
 def read(found: Judged, case: Case, folder: Path, judgement: Judgement) -> Judged:
-    """With what was judged of this case, whose evidence lies in folder."""
+    """Return it with what was judged of this case, whose evidence lies in folder."""
     cause = diagnosis_line(judgement.diagnosis)
     found = dataclasses.replace(found, note=judgement.made.get("adapter", found.note))
     if not set_up(folder / "run", case):
@@ -150,7 +148,7 @@ def not_judged(judgement: Judgement) -> str:
 
 
 def line_of(found: Judged) -> str:
-    """And below it a line for each different cause."""
+    """Return its line, and below it a line for each different cause."""
     why = [found.problem] if found.problem else list(dict.fromkeys(found.causes.values()))
     why += [found.note] if found.note else []
     return "\n".join([f"{found.verdict:<4}  {found.name}  ({found.seconds:.0f} s)", *(f"{'':9}  {one}" for one in why)])

@@ -122,8 +122,8 @@ def _shown(one: Judged, case: str) -> Path:
 
 
 def facts(trial: Trial) -> dict[str, str]:
-    """Of rank 0: what it holds, over whom it moved what in its first step; of all ranks: how far their gradients are off; and
-    what a test of less would look at."""
+    """Return what rank 0 holds and moved in its first step, and over which ranks. Added are how far all ranks' gradients are
+    off, and what a weaker test would look at."""
     evidence = trial.ranks.get(0)
     if evidence is None or not evidence.steps:
         return {"rank 0": "left no evidence" if evidence is None else "finished no step"}

@@ -1,4 +1,4 @@
-"""Which version of an installed package failed a check: each in an environment of its own, judged by the checks.
+"""Which version of an installed package failed a check: each in its own environment, judged by the checks.
 
 Environments are made in OUT/.environments; a prepared interpreter may be named instead. The search is that over commits,
 over a list.
@@ -37,7 +37,7 @@ class Version:
 
 
 def versions(text: str) -> list[Version]:
-    """As typed: torch==2.11.0,2.12.0@/path/to/python,2.13.0; from the good one to the bad one. Raises BisectError."""
+    """Read torch==2.11.0,2.12.0@/path/to/python,2.13.0; from the good one to the bad one. Raises BisectError."""
     package, _, numbers = text.partition("==")
     found = []
     for entry in numbers.split(","):
@@ -78,7 +78,7 @@ def border(names: Sequence[str], judged: dict[str, Judged]) -> tuple[str, str]:
 
 
 def halfway(names: Sequence[str], judged: dict[str, Judged]) -> str | None:
-    """Of those between last good and first bad that nobody looked at, the one next to the middle."""
+    """Return the one next to the middle of those between last good and first bad that are not judged yet."""
     last_good, first_bad = (names.index(name) for name in border(names, judged))
     left = [at for at in range(last_good + 1, first_bad) if names[at] not in judged]
     return names[min(left, key=lambda at: abs(2 * at - last_good - first_bad))] if left else None

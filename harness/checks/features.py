@@ -61,7 +61,7 @@ def _expect(
 def wrapped(trial: Trial, rank: int) -> Looked:
     kinds = sorted({wrapper.kind for wrapper in trial.ranks[rank].structure.values()})
     alone = trial.case.wrapper is None and len(kinds) == 1 and trial.case.dims.dp * trial.case.dims.cp == 1
-    wanted = kinds[0] if alone else trial.case.wrapper or "none"  # around one data rank it looks after nobody else
+    wanted = kinds[0] if alone else trial.case.wrapper or "none"  # over one data rank any wrapper does
     yield _expect(rank, "data-parallel wrapper", wanted, " and ".join(kinds) or "none")
 
 

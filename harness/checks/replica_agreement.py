@@ -4,8 +4,8 @@ Who holds the same slice is found from contents, so replicas of any kind are com
 should is in the plan: what is planned and not found was not compared, and is not a PASS.
 
 With digests of parameters alone, ranks hold the same if they claim so. They claim the same parts of all parameters, or of
-those that DTensors copy over the ranks that cut others. Two more are compared: ranks that claim nothing, are replicas by the
-layout, and began with the same bytes; and a parameter that a wrapper was configured to ignore.
+those that DTensors copy over the ranks that cut others. Ranks that claim nothing are compared if they are replicas by the
+layout and began with the same bytes. A parameter that a wrapper was configured to ignore is compared, too.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def command(args: argparse.Namespace) -> int:
     lines: list[dict[str, str]] = []
 
     def tell(label: str, text: str) -> None:
-        """At once, for ranks take their time."""
+        """Print the line at once, for ranks take their time."""
         lines.append({"label": label, "text": text})
         tell_line(label, text)
 

@@ -61,7 +61,7 @@ def add(commands: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """0: every fault caught as it should be. 1: one is not. 2: one never fired or was not tried, or the control fails."""
+    """0: every fault caught as expected. 1: one is not. 2: one never fired or was not tried, or the control fails."""
     args.trainer = args.trainer or (trainer_under_test(args) if args.file else OURS)
     own = Path(faults.__file__).parent / f"{args.trainer}.py"
     file = args.file or (own if own.is_file() else None)
@@ -83,14 +83,14 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _with_cases(file: Path) -> str:
-    """The trainer of which this is the catalogue that comes with the harness, and which has cases of its own; else empty."""
+    """The trainer whose catalogue of the harness this is, if that trainer has its own cases; else empty."""
     ours = file.resolve().parent == Path(faults.__file__).parent
     return file.stem if ours and (Path(trainers.__file__).parent / file.stem).is_dir() else ""
 
 
 def cases_to_break(args: argparse.Namespace) -> list[Case]:
-    """Those that come with the harness, and with the trainer's adapter; of somebody's own catalogue those of their folder. In a
-    dtype that the trainer computes in. Raises CaseError."""
+    """Return the cases of the harness and of the trainer's adapter; for a user's own catalogue those of the user's folder. They
+    are in a dtype that the trainer computes in. Raises CaseError."""
     cases = cases_of(args, case_files.USUAL if args.file else case_files.OURS)
     own = Path(trainers.__file__).parent / args.trainer / case_files.USUAL
     if not (args.file or args.cases) and own.is_dir():

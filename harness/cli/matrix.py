@@ -181,7 +181,7 @@ def ordered(cases: Sequence[Case], options: Options, slots: int) -> list[Load]:
 
 
 def part_of(cases: Sequence[Case], args: argparse.Namespace) -> list[Case]:
-    """Those of a shard, and those that failed when they were last run. Raises BadInput where none is left."""
+    """Return the cases of a shard, and of --last-failed those that failed last. Raises BadInput where none is left."""
     cases = list(cases)
     if args.last_failed:
         run, _ = verdicts.last(args.out)
@@ -206,7 +206,7 @@ def common_durations(args: argparse.Namespace) -> dict[str, float]:
 
 
 def selected(args: argparse.Namespace) -> tuple[list[Case], int]:
-    """And how many more there are in other tiers."""
+    """Return the selected cases, and how many more there are in other tiers."""
     if args.random:
         if args.expression:
             raise BadInput("--random: leave out -k, which is for cases of files")

@@ -109,8 +109,8 @@ def tell(text: str) -> None:
 
 
 def prepared(args: argparse.Namespace, named: str) -> Options:
-    """With the trainer of the commit in OUT/.trainer, where one is named. named: as load takes it, without a source. Raises
-    BadInput and BisectError."""
+    """Return options, with the commit's trainer in OUT/.trainer if one is named. named: as load takes it, without a source.
+    Raises BadInput and BisectError."""
     if args.commit and (args.repo is None or args.of or args.trainer == own_commits.TRAINER):
         raise BadInput("--commit: it is of --repo, of a trainer that has sources, and without --of")
     if args.repo and args.source:
@@ -133,7 +133,7 @@ def checked_out(args: argparse.Namespace, trainer: str) -> Path:
 
 
 def repository(args: argparse.Namespace) -> Path | None:
-    """To search in."""
+    """Return the repository to search in."""
     if args.repo or args.trainer != own_commits.TRAINER:
         return args.repo
     return ROOT if BUILTIN == ROOT and (ROOT / ".git").exists() else None

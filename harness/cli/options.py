@@ -121,7 +121,7 @@ def add_how_to_run(parser: argparse.ArgumentParser, more: Sequence[str] = (), wh
     how.add_argument(
         "--server",
         choices=(*resident_client.KINDS, *more),
-        help=f"the process that forks ranks: resident stays for the next commands, own ends with this one; default resident, "
+        help=f"the process that forks ranks: resident is kept for the next commands, own ends with this one; default resident, "
         f"in CI own{what}",
     )
     how.add_argument("--device", default="cpu", choices=("cpu", "cuda"))

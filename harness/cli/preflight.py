@@ -1,6 +1,6 @@
 """`harness preflight`: a production layout, before a cluster is spent on it: some of its ranks, each run alone and judged.
 
-Of a case or a layout with a trainer that has an adapter, of torchtitan's configuration file, or of any command that trains.
+It takes a case or a layout with a trainer that has an adapter, torchtitan's configuration file, or any command that trains.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _of_case(args: argparse.Namespace) -> int:
 
 
 def _case(args: argparse.Namespace) -> tuple[Case, tuple[str, ...]]:
-    """And what of a configuration is not run. Raises BadInput and CaseError."""
+    """Return the case, and what of a configuration is not run. Raises BadInput and CaseError."""
     if args.config is not None:
         if args.case or args.dims or not args.world:
             raise BadInput("--config needs --world, and neither CASE nor --dims")

@@ -17,8 +17,8 @@ def shown_or_ended(what: str) -> None:
     found = resident_client.stop(every=every) if stop else resident_client.status_of_all()
     lines = [line(server, stop=stop and (every or not server.get("stays"))) for server in found]
     if stop and not every and any(server.get("stays") for server in found):
-        lines.append("what stays is of other environments; `harness run --server end-all` ends it too")
-    say(*(lines or ["no rank server stays here"]))
+        lines.append("what is left is of other environments; `harness run --server end-all` ends it too")
+    say(*(lines or ["no rank server is here"]))
 
 
 def line(server: dict[str, Any], *, stop: bool) -> str:

@@ -24,7 +24,7 @@ FOR: Mapping[str, tuple[Kind, ...]] = {
     "layout": (Kind.RECORDING,),
     "quarantine": (Kind.HISTORY,),
 }
-"""By option, the kinds of stored things that it is for."""
+"""Option -> the kinds of stored things that it is for."""
 
 
 def add(commands: Any) -> None:

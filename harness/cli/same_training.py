@@ -61,7 +61,7 @@ def add_noise_of(parser: argparse.ArgumentParser) -> None:
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
-    """Return what the recorder in the ranks is told. Raises BadInput and CaseError."""
+    """Return the variables for the recorder in the ranks. Raises BadInput and CaseError."""
     found = {injection.NOISE: args.noise} if args.noise else {}
     if args.same_as is not None:
         load_recording(args.same_as)  # before the command trains to its end
@@ -93,7 +93,7 @@ def command(args: argparse.Namespace, out: Path, _: object = None) -> int:
 
 
 def is_judged_by(args: argparse.Namespace, other: Path) -> bool:
-    """Return whether numbers are compared, and not structure: where that is asked for, or was when the second was recorded."""
+    """Return whether numbers are compared, not structure: if requested now, or when the second was recorded."""
     return bool(args.numbers or args.noise_of or started(other).get("same_as"))
 
 

@@ -1,10 +1,10 @@
 """Failing checks -> causes that are proven, in the field's words, and the evidence for them in a few lines.
 
-Each file knows one subject. It proposes hypotheses, which the engine puts to the test: under the assumption the stored evidence
-is judged again, the checks that fail pass, and no passing check fails. And it states facts, of which a check has seen all
-there is to know. What neither explains is said as that, with the place where things first go wrong.
+Each file has one subject. It proposes hypotheses, which the engine tests: under the assumption the stored evidence is judged
+again. A hypothesis is proven if the failing checks pass then, and no passing check fails. A file also states facts, which a
+check saw directly. What neither explains is located: the place is given where numbers are first wrong.
 
-A diagnosis is a service, the verdict is the checks'. So what raises is skipped, and the evidence says so.
+A diagnosis is a service; the checks alone decide the verdict. So what raises is skipped, and the evidence says so.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     lacks_the_outputs_part,
 )
 COSTLY: tuple[Suspects, ...] = (sums_of_pieces, another_tensor)
-"""Those that compute models to propose something."""
+"""Suspects that compute models to propose something."""
 FACTS: tuple[Facts, ...] = (
     as_seen(resumed_otherwise),
     process_failed,
@@ -72,8 +72,8 @@ def diagnose(
     facts: Sequence[Facts] = FACTS,
     costly: Sequence[Suspects] = COSTLY,
 ) -> Diagnosis | None:
-    """None if no check fails. Never raises. Of a case that resumes the first launch that fails a check is diagnosed, unless
-    that one only keeps or moves too much, which does not explain what is resumed wrongly."""
+    """None if no check fails. Never raises. If a case resumes, the first launch that fails a check is diagnosed. A launch that
+    only keeps or moves too much is passed over where `resume` fails, because it does not explain that."""
     failed = [result for result in results if result.verdict is Verdict.FAIL]
     before = judge(trial.saved[-1]) if failed and trial.saved else []
     if before and (earlier := diagnose(trial.saved[-1], before, suspects, facts, costly)):

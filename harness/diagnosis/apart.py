@@ -24,10 +24,10 @@ Reduce = Callable[[int, list[Arrays]], list[Arrays]]
 def train_apart(
     trial: Trial, axis: str, reduce: Reduce | None = None, otherwise: Sequence[dict[str, Any]] | None = None
 ) -> Trial:
-    """Assume that the replicas along an axis (dp_replicate) are copies of their own.
+    """Assume that the replicas along an axis (dp_replicate) are separate copies.
 
-    reduce(step, gradients by replica) -> those that each has then; None: their sum. otherwise: by replica, in the words of
-    reference.counterfactual.Otherwise.
+    reduce(step, gradients by replica) -> those that each has then; None: their sum. The last argument is, by replica, what
+    reference.counterfactual changes.
     """
     copies = {rank: coordinate(trial.case.dims, rank)[axis] for rank in trial.ranks}
     members = [[rank for rank in copies if copies[rank] == copy] for copy in range(max(copies.values()) + 1)]
@@ -68,7 +68,7 @@ def replicas_differ(trial: Trial, of: Callable[[int, str], object]) -> bool:
 
 
 def clipping_apart(trial: Trial) -> Trial:
-    """Assume that each rank clips by the norm of its own copy's gradients."""
+    """Assume that each rank clips by the norm of the gradients of its copy."""
     norms = {(r, step.step): step.grad_norm for r in trial.ranks for step in trial.reference_of(r).steps}
 
     def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The same evidence under another assumption: another request, another plan, a reference trained otherwise."""
+"""The same evidence under another assumption: another request, another plan, a counterfactual reference."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def another_case(trial: Trial, case: Case) -> Trial:
-    """As if this had been requested: with the plan of it, and the same reference."""
+    """Assume that this had been requested: with its plan, and the same reference."""
     plan = make_plan(case, trial.traits)
     return replace(trial, case=case, plan=without_slices(plan) if lacks_slices(trial) else plan)
 
 
 def lacks_slices(trial: Trial) -> bool:
-    """Of a job of which nobody declared more than a layout, and it is not derived what ranks hold."""
+    """Return whether the job declares only a layout, so that the plan has no slices."""
     return "declared" not in trial.run.provided and not any(trial.plan.slices.values())
 
 
@@ -34,15 +34,15 @@ def another_feature(trial: Trial, **features: Any) -> Trial:
 
 
 def another_recipe(trial: Trial, training: TrainingConfig) -> Trial:
-    """As if this recipe had been requested: the reference is trained by it."""
+    """Assume that this recipe had been requested: the reference is trained by it."""
     words = {**order_of_entries(trial), **trial.assumption.reference}
     reference = retrain(trial.case.model, training, trial.reference, **words)
     return replace(another_case(trial, replace(trial.case, training=training)), reference=reference)
 
 
 def another_reference(trial: Trial, **otherwise: Any) -> Trial:
-    """As if the reference had been trained so, besides what is assumed of it already; the words are those of
-    reference.counterfactual.Otherwise."""
+    """Assume another training of the reference, in addition to what is assumed of it already. The words are those of
+    reference.counterfactual."""
     known = trial.assumption.reference
     together = {**known} | {key: _after(known.get(key), key, new) for key, new in otherwise.items()}
     words = order_of_entries(trial) | together
@@ -67,21 +67,20 @@ def _of_those(given: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, A
 
 
 def order_of_entries(trial: Trial) -> dict[str, Any]:
-    """The trial's reference has its rows in the trainer's order, and vectors as tp ranks flatten what they have: the model that
-    is trained again has to know."""
+    """Return the order of the reference's rows, and of vectors as tp ranks flatten what they have: the model that is trained
+    again needs it."""
     rows = trial.reference.rows
     return {**({"rows": rows} if rows else {}), **({"columns": trial.plan.columns} if trial.plan.columns else {})}
 
 
 def another_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any) -> Trial:
-    """As if some ranks' or parameters' optimizer had done something else, and the reference had been trained so."""
+    """Assume that the optimizer of some ranks or parameters did something else, and train the reference so."""
     return another_reference(trial, **otherwise).assuming(assumed)
 
 
 def apart(trial: Trial, copies: Mapping[int, int], otherwise: Sequence[dict[str, Any]], **told: Any) -> Trial:
-    """As if ranks trained apart. copies: by rank, which of several copies of the model it trains; otherwise: by copy, in the
-    words of reference.counterfactual.Otherwise; `told` in those of Apart. Where one copy is left it is a reference like any
-    other."""
+    """Assume that ranks train separate copies of the model. copies: by rank, which copy it trains. What is assumed
+    of each copy and of all is in the words of reference.counterfactual. A single copy is a reference like any other."""
     together = [{**order_of_entries(trial), **trial.assumption.reference, **one} for one in otherwise]
     runs = retrain_apart(trial.case.model, trial.case.training, trial.reference, together, **told)
     references = {rank: runs[copy] for rank, copy in copies.items()} if len(runs) > 1 else {}

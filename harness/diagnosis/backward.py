@@ -1,7 +1,7 @@
-"""What was seen of gradients in the first step that is wrong, where no one reference tells what follows of it.
+"""What was seen of gradients in the first step that is wrong, where no single reference shows what follows from it.
 
-Collectives of backward that did not run, shares of norm weights that were not added, rounding, and the place down to which
-gradients are right where less was moved than planned.
+Subjects are collectives of backward that did not run, shares of norm weights that were not added, and rounding. Where less was
+moved than planned, the place is given down to which gradients are right.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
     yield from itertools.islice(rest, 1)
 
 
-OF_ATTENTION = {  # in backward keys and values may go round again, by the same collective as their gradients
+OF_ATTENTION = {  # in backward K/V may be exchanged again, by the same collective as their gradients
     ("keys and values", "forward"): "no K/V exchange over cp",
     ("gradients of keys and values", "backward"): "no exchange of K/V gradients over cp: each rank keeps its own",
 }
@@ -193,7 +193,7 @@ def depth(fqn: str) -> tuple[float, int]:
 
 
 def _less_than_planned(trial: Trial, step: int) -> str:
-    """The axes over which the first rank moved less in backward than the plan says, besides its gradients."""
+    """Return the axes over which the first rank moved less in backward than planned, optional flows left out."""
     rank = min(trial.ranks)
     seen = observed_traffic(trial, trial.ranks[rank], step)
     wanted, spare = (planned_traffic(trial, rank, step, optional_only=only) for only in (False, True))
@@ -222,7 +222,7 @@ FLOAT32 = 1e-6  # relative to the largest
 
 
 def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Of float64: all losses and the gradients of step 1 are off by less than float32 rounds."""
+    """In a float64 case all losses and the gradients of step 1 are off by less than float32 rounds."""
     if "gradients" not in broken or not trial.case.exact:
         return
     wrong = wrong_pairs(trial, 1)

@@ -1,5 +1,5 @@
-"""Gradients that a trainer reduces by functions of its own, without a wrapper: what its adapter has to write, for nothing of it
-can be seen from outside. The evidence alone says whether they are reduced: over the plan's groups, and no fewer bytes.
+"""Gradients that a trainer reduces itself, without a wrapper: what its adapter has to write, for nothing of it can be seen from
+outside. The evidence alone says whether they are reduced: over the plan's groups, and no fewer bytes.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ Change = Callable[[int, Arrays], Arrays]
 Number = Callable[[int, int, float], float]
 """(rank, step, the loss that was seen) -> the loss that the rank reports."""
 Assume = Callable[[Sequence[int]], Callable[[Trial], Trial]]
-"""By the steps in which something is so, what is assumed."""
+"""(steps in which something is so) -> what is assumed."""
 Source = Callable[[Trial, int, str, int], "np.ndarray | None"]
 
 
@@ -122,8 +122,8 @@ def _over_tp(trial: Trial, rank: int, fqn: str, step: int) -> np.ndarray | None:
 
 
 def _weights(trial: Trial, step: int, source: Source, beside: Source | None = None) -> dict[Pair, float]:
-    """Return how often a source counts in each wrong gradient of a step, beside one that counts once; nothing where a gradient
-    is no such sum."""
+    """Return how often a source counts in each wrong gradient of a step, beside one that counts once. Empty if a gradient is
+    no such sum."""
     found, tolerated = {}, SHARP if trial.case.exact else ROUGH
     for rank, fqn in wrong_pairs(trial, step):
         rest, own = seen_gradients(trial, rank, step)[fqn], source(trial, rank, fqn, step)
@@ -218,7 +218,7 @@ def _name(trial: Trial, factors: Mapping[str, float]) -> str:
 
 
 def _in_the_loss(trial: Trial, since: int, factor: float) -> Hypothesis:
-    """Suppose a factor within backward, which is rounded otherwise than one that comes after it: the roundest number."""
+    """Suppose a factor within backward, whose rounding is not that of a factor after it: the roundest number."""
     factor = float(f"{factor:.3g}")
 
     def batch(step: int, usual: Batch) -> Batch:

@@ -52,7 +52,7 @@ def gathered(trial: Trial) -> Iterator[Allowance]:
 
 
 def held(trial: Trial, kind: str, ranks: Collection[int]) -> Iterator[Allowance]:
-    """Yield the most that one of these ranks keeps ("retained") or copies ("copied") besides what the plan knows."""
+    """Yield the most that one of these ranks keeps ("retained") or copies ("copied") in addition to the plan."""
     if kind == "retained":
         kept = (sum(one.bytes for one in memory.copies_kept(trial, r)) - memory.spare(trial, r) for r in ranks)
         yield Allowance("kept", max(kept), WHY)

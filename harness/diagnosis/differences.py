@@ -41,7 +41,7 @@ def distance(trial: Trial, rank: int, fqn: str, step: int) -> float:
 
 
 def loss_off(trial: Trial, step: int) -> float | None:
-    """By how much the loss of a step is off, None if it is right or was not seen."""
+    """Return how far the loss of a step is off, None if it is right or was not seen."""
     seen, wanted = global_loss(trial, step), trial.reference.steps[step - 1].loss
     if seen is None:
         return None
@@ -84,8 +84,10 @@ OF_GRADIENTS = frozenset(name for name, module in all_checks().items() if getatt
 
 
 def consequences(trial: Trial, step: int) -> tuple[str, ...]:
-    """Of gradients that are wrong from a step on: the loss of that step is computed before them, reports are of what was
-    computed, and updates are judged by the gradients that were seen, if these have one norm."""
+    """Return the checks that fail because gradients are wrong from a step on.
+
+    The loss of that step is computed before them. Reports are of what was computed. Updates are judged by the gradients that
+    were seen, if these have one norm."""
     losses = not any(loss_off(trial, earlier) for earlier in trial.case.steps if earlier <= step)
     found = {
         "gradients": True,

@@ -125,7 +125,7 @@ class Search:
         return [], sorted(partial, key=lambda proof: (-len(proof.explained), proof.fitted))
 
     def _allowed(self, alike: Iterator[Hypothesis]) -> list[Hypothesis]:
-        """As many as may still be judged."""
+        """Return as many as may still be judged."""
         allowed = list(itertools.islice(alike, JUDGED - self.tried))
         if next(alike, None) is not None:
             self.ended = f"{JUDGED} hypotheses were judged"
@@ -143,7 +143,7 @@ class Search:
         except budget.Spent:
             self.ended = PASSES_ENDED
             return None
-        except NoBound:  # of what is only supposed nobody measured noise
+        except NoBound:  # no noise was measured for this assumption
             return None
         except Exception as error:
             self._note(hypothesis.cause.kind, error)

@@ -82,7 +82,7 @@ def _of_tokens(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, By
 
 
 def _of_microbatches(trial: Trial) -> dict[int, dict[int, int]]:
-    """By number, from 1, and step: the valid tokens of that microbatch of all ranks; empty where there is one alone."""
+    """Return valid tokens of all ranks, by number of microbatch, from 1, and step; empty if there is only one."""
     ranks, passes = [r for r in trial.ranks if coordinate(trial.case.dims, r)["tp"] == 0], trial.case.passes
     steps = {step: [seen for rank in ranks if (seen := losses(trial, rank, step))] for step in trial.case.steps}
     if passes == 1 or not all(of and all(len(seen) == passes for seen in of) for of in steps.values()):

@@ -63,7 +63,7 @@ class Row:
     symptom: bool = False
     """Whether it is a cause only where there is no other."""
     more: More = _nothing
-    """What is said besides."""
+    """What is also said."""
 
 
 def _held(kind: str) -> More:
@@ -131,7 +131,7 @@ ENDED = {"raised": "raised", "killed": "hung", "ok": "left early", "lost": "was 
 
 
 def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Who died, hung, raised or left early, and who only waited."""
+    """State which ranks died, hung, raised or left early, and which only waited."""
     blamed = [exit for exit in trial.run.exits if exit.blamed]
     others = [exit for exit in trial.run.exits if exit.how != "ok" and not exit.blamed]
     if not blamed:
@@ -176,7 +176,7 @@ def _nobody_to_blame(failed: list[Exit]) -> Iterator[Fact]:
     yield Fact(Cause("a process failed", text), ("completed",), (*lines, *_stack(first)))
 
 
-# ---- parameters that nobody trains
+# ---- parameters that are not trained
 
 
 def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ORDERS = 8  # seeds and epochs beside the recipe's whose orders are tried
 MOST = 4096  # samples of a data set that are looked through
 Shares = Mapping[int, list[int | None]]
-"""By dp rank, the ids of the samples that it received; None for rows that are none of the recipe's."""
+"""Dp rank -> the ids of the samples that it received; None for rows that are none of the recipe's."""
 Look = Callable[[Trial, int], Cause | None]
 """At one step."""
 
@@ -51,7 +51,7 @@ def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     seen += ("positions",) * (wrong_positions(trial) is None) + ("features",) * (cause.kind == "odd traces")
     lines: Lines = tuple(("samples", one) for one in broken["samples"].findings[:2])
     if cause.kind == "peers differ" and ("axis", "tp") in cause.details:
-        what = "tp peers compute parts of different samples, and no reference tells what follows"
+        what = "tp peers compute parts of different samples, and no reference shows what follows"
         yield Hypothesis(cause, None, 1, (*lines, no_reference(what)), (*seen, *OF_GRADIENTS))
     elif cause.kind == "CP not applied":
         yield Hypothesis(cause, _whole_sequences, 1, lines, seen)
@@ -68,7 +68,7 @@ def other_samples(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _whole_sequences(trial: Trial) -> Trial:
-    """As if there were no cp axis: its ranks are data parallel ones, which receive the same samples."""
+    """Assume that there is no cp axis: its ranks are data parallel ones, which receive the same samples."""
     case, cp = trial.case, trial.case.dims.cp
     dims = replace(case.dims, cp=1, dp_shard=case.dims.dp_shard * cp)
     training = replace(case.training, global_batch=case.training.global_batch * cp)
@@ -77,7 +77,7 @@ def _whole_sequences(trial: Trial) -> Trial:
 
 
 def _counted(trial: Trial, by_step: dict[int, Rows]) -> dict[int, float]:
-    """Of the labels that a step should have, those that it has."""
+    """Return the share of a step's labels that it has."""
     wanted = {step.step: step.valid_tokens for step in trial.reference.steps}
     return {step: int((rows.labels >= 0).sum()) / wanted[step] for step, rows in by_step.items()}
 
@@ -190,7 +190,7 @@ def _repeated_microbatches(trial: Trial, rank: int, step: int) -> list[tuple[int
 
 
 def _foreign(trial: Trial, step: int) -> Cause | None:
-    """What is not the step's; where that is in order, what of the step nobody received."""
+    """Samples that are not the step's; if there are none, samples of the step that no rank received."""
     shares, wanted, when = shares_of_samples(trial, step), {*trial.reference.samples[step - 1]}, _when(trial, step)
     odd = tuple(rank for rank, ids in shares.items() if {*ids} - wanted)
     if not odd:
@@ -240,7 +240,7 @@ def _share_rows(trial: Trial) -> bool:
 
 
 def _parts_of_samples(trial: Trial, step: int, ranks: tuple[int, ...]) -> str:
-    """By how many tokens all rows are behind the step's samples; empty where they are not."""
+    """Say how many tokens into the step's samples all rows begin; empty where they do not."""
     ids, length = trial.reference.samples[step - 1], trial.case.seq_len(step)
     samples = [trial.reference.tokens[trial.reference.sample_ids.index(id_)] for id_ in ids]
     rows = [row for rank in ranks for row in rows_received(trial, step)[rank]]
@@ -265,8 +265,8 @@ def _data_of(trial: Trial) -> Dataset | None:
 
 
 def _dealt(trial: Trial, step: int, ranks: tuple[int, ...]) -> tuple[str, int, bool] | None:
-    """In which order and way the data set's samples were dealt to these dp ranks; at which of its share each reads on; and
-    whether order and way are the usual ones."""
+    """Return how the data set's samples were ordered and dealt to these dp ranks, where in its share each reads on, and
+    whether that is the usual way."""
     if trial.case.dims.cp > 1 or (data := _data_of(trial)) is None:  # a cp rank's rows are pieces
         return None
     length, received_of = trial.case.seq_len(step), rows_received(trial, step)
@@ -323,7 +323,7 @@ def _microbatches(trial: Trial, step: int) -> Cause | None:
 
 
 def _labels(trial: Trial, step: int) -> Cause | None:
-    """Labels that are not those of the samples received: shifted, masked otherwise, of other samples, too few or too many."""
+    """Labels that are not those of the samples received: shifted, wrongly masked, of other samples, too few or too many."""
     wrong = {rank: labels for rank, labels in wrong_labels(trial, step).items() if labels}
     lost = misshapen_labels(trial, step)
     if not wrong and not lost:

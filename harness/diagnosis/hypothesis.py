@@ -1,7 +1,7 @@
 """A hypothesis: what may be wrong, and the trial as it would have to be judged if that were so.
 
-It is confirmed by the checks alone. Under the assumption those that fail pass, and no passing check fails. What it takes
-to propose one (a degree, a factor, a set of samples, a module) is fitted on part of the evidence; the checks judge all of it.
+It is confirmed by the checks alone. Under the assumption those that fail pass, and no passing check fails. What a hypothesis
+names (a degree, a factor, samples, a module) is fitted on part of the evidence; the checks judge all of it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,16 @@ from harness.judge.trial import Trial
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """assume: the same evidence with another request, plan, reference or optimizer; None where no reference tells what follows.
-
-    fitted: of how many numbers or choices it was fitted; simpler ones are tried first. lines: what was seen of it. seen: the
-    checks that have seen it themselves, of which it is said even where it is not proven. renumbers: ranks have other numbers
-    in the trial assumed, so that nothing that is found there can be told by them. given: checks of what the trainer received.
-    They hold because the hypothesis takes that as its assumption, and are no part of the proof.
-    """
+    """What may be wrong, how to assume it, and what was seen of it."""
 
     cause: Cause
     assume: Callable[[Trial], Trial] | None
-    fitted: int = 1
-    lines: Lines = ()
-    seen: tuple[str, ...] = ()
-    renumbers: bool = False
-    given: tuple[str, ...] = ()
+    """The same evidence with another request, plan, reference or optimizer; None if no reference shows what follows."""
+    fitted: int = 1  # how many numbers or choices were fitted; simpler hypotheses are tried first
+    lines: Lines = ()  # what was seen of it
+    seen: tuple[str, ...] = ()  # checks that saw it directly: for these it is stated even if it is not proven
+    renumbers: bool = False  # ranks have other numbers in the assumed trial: its findings do not fit this one's
+    given: tuple[str, ...] = ()  # checks of what the trainer received: assumed, so they are no part of the proof
 
     def __post_init__(self) -> None:
         assert all_checks().keys() >= set(self.seen), self.seen
@@ -130,14 +125,14 @@ def tested(trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> P
 
 
 def _holds(assumed: Trial, name: str) -> bool:
-    """Ranks that are assumed to train apart need not agree: then there is nothing for that check to compare. Nor is there for
-    `reshard`, where it is assumed that nothing is sharded, and for `exchange` without its axes."""
+    """Some checks have nothing to compare under an assumption: `replica_agreement` if ranks train separate copies, `reshard` if
+    nothing is sharded, `exchange` without its axes."""
     dissolved = name in ("reshard", "exchange") or (name == "replica_agreement" and assumed.assumption.references)
     return verdict_of(assumed, name) in ((Verdict.PASS, Verdict.NOT_APPLICABLE) if dissolved else (Verdict.PASS,))
 
 
 def verdict_of(trial: Trial, name: str) -> Verdict:
-    """Of this launch alone; `golden` is about the reference, which is what is assumed otherwise."""
+    """Return the verdict of this launch alone. `golden` is about the reference, which is itself assumed."""
     if name == "golden":
         return Verdict.PASS
     return run_check(name, all_checks()[name].check, trial).verdict

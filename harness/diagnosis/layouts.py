@@ -235,7 +235,7 @@ def _group_lines(trial: Trial, layout: Layout) -> Iterator[tuple[str, str]]:
 
 
 def contents_line(trial: Trial) -> Lines:
-    """Return how many parameters are held otherwise than planned, and the first of them."""
+    """Return how many parameters are not held as planned, and the first of them."""
     wrong = sorted(wrong_parts(trial), key=lambda found: found[2] is not None and not numel(found[2]))
     if not wrong:
         return ()
@@ -278,7 +278,7 @@ def _with_slices(trial: Trial, other: Mapping[int, Mapping[str, Slice]]) -> Tria
 
 
 def _in_no_unit(trial: Trial, fqns: set[str]) -> Trial:
-    """Return the trial as if FSDP2 had been told to leave them alone: nobody gathers them."""
+    """Return the trial as if FSDP2 had been configured to ignore them: no unit gathers them."""
     plan, units = trial.plan, {}
     for rank, of_rank in plan.units.items():
         left = [tuple(fqn for fqn in unit if fqn not in fqns) for unit in of_rank]

@@ -34,8 +34,8 @@ OTHER_ORDER = 30
 def localise(
     trial: Trial, broken: Broken, tried: int, held: frozenset[str] = frozenset(), *, rest: bool = False
 ) -> tuple[Cause, Lines]:
-    """Of checks that nothing explains. tried: hypotheses that were put to the test. held: checks that pass. rest: of what
-    something else does not explain."""
+    """Return the place for checks that nothing explains. tried: how many hypotheses were tested. held: checks that pass. rest:
+    something else explains other checks."""
     cause = _first_wrong_number(trial, broken, held)
     first = next(iter(broken.values())).findings[0]
     none = f"none explains {'the rest' if rest else 'this'}"
@@ -71,7 +71,7 @@ def _another_order(trial: Trial, broken: Broken) -> Lines:
 
 
 def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> Cause | None:
-    """Of loss and gradients, in the first step in which they are wrong."""
+    """Return the first step in which loss or gradients are wrong, and what is wrong there."""
     if not {"loss", "gradients"} & set(broken):
         return None
     findings = broken["update"].findings if "update" in broken else ()
@@ -117,7 +117,7 @@ def _saw_gradients(trial: Trial, step: int) -> bool:
 
 
 def _wrong_gradients(trial: Trial, step: int, wrong: list[Pair]) -> Cause:
-    """Of a step whose loss is right, or was not seen."""
+    """Return the cause for a step whose loss is right, or was not seen."""
     since = _since(trial, step, lambda other: bool(wrong_pairs(trial, other)))
     before = f"right in step {trial.first_step} and " * (bool(since) and _saw_gradients(trial, trial.first_step))
     largest = max(distance(trial, rank, fqn, step) for rank, fqn in wrong)
@@ -138,7 +138,7 @@ def _wrong_gradients(trial: Trial, step: int, wrong: list[Pair]) -> Cause:
 
 
 BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume")
-"""The checks of what goes into the forward pass, but for the update: where that is wrong earlier, it is told instead."""
+"""The checks of what goes into the forward pass, but for the update: where that is wrong earlier, it is reported instead."""
 
 
 def _forward(trial: Trial, step: int, off: float, held: frozenset[str]) -> Cause:
@@ -174,7 +174,7 @@ def _where_in_forward(trial: Trial, step: int, off: float) -> tuple[str, str, tu
 def ranks_whose_losses_are_off(trial: Trial, step: int) -> list[int]:
     """Return those whose samples have other losses than the reference.
 
-    With noise, dropout, cp or pp, or where samples or losses are not known, no rank has an expected loss of its own."""
+    With noise, dropout, cp or pp, or where samples or losses are not known, a rank's expected loss is unknown."""
     case, received = trial.case, received_samples(trial, step)
     seen = {rank: losses(trial, rank, step) for rank in received}
     known = {id_ for ids in received.values() for id_ in ids} <= {*trial.reference.samples[step - 1]}
@@ -227,7 +227,7 @@ class Place(NamedTuple):
 
 
 def first_wrong_input(trial: Trial) -> Place:
-    """By mean squares, of all ranks together, in the first step."""
+    """Compare mean squares of all ranks together, in the first step."""
     right, close = "", 1e-9 if trial.case.exact else OF_INPUTS * trial.bounds.loss[1]
     for fqn, mean in trial.reference.inputs.items():
         seen = [step.activity.inputs[fqn] for _, step, _ in trial.steps() if fqn in step.activity.inputs]
@@ -285,7 +285,7 @@ def in_common(trial: Trial, fqns: list[str]) -> str:
 
 
 def _properties(trial: Trial) -> dict[str, list[str]]:
-    """By name, the parameters: of kinds of modules, of layers, and all that lie before or behind one."""
+    """Return parameters by name of what they share: a kind of modules, a layer, all before or behind one."""
     order, shapes = list(trial.plan.shapes), trial.case.model.parameter_shapes()
     found = {
         "norm weights": [fqn for fqn in order if fqn.endswith("norm.weight")],

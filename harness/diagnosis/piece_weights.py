@@ -106,7 +106,7 @@ def _of_no_rule(fit: Fit) -> Iterator[Reading]:
 # ---- means that are taken in the wrong place
 
 Unit = tuple[str, tuple[str, ...], int]
-"""Who may divide by tokens of its own: a name, ranks at one place along these axes, each so many samples at a time."""
+"""What may divide by its own tokens: a name, ranks at one place along these axes, each so many samples at a time."""
 
 
 def _units(trial: Trial) -> Iterator[Unit]:
@@ -211,7 +211,7 @@ def _cause(
 
 
 def _not_moved(reading: Reading, axes: Sequence[str], steps: Sequence[int]) -> Callable[[Trial], Trial]:
-    """Assume besides that nothing is to move over these axes."""
+    """Assume in addition that nothing is to move over these axes."""
     left_out = frozenset(itertools.product(axes, steps))
 
     def both(trial: Trial) -> Trial:
@@ -225,7 +225,7 @@ def _not_moved(reading: Reading, axes: Sequence[str], steps: Sequence[int]) -> C
 
 
 def _clipped_while_adding_up(fit: Fit) -> Iterator[Hypothesis]:
-    """Suppose that what has been added up is clipped after every microbatch: of all ranks, or what each has of its own."""
+    """Suppose that the accumulated gradient is clipped after every microbatch: of all ranks, or on each rank its own."""
     trial, pieces, passes = fit.trial, fit.pieces, fit.trial.case.passes
     last = fit.counted & (pieces.microbatch == passes - 1)
     once = passes == 1 or trial.case.training.max_norm is None

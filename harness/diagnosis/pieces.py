@@ -110,16 +110,16 @@ class Fit:
     fqns: tuple[str, ...]
     """The parameters whose gradients are wrong in it."""
     weights: dict[int, np.ndarray]
-    """By rank. float64 [pieces]"""
+    """Rank -> weights, float64 [pieces]."""
     close: float
-    """Weights that are no further apart are the same."""
+    """Weights that differ by no more are the same."""
 
     def same(self, one: np.ndarray | float, other: np.ndarray | float) -> bool:
         return bool(np.allclose(one, other, rtol=self.close, atol=self.close))
 
     @functools.cached_property
     def counted(self) -> np.ndarray:
-        """Which pieces have a valid token."""
+        """Return which pieces have a valid token."""
         return self.pieces.tokens(self.step) > 0
 
     @functools.cached_property
@@ -158,8 +158,8 @@ def fit_of(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int) -> 
 def _fitted(
     trial: Trial, rank: int, step: int, fqns: Sequence[str], gradients: list[Arrays]
 ) -> tuple[np.ndarray, float] | None:
-    """Return the weights of pieces in a rank's gradient, 1 for those without a valid token, and what they leave unexplained;
-    None of a rank that has nothing of it."""
+    """Return the weights of pieces in a rank's gradient, and what they leave unexplained. A piece without a valid token has
+    weight 1. None if the rank has nothing of it."""
     rows, targets = [], []
     for fqn, seen in seen_gradients(trial, rank, step).items():
         part = trial.gradient_slice_of(rank, fqn) if fqn in fqns else None

@@ -25,7 +25,7 @@ from harness.plan.stages import layers_of_stage, positions
 
 @dataclass(frozen=True)
 class Rows:
-    """Of one step, int64 [rows, positions]. whole: False where a loss was computed from other labels than one a token."""
+    """What one step received, int64 [rows, positions]. whole: False if the loss had labels that are not one a token."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -66,7 +66,7 @@ def _of_share(trial: Trial, rank: int, step: int) -> Rows | None:
 
 
 def own_labels(trial: Trial, tokens: np.ndarray) -> np.ndarray:
-    """Those of the samples; of rows that are no sample's, the next tokens."""
+    """Return the labels of the samples; rows that are no sample's have their next tokens."""
     samples = enumerate(trial.reference.tokens)
     known = {row[: tokens.shape[1]].tobytes(): trial.reference.labels[place] for place, row in samples}
     return np.stack([known.get(row.tobytes(), np.append(row[1:], IGNORED))[: len(row)] for row in tokens])
@@ -109,7 +109,7 @@ def _columns(part: Microbatch, samples: int) -> Iterator[np.ndarray]:
 
 
 def shift_of(labels: np.ndarray, own: np.ndarray) -> int | None:
-    """By how many places, four at most, labels are those of later tokens: 0 for the right ones, of however many positions."""
+    """Return how many places (at most 4) labels are shifted to later tokens: 0 for right ones, of however many positions."""
     width = own.shape[1]
     for by in sorted(range(-4, 5), key=abs):
         first, last = max(0, -by), min(labels.shape[1], width - by)
@@ -119,8 +119,8 @@ def shift_of(labels: np.ndarray, own: np.ndarray) -> int | None:
 
 
 def trained_on(trial: Trial, by_step: dict[int, Rows], counted: dict[int, float] | None = None) -> Trial:
-    """As if these rows were the samples of these steps. counted: by step, how often the loss of each token counts
-    in gradients."""
+    """Assume that these rows were the samples of these steps. counted: by step, how often the loss of each token counts in
+    gradients."""
     reference, samples = trial.reference, list(trial.reference.samples)
     tokens, labels, ids = list(reference.tokens), list(reference.labels), list(reference.sample_ids)
     labelled: dict[int, bytes] = {}
@@ -165,7 +165,7 @@ def other_positions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def wrong_positions(trial: Trial) -> Cause | None:
-    """Those that are not the positions of the tokens received, wherever these stand."""
+    """Return the cause if positions are not those of the tokens received, wherever these stand."""
     wrong: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for rank, step, _ in trial.steps():
         found = positions_received(trial, rank, step.step)

@@ -1,8 +1,8 @@
 """Another recipe than the requested one leads from these gradients to these weights: which?
 
-The space is spanned by the fields of TrainingConfig: each has its default, common values, twice and half, what the first step
-is fitted by, the value of another field, or another choice; one field, then two. Beside it stand what the optimizer shows, a
-table of algorithms, and a table of ways to clip. The optimizer is replayed by each; the checks then judge everything.
+The fields of TrainingConfig span the space: one field is changed, then two. A field's values are its default, common ones,
+twice and half, the value that fits the first step, that of another field, another choice. Beside it stand what the optimizer
+shows, a table of algorithms, and a table of ways to clip. The optimizer is replayed by each; the checks judge everything.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _assuming(way: Way, trial: Trial) -> Trial:
-    """As if optimizers had done so. Whether they did is judged by the check of updates, from weights seen to weights seen; the
-    reference is trained with these, and what it has then is what they lead to."""
+    """Assume that optimizers did so. The check `update` judges whether they did, from weights seen to weights seen. The
+    reference is trained from the weights seen, and shows what follows from them."""
     replicas = {rank: coordinate(trial.case.dims, rank)["dp_replicate"] for rank in sorted(trial.ranks)}
     if way.by and replicas_differ(trial, partial(_of_all_steps, trial, way.by)):
         copies = [[r for r in replicas if replicas[r] == copy] for copy in range(trial.case.dims.dp_replicate)]
@@ -137,8 +137,8 @@ def _wrong_first(trial: Trial, wrong: Collection[str]) -> Trial:
 
 
 def _agrees(trial: Trial, norms: dict[int, float], halves: bool, way: Way) -> int | None:
-    """Of how many choices more a hypothesis is then: none where `update` holds under it; HALF where it holds so in the first
-    step alone, which may be one of two mistakes. None where it is refuted."""
+    """Return how many more choices a hypothesis needs: 0 if `update` passes under it. HALF means that it passes in the first
+    step alone, and may be one of two mistakes. None means that it is refuted."""
     part = trial.assuming(way.assumed)
     vars(part)["holdings"] = trial.holdings  # the same evidence: they need not be looked for again
     if update.holds(part, norms):
@@ -166,13 +166,13 @@ def _at_first(trial: Trial, way: Way, norms: Mapping[int, float]) -> Way:
 
 
 def _fields(trial: Trial, wrong: Mapping[str, int], norms: dict[int, float], count: int) -> Iterator[Way]:
-    """Of all parameters, and of those that are wrong."""
+    """Yield changed fields of all parameters, and of those that are wrong."""
     requested, every = trial.case.training, frozenset(trial.plan.shapes)
     fitted = _fitted(trial, wrong, norms)
     for fqns in dict.fromkeys((every, every & {*wrong})):
         for changes, other in _changes(requested, count, fitted):
             if other.max_norm != requested.max_norm and clip_coefficient(max(norms.values()), other.max_norm) == 1:
-                continue  # as if clipping were left out, which is a way of its own
+                continue  # the same as no clipping, which is a separate way
             text = " and ".join(f"{name} {_text(value)}" for name, value in changes.items())
             wanted = " and ".join(_text(getattr(requested, name)) for name in changes)
             swapped = count > 1 and [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
@@ -201,7 +201,7 @@ def _changes(
 
 
 def _values(requested: TrainingConfig, fitted: Mapping[str, float]) -> dict[str, list[Any]]:
-    """By field, those that it may have by mistake."""
+    """Return, by field, the values that it may have by mistake."""
     now = {one.name: getattr(requested, one.name) for one in dataclasses.fields(requested) if one.name not in FIXED}
     floats, found = [value for value in now.values() if isinstance(value, float)], {}
     for field in (field for field in dataclasses.fields(requested) if field.name in now):
@@ -242,7 +242,7 @@ def _fitted(trial: Trial, wrong: Mapping[str, int], norms: Mapping[int, float]) 
 
 
 def _round(number: float) -> float:
-    """The plainest number that it is, as far as a fit tells."""
+    """Return the plainest number that a fit cannot distinguish from it."""
     plain = 0.0 if abs(number) < 1e-12 else float(f"{number:.6g}")
     return plain if math.isclose(plain, number, rel_tol=1e-9, abs_tol=1e-12) else number
 
@@ -280,7 +280,7 @@ def _rate(step: int, training: TrainingConfig) -> float:
 
 
 def _shown_rates(trial: Trial) -> Iterator[Way]:
-    """Of all parameters; or of those alone that were stepped by them."""
+    """Yield rates that ranks report, for all parameters, then for those alone that were stepped by them."""
     usual = {step.step: step.lr for step in trial.reference.steps}
     shown = {(rank, step.step): step.lr for rank, step, _ in trial.steps() if step.lr is not None}
     wrong = {at: lr for at, lr in shown.items() if not math.isclose(lr, usual[at[1]], rel_tol=1e-12)}
@@ -306,8 +306,8 @@ def _shown_rates(trial: Trial) -> Iterator[Way]:
 
 
 def rule_of(trial: Trial, wrong: Collection[int], shown: Collection[tuple[int, float]]) -> str:
-    """In words, the schedules that give all these rates of steps; empty where there is none. Of one wrong step none is said,
-    unless there are right ones before and behind it."""
+    """Return, in words, the schedules that give all these rates of steps; empty if there is none. One wrong step needs right
+    ones before and behind it."""
     if len(wrong) == 1 and not min(shown)[0] < min(wrong) < max(shown)[0]:
         return ""
     for table in (_shifted(trial.case.training), *(_schedules(trial.case.training, count) for count in (1, 2))):

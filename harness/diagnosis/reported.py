@@ -36,10 +36,10 @@ Number = Callable[[int, int], float | None]
 Source = tuple[tuple[tuple[str, object], ...], Number]
 """A number on record, and what it is: words and values."""
 Ranks = Mapping[int, Sequence[int]]
-"""By rank, those whose parts its number is made of."""
+"""Rank -> those whose parts its number is made of."""
 Fqns = Collection[str] | None
 Shares = Callable[[int], tuple[float, float]]
-"""Of the n-th step: how often the total before and its own number count."""
+"""(n) -> how often the total before the n-th step and its own number count."""
 
 SHOWN = {"reported_loss": "loss", "grad_norm": "gradient norm", "reported_rate": "learning rate"}
 FIELDS = {"reported_loss": "reported_loss", "grad_norm": "grad_norm", "reported_rate": "reported_lr"}
@@ -51,15 +51,15 @@ KEPT = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)  # of a running mean
 
 @dataclass(frozen=True)
 class Reported:
-    """What ranks report of one kind, by (rank, step), and what was seen of it. odd: where these differ."""
+    """What ranks report of one kind, by (rank, step), and what was seen of it."""
 
     check: str
     shown: dict[tuple[int, int], float]
     right: dict[tuple[int, int], float]
-    odd: tuple[tuple[int, int], ...]
+    odd: tuple[tuple[int, int], ...]  # where these differ
 
     def is_all(self, number: Number) -> bool:
-        """Whether that number is what is odd, wherever there is one."""
+        """Return whether that number equals every wrong report, wherever there is one."""
         known = [(self.shown[at], other) for at in self.odd if (other := number(*at)) is not None]
         return bool(known) and all(math.isclose(shown, other, rel_tol=EXACT) for shown, other in known)
 
@@ -207,7 +207,7 @@ def _so_far(trial: Trial, right: Number, shares: Shares, tokens: bool, rank: int
 
 
 def sets_of_ranks(trial: Trial, axes: Sequence[str] = AXES) -> Iterator[tuple[tuple[tuple[str, object], ...], Ranks]]:
-    """By the axes that a sum is not reduced over, few first; then one rank alone, for all."""
+    """Yield sets by the axes that a sum is not reduced over, few first; then one rank alone, for all."""
     present = [axis for axis in AXES if getattr(trial.case.dims, axis) > 1]
     for count in range(1, len(present) + 1):
         for missing in itertools.combinations([axis for axis in present if axis in axes], count):
@@ -218,7 +218,7 @@ def sets_of_ranks(trial: Trial, axes: Sequence[str] = AXES) -> Iterator[tuple[tu
 
 
 def _losses(trial: Trial) -> Iterator[Source]:
-    """Of some ranks, of all microbatches or one, over their own tokens or all, times or over the number of microbatches."""
+    """Yield losses of some ranks and all microbatches or one, over their tokens or all, times a number of microbatches."""
     passes = trial.case.passes
     every = (), dict.fromkeys(trial.ranks, [*trial.ranks])
     numbers = (None, *(range(1, passes + 1) if passes > 1 else ()))
@@ -262,7 +262,7 @@ def _parts(trial: Trial, ranks: Sequence[int], rank: int, step: int) -> list[lis
 
 
 def norms(trial: Trial) -> Iterator[Source]:
-    """Of the gradients of some ranks or parameters, counted or put together otherwise."""
+    """Yield norms of the gradients of some ranks or parameters, or norms that are counted in another way."""
     yield from ((details, partial(norm_of, trial, ranks=ranks)) for details, ranks in sets_of_ranks(trial))
     yield from (((("with replicas counted along", axis),), partial(norm_of, trial, again=axis)) for axis in AXES)
     shapes, every = trial.case.model.parameter_shapes(), {*trial.plan.shapes}

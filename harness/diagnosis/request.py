@@ -37,7 +37,7 @@ KINDS = {
     **dict.fromkeys(("features", "training"), "another feature"),
     "traits": "another trait",
 }
-"""By field that has a kind of its own, and by part of the request for all others."""
+"""Field -> its kind; all other fields have that of their part of the request."""
 OTHERS = (
     *("steps", "seed", "global_batch", "seq_len", "warmup_steps", "optimizer", "decay"),
     *("variable_length", "document_mask", "masked_samples", "all_valid", "last_batch"),
@@ -54,7 +54,7 @@ NONE = Result("", Verdict.PASS)
 PAIRS = 300  # pairs of values that are looked at for one check
 
 Values = Mapping[tuple[str, str], Any]
-"""By part of the request (features, training, traits) and field."""
+"""(part of the request: features, training, traits; field) -> value."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Neighbour:
     values: Values
     """The other values."""
     requested: Values
-    """Those requested."""
+    """The requested ones."""
 
     def assume(self, trial: Trial) -> Trial:
-        """Return the trial with the reference of that recipe, judged by the bounds of the one requested where nobody measured
-        others."""
+        """Return the trial with the reference of that recipe, judged by the requested one's bounds unless others were
+        measured."""
         assumed = self.planned(trial)
         if not trial.reference.steps:
             return assumed
@@ -175,7 +175,7 @@ def _choices(trial: Trial, part: str, name: str, value: Any) -> Iterable[Any]:
         usual = ("always", "never", "default")[: 2 if trial.plan.observed is not None else 3]
         return (*usual, *degrees)  # where units are the trainer's choice the default is whatever it does
     if (named := CHOICES[part].get(name)) is not None:
-        default = part == "traits" or name in _in_force(trial, part)  # None is no value of its own
+        default = part == "traits" or name in _in_force(trial, part)  # None is no separate value
         return (one for one in named if one is not None or not default)
     if isinstance(value, bool):
         return (True, False)

@@ -1,7 +1,7 @@
 """Why two recordings are not the same training: the first thing that differs, and what it is where sketches show it.
 
-Sketches are linear. So a gradient that is a multiple of the right one, that of another step, a sum of two, or of which each
-rank keeps its own part, is found without the tensors: its sketch is that sum of sketches, for all parameters alike.
+Sketches are linear, so some wrong gradients are found without the tensors. Such a gradient is a multiple of the right one, that
+of another step, a sum of two, or each rank's own part. Its sketch is that sum of sketches, for all parameters alike.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _plain(factor: float, close: float) -> float:
 
 
 def _numbers_text(one: Numbers, other: Numbers, factor: float) -> str:
-    """Which numbers of the two jobs the factor is. Equal numbers are no proof."""
+    """Say which numbers of the two jobs the factor is. Equal numbers are no proof."""
     known: dict[str, float] = {"the second one's ranks": other.world, "the first one's ranks": one.world}
     known["the ratio of their ranks"] = other.world / one.world
     for value, how in (

@@ -39,7 +39,7 @@ State = dict[Key, np.ndarray]
 
 
 def _words(value: np.ndarray, right: np.ndarray, pool: Iterable[tuple[Source, np.ndarray]] = ()) -> str:
-    """Whose values these are; empty where that is nobody's."""
+    """Say whose values these are; empty if no other tensor has them."""
     if value.size > 1 and is_constant(value):
         return f"all {number_text(value.flat[0])}"
     found = relation_of(value, right, pool)
@@ -77,14 +77,14 @@ def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     weights = observed_weights(trial)
     seen: tuple[str, ...] = ("initial_weights", "shard_contents", *["determinism"] * again)
     if weights is None:
-        line = no_reference("the slices that ranks start from do not fit together, and no reference tells what follows")
+        line = no_reference("the slices that ranks start from do not fit together, and no reference shows what follows")
         yield Hypothesis(cause, None, lines=(line,), seen=(*seen, *OF_GRADIENTS))
     else:
         yield Hypothesis(cause, partial(another_reference, weights=weights), seen=seen)
 
 
 def _strange(trial: Trial) -> list[Pair]:
-    """What is no slice of the seed weights, or is another rank's where nobody planned that."""
+    """What is no slice of the seed weights, or is another rank's without being planned so."""
     found = [(rank, fqn) for rank, held in sorted(trial.holdings.items()) for fqn, part in held.items() if part is None]
     if found:
         return found
@@ -103,8 +103,8 @@ def _held(trial: Trial, at: Pair) -> np.ndarray | None:
 
 
 def _twin(trial: Trial, at: Pair) -> int | None:
-    """A rank that should hold another slice and holds these very values. Of two such ranks both hold the wrong ones, or one
-    does; a constant has no slices to tell apart."""
+    """A rank that should hold another slice and holds these very values: one of the two is wrong, or both are. A constant's
+    slices are all alike."""
     rank, fqn = at
     value, part = _held(trial, at), trial.plan.slices[rank].get(fqn)
     if value is None or is_constant(value) or value.shape == trial.plan.shapes.get(fqn):
@@ -355,8 +355,8 @@ def _goes_on(trial: Trial) -> bool:
 
 
 def _going_on(way: tuple[str, ...], trial: Trial) -> Trial:
-    """As if training had gone on from what was held. way: of parameters (left), the optimizer's state and the schedule (rate),
-    as reference.counterfactual.Otherwise calls them, those that it had gone on from."""
+    """Assume that training went on from what was held. way: from which of parameters (left), the optimizer's state and the
+    schedule (rate), in the words of reference.counterfactual."""
     weights, state, first = Arrays(), dict[str, Arrays](), trial.case.steps.start
     for (name, fqn), value in _held_together(trial).items():
         if name == PARAMETER:

@@ -1,7 +1,7 @@
 """What a check of structure saw itself: its first finding is the cause, and the table says of which kind it is.
 
-A row knows a finding by its check and quantity, and says which other checks fail because of it. Of one check the earliest
-finding counts, and of equally early ones the row that comes first: what follows stands behind what it follows from.
+A row names a finding by its check and quantity, and says which other checks fail because of it. The earliest finding of a
+check counts, and of equally early ones the row that comes first: what follows stands behind what it follows from.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Row:
     check: str
     kind: str
     quantity: str
-    """That findings have; with a star before it, that they end with."""
+    """The quantity of such findings; with a star before it, what their quantity ends with."""
     follows: tuple[str, ...] = ()
     """Other checks that this is the whole content of."""
     beside: tuple[str, ...] = ()
@@ -137,8 +137,8 @@ def _shifted_gradients(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _vectors(trial: Trial, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return what the rank has of the gradients of its first step, what it should have, and at which places of ZeRO's vector;
-    None where it has not one element for each that it should."""
+    """Return the rank's gradients of its first step, the expected ones, and their places in ZeRO's vector. None if it has not
+    one element for each expected one."""
     held, step = trial.plan.gradient_slices[rank], trial.first_step
     names = [fqn for fqn in held if numel(held[fqn])]
     seen = seen_gradients(trial, rank, step)
@@ -150,7 +150,7 @@ def _vectors(trial: Trial, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 
 def _places(trial: Trial, fqn: str, held: Slice) -> np.ndarray:
-    """Return that of each element of a slice, all vectors one behind the other, too far apart to be taken for each other."""
+    """Return that of each element of a slice. Vectors lie one behind the other, so distant that none is taken for another."""
     flat, size = trial.plan.flat, local_numel(fqn, trial.plan.shapes[fqn], trial.plan.dims.tp)
     apart = max(unit.numel for unit in flat) + MOST_ELEMENTS
     first, starts = next((number * apart, unit.starts[fqn]) for number, unit in enumerate(flat) if fqn in unit.starts)

@@ -16,11 +16,11 @@ from harness.judge.result import Cause, Diagnosis, Lines, Result, Verdict
 from harness.judge.trial import Trial, launch_label
 
 HARMLESS = frozenset({"memory", "traffic"})
-"""Checks of what is kept or moved besides: where more is wrong, that goes first."""
+"""Checks of what is kept or moved in addition: where more is wrong, that goes first."""
 
 
 def broken_elsewhere(trial: Trial, results: Sequence[Result], told: Sequence[Result]) -> Lines:
-    """Checks that a launch breaks, and the one that is diagnosed does not: maybe another mistake. told: of that one."""
+    """Checks that fail in a launch, and not in the one that is diagnosed, whose results come last: maybe another mistake."""
     known = {result.check for result in told if result.verdict is Verdict.FAIL}
     where = launch_label(trial) or "the last launch"
     others = [one for one in results if one.verdict is Verdict.FAIL and one.check not in known and one.findings]
@@ -91,8 +91,8 @@ def _with_extent(cause: Cause, checks: Sequence[str], results: Sequence[Result])
 
 
 def _besides(first: Sequence[Hypothesis], facts: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
-    """Facts that are causes besides what is proven, and symptoms; these are causes where there is no other. A finding alone is
-    nothing besides a proven cause of its kind."""
+    """Facts that are causes in addition to what is proven, and symptoms, which are causes if there is no other. A finding alone
+    adds nothing to a proven cause of its kind."""
     proven = {one.cause.kind for one in first}
     new = [fact for fact in facts if fact.cause.observed or fact.cause.kind not in proven]
     named, symptoms = [fact for fact in new if not fact.symptom], [fact for fact in new if fact.symptom]

@@ -21,9 +21,9 @@ from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 
 Norms = Mapping[int, float]
-"""By step."""
+"""Step -> norm."""
 By = Callable[[int, int, str], Any]
-"""By rank, step and parameter: what gradients are multiplied by in place of clipping, or a rate."""
+"""(rank, step, parameter) -> what gradients are multiplied by in place of clipping, or a rate."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _by_norms(trial: Trial, limit: float) -> Iterator[Way]:
 
 
 def _left_out(trial: Trial, limit: float, norms: Norms) -> Iterator[Way]:
-    """Of all, or of those for which the first step is what the optimizer makes of the whole gradient."""
+    """Clipping is left out for all, or for those whose first step is what the optimizer makes of the whole gradient."""
     clip = clip_coefficient(norms[trial.first_step], limit)
     pairs = [
         (rank, tensor.fqn)

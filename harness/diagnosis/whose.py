@@ -1,11 +1,11 @@
 """Whose value is it? Which tensor on record a wrong one is: as it is, scaled, rounded, transposed or with its rows moved.
 
-A wrong tensor, or those of its rows that are wrong, is compared with what is right of it, changed in one way, and with other
-tensors on record: of another parameter, another rank, an earlier step, the weights. What it is must be so of all that is
-wrong in the first wrong step; then the reference is trained as if it were so in every step, and the checks judge.
+A wrong tensor, or its wrong rows, is compared with the right one, changed in one way. It is also compared with other tensors on
+record: of another parameter, another rank, an earlier step, the weights. The answer must fit everything that is wrong in the
+first wrong step. Then the reference is trained as if it were so in every step, and the checks judge.
 
-Equality may be chance. So constants are nobody's value, a tensor that is two others at once is neither's, and one of a few
-entries is not compared, of more where these match less closely.
+Equality may be chance. So constants match nothing, and a tensor that is two others at once matches neither. A tensor of few
+entries is not compared; a less close match needs more entries.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from harness.reference.distance import best_fit
 
 Apply = Callable[[np.ndarray], np.ndarray]
 CLOSE = 1e-9
-"""How far values that are the same may be apart in float64, relative to the largest."""
+"""How far values that are the same may differ in float64, relative to the largest."""
 DIGITS = 30
-"""That all entries of a tensor match together: a likeness of fewer may be chance."""
+"""Digits that all entries of a tensor match together: fewer may match by chance."""
 SURE = 1e-6
 """How close rows must be matched to say in which order they are."""
 
@@ -74,7 +74,7 @@ class Relation:
         return np.asarray((right if self.added else 0) + self.factor * own)
 
     def words(self, fqn: str, part: Slice) -> str:
-        """Whose value that of this slice is."""
+        """Say whose value this slice has."""
         if self.factor == 0:
             return "zero"
         times = "" if math.isclose(self.factor, 1) else f"{number_text(self.factor)} times "
@@ -200,7 +200,7 @@ class Wrong:
     """A wrong tensor: the rows that are wrong, and what these are."""
 
     rows: np.ndarray | slice
-    """Of its first dim; all of them where one relation holds throughout."""
+    """Rows of its first dim; all of them where one relation holds throughout."""
     part: Slice
     """Which slice of the parameter a rank has; all of it, where the slices of all ranks are one tensor changed."""
     relation: Relation
@@ -321,7 +321,7 @@ def _value(trial: Trial, what: str, fqn: str, part: Slice, step: int) -> np.ndar
 
 
 def _cause(trial: Trial, found: Mapping[Pair, Wrong], step: int, when: str) -> Cause:
-    """Of those that are the same; in the hint of the first that are something else."""
+    """Return the cause of those that are the same; its hint has the first that are something else."""
     alike: dict[str, list[Pair]] = {}
     for at, one in sorted(found.items(), key=lambda item: item[1].is_scaled):
         alike.setdefault(one.words(at[1]), []).append(at)
@@ -340,8 +340,8 @@ def _cause(trial: Trial, found: Mapping[Pair, Wrong], step: int, when: str) -> C
 
 
 def _assuming(trial: Trial, found: Mapping[Pair, Wrong], steps: Sequence[int], stay: bool = False) -> Trial:
-    """As if these had been so in these steps; stay: as in the first of them. Replicas that differ train apart, and clip by
-    norms of their own."""
+    """Assume that these were so in these steps; stay: as in the first of them. Replicas that differ train separately, each with
+    its own norm for clipping."""
     if not _replicas_differ(trial, found):
         one = _Substituted(trial, found, steps, stay)
         return another_reference(trial, gradients=one.gradients, left=one.left)

@@ -97,7 +97,7 @@ def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
 
 
 def _by_collective(flows: Iterable[Flow]) -> dict[tuple[str, str, str], list[Flow]]:
-    """Flows that cannot be told apart: over cp both parameters and keys are gathered."""
+    """Group flows that cannot be distinguished: over cp both parameters and keys are gathered."""
     found: dict[tuple[str, str, str], list[Flow]] = {}
     for flow in flows:
         found.setdefault((flow.axis, flow.op, flow.phase), []).append(flow)

@@ -1,7 +1,7 @@
 """Ranks whose records differ only in the ranks that they name: checks need the record of one of them, and where others stand.
 
-A record is taken apart into one number, the same for ranks that are alike, and the groups of ranks that it names, in the order
-in which it names them. What no check of a recorded job reads is left out: digests, times, errors, machines.
+A record is split into one number, the same for ranks that are alike, and the groups of ranks that it names, in that order.
+What no check of a recorded job reads is left out: digests, times, errors, machines.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from harness.evidence.store import encoded_without_values
 
 @dataclass
 class Places:
-    """By group and its ranks, the number by which the record goes by them here."""
+    """The number that stands for a group and its ranks here."""
 
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def of(self, ranks: Sequence[int], group: str = "") -> list[Any]:
-        """The order of the ranks is told where it is not the usual one."""
+        """Return that number, with the ranks if their order is not the usual one."""
         usual = _sorted(tuple(ranks))
         told = [self.numbers.setdefault((group, ranks_key(usual)), len(self.numbers))]
         return told if usual == tuple(ranks) else [*told, list(ranks)]
@@ -109,6 +109,6 @@ def _mesh(rank: int, mesh: np.ndarray, places: Places) -> list[Any]:
 
 
 def lines_through(rank: int, mesh: np.ndarray) -> list[list[int]]:
-    """By axis of a mesh that has the rank, the ranks that differ from it in that axis alone."""
+    """Return, by axis of a mesh that has the rank, the ranks that differ from it in that axis alone."""
     at = [int(index) for index in np.argwhere(mesh == rank)[0]]
     return [np.moveaxis(mesh, axis, -1)[tuple(at[:axis] + at[axis + 1 :])].tolist() for axis in range(mesh.ndim)]

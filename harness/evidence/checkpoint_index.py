@@ -1,7 +1,7 @@
 """What a checkpoint holds, by its index: names, shapes, types and bytes. No tensor of it is loaded.
 
-Read is torch's distributed format (a folder with a .metadata file), which says where each piece of each tensor lies. Of
-another format nothing is known but that it could not be read. A name may have anything before and after the parameter's:
+Read is torch's distributed format (a folder with a .metadata file), which says where each piece of each tensor lies. Any
+other format is only known not to be readable. A name may have anything before and after the parameter's:
 "optimizer.state.layers.0.attention.wq.weight.exp_avg".
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 TIED = "output.weight"
-"""No parameter of its own where embeddings are tied, but a name that a state dict may list all the same."""
+"""It is no separate parameter where embeddings are tied, but a state dict may list this name all the same."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Checkpoint:
     tensors: tuple[SavedTensor, ...] = ()
     """Tensors that the index names."""
     objects: dict[str, int] | None = None
-    """By name, bytes of whatever is no tensor; None if it was not read."""
+    """Name -> bytes of whatever is no tensor; None if it was not read."""
     unindexed: int = 0
     """Bytes of files that the index does not account for."""
     unread: str = ""

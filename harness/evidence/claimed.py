@@ -70,8 +70,8 @@ def _place(rank: int, tensor: TensorEvidence) -> tuple[Any, ...] | None:
 
 
 def roles(evidence: RankEvidence) -> dict[str, str]:
-    """By group, what is claimed: that a wrapper shards parameters over it, or replicates them; that DTensors are cut or copied
-    over it, of which nobody says whether that is tensor parallelism."""
+    """Return what is claimed of each group: a wrapper shards parameters over it, or replicates them; DTensors are cut or copied
+    over it. DTensors do not say whether this is tensor parallelism."""
     found: dict[str, str] = {}
     for tensor in evidence.parameters:
         for kind, ranks in _lines(evidence.rank, tensor):
@@ -86,7 +86,7 @@ def roles(evidence: RankEvidence) -> dict[str, str]:
 
 
 def copies(record: RankRecord) -> dict[str, dict[int, int]]:
-    """By group, as DTensors claim: norms and the like under tensor parallelism."""
+    """Return, by group, what DTensors claim to copy: under tensor parallelism norms, for example."""
     copied, cut = defaultdict[str, set[str]](set), set[str]()
     for tensor in record.evidence.parameters:
         for kind, ranks in _lines(record.evidence.rank, tensor):
@@ -103,14 +103,14 @@ def copies(record: RankRecord) -> dict[str, dict[int, int]]:
 
 
 def ignored(record: RankRecord) -> dict[str, dict[int, int]]:
-    """Experts of its own, or replicas that a wrapper was told to ignore by mistake. Two experts may both begin with zeros."""
+    """A rank's own experts, or replicas that a wrapper ignores by mistake. Two experts may both begin with zeros."""
     constant = {fqn for step in record.steps for fqn in step.constant}
     names = {fqn for wrapper in record.evidence.structure.values() for fqn in wrapper.ignored} - constant
     return {fqn: {s.step: s.digests[fqn] for s in record.steps if fqn in s.digests} for fqn in sorted(names)}
 
 
 def _lines(rank: int, tensor: TensorEvidence) -> list[tuple[str, str]]:
-    """Of each axis of its mesh, the placement and the ranks along it."""
+    """Return the placement on each axis of its mesh, and the ranks along it."""
     if rank not in (mesh := _looked_up(tensor.mesh if tensor.mesh is not None else NOWHERE)[1]):
         return []
     named = zip(tensor.placements, lines_through(rank, mesh), strict=True)

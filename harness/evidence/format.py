@@ -1,8 +1,8 @@
 """Which version of the harness wrote a record: what is stored can be judged only by checks that read it as it was meant.
 
-Every file carries a number and a digest of the names and types of its record's fields, all the way down. Nobody need
-remember the digest: it changes with the records. The number is raised by hand where a field keeps name and type and means
-something else than before.
+Every file carries a number and a digest of the names and types of its record's fields, all the way down. The digest changes
+with the records by itself. The number is raised by hand where a field keeps name and type and means something else than
+before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FORMAT = 2
 
 
 def version_of(kind: type) -> str:
-    """Of files that hold a record of this kind: 2-1a2b3c4d."""
+    """Return the version of files that hold a record of this kind: 2-1a2b3c4d."""
     return f"{FORMAT}-{fields_digest(kind)}"
 
 

@@ -1,8 +1,8 @@
-"""Weights that a trainer has fused into one tensor, taken apart: each part under its own name, as if it had been alone.
+"""Weights that a trainer has fused into one tensor, separated: each part under its own name, as if it had been alone.
 
-A part is one block of the fused tensor's rows (wq, wk, wv), or several: one for each group of heads (wq, wk, wv, wq, wk, wv,
-..), or one for each tensor-parallel rank (w1, w3, w1, w3). A rank that holds every n-th part of the rows holds as many whole
-blocks as the fused tensor has, divided by n, and they are the same parts in the same order whichever rank it is.
+A part is one block of the fused tensor's rows (wq, wk, wv), or several. There may be one for each group of heads (wq, wk, wv,
+wq, wk, wv, ..), or one for each tensor-parallel rank (w1, w3, w1, w3). A rank that holds every n-th part of the rows holds an
+n-th of the fused tensor's blocks, whole. They are the same parts in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from harness.evidence.records import RankEvidence, Resumed, TensorEvidence
 Block = tuple[str, int]
 """A part, and how many of its rows lie there together."""
 Fused = Mapping[str, Sequence[Block]]
-"""By the name of a fused tensor: its blocks, one below the other."""
+"""The name of a fused tensor -> its blocks, one below the other."""
 Arrays = dict[str, np.ndarray]
 
 
 def blocks(parts: Sequence[str], rows: Mapping[str, int]) -> tuple[Block, ...]:
-    """Of a fused tensor whose parts lie in this order. rows: of each part; one that comes n times is n equal blocks."""
+    """Return the blocks of a fused tensor whose parts lie in this order. rows: of each part; n times means n equal blocks."""
     return tuple((part, rows[part] // parts.count(part)) for part in parts)
 
 
 def held_blocks(whole: Sequence[Block], length: int) -> Sequence[Block]:
-    """Those that a rank holds which has this many rows; none where the rows are cut otherwise than between alike blocks."""
+    """Return the blocks of a rank with this many rows; none unless the rows are cut between alike blocks."""
     rows = sum(size for _, size in whole)
     degree = rows // length if length and rows % length == 0 else 0
     held = whole[: len(whole) // degree] if degree and len(whole) % degree == 0 else ()
@@ -40,7 +40,7 @@ def held_blocks(whole: Sequence[Block], length: int) -> Sequence[Block]:
 
 
 def places(held: Sequence[Block]) -> dict[str, np.ndarray]:
-    """By part: int64, the rows (or elements) of the fused tensor that are the part's, in the part's own order."""
+    """Return each part's rows (or elements) of the fused tensor, in the part's own order. int64"""
     found: dict[str, list[np.ndarray]] = {}
     start = 0
     for part, size in held:
@@ -59,7 +59,7 @@ class Cuts:
     starts: Mapping[str, int]
 
     def of(self, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
-        """By part: int64, its rows; of an interval of the flattened tensor its elements. Empty if it is left as it is."""
+        """Return each part's rows, or its elements in an interval of the flattened tensor. int64. Empty: left as it is."""
         whole = self.fused.get(name, ())
         if not whole or not array.ndim:
             return {}
@@ -72,7 +72,7 @@ class Cuts:
 
 
 def apart(evidence: RankEvidence, fused: Fused, starts: Mapping[str, int] = MappingProxyType({})) -> RankEvidence:
-    """Fused tensors of which the rank holds whole blocks, and intervals of which is told where they begin. Any other slice is
+    """Separate fused tensors of which the rank holds whole blocks, and intervals whose starts are given. Any other slice is
     left as it is, for no check covers what is in it."""
     if not fused:
         return evidence

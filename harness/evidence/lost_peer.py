@@ -15,7 +15,7 @@ NETWORK_WORDS = re.compile(r"gloo|nccl|store|keys:|by peer \[|monitoredBarrier|^
 
 
 def tells_of_lost_peer(kind: str, message: str, *, within: str = "") -> bool:
-    """kind: the exception's. within: the file that raised it. A time-out of something else, as of a loader, tells of none."""
+    """kind: the exception's. within: the file that raised it. A time-out of something else, as of a loader, is none."""
     network = kind in NETWORK_ERRORS or bool(NETWORK_WORDS.search(message)) or "/torch/distributed/" in within
     return network and bool(PEER_GONE.search(message))
 

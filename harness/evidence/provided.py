@@ -1,7 +1,7 @@
 """What checks need, in plain words, and which of these a kind of evidence provides.
 
-A check says in its NEEDS without which words it can say nothing. Evidence says which it lacks, and why: this kind of evidence
-has no such thing (the check is NOT APPLICABLE), or it would have it, and it was not seen here (UNKNOWN).
+A check lists in its NEEDS the words without which it can say nothing. Evidence says which it lacks, and why. This kind of
+evidence may have no such thing: the check is NOT APPLICABLE. Or it was not seen here: the check is UNKNOWN.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ WORDS = {
     "structure": "parameters, wrappers, groups, collectives and memory of each rank, in every step judged",
     "moment": "the process groups of all ranks, listed at one moment",
 }
-"""All of them. Where several are lacking, the first one here is told."""
+"""All words. Where several are lacking, the first one here is reported."""
 
 
 @dataclass(frozen=True)
 class Lack:
-    """Of a word that evidence does not provide."""
+    """Why evidence does not provide a word."""
 
     why: str
     """The reason, as a person reads it."""
@@ -41,12 +41,12 @@ class Lack:
 
 @dataclass(frozen=True)
 class Provided:
-    """Which words a kind of evidence provides: all that are not lacking."""
+    """The words that a kind of evidence provides: all that are not lacking."""
 
     lacking: Mapping[str, Lack] = field(default_factory=dict)
-    """By word, why it is not there."""
+    """Word -> why it is not there."""
     partly: Mapping[str, str] = field(default_factory=dict)
-    """By word, what of it was not seen: what is there may break a check, and proves none."""
+    """Word -> what of it was not seen: what is there may break a check, and proves none."""
     singly: frozenset[str] = frozenset()
     """Words that each rank has by itself: those that left it are judged, though others left nothing."""
 

@@ -1,4 +1,4 @@
-"""A run that was recorded. Of its ranks that are alike one record is read; what is asked of all ranks is answered for all."""
+"""A run that was recorded. Only one record of ranks that are alike is read; what is asked of all ranks is answered for all."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from harness.evidence.summary import Summary
 @dataclass(frozen=True)
 class RecordedRun(Run):
     stands: Mapping[int, int] = field(default_factory=dict)
-    """By rank that left a record, the one that is read in its place, or itself."""
+    """Rank that left a record -> the one that is read instead, or itself."""
     summaries: Mapping[int, Summary] = field(default_factory=dict)
-    """By rank that left a record, its summary."""
+    """Rank that left a record -> its summary."""
 
     @property
     def seen(self) -> frozenset[int]:

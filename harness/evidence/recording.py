@@ -1,6 +1,6 @@
 """What one rank of a recorded job leaves: the evidence of some of its steps, and in front of it a summary.
 
-The summary is a line of JSON, the rest is packed. Of a job of thousands of ranks the summaries alone are read. A file is
+The summary is a line of JSON, the rest is packed. If a job has thousands of ranks, the summaries alone are read. A file is
 written complete or not at all.
 """
 
@@ -49,12 +49,12 @@ class Fed:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """Of a step, beside its StepEvidence; step 0 is before the first one."""
+    """What is recorded of a step beside its StepEvidence; step 0 is before the first one."""
 
     step: int
     """Number of the step."""
     digests: dict[str, int]
-    """By fqn, a digest of this rank's part of each parameter after the step."""
+    """Fqn -> a digest of this rank's part of each parameter after the step."""
     not_finite: tuple[str, ...] = ()
     """Parameters with infinite numbers or NaN."""
     fed: tuple[Fed, ...] = ()
@@ -66,7 +66,7 @@ class RecordedStep:
     ungraded: tuple[str, ...] = ()
     """Parameters that had no gradient when an optimizer stepped."""
     constant: tuple[str, ...] = ()
-    """Of step 0, parameters whose numbers are all the same."""
+    """Parameters of step 0 whose numbers are all the same."""
 
 
 def issued_text(op: str, step: int, phase: str) -> str:
@@ -216,7 +216,7 @@ def load_summary(path: Path, kind: type[S]) -> S:
 
 
 def load_record(path: Path) -> RankRecord:
-    """Raises EvidenceError. Who calls this has read the summary, which tells the version."""
+    """Raises EvidenceError. The caller has read the summary, which has the version."""
     with _said(path), regular(path) as file:
         file.readline(MOST + 1)
         plain, meshes = json_of(decompressed(file.read(MOST + 1)))
@@ -243,7 +243,7 @@ def _with_meshes(record: RankRecord, meshes: list[Any]) -> RankRecord:
 
 
 def _short(mesh: Any) -> Any:
-    """Of a mesh whose ranks lie evenly along each axis its shape, first rank and steps; of another all ranks."""
+    """Shorten a mesh whose ranks lie evenly along each axis to shape, first rank and steps; another has all ranks."""
     array = np.array(mesh)
     steps = [int(np.take(array, 1, axis).flat[0] - array.flat[0]) if n > 1 else 0 for axis, n in enumerate(array.shape)]
     told: dict[str, Any] = {"shape": array.shape, "first": int(array.flat[0]), "steps": steps}

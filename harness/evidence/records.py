@@ -46,7 +46,7 @@ class Collective:
 
     @property
     def root_place(self) -> int | None:
-        """Which of `ranks` the root is: the same in groups that do alike."""
+        """Return the root's place in `ranks`: the same in groups that do alike."""
         return None if self.root is None else self.ranks.index(self.root)
 
 
@@ -89,7 +89,7 @@ class OwnGroup:
     kind: str
     """Class of the group or backend."""
     made: str
-    """Place in the code that made it, FILE:LINE; empty where nobody saw that."""
+    """Place in the code that made it, FILE:LINE; empty where that was not seen."""
     step: int
     """Step in which it was made."""
     place: int | None
@@ -137,9 +137,9 @@ class Resumed:
     """What a rank holds once it has resumed."""
 
     parameters: dict[str, np.ndarray]
-    """By fqn, local parameters before its first forward pass."""
+    """Fqn -> local parameters before its first forward pass."""
     optimizer_state: dict[str, dict[str, np.ndarray]]
-    """By fqn and the optimizer's key (exp_avg, exp_avg_sq, step), local state as the optimizer enters its first step."""
+    """Fqn -> the optimizer's key (exp_avg, exp_avg_sq, step) -> local state as the optimizer enters its first step."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Wrapper:
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """All that one rank saw, in the reference's names and scale, fused tensors taken apart."""
+    """All that one rank saw, in the reference's names and scale, fused tensors separated."""
 
     rank: int
     """Global rank."""
@@ -269,11 +269,11 @@ class Run(AllRead):
     exits: tuple[Exit, ...]
     """Exit of each rank, in the order of ranks."""
     ranks: dict[int, RankEvidence]
-    """By rank, the evidence that could be read."""
+    """Rank -> the evidence that could be read."""
     seconds: float = 0.0
     """Seconds that the ranks had their slots."""
     unreadable: dict[int, str] = field(default_factory=dict)
-    """By rank, why its file cannot be read. A rank without a file is neither here nor in `ranks`."""
+    """Rank -> why its file cannot be read. A rank without a file is neither here nor in `ranks`."""
     fault: str | None = None
     """Deliberate fault that was put in; None for none."""
     trainer: str = "llama3"

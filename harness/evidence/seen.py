@@ -1,4 +1,4 @@
-"""What may be asked of all ranks of a run, whether each left evidence that was read or one was read for all that are alike."""
+"""What may be asked of all ranks of a run. The evidence of each was read, or one's for all that are alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AllRead:
-    """Of a run each of whose ranks was read."""
+    """What was seen of a run if each of its ranks was read."""
 
     if TYPE_CHECKING:
         world_size: int

@@ -1,9 +1,9 @@
 """What one rank of a recorded job leaves of numbers: sketches of its slices of gradients, weights and optimizer state.
 
 A sketch of a tensor is 32 sums of its elements, each with a sign. Bucket and sign follow from the parameter's name and the
-element's index in the whole tensor. So the sketches of slices add up to the sketch of the whole, whatever the layout, and the
-length of the difference of two sketches estimates the distance of two tensors (a count sketch: Charikar, Chen and
-Farach-Colton, 2002; that buckets follow from row and column separately: Pham and Pagh, 2013).
+element's index in the whole tensor. So the sketches of slices add up to the sketch of the whole, whatever the layout. The
+length of the difference of two sketches estimates the distance of two tensors. This is a count sketch (Charikar, Chen and
+Farach-Colton, 2002); buckets follow from row and column separately (Pham and Pagh, 2013).
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ class RankSketches:
     launch: str = ""
     """Id of the recording."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """By parameter, shape of the whole one."""
+    """Parameter -> shape of the whole one."""
     dtypes: dict[str, str] = field(default_factory=dict)
-    """By parameter, its dtype."""
+    """Parameter -> its dtype."""
     sketches: tuple[Sketch, ...] = ()
-    """Those of all recorded steps."""
+    """The sketches of all recorded steps."""
     rows: dict[int, dict[int, int]] = field(default_factory=dict)
-    """By step, digest of a row of samples: how often the rank was fed it."""
+    """Step -> digest of a row of samples: how often the rank was fed it."""
     tokens: dict[int, int] = field(default_factory=dict)
-    """By step, one number for all tokens that the rank was fed, in whatever order; none of inputs that are no integers."""
+    """Step -> one number for all tokens that the rank was fed, in whatever order; none of inputs that are no integers."""
     norms: dict[int, float] = field(default_factory=dict)
-    """By step, the gradient norm that torch's clipping function returned last."""
+    """Step -> the gradient norm that torch's clipping function returned last."""
     rates: dict[int, float] = field(default_factory=dict)
-    """By step, learning rate of the first group of the optimizer."""
+    """Step -> learning rate of the first group of the optimizer."""
     optimizers: tuple[str, ...] = ()
     """Optimizers, each in one line."""
     computes_in: str = ""
@@ -85,7 +85,7 @@ class RankSketches:
     plain: tuple[str, ...] = ()
     """Parameters that are plain tensors, which nothing claims to be cut."""
     unplaced: dict[str, str] = field(default_factory=dict)
-    """By parameter, why it is not known which elements of it the rank holds."""
+    """Parameter -> why it is not known which elements of it the rank holds."""
 
 
 def sketch_file(directory: Path, rank: int) -> Path:

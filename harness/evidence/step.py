@@ -90,11 +90,11 @@ class Activity:
     quantized: dict[QuantizedMatmul, int] = field(default_factory=dict)
     """Matmuls in 8 bits, by phase, module and format."""
     inputs: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """By fqn, in step 1 alone: the sum of squares of a module's forward inputs, and how many numbers these are."""
+    """Fqn -> the sum of squares of a module's forward inputs, and how many numbers these are; in step 1 alone."""
     saved: dict[SavedTensorsHook, int] = field(default_factory=dict)
     """Hooks on tensors saved for backward."""
     other_states: dict[str, int] = field(default_factory=dict)
-    """By fqn, recomputations that began with another state of the random generator than forward did."""
+    """Fqn -> recomputations that began with another state of the random generator than forward did."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class AfterForward:
     """Parameters of one model part that were in memory when its forward pass ended."""
 
     bytes: dict[str, int]
-    """By fqn, bytes of the parameter that are there."""
+    """Fqn -> bytes of the parameter that are there."""
     storage: int
     """Bytes of all distinct storages behind them."""
 
@@ -114,7 +114,7 @@ class AfterEvaluation:
     step: int
     """Last step before those passes."""
     bytes: dict[str, int]
-    """By fqn, bytes of the parameter that are there."""
+    """Fqn -> bytes of the parameter that are there."""
     storage: int
     """Bytes of all distinct storages behind them."""
     gathered: tuple[str, ...] = ()
@@ -156,12 +156,12 @@ class StepEvidence:
     graphs: int | None = None
     """Graphs that torch.compile had made when the optimizer had stepped; None if not observed."""
     settings: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By torch switch, every value that it had in this step."""
+    """Torch switch -> every value that it had in this step."""
     kept: dict[str, int] | None = None
-    """By "dtype shape", bytes of float tensors that outlived the step, other than parameters, gradients and optimizer state;
+    """"dtype shape" -> bytes of float tensors that outlived the step, other than parameters, gradients and optimizer state;
     None if not observed."""
     copied: dict[str, int] | None = None
-    """By phase, the most bytes of copies of weights at once; None if not observed."""
+    """Phase -> the most bytes of copies of weights at once; None if not observed."""
     reported_lr: float | None = None
     """Learning rate that the trainer reports; None if it reports none."""
     scaled: float | None = None

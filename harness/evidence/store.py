@@ -85,12 +85,12 @@ def _unwritable(path: Path, error: OSError) -> str:
 
 
 def encoded_without_values(record: Any) -> Any:
-    """Plain JSON. Of arrays only their types and shapes are kept."""
+    """Plain JSON. Arrays keep only their types and shapes."""
     return _encode(record, None)
 
 
 def decoded_without_values(kind: type[T], plain: Any) -> T:
-    """The inverse: arrays have the right shape, take no memory and hold zeros, which nobody may take for values."""
+    """The inverse: arrays have the right shape, take no memory and hold zeros, which are not their values."""
     read: Callable[[Any, _NoValues], T] = _reader(kind)  # type: ignore[arg-type]
     return read(plain, _NoValues())
 
@@ -217,7 +217,7 @@ def _of_launch(run: Run, evidence: RankEvidence) -> RankEvidence:
 
 
 def evidence_file(directory: Path, rank: int) -> Path:
-    """Where a rank leaves its evidence: ranks/rank_00.npz below the launch's folder."""
+    """Return the file of a rank's evidence: ranks/rank_00.npz below the launch's folder."""
     return directory / "ranks" / f"rank_{rank:02d}.npz"
 
 

@@ -79,7 +79,7 @@ class Issued:
     digest: int
     """One number for all calls."""
     steps: dict[int, int] = field(default_factory=dict)
-    """By step, one number for its calls."""
+    """Step -> one number for its calls."""
 
 
 @dataclass(frozen=True)
@@ -111,15 +111,15 @@ class Summary:
     elements: int
     """Number of their elements, as whole tensors."""
     placements: dict[str, int]
-    """By placement as text, number of parameters that are claimed to lie so."""
+    """Placement as text -> number of parameters that are claimed to lie so."""
     slices: int
     """One number for the parts of parameters that it claims to hold; 0 where nothing is claimed."""
     contents: dict[int, int]
-    """By step, one number for the bytes of parameters: of those that `slices` is of, where there are any."""
+    """Step -> one number for the bytes of parameters: of those that `slices` is of, where there are any."""
     fed: dict[int, int]
-    """By step, one number for the samples of its forward passes."""
+    """Step -> one number for the samples of its forward passes."""
     not_finite: dict[int, tuple[str, ...]]
-    """By step, parameters with infinite numbers or NaN."""
+    """Step -> parameters with infinite numbers or NaN."""
     shown: int
     """Step that `uses`, `waits`, `memory`, `kept` and `settings` are of; 0 if none was recorded."""
     uses: tuple[Use, ...]
@@ -133,7 +133,7 @@ class Summary:
     unstepped: int
     """Number of parameters that no optimizer has."""
     memory: dict[str, int]
-    """By kind, bytes between steps."""
+    """Kind -> bytes between steps."""
     kept: int
     """Bytes of parameters that are in memory as forward ends."""
     settings: dict[str, str]
@@ -141,15 +141,15 @@ class Summary:
     versions: dict[str, str]
     """Versions of python and torch, machine and device."""
     wrappers: dict[str, int]
-    """By kind, number of wrappers."""
+    """Kind -> number of wrappers."""
     roles: dict[str, str]
-    """By group, what wrappers and DTensors claim of it."""
+    """Group -> what wrappers and DTensors claim of it."""
     argv: tuple[str, ...]
     """Command line of the process."""
     left_out: tuple[str, ...]
     """Models that are not recorded, and why."""
     seconds: dict[int, float]
-    """By step, seconds until the next one began."""
+    """Step -> seconds until the next one began."""
     peak: int
     """Most bytes of memory that were in use."""
     own: float
@@ -161,23 +161,23 @@ class Summary:
     background: tuple[Use, ...] = ()
     """What other threads moved than the one that trains, as far as it is on record; of no step."""
     copies: dict[str, dict[int, int]] = field(default_factory=dict)
-    """By group over which some parameters are cut, the contents by step of those that are copied over it."""
+    """Group over which some parameters are cut -> the contents by step of those that are copied over it."""
     kind: int = 0
-    """Number that ranks with alike records have in common, as in evidence.alike; 0 where nobody looked."""
+    """Number that ranks with alike records have in common, as in evidence.alike; 0 where it was not computed."""
     places: tuple[tuple[str, str], ...] = ()
     """Groups that the record names, as in evidence.alike."""
     tokens: dict[int, int] = field(default_factory=dict)
-    """As `fed`, of samples that are integers."""
+    """The same as `fed`, for samples that are integers."""
     inputs: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By step, digests of all tensors that its forward passes were called with; the first ones of many."""
+    """Step -> digests of all tensors that its forward passes were called with; the first ones of many."""
     ignored: dict[str, dict[int, int]] = field(default_factory=dict)
-    """By fqn, the contents by step of parameters that a wrapper ignores, but for those that begin as constants."""
+    """Fqn -> the contents by step of parameters that a wrapper ignores, but for those that begin as constants."""
     joined: int | None = None
     """Step after which it ran out of inputs, as in RankEvidence."""
     failed: tuple[str, ...] = ()
     """What the recorder itself raised."""
     idle_steps: tuple[int, ...] = ()
-    """Steps in which no parameter of its own had a gradient."""
+    """Steps in which none of its parameters had a gradient."""
     launch: str = ""
     """Id of the recording."""
     reached: Reached | None = None
@@ -185,7 +185,7 @@ class Summary:
     hooks: tuple[str, ...] = ()
     """Communication hooks of DDP."""
     unclaimed: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By fqn of parameters that nothing claims, two digests, as in evidence.unclaimed."""
+    """Fqn of parameters that nothing claims -> two digests, as in evidence.unclaimed."""
     own_groups: tuple[OwnGroup, ...] = ()
     """Process groups that the trainer made itself, of which torch has no ranks."""
     beside: tuple[Beside, ...] = ()
@@ -317,15 +317,15 @@ def _by_step(calls: Iterable[Collective]) -> dict[Kind, dict[int, tuple[int, int
 
 
 def whole_steps(record: RankRecord) -> tuple[int, ...]:
-    """Those that another step followed, for what comes after a job's last step, a checkpoint, is on the account of that step.
-    Of a job of one step that one."""
+    """Return the steps that another step followed, or the only step of a job. What comes after a job's last step, such as a
+    checkpoint, is on the account of that step."""
     steps = [step.step for step in record.evidence.steps]
     last = max(record.steps_seen, *steps, 0)
     return tuple(step for step in record.ended_steps if step < last or len(steps) == 1)
 
 
 def outside(evidence: RankEvidence, steps: tuple[int, ...]) -> tuple[Outside, ...]:
-    """Losses, norms and the like: a correct job may do so in some steps only, so each step is looked at."""
+    """Return what moved losses, norms and so on. A correct job may do so in some steps only, so each step is looked at."""
     calls = [call for call in evidence.collectives if call.step in steps and call.phase not in INSIDE]
     alike: dict[tuple[Kind, int, int], list[int]] = defaultdict(list)
     for kind, by_step in _by_step(call for call in calls if len(call.ranks) > 1).items():
@@ -341,7 +341,7 @@ def background(evidence: RankEvidence) -> tuple[Use, ...]:
 
 
 def issued(evidence: RankEvidence) -> tuple[Issued, ...]:
-    """By group. What is sent from one rank to another has no order that others share."""
+    """Return what was issued by group. What is sent from one rank to another has no order that others share."""
     sequences: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for call in evidence.collectives:
         if call.op not in POINT_TO_POINT and len(call.ranks) > 1:

@@ -10,7 +10,7 @@ MANY = 32  # ranks that are still named one by one
 
 
 def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
-    """Ranks as a person writes them: [0-7], [0,8], [0,2,4,6]; of more than anybody counts [0,8,..,1016]."""
+    """Ranks as a person writes them: [0-7], [0,8], [0,2,4,6]; many of them are [0,8,..,1016]."""
     ranks = sorted(ranks)
     if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
         return f"[{ranks[0]}-{ranks[-1]}]"
@@ -20,7 +20,7 @@ def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """In decimal units, four digits: 1.051 MB."""
+    """Write bytes in decimal units, four digits: 1.051 MB."""
     for unit in ("B", "kB", "MB"):
         if abs(count) < 1000:
             return f"{count:.4g} {unit}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.evidence.recording import RankRecord
 
 MOST = 1000
-"""Parameters that are listed: a summary stays small."""
+"""Parameters that are listed, at most: a summary must be small."""
 
 
 def unclaimed(record: RankRecord) -> dict[str, tuple[int, int]]:

@@ -14,7 +14,7 @@ def own_group_text(group: OwnGroup) -> str:
 
 
 def unplaced(groups: Mapping[int, Iterable[OwnGroup]]) -> str:
-    """Return why nobody can say between which ranks everything moved; empty where that is known. groups: by rank.
+    """Return why it is not known between which ranks everything moved; empty where it is known. groups: by rank.
 
     Barriers, and what was set up before the first step, move nothing that a check asks for, nor does a group of one rank."""
     for rank, own in sorted(groups.items()):

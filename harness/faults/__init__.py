@@ -1,6 +1,6 @@
 """The catalogue of deliberate mistakes, each modelled on a real bug.
 
-A fault is a name in a file, here or anywhere else, and `does` one wrong thing at a seam (harness/faults/operators.py):
+A fault is a name in a file, here or anywhere else, and `does` one wrong thing at a seam (harness/faults/operators.py).
 
     hsdp_runs_as_fsdp = fault(
         breaks="...", bug="M01 pytorch/torchtitan #711", case="hsdp_2x2", caught_by="shard_contents", named="another layout",

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 STEPS = 10
-"""Of the runs that weaker tests compare."""
+"""Steps of the runs that weaker tests compare."""
 
 ACCEPTED = Path(__file__).with_name("results.json")
 """What was last measured of the catalogue."""

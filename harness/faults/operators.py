@@ -2,7 +2,7 @@
 
 A target is "module:attribute", such as "torch.optim:Optimizer.zero_grad"; a module that begins with a dot is one of
 harness.trainers.llama3, such as ".trainer:scaled". It is looked up on each rank, before the trainer is built, and never put
-back: each rank is a process of its own. Each operator calls `fired()` where it does the wrong thing, and not where it only
+back: each rank is a separate process. Each operator calls `fired()` where it does the wrong thing, and not where it only
 might have. `when` gets what the target was called with; where it does not hold, the call is left as it is.
 """
 
@@ -134,7 +134,7 @@ def scale_result(target: str, factor: float, *, when: Condition | None = None) -
 
 
 def scale_gradient(target: str, factor: float, *, when: Condition | None = None) -> Operator:
-    """The result stays what it is; the gradient that comes back to it is multiplied."""
+    """The result is not changed; the gradient that comes back to it is multiplied."""
 
     def hooked(original: Act, *args: Any, **kwargs: Any) -> Any:
         return gradient_scaled(original(*args, **kwargs), factor)
@@ -153,7 +153,7 @@ def gradient_scaled(tensor: Any, factor: Any) -> Any:
 
 
 def on_rank(rank: int | tuple[int, ...], does: Operator) -> Operator:
-    """On this rank only, or on these."""
+    """Do it on this rank only, or on these."""
     ranks = rank if isinstance(rank, tuple) else (rank,)
     return lambda fired: does(fired) if this_rank() in ranks else None
 
@@ -217,7 +217,7 @@ def call(target: str, *args: Any, **kwargs: Any) -> Act:
 
 
 def find(target: str) -> tuple[Any, str]:
-    """Who holds the target, and its name there. Raises FaultError with the nearest name."""
+    """Return the target's holder, and its name there. Raises FaultError with the nearest name."""
     module, _, path = target.partition(":")
     if not path:
         raise FaultError(f"target {target!r}: one is given as 'module:attribute'")

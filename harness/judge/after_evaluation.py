@@ -11,9 +11,9 @@ from harness.plan.slices import BYTES, padded_numel
 
 
 def prefetched(trial: Trial, rank: int, step: int, key: Key) -> set[int]:
-    """FSDP2 gathers ahead in backward by the order in which units ended all forward passes since the last backward. Where
-    evaluation was among them, the first unit of the training pass takes that which ended evaluation for the one before it,
-    and gathers it once more, for nobody: the bytes of that unit. Not of the root's, which is freed after all of backward."""
+    """FSDP2 gathers ahead in backward by the order in which units ended all forward passes since the last backward. After an
+    evaluation the first unit of the training pass gathers the unit that ended evaluation once more, without use. Return the
+    bytes of that unit; there are none for the root's, which is freed after all of backward."""
     ranks, op, phase = key
     evaluated = any(record.step == step - 1 for record in trial.ranks[rank].after_evaluation)
     if not evaluated or trial.case.wrapper != "fsdp2":
@@ -32,7 +32,7 @@ def _ended_last(trial: Trial, rank: int) -> tuple[str, ...]:
 
 
 def gathered_bytes(trial: Trial, rank: int, unit: tuple[str, ...]) -> int:
-    """Of one all_gather of a unit: FSDP2 pads each parameter to equal parts, FSDP1 the vector of all."""
+    """Return the bytes of one all_gather of a unit: FSDP2 pads each parameter to equal parts, FSDP1 the vector of all."""
     case, tp_index = trial.case, coordinate(trial.plan.dims, rank)["tp"]
     size = BYTES[case.training.compute_dtype or case.training.dtype]
     flat = next((flat for flat in trial.plan.flat if unit[0] in flat.starts), None)
@@ -42,8 +42,8 @@ def gathered_bytes(trial: Trial, rank: int, unit: tuple[str, ...]) -> int:
 
 
 def spared(trial: Trial, rank: int, step: int) -> dict[Key, int]:
-    """By how many bytes each collective of the next forward differs: a unit that evaluation left as the policy keeps it after
-    forward is not gathered; one that lies over some of the ranks is gathered over these instead."""
+    """Return how many bytes each collective of the next forward moves more or less. A unit that evaluation left as the policy
+    keeps it after forward is not gathered. One that lies over some of the ranks is gathered over these instead."""
     kept, differing = trial.plan.after_forward[rank], Counter[Key]()
     found = (each for each in still_gathered(trial, rank) if each[0] == step - 1 and keeps(trial, rank, each))
     left = {fqn for _, fqn, _ in found}
@@ -57,7 +57,7 @@ def spared(trial: Trial, rank: int, step: int) -> dict[Key, int]:
 
 
 def keeps(trial: Trial, rank: int, left: tuple[int, str, int]) -> bool:
-    """Whether as much stays after forward of what evaluation left: (step before, parameter, bytes)."""
+    """Whether as much is kept after forward of what evaluation left: (step before, parameter, bytes)."""
     _, fqn, held = left
     kept = trial.plan.after_forward[rank][fqn]
     return kept.degree < trial.case.shards and held <= kept.bytes

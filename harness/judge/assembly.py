@@ -53,7 +53,7 @@ class Misfit:
 
 
 def misfits(trial: Trial, number: int, bounds: Bounds | None = None) -> tuple[list[Misfit], list[str]]:
-    """Of every copy of every parameter in a step; and the parameters of which ranks hold no whole gradient.
+    """Return the misfits of every copy of every parameter in a step, and parameters without a whole gradient.
 
     bounds: those of the trial, if not others. Raises NoBound.
     """
@@ -109,7 +109,7 @@ def _copies(trial: Trial, number: int, fqn: str, full: np.ndarray) -> Iterator[t
 
 
 def _holders(trial: Trial, number: int, fqn: str) -> dict[Slice, list[tuple[int, np.ndarray]]]:
-    """By slice, the ranks that hold it, with what each has there. Empty slices, and those found nowhere, are left out."""
+    """Return, by slice, the ranks that hold it, and their values. Empty slices, and those found nowhere, are left out."""
     held: dict[Slice, list[tuple[int, np.ndarray]]] = {}
     for rank, evidence in sorted(trial.ranks.items()):
         part, gradient = trial.gradient_slice_of(rank, fqn), _gradient(evidence.steps, number, fqn)
@@ -127,8 +127,8 @@ def _shape(part: Slice) -> tuple[int, ...]:
 
 
 def gradient_distance(trial: Trial, rank: int, fqn: str, gradient: np.ndarray, full: np.ndarray) -> float:
-    """The largest difference between a rank's slice and the reference's, relative to the whole gradient's largest entry; inf
-    for a parameter of which the rank should hold nothing."""
+    """The largest difference between a rank's slice and the reference's, relative to the whole gradient's largest entry. It
+    is inf if the rank should hold nothing of the parameter."""
     part = trial.gradient_slice_of(rank, fqn)
     if part is None:
         return float("inf")

@@ -14,7 +14,7 @@ from harness.reference.record import ReferenceRun
 
 @dataclass(frozen=True)
 class AssumedOptimizer:
-    """Of the optimizer on some ranks or parameters; all that is None is as requested."""
+    """What the optimizer does on some ranks or parameters; all that is None is as requested."""
 
     given: Callable[[int, int, str, np.ndarray], np.ndarray | None] | None = None
     """(rank, step, fqn, gradient) -> what it is given in place of the clipped gradient; None: it leaves the parameter alone."""
@@ -45,13 +45,13 @@ class Assumption:
     optimizer: AssumedOptimizer = AssumedOptimizer()
     """What the optimizer does."""
     reference: Mapping[str, Any] = field(default_factory=dict)
-    """With what the reference was trained again, in the words of reference.counterfactual.Otherwise."""
+    """With what the reference was trained again, in the words of reference.counterfactual."""
     reports: Mapping[str, Callable[[int, int], float]] = field(default_factory=dict)
-    """By check, (rank, step) -> what each rank reports of a step."""
+    """Check -> (rank, step) -> what each rank reports of a step."""
     references: Mapping[int, ReferenceRun] = field(default_factory=dict)
-    """By rank, its own reference, where ranks train apart."""
+    """Rank -> its own reference, where ranks train separate copies."""
     apart: bool = False
-    """Whether ranks train apart, be it with one copy of the model."""
+    """Whether ranks train separate copies, be it with one copy of the model."""
 
     def and_besides(
         self,

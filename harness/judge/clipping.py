@@ -1,9 +1,9 @@
-"""Which of the gradients seen clipping was given, where a trainer clips by a function of its own.
+"""Which of the gradients seen clipping was given, where a trainer clips by its own function.
 
-Between the end of backward and the optimizer all gradients of a rank were multiplied by one number. That was clipping, or
+Between the end of backward and the optimizer all gradients of a rank were multiplied by one number. It was clipping, or
 what a recipe divides by (tokens, a loss scale), or both. The gradients before are taken, unless only those after are the
-reference's; `update` judges what was made of those taken. Neither may be: then they were divided and clipped, and where the
-optimizer was given exactly the reference's clipped gradients, what they were before clipping is not known.
+reference's; `update` judges what was made of those taken. If neither are, they were divided and clipped. If the optimizer
+was then given exactly the reference's clipped gradients, what they were before clipping is not known.
 
 This is decided once, when the evidence of a case is complete; the files of ranks then hold what was decided.
 """
@@ -21,7 +21,7 @@ from harness.judge.trial import Trial
 
 
 def late_steps(trial: Trial) -> set[int]:
-    """Return the steps in which clipping was given what the optimizer was given. Of a trial without bounds there are none."""
+    """Return the steps in which clipping was given what the optimizer was given; none without bounds."""
     scaled = {step.step for _, step, _ in trial.steps() if factor(step) not in (None, 1.0)}
     after = dataclasses.replace(trial, run=with_gradients_after(trial.run, scaled))
     try:
@@ -31,7 +31,7 @@ def late_steps(trial: Trial) -> set[int]:
 
 
 def factor(step: StepEvidence) -> float | None:
-    """By which all were multiplied; None if nobody looked, or if that was not one number."""
+    """Return the number that multiplied all gradients; None if it was not recorded, or if there was not one number."""
     return None if step.scaled is None or math.isnan(step.scaled) else step.scaled
 
 
@@ -67,6 +67,6 @@ def matches(trial: Trial, number: int, *, clipped: bool = False) -> bool:
 
 
 def clipped_unseen(trial: Trial, number: int) -> bool:
-    """Whether the gradients were altered after backward and are the reference's clipped ones: by whom nobody saw."""
+    """Whether the gradients were altered after backward, by something not seen, and are the reference's clipped ones."""
     altered = all(s.scaled not in (None, 1.0) for _, s, _ in trial.steps() if s.step == number)
     return altered and not matches(trial, number) and matches(trial, number, clipped=True)

@@ -20,7 +20,7 @@ def locate(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> S
 
 
 def _corners(value: np.ndarray, full: np.ndarray, guess: Slice | None) -> Iterator[Iterable[int]]:
-    """Where the value may begin."""
+    """Yield places where the value may begin."""
     if guess is not None:
         yield [start for start, _ in guess]
     yield from np.argwhere(full == value.flat[0])

@@ -23,12 +23,12 @@ class Limit:
 
 @dataclass(frozen=True)
 class Part:
-    """Which slice of a parameter."""
+    """A slice of a parameter."""
 
     intervals: Slice
     """Half-open intervals, one a dim; one alone where `flat`."""
     shape: tuple[int, ...]
-    """Of the whole parameter; its number of elements alone where `flat`."""
+    """Shape of the whole parameter; its number of elements alone where `flat`."""
     flat: bool = False
     """Whether the slice is one of the elements in a row, as FSDP1 and ZeRO cut."""
 
@@ -60,7 +60,7 @@ class Finding:
     step: int | None = None
     """The training step, from 1; None where it is of no step."""
     phase: str = ""
-    """Of the step, as in evidence.records.Collective: forward, backward, optimizer, ..."""
+    """Phase of the step, as in evidence.records.Collective: forward, backward, optimizer, ..."""
     kind: str = ""
     """What it is about, of KINDS; empty where `quantity` says it all."""
     name: str = ""
@@ -76,11 +76,11 @@ class Finding:
     observed: Value = None
     """What the evidence shows."""
     unit: str = ""
-    """Of both: bytes, ranks, elements, "of the largest entry", ...; empty for plain numbers and words."""
+    """Unit of both: bytes, ranks, elements, "of the largest entry", ...; empty for plain numbers and words."""
     bound: Bound | None = None
     """How far off observed may be; None where it has to be equal."""
     note: str = ""
-    """What a person should know besides."""
+    """What a person should also know."""
 
     @classmethod
     def at(cls, rank: int, expected: Value, observed: Value, **more: Any) -> Self:

@@ -195,7 +195,7 @@ def accept(case: Case, reference: ReferenceRun, folder: Path | None = None) -> s
 
 
 def describe(name: str, old: Golden | None, new: Golden) -> str:
-    """For review: what accepting the new one changes, step by step."""
+    """Describe, for review, what accepting the new one changes, step by step."""
     if old is None:
         return f"{name}: new, losses {', '.join(map(repr, new.losses))}"
     if (old.losses, old.grad_norms) == (new.losses, new.grad_norms):

@@ -12,21 +12,19 @@ from harness.spec.case import Case, ExpectedFailure
 
 @dataclass(frozen=True)
 class Judgement:
-    """folder: where the evidence lies. seconds: of its launches, while they had their slots. fired: whether the fault's code
-    ran; None without a fault. made: how the run came about (`Run.made`). measures: what it took (`judge.measures`).
-    gpu: its name."""
+    """What the checks say of one run of a case."""
 
     case: Case
-    folder: Path
+    folder: Path  # where the evidence lies
     results: tuple[Result, ...]
     diagnosis: Diagnosis | None
-    seconds: float
+    seconds: float  # of its launches, while they had their slots
     fault: str | None = None
-    fired: bool | None = None
+    fired: bool | None = None  # whether the fault's code ran; None without a fault
     trainer: str = "llama3"
-    made: dict[str, str] = field(default_factory=dict)
-    measures: dict[str, float] = field(default_factory=dict)
-    gpu: str = ""
+    made: dict[str, str] = field(default_factory=dict)  # how the run came about (`Run.made`)
+    measures: dict[str, float] = field(default_factory=dict)  # what it took (`judge.measures`)
+    gpu: str = ""  # its name
     observed: tuple[str, ...] = ()
     """What the plan takes from this run, for neither the case nor the adapter declares it; one phrase each."""
 
@@ -39,8 +37,8 @@ class Judgement:
     def verdict(self) -> Verdict:
         """FAIL if a check fails, else UNKNOWN if any could not be judged; a run in which nothing passed is UNKNOWN.
 
-        A case that is expected to fail does so with exactly its checks and its cause, or is a FAIL; where nothing is broken and
-        something could not be judged, nobody knows.
+        A case that is expected to fail does so with exactly its checks and its cause, or is a FAIL. If no check fails and one
+        could not be judged, it is UNKNOWN.
         """
         verdicts = {result.verdict for result in self.results}
         if (expected := self.expected_failure) is not None:

@@ -1,7 +1,7 @@
 """The labels that a microbatch's loss was computed from, laid as its samples lie.
 
-A trainer may compute its loss in several calls, each from a part of the rows or of the positions, and may leave out the
-tokens that do not count. How labels were cut is not recorded; of the ways there are, that one is taken which fits best.
+A trainer may compute its loss in several calls, each from a part of the rows or of the positions. It may leave out the tokens
+that do not count. How labels were cut is not recorded: the way that fits best is taken.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from harness.evidence.step import Microbatch
 
 IGNORED = -100
-"""Of a token that does not count."""
+"""The label of a token that does not count."""
 
 
 def laid_out(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
@@ -36,7 +36,7 @@ def _ways(labels: np.ndarray, chunks: tuple[int, ...], own: np.ndarray) -> Itera
 
 
 def _spread(labels: np.ndarray, own: np.ndarray, masks: list[np.ndarray]) -> np.ndarray:
-    """Those that count, where they belong: by row and position, of one chunk after the other."""
+    """Return the labels that count at their places, row and position, one chunk after the other."""
     spread, start = np.full_like(own, IGNORED), 0
     for mask in masks:
         spread[mask] = labels[start : start + mask.sum()]

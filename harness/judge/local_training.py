@@ -1,7 +1,7 @@
 """Replicas that differ by request, and those of which some parameters are kept equal and others are not.
 
-DDP's communication hook of post-local SGD reduces within subgroups only; parameters are averaged from time to time. So does a
-trainer of its own that reduces no gradient and averages parameters.
+DDP's communication hook of post-local SGD reduces within subgroups only; parameters are averaged from time to time. A trainer
+without hook does the same if it reduces no gradient and averages parameters.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _sums(family: Sequence[Summary]) -> bool:
 
 
 def partly_equal(summaries: Iterable[Summary]) -> list[PartlyEqual]:
-    """Return the sets of ranks that began alike, of which some parameters are kept equal and others are not; or none is, though
-    they add up as much as gradients are. Stages of a pipeline may begin alike, too, and add up nothing."""
+    """Return the sets of ranks that began alike and keep some parameters equal, but not all. They may keep none equal if they
+    add up as much as gradients are. Stages of a pipeline may begin alike, too, and add up nothing."""
     began: dict[object, list[Summary]] = defaultdict(list)
     for one in summaries:
         if one.unclaimed:

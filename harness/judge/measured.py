@@ -1,4 +1,4 @@
-"""What the evidence of one launch shows of its trainer: the traits that nobody declared."""
+"""What the evidence of one launch shows of its trainer: the traits that are not declared."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a run took, in plain numbers: no check reads them, people compare them.
 
 Bytes are those of the rank that has the most, for a layout is as good as its worst rank. Seconds are those of a step with
-the probe in it, which copies gradients and parameters: good for comparing a case with itself, not for a trainer's speed.
+the probe in it, which copies gradients and parameters. They compare a case with itself, and do not show a trainer's speed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ OUTSIDE_THE_PLAN = "no axis of the plan"
 
 
 def measured(trial: Trial) -> dict[str, float]:
-    """By name; a number that nobody saw is not there. Bytes held are those between steps, bytes moved those of a step in
-    forward and backward, in all and over each axis."""
+    """Return numbers by name, without those that were not seen. Bytes held are those between steps, bytes moved those of a step
+    in forward and backward, in all and over each axis."""
     ranks = list(trial.ranks.values())
     found: dict[str, float] = {}
     if seconds := [max(each) for each in _seconds(ranks)]:
@@ -34,7 +34,7 @@ def measured(trial: Trial) -> dict[str, float]:
 
 
 def _seconds(ranks: list[RankEvidence]) -> list[list[float]]:
-    """By step, of all ranks; without the first, in which groups are set up, where there are others."""
+    """Return the seconds of all ranks by step; the first, in which groups are set up, only if there is no other."""
     by_step: dict[int, list[float]] = {}
     for one in ranks:
         for step in one.steps:
@@ -45,7 +45,7 @@ def _seconds(ranks: list[RankEvidence]) -> list[list[float]]:
 
 
 def _moved(trial: Trial) -> dict[str, float]:
-    """Nothing where no rank has the step."""
+    """Return bytes moved in all and over each axis; nothing where no rank has the step."""
     step = step_shown(trial)
     seen = [moved_by_axis(trial, one, step) for one in trial.ranks.values() if any(s.step == step for s in one.steps)]
     if not seen:

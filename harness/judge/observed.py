@@ -1,7 +1,7 @@
 """What really ran, from the summaries of a recording's ranks: pure, with nothing declared and nothing guessed.
 
 Groups over which the same is done, and of which the same is claimed, are one axis. It has a name only where a wrapper or a
-DTensor tells it: FSDP and tensor parallelism use the same collectives.
+DTensor names it: FSDP and tensor parallelism use the same collectives.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Axis:
 
 
 def axes(summaries: Iterable[Summary]) -> tuple[Axis, ...]:
-    """The largest groups first. Stages of a pipeline differ in what they do: groups of one size and role that share no rank, of
-    which some do all that others do, are one axis."""
+    """The largest groups first. Stages of a pipeline differ in what they do. So groups of one size and role that share no rank
+    are one axis if some do all that others do."""
     uses: dict[str, list[Use]] = defaultdict(list)
     roles: dict[str, str] = {}
     for summary in summaries:
@@ -136,7 +136,7 @@ def replicas(summaries: Iterable[Summary]) -> list[list[Summary]]:
 
 
 def copied(summaries: Iterable[Summary]) -> list[list[Summary]]:
-    """By group, its ranks with the contents of those parameters that are copied over it, while others are cut."""
+    """Return, by group, its ranks with the contents of parameters that are copied over it, while others are cut."""
     found: dict[str, list[Summary]] = defaultdict(list)
     for summary in summaries:
         for group, contents in summary.copies.items():
@@ -145,7 +145,7 @@ def copied(summaries: Iterable[Summary]) -> list[list[Summary]]:
 
 
 def differing(families: Iterable[list[Summary]]) -> dict[int, list[tuple[list[int], list[int]]]]:
-    """By step, of ranks that should hold the same those that hold what most of them hold, and those that hold something else.
+    """Return, by step, ranks that should hold the same: those that hold what most hold, and those that hold something else.
     What is there before the first step may be anything."""
     found: dict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
     for family in families:

@@ -73,7 +73,7 @@ def _flattened_step(step: Step, blocks: Mapping[str, int] = USUAL) -> Step:
 
 
 def _flattened_state(record: State, blocks: Mapping[str, int] = USUAL) -> State:
-    """Not an optimizer's step counter, which has no dims."""
+    """Flatten all but an optimizer's step counter, which has no dims."""
     state = {
         fqn: {
             key: columns.flattened(value, blocks.get(fqn, 1)) if value.ndim else value for key, value in values.items()

@@ -1,5 +1,5 @@
-"""How often the output layer is applied: once a forward pass, or once for each chunk of a loss, and once more where each chunk
-is recomputed. A trainer declares both in its traits. A loss that multiplies by the weight itself calls no module.
+"""How often the output layer is applied: once a forward pass, or once for each chunk of a loss. A chunk that is recomputed
+counts twice. A trainer declares both in its traits. A loss that multiplies by the weight itself calls no module.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ OUTPUT = "output"
 
 
 def applied(trial: Trial, rank: int) -> int:
-    """In forward passes of a step, which the last stage has."""
+    """Return how often forward passes of a step apply it, on the last stage."""
     return trial.case.passes * trial.traits.loss_chunks * (trial.case.n_stages - 1 in trial.plan.stages[rank])
 
 
 def applied_again(trial: Trial, rank: int) -> int:
-    """In backward."""
+    """Return how often backward applies it."""
     return applied(trial, rank) * trial.traits.recomputes_output
 
 
 def looked_at(trial: Trial, rank: int, step: StepEvidence) -> Iterator[Finding | None]:
     """None for what is as the traits say. Calls that a compiler hides, or behind forward, are not counted. On other stages
-    than the last a module of that name has no weight: an Identity in its place."""
+    than the last a module of that name has no weight: it is an Identity."""
     forward, again = (step.activity.calls.get(Call(phase, OUTPUT), 0) for phase in ("forward", "backward"))
     wanted, wanted_again = applied(trial, rank), applied_again(trial, rank)
     if forward and wanted:

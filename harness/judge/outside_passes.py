@@ -1,7 +1,7 @@
 """What ranks moved outside of forward and backward: norms of gradients, losses, checkpoints, validation.
 
-A correct job may do so in some steps only, so nothing is said of a step at large: each step is looked at, and of two jobs the
-steps are compared that both have on record.
+A correct job may do so in some steps only. So each step is looked at by itself, and two jobs are compared in the steps that
+both have on record.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Line:
     groups: tuple[str, ...]
     """Groups, in the words of ranks_key."""
     calls: dict[int, Range]
-    """By step, least and most calls of a rank in a group."""
+    """Step -> least and most calls of a rank in a group."""
     bytes: dict[int, Range]
-    """By step, least and most bytes of a rank in a group."""
+    """Step -> least and most bytes of a rank in a group."""
 
 
 def whole_steps(summaries: Iterable[Summary]) -> tuple[int, ...]:
-    """Those that every rank has on record."""
+    """Return the steps that every rank has on record."""
     known = [set(one.whole) for one in summaries if one.whole]
     return tuple(sorted(set.intersection(*known))) if known else ()
 
 
 def lines(summaries: Sequence[Summary], *, axes_apart: bool = False) -> tuple[Line, ...]:
-    """axes_apart: of groups that share a rank, which are of different axes, each is in a line of its own."""
+    """axes_apart: groups that share a rank are of different axes, and each is in a separate line."""
     steps, moved = whole_steps(summaries), _moved(summaries)
     return tuple(
         Line(
@@ -99,7 +99,7 @@ def _moved(summaries: Iterable[Summary]) -> dict[Kind, Moved]:
 
 
 def _whose(one: Summary, group: str) -> str:
-    """In words that another number of ranks does not change."""
+    """Name the group in words that another number of ranks does not change."""
     if group in one.roles:
         return f"ranks {one.roles[group]}"
     return "all ranks" if len(ranks_of(group)) == one.world else "part of the ranks"

@@ -11,8 +11,8 @@ from harness.plan.stages import positions
 
 
 def received_samples(trial: Trial, step: int) -> dict[int, list[int | None]]:
-    """The sample ids each first stage received in a step, in order, at whatever positions its rows stand in their samples; None
-    for tokens that are no sample of the recipe, or where rows stand at different positions."""
+    """The sample ids each first stage received in a step, in order, at whatever positions its rows stand in their samples. The
+    id is None for tokens that are no sample of the recipe, or where rows stand at different positions."""
     found = {}
     for rank, rows in rows_received(trial, step).items():
         known = rows_of(trial, rank, step, positions_received(trial, rank, step))

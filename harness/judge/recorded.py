@@ -63,8 +63,8 @@ def trial_of(
     recording: Recording | None = None,
     like: Mapping[int, int] | None = None,
 ) -> Trial:
-    """records: of all ranks that left one; or of some, with the recording of all, and by rank the one that was read in its
-    place. Trap: a job may be of more or fewer ranks than the layout."""
+    """records: of all ranks that left one; or of some, with the recording of all, and in `like`, by rank, the one that was read
+    instead. Trap: a job may be of more or fewer ranks than the layout."""
     like = {rank: rank for rank in records} if like is None else like
     steps = _steps(records.values())
     ranks = {rank: _of_steps(record.evidence, steps) for rank, record in records.items()}
@@ -89,7 +89,7 @@ def trial_of(
 def _provided(
     case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord], heard: Recording
 ) -> Provided:
-    """What a recording shows of a job, besides how it ended."""
+    """What a recording shows of a job, in addition to how it ended."""
     found, summaries = RECORDED, heard.summaries.values()
     if heard.world != case.dims.world_size:
         found = found.without(WORDS.keys() - {"ends"}, f"the job has {heard.world} ranks, not those of the layout")
@@ -118,7 +118,7 @@ def _stepped_nothing(record: RankRecord) -> bool:
 
 
 def _plan(case: Case, traits: TrainerTraits, ignored: set[str]) -> Plan:
-    """Of what a wrapper ignores it moves nothing."""
+    """Return the plan, in which a wrapper moves nothing of what it ignores."""
     plan = make_plan(case, traits)
     if not ignored:
         return plan
@@ -143,7 +143,7 @@ def without_slices(plan: Plan) -> Plan:
 
 
 def _steps(records: Iterable[RankRecord]) -> list[int]:
-    """Those from the first on that every rank recorded to their end."""
+    """Return the steps from the first on that every rank recorded to their end."""
     seen = [{*record.ended_steps} for record in records]
     common = set.intersection(*seen) if seen else set()
     return [step for step in sorted(common) if set(range(1, step + 1)) <= common]
@@ -173,7 +173,7 @@ def _case(dims: ParallelDims, ranks: Mapping[int, RankEvidence], many: Mapping[i
 
 
 def _dtype(ranks: Iterable[RankEvidence]) -> str | None:
-    """That of all parameters; None if they have several, or one that nothing is derived of."""
+    """Return the dtype of all parameters; None if they have several, or one that the plan does not support."""
     found = {tensor.dtype for evidence in ranks for tensor in evidence.parameters}
     (dtype,) = found if len(found) == 1 else (None,)
     return dtype if dtype in BYTES else None
@@ -194,8 +194,8 @@ def _kinds(ranks: Iterable[RankEvidence]) -> set[str]:
 
 
 def _wrapper(dims: ParallelDims, ranks: Iterable[RankEvidence]) -> str | None:
-    """The one that was seen, if it can do what is requested. A layout of cp alone says no more than that tokens are cut: where
-    nothing claims to shard parameters over it, each rank may have them whole, as under DDP."""
+    """The one that was seen, if it can do what is requested. A layout of cp alone says no more than that tokens are cut. If no
+    wrapper claims to shard parameters over it, each rank may have them whole, as under DDP."""
     ranks = list(ranks)
     kinds, able = _kinds(ranks), ("fsdp2", "fsdp1") if dims.dp_shard * dims.cp > 1 else ("ddp", "replicate", "fsdp1")
     if dims.dp_shard > 1 or dims.cp == 1:
@@ -236,7 +236,7 @@ def _own_parameters(ranks: Iterable[RankEvidence]) -> str:
 
 
 def _claims_not_seen(case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord]) -> str:
-    """Why nobody saw where parameters lie; empty if somebody did, or there is nothing to see."""
+    """Why it was not seen where parameters lie; empty if it was, or there is nothing to see."""
     if _kinds(ranks.values()) or _dtensors(ranks.values()):
         return ""
     if _freed(ranks.values()):

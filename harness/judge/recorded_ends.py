@@ -1,4 +1,4 @@
-"""How the ranks of a recorded job ended, as far as anybody heard: they, their launcher, or the exit code of the command."""
+"""How the ranks of a recorded job ended, as far as they, their launcher or the command's exit code report it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ NOTHING_HEARD = "how it ended is unknown"
 
 
 def exits_of(recording: Recording, world: int) -> tuple[Exit, ...]:
-    """Who only lost a peer is not to blame where somebody else is."""
+    """Return all exits. A rank that only lost a peer is not to blame if another is."""
     found = [_exit(rank, recording.summaries.get(rank), recording) for rank in range(world)]
     to_blame = any(one.blamed for one in found)
     return tuple(one if to_blame or one.how not in ("killed", "raised") else replace(one, blamed=True) for one in found)
 
 
 def not_heard(exits: tuple[Exit, ...], recording: Recording) -> str:
-    """Why nobody can say that all ranks ended well and left their evidence, though none is known not to; empty where that is
+    """Why it is not known that all ranks ended well and left their evidence, though none is known not to; empty if it is
     known."""
     if any(one.how != "ok" for one in exits):
         return ""
@@ -34,7 +34,7 @@ def not_heard(exits: tuple[Exit, ...], recording: Recording) -> str:
     ]
     if not unheard:
         return ""
-    return f"nothing was heard of the end of ranks {ranks_text(unheard)}; the command ended with exit code 0"
+    return f"the exit of ranks {ranks_text(unheard)} is not reported; the command ended with exit code 0"
 
 
 def _exit(rank: int, left: Summary | None, recording: Recording) -> Exit:

@@ -1,7 +1,7 @@
 """What ranks report of their steps, and in which steps a rank that reports at all owes a number.
 
-A trainer may report on some ranks only, and in every k-th step only (its adapter says so). What it may not do is report in
-some of the steps that are due and be silent in others: nobody would see what was left out.
+A trainer may report on some ranks only, and in every k-th step only (its adapter says so). It may not report in some of the
+steps that are due and be silent in others: what was left out would not be seen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from harness.reference.record import ReferenceStep
 
 Read = Callable[[StepEvidence], float | None]
 Compare = Callable[[int, StepEvidence, ReferenceStep, float], tuple[float, Finding | None]]
-"""Of a rank, its step and what it reports there: how far that is off, and the finding if it is too far."""
+"""(rank, step, reference, report) -> how far the report is off, and the finding if it is too far."""
 
 
 def judge_reports(trial: Trial, check: str, what: str, read: Read, compare: Compare) -> Result:
@@ -47,12 +47,12 @@ def relative(shown: float, wanted: float) -> float:
 
 
 def below(mean: float, largest: float | None) -> float:
-    """By how much of it a mean is above the largest of what it is the mean of; 0 where it is not, or none is shown."""
+    """Return how far a mean is above the largest of its values, relative to that; 0 if it is not, or none is shown."""
     return max(0.0, relative(largest, mean)) if largest is not None and not largest >= mean else 0.0
 
 
 def due(trial: Trial, rank: int) -> list[int]:
-    """The steps of which a rank that reports at all must report; of one that nobody requested nothing is owed."""
+    """The requested steps that a rank that reports at all must report."""
     evidence, requested = trial.ranks[rank], trial.case.steps
     return [step.step for step in evidence.steps if step.step % evidence.reports_every == 0 and step.step in requested]
 

@@ -87,11 +87,11 @@ class Diagnosis:
     """Why checks fail."""
 
     causes: tuple[Cause, ...]
-    """Those that explain most checks first."""
+    """The ones that explain most checks first."""
     evidence: Lines = ()
     """What was expected and observed, and what is proven."""
     launch: str = ""
-    """Of a case that resumes, the launch in which it is so, as in Finding.launch."""
+    """The launch of a case that resumes in which it is so, as in Finding.launch."""
 
     @property
     def kinds(self) -> tuple[str, ...]:

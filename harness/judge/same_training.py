@@ -2,8 +2,8 @@
 
 The first recording is the reference. What goes in is compared first: weights before training, samples, hyperparameters. Then,
 step by step, gradients, the norm they are clipped by, the optimizer's state, and what each step adds to the weights.
-The bound of a distance is the noise that a third recording shows (the first command with its weights altered by one rounding),
-or a number documented for the dtype.
+The bound of a distance is the noise that a third recording shows, or a number documented for the dtype. The third recording is
+of the first command with its weights altered by one rounding.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Comparison:
     results: tuple[Result, ...]
     """One for each of CHECKS."""
     differences: tuple[Difference, ...] = ()
-    """Of all tensors that both have."""
+    """The differences of all tensors that both have."""
     noise: str = ""
     """Where bounds are from, for a person."""
     steps: tuple[int, ...] = ()
     """Steps that both recorded."""
     scale: Mapping[str, float] = field(default_factory=dict)
-    """By kind, the largest distance relative to its bound."""
+    """Kind -> the largest distance relative to its bound."""
 
     @property
     def verdict(self) -> Verdict:
@@ -146,7 +146,7 @@ def _samples(one: Numbers, other: Numbers, steps: list[int]) -> Result:
         tokens = [_sum_of(of.tokens.get(step, ())) for of in (one, other)]
         if None in tokens:
             return Result(
-                "samples", Verdict.UNKNOWN, note="inputs are no integers, and may be cut or computed otherwise"
+                "samples", Verdict.UNKNOWN, note="inputs are no integers, and may be cut or computed in another way"
             )
         if tokens[0] == tokens[1] or _is_multiple(one, other, step):
             note = "the same tokens in all; that they are cut into the same rows was not seen, as under cp"
@@ -243,7 +243,7 @@ def _is_of(key: Key, kind: str) -> bool:
 def _doubted(
     name: str, findings: list[Finding], both: list[Key], one: Numbers, other: Numbers, keys: Iterable[Key]
 ) -> Result:
-    """UNKNOWN instead of PASS where some tensor was seen in one recording alone, or nobody knows which elements ranks hold."""
+    """UNKNOWN instead of PASS if a tensor was seen in one recording alone, or it is unknown which elements ranks hold."""
     result = verdict_of(name, findings, len(both))
     wanted = sorted({*keys})
     note = missing_ranks(one) or missing_ranks(other) or why_unknown(one, wanted) or why_unknown(other, wanted)

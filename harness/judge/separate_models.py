@@ -1,8 +1,8 @@
-"""Ranks that begin with the same parameters, train them apart and never meet: nothing reduces gradients between them.
+"""Ranks that begin with the same parameters and train them separately: nothing reduces gradients between them.
 
 It is said where all of it was seen: equal bytes before the first step, other bytes after a later one, and no collective that
-joins them. In forward and backward any collective joins; outside of them, or in another thread, one that moves as much as
-parameters or gradients may need, which a norm and a loss do not.
+joins them. In forward and backward any collective joins. Outside of them, or in another thread, one joins that moves as much
+as parameters or gradients may need. A norm and a loss do not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Separate:
 
 
 def separate_models(summaries: Sequence[Summary]) -> Separate | None:
-    """None as well where some rank left no step, for nobody knows what it did."""
+    """None as well if some rank left no step, for it is unknown what it did."""
     sets = _seen_sets(summaries)
     home = {rank: number for number, ranks in enumerate(sets) for rank in ranks}
     for family in (ranks for ranks in _alike_at_first(summaries) if not local_by(ranks)):
@@ -59,13 +59,13 @@ def _alike_at_first(summaries: Iterable[Summary]) -> Iterator[list[Summary]]:
 
 
 def joined_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
-    """The sets of ranks between which there is a way over groups in use; none where some rank left no step, or
-    has a group that torch has no ranks of."""
+    """Return the sets of ranks that groups in use connect. There are none if some rank left no step, or has a group whose ranks
+    torch does not list."""
     return () if any(one.own_groups for one in summaries) else _seen_sets(summaries)
 
 
 def _seen_sets(summaries: Sequence[Summary]) -> tuple[tuple[int, ...], ...]:
-    """As joined_sets, where groups that torch has no ranks of join nobody."""
+    """The same as joined_sets, if groups whose ranks torch does not list join no ranks."""
     if any(not one.saw_a_step for one in summaries) or len(summaries) < max(
         (one.world for one in summaries), default=0
     ):

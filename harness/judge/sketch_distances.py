@@ -1,7 +1,7 @@
-"""How far tensors of two recordings are apart, and how far is no mistake.
+"""How far tensors of two recordings differ, and how far is no mistake.
 
-The bound of a distance is the noise that a third recording shows (the first command with its weights altered by one rounding),
-or a number documented for the dtype.
+The bound of a distance is the noise that a third recording shows, or a number documented for the dtype. The third recording is
+of the first command with its weights altered by one rounding.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from harness.judge.sketched import Key, Numbers
 TIMES = 8.0
 """Times the noise that a distance may be. Sketches estimate it within a quarter; right layouts were seen within 2."""
 LEAST = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1e-3, "float16": 2e-4}
-"""By dtype, a distance that is no mistake, whatever the noise: sums are added in another order."""
+"""Dtype -> a distance that is no mistake, whatever the noise: sums are added in another order."""
 USUAL = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 0.15, "float16": 0.05}
-"""By dtype, the bound of a distance where no noise was recorded."""
+"""Dtype -> the bound of a distance where no noise was recorded."""
 OF_SIGNS = 4.0
 """Times that bound of what a step adds: AdamW divides small gradients, whose signs rounding may turn, by their size."""
 EQUAL = 1e-6
 """The bound of weights that should be the same numbers, relative to their norm."""
 ROUNDINGS = 4.0
-"""Roundings of weights by which two updates may be apart."""
+"""Roundings of weights by which two updates may differ."""
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-"""By dtype, half the distance of 1 from the next larger number; of bfloat16 all of it, for many of its optimizers truncate."""
+"""Dtype -> half the distance of 1 from the next larger number; of bfloat16 all of it, for many of its optimizers truncate."""
 OF_UPDATES = "update"
 
 
@@ -40,7 +40,7 @@ class Difference:
     key: Key
     """Step, kind, fqn."""
     distance: float
-    """Of the difference, relative to the first one's length."""
+    """Length of the difference, relative to the first one's length."""
     fit: float
     """How often the second one is the first one, by best fit."""
     bound: float
@@ -106,7 +106,7 @@ def is_too_fine(one: Numbers, noise: Numbers) -> bool:
 
 
 def distances(one: Numbers, other: Numbers) -> Iterator[tuple[Key, float, float]]:
-    """Yield how far tensors that both have are apart, and the second one's fit. What a step adds to weights is one, too."""
+    """Yield how far tensors that both have differ, and the second one's fit. What a step adds to weights is one, too."""
     for key in one.whole.keys() & other.whole.keys():
         if key[1] != WEIGHTS:
             yield (key, *apart(one.whole[key].sums, other.whole[key].sums))

@@ -17,7 +17,7 @@ from harness.evidence.text import counted, names_text, ranks_text
 CELLS = 1 << 22
 """Pieces of a parameter that its slices may cut it into."""
 SAME = 1e-6
-"""How far sketches of replicas may be apart, relative to their length: sums are kept in float32."""
+"""How far sketches of replicas may differ, relative to their length: sums are kept in float32."""
 UNCLAIMED = (
     "ranks begin with different numbers of it, and nothing claims that it is cut: declare how it is (--sharded), or let all"
     " ranks begin alike"
@@ -36,7 +36,7 @@ class Whole:
     squares: float = 0.0
     """Sum of squares of its elements."""
     replicas: dict[str, list[tuple[int, np.ndarray]]] = field(default_factory=dict)
-    """By place of which ranks hold different elements: ranks and their sketches."""
+    """Place of which ranks hold different elements -> ranks and their sketches."""
 
     @property
     def length(self) -> float:
@@ -57,21 +57,21 @@ class Numbers:
     ranks: tuple[int, ...]
     """Ranks that left numbers."""
     shapes: Mapping[str, tuple[int, ...]]
-    """By parameter, shape of the whole one."""
+    """Parameter -> shape of the whole one."""
     dtypes: Mapping[str, str]
-    """By parameter, its dtype."""
+    """Parameter -> its dtype."""
     whole: Mapping[Key, Whole]
     """Tensors of which each element is held by some rank."""
     unknown: Mapping[Key, str]
-    """By tensor that is not whole, why."""
+    """Tensor that is not whole -> why."""
     rows: Mapping[int, Counter[int]]
-    """By step, digest of a row of samples: how often any rank was fed it."""
+    """Step -> digest of a row of samples: how often any rank was fed it."""
     tokens: Mapping[int, tuple[int, ...]]
-    """By step, one number for all tokens of each rank that was fed any."""
+    """Step -> one number for all tokens of each rank that was fed any."""
     norms: Mapping[int, Mapping[int, float]]
-    """By step and rank, the norm that torch's clipping function returned."""
+    """Step and rank -> the norm that torch's clipping function returned."""
     rates: Mapping[int, tuple[float, ...]]
-    """By step, the learning rates that ranks had."""
+    """Step -> the learning rates that ranks had."""
     optimizers: tuple[str, ...]
     """Optimizers of all ranks, each in one line."""
     computes_in: str

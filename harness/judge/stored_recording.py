@@ -29,7 +29,7 @@ class Recording:
     directory: Path
     """Folder of the recording."""
     summaries: dict[int, Summary]
-    """By rank that left a record, its summary."""
+    """Rank that left a record -> its summary."""
     command: str = ""
     """Command line that was recorded."""
     code: int | None = None
@@ -39,11 +39,11 @@ class Recording:
     nothing: str = ""
     """Reason why no rank left evidence; empty where one did."""
     last: dict[int, Last] = field(default_factory=dict)
-    """By rank that was killed, the last collective that it issued."""
+    """Rank that was killed -> the last collective that it issued."""
     unreadable: dict[int, str] = field(default_factory=dict)
-    """By rank, why its file cannot be read."""
+    """Rank -> why its file cannot be read."""
     exits: dict[int, int] = field(default_factory=dict)
-    """By rank, the exit code of its process, or minus the signal that ended it, where somebody reported it."""
+    """Rank -> the exit code of its process, or minus the signal that ended it, where it was reported."""
     job: str = ""
     """Words that its processes have in common, such as a replica group's id."""
     others: tuple[Recording, ...] = ()
@@ -61,7 +61,7 @@ class Recording:
 
     @property
     def world(self) -> int:
-        """As most ranks say; else as requested."""
+        """Return the world size of its ranks, else the requested one."""
         sizes = [one.world for one in self.summaries.values()]
         return max(sizes, default=self.requested or 0)
 
@@ -120,12 +120,12 @@ def not_recorded(summaries: Iterable[Summary]) -> str:
 
 
 def recorder_failed(summaries: Iterable[Summary]) -> str:
-    """Where the recorder itself raised, and what; empty if nowhere."""
+    """Say where the recorder itself raised, and what; empty if nowhere."""
     return next((f"rank {one.rank} is not recorded to its end: {one.failed[0]}" for one in summaries if one.failed), "")
 
 
 def exit_text(code: int) -> str:
-    """Of an exit code, or of minus the signal."""
+    """Name an exit code, or minus the signal."""
     if code >= 0:
         return f"exit code {code}"
     return signal.Signals(-code).name if -code in [*signal.Signals] else f"signal {-code}"
@@ -139,7 +139,7 @@ def only_waited(recording: Recording, rank: int) -> bool:
 
 
 def _folders(whole: Path) -> list[Path]:
-    """Of all its jobs."""
+    """Return the folders of all its jobs."""
     return list(itertools.takewhile(lambda folder: folder == whole or folder.exists(), job_folders(whole)))
 
 
@@ -166,7 +166,7 @@ def _exits(directory: Path, whole: Path) -> dict[int, int]:
 
 
 def _claims(folder: Path) -> dict[int, tuple[str, str]]:
-    """By rank, its process and the one that started it, each as HOST-PID. After a restart the last process is the rank's."""
+    """Return, by rank, its process and the one that started it, as HOST-PID. A restarted rank has its last process."""
     found = {}
     files = (file for file in folder.glob("rank_*.*") if file.suffix[1:].isdecimal())
     for file in sorted(files, key=lambda file: int(file.suffix[1:])):
@@ -180,12 +180,12 @@ def _claims(folder: Path) -> dict[int, tuple[str, str]]:
 
 
 def _exits_of_children(claims: dict[int, tuple[str, str]], folder: Path) -> dict[int, int]:
-    """Of ranks that multiprocessing started."""
+    """Return the exit codes of ranks that multiprocessing started."""
     found = {}
     for rank, (process, _) in claims.items():
         with contextlib.suppress(
             FileNotFoundError, ValueError
-        ):  # nobody waited for it, or it was not written to its end
+        ):  # its process was not waited for, or the file is not complete
             found[rank] = int((folder / f"{process}.code").read_text())
     return found
 

@@ -1,6 +1,6 @@
-"""The structure of a recorded job: what stays the same when it runs again, in words and numbers that a person reviews.
+"""The structure of a recorded job: what is the same when it runs again, in words and numbers that a person reviews.
 
-Costs that no two runs have alike, step time and peak memory, are kept apart from it.
+Costs that no two runs have alike, step time and peak memory, are kept separately.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Difference:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[Difference]:
-    """Of jobs on other numbers of ranks, what that number does not change: degrees, placements' kinds, collectives, types."""
+    """Return what differs. If numbers of ranks differ, what follows from them is left out: degrees, parameters, exits."""
     found = [Difference(where, a, b) for where, a, b in _pairs(*_comparable(one, other), ()) if a != b]
     if one.get("ranks") == other.get("ranks"):
         return found
@@ -116,13 +116,13 @@ def _comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[Mappi
 
 
 def compared_outside(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Which steps that was. Empty where either is no structure."""
+    """Say which steps were compared. Empty where either is no structure."""
     name = outside_passes.SECTION
     return outside_passes.steps_compared(one[name], other[name]) if name in one and name in other else ""
 
 
 def _pairs(one: Any, other: Any, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Where only one of them has something, all of it at once."""
+    """Yield pairs of values at the same place; what only one of them has comes all at once."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         one, other = _of_other_types(one, other)
         for key in dict.fromkeys([*one, *other]):

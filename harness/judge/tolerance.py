@@ -1,51 +1,51 @@
 """The only place that says how close is close. Bounds are derived here, shown in messages, never passed in by a caller.
 
 Exact tier (float64). A correct layout does the same arithmetic as one device in another order of summation.
-Rounding errors of an inner product of n terms grow like LAMBDA * sqrt(n) * u with overwhelming probability (Higham and
-Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 2019; u is the unit roundoff).
-A quantity behind a chain of `depth` such matmuls carries sqrt(depth) times that:
+Rounding errors of an inner product of n terms grow like LAMBDA * sqrt(n) * u with overwhelming probability; u is the unit
+roundoff. (Higham and Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 2019.)
+A quantity behind a chain of `depth` such matmuls carries sqrt(depth) times that.
 
-    gamma = LAMBDA * sqrt(depth * n) * u
+    gamma = LAMBDA * sqrt(depth * n) * u .
 
-n is the longest sum (tokens of the step, vocabulary, width), depth counts the matmuls: 7 a layer and 1 for the
+n is the longest sum (tokens of the step, vocabulary, width). depth counts the matmuls: 7 a layer and 1 for the
 output going forward, twice as many going backward. All relative errors are relative to the largest entry.
 
 After an optimizer step the parameters differ by what the optimizer makes of gamma. SGD multiplies by lr. AdamW divides
-by sqrt(v), entry by entry, so it magnifies the noise of entries whose gradients are small. Their noise is that of a
-typical entry of the same parameter (rms of those that are not zero), for they are small by cancellation:
+by sqrt(v), entry by entry, so it magnifies the noise of entries whose gradients are small. These are small by cancellation,
+so their noise is that of a typical entry of the same parameter (rms of those that are not zero).
 
-    |delta theta_i| <= lr * gamma * rms(g) / (sqrt(v_i) + eps)
+    |delta theta_i| <= lr * gamma * rms(g) / (sqrt(v_i) + eps) .
 
-That moves the next loss by at most sum |g_i| |delta theta_i| and the next gradients by at most the curvature seen along
-the reference's own path, |g' - g| / |theta' - theta|, times |delta theta|. Everything needed is in the reference's
-evidence. Measured on correct runs: about 1/30 of gamma. Real mistakes start at 1e-8; a recipe whose bounds reach that
+The next loss moves by at most sum |g_i| |delta theta_i| . The next gradients move by at most |delta theta| times the curvature
+seen along the reference's own path, |g' - g| / |theta' - theta| . Everything needed is in the reference's
+evidence. Correct runs measured about 1/30 of gamma. Real mistakes start at 1e-8; a recipe whose bounds reach that
 (many steps of AdamW with a tiny eps) is not judged at all rather than judged bluntly.
 
 Measured tier (anything narrower, and quantized matmuls). Nothing derived is near the truth: bfloat16's worst case is a
 hundred times what happens, and 8-bit rounding jumps. So the reference is repeated 16 times in other orders of summation
-(reference/noise.py) and the bound is FACTOR times the largest distance that a repeat had from it up to that step.
+(reference/noise.py). The bound is FACTOR times the largest distance that a repeat had from it up to that step.
 
 A correct layout is one more repeat. It would lie beyond the largest of 16 once in 17 times; how far beyond depends on
-the distribution. The worst one seen is that of losses and norms, whose error is one number with a normal distribution
-(gradients' worst entry is one of thousands, and hardly varies). For it, the chance to lie beyond 4 times the largest of
-16 is 1e-6 (of 8: 1e-4; beyond 3 times the largest of 16: 3e-5): with three numbers a step, three steps and twenty cases,
-one false alarm in 4,000 runs of a matrix. FACTOR is 4 for every recipe. Two things a spread cannot show are added: no
-distance is less than one unit of the last place in which losses and norms are reported, and quantized matmuls' rare jumps
-are made frequent in the repeats.
+the distribution. The worst one seen is that of losses and norms, whose error is one number with a normal distribution.
+Gradients' worst entry is one of thousands, and hardly varies. For losses and norms the chance to lie beyond 4 times the
+largest of 16 is 1e-6 (of 8: 1e-4; beyond 3 times the largest of 16: 3e-5). With three numbers a step, three steps and
+twenty cases, this is one false alarm in 4,000 runs of a matrix. FACTOR is 4 for every recipe. Two things a spread cannot
+show are added. No distance is less than one unit of the last place in which losses and norms are reported. Quantized
+matmuls' rare jumps are made frequent in the repeats.
 
-One bound on the worst entry of all parameters is blunt: in bfloat16 it is 5 to 10 % of the largest entry, and a gradient
-2 % too large hides there. So each parameter's whole gradient g is compared with the reference's g_ref in two more numbers:
+One bound on the worst entry of all parameters is blunt. In bfloat16 it is 5 to 10 % of the largest entry, and hides a
+gradient 2 % too large. So each parameter's whole gradient g is compared with the reference's g_ref in two more numbers.
 
-    fit        <g, g_ref> / <g_ref, g_ref> - 1     the best-fitting factor: roundings of all entries cancel, factors stay
-    distance   ||g - g_ref|| / ||g_ref||           root mean square: roundings add up, and hardly vary from run to run
+    fit        <g, g_ref> / <g_ref, g_ref> - 1     the best-fitting factor: roundings of all entries cancel, factors do not.
+    distance   ||g - g_ref|| / ||g_ref||           root mean square: roundings add up, and hardly vary from run to run.
 
-The fit is again one number with a normal distribution, and there is one for every parameter: 12 cases of tier default,
+The fit is again one number with a normal distribution, and there is one for every parameter. 12 cases of tier default,
 21 parameters and 3 steps are 756 numbers, 108 cases of all tiers 8,700. Beyond 5 times the largest of 16 the chance is
-7.4e-8: one false alarm in 18,000 runs of the matrix, and in 1,500 of all tiers; with 4 it would be one in 90. So FIT_FACTOR
-is 5. The distance in step 1 is a mean over 64 entries at least: within one way of cutting its standard deviation was at
+7.4e-8: one false alarm in 18,000 runs of the matrix, and in 1,500 of all tiers. With 4 it would be one in 90. So FIT_FACTOR
+is 5. The distance in step 1 is a mean over 64 entries at least. Within one way of cutting its standard deviation was at
 most 0.13 of it, so that twice the largest is 8 of them away. So it is FIRST_FACTOR, 2. From step 2 on the optimizer has
 acted, and AdamW magnifies the noise of few entries; quantized matmuls jump. There the distance has FACTOR, like all others.
-Tried: 32 more runs each of ten recipes and ways of cutting, 40,320 numbers, none of which was beyond 0.61 of its bound. Over
+32 more runs each of ten recipes and ways of cutting, 40,320 numbers, were tried; none was beyond 0.61 of its bound. Over
 the largest of 16, a distance was at most 1.23 in step 1 and 1.9 later (float32), a fit 2.2.
 """
 
@@ -79,7 +79,7 @@ class NoBound(ArithmeticError):
 
 @dataclass(frozen=True)
 class ParameterBounds:
-    """Of one parameter's whole gradient, by step: its distance, and how far the best-fitting factor is from 1."""
+    """Bounds of one parameter's whole gradient, by step: its distance, and how far the best-fitting factor is from 1."""
 
     distance: dict[int, float]
     fit: dict[int, float]
@@ -139,7 +139,7 @@ def measured_bounds(case: Case, noise: Noise | None) -> Bounds:
 
 
 def distance_factor(case: Case, step: int) -> float:
-    """By how much a parameter's distance may exceed the largest of the repeats'."""
+    """Return how many times the largest of the repeats' a parameter's distance may be."""
     return FIRST_FACTOR if step == 1 and not case.training.quantize else FACTOR
 
 
@@ -154,7 +154,7 @@ def derived_bounds(case: Case, reference: ReferenceRun) -> Bounds:
 
 
 def _derived(case: Case, reference: ReferenceRun) -> tuple[dict[int, float], dict[int, float]]:
-    """Of loss and gradients, by step."""
+    """Return the bounds of loss and gradients, by step."""
     forward, both = gamma(case, 7), gamma(case, 21)
     loss, gradient = {}, {}
     loss_drift = gradient_drift = 0.0

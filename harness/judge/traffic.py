@@ -88,7 +88,7 @@ def is_traffic(collective: Collective) -> bool:
 def axis_text(trial: Trial, ranks: tuple[int, ...]) -> str:
     """The ranks of a group, with the plan's axis that they form, if any."""
     axis = axis_of(trial, ranks)
-    if axis.startswith("post_forward"):  # what stays cut after forward is gathered over it, and nobody wrote its name
+    if axis.startswith("post_forward"):  # slices after forward are gathered over it; no configuration names it
         return ranks_text(ranks)
     return f"{axis} {ranks_text(ranks)}" if axis else f"{ranks_text(ranks)} (no axis of the plan)"
 

@@ -91,16 +91,16 @@ class Trial:
 
     @functools.cached_property
     def glances(self) -> list[Summary]:
-        """Each rank that was seen, at a glance: with contents, and inputs where nobody has the tokens, as digests."""
+        """Each rank that was seen, at a glance: contents, and inputs if the tokens are not known, as digests."""
         return [one for _, one in sorted(self.run.summaries.items())]
 
     def lines(self, axis: str) -> dict[int, tuple[int, ...]]:
-        """By rank, the ranks that differ from it in this axis alone."""
+        """Return, by rank, the ranks that differ from it in this axis alone."""
         return {rank: line for line in groups(self.plan.dims, axis) for rank in line}
 
     @property
     def launches(self) -> tuple[Trial, ...]:
-        """The earlier launches that this one continues, each a trial of its own, and this one."""
+        """The earlier launches that this one continues, each as a trial, and this one."""
         return (*self.saved, self)
 
     @functools.cached_property
@@ -125,8 +125,8 @@ class Trial:
 
     @functools.cached_property
     def holdings(self) -> dict[int, dict[str, Slice | None]]:
-        """Which slice of the seed weights each rank really holds, by comparing bytes; None: found nowhere. Of ranks without
-        values, those that they claim."""
+        """Which slice of the seed weights each rank really holds, by comparing bytes; None: found nowhere. Ranks without values
+        hold what they claim."""
         if "values" not in self.run.provided:
             return {r: {t.fqn: claimed_slice(r, t) for t in e.parameters} for r, e in self.ranks.items()}
         return {rank: self._holdings_of(rank, evidence) for rank, evidence in self.ranks.items()}
@@ -171,7 +171,7 @@ class Trial:
         return apart[rank].get(fqn) if apart else self.slice_of(rank, fqn)
 
     def stepped_part(self, rank: int, fqn: str, held: np.ndarray) -> np.ndarray:
-        """Of what a rank holds of a parameter, what its own optimizer steps on: under ZeRO-1 and 2 a part of it."""
+        """Return the part of a held parameter that the rank's own optimizer steps on: under ZeRO-1 and 2 not all of it."""
         part, wanted = self.slice_of(rank, fqn), self.plan.state_slices and self.plan.state_slices[rank].get(fqn)
         if not part or not wanted or part == wanted:
             return held
@@ -190,7 +190,7 @@ class Trial:
         return self.assumption == AS_REQUESTED
 
     def assuming(self, optimizer: AssumedOptimizer = AssumedOptimizer(), **more: Any) -> Trial:  # noqa: B008 - frozen
-        """The same evidence, and this assumed besides: see Assumption.and_besides."""
+        """The same evidence, with this assumption added: see Assumption.and_besides."""
         return replace(self, assumption=self.assumption.and_besides(optimizer, **more))
 
     @property

@@ -2,8 +2,8 @@
 
     exits = launch(Job(directory=out, world_size=4, entry="package.module:function", options={"steps": 3}))
 
-No process survives: not a failed job, not Ctrl-C (KeyboardInterrupt leaves launch() after the job's ranks are dead),
-not the harness's own death by SIGKILL. A caller with worker threads ends their jobs with `default_server().close()`.
+No process survives a failed job, Ctrl-C, or the harness's own death by SIGKILL. KeyboardInterrupt leaves launch() after the
+job's ranks are dead. A caller with worker threads ends their jobs with `default_server().close()`.
 """
 
 from __future__ import annotations

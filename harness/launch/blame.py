@@ -1,17 +1,17 @@
-"""Which rank caused the failure, and which only waited for it. Pure functions of plain data; the rules, first match:
+"""Which rank caused the failure, and which only waited for it. These are pure functions of plain data; the first rule counts.
 
-failed_alone   it died by a signal that was not ours, or was stopped, or raised something else than "my peer is gone"
-disagreeing    at one place of a group's sequence it issued another collective than the others
-aborted        C++ ended it for an exception, which is gloo's way of finding out about the above
-nobody         all lost their peers, one of them in what every member of the group had issued: nothing came through between
-               them. Who is ahead then, has received before the link went down what others still wait for
-waited_for     others are ahead of it in a group's sequence, while it waits for nobody; in a cycle, who left out what most
-               issued, or made groups in another order; else those elsewhere than most, or all of it
-left_early     it exited 0 before the others lost their connection
-stuck          it was killed while computing, the others while waiting; if no stack tells, all that were killed
-nobody         the first to fail timed out in what every member of the group had issued, or those that were killed waited
-               in that: likewise
-first_failed   it raised first
+failed_alone   it died by a signal that was not ours, or was stopped, or raised something else than "my peer is gone".
+disagreeing    at one place of a group's sequence it issued another collective than the others.
+aborted        C++ ended it for an exception, which is gloo's way of finding out about the above.
+none           all lost their peers, one of them in what every member of the group had issued: nothing came through between
+               them. A rank that is ahead received, before the link went down, what others still wait for.
+waited_for     others are ahead of it in a group's sequence, while it waits for none. In a cycle it left out what most issued,
+               or made groups in another order, or it is elsewhere than most; else all are named.
+left_early     it exited 0 before the others lost their connection.
+stuck          it was killed while computing, the others while waiting; without a stack, all that were killed.
+none           the first to fail timed out in what every member of the group had issued, or those that were killed waited
+               in that: nothing came through.
+first_failed   it raised first.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def one_line(text: str) -> str:
 
 
 def without_tracebacks(text: str) -> str:
-    """Of a message that quotes tracebacks, as torch's about a checkpoint quotes those of all ranks: what each one raised."""
+    """Return what was raised in each traceback that a message quotes, as torch's about a checkpoint quotes all ranks'."""
     if "Traceback (most recent call last)" not in text:
         return text
     lines = (line for line in text.splitlines() if line.strip() and not line[0].isspace())
@@ -159,7 +159,7 @@ def failed_alone(fates: Sequence[Fate]) -> dict[int, str]:
 
 
 def died(fate: Fate) -> bool:
-    """By a signal from outside, or of its own doing."""
+    """Return whether a signal ended it, from outside or by its own doing."""
     return failed(fate) and fate.status < 0 and not lost_peer(fate) and not thrown(fate)  # type: ignore[operator]
 
 

@@ -38,7 +38,7 @@ class Unsafe(OSError):
 
 
 def folder() -> Path:
-    """Of this user's sockets; nobody else may look into it. Raises Unsafe."""
+    """Return the folder of this user's sockets; no other user may look into it. Raises Unsafe."""
     given = os.environ.get("XDG_RUNTIME_DIR", "")
     path = Path(given, "harness") if given and owned(Path(given)) else Path(f"/tmp/harness-{os.geteuid()}")
     path.mkdir(mode=0o700, exist_ok=True)
@@ -110,7 +110,7 @@ def changed(files: Mapping[str, Stamp], began: int) -> str | None:
 
 
 def circumstances() -> dict[str, Any]:
-    """Of this process, for adopt()."""
+    """Return this process's circumstances, for adopt()."""
     return {
         "environment": environment(),
         "umask": umask(),

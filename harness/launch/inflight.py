@@ -2,11 +2,11 @@
 
 The record is a memory-mapped file: what is stored there is the kernel's, so SIGKILL cannot take it. The collectives of
 every group have two cells, written in turn; so have its sends to, and its receives from, each other rank. A cell begins
-and ends with the same stamp, the rank's running number of collectives: a cell torn by a kill has different ones and is
-skipped, and the cell before it still stands. Group members are long and never change, so they go once into a text file
+and ends with the same stamp, the rank's running number of collectives. A cell torn by a kill has different ones and is
+skipped; the cell before it is still whole. Group members are long and never change, so they go once into a text file
 beside it, `rank_00.groups`.
 
-Making groups is on record too, as a sequence of its own, for a rank that never comes to it issues no collective either.
+Making groups is a separate sequence on record, for a rank that never comes to it issues no collective either.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def read_inflight(path: Path) -> list[Issued]:
 
 
 def read_groups(path: Path) -> list[tuple[str, tuple[int, ...]]]:
-    """In order of first use. A last line without its end is torn and left out."""
+    """Return groups in order of first use. A last line without its end is torn and left out."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     return [(name, tuple(ranks)) for name, ranks in map(json.loads, lines)]
 

@@ -1,12 +1,12 @@
 """What to start, and the folder in which one launch keeps all that is known about it.
 
-job.json                the Job itself, as the ranks read it
-logs/rank_00.log        stdout and stderr
-failures/rank_00.json   the exception that ended the rank, if one did
-stacks/rank_00.txt      Python stacks, dumped on SIGUSR1 and by fatal signals
-inflight/rank_00.bin    the collectives it issued last; survives SIGKILL
-exits/rank_00.json      torchrun only: pid, host and exit status
-store                   local only: the FileStore through which the ranks meet
+job.json                the Job itself, as the ranks read it.
+logs/rank_00.log        stdout and stderr.
+failures/rank_00.json   the exception that ended the rank, if one did.
+stacks/rank_00.txt      Python stacks, dumped on SIGUSR1 and by fatal signals.
+inflight/rank_00.bin    the collectives it issued last; survives SIGKILL.
+exits/rank_00.json      torchrun only: pid, host and exit status.
+store                   local only: the FileStore through which the ranks meet.
 """
 
 from __future__ import annotations
@@ -33,34 +33,28 @@ GROUPS = 2**31 / 1000
 
 
 class LaunchError(Exception):
-    """Nothing was started. The message names the path or process concerned and the remedy."""
+    """A launch that did not start. The message names the path or process concerned and the remedy."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One launch: `entry` ("package.module:function") is called as function(options) on every rank.
+    """One launch: `entry` ("package.module:function") is called as function(options) on every rank."""
 
-    directory: fresh for this launch. options: JSON-able. timeout: seconds for the whole job, held by the parent.
-    group_timeout: seconds, for every process group that is made without a timeout of its own. env: added to what the
-    ranks inherit; the local launcher's ranks inherit the environment the harness had when its server started.
-    preload: modules that the rank server imports once, where they are installed, for all ranks from this job on.
-    torchrun_args: replace "--standalone --nproc-per-node WORLD_SIZE"; then `directory` must be shared by the nodes.
-    slots: of this machine that it takes; None: as many as it has ranks there; 0 for ranks that only wait.
-    ranks_per_gpu: ranks 0 to N - 1 of a machine use its first GPU, which LOCAL_RANK names, the next N the second.
-    """
-
-    directory: Path
+    directory: Path  # fresh for this launch
     world_size: int
     entry: str
-    options: dict[str, Any] = field(default_factory=dict)
-    timeout: float = 120.0
-    group_timeout: float = 60.0
+    options: dict[str, Any] = field(default_factory=dict)  # JSON-able
+    timeout: float = 120.0  # seconds for the whole job, held by the parent
+    group_timeout: float = 60.0  # seconds, for every process group that is made without a timeout
     device: str = "cpu"
     env: dict[str, str] = field(default_factory=dict)
+    """Added to what the ranks inherit; the local launcher's inherit what the harness had when its server started."""
     torchrun_args: tuple[str, ...] = ()
-    preload: tuple[str, ...] = ()
-    slots: int | None = None
+    """Replace "--standalone --nproc-per-node WORLD_SIZE"; then `directory` must be shared by the nodes."""
+    preload: tuple[str, ...] = ()  # modules that the rank server imports once, if installed, for all later ranks
+    slots: int | None = None  # of this machine; None: as many as it has ranks there; 0 for ranks that only wait
     ranks_per_gpu: int = 1
+    """N: ranks 0 to N - 1 of a machine use its first GPU, which LOCAL_RANK names, the next N the second."""
 
 
 def rank_file(directory: Path, kind: str, rank: int) -> Path:

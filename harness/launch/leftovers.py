@@ -33,7 +33,7 @@ def mark(directory: Path, rank: int) -> None:
 
 
 def leftovers(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
-    """Of the ranks of a launch, once these ranks have ended."""
+    """Return what is left of a launch's ranks, once these ranks have ended."""
     marks = {f"{MARK}={directory.absolute()}:{rank}\0".encode(): rank for rank in ranks}
     records = {str(rank_file(directory.resolve(), "inflight", rank)).encode(): rank for rank in marks.values()}
     found = []
@@ -45,7 +45,7 @@ def leftovers(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
 
 
 def rank_of(process: Path, marks: dict[bytes, int], records: dict[bytes, int]) -> int | None:
-    """Of a process that has ended, or is not ours to look into, nothing is known."""
+    """Return the rank of a process; None if it has ended, or is not ours to look into."""
     with contextlib.suppress(OSError):
         environment = (process / "environ").read_bytes() + b"\0"
         for name, rank in marks.items():
@@ -65,7 +65,7 @@ def command(process: Path) -> str:
 
 
 def outliving(directory: Path, ranks: Iterable[int]) -> list[Leftover]:
-    """Those that do not end by themselves soon after their ranks.
+    """Return what does not end by itself soon after its rank.
 
     It looks at least twice: a look misses a process whose parent forks it after the listing and ends before its turn.
     """

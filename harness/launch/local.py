@@ -77,14 +77,14 @@ class LocalRanks:
 class RankServer:
     """One server, which is met or started at once, in the background; many jobs, also at the same time.
 
-    The ranks see the modules the server imported (torch, harness.reference.model) as they were then: after another version of
-    one of these is checked out, close it and make another.
+    The ranks see the modules the server imported (torch, harness.reference.model) as they were then. Close it and make another
+    after another version of one of these is checked out.
     """
 
     def __init__(
         self, modules: Iterable[str] = (), link: Callable[[Iterable[str], IO[bytes]], Link] = OwnServer
     ) -> None:
-        """modules: what it imports besides, where it is there: a trainer's own dependencies."""
+        """modules: a trainer's own dependencies, imported in addition if they are there."""
         self.modules = tuple(modules)
         self.news = threading.Condition()
         self.jobs: dict[int, LocalRanks] = {}

@@ -23,13 +23,13 @@ NAME_GPUS = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 
 
 def cores() -> list[int]:
-    """Those that this process may use: of its affinity, and no more than a container's limit of CPU time comes to."""
+    """Return the cores of this process's affinity, no more than a container's limit of CPU time comes to."""
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return sorted(allowed)[: limit_of_cores()]
 
 
 def limit_of_cores() -> int | None:
-    """Of the container we are in, at least one; None without a limit."""
+    """Return the container's limit, at least one; None without a limit."""
     words = CPU_LIMIT.read_text().split() if CPU_LIMIT.exists() else ["max"]
     return None if words[0] == "max" else max(1, int(words[0]) // int(words[1]))
 
@@ -42,14 +42,14 @@ def memory() -> int:
 
 
 def free_memory() -> int:
-    """Of these, what nobody has at the moment: caches of files give way. All of them where the system does not tell."""
+    """Return what is free of these, caches of files included. All of them if the system does not report it."""
     known, used = in_bytes(MEMORY), in_bytes(MEMORY_USED).get("anon", 0)
     free = known["MemAvailable"] + known.get("SwapFree", 0) if "MemAvailable" in known else memory()
     return min(free, limit_of_memory() - used)
 
 
 def limit_of_memory() -> int:
-    """Of the container we are in; without a limit more than there is."""
+    """Return the container's limit; without one, more than there is."""
     word = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.exists() else "max"
     return sys.maxsize if word == "max" else int(word)
 
@@ -72,7 +72,7 @@ def core_slots() -> tuple[str, ...]:
 
 
 def gpus() -> tuple[str, ...]:
-    """As CUDA_VISIBLE_DEVICES may name them: UUIDs, so that who sees others of them names them alike."""
+    """Return UUIDs, as CUDA_VISIBLE_DEVICES may name GPUs: processes that see others of them name them alike."""
     told = os.environ.get("CUDA_VISIBLE_DEVICES")
     known = uuids()
     if not known:
@@ -81,7 +81,7 @@ def gpus() -> tuple[str, ...]:
 
 
 def named(visible: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that CUDA_VISIBLE_DEVICES names, by number or by the beginning of a UUID, up to the first that is not there."""
+    """Return what CUDA_VISIBLE_DEVICES names, by number or by the beginning of a UUID, up to the first that is not there."""
     found: list[str] = []
     for word in filter(None, (part.strip() for part in visible.split(","))):
         if word.isdecimal():
@@ -96,13 +96,13 @@ def named(visible: str, known: tuple[str, ...]) -> tuple[str, ...]:
 
 @functools.cache
 def uuids() -> tuple[str, ...]:
-    """Of all GPUs of the machine, as its driver lists them; none where there is no such tool."""
+    """Return all GPUs of the machine, as its driver lists them; none if there is no such tool."""
     return tuple(line for line in answered(LIST_GPUS) if line.startswith("GPU-"))
 
 
 @functools.cache
 def kind_of_gpu() -> str:
-    """Of the machine's first: NVIDIA-H200. Noise that was measured on one kind is another's on the next."""
+    """Return the kind of the machine's first GPU: NVIDIA-H200. Each kind has another noise."""
     return next((re.sub(r"[^\w.]+", "-", line) for line in answered(NAME_GPUS)), "unknown")
 
 

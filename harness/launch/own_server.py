@@ -29,12 +29,12 @@ class Link(Protocol):
         """It ends all its ranks and itself."""
 
     def end(self) -> str:
-        """After its last report: frees what there is, says how it ended."""
+        """Free what there is after its last report, and say how it ended."""
 
 
 class OwnServer:
-    """A child of this process (`Link`), in a session of its own: Ctrl-C is for the harness. Its input is closed when we
-    are, whatever ends us."""
+    """A child of this process (`Link`), in a separate session: Ctrl-C is for the harness. Its input is closed when we end,
+    whatever ends us."""
 
     def __init__(self, modules: Iterable[str], output: IO[bytes]) -> None:
         theirs_in, self.requests = os.pipe()

@@ -17,7 +17,7 @@ PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int, *, by: int = signal.SIGKILL) -> None:
     """Have the kernel send us `by` when `parent`, our parent's pid, dies. Linux only; elsewhere nothing.
 
-    Trap: for the kernel the parent is the *thread* that forked us. That thread must live as long as we may.
+    Trap: for the kernel the parent is the *thread* that forked us. It must live as long as we may.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -27,7 +27,7 @@ def die_with_parent(parent: int, *, by: int = signal.SIGKILL) -> None:
 
 
 def detach(log: Path) -> None:
-    """A session of its own (killpg reaches all it starts; Ctrl-C does not), stdin empty, stdout and stderr in `log`."""
+    """Begin a session (killpg reaches all it starts; Ctrl-C does not), with empty stdin, stdout and stderr in `log`."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -44,7 +44,7 @@ def kill_group(leader: int) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """By SIGSTOP, by its terminal or by a debugger. Linux only; elsewhere nobody is known to be."""
+    """Return whether SIGSTOP, its terminal or a debugger stopped it. Linux only; False elsewhere."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

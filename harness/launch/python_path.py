@@ -15,7 +15,7 @@ ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", 
 def python_path() -> str:
     """PYTHONPATH for them: ours, and before it the folder of the harness, unless that is one of installed packages.
 
-    Those are found without it. In front of another environment's own they would take the place of the versions there.
+    Installed packages are found without it. In front of another environment's they would hide the versions there.
     """
     installed = {*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("purelib", "platlib"))}
     own = [] if ROOT in {Path(folder).resolve() for folder in installed} else [str(ROOT)]

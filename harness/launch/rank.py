@@ -1,7 +1,7 @@
 """One rank, from its first instruction to its exit status; the same under both launchers.
 
-Locally the server forks and calls `run_forked`. Under torchrun this module is the worker: it forks the rank and stays
-behind only to write down how it ended: torchrun neither tells exit statuses nor lets the others finish speaking.
+Locally the server forks and calls `run_forked`. Under torchrun this module is the worker: it forks the rank and only waits to
+write down how it ended. torchrun neither reports exit statuses nor lets the others finish their output.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ def wind_up() -> None:
 
 
 def dump_stacks_to(path: Path) -> None:
-    """On SIGUSR1 and on fatal signals. faulthandler writes from C, so also while Python waits inside gloo or NCCL.
+    """Dump stacks on SIGUSR1 and fatal signals. faulthandler writes from C, so also while Python waits inside gloo or NCCL.
 
-    A thread that does nothing else takes SIGUSR1. In any other one the signal could end a call early, as sleep(3) of C, and
-    the rank would go on with what it had not done.
+    A thread that does nothing else takes SIGUSR1. In any other one the signal could end a call early, such as C's sleep(3):
+    the rank would go on too soon.
     """
     global _stacks
     _stacks = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open until the end

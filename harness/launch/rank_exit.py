@@ -15,26 +15,21 @@ from harness.launch.inflight import Issued
 
 @dataclass(frozen=True)
 class Fate:
-    """How one rank ended. status: exit code, minus the signal, or None if nothing was heard. killed: why we killed it.
-
-    failure: failures/rank_NN.json. stack: stacks/rank_NN.txt. stopped: by SIGSTOP or the like when it was killed.
-    left: the processes that outlived it. trouble: what happened to the launcher, if something did. host: its name, where
-    there may be several.
-    """
+    """How one rank ended."""
 
     rank: int
-    status: int | None
+    status: int | None  # exit code, minus the signal, or None if it was not reported
     ended: float = 0.0
-    killed: str = ""
-    failure: dict[str, Any] | None = None
+    killed: str = ""  # why we killed it
+    failure: dict[str, Any] | None = None  # failures/rank_NN.json
     issued: tuple[Issued, ...] = ()
-    stack: str = ""
+    stack: str = ""  # stacks/rank_NN.txt
     log: str = ""
     log_tail: str = ""
-    trouble: str = ""
-    stopped: bool = False
-    left: tuple[str, ...] = ()
-    host: str = ""
+    trouble: str = ""  # what happened to the launcher, if something did
+    stopped: bool = False  # when it was killed: by SIGSTOP, its terminal or a debugger
+    left: tuple[str, ...] = ()  # the processes that outlived it
+    host: str = ""  # its name, where there may be several
 
 
 class Frame(NamedTuple):
@@ -74,8 +69,8 @@ def frames(fate: Fate) -> list[Frame]:
 
 
 def parse_stack(text: str) -> list[Frame]:
-    """The main thread's frames in the last dump of a stacks file, whose first line names that thread. Where it only waits
-    for a trainer that has a thread of its own, that one's."""
+    """The main thread's frames in the last dump of a stacks file, whose first line names that thread. If it only waits for a
+    trainer in another thread, that one's frames."""
     main, found = re.match(r"main thread (0x[0-9a-f]+)", text), threads(text)
     stack = found.get(main.group(1), []) if main else []
     if not any(OWN_THREAD.search(frame.file) for frame in stack):
@@ -133,7 +128,7 @@ def in_collective(fate: Fate) -> bool:
 
 
 def called(stack: Sequence[Frame]) -> Sequence[Frame]:
-    """Return the calls that a thread is in, innermost first, up to the first one in code of its own."""
+    """Return the calls that a thread is in, innermost first, up to the first one that is not a library's."""
     own = (number for number, frame in enumerate(stack) if not LIBRARY.search(frame.file))
     return stack[: next(own, len(stack)) + 1]
 
@@ -146,7 +141,7 @@ def last_words(fate: Fate) -> str:
 
 
 def thrown(fate: Fate) -> str:
-    """What the C++ exception says that nobody caught and that ended the rank."""
+    """Return the message of the uncaught C++ exception that ended the rank."""
     words = last_words(fate) if fate.status == -signal.SIGABRT else ""
     return words if words.startswith("what():") else ""
 

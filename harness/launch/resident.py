@@ -1,19 +1,19 @@
 """The process that outlives a command, with torch imported: `python -P -m harness.launch.resident SOCKET IDLE BEGAN MODULE..`.
 
-For each command that connects it forks a rank server (server.py) of that command's own, which takes on the command's
-environment and ends with it. So commands share nothing but what was imported, and the end of this process ends none of
-them. Once nobody has been connected for IDLE seconds it ends. BEGAN: time_ns() when it was started.
+For each command that connects it forks a separate rank server (server.py), which takes on the command's environment and ends
+with it. So commands share nothing but what was imported, and the end of this process ends none of them. It ends when no
+command has been connected for IDLE seconds. BEGAN: time_ns() when it was started.
 
-A command says, in one line of JSON with two file descriptors (working directory, output):
+A command says, in one line of JSON with two file descriptors (working directory, output) .
 
     {"modules", "environment", "umask", "limits", "processors"}   ->  {"server": pid}, from then on as in server.py; or
                                                                       {"changed": file}, and this process retires
     {"status": true}                                              ->  {"pid", "root", "torch", "commands", "idle", "ends"}
     {"stop": true}                                                ->  the same, and this process retires
     {"status": true, "stop_if": [prefix, root]}                   ->  the same, and this process retires and says "stays": false
-                                                                      if it is of that environment
+                                                                      if it is of that environment.
 
-Who retires answers nobody else, and ends with its last command.
+Once it retires it answers no other command, and ends with its last one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from harness.launch import server
 from harness.launch.identity import adopt, changed, imported
 from harness.launch.process import peer
 
-RETIRE = 75  # exit status of a child that was told to, or saw that a source has changed
+RETIRE = 75  # exit status of a child that should, or saw that a source has changed
 GREETING_PATIENCE = 10.0
 LARGEST_GREETING = 10_000_000  # bytes; an environment has at most a few
 

@@ -37,7 +37,7 @@ GLANCE = 0.5
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> bool:
-    """Not in CI, where no second command follows; the kernel must be one that tells when a command has died."""
+    """Not in CI, where no second command follows; the kernel must be one that reports when a command has died."""
     in_ci = environment.get("CI", "").lower() not in ("", "0", "false")
     return environment.get(KIND, "" if not in_ci else "own") != "own" and hasattr(os, "pidfd_open")
 
@@ -116,7 +116,7 @@ def one_at_a_time(path: Path) -> Iterator[None]:
 
 
 def reached(path: Path) -> socket.socket | None:
-    """Nobody listens at a socket whose server was killed."""
+    """Connect; None if the socket's server was killed."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(START_PATIENCE)
     try:
@@ -130,7 +130,7 @@ def reached(path: Path) -> socket.socket | None:
 
 
 def started(path: Path, modules: Iterable[str]) -> socket.socket:
-    """In the background, of no terminal and no folder, with a log of its own."""
+    """Start it in the background, with no terminal, no folder and a separate log."""
     if path.exists():
         note("the resident rank server had died; another one is started")
     for left in (path, path.with_suffix(".ready")):

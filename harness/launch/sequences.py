@@ -25,7 +25,7 @@ def members(issued: Issued, fates: Sequence[Fate]) -> list[Fate]:
 
 
 def collectives(fate: Fate) -> list[Issued]:
-    """Without sends and receives, which are counted apart, for each pair of ranks, and without the making of groups."""
+    """Without sends and receives, which are counted for each pair of ranks, and without the making of groups."""
     return [each for each in fate.issued if each.op not in POINT_TO_POINT and each.op not in MAKING]
 
 
@@ -35,8 +35,8 @@ def sequenced(fates: Iterable[Fate]) -> list[Place]:
 
 
 def disagreeing(fates: Sequence[Fate]) -> dict[int, str]:
-    """At the first place, in time, where members issued different collectives: the minority. If there is none, the ranks that
-    torch's monitored_barrier named there, or the one that most others wait for; else all."""
+    """Return the minority at the first place, in time, where members issued different collectives. If there is none, return the
+    ranks that torch's monitored_barrier named there, or the one that most others wait for; else all."""
     found: list[tuple[float, int, dict[int, Issued]]] = []
     for group in sequenced(fates):
         mine = {fate.rank: [each for each in collectives(fate) if place(each) == group] for fate in fates}
@@ -73,7 +73,7 @@ def mismatched_sends(fates: Sequence[Fate]) -> dict[int, str]:
 
 
 def other_side(fate: Fate, issued: Issued, fates: Sequence[Fate]) -> list[Issued]:
-    """Of a send what the peer received from this rank over that group, and the other way round; oldest first."""
+    """Return what the peer received of a send by this rank over that group, or the other way round; oldest first."""
     peer = next((peer for peer in fates if peer.rank == issued.peer), None)
     answer = POINT_TO_POINT[issued.op]
     found = peer.issued if peer else ()
@@ -101,8 +101,8 @@ def against(rank: int, issued: dict[int, Issued]) -> str:
 
 
 def waited_for(fates: Sequence[Fate]) -> dict[int, str]:
-    """Follow who waits for whom to those that wait for nobody. Of ranks that wait for each other, those that are elsewhere
-    than most."""
+    """Follow who waits for whom to those that wait for none. If ranks wait for each other, return those that are elsewhere than
+    most."""
     waits = {fate.rank: waiting(fate, fates) for fate in fates}
     ends = {peer for peers in waits.values() for peer in peers if not waits[peer]}
     if ends:
@@ -127,8 +127,8 @@ def left_out(rank: int, here: Issued, waits: dict[int, dict[int, Issued]], fates
 
 
 def misnamed(waits: dict[int, dict[int, Issued]], fates: Sequence[Fate]) -> list[int]:
-    """Return the ranks that gave a group, for whose making others wait, another name than most: torch counts groups, so they
-    left one out, added one, or made them in another order. Of several such groups, the one that tells most."""
+    """Return the ranks that named a group, for whose making others wait, unlike most. torch counts groups, so they left one
+    out, added one, or made them in another order. If there are several such groups, the one with fewest such ranks counts."""
     awaited = {each.ranks: each for peers in waits.values() for each in peers.values() if each.op in MAKING}
     names = (
         {fate.rank: made.group for fate in fates for made in fate.issued if same(made, each)}
@@ -169,7 +169,7 @@ def why_waited_for(peer: int, fates: Sequence[Fate], waits: dict[int, dict[int, 
 
 
 def waiting(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
-    """The ranks this one waits for, and in what. One that exited 0 waits for nobody."""
+    """The ranks this one waits for, and in what. One that exited 0 waits for none."""
     if fate.status == 0:
         return {}
     ahead = {peer.rank: each for group in sequenced(fates) for peer, each in behind(fate, group, fates)}
@@ -192,12 +192,12 @@ def missed_barrier(fate: Fate) -> dict[int, Issued]:
 
 
 def unanswered(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
-    """By peer, the first send or receive that the peer has yet to receive or send."""
+    """Return, by peer, the first send or receive that the peer has yet to receive or send."""
     found: dict[int, Issued] = {}
     for each in fate.issued:
         if each.op in POINT_TO_POINT and each.peer is not None:
             answers = other_side(fate, each, fates)
-            unknown = any(answer.peer is None for answer in answers)  # received from whomever: nobody can tell
+            unknown = any(answer.peer is None for answer in answers)  # received from any rank: not known
             if not unknown and max((answer.seq for answer in answers), default=-1) < each.seq:
                 found.setdefault(each.peer, each)
     return found
@@ -212,8 +212,8 @@ def not_come(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
 
 
 def has_come(peer: Fate, making: Issued, until: float = float("inf")) -> bool:
-    """Whether a rank had begun to make a group by then. All ranks make groups in one order, or else only their members do: so
-    one that made later ones may have come, unless it is making one of the same ranks by another name."""
+    """Whether a rank had begun to make a group by then. All ranks make groups in one order, or else only their members do. So a
+    rank that made later ones may have come, unless it is making one of the same ranks by another name."""
     made = [each for each in peer.issued if each.op in MAKING and each.time <= until]
     if any(place(each) == place(making) for each in made):
         return True
@@ -245,7 +245,7 @@ def position(fate: Fate, group: Place, until: float = float("inf")) -> int:
 
 
 def cycle(waits: dict[int, dict[int, Issued]]) -> list[int]:
-    """The ranks that wait for each other: drop, until none is left, whoever nobody remaining waits for."""
+    """The ranks that wait for each other: drop, until none is left, ranks for which no remaining one waits."""
     ring = {rank for rank, peers in waits.items() if peers}
     while idle := {rank for rank in ring if not any(rank in waits[other] for other in ring)}:
         ring -= idle

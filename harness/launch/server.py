@@ -3,9 +3,9 @@
 One JSON value per line. In:  {"start": job, "path": job.json, "world_size": n, "modules": [..]}
                               {"signal": number, "job": job}
                          Out: {"ready": seconds}   {"job", "rank", "pid"}   {"job", "rank", "status", "ended"}
-                              {"job", "error"}: some rank could not be started
-End of input, however the harness ended, kills every rank. Why not multiprocessing's forkserver: it imports the caller's
-__main__ again and does not tell by which signal a child died.
+                              {"job", "error"}: some rank could not be started.
+End of input, however the harness ended, kills every rank. multiprocessing's forkserver would not do: it imports the caller's
+__main__ again and does not report by which signal a child died.
 
 It runs no tensor operation, has one thread and never touches CUDA: a child forked from anything else may hang. Asking whether
 there is a GPU is touching it (cudaGetDeviceCount); none of what is preloaded here does.
@@ -87,7 +87,7 @@ class Server:
         self.end()
 
     def end(self) -> None:
-        """The harness is gone: nobody else ends what the ranks leave."""
+        """The harness is gone: no other process ends what the ranks leave."""
         living = list(self.children.values())
         self.send(signal.SIGKILL)
         for job, rank in living:
@@ -137,7 +137,7 @@ class Server:
             self.report(job=job, rank=rank, status=bury(found.si_pid), ended=time.time())
 
     def send(self, number: int, job: int | None = None) -> None:
-        """To the living ranks of `job`, or of all jobs. SIGKILL takes what the rank started with it."""
+        """Send it to the living ranks of `job`, or of all jobs. SIGKILL takes what the rank started with it."""
         for pid, (owner, _) in self.children.items():
             if owner == job or job is None:
                 os.kill(pid, number)
@@ -168,7 +168,7 @@ def import_once(modules: Iterable[str]) -> None:
         _import(name)
     if len(sys.modules) > before:
         for finalizer in list(getattr(weakref.finalize, "_registry", ())):
-            finalizer.atexit = False  # torch takes its libraries of operators apart there
+            finalizer.atexit = False  # torch dismantles its libraries of operators there
         gc.collect()
         gc.freeze()
 

@@ -1,10 +1,10 @@
 """The slots of this machine, taken by launches of all processes of one user: a launch takes as many as it has ranks.
 
-A slot is a file in one folder; it is taken while anybody holds a shared lock on it: the harness that took it, each rank
-that runs on it, what such a rank forked. So it is free when all these are dead, however they died, and not before.
+A slot is a file in one folder; it is taken while a process holds a shared lock on it. Such are the harness that took it, each
+rank that runs on it, what such a rank forked. So it is free when all these are dead, however they died, and not before.
 
-Who takes slots stands in the gate, one at a time, until it has all that it wants. Two takers that have half each cannot be,
-and a launch of many ranks is not overtaken by launches of few that come later.
+Launches that take slots hold the gate, one at a time, until they have all that they want. So two cannot have half each, and a
+launch of many ranks is not overtaken by launches of few that come later.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Pool:
 
     @contextmanager
     def taken(self, wanted: int) -> Iterator[Taken]:
-        """That many slots, waited for; all of them where more are wanted, but no GPU carries two ranks (LaunchError)."""
+        """Wait for that many slots; all of them where more are wanted, but no GPU carries two ranks (LaunchError)."""
         if self.gpus and wanted > len(self.slots):
             raise LaunchError(f"{wanted} GPUs are wanted on this machine, {len(self.slots)} are visible")
         with ExitStack() as held:
@@ -86,7 +86,7 @@ class Pool:
         return Taken(tuple(found), tuple(self.folder / name for name in found), self.gpus)
 
     def _is_mine(self, name: str, held: ExitStack) -> bool:
-        """A slot nobody holds: only then is the first lock had. Between the two locks it may be lost to another."""
+        """Return whether the slot was free and is taken: the first lock shows it. Between the two locks it may be lost."""
         file = open(self.folder / name, "a+", encoding="utf-8")  # noqa: SIM115 - held while the caller works
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -166,7 +166,7 @@ def own_folder(folder: Path) -> None:
 
 
 def pool_of(device: str) -> Pool:
-    """The slots of this machine for ranks on `device`. LaunchError where how many was not told in a number."""
+    """The slots of this machine for ranks on `device`. LaunchError if the variable for their count is no number."""
     folder = Path(os.environ.get(FOLDER) or f"/tmp/harness-slots-{os.getuid()}")
     try:
         return Pool(folder, gpus(), gpus=True) if device == "cuda" else Pool(folder, core_slots())
@@ -175,7 +175,7 @@ def pool_of(device: str) -> Pool:
 
 
 def wanted_by(job: Job) -> int:
-    """As many as the job has ranks on this machine."""
+    """Return as many as the job has ranks on this machine."""
     if job.slots is not None:
         return job.slots
     return ranks_here(job.torchrun_args) if job.torchrun_args else job.world_size

@@ -87,7 +87,7 @@ class TorchrunRanks:
         return [(rank, record) for rank, record in found if record]
 
     def signal(self, number: int) -> None:
-        """To the living ranks of this machine."""
+        """Send it to the living ranks of this machine."""
         for _, record in self.records():
             if record["status"] is None and record["host"] == socket.gethostname():
                 send(record["pid"], number)

@@ -49,7 +49,7 @@ class Examination:
     unaccepted: tuple[Case, ...] = ()
     """The cases of whose reference no curve is accepted."""
     judgements: tuple[Judgement, ...] = ()
-    """Those of the cases that ran."""
+    """The judgements of the cases that ran."""
 
 
 def examine(cases: Sequence[Case], options: Options, tell: Tell, judged: dict[str, Verdict]) -> Examination:
@@ -120,7 +120,7 @@ def _died(judgement: Judgement, options: Options) -> Iterator[Line]:
     trained = {len(evidence.steps) for evidence in ranks} - {wanted}
     if len(trained) == 1 and len(completed.findings) == len(ranks):  # what they did in these steps can be judged
         (steps,) = trained
-        yield "steps", f"it trained {steps} steps, requested {wanted}; if a flag of the script tells how many,"
+        yield "steps", f"it trained {steps} steps, requested {wanted}; if a flag of the script sets how many,"
         yield "", "adapter: pass case.training.steps on in `arguments`; else"
         yield "", f"case: training: {{steps: {steps}}}"
         return
@@ -202,7 +202,7 @@ def _off(trial: Trial) -> Iterator[Line]:
     off = abs(loss - wanted) / abs(wanted)
     yield "loss", f"that of step 1 is off by {off:.1e}; none of the usual explanations of the model gives it"
     if off < FLOAT32 and trial.case.training.dtype == "float64":
-        yield "", "so little is what arithmetic in float32 leaves: `harness doctor --dtype float32` tells, or"
+        yield "", "so little is what arithmetic in float32 leaves: `harness doctor --dtype float32` shows it, or"
         yield "", 'adapter: float64.preserve(case.training.dtype, "module that says torch.float32")'
 
 

@@ -20,7 +20,7 @@ class Match:
     names: dict[str, str]
     """The reference's name by the trainer's; a fused tensor has its module's name and its own last part."""
     fused: dict[str, tuple[str, ...]]
-    """By the trainer's name of a tensor, the reference's weights in it: ("wk", "wv")."""
+    """The trainer's name of a tensor -> the reference's weights in it: ("wk", "wv")."""
     sizes: dict[str, Any]
     """Fields of the model, as these shapes have them."""
 

@@ -30,7 +30,7 @@ def unfit(shapes: Shapes, case: Case, adapter: Adapter, found: Match) -> Iterato
     yield from (first + f"; alike in {len(more)} more" * bool(more) for first, *more in said.values())
     if missing := [name for name in wanted if name not in somebodys]:
         some = ", ".join(missing[:3]) + " .." * (len(missing) > 3)
-        yield f"of the reference's {len(wanted)} parameters {len(missing)} are nobody's: {some}"
+        yield f"of the reference's {len(wanted)} parameters {len(missing)} have no match: {some}"
 
 
 def _instead(theirs: str, shape: tuple[int, ...], ours: str, case: Case, found: Match) -> str:
@@ -73,7 +73,7 @@ def remedies(shapes: Shapes, case: Case, adapter: Adapter, file: str) -> Iterato
 
 def _other_sizes(told: Mapping[str, object], case: Case, adapter: Adapter, file: str) -> Iterator[tuple[str, str]]:
     has = " and ".join(f"{field} {size}, requested {getattr(case.model, field)}" for field, size in told.items())
-    yield "sizes", f"its model has {has}; if a flag of the script tells, pass it on in `arguments`, else"
+    yield "sizes", f"its model has {has}; if a flag of the script sets it, pass it on in `arguments`, else"
     yield "", f"case: model: {{{', '.join(f'{field}: {str(size).lower()}' for field, size in told.items())}}}"
     reason = adapter.unsupported(replace(case, model=replace(case.model, **told)))  # type: ignore[arg-type]
     if reason and NOT_PASSED_ON in reason:

@@ -41,7 +41,7 @@ class Supposition:
     alter: Alteration = lambda module: None
     """How each of them is altered."""
     words: dict[str, Any] = field(default_factory=dict)
-    """How the reference is trained besides, in the words of reference.counterfactual.Otherwise."""
+    """What else the reference is trained with, in the words of reference.counterfactual."""
 
 
 @dataclass(frozen=True)

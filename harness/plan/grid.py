@@ -32,7 +32,7 @@ def groups(dims: ParallelDims, *axes: str) -> tuple[tuple[int, ...], ...]:
 
 
 def groups_by_axis(case: Case, units: Iterable[list[Unit]]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """By axis of degree above 1, folded axes included, its groups; with those of what FSDP keeps cut after forward."""
+    """Return the groups of each axis of degree above 1, folded ones and those of slices after forward included."""
     dims = case.dims
     found = {axis: groups(dims, axis) for axis in AXES if getattr(dims, axis) > 1}
     if dims.dp_shard > 1 and dims.cp > 1 and case.data_dims.over_cp:

@@ -18,7 +18,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class PerRank(Mapping[int, T]):
-    """By rank, made when it is first looked at, and once for all ranks of a kind. What they share must not be changed."""
+    """A value for each rank, made when first read, once for all ranks of a kind. They share it: it must not be changed."""
 
     def __init__(self, kinds: Mapping[int, Hashable], make: Callable[[int], T]) -> None:
         """make: of any rank of a kind what all of them have."""
@@ -53,7 +53,7 @@ class PerRank(Mapping[int, T]):
 
 
 class Place(NamedTuple):
-    """Where a rank stands among those that hold different slices. Replicas stand at the same place."""
+    """A rank's place among those that hold different slices. Replicas have the same place."""
 
     pp: int
     shard: int
@@ -74,8 +74,8 @@ def kinds_of_ranks(
     units: PerRank[list[Unit]],
     traits: TrainerTraits,
 ) -> dict[int, int]:
-    """Ranks are of a kind if they run the same stages, FSDP gathers the same units on them, and slices have equal sizes: of
-    their parameters as they are stored and as they stay after forward, and of all parameters as tp leaves them.
+    """Ranks are of a kind if they run the same stages, FSDP gathers the same units on them, and their slices have equal sizes.
+    The slices are those of stored parameters, of parameters after forward, and of all parameters as tp leaves them.
 
     held: the shapes of the parameters of a rank's stages, by fqn; kinds are pp indices.
     """

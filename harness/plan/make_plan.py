@@ -1,17 +1,18 @@
 """What must be true of a case, by arithmetic alone: no torch, no DeviceMesh, nothing that a trainer uses.
 
 The rank grid is arange(world_size) reshaped to the degrees, outermost axis first (pp, dp_replicate, dp_shard, cp, tp).
-Groups are its lines; "dp_shard_cp" is dp_shard and cp folded into one, over which FSDP shards if both are there, and
-"dp_replicate_cp" likewise, over which DDP reduces. A pipeline deals out the layers, so that a rank holds only the parameters
-of its stages. Tensor parallel cuts a parameter along one dim, data-parallel sharding then cuts dim 0 of what is left; both
+Groups are its lines. "dp_shard_cp" is dp_shard and cp folded into one, over which FSDP shards if both are there.
+"dp_replicate_cp" is folded likewise, and DDP reduces over it. A pipeline deals out the layers, so that a rank holds only its
+stages' parameters. Tensor parallel cuts a parameter along one dim, data-parallel sharding then cuts dim 0 of what is left. Both
 cut as torch.chunk does: equal chunks of ceil(n / parts), the last ones shorter or empty.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from harness.plan.grid import groups_by_axis, shard_axis, shard_place, tp_place
@@ -42,7 +43,7 @@ T = TypeVar("T")
 
 
 def make_plan(case: Case, traits: TrainerTraits = USUAL) -> Plan:
-    """Return the plan of one launch. FSDP's units that nobody names and nobody measured are "apart"."""
+    """Return the plan of one launch. FSDP's units are those named, else those measured, else assumed ones."""
     flat, shapes = _shapes(case, traits)
     units = PerRank(_claims(case, traits.measured.units), lambda rank: units_of_rank(case, traits, rank))
     stages, slices, kinds = _ranks(case, traits, shapes, flat, units)
@@ -50,9 +51,7 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL) -> Plan:
     def each(make: Callable[[int], T]) -> PerRank[T]:
         return PerRank(kinds, make)
 
-    def moved(step: int) -> PerRank[tuple[Flow, ...]]:
-        return each(lambda rank: flows_of_rank(case.at(step), traits, rank, case.seq_len(step), units[rank]))
-
+    moved = partial(_flows, case, traits, units, kinds)
     flows, last = moved(1), case.training.steps
     plan = Plan(
         dims=case.dims,
@@ -85,6 +84,14 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL) -> Plan:
     return _with_zero(case, plan)
 
 
+def _flows(
+    case: Case, traits: TrainerTraits, units: PerRank[list[Unit]], kinds: Mapping[int, int], step: int
+) -> PerRank[tuple[Flow, ...]]:
+    """Return the traffic of a step."""
+    of = case.at(step)
+    return PerRank(kinds, lambda rank: flows_of_rank(of, traits, rank, case.seq_len(step), units[rank]))
+
+
 def _ranks(
     case: Case, traits: TrainerTraits, shapes: Shapes, flat: tuple[FlatUnit, ...], units: PerRank[list[Unit]]
 ) -> tuple[PerRank[tuple[int, ...]], PerRank[dict[str, Slice]], dict[int, int]]:
@@ -106,7 +113,7 @@ def _shapes(case: Case, traits: TrainerTraits) -> tuple[tuple[FlatUnit, ...], di
 
 
 def _with_zero(case: Case, plan: Plan) -> Plan:
-    """With what ZeRO leaves a rank of gradients and of optimizer state. ZeRO-1 may keep the whole gradients that it reduces."""
+    """Add what ZeRO leaves a rank of gradients and optimizer state. ZeRO-1 may keep the whole gradients that it reduces."""
     if case.wrapper not in ZERO:
         return plan
     ranks = {rank: rank for rank in range(case.dims.world_size)}
@@ -126,7 +133,7 @@ def _claims(case: Case, observed: Observed | None) -> dict[int, int]:
 
 
 def _shapes_of_stages(case: Case, stages: Sequence[int], shapes: Shapes) -> Shapes:
-    """Of the parameters of these stages, by fqn."""
+    """Return the shapes of the parameters of these stages, by fqn."""
     return {fqn: shapes[fqn] for stage in stages for fqn in parameters_of_stage(case, stage)}
 
 

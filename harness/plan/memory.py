@@ -30,7 +30,7 @@ def parameter_bytes(
 
 
 def state_bytes(case: Case, held: dict[str, Slice], flat: tuple[FlatUnit, ...]) -> tuple[int, int]:
-    """Of each number that ZeRO's optimizer keeps of its part of every parameter: (least, most), the most with padding."""
+    """Return the bytes of each number that ZeRO's optimizer keeps for each element: (least, most), the most with padding."""
     size = BYTES[case.training.dtype]
     padded = sum(unit.part(zero_degree(case)) for unit in units_held(flat, held))
     return sum(map(numel, held.values())) * size, padded * size
@@ -44,9 +44,9 @@ def table_bytes(case: Case) -> int:
 def spare_bytes(
     case: Case, traits: TrainerTraits, rank: int, held: dict[str, Slice], flat: tuple[FlatUnit, ...]
 ) -> int:
-    """A cosine and a sine for each position and entry of a head, with DDP one copy of the gradients, in buckets, with ZeRO the
-    weights on which its optimizer steps, where these are a copy (`master_weights`), and what FSDP2 gathered for a loss in
-    chunks, where the trainer leaves it there (`keeps_loss_unit`)."""
+    """The table has a cosine and a sine for each position and entry of a head. DDP has one copy of the gradients, in buckets.
+    ZeRO has the weights on which its optimizer steps, if these are a copy (`master_weights`). FSDP2 has what it gathered for a
+    loss in chunks, if the trainer leaves it there (`keeps_loss_unit`)."""
     if case.wrapper in ZERO:
         return table_bytes(case) + traits.master_weights * state_bytes(case, held, flat)[1]
     buckets = sum(numel(part) for part in held.values()) * BYTES[case.training.dtype]
@@ -56,8 +56,8 @@ def spare_bytes(
 
 
 def gradient_spare(case: Case, traits: TrainerTraits, rank: int) -> int:
-    """In a pipeline a loss in chunks has FSDP2 reduce the output's gradient once for every microbatch, into one that is there
-    already: what it was reduced in last stays, because the final norm's gradient lies there too."""
+    """In a pipeline a loss in chunks has FSDP2 reduce the output's gradient once for every microbatch, added to the one that is
+    there. The buffer of the last reduction is kept, because the final norm's gradient lies in it, too."""
     last = case.n_stages - 1 in stages_of_rank(case, rank)
     if not (traits.chunks_behind_forward and case.dims.pp > 1 and case.wrapper == "fsdp2" and last):
         return 0
@@ -71,7 +71,7 @@ def _padded_last_unit(case: Case, traits: TrainerTraits, rank: int) -> int:
 def kept_after_forward(
     case: Case, traits: TrainerTraits, rank: int, held: dict[str, Slice], units: list[Unit]
 ) -> dict[str, Kept]:
-    """By fqn, what is there of each parameter between forward and backward; empty where nothing is sharded."""
+    """Return, by fqn, what is kept of each parameter between forward and backward; empty where nothing is sharded."""
     shards, index = shard_place(case.data_dims, rank)
     if case.shards == 1:
         return {}
@@ -94,7 +94,7 @@ def padding_after_forward(
     flat: tuple[FlatUnit, ...],
     units: list[Unit],
 ) -> int:
-    """That of the rank's own slices, and that of what stays gathered: of every parameter, or of its flat unit."""
+    """Return the padding of the rank's own slices and of what is kept gathered: by parameter, or by its flat unit."""
     shards, tp_index = case.shards, coordinate(case.dims, rank)["tp"]
     least, most = parameter_bytes(case, traits, rank, held, flat)
     computed, extra = BYTES[case.training.compute_dtype or case.training.dtype], 0

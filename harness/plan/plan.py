@@ -1,4 +1,4 @@
-"""The plan: which ranks form groups, which slices they hold, what moves between them, what stays in memory."""
+"""The plan: which ranks form groups, which slices they hold, what moves between them, what is kept in memory."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ class Plan:
     dims: ParallelDims
     """Degrees of the layout."""
     shapes: dict[str, tuple[int, ...]]
-    """By fqn, the parameter's shape; one dim where FSDP1 or ZeRO cut flattened parameters."""
+    """Fqn -> the parameter's shape; one dim where FSDP1 or ZeRO cut flattened parameters."""
     groups: dict[str, tuple[tuple[int, ...], ...]]
-    """By axis of degree above 1, the global ranks of each of its groups."""
+    """Axis of degree above 1 -> the global ranks of each of its groups."""
     shard_axis: str
     """Axis that FSDP shards over: dp_shard, cp or dp_shard_cp."""
     stages: Mapping[int, tuple[int, ...]]
-    """By rank, the pipeline stages that it runs."""
+    """Rank -> the pipeline stages that it runs."""
     slices: Mapping[int, dict[str, Slice]]
-    """By rank and fqn, the part of a parameter that it must hold."""
+    """Rank and fqn -> the part of a parameter that it must hold."""
     flows: Mapping[int, tuple[Flow, ...]]
-    """By rank, its traffic in odd steps."""
+    """Rank -> its traffic in steps 1, 3, ..."""
     even_flows: Mapping[int, tuple[Flow, ...]]
-    """By rank, its traffic in even steps."""
+    """Rank -> its traffic in steps 2, 4, ..."""
     parameter_bytes: Mapping[int, tuple[int, int]]
-    """By rank, (least, most) bytes of parameters kept between steps; the most counts the padding of uneven chunks."""
+    """Rank -> (least, most) bytes of parameters kept between steps; the most counts the padding of uneven chunks."""
     outside_bytes: Mapping[int, int]
-    """By rank, the most bytes moved in a step outside forward and backward, in addition to planned flows."""
+    """Rank -> the most bytes moved in a step outside forward and backward, in addition to planned flows."""
     integer_bytes: int
     """Most bytes of integers moved inside forward and backward, in the first two steps."""
     used_bytes: int
     """The same in later steps, which DDP's find_unused_parameters moves."""
     spare_bytes: Mapping[int, int]
-    """By rank, the most bytes of float tensors other than parameters, gradients and optimizer state."""
+    """Rank -> the most bytes of float tensors other than parameters, gradients and optimizer state."""
     units: Mapping[int, tuple[tuple[str, ...], ...]]
-    """By rank, the fqns of each unit that FSDP gathers together; empty with other wrappers."""
+    """Rank -> the fqns of each unit that FSDP gathers together; empty with other wrappers."""
     replicate_axis: str = "dp_replicate"
     """Axis that whole gradients are reduced over: dp_replicate, or under DDP with context parallel cp or dp_replicate_cp."""
     table_bytes: int = 0
@@ -61,15 +61,15 @@ class Plan:
     traits: TrainerTraits = USUAL
     """Traits of the trainer that it is the plan for, declared and measured."""
     gradient_spare: Mapping[int, int] = field(default_factory=dict)
-    """By rank, the most bytes of gradients beyond those of its parameters."""
+    """Rank -> the most bytes of gradients beyond those of its parameters."""
     flat: tuple[FlatUnit, ...] = ()
     """Units whose flattened parameters FSDP1 or ZeRO cuts; empty where parameters are cut one by one."""
     after_forward: Mapping[int, dict[str, Kept]] = field(default_factory=dict)
-    """By rank and fqn, what it keeps when a forward pass has ended; empty where nothing is gathered."""
+    """Rank and fqn -> what it keeps when a forward pass has ended; empty where nothing is gathered."""
     padding_after_forward: Mapping[int, int] = field(default_factory=dict)
-    """By rank, the most bytes that padding may add to it."""
+    """Rank -> the most bytes that padding may add to it."""
     last_flows: Mapping[int, tuple[Flow, ...]] = field(default_factory=dict)
-    """By rank, its traffic in the last step, if that has fewer samples; else empty."""
+    """Rank -> its traffic in the last step, if that has fewer samples; else empty."""
     steps: range = range(1, 2)
     """Steps that this launch trains, from 1."""
     quantized: tuple[str, ...] = ()
@@ -77,17 +77,17 @@ class Plan:
     unreduced: frozenset[tuple[str, int]] = frozenset()
     """(axis, step) of gradients that a hypothesis assumes are not reduced."""
     gradient_slices: Mapping[int, dict[str, Slice]] = field(default_factory=dict)
-    """By rank and fqn, the part of a reduced gradient that it holds; empty where it is the parameter's."""
+    """Rank and fqn -> the part of a reduced gradient that it holds; empty where it is the parameter's."""
     state_slices: Mapping[int, dict[str, Slice]] = field(default_factory=dict)
-    """By rank and fqn, the part of the optimizer state that it holds; empty where it is the parameter's."""
+    """Rank and fqn -> the part of the optimizer state that it holds; empty where it is the parameter's."""
     gradient_bytes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """By rank, (least, most) bytes of gradients; empty where they are those of parameters."""
+    """Rank -> (least, most) bytes of gradients; empty where they are those of parameters."""
     state_bytes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """By rank, (least, most) bytes of each number that the optimizer keeps; empty where they are those of parameters."""
+    """Rank -> (least, most) bytes of each number that the optimizer keeps; empty where they are those of parameters."""
 
     @property
     def observed(self) -> Observed | None:
-        """By rank, FSDP2's units as they were measured; None if the case or the trainer's traits name them."""
+        """Return FSDP2's units by rank, as measured; None if the case or the trainer's traits name them."""
         return self.traits.measured.units
 
     @property
@@ -97,12 +97,12 @@ class Plan:
 
     @property
     def shards(self) -> int:
-        """Over how many ranks FSDP cuts a parameter."""
+        """Return the number of ranks over which FSDP cuts a parameter."""
         return len(self.peers(0, self.shard_axis))
 
     @property
     def columns(self) -> dict[str, int]:
-        """By fqn, of flattened matrices that tp cuts along dim 1: in how many blocks of columns they lie."""
+        """Return the number of blocks of columns of each flattened matrix that tp cuts along dim 1, by fqn."""
         return {fqn: self.dims.tp for fqn in self.shapes if self.flat and self.dims.tp > 1 and tp_dim(fqn) == 1}
 
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:

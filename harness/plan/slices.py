@@ -58,8 +58,8 @@ class FlatUnit:
         return -(-self.numel // padded) * padded // degree
 
     def held(self, fqn: str, size: int, first: int, last: int) -> Interval:
-        """Of a parameter's `size` elements those from `first` to `last` of the vector. They are one interval, for its blocks
-        follow each other in its own order."""
+        """Return which of a parameter's `size` elements lie from `first` to `last` of the vector. They are one interval, for
+        its blocks follow each other in its own order."""
         starts = self.starts[fqn]
         block = size // len(starts)
         begin, end = (sum(min(max(at - start, 0), block) for start in starts) for at in (first, last))
@@ -76,7 +76,7 @@ def chunk(interval: Interval, parts: int, index: int) -> Interval:
 def slices_of_rank(
     dims: ParallelDims, rank: int, shapes: Mapping[str, tuple[int, ...]], traits: TrainerTraits = USUAL
 ) -> dict[str, Slice]:
-    """By fqn, the rank's part of parameters of these shapes: tp first, then data-parallel sharding."""
+    """Return the rank's part of parameters of these shapes, by fqn: tp first, then data-parallel sharding."""
     tp, shard = (dims.tp, coordinate(dims, rank)["tp"]), shard_place(dims, rank)
     cuts = traits.measured.cut_dims
     return {fqn: slice_of(fqn, shape, tp, shard, cuts.get(fqn, 0)) for fqn, shape in shapes.items()}
@@ -107,8 +107,8 @@ def flat_slices(
     index: int,
     tp: tuple[int, int] = (1, 0),
 ) -> dict[str, Slice]:
-    """Of each flattened parameter, what lies in the index-th of `degree` equal parts of its unit, at this place (degree, index)
-    of tensor parallel. What tp cuts is flattened rank by rank: one tp rank's elements lie behind the other's."""
+    """Return what each flattened parameter has in the index-th of `degree` equal parts of its unit. tp: this tensor-parallel
+    place (degree, index). What tp cuts is flattened rank by rank: one tp rank's elements lie behind the other's."""
     found: dict[str, Slice] = {}
     for unit in units:
         first = index * unit.part(degree)
@@ -166,7 +166,7 @@ def slice_text(part: Slice, shape: tuple[int, ...], *, flat: bool = False) -> st
 
 @functools.cache
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Asked for once a parameter and rank: made anew each time it took 25 s for 405B on 32 ranks."""
+    """Return the shapes, cached: every parameter and rank needs them, and making them took 25 s for 405B on 32 ranks."""
     return model.parameter_shapes()
 
 

@@ -48,9 +48,9 @@ def parameters_of_stage(case: Case, stage: int) -> list[str]:
 
 
 def positions(case: Case, rank: int, length: int) -> np.ndarray:
-    """The token positions of a sample that a rank receives, in its order. int64 [length / cp]
+    """The token positions of a sample that a rank receives, in its order. int64 [length / cp].
 
-    Load balancing gives each cp rank the i-th chunk from the front and the i-th from the back: under a causal mask late
+    Load balancing gives each cp rank the i-th chunk from the front and the i-th from the back. Under a causal mask late
     tokens are more work.
     """
     cp, at = case.dims.cp, coordinate(case.dims, rank)["cp"]

@@ -31,11 +31,11 @@ def output_alone(units: list[Unit]) -> Unit | None:
 
 
 def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
-    """Those that a case requests or the trainer chose, and that are assumed where nobody chose and nobody looked.
+    """Return the units that a case requests or the trainer chose, else those that are assumed.
 
-    The default policy keeps the last unit (final norm and output), whose backward follows at once, and under pp, where
-    the next microbatch follows, every unit (torchtitan's policy). A tied embedding is the output's weight and belongs to
-    that unit. FSDP1 never frees the root's unit: embedding, final norm and output. ZeRO-3 gathers each parameter by itself.
+    The default policy (torchtitan's) keeps the last unit, final norm and output, whose backward follows at once. Under pp,
+    where the next microbatch follows, it keeps every unit. A tied embedding is the output's weight and belongs to that
+    unit. FSDP1 never frees the root's unit: embedding, final norm and output. ZeRO-3 gathers each parameter by itself.
     """
     degree, policy = case.shards, case.features.reshard_after_forward
     if case.wrapper == "fsdp1":
@@ -54,7 +54,7 @@ def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
 
 
 def _root_units(case: Case) -> list[Unit]:
-    """torchtitan's of 2024: the last block stays, whose backward follows soon, and what the root gathered is freed."""
+    """torchtitan's of 2024: the last block is kept, whose backward follows soon, and what the root gathered is freed."""
     (first, *blocks, last), policy = fsdp2_units(case), case.features.reshard_after_forward
     most = 1 if policy == "never" or (policy == "default" and case.dims.pp > 1) else case.shards
     end = Unit(blocks[-1], case.shards if policy == "always" else 1)
@@ -62,18 +62,18 @@ def _root_units(case: Case) -> list[Unit]:
 
 
 def fsdp2_units(case: Case) -> list[tuple[str, ...]]:
-    """The units that are wrapped apart, in forward's order: embedding, each block, norm with output. Tied, the embedding is in
-    the last."""
+    """The units "apart", each wrapped separately, in forward's order: embedding, each block, norm with output. A tied
+    embedding is in the last."""
     names = list(case.model.parameter_shapes())
     blocks = [tuple(n for n in names if n.startswith(f"layers.{layer}.")) for layer in range(case.model.n_layers)]
     last = ("norm.weight", "tok_embeddings.weight" if case.model.tied_embeddings else "output.weight")
     if not {*last} <= {*names}:
-        return [tuple(names)]  # of a model that nobody wrote a policy for
+        return [tuple(names)]  # a model without a policy
     first = tuple(name for name in ("tok_embeddings.weight",) if name not in last)
     return [unit for unit in (first, *blocks, last) if unit]
 
 
 def held_units(case: Case, held: dict[str, Slice], units: list[Unit]) -> tuple[tuple[str, ...], ...]:
-    """Of FSDP's units, what a rank holds of them."""
+    """Return what a rank holds of FSDP's units."""
     mine = (tuple(fqn for fqn in unit.parameters if fqn in held) for unit in units)
     return tuple(unit for unit in mine if unit) if case.wrapper in ("fsdp1", "fsdp2") else ()

@@ -1,7 +1,7 @@
 """What ZeRO cuts, stage by stage: optimizer state, gradients too, parameters too, each as equal parts of flat vectors.
 
 An interval of a vector falls into whatever parameters lie there: of one a rank has all, of the next a part, of most nothing.
-With tensor parallel each tp rank has a vector of its own, of what it has of the parameters; all of them are laid out alike.
+With tensor parallel each tp rank has its own vector, of what it has of the parameters; all of them are laid out alike.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ def _vector(case: Case, layout: FlatLayout, tensors: Iterable[tuple[str, ...]]) 
 
 
 def zero_degree(case: Case) -> int:
-    """Over how many ranks ZeRO cuts: those of cp hold equal parameters."""
+    """Return the number of ranks over which ZeRO cuts: those of cp hold equal parameters."""
     return case.dims.dp_shard * case.dims.cp
 
 
 def kept_dtype(case: Case) -> str:
-    """Of the parameters that a rank keeps: ZeRO's are those that it computes with, and its optimizer has a copy of its part."""
+    """Return the dtype of the parameters that a rank keeps. ZeRO's are in the compute dtype, beside its optimizer's copy."""
     computed = case.training.compute_dtype if case.wrapper in ZERO else None
     return computed or case.training.dtype
 
 
 def units_held(units: Iterable[FlatUnit], held: Iterable[str]) -> tuple[FlatUnit, ...]:
-    """Those of whose parameters a rank holds any."""
+    """Return the units of which a rank holds any parameter."""
     mine = {*held}
     return tuple(unit for unit in units if mine & unit.starts.keys())
 
 
 def padded_elements(units: tuple[FlatUnit, ...], degree: int) -> int:
-    """Of all vectors, padded to equal parts."""
+    """Return the elements of all vectors, padded to equal parts."""
     return sum(unit.part(degree) * degree for unit in units)
 
 

@@ -1,6 +1,6 @@
 """The pytest plugin: the checks of cases as pytest items, FILE.yaml::CASE::CHECK.
 
-It is loaded wherever the harness is installed, and takes no part unless a repository's configuration names its cases:
+It is loaded wherever the harness is installed, and takes no part unless a repository's configuration names its cases.
 
     [pytest]
     harness_cases = cases
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="out",
         metavar="DIR",
         help="where evidence goes, typed --harness-out=DIR; default out. pytest reads its configuration before it knows this "
-        "option, and takes a DIR that is a word of its own for a place of tests",
+        "option, and takes a DIR that is a separate word for a place of tests",
     )
     group.addoption("--harness-accept-golden", action="store_true", help="golden items rewrite the golden, and fail")
     group.addoption(
@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def misplaced(words: Sequence[str]) -> str:
-    """Why there is no configuration: pytest looks for it where any word of the command line lies, and did so before it knew
+    """Why there is no configuration: pytest looks for it where any word of the command line lies. It does so before it knows
     that the word belongs to an option of ours."""
     for option, value in pairwise(words):
         if option.startswith("--harness-") and "=" not in option and Path(value).exists():

@@ -80,7 +80,7 @@ class Checks:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-        """As pytest does it, but the reports are held back until it is known whether the check applies."""
+        """Do what pytest does, but hold the reports back until it is known whether the check applies."""
         if not isinstance(item, Check) or self.config.getoption("--harness-not-applicable"):
             return None
         runs_now = item.parent.outcome is None

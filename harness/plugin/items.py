@@ -1,4 +1,4 @@
-"""A file of cases, its cases and their checks as pytest's nodes. No logic of its own: harness.run runs and judges.
+"""A file of cases, its cases and their checks as pytest's nodes, without further logic: harness.run runs and judges.
 
 A case runs once, when the first of its checks is requested.
 """

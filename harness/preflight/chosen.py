@@ -1,5 +1,5 @@
-"""Which ranks of a layout are run: a whole line of each axis where that is affordable, else its ends and what is uneven in it;
-the corners of the grid; and some drawn from a seed, so that over time all have been run.
+"""Which ranks of a layout are run. Each axis has a whole line where that is affordable, else its ends and what is uneven in it.
+Added are the corners of the grid, and some drawn from a seed, so that over time all have been run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _line(case: Case, axis: str) -> str:
 
 
 def _along(case: Case, axis: str) -> list[tuple[int, ...]]:
-    """Of a long axis its first, second and last place, and those where its slices become smaller."""
+    """Return a long axis's first, second and last place, and those where its slices become smaller."""
     degree = getattr(case.dims, axis)
     places = range(degree) if degree <= LONGEST_LINE else sorted({0, 1, degree - 1, *_uneven(case, axis)})
     return [tuple(place if other == axis else 0 for other in AXES) for place in places]

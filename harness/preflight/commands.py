@@ -27,7 +27,7 @@ from harness.spec.dims import ParallelDims
 STEPS = "1-3"
 """What of a command's training is recorded; with the step that follows a rank's process ends."""
 ALONE = "HARNESS_RECORD_ALONE"
-"""Of how many ranks the command's process is one; in its environment."""
+"""Variable: of how many ranks the command's process is one."""
 BY = "harness.preflight.scripted"
 
 
@@ -73,7 +73,7 @@ def run_alone(
 
 
 def places(rank: int, world: int) -> Iterator[tuple[str, str]]:
-    """What a launcher tells a rank, on machines of one."""
+    """The variables that a launcher sets for a rank, on machines of one rank."""
     told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
     yield from ((name, str(number)) for name, number in told.items())
     yield "MASTER_ADDR", "localhost"
@@ -94,7 +94,7 @@ def judged(run: CommandRun, dims: ParallelDims) -> Verdicts:
 
 
 def alone_of(run: CommandRun, dims: ParallelDims) -> Trial:
-    """Of the ranks that ran, as of a recording."""
+    """Return the trial of the ranks that ran, as of a recording."""
     trial = trial_of(run.records, dims, str(run.directory), dims.world_size)
     exits = tuple(_ended(run, exit) for exit in trial.run.exits if exit.rank in run.codes)
     return replace(trial, run=of_lone_ranks(replace(trial.run, exits=exits), [*run.codes], run.unable))

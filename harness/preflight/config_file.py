@@ -51,7 +51,7 @@ class FromFile:
 
 
 def read(path: Path, world: int | None, flavor: str | None = None) -> FromFile:
-    """world: how many ranks it is for; None where its degrees say it. flavor: in place of its own. Raises CaseError."""
+    """world: how many ranks it is for; None where its degrees say it. flavor: in place of the file's. Raises CaseError."""
     try:
         told: dict[str, Any] = tomllib.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
@@ -72,7 +72,7 @@ def _section(path: Path, told: Mapping[str, Any], name: str) -> Mapping[str, Any
 
 
 def case_of(name: str, told: Mapping[str, Any], model: ModelConfig, world: int | None) -> FromFile:
-    """name: of the configuration. told: what it says, by section. Raises CaseError."""
+    """name: of the configuration, whose options come by section. Raises CaseError."""
     said = {key: value for section in SECTIONS for key, value in _section(Path(name), told, section).items()}
     try:
         case = _case(name, said, _dims(said, world), model, told.get("activation_checkpoint", {}))

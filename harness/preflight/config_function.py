@@ -91,7 +91,7 @@ def options(section: Any) -> dict[str, Any]:
 
 
 def recomputation(asked: Any) -> dict[str, str]:
-    """In the words of a file's section. Raises CaseError."""
+    """Return it in the words of a file's section. Raises CaseError."""
     kind = _kind(asked)
     if kind not in RECOMPUTED:
         raise CaseError(f"activation_checkpoint {kind}: FullAC, SelectiveAC and None are known here")
@@ -136,7 +136,7 @@ def _scaling(rope: Any) -> RopeScaling | None:
 
 
 def carried_out(case: Case, said: Mapping[str, Any]) -> Case:
-    """With what a file of options does not say."""
+    """Return the case with what a file of options does not say."""
     features = dataclasses.replace(
         case.features,
         sequence_parallel=said.get("enable_sequence_parallel", True),

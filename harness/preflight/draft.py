@@ -15,7 +15,7 @@ from harness.spec.traits import USUAL, TrainerTraits
 LLAMA_3 = TrainingConfig(dtype="float32", compute_dtype="bfloat16")
 """Its precision; gradients are reduced in float32."""
 LENGTH = 8192
-"""Tokens of a sample where nobody says it."""
+"""Tokens of a sample where a file does not say it."""
 HALVES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "bfloat16"}
 """Dtypes of configurations, by what is planned for them: of fp16 the sizes are the same, and fp8 is of matmuls alone."""
 

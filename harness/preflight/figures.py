@@ -21,7 +21,7 @@ Rows = Iterator[tuple[str, str]]
 
 
 def of_ranks(flown: Flown, trial: Trial, gpu: str) -> Rows:
-    """Of the rank that holds most between steps, and of the one that had most at once within one; in the last step."""
+    """Rows on the rank that holds most between steps, and the one that had most at once within one; in the last step."""
     seen = {rank: evidence.steps[-1] for rank, evidence in trial.ranks.items() if evidence.steps}
     if not seen:
         return
@@ -48,7 +48,7 @@ def _peak(flown: Flown, gpu: str) -> Rows:
 
 
 def of_layout(case: Case, plan: Plan, gpu: str) -> Rows:
-    """Of all ranks, ran or not."""
+    """Rows on all ranks, ran or not."""
     rank, held = neediest(case, plan)
     estimated = f"of it activations, estimated, {bytes_text(held.activations)}"
     yield "planned", f"{rank} needs {most_text(held)}, the most of all, {estimated}; {_of_gpu(held.reserved, gpu)}"

@@ -48,6 +48,6 @@ def trial_of(case: Case, flown: Flown) -> Trial:
 
 
 def of_lone_ranks(run: Run, ranks: Sequence[int], unable: Mapping[int, str]) -> Run:
-    """Of these ranks, each without the others. unable: by rank, why it could not be run so, which is nobody's mistake."""
+    """The run of these ranks, each alone. unable: by rank, why it could not be run so, which is not the trainer's mistake."""
     exits = [Exit(one.rank, "unable", error=unable[one.rank]) if one.rank in unable else one for one in run.exits]
     return replace(run, exits=tuple(exits), chosen=tuple(sorted(ranks)), provided=alone(run.provided))

@@ -19,18 +19,18 @@ from harness.preflight.lone_rank import Used, evidence_file, unable_file
 from harness.spec.case import Case, to_json
 
 ENTRY = "harness.preflight.lone_rank:rank"
-LATE = "it had not ended after {:g} s, and alone it waits for nobody: --timeout gives it more"
+LATE = "it had not ended after {:g} s, and alone it waits for no other rank: --timeout gives it more"
 
 
 @dataclass(frozen=True)
 class Flown:
-    """The ranks that ran. seconds: altogether. used: by rank that left evidence. unable: by rank, why it could not."""
+    """The ranks that ran."""
 
     run: Run
     ranks: tuple[int, ...]
-    seconds: float
-    used: Mapping[int, Used] = field(default_factory=dict)
-    unable: Mapping[int, str] = field(default_factory=dict)
+    seconds: float  # altogether
+    used: Mapping[int, Used] = field(default_factory=dict)  # by rank that left evidence
+    unable: Mapping[int, str] = field(default_factory=dict)  # by rank, why it could not
 
 
 def fly(

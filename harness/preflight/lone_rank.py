@@ -52,14 +52,13 @@ def rank(options: dict[str, Any]) -> object:
 
 @dataclass(frozen=True)
 class Used:
-    """By one rank that ran alone: processor time and memory of its process; of the tensors that it had in place of a GPU's, the
-    most bytes at once in a step, in which phase, and outside of steps, as while its model is built."""
+    """What one rank that ran alone used. Its tensors are those that it had in place of a GPU's."""
 
-    seconds: float
-    bytes: int
-    most: int
-    phase: str
-    outside: int
+    seconds: float  # processor time
+    bytes: int  # memory of its process
+    most: int  # bytes of its tensors at once in a step
+    phase: str  # of that moment
+    outside: int  # bytes of its tensors at once outside of steps, as while its model is built
 
 
 def evidence_file(directory: Path, rank: int) -> Path:
@@ -67,7 +66,7 @@ def evidence_file(directory: Path, rank: int) -> Path:
 
 
 def unable_file(directory: Path, rank: int) -> Path:
-    """Where a rank says why it could not be run alone."""
+    """Return the file in which a rank says why it could not be run alone."""
     return directory / f"unable_{rank:05d}.txt"
 
 

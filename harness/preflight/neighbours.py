@@ -1,8 +1,8 @@
-"""What the other stages of a pipeline would have said of shapes.
+"""What the other stages of a pipeline would have sent of shapes.
 
-torch's stages vote whether each was told the shapes between them; alone, a stage's own vote is that of all. Where they were not
-told, each asks its neighbours: gradients come back as the stage's own outputs are, and what comes in is the hidden state
-of the case.
+torch's stages vote whether each was given the shapes between them; alone, a stage's own vote is that of all. Without them each
+asks its neighbours. Then gradients come back as the stage's own outputs are, and what comes in is the hidden state of the
+case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.spec.case import Case
 
 
 def vote_alone() -> None:
-    """For torch 2.13 and newer, whose stages vote."""
+    """Replace the vote of stages in torch 2.13 and newer."""
     from torch.distributed.pipelining import schedules, stage
 
     modes = getattr(stage, "InferenceMode", None)
@@ -38,7 +38,7 @@ def vote_alone() -> None:
 
 def tell_shapes(case: Case) -> None:
     """For torch 2.13 and newer, whose stages send each other what their tensors look like. Alone it is neither sent
-    nor received: groups would otherwise move what one end alone was seen to."""
+    nor received, so that no group moves what only one end was seen to."""
     from torch.distributed.pipelining import _utils, stage
 
     if not hasattr(stage.PipelineStage, "_recv_meta"):
@@ -58,7 +58,7 @@ def _gradient(output: Any) -> Any:
 
 
 def hidden_state(case: Case, module: nn.Module) -> torch.Tensor:
-    """Of a microbatch, as the stage before gives it to this one; over tp a DTensor, if the parameters here are."""
+    """Return a microbatch's, as the stage before gives it to this one; over tp a DTensor, if the parameters here are."""
     mesh, sharded = _tp_mesh(module), case.features.sequence_parallel
     rows = case.seq_len(case.steps[0]) // case.dims.cp // (case.dims.tp if mesh is not None and sharded else 1)
     dtype = getattr(torch, case.training.compute_dtype or case.training.dtype)

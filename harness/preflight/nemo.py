@@ -1,7 +1,7 @@
 """NeMo's configurations as drafts of a layout: its YAML files, and recipes of Python, which are read and not run.
 
-Of a recipe the constants are read that its functions are called with, and by themselves take. A word that has several values
-is not chosen from.
+Constants that a recipe's functions are called with, or have as defaults, are read. If a word has several values, none is
+chosen.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WORDS = {
     "kv": ("num_query_groups",),
     "vocabulary": ("vocab_size",),
 }
-"""By what it is here, its names in NeMo."""
+"""What it is here -> its names in NeMo."""
 KNOWN = {word: key for key, words in WORDS.items() for word in words}
 USUAL_RECIPE = "pretrain_recipe"
 SIZE = re.compile(r"Llama3\d*Config(\d+B)$")
@@ -138,8 +138,8 @@ def _constant(name: str | None, value: ast.expr) -> Iterator[tuple[str, Any]]:
 
 
 def _collected(file: str, said: Any, usual: Mapping[str, Any]) -> dict[str, Any]:
-    """By what it is; of two different values none is chosen, and of how many ranks it is then is not said. usual: what is
-    taken where nothing is said."""
+    """Return values by what they are. Two values of a degree or of samples are refused; of nodes or devices none is taken.
+    usual: defaults."""
     found: dict[str, list[Any]] = {}
     for key, value in said:
         if value is not None and value not in found.setdefault(key, []):
@@ -196,7 +196,7 @@ def _draft(file: str, said: Mapping[str, Any], named: list[str], world: int | No
 
 
 def _model(file: str, said: Mapping[str, Any], named: list[str]) -> ModelConfig | None:
-    """By its class, or by its sizes; None where it says neither."""
+    """Return the model by its class, or by its sizes; None where it says neither."""
     sizes = {found[1] for name in named if (found := SIZE.search(name))} & PRESETS.keys()
     if len(sizes) == 1:
         return PRESETS[sizes.pop()]

@@ -113,7 +113,7 @@ def _deepspeed(file: str, told: Mapping[str, Any], world: int | None) -> Draft:
 
 
 def _data_ranks(file: str, world: int | None, tp: int, batch: int | None, local: int | None, times: int) -> int:
-    """What the three numbers of samples say of them, where nobody says how many ranks there are."""
+    """Return the data ranks of that world; without one, those that the three numbers of samples give."""
     if world is not None:
         if world % tp:
             raise CaseError(f"{file}: autotp_size {tp} does not divide the {world} of --world")

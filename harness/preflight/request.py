@@ -21,7 +21,7 @@ READERS: dict[str, Callable[[str, int | None], Draft]] = {
     ".json": other_files.of_deepspeed,
     ".py": nemo.of_recipe,
 }
-"""By the end of a file's name."""
+"""End of a file's name -> its reader."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""In a process of somebody's command that runs as one rank alone: as a recorded one, but of a world that is not there, on
+"""A process of a user's command that runs as one rank alone: as a recorded one, but of a world that is not there, on
 tensors without memory. What has no contents is not looked at.
 
 Called by the process's own imports (harness/record/site). Changes torch for the rest of the process.
@@ -27,14 +27,14 @@ _entered = contextlib.ExitStack()  # until the process ends
 
 
 class Unobserved:
-    """Of what a recording does not look at."""
+    """What stands for observers that a recording does not have."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: None
 
 
 class Watched:
-    """What a witness tells its recorders, of a command's rank."""
+    """The recorders of a command's rank, as a witness calls them."""
 
     def __init__(self, of: Recorder) -> None:
         self.clock, self.collectives = of.clock, of.collectives
@@ -65,7 +65,7 @@ def _begin(of: Recorder) -> None:
 
 
 def _end_behind(of: Recorder, last: int) -> None:
-    """A rank alone trains for nobody: as the step begins that follows this one, its process ends."""
+    """A rank alone need not train on: as the step begins that follows this one, its process ends."""
     between = of.clock.between_steps
 
     def over() -> None:
@@ -80,7 +80,7 @@ def _end_behind(of: Recorder, last: int) -> None:
 
 
 def _note_what_cannot_be(file: Path) -> None:
-    """Of an error that ends the process, whether it says anything of the script."""
+    """Note why an error that ends the process says nothing of the script, if so."""
     hook = sys.excepthook
 
     def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -50,7 +50,7 @@ def preflight_text(
 
 
 def command_text(words: Sequence[str], dims: ParallelDims, chosen: Chosen, run: CommandRun, verdicts: Verdicts) -> str:
-    """Of somebody's command."""
+    """Return the text on a user's command."""
     rows = [
         ("ran alone", f"{len(run.codes)} rank{'s' * (len(run.codes) != 1)}: {_why(chosen)}; {_time(run.seconds)}"),
         ("logs", f"{run.directory}/rank_*.log"),

@@ -1,5 +1,5 @@
-"""Why a rank could not be run alone, where what it raised says nothing of the trainer: a tensor was asked for what is in it,
-and without memory there is nothing in it; or torch refuses something where tensors have no memory, or ranks are not there.
+"""Why a rank could not be run alone, where what it raised says nothing of the trainer. It may need a tensor's values, and a
+tensor without memory has none. Or torch refuses something where tensors have no memory, or ranks are not there.
 
 What a trainer does with a shape is its own: two that do not fit are its failure, here as on a cluster.
 """
@@ -38,8 +38,8 @@ OF_ALONE = re.compile(
     r"|c10d/init\.cpp.*Not implemented",
     re.DOTALL,
 )
-"""torch's words where it is the pre-flight's own modes, process group or store that cannot do a thing: torch.compile of a whole
-graph while a dispatch mode is on, a backend that knows no barrier of its own, a store that nobody else writes to."""
+"""torch's words where the pre-flight's own modes, process group or store cannot do a thing. Such are torch.compile of a
+whole graph under a dispatch mode, a backend without a barrier, a store to which no other rank writes."""
 BELOW = (
     "torch._subclasses",
     "torch._ops",
@@ -70,8 +70,8 @@ def why_unable(error: BaseException, asked: Collection[CodeType]) -> str:
 
 
 def asking() -> Iterator[CodeType]:
-    """Who asked for the number that is being answered: the function that called torch's operator, and if that is torch's own,
-    the trainer's that called it."""
+    """Yield the code that needs the number that is being answered. It is the function that called torch's operator, and if that
+    is torch's own, the trainer's that called it."""
     frames = [frame for frame, _ in traceback.walk_stack(None)][1:]
     return (frame.f_code for frame in _answerable(frames))
 
@@ -92,7 +92,7 @@ def _raised_by(error: BaseException) -> Iterator[FrameType]:
 
 
 def _answerable(frames: list[FrameType]) -> Iterator[FrameType]:
-    """Of frames, innermost first: the first above what answers in place of a kernel, and the first that is not torch's."""
+    """Yield, of frames from the innermost: the first above what replaces a kernel, and the first that is not torch's."""
     names = [str(frame.f_globals.get("__name__")) for frame in frames]
     above = [at for at, name in enumerate(names) if not name.startswith((*BELOW, "harness.preflight", "harness.probe"))]
     yield from (frames[at] for at in above[:1])

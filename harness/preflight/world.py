@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def join(rank: int, world_size: int) -> None:
-    """As that rank of torchrun's, on machines of one rank's LOCAL_RANK 0."""
+    """Join as torchrun's rank of that number would, on machines of one rank, LOCAL_RANK 0."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}

@@ -1,13 +1,13 @@
 """The probe: what one rank observes about itself, from outside the trainer. Needs torch, numpy and nothing else.
 
     probe = Probe(rank, world_size)
-    probe.install()                      before the trainer is built
-    probe.attach(trainer.model_parts)    when it is built, before its first step
-    probe.resumed(step)                  if it resumed: when it has, before it goes on
+    probe.install()                      before the trainer is built.
+    probe.attach(trainer.model_parts)    when it is built, before its first step.
+    probe.resumed(step)                  if it resumed: when it has, before it goes on.
     trainer.train()
-    with probe.saving(): ..              around a checkpoint that it writes before it goes on
-    probe.trained()                      before it writes its last one
-    evidence = probe.evidence(...)       afterwards
+    with probe.saving(): ..              around a checkpoint that it writes before it goes on.
+    probe.trained()                      before it writes its last one.
+    evidence = probe.evidence(...)       afterwards.
     probe.remove()
 
 Where the trainer's tensors have no memory, `with probe.watching(fake_mode): ..` stands around all that it does.
@@ -100,8 +100,8 @@ class Probe:
 
     @contextlib.contextmanager
     def watching(self, mode: Any) -> Iterator[Witness]:
-        """Installed already. What is computed with tensors of this FakeTensorMode is seen by a witness above it, and no longer
-        by the recorders' own kernels; of values only shapes are kept."""
+        """Watch an installed probe's trainer whose tensors are of this FakeTensorMode. A witness above the mode sees what is
+        computed, in place of the recorders' own kernels; only shapes of values are kept."""
         for recorder in (self.collectives, self.activity, self.copies):
             recorder.close()
         self.values.shapes_only()
@@ -187,7 +187,7 @@ class Probe:
 
     @property
     def starts(self) -> dict[str, int]:
-        """By the trainer's name of a fused tensor, at which of its elements this rank's interval begins."""
+        """Return at which element of a fused tensor this rank's interval begins, by the trainer's name of it."""
         return starts_of(self._parts)
 
     def _step(self, step: int, values: StepValues, reported: Mapping[int, Reported]) -> StepEvidence:

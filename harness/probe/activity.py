@@ -90,7 +90,7 @@ class ActivityRecorder:
         self._library = None
 
     def of_step(self, step: int) -> Activity:
-        """To be asked once the device was waited for."""
+        """Return a step's activity. Call it after waiting for the device."""
         whole = _together(seen for account, seen in self._accounts.items() if account.of(step))
         for account, fqn, measured, elements in self._measured:
             if account.of(step):
@@ -169,7 +169,7 @@ def _count(counts: dict[K, int], key: K, by: int = 1) -> None:
 
 
 def _together(accounts: Iterable[Activity]) -> Activity:
-    """Of a step: one for all that surely trained, and one for each pass of which that turned out later."""
+    """Add up a step's accounts: one for all that surely trained, and one for each pass that later turned out to train."""
     whole = Activity()
     for seen in accounts:
         for name in ("calls", "matmuls", "attention", "random", "other_states"):

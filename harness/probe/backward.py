@@ -1,8 +1,9 @@
-"""Gradients as they were when backward ended, for a trainer that clips by a function of its own.
+"""Gradients as they were when backward ended, for a trainer that clips by its own function.
 
-torch's clipping is seen where it is called. Who multiplies gradients himself gives no sign, and what the optimizer is then
-given is clipped. So they are copied, on the device, each time backward has ended, and compared with what the optimizer is
-given: all of them times one number, or unchanged, or altered otherwise. Once torch's clipping was seen nothing is copied.
+torch's clipping is seen where it is called. A trainer that multiplies gradients itself gives no sign, and gives the optimizer
+clipped ones. So gradients are copied, on the device, each time backward has ended, and compared with what the optimizer gets.
+They may be all multiplied by one number, or unchanged, or altered in another way. After torch's own clipping nothing is
+copied any more.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def observe_backward(
 ) -> Callable[[], None] | None:
     """Calls both around each outermost backward pass that accumulates gradients, but not within a pipeline's schedule.
 
-    began: gets the roots and retain_graph. Returns what stops it; None for a torch that has another way: then nobody looks.
+    began: gets the roots and retain_graph. Returns what stops it; None if this torch does it in another way: nothing is seen.
     """
     original = getattr(torch.autograd, ENGINE, None)
     if original is None:
@@ -51,13 +52,13 @@ def observe_backward(
 
 
 class BackwardRecorder:
-    """gradients: the present ones, by fqn. needed: until torch's own clipping was seen. ended: how many passes have."""
+    """gradients: the present ones, by fqn."""
 
     def __init__(self, clock: Clock, gradients: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._clock, self._gradients = clock, gradients
         self._copies: dict[str, torch.Tensor] = {}
         self._stop: Callable[[], None] | None = None
-        self.needed, self.ended = True, 0
+        self.needed, self.ended = True, 0  # whether torch's own clipping was not seen; how many passes have ended
 
     def install(self) -> None:
         self._stop = observe_backward(self._clock, lambda roots, retain: None, self._end)
@@ -79,7 +80,7 @@ class BackwardRecorder:
         self._copies = {}
 
     def taken(self) -> Before:
-        """What there was when backward ended; nothing if nobody looked."""
+        """What there was when backward ended; empty if nothing was copied."""
         resolution = {fqn: torch.finfo(gradient.dtype).eps for fqn, gradient in self._copies.items()}
         before = Before(all_copied(self._copies.items()), resolution)
         self.drop()
@@ -94,8 +95,8 @@ class Before:
     resolution: dict[str, float]
 
     def against(self, later: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], float | None]:
-        """The gradients before, and what all were multiplied by since; `later` and NaN if that was not one number. None: nobody
-        looked."""
+        """The gradients before, and what all were multiplied by since; `later` and NaN if that was not one number; `later` and
+        None if none were copied."""
         if not self.gradients:
             return dict(later), None
         earlier = all_read(self.gradients)

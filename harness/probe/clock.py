@@ -1,16 +1,16 @@
-"""Tells where in a training step this process is, without asking the trainer.
+"""Where in a training step this process is, found without asking the trainer.
 
-A step begins with the first forward pass, or pass of a pipeline's schedule, after an optimizer step; step 0 is everything
-before, and what follows the last step. Steps of a resumed run are numbered from where it was saved. Inside autograd's
-engine it is "backward" (recomputation under activation checkpointing included), inside the root module's forward
-"forward", otherwise inside a pipeline's schedule "pipeline", inside an optimizer "optimizer", and everywhere else "other".
+A step begins with the first forward pass, or pass of a pipeline's schedule, after an optimizer step. Step 0 is everything
+before, and what follows the last step. Steps of a resumed run are numbered from where it was saved. The phase is "backward"
+inside autograd's engine (recomputation under activation checkpointing included), "forward" inside the root module's forward.
+Elsewhere it is "pipeline" inside a pipeline's schedule, "optimizer" inside an optimizer, or else "other".
 
 A pass that records no gradients (validation under no_grad or inference_mode, a schedule's eval) is of no step, whenever it
-comes: it is "evaluation". One in eval mode that does record them trains if backward comes to what it returned, for dropout
-may be wanted off in training; until then it is undecided, and if it stays so it was evaluation too.
+comes: it is "evaluation". A pass in eval mode may record them, for dropout may be wanted off in training. It trains if
+backward comes to what it returned. Until then it is undecided; if that never happens it was evaluation, too.
 
-What a thread does that Python code started beside the one that trains (a checkpoint written while training goes on) is of no
-step: it is "background". Threads of C++, autograd's and those that run a future's callback, work for the thread that trains.
+Python code may start a thread beside the one that trains, for a checkpoint written while training goes on. What it does is of
+no step: it is "background". Threads of C++, autograd's and those that run a future's callback, work for the thread that trains.
 """
 
 from __future__ import annotations
@@ -49,18 +49,16 @@ def _of_python(thread: int) -> bool:
 
 
 class Clock:
-    """between_steps is called when a step begins, and at the end; once more where what began it may not have trained.
-    schedule_ended, when a pass of a pipeline's schedule that trains has ended. step_begins, when it has. pass_begins, when a
-    forward pass that records gradients does, outside of a schedule.
+    """`account` is where what is seen now belongs, `of_last_pass` where what is made of the last pass's output belongs.
 
-    account: where what is seen now belongs. of_last_pass: where what is made of the last pass's output belongs.
-    passes: forward passes so far. evaluated: whether there was one of evaluation since the last step began.
-    """
+    `passes` counts forward passes so far. `evaluated` says whether one of evaluation came since the last step began."""
 
     between_steps: Callable[[], None] = staticmethod(lambda: None)
-    schedule_ended: Callable[[], None] = staticmethod(lambda: None)
-    step_begins: Callable[[], None] = staticmethod(lambda: None)
+    """Called when a step begins, and at the end; once more if what began the step may not have trained."""
+    schedule_ended: Callable[[], None] = staticmethod(lambda: None)  # called after a schedule's pass that trains
+    step_begins: Callable[[], None] = staticmethod(lambda: None)  # called when a step has begun
     pass_begins: Callable[[], None] = staticmethod(lambda: None)
+    """Called when a forward pass that records gradients begins, outside of a schedule."""
 
     def __init__(self) -> None:
         self.start = self.step = 0

@@ -1,9 +1,9 @@
 """Sees every collective of this process, with the ranks it really ran over.
 
-A Python kernel sits in front of every operator of torch's `c10d` namespace, at the dispatch key BackendSelect: whoever
-calls a collective (Python, DDP's C++ reducer, functional collectives, compiled code, another thread) passes through it.
-The kernel notes operator, group, dtype and bytes, then hands the call on unchanged. own_groups.py sees groups that torch has no
-ranks of, and calls that pass by.
+A Python kernel sits in front of every operator of torch's `c10d` namespace, at the dispatch key BackendSelect. Every call
+passes through it: from Python, DDP's C++ reducer, functional collectives, compiled code, another thread.
+The kernel notes operator, group, dtype and bytes, then passes the call on unchanged. own_groups.py sees groups whose ranks
+torch does not list, and calls that pass by.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ ROOTS = {"broadcast": 2, "reduce": 3, "gather": 3, "scatter": 3}
 
 
 class CollectiveRecorder:
-    """Records while installed. `where` answers (step, phase) at the moment of a call, `account` on whose account it is;
-    `on_issue` hears of every record before the collective starts, so that a rank which never returns from it still leaves
-    a trace."""
+    """Records while installed. `where` answers (step, phase) at the moment of a call, `account` on whose account it is.
+    `on_issue` gets every record before the collective starts, so that a rank that never returns from it still leaves a
+    trace."""
 
     def __init__(
         self,
@@ -129,9 +129,9 @@ class CollectiveRecorder:
         raise error
 
     def keep(self, group: dist.ProcessGroup) -> bool:
-        """As long as the process; whether it is a new one. Trap: who frees a gloo group last in C++, such as DDP's reducer,
-        joins its threads while it holds the GIL. One of them may wait for the GIL, to free what the last call held, and the
-        process hangs in its exit (upstream_bugs/gloo_group_freed_by_ddp.py), which is not what was to be seen."""
+        """Keep it as long as the process; return whether it is a new one. Trap: C++ code that frees a gloo group last, such as
+        DDP's reducer, joins its threads while it holds the GIL. If one of them waits for the GIL, to free what the last call
+        held, the process hangs in its exit (upstream_bugs/gloo_group_freed_by_ddp.py)."""
         if id(group) in self._kept:
             return False
         self._kept.add(id(group))

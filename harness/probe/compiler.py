@@ -32,7 +32,7 @@ class CompilerRecorder:
 
 
 def compiler() -> dict[str, int]:
-    """Of torch.compile in this process: graphs made, graph breaks by their reason, and the limits at which it gave up."""
+    """Count torch.compile's graphs in this process, graph breaks by their reason, and the limits at which it gave up."""
     if "torch._dynamo.utils" not in sys.modules:
         return {}
     counters = sys.modules["torch._dynamo.utils"].counters

@@ -1,9 +1,9 @@
-"""Copies of weights that are given up before a step ends, and how many bytes of them there are at once: those made in the step,
-and those made between two steps that last into the second.
+"""Copies of weights that are freed before a step ends, and how many bytes of them there are at once. They are made in the step,
+or between two steps and last into the second.
 
 A kernel sits in front of the two operators that all copying comes down to, on any device: copy_ (clone, deepcopy, contiguous,
 conversions) and cat (stack, parameters_to_vector). Whether the source is a weight shows in its storage: a parameter's, or
-what FSDP gathers into. How long a copy lives shows a weak reference to its storage, so that nothing is kept for it and
+what FSDP gathers into. A weak reference to its storage shows how long a copy lives, so that nothing is kept for it and
 nothing is waited for. Not counted are copies that FSDP makes to gather from, those that DDP sends out when it is made, and the
 probe's.
 
@@ -137,12 +137,12 @@ class CopyRecorder:
 
 
 def _module(caller: types.FrameType | None) -> str:
-    """Autograd's own threads are called by nobody."""
+    """Return the caller's module; autograd's own threads have no caller."""
     return str(caller.f_globals.get("__name__", "")) if caller else ""
 
 
 def _as_tensor(number: Any) -> torch.Tensor:
-    """As torch wraps it."""
+    """Wrap a number as torch does."""
     dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
     return torch.scalar_tensor(number, dtype=dtypes[type(number)])
 

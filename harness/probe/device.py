@@ -1,8 +1,8 @@
 """What a step took of the device: seconds, and the books of the allocator. Nothing is waited for.
 
-On a GPU events mark two places in the current stream, and are read when all is over; the allocator keeps its books on the
-host. Its peaks are since the process began, or since the trainer last set them back: the probe does not, for a trainer may
-show them. The probe's own copies are in both.
+On a GPU events mark two places in the current stream, and are read when all is over. The allocator counts on the host. Its
+peaks are since the process began, or since the trainer last set them back: the probe does not, for a trainer may show them.
+The probe's own copies are in both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BOOKS = {
     "reserved": "reserved_bytes.all.current",
     "peak reserved": "reserved_bytes.all.peak",
 }
-"""By our name, torch.cuda.memory_stats' own."""
+"""Our name -> that of torch.cuda.memory_stats."""
 
 Mark: TypeAlias = float | torch.cuda.Event | None
 """Seconds of the host's clock, or an event; None while a CUDA graph is captured, in which none may be timed."""
@@ -47,7 +47,7 @@ class DeviceRecorder:
         self._hook = None
 
     def seconds(self, step: int) -> float | None:
-        """To be asked once the device was waited for."""
+        """Return a step's seconds. Call it after waiting for the device."""
         began, ended = self._began.get(step), self._ended.get(step)
         if isinstance(began, float) and isinstance(ended, float):
             return ended - began

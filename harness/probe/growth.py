@@ -1,9 +1,9 @@
 """What is kept from step to step: tensors of floating-point numbers that live on when a step is over, beside what is accounted.
 
-Whoever looks walks through all objects of the process, so that is done after the first three steps and at the end only:
-what grows in each of them grows for ever, while caches that fill in the first steps, and buffers that are filled anew, do
-not. Not seen is what only C++ holds, such as an autograd graph that nobody ran backward through. Of functional collectives
-torch itself tells how many nobody has waited for; their results are kept until somebody does.
+A look walks through all objects of the process, so it is made after the first three steps and at the end only. What grows in
+each of them grows for ever; caches that fill in the first steps, and buffers that are filled anew, do not. Not seen is what
+only C++ holds, such as an autograd graph without a backward pass. torch itself counts functional collectives that were not
+waited for; their results are kept until they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from harness.evidence.records import HeldTensor
 from harness.probe.clock import Clock
 
-LOOKS = 3  # the least that tells growth in every step from a cache that is filled once
+LOOKS = 3  # fewer would not distinguish growth in every step from a cache that is filled once
 
 
 class GrowthRecorder:
@@ -27,7 +27,7 @@ class GrowthRecorder:
         self._unwaited: dict[int, int | None] = {}
 
     def attach(self) -> None:
-        """Beside what else is done between steps."""
+        """Look between steps, after what else is done there."""
         others = self._clock.between_steps
 
         def both() -> None:
@@ -54,7 +54,7 @@ class GrowthRecorder:
 
 
 def unwaited_collectives() -> int | None:
-    """Functional collectives, issued so far, that nobody has waited for; None where torch does not tell."""
+    """Count functional collectives, issued so far, that were not waited for; None if torch does not count them."""
     c10d = getattr(torch._C, "_distributed_c10d", None)
     count = getattr(c10d, "_get_work_registry_size", None)
     return None if count is None else count()

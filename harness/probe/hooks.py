@@ -1,7 +1,7 @@
 """Hooks on a trainer's modules that its copies of them lack.
 
-Who copies a model (an average of the weights, a teacher, torch.save of the whole) copies its hooks as well, and with them
-whatever they are bound to. The copy is another model: nothing of it is observed, and copying must go on working.
+A copy of a model (an average of the weights, a teacher, torch.save of the whole) has copies of its hooks, and of all they
+are bound to. The copy is another model: nothing of it is observed, and copying must go on working.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Copies of tensors on the host, made without waiting for the device that a tensor lies on.
 
-Of a tensor in the host's memory it is numpy's at once. From a GPU it goes into pinned memory, in the current stream, behind
-all that was handed to it before: the process goes on, and the copy is read when all is over and the device was waited for,
-once. What is freed meanwhile is given out again in the same stream only, after the copy.
+The copy of a tensor in the host's memory is numpy's at once. From a GPU it goes into pinned memory, in the current stream,
+after all earlier work. The process goes on, and the copy is read when all is over and the device was waited for, once. Memory
+that is freed meanwhile is reused in the same stream only, after the copy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def can_be_read(copies: Mapping[str, Copy]) -> bool:
 
 
 def wait() -> None:
-    """For all copies of this process."""
+    """Wait for all copies of this process."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 

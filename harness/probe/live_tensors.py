@@ -22,9 +22,9 @@ from harness.probe.structure import fsdp2_groups, named_parameters
 from harness.probe.without_memory import is_computed, place
 
 LET_GO = 0.1
-"""Seconds. gloo's own thread lets go of what a collective filled after that has been waited for, and needs the interpreter's
-lock for it, which the training thread holds meanwhile: 10 of 300 gathered tensors that nobody in Python had any more still
-lived after garbage had been collected, on two loaded cores, and none did 10 ms later."""
+"""Seconds. gloo's thread frees what a collective filled, after that has been waited for. It needs the interpreter's lock
+for it, which the training thread holds meanwhile. On two loaded cores, 10 of 300 gathered tensors without a reference in
+Python still lived after garbage had been collected, and none did 10 ms later."""
 
 
 def beside(
@@ -38,7 +38,7 @@ def beside(
     """One of each storage that is not behind a parameter, its gradient or optimizer state, nor the probe's own; largest
     first. evaluated: whether a pass that trains nothing came last, after which FSDP1 leaves the root's vector gathered, as
     it does after forward. patient: what will have been let go of in a moment is not kept."""
-    gc.collect()  # what nobody can reach is not kept
+    gc.collect()  # what no reference reaches is not kept
     if patient:
         time.sleep(LET_GO)
     known = set(_places(_accounted(parts, optimizers))) | set(_places(own))
@@ -53,7 +53,7 @@ def beside(
 
 
 def _accounted(parts: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
-    """What FSDP2 gathers into is no copy, and whether evaluation left it there is recorded of its own. Then a module's
+    """What FSDP2 gathers into is no copy, and whether evaluation left it there is recorded separately. Then a module's
     parameters are the gathered ones, and the sharded ones are found here."""
     groups = (group for part in parts for module in part.modules() for group in fsdp2_groups(module))
     sharded = [held for group in groups for held in group.fsdp_params]
@@ -73,7 +73,7 @@ def _accounted(parts: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> I
 
 
 def fsdp1_vectors(parts: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """What FSDP1 gathers each unit into; whether evaluation left it there is recorded of its own."""
+    """What FSDP1 gathers each unit into; whether evaluation left it there is recorded separately."""
     for module in (module for part in parts for module in part.modules()):
         flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
         if hasattr(flat, "_full_param_padded"):
@@ -94,7 +94,7 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _living() -> Iterator[torch.Tensor]:
-    """Those with memory of their own. Trap: isinstance() would ask proxies of other libraries what they stand for."""
+    """Yield tensors with their own memory. Trap: isinstance() would ask proxies of other libraries what they stand for."""
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and not is_traceable_wrapper_subclass(thing):
             traced = type(thing).__name__ == "FunctionalTensor" or not is_computed(thing)

@@ -1,7 +1,7 @@
 """The local losses and their labels, seen where torch computes them, so that no trainer has to report them.
 
 cross_entropy and nll_loss end in two functions that torch.nn.functional looks up at each call, however a trainer imported
-it; linear_cross_entropy has a way of its own. A loss belongs to the forward pass before it. It may be computed in many
+it; linear_cross_entropy is patched separately. A loss belongs to the forward pass before it. It may be computed in many
 calls, each from a part of the labels: together they are one microbatch's. What backward computes again is not counted, nor
 what is computed without gradients beside a loss that has them, to be shown.
 """
@@ -24,13 +24,13 @@ from harness.probe.structure import local
 
 IGNORED = -100
 REDUCTIONS = ("none", "mean", "sum")
-"""By torch's own number."""
+"""Torch's numbers are their indices."""
 
 _installed: list[LossRecorder] = []
 
 
 def note_loss(labels: torch.Tensor, value: torch.Tensor, *, reduction: str, ignore_index: int = IGNORED) -> None:
-    """For the adapter of a trainer that computes its loss by a function of its own, and not by torch's."""
+    """For the adapter of a trainer that computes its loss by another function than torch's."""
     for recorder in _installed:
         recorder.note(labels, value, reduction, ignore_index)
 
@@ -51,13 +51,13 @@ def noted(compute: Callable[..., torch.Tensor], *, reduction: str) -> Callable[.
 
 @dataclass
 class Loss:
-    """account: the step's. after: how many forward passes had begun. differentiable: whether gradients flow from it."""
+    """One call of a loss function."""
 
-    account: Account
-    after: int
+    account: Account  # the step's
+    after: int  # how many forward passes had begun
     labels: torch.Tensor
     value: torch.Tensor
-    differentiable: bool
+    differentiable: bool  # gradients flow from it
     reduction: str
     ignore_index: int
 
@@ -119,7 +119,7 @@ class LossRecorder:
         return [tensor for loss in self._noted for tensor in (loss.labels, loss.value)]
 
     def of_step(self, step: int, received: Sequence[int]) -> list[list[Loss]]:
-        """Those of one microbatch together. received: how many tokens each pass received, where that was seen."""
+        """Return losses by microbatch. received: how many tokens each pass received, where that was seen."""
         noted = (loss for loss in self._noted if loss.account.of(step))
         groups = [_differentiated(list(group)) for _, group in itertools.groupby(noted, key=lambda loss: loss.after)]
         if [_labels(group) for group in groups] == list(received):

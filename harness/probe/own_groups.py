@@ -40,9 +40,9 @@ MOST = 1000
 
 
 def places_of(group: dist.ProcessGroup) -> dict[int, int]:
-    """Return by global rank its position in the group; empty where torch does not know. Trap: the map holds -100 for groups
-    that this rank is not a member of. A trainer may also write ranks of its own there, of another job: then they are not those
-    of which the group itself tells size and rank."""
+    """Return by global rank its position in the group; empty if torch does not list them. Trap: the map holds -100 for groups
+    that this rank is not a member of. A trainer may also write another job's ranks there. Then they do not fit the size and
+    rank of the group itself."""
     known = dist.distributed_c10d._world.pg_group_ranks
     ranks = known.get(group)
     if ranks is None:  # a view of the group made by C++ is another Python object: look it up by name
@@ -61,7 +61,7 @@ def _by_name(group: dist.ProcessGroup) -> Any:
 
 
 def name_of(group: dist.ProcessGroup) -> str:
-    """Return the name that torch has of it: a Python class may have none of its own."""
+    """Return its name, or the one that torch gave it: a Python class may have none."""
     try:
         return str(group.group_name)
     except (RuntimeError, ValueError):
@@ -120,8 +120,8 @@ class _Within:
 
 
 class OwnGroups:
-    """Records while installed. `where` answers (step, phase), `recorded` whether a call of this phase is on record, `placed`
-    records a call on a group that torch has ranks of, and `wrong` hears of a mistake of ours."""
+    """Records while installed. `where` answers (step, phase), `recorded` whether a call of this phase is on record. `placed`
+    records a call on a group whose ranks torch lists. `wrong` gets errors of the probe."""
 
     def __init__(
         self,
@@ -322,7 +322,7 @@ def _has(group: Any, backend: Any) -> bool:
 
 
 def _outside_of_init(frame: types.FrameType, group: Any) -> types.FrameType:
-    """Return the frame that made it: that of no constructor of its own."""
+    """Return the frame that made it, outside of its class's constructors."""
     while frame.f_back is not None and frame.f_code.co_name == "__init__":
         if all(one is not group for one in frame.f_locals.values()):
             break

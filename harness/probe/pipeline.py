@@ -2,10 +2,10 @@
 
 Every schedule, whatever made it, calls these methods of its stages (torch 2.11 to 2.14); they are noted when called. A
 pass of a schedule is one step to the clock: receiving comes before a rank's first forward, and still belongs to it. The
-loss is computed outside of the last stage's forward, as it is without a pipeline, and loss parallel's sums with it. Before
-its first pass a schedule runs its stages once forward and backward, on made-up data, if it was not told the shapes between
-them: that belongs to no step. A trainer whose stages and schedules are its own has an adapter that says the same
-(`note_action`, `pass_of_schedule`).
+loss is computed outside of the last stage's forward, as it is without a pipeline, and loss parallel's sums with it. If
+the shapes between its stages were not given, a schedule first runs them forward and backward on made-up data, which belongs
+to no step. A trainer whose stages and schedules are its own has an adapter that reports the same (`note_action`,
+`pass_of_schedule`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _installed: list[PipelineRecorder] = []
 
 
 def note_action(stage: int, kind: str, microbatch: int) -> None:
-    """For the adapter of a trainer with stages of its own, just before one does this. kind: "F" forward, "B" backward."""
+    """For the adapter of a trainer with its own stages, just before one does this. kind: "F" forward, "B" backward."""
     for recorder in _installed:
         recorder.note(stage, kind, microbatch)
 
 
 @contextlib.contextmanager
 def pass_of_schedule() -> Iterator[None]:
-    """For the adapter of a trainer with a schedule of its own, around one pass that trains: what is sent and received in it,
-    before the first forward and between passes of the model, belongs to the pass. Reducing gradients comes after it."""
+    """For the adapter of a trainer with its own schedule, around one pass that trains. What is sent and received in it, before
+    the first forward and between passes of the model, belongs to the pass. Reducing gradients comes after it."""
     with contextlib.ExitStack() as stack:
         for recorder in _installed:
             stack.enter_context(recorder._clock.schedule(training=True))
@@ -88,7 +88,7 @@ class PipelineRecorder:
         self._replace(owner, name, seen)
 
     def _pass(self, schedule: Any) -> AbstractContextManager[None]:
-        """A schedule's eval is its step without backward; it may record gradients for nobody."""
+        """A schedule's eval is its step without backward; it may record gradients that are not used."""
         trains = torch.is_grad_enabled() and getattr(schedule, "_has_backward", True)
         return self._clock.schedule(training=trains)
 

@@ -106,7 +106,7 @@ def _mx_table() -> dict[Any, Any] | None:
 
 
 def _format(args: Any) -> str:
-    """Of the first pair of tensors in a matmul's arguments, however deep they lie."""
+    """Return the format of the tensors in a matmul's arguments, however deep they lie."""
     flat = [leaf for arg in args for leaf in (arg if isinstance(arg, (tuple, list)) else (arg,))]
     factors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
     if any(hasattr(factor, "block_size") for factor in factors):

@@ -1,5 +1,5 @@
-"""What stays gathered: the bytes of every parameter that are in memory when a model part's forward pass has ended, and the
-parameters that are still gathered when backward has, as the first optimizer steps.
+"""What is kept gathered: the bytes of every parameter in memory when a model part's forward pass has ended. Also the parameters
+that are still gathered after backward, as the first optimizer steps.
 
 Read from storages, not from states: what a module registers as its parameter, and what FSDP keeps aside. FSDP1 shows
 slices of a unit whose whole vector is still there; FSDP2 could register slices and not free the rest.
@@ -120,7 +120,7 @@ def _in_memory(part: nn.Module) -> Iterator[Found]:
     names = {module: plain_fqn(name) for name, module in part.named_modules()}
     for name, parameter in part.named_parameters():
         tensor = local(parameter)
-        if not is_traceable_wrapper_subclass(tensor):  # a quantized one has no storage of its own
+        if not is_traceable_wrapper_subclass(tensor):  # a quantized one has no storage itself
             yield plain_fqn(name), tensor.numel() * tensor.element_size(), tensor
     if (shards := shards_of(part)) is not None:
         yield from ((name, held.numel() * held.element_size(), held) for name, held in shards.parameters())

@@ -1,4 +1,4 @@
-"""Autograd graphs that backward was told to retain, and that still live when the next forward pass begins.
+"""Autograd graphs that backward retained on request, and that still live when the next forward pass begins.
 
 Without retain_graph=True backward frees what it saved, so that one microbatch's activations never meet the next one's. The
 first nodes that backward passes are marked, and a mark lives as long as its node. A pipeline's schedule retains graphs for
@@ -56,7 +56,7 @@ class RetainedGraphs:
         self._last = (0, [])
 
     def of_step(self, step: int) -> int | None:
-        """How many backward passes of the step left a graph that lived on in the next forward pass. None: nobody looked."""
+        """How many backward passes of the step left a graph that lived on in the next forward pass. None: not recorded."""
         return self._alive.get(step, 0) if self._looks else None
 
 

@@ -64,7 +64,7 @@ class SampleRecorder:
     def attach(self, parts: Iterable[nn.Module]) -> None:
         """Trap: the pre-hook must run before FSDP's, which gathers parameters in its own, so it is put in front.
 
-        Who calls the model inside DDP makes a pass too: for evaluation that is usual, in training nothing is reduced then.
+        A call of the model inside DDP is a pass, too: it is usual for evaluation; in training nothing is reduced then.
         """
         for part in parts:
             self._hooks.append(part.register_forward_pre_hook(Hook(self._enter), with_kwargs=True, prepend=True))
@@ -122,7 +122,7 @@ class SampleRecorder:
         return tuple(microbatch(tokens, noted or ()) for tokens, noted in itertools.zip_longest(received, losses))
 
     def _rows(self, received: list[_Fed], step: int) -> Iterator[np.ndarray]:
-        """[samples, positions]. Of one row that the recipe's length does not divide, that row."""
+        """[samples, positions]. One row that the recipe's length does not divide is not cut."""
         for seen in (as_numpy(each.tokens).astype(np.int64, copy=False) for each in received if each.account.of(step)):
             length = self._row_length(step) if self._row_length and seen.ndim == 1 else seen.shape[-1]
             yield seen if seen.ndim > 1 else seen.reshape(-1, length if len(seen) % length == 0 else len(seen))

@@ -1,7 +1,7 @@
-"""Who puts hooks on the tensors that autograd saves for backward: recomputation does, and so does moving them to the host.
+"""Code that puts hooks on tensors that autograd saves for backward: recomputation does, and so does moving them to the host.
 
-Every way to do that (torch.autograd.graph.saved_tensors_hooks and all that is made of it, or the call beneath) comes down
-to one function of torch, which is called through its module.
+Every way to do that (torch.autograd.graph.saved_tensors_hooks, all that is made of it, the call beneath) ends in one function
+of torch, which is called through its module.
 """
 
 from __future__ import annotations

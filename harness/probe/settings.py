@@ -104,7 +104,7 @@ class SettingsRecorder:
         self._hook = None
 
     def look(self, *_: Any) -> None:
-        """Trap: OpenMP has a number of threads for each thread, and backward on GPUs has a thread of its own."""
+        """Trap: OpenMP has a number of threads for each thread, and backward on GPUs has a separate thread."""
         if self._clock.account.kind == "evaluation":
             return
         seen = self._steps.setdefault(self._clock.step, {})

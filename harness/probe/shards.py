@@ -1,7 +1,7 @@
 """Where a rank's shards lie, of a trainer that keeps them elsewhere than in its modules' parameters and their `grad`.
 
 ZeRO's engines step on vectors of their own: a parameter's gradient and optimizer state are intervals of these, and in ZeRO-3
-the parameter is one too. Where they lie the adapter tells (`note_shards`); what is in them is copied and judged as ever.
+the parameter is one too. The adapter reports where they lie (`note_shards`); what is in them is copied and judged as ever.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 class Shards(Protocol):
-    """Of one model part, by its parameters' names. The last two may leave out those of which this rank has nothing."""
+    """One model part's shards, by its parameters' names. The last two may leave out those of which this rank has nothing."""
 
     def parameters(self) -> Named:
         """What this rank holds of each between steps."""
 
     def gradients(self) -> Named:
-        """Of the reduced gradients what this rank's optimizer is given; nothing while there are none."""
+        """What this rank's optimizer is given of the reduced gradients; nothing while there are none."""
 
     def state(self) -> Iterable[tuple[str, dict[str, torch.Tensor]]]:
-        """Of the optimizer's state what belongs to each, by the optimizer's keys."""
+        """What belongs to each of the optimizer's state, by the optimizer's keys."""
 
 
 _shards: WeakKeyDictionary[nn.Module, Shards] = WeakKeyDictionary()
@@ -35,7 +35,7 @@ _starts: WeakKeyDictionary[nn.Module, Mapping[str, int]] = WeakKeyDictionary()
 
 
 def note_shards(part: nn.Module, shards: Shards, starts: Mapping[str, int] = MappingProxyType({})) -> None:
-    """For the adapter of a trainer that keeps a model part's parameters, gradients or optimizer state in vectors of its own.
+    """For the adapter of a trainer that keeps a model part's parameters, gradients or optimizer state in its own vectors.
 
     starts: of tensors that are fused (an adapter's `fused`), at which of their elements begins what gradients and state give.
     """

@@ -1,5 +1,5 @@
 """How many bytes of tensors are there at once, at the most, where tensors have no memory: what kernels return, each storage
-once, until nobody holds it.
+once, until it is freed.
 
 An allocator's rounding and what kernels use meanwhile are not seen, nor integers that stay real.
 """
@@ -51,7 +51,7 @@ class StorageRecorder:
             torch.UntypedStorage.resize_ = resize
 
     def made(self, results: Any) -> None:
-        """By an operator: storages that are there already are known."""
+        """Note the storages that an operator made: those that are there already are known."""
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor) and is_without_memory(tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()

@@ -29,12 +29,12 @@ _meshes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def note_wrapper(module: nn.Module, kind: str, *, shard_ranks: Ranks = (), replicate_ranks: Ranks = ()) -> None:
-    """For the adapter of a trainer with a data-parallel wrapper of its own: what that says of itself. kind: a case's word."""
+    """For the adapter of a trainer with its own data-parallel wrapper: what that claims. kind: a case's word."""
     _wrappers[module] = Wrapper(kind, tuple(shard_ranks), tuple(replicate_ranks))
 
 
 def note_placement(parameter: nn.Parameter, ranks: Ranks, dim: int | None) -> None:
-    """For the adapter of a trainer whose parallel layers mark parameters by themselves: these ranks hold parts of its dim, or
+    """For the adapter of a trainer whose own parallel layers cut parameters. These ranks hold parts of its dim, or for
     None, all of it each."""
     _meshes[parameter] = tuple(ranks), dim
 
@@ -74,7 +74,7 @@ def sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor, detached; of a DTensor its local part, whatever its placements claim."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # to_local() would record autograd
-    return part.detach()  # not the DTensor: that would be dispatched as an operator of its own
+    return part.detach()  # not the DTensor: that would dispatch another operator
 
 
 def stored(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -86,7 +86,7 @@ def stored(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A copy on the host, in numpy's own memory. bfloat16, which numpy lacks, becomes float32, which holds each of its
     values exactly. Trap: what numpy has looked into cannot be resized any more, and FSDP frees what it gathered by that.
-    Of a tensor without memory there is the shape."""
+    A tensor without memory keeps its shape alone."""
     tensor = local(tensor)
     if is_without_memory(tensor):
         return np.broadcast_to(np.zeros((), _numpys(tensor.dtype)), tuple(tensor.shape))
@@ -202,7 +202,7 @@ def _ddp_of_kind(kind: str, ddp: nn.parallel.DistributedDataParallel, module: nn
 
 
 def _ignored(ddp: Any, module: nn.Module) -> tuple[str, ...]:
-    """By their names in the module. Those whose all-reduce is delayed DDP lists as ignored, and reduces them itself."""
+    """Return their names in the module. DDP also lists parameters as ignored whose all-reduce is delayed; it reduces these."""
     own = {id(parameter) for parameter in (*ddp._module_parameters, *getattr(ddp, "_delay_all_reduce_params", ()))}
     return tuple(plain_fqn(name) for name, parameter in module.named_parameters() if id(parameter) not in own)
 

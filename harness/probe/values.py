@@ -1,9 +1,9 @@
 """Gradients before clipping, parameters after each step, learning rate, memory: read at torch's own seams.
 
-Gradients are copied at the first sign that somebody is about to use them: a call of torch's clipping functions, or an
-optimizer step, for which backward.py knows what they were before; and again where more of backward followed a call of those
-functions, for many measure the norm after each microbatch. Of an optimizer that steps inside backward they are its own
-alone. Whatever a trainer does to them after that, clipping included, is judged by what it does to the parameters.
+Gradients are copied at the first sign of their use: a call of torch's clipping functions, or an optimizer step, for which
+backward.py has what they were before. They are copied again if more of backward follows such a call, for many trainers measure
+the norm after each microbatch. For an optimizer that steps inside backward only its own gradients are copied. Whatever a
+trainer does to them after that, clipping included, is judged by what it does to the parameters.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _installed: list[ValueRecorder] = []
 
 
 def note_gradients() -> None:
-    """For the adapter of a trainer that, once backward has ended, alters gradients and then clips them, both by functions of
-    its own: to be called in between."""
+    """For the adapter of a trainer that, once backward has ended, alters gradients and then clips them, both by its own
+    functions: to be called in between."""
     for recorder in _installed:
         recorder.copy_gradients(clipped_next=True)
 
 
 def note_update(step: int | None = None) -> None:
-    """For the adapter of a trainer whose optimizer steps on vectors of its own (`note_shards`): to be called when
-    parameters are what the step made of them, also of those that other ranks step on. step: which one, where that is so
-    only in the next one's forward pass; None: the one that is."""
+    """For the adapter of a trainer whose optimizer steps on its own vectors (`note_shards`). Call it when parameters are what
+    the step made of them, those that other ranks step on included. step: its number, if that is so only in the next step's
+    forward pass; None: the present step."""
     for recorder in _installed:
         recorder.copy_update(step)
 
 
 @contextlib.contextmanager
 def reducing_gradients() -> Iterator[None]:
-    """For the adapter of a trainer that reduces gradients over the data ranks when backward has ended, by functions of its own:
-    around these. What is moved meanwhile is judged as DDP's and FSDP's reductions are, which torch issues inside backward."""
+    """For the adapter of a trainer whose own functions reduce gradients over the data ranks when backward has ended: around
+    these. What is moved meanwhile is judged as DDP's and FSDP's reductions are, which torch issues inside backward."""
     with contextlib.ExitStack() as stack:
         for recorder in _installed:
             stack.enter_context(recorder._clock.reducing_gradients())
@@ -146,7 +146,7 @@ class ValueRecorder:
         setattr(owner, name, seen)
 
     def watch_resumed(self) -> None:
-        """Parameters as they are now; each optimizer's state when it first steps, for nobody says where optimizers are."""
+        """Parameters as they are now; each optimizer's state when it first steps, for optimizers are not known before."""
         self.resumed = Resumed(all_copied(named_parameters(self.parts)), {})
 
     def _copy_resumed_state(self, optimizer: Optimizer) -> None:
@@ -166,7 +166,7 @@ class ValueRecorder:
         return own | {fqn: gradient for shards in noted(self.parts) for fqn, gradient in shards.gradients()}
 
     def _whole_parts(self) -> list[nn.Module]:
-        """Those whose parameters are the modules' own."""
+        """Return the parts whose parameters are the modules' own."""
         return [part for part in self.parts if shards_of(part) is None]
 
     def copy_gradients(self, *, clipped_next: bool) -> None:
@@ -185,7 +185,7 @@ class ValueRecorder:
         step.memory["gradients"] = held_bytes([*kept, *self._gradients().values()])
 
     def _copy_own_gradients(self, optimizer: Optimizer) -> None:
-        """Of an optimizer that steps inside backward: only its own gradients are complete by then, and gone when that ends."""
+        """An optimizer steps inside backward: only its own gradients are complete by then, and gone when backward ends."""
         step, own = self._step(), self._owned(optimizer)
         step.gradients |= all_copied((fqn, p.grad) for fqn, p in own if p.grad is not None)
         step.memory["gradients"] = max(step.memory.get("gradients", 0), held_bytes(p.grad for _, p in own))
@@ -219,7 +219,7 @@ class ValueRecorder:
         step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + held_bytes(states)
 
     def copy_update(self, number: int | None) -> None:
-        """Of model parts with shards of their own, parameters and memory after a step."""
+        """Copy parameters and memory after a step, for model parts whose shards were noted."""
         parts = [part for part in self.parts if shards_of(part) is not None]
         if not parts:
             return
@@ -233,8 +233,8 @@ class ValueRecorder:
         step.memory["optimizer_state"] = held_bytes(value for value in states if value.dim())
 
     def see_what_was_left(self) -> None:
-        """Parameters as the step that just ended left them are compared, bit for bit. Of those on a GPU all are copied, and
-        compared when that can be read; else only those that differ."""
+        """Parameters as the step that just ended left them are compared, bit for bit. All that lie on a GPU are copied, and
+        compared when that can be read; else only those that differ are copied."""
         ended = [number for number, step in self.steps.items() if step.parameters and not step.late]
         step = self.steps[max(ended)] if ended else None
         if step is not None and self._compares:
@@ -262,12 +262,12 @@ class ValueRecorder:
 
 
 def add_states(known: dict[str, dict[str, Any]], states: dict[str, dict[str, Any]]) -> None:
-    """An optimizer that only contains others has no state of its own: torchtitan's, whose step comes first and last."""
+    """An optimizer that only contains others has no state itself: torchtitan's, whose step comes first and last."""
     known |= {fqn: tensors(state) for fqn, state in states.items() if state or fqn not in known}
 
 
 def known_as_same(tensor: torch.Tensor, recorded: Copy) -> bool:
-    """False of what cannot be told without waiting for a device."""
+    """False if comparing would wait for a device."""
     return isinstance(recorded, np.ndarray) and not lies_on_device(local(tensor)) and same_bits(tensor, recorded)
 
 

@@ -37,12 +37,12 @@ def is_computed(tensor: torch.Tensor) -> bool:
 
 
 def trains(module: nn.Module) -> bool:
-    """A call of it now records gradients of parameters that can be stepped: it is no evaluation, no frozen model's, and none
-    on the meta device, where a trainer counts the operations of a copy."""
+    """Return whether a call of it now records gradients of parameters that can be stepped. An evaluation, a frozen model and
+    the meta device, where a trainer counts the operations of a copy, do not."""
     return torch.is_grad_enabled() and any(p.requires_grad and p.device.type != "meta" for p in module.parameters())
 
 
 def place(tensor: torch.Tensor) -> int:
-    """Of the memory behind it: tensors that share memory have one place. A storage without memory has no address."""
+    """Return the place of the memory behind it; tensors that share memory have one. A storage without memory has no address."""
     storage = tensor.untyped_storage()
     return storage._cdata if is_without_memory(tensor) else storage.data_ptr()

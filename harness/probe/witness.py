@@ -1,7 +1,7 @@
 """Feeds the recorders where tensors have no memory.
 
-Tensors without memory are answered before an operator comes to a backend, and so above the recorders' kernels. This dispatch
-mode stands above those who answer, and tells the same recorders what a kernel would have told them.
+Operators on tensors without memory are answered before they come to a backend, and so above the recorders' kernels. This
+dispatch mode stands above those who answer, and reports to the same recorders what a kernel would report.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BETWEEN = ("torch._compile", "torch._dynamo.eval_frame")
 class Witness(TorchDispatchMode):
     """Trap: it must leave DTensors to themselves, or what they do inside does not come by here.
 
-    What is computed of real integers alone, such as a mesh's ranks, stays real.
+    What is computed of real integers alone, such as a mesh's ranks, remains real.
     """
 
     def __init__(self, probe: Probe) -> None:
@@ -57,7 +57,7 @@ class Witness(TorchDispatchMode):
 
     @contextlib.contextmanager
     def silence(self) -> Iterator[None]:
-        """What is done meanwhile is done by torch to know shapes, and for nobody else."""
+        """What torch does meanwhile, to find shapes, is not recorded."""
         self._silent += 1
         try:
             yield
@@ -117,7 +117,7 @@ def _of_real_integers(given: Any) -> bool:
 
 
 def _caller(frame: types.FrameType | None) -> types.FrameType | None:
-    """Who called the operator."""
+    """Return the frame that called the operator."""
     while frame is not None and frame.f_globals.get("__name__") in BETWEEN:
         frame = frame.f_back
     return frame

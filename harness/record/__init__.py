@@ -1,9 +1,9 @@
 """What any training job really does, recorded in its ranks while it runs: nothing in its script changes.
 
-    injection     one variable of the environment brings the recorder into every Python process of a command
-    site          the folder that this variable names; Python runs the file in it when it starts
-    recorder      in a rank: the probe's observers, put on whatever model and optimizers the script turns out to have
-    digests       what a tensor holds, in one number, computed where the tensor lies
+    injection     one variable of the environment brings the recorder into every Python process of a command.
+    site          the folder that this variable names; Python runs the file in it when it starts.
+    recorder      in a rank: the probe's observers, put on whatever model and optimizers the script turns out to have.
+    digests       what a tensor holds, in one number, computed where the tensor lies.
 
 In a rank it needs torch, numpy and the standard library.
 """

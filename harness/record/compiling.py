@@ -21,7 +21,7 @@ _codes: list[CodeType] = []
 
 
 def not_compiled(function: F) -> F:
-    """As a frame of its own. Where a compiler traces into it, it is traced: refusing that would break the trainer's graph."""
+    """Keep the compiler from starting at this function. A compiler that traces into it may: a refusal would break the graph."""
     _codes.append(function.__code__)
     if COMPILER in sys.modules:
         compiler_imported()

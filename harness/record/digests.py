@@ -12,7 +12,7 @@ import torch
 from harness.probe.structure import local, stored
 
 CHUNK = 1 << 17  # elements at once, so that little memory is needed beside the tensor
-FIRST, SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, and mix high bits with low ones
+FIRST, SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # no multiples of 2; they mix high bits with low ones
 BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,7 +39,7 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _times(device: torch.device) -> torch.Tensor:
-    """Return a number for each place, odd and as good as random. int64 [CHUNK]"""
+    """Return a number for each place, as good as random and no multiple of 2. int64 [CHUNK]"""
     return mixed(torch.arange(1, CHUNK + 1, dtype=torch.int64, device=device)) | 1
 
 

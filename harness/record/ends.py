@@ -102,7 +102,7 @@ class Ends:
         return seen
 
     def _see_children(self) -> None:
-        """Of a process that multiprocessing started, this one hears the exit code, or minus the signal."""
+        """Record the exit code, or minus the signal, of each process that multiprocessing started."""
         poll = popen_fork.Popen.poll
 
         @functools.wraps(poll)
@@ -110,7 +110,7 @@ class Ends:
             known = child.returncode
             code = poll(child, *args, **kwargs)
             if known is None and code:
-                with contextlib.suppress(OSError):  # of a full disk: nothing is heard of its end, then
+                with contextlib.suppress(OSError):  # a full disk: its exit is not reported
                     (self._directory / "processes" / f"{os.uname().nodename}-{child.pid}.code").write_text(str(code))
             return code
 

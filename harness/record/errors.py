@@ -7,8 +7,8 @@ LONGEST = 300
 
 
 def in_one_line(kind: type[BaseException], error: BaseException) -> str:
-    """Where another process's traceback is quoted (a loader's worker, a spawned rank), its last line is the cause; where the
-    first line only announces what follows, the next one is."""
+    """Return the error with its cause. The cause is the last line of another process's traceback (a loader's worker, a spawned
+    rank), or the line after a first one that only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = lines[:1]
     if any(line.endswith(TRACE) for line in lines):

@@ -1,4 +1,4 @@
-"""Where the processes of a recorded command leave their evidence: one folder for each job with rank numbers of its own."""
+"""Where the processes of a recorded command leave their evidence: one folder for each job that numbers its ranks."""
 
 from __future__ import annotations
 

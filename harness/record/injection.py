@@ -72,9 +72,10 @@ def run(
     timeout: float | None = None,
     first: Callable[[], None] | None = None,
 ) -> int:
-    """Its exit code, or minus the signal that ended it: that of Ctrl-C where it failed after one, as torchrun does. more: of
-    its environment. log: where it writes; None: here. first: what its process does before it begins. Raises CommandError
-    where it cannot be started, and TimeoutExpired where it was killed after this many seconds."""
+    """Run the command with `more` in its environment, `first` called in its process before, its output in `log` or here.
+
+    Return its exit code, or minus the signal that ended it, which is Ctrl-C's where it failed after one, as torchrun does.
+    Raises CommandError if it cannot be started, and TimeoutExpired if it was killed after `timeout` seconds."""
     if missing := missing_script(command):
         raise CommandError(f"{missing}: no such file")
     try:
@@ -103,9 +104,8 @@ def _beside_python(command: str) -> str:
 
 @contextlib.contextmanager
 def _signals_for(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Who ends a recording means the job, and the page on what it was is still written. A terminal's Ctrl-C reaches every
-    process by itself, and is noted; where there is no terminal it was meant for this process, and is handed on, as other
-    signals are."""
+    """Pass signals on to the job, so that it ends and its page is still written. A terminal's Ctrl-C reaches every process by
+    itself, and is only noted. Without a terminal it reached this process alone, and is passed on as other signals are."""
     interrupted: list[int] = []
 
     def interrupt(number: int, _: object) -> None:
@@ -134,7 +134,7 @@ def has_terminal() -> bool:
 
 
 def requested_ranks(command: Sequence[str]) -> int | None:
-    """Of all nodes of torchrun, where the command says it in numbers. What the script is given says nothing."""
+    """Return the ranks of all nodes, if the launcher's options name them in numbers. The script's own options do not count."""
     script = next((number for number, word in enumerate(command) if word.endswith(".py")), len(command))
     text = " ".join(command[:script]) + " "
     ranks = re.search(r"--nproc[-_]per[-_]node[= ](\d+) |--num[-_]processes[= ](\d+) ", text)
@@ -145,8 +145,8 @@ def requested_ranks(command: Sequence[str]) -> int | None:
 
 
 def missing_script(command: Sequence[str]) -> str:
-    """The script that Python or torchrun is told to run, where there is none. What is run in a container or elsewhere is not
-    looked for, nor a module."""
+    """Return the script that Python or torchrun should run, if no such file exists. Modules, and scripts that are run in a
+    container or elsewhere, are not looked for."""
     words = list(command)
     if not re.fullmatch(r"python[\d.]*|torchrun", os.path.basename(words[0])):
         return ""
@@ -191,8 +191,8 @@ def why_nothing(directory: Path, command: Sequence[str], code: int = 0) -> str:
 
 
 def _error_of_most(raised: Sequence[Path], silent: int = 0) -> str:
-    """Those that are alike but for numbers (their rank, port or process) count together. silent: processes that ended without
-    an error."""
+    """Errors that differ in numbers only (rank, port, process) count together. silent: processes that ended without an
+    error."""
     texts = sorted(file.read_text().strip() for file in raised)
     alike = {re.sub(r"\d+", "", text): text for text in reversed(texts)}
     errors = Counter(alike[re.sub(r"\d+", "", text)] for text in texts)
@@ -202,7 +202,7 @@ def _error_of_most(raised: Sequence[Path], silent: int = 0) -> str:
 
 
 def _got_to(states: Mapping[str, Sequence[Path]]) -> str:
-    """Of what was ended by a signal, which says nothing of why."""
+    """Return how far a command got that a signal ended; the signal gives no reason."""
     if not states["started"]:
         return "no rank's Python process had started"
     if not states["torch"]:

@@ -20,8 +20,8 @@ DEEPEST, MOST = 4, 64
 
 def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the samples first, then what else differs between two ranks if their batches do: labels, noise. Masks and
-    positions need not: one of these is returned where there is nothing else. A tensor of its own comes before what a batch
-    holds."""
+    positions need not: one of these is returned where there is nothing else. An argument that is a tensor comes before
+    tensors inside of an argument."""
     given = [*(("", value) for value in args), *kwargs.items()]
     alone = [(name, value) for name, value in given if torch.is_tensor(value)]
     held = itertools.chain(alone, *(_tensors(name, value, DEEPEST) for name, value in given))

@@ -36,7 +36,7 @@ class Settings:
 
 
 class Weakly(Generic[T]):
-    """What is told of each, while it lives. Trap: an optimizer that is a list of others, too, has no hash."""
+    """A value for each optimizer, while it lives. Trap: an optimizer that is also a list of others has no hash."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[weakref.ref[Optimizer], T]] = {}
@@ -69,7 +69,7 @@ class Optimizers:
         return tuple(dict.fromkeys(map(str, self._all)))
 
     def owned(self) -> set[int]:
-        """Of parameters that any of them has, the ids."""
+        """Return the ids of all parameters that any of them has."""
         return set().union(*map(parameters_of, (*self._known, *self._containers)))
 
     def pass_begins(self) -> None:
@@ -105,7 +105,7 @@ class Optimizers:
 
 def gradient_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer) -> dict[str, int]:
     """What hangs on parameters of the model, and on what is stepped on, which under ZeRO are tensors of the optimizer's own.
-    Sparse ones are counted apart: they grow with the tokens of a step."""
+    Sparse ones are counted separately: they grow with the tokens of a step."""
     stepped_on = (p for group in optimizer.param_groups for p in group["params"])
     gradients = [p.grad for p in (*parameters, *stepped_on) if p.grad is not None]
     sparse = [gradient for gradient in gradients if len(stored(gradient)) > 1]

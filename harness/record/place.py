@@ -18,7 +18,7 @@ OF_JOB = ("REPLICA_GROUP_ID", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
 
 
 def place_of() -> tuple[int, int]:
-    """As torch.distributed has it, else as launchers do; rank 0 of 1 where nobody says anything."""
+    """Return rank and world size as torch.distributed has them, else as the launcher set them, else rank 0 of 1."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     for rank, world in RANKS:
@@ -83,8 +83,8 @@ def unsaved(directory: Path, rank: int, why: str) -> None:
 
 
 def left_at_once(directory: Path, rank: int, code: int, error: str) -> None:
-    """By os._exit, which runs nothing of what Python runs as it ends."""
-    with contextlib.suppress(OSError):  # of a full disk: nothing is heard of its end, then
+    """Record an exit by os._exit, which runs nothing of what Python runs as it ends."""
+    with contextlib.suppress(OSError):  # a full disk: its exit is not reported
         _of_rank(directory, rank, "ends").write_text(json.dumps({rank: code}), encoding="utf-8")
         if error:
             _of_rank(directory, rank, "error").write_text(error, encoding="utf-8")
@@ -101,6 +101,6 @@ def called(directory: Path) -> None:
 
 
 def raised_early(directory: Path, error: str) -> None:
-    """By a process that had trained nothing yet. Others of its job seldom get further."""
+    """Record the error of a process that had trained nothing yet. Others of its job seldom get further."""
     with contextlib.suppress(OSError):  # the traceback says it as well
         (directory / "processes" / f"{os.uname().nodename}-{os.getpid()}.raised").write_text(error)

@@ -104,7 +104,7 @@ class Recorder:
         from torch.distributed.algorithms.join import Join
 
         leave, count = Join.__exit__, getattr(Join, "_get_num_nonjoined_procs", None)
-        if count is None:  # a torch that has another way: then nobody looks
+        if count is None:  # another torch may do it differently: nothing is recorded
             return
 
         @functools.wraps(leave)
@@ -143,7 +143,7 @@ class Recorder:
 
     @not_compiled
     def _called(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """By nobody whom we have seen. A recomputation in backward is, and belongs to no pass of its own."""
+        """Record a pass that begins here. A call inside of a known model, or by a recomputation, begins none."""
         if torch._C._current_graph_task_id() != -1 or not self._is_model(module):
             return original(module, *args, **kwargs)
         self._inside = True
@@ -219,7 +219,7 @@ class Recorder:
             called(self.directory)
 
     def _left_at_once(self, code: int) -> None:
-        """By os._exit. Nothing is saved then: who leaves so may hang, and reading a device would wait."""
+        """Record an exit by os._exit. Evidence is not saved: such a process may hang, and reading a device would wait."""
         if self._mine and self._place and self.seen.pid == os.getpid():
             left_at_once(self.directory, self._place[0], code, self.ends.error)
         elif self.ends.error and not self.seen.classes:

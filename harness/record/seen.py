@@ -42,7 +42,7 @@ LEAST = 100
 
 @dataclass
 class Step:
-    """Of one step. What is computed on a device is read when the step is over."""
+    """What was seen of one step. What is computed on a device is read when the step is over."""
 
     began: float = 0.0
     ended: float = 0.0
@@ -184,7 +184,7 @@ class Seen:
             self.numbers.gradients(self.parts, parameters_of(optimizer))
 
     def _note_gradients(self, step: Step, optimizer: Optimizer) -> None:
-        """That of an optimizer inside backward may have been used up when the next one begins."""
+        """Note them before each optimizer: one that steps inside of backward may free its gradients before the next begins."""
         before = step.ungraded
         missing = [fqn for fqn, p in sharded_parameters(self.parts) if p.grad is None and local(p).numel()]
         step.ungraded = tuple(fqn for fqn in missing if before is None or fqn in before)
@@ -214,7 +214,7 @@ class Seen:
         step.peak = _peak()
 
     def _note_contents(self, number: int, owned: set[int] | None = None) -> None:
-        """Of all parameters, or of those with these ids."""
+        """Note the contents of all parameters, or of those with these ids."""
         step = self._steps.setdefault(number, Step())
         for fqn, parameter in sharded_parameters(self.parts):
             if owned is None or id(parameter) in owned:
@@ -228,8 +228,8 @@ class Seen:
             step.bad[fqn] = not_finite(parameter)
 
     def _note_late(self, part: nn.Module) -> None:
-        """Where optimizers step on tensors of their own, what a step makes of parameters is there when the next one's first
-        forward pass ends: ZeRO may gather it in that pass. What it has freed again is not there."""
+        """Read a step's parameters when the next step's first forward pass ends, where optimizers step on other tensors: ZeRO
+        may gather parameters in that pass. What it has freed again cannot be read."""
         before = self._steps.get(self._clock.step - 1)
         if before is None or not before.read_late:
             return
@@ -238,8 +238,8 @@ class Seen:
                 self._note_content(before, fqn, parameter)
 
     def read_again(self) -> None:
-        """Parameters that a trainer averages after the optimizer's step, as in local SGD: a step leaves what the next finds.
-        Of sharded ones the optimizer's step has the last word."""
+        """Read parameters again that a trainer averages after the optimizer's step, as local SGD does. Sharded parameters are
+        final after the optimizer's step."""
         last = self._clock.finished
         step = self._steps.get(last)
         if step is None or not step.stepped or any(not w.kind.startswith(REPLICATED) for w in self._layout[1].values()):
@@ -369,7 +369,7 @@ def _read(values: Any) -> list[Any]:
 
 
 def _peak() -> int:
-    """Of the accelerator's allocator where there is one, else of the process."""
+    """Return the peak of the accelerator's allocator if there is one, else of the process."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

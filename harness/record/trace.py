@@ -101,7 +101,7 @@ class TracedCollectives(CollectiveRecorder):
 
     @property
     def beside(self) -> tuple[Beside, ...]:
-        """Of the groups over which the thread that trains issues something as well."""
+        """Return what other threads issue over groups that the training thread also uses."""
         trains: dict[str, set[str]] = defaultdict(set)
         for call in tuple(self.records):
             if call.step and call.phase not in (BACKGROUND, CHECKPOINT):

@@ -10,7 +10,7 @@ from harness.faults.attempt import METHODS, Attempt, Outcome
 
 
 def listing(faults: Sequence[Fault], accepted: Sequence[Attempt]) -> str:
-    """By kind of bug: name, case, what breaks, modelled on what; below, the first line it was last accepted with."""
+    """List, by kind of bug: name, case, what breaks, modelled on what; below, the first line it was last accepted with."""
     named = {attempt.fault: attempt.cause for attempt in accepted}
     width = {key: max(len(getattr(fault, key)) for fault in faults) for key in ("name", "case")}
     lines = []
@@ -24,7 +24,7 @@ def listing(faults: Sequence[Fault], accepted: Sequence[Attempt]) -> str:
 
 
 def report(done: Sequence[Attempt], control: Attempt | None, seconds: float) -> str:
-    """All first lines in one list, the table of methods, what is not as it should be once more, and one line that counts."""
+    """All first lines in one list, the table of methods, once more what is not as expected, and one line that counts."""
     counts = Counter(attempt.outcome for attempt in done)
     said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     lines = [f"{len(done)} fault{'s' * (len(done) != 1)} in {seconds:.1f} s: {said}"]
@@ -42,7 +42,7 @@ def report(done: Sequence[Attempt], control: Attempt | None, seconds: float) -> 
 
 
 def _not_caught(done: Sequence[Attempt]) -> str:
-    """At the end, where a log that was cut still has it."""
+    """Repeat what is not caught at the end, where a log that was cut still has it."""
     odd = [attempt for attempt in done if attempt.outcome is not Outcome.CAUGHT]
     return first_lines(odd) if odd and len(odd) < len(done) else ""
 
@@ -63,7 +63,7 @@ def first_lines(done: Sequence[Attempt]) -> str:
 
 
 def table(done: Sequence[Attempt]) -> str:
-    """Of how many bugs each method notices how many. Faults of a family, modelled on no single bug, do not count here."""
+    """How many of the bugs each method notices. Faults of a family, modelled on no single bug, do not count here."""
     real = [attempt for attempt in done if attempt.real and attempt.weaker]
     rows = [(text, sum((attempt.weaker or {})[key] for attempt in real)) for key, text in METHODS.items()]
     caught = [attempt for attempt in real if attempt.outcome is Outcome.CAUGHT]

@@ -1,4 +1,4 @@
-"""Two recordings: what differs in structure, by axis, and apart from that what they cost."""
+"""Two recordings: what differs in structure, by axis, and separately what they cost."""
 
 from __future__ import annotations
 

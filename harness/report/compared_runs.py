@@ -14,12 +14,12 @@ Costs = Mapping[str, float]
 
 @dataclass(frozen=True)
 class ComparedCase:
-    """found: what differs. costs: of both runs. problem: why only verdicts and sums of bytes were compared."""
+    """A case in two runs."""
 
     case: str
-    found: tuple[Difference, ...]
-    costs: tuple[Costs, Costs] = field(default=({}, {}))
-    problem: str = ""
+    found: tuple[Difference, ...]  # what differs
+    costs: tuple[Costs, Costs] = field(default=({}, {}))  # of both runs
+    problem: str = ""  # why only verdicts and sums of bytes were compared
 
 
 def compared_runs(
@@ -41,7 +41,7 @@ def compared_runs(
 
 
 def _alike(cases: Sequence[ComparedCase]) -> dict[tuple[Difference, ...], list[str]]:
-    """What differs alike in several cases is told once."""
+    """Group cases that differ alike, to print their differences once."""
     found: dict[tuple[Difference, ...], list[str]] = {}
     for each in cases:
         found.setdefault(each.found, []).append(each.case)

@@ -63,7 +63,7 @@ class Drawn:
     """What a page shows of one case."""
 
     sections: tuple[Section, ...]
-    """Those that differ from the request first."""
+    """The sections that differ from the request come first."""
     lacking: str
     """Which ranks left no evidence; empty if all did."""
 

@@ -64,7 +64,7 @@ def object_text(finding: Finding) -> str:
 
 
 def when_text(phase: str) -> str:
-    """Return "in backward"; "before forward" stays as it is."""
+    """Return "in backward"; "before forward" is not changed."""
     if phase == OUTSIDE:
         return "outside forward and backward"
     return phase if " " in phase else f"in {phase}" * bool(phase)
@@ -101,7 +101,7 @@ def _several(finding: Finding, values: tuple[Value, ...]) -> str:
 
 
 def number(value: float, unit: str) -> str:
-    """Return a number with its unit; of bytes the exact number besides."""
+    """Return a number with its unit; bytes also have the exact number."""
     if unit == "bytes":
         exact = f" ({value:.16g})" * (abs(value) >= 1000)
         return f"{bytes_text(value)}{exact}" if value else "nothing"

@@ -21,7 +21,7 @@ from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 
 MOST_RANKS = 64
-"""Of a plan whose slices are written rank by rank."""
+"""Most ranks of a plan whose slices are written rank by rank."""
 
 
 def judged(results: Sequence[Result], diagnosis: Diagnosis | None) -> dict[str, Any]:
@@ -35,8 +35,8 @@ def judged(results: Sequence[Result], diagnosis: Diagnosis | None) -> dict[str, 
 
 
 def recording(found: Recording, dims: ParallelDims | None = None, jobs: Sequence[Judged] = ()) -> dict[str, Any]:
-    """Return what is odd, what ran, in words and as structure, of which jobs and over which groups of the trainer's own. jobs:
-    what is judged of each, where a layout was declared."""
+    """Return what is anomalous, what ran, in words and as structure, of which jobs and over which of the trainer's own groups.
+    jobs: what is judged of each, where a layout was declared."""
     summaries = [one for _, one in sorted(found.summaries.items())]
     rows = facts(found, summaries, with_layout=dims is not None) if summaries else []
     told: dict[str, Any] = (

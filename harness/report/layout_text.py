@@ -107,7 +107,7 @@ def _spans(numbers: Iterable[int]) -> str:
 
 
 def memory_lines(case: Case, plan: Plan, gpu: str) -> list[str]:
-    """Of the rank that has most: between steps exact, within a step by arithmetic, the last of it estimated."""
+    """Lines on the rank that has most: between steps exact, within a step by arithmetic, the last of it estimated."""
     rank, held = neediest(case, plan)
     room = GPUS[gpu] * 10**9
     parts = _parts(held)
@@ -141,7 +141,7 @@ def most_text(held: RankBytes) -> str:
 
 
 def _parts(held: RankBytes) -> list[tuple[str, str, int]]:
-    """Of the phase in which there is most."""
+    """Return the parts in the phase in which there is most."""
     in_loss = held.phase == "loss"
     there = not in_loss or held.waiting
     return [
@@ -182,7 +182,7 @@ def pipeline_lines(case: Case) -> list[str]:
 
 
 def balance_lines(case: Case, plan: Plan) -> list[str]:
-    """By how much the busiest or largest has more than the mean."""
+    """Lines on how much more than the mean the busiest or largest has."""
     return columns([[one.what, f"+{one.excess:.1%}", one.why] for one in balance(case, plan)])
 
 

@@ -18,7 +18,7 @@ def markdown(
     told: Iterable[str] = (),
     since: Mapping[str, str] | None = None,
 ) -> str:
-    """told: what is lacking or doubled in the runs. since: by case, the commit that broke it."""
+    """The third argument is what is lacking or doubled in the runs. since: by case, the commit that broke it."""
     head = summary(outcomes, None) if outcomes else "no case came to its end"
     parts = [
         f"## {head}",

@@ -22,36 +22,28 @@ SKIPPED, ERROR = "SKIPPED", "ERROR"
 
 @dataclass(frozen=True)
 class Outcome:
-    """verdict: of the case; SKIPPED or ERROR where there is none. reason: for that, or for a verdict that no cause explains.
-    seconds: of its launches.
-
-    checks: the verdict of each. not_applicable: why checks had nothing to say. report: of what is neither PASS nor XFAIL, and
-    as plain data `results`, of each the first findings, and `diagnosis`.
-    layout, recipe: what was requested, in words. tokens: of a step; 0 where that was not recorded. folder: the name of the one
-    with the evidence. again: the command that runs it again. measures: what it took (`judge.measures`). gpu: its name; empty
-    on CPU. made_again: why it was made a second time.
-    """
+    """What became of one case."""
 
     case: str
-    verdict: str
+    verdict: str  # SKIPPED or ERROR if there is none
     ranks: int = 0
-    seconds: float = 0.0
-    reason: str = ""
+    seconds: float = 0.0  # of its launches
+    reason: str = ""  # of SKIPPED or ERROR, or of a verdict that no cause explains
     cause: str = ""
-    checks: dict[str, str] = field(default_factory=dict)
-    not_applicable: dict[str, str] = field(default_factory=dict)
+    checks: dict[str, str] = field(default_factory=dict)  # the verdict of each
+    not_applicable: dict[str, str] = field(default_factory=dict)  # why checks had nothing to say
     replaced: tuple[str, ...] = ()
-    report: str = ""
-    layout: str = ""
-    recipe: str = ""
-    folder: str = ""
-    again: str = ""
-    measures: dict[str, float] = field(default_factory=dict)
-    gpu: str = ""
-    made_again: str = ""
-    tokens: int = 0
-    results: list[dict[str, Any]] = field(default_factory=list)
-    diagnosis: dict[str, Any] = field(default_factory=dict)
+    report: str = ""  # unless it is PASS or XFAIL
+    layout: str = ""  # what was requested, in words
+    recipe: str = ""  # likewise
+    folder: str = ""  # the name of the one with the evidence
+    again: str = ""  # the command that runs it again
+    measures: dict[str, float] = field(default_factory=dict)  # what it took (`judge.measures`)
+    gpu: str = ""  # its name; empty on CPU
+    made_again: str = ""  # why it was made a second time
+    tokens: int = 0  # of a step; 0 if not recorded
+    results: list[dict[str, Any]] = field(default_factory=list)  # unless it is PASS or XFAIL: checks' first findings
+    diagnosis: dict[str, Any] = field(default_factory=dict)  # unless it is PASS or XFAIL
 
     @property
     def skipped(self) -> bool:
@@ -112,7 +104,7 @@ def ranks_of(case: Case) -> int:
 
 
 def to_json(outcome: Outcome) -> dict[str, Any]:
-    """Without what is empty."""
+    """Return its fields, without empty ones."""
     return {name: value for name, value in dataclasses.asdict(outcome).items() if value}
 
 
@@ -122,7 +114,7 @@ def as_document(outcome: Outcome) -> dict[str, Any]:
 
 
 def from_json(value: Mapping[str, Any]) -> Outcome:
-    """What a later version says besides is left out. TypeError for what is no outcome."""
+    """Read one; fields that only a later version has are left out. TypeError for what is no outcome."""
     known = {each.name for each in dataclasses.fields(Outcome)}
     return Outcome(
         **{name: part for name, part in value.items() if name in known} | {"replaced": tuple(value.get("replaced", ()))}

@@ -1,4 +1,4 @@
-"""What a person reads, on stdout and stderr. Who stops reading (`harness matrix | head -1`) changes no verdict."""
+"""What a person reads, on stdout and stderr. A reader that stops (`harness matrix | head -1`) changes no verdict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TextIO
 from harness.evidence.text import visible
 
 COLOURS = {"PASS": 32, "XFAIL": 32, "FAIL": 31, "UNKNOWN": 33, "ERROR": 33, "SKIPPED": 33}
-"""By verdict, the number that a terminal has for green, red or yellow."""
+"""Verdict -> the number that a terminal has for green, red or yellow."""
 VERDICT = re.compile(rf"(?<![\w.-])({'|'.join(COLOURS)})(?![\w-])")
 
 

@@ -85,11 +85,11 @@ class Page:
     told: Sequence[str] = ()
     """What is lacking or doubled in the runs."""
     past: Mapping[str, Sequence[Past]] = field(default_factory=dict)
-    """By case, its earlier verdicts, the oldest first."""
+    """Case -> its earlier verdicts, the oldest first."""
     shown: Mapping[str, Shown] = field(default_factory=dict)
-    """By case that failed, its evidence."""
+    """Case that failed -> its evidence."""
     since: Mapping[str, str] = field(default_factory=dict)
-    """By case, the commit that broke it."""
+    """Case -> the commit that broke it."""
 
     @property
     def names(self) -> str:

@@ -68,7 +68,7 @@ def _each_rank(plan: Plan) -> list[str]:
 
 
 def _unusual(case: Case) -> Iterator[str]:
-    """What the case requests besides its dims."""
+    """What the case requests in addition to its dims."""
     for name in ("model", "features", "training"):
         record = getattr(case, name)
         if name == "model" and record == PRESETS.get(case.model.name) != PRESETS["debug"]:

@@ -46,7 +46,7 @@ def _came_back(before: Recording) -> str:
 
 
 def _contents(jobs: Sequence[Recording]) -> list[str]:
-    """Of the last step that all recorded: which jobs hold the same bytes. Each counts its own steps."""
+    """Say which jobs hold the same bytes in the last step that all recorded. Each counts its own steps."""
     held: dict[tuple[int, ...], list[int]] = defaultdict(list)
     steps = [{step for one in job.summaries.values() for step in one.contents} for job in jobs]
     last = max(set.intersection(*steps), default=None)

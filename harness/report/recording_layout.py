@@ -12,7 +12,7 @@ from harness.report.text import WIDTH, check_line, table, wrapped
 from harness.spec.dims import ParallelDims
 
 Judged = tuple[Sequence[Result], Diagnosis | None]
-"""Of one job, what its checks say, and the cause of what fails."""
+"""What the checks of one job say, and the cause of what fails."""
 
 
 def results_of(jobs: Sequence[Judged]) -> list[Result]:
@@ -44,7 +44,7 @@ def _requested(dims: ParallelDims) -> str:
 
 
 def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diagnosis | None) -> list[str]:
-    """The cause, or where nothing explains it what the first failing check found. Of an unexplained check the first finding
+    """The cause, or where nothing explains it what the first failing check found. The first finding of an unexplained check
     goes below."""
     lines = [f"{verdict_of_all(results)} layout {_requested(dims)}"]
     told = None
@@ -60,7 +60,7 @@ def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diag
 
 
 def silent(results: Sequence[Result]) -> list[str]:
-    """By reason, the checks that do not apply."""
+    """Return the checks that do not apply, by reason."""
     by: dict[str, list[str]] = {}
     for one in results:
         if one.verdict is Verdict.NOT_APPLICABLE:
@@ -77,7 +77,7 @@ def _check(result: Result, *, with_finding: bool) -> list[str]:
 
 
 def _first(result: Result) -> str:
-    """Of the findings, and how many it stands for: who reads of ranks 2-3 alone takes all others to be right."""
+    """Return the first finding, and how many more there are: without them a reader takes other ranks to be right."""
     first, *more = result.findings
     return sentence(first) + (f" (and {len(more)} more)" if more else "")
 

@@ -1,4 +1,4 @@
-"""What is odd in a recording, of which nobody need say what was wanted: the rows at the top of its page."""
+"""What is anomalous in a recording, whatever was requested: the rows at the top of its page."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Odd:
-    """One thing that is odd."""
+    """One anomaly."""
 
     label: str
-    """Of its kind: RAISED, REPLICAS DIFFER, ..."""
+    """Its kind: RAISED, REPLICAS DIFFER, ..."""
     text: str
     """What is so, in words."""
     ranks: tuple[int, ...] = ()
@@ -43,13 +43,13 @@ class Odd:
 
 
 def odd(recording: Recording) -> Rows:
-    """Return what is odd as rows of the page."""
+    """Return anomalies as rows of the page."""
     return [(one.label, one.text) for one in oddities(recording)]
 
 
 def oddities(recording: Recording) -> list[Odd]:
-    """Return all that is odd, the worst first; empty where nothing is. Jobs that have rank numbers of their own come after the
-    first one: of a process that is a rank again others need not be there."""
+    """Return all anomalies, the worst first. Further jobs come after the first one; their ranks without evidence are left out,
+    for a process may be a rank again without others."""
     jobs = enumerate(recording.others, start=2)
     others = [
         replace(one, text=f"in job {number}: {one.text}")
@@ -81,7 +81,7 @@ def _of_job(recording: Recording) -> list[Odd]:
                 "UNLIKE OTHERS", one.ranks, f"{one.what} on {some_ranks(one.ranks)}: {one.theirs}; on most: {one.most}"
             )
             for one in odd_ranks(summaries)[:4]
-            if one.what != "steps" or (recording.code or 0) >= 0  # a signal meets each rank in a step of its own
+            if one.what != "steps" or (recording.code or 0) >= 0  # a signal meets each rank in another step
         ],
     ]
 
@@ -110,8 +110,8 @@ def _not_recorded(summaries: Sequence[Summary]) -> list[Odd]:
 
 
 def _ended(recording: Recording) -> list[Odd]:
-    """Who raised, in their own words; who died or exited otherwise; who was killed, and in which collective they then were.
-    What came of another's end comes after that."""
+    """Ranks that raised, with their errors; ranks that died or exited; ranks that were killed, and in which collective. What
+    follows from another rank's exit comes last."""
     raised = together(recording.summaries.values(), lambda one: one.error if one.ended == "raised" else None)
     causes = sorted(raised.items(), key=lambda item: lost_a_peer(item[0]))[:3]
     stopped = [rank for error, ranks in raised.items() if _by_hand(error) for rank in ranks]
@@ -152,7 +152,7 @@ def _how(recording: Recording, rank: int) -> str:
     if recording.summaries[rank].ended:
         return ""
     if recording.code == 0:
-        return "in no way that Python hears of; the command ended with exit code 0"
+        return "exit not reported; the command ended with exit code 0"
     another = recording.code and any(
         one.ended == "raised" and not lost_a_peer(one.error) for one in recording.summaries.values()
     )
@@ -174,7 +174,7 @@ def _by_hand(error: str) -> bool:
 
 
 def _interrupted(recording: Recording, ranks: Sequence[int]) -> list[Odd]:
-    """By what was last on each, for a job that hangs is often ended so. Who waits has issued one more than its peer."""
+    """Group ranks by their last collective, for a job that hangs is often ended so. A rank that waits is one ahead."""
     lasts = {rank: recording.summaries[rank].last for rank in ranks}
     found = _grouped({rank: _issued(last) if last else "" for rank, last in lasts.items()})
     return [
@@ -184,7 +184,7 @@ def _interrupted(recording: Recording, ranks: Sequence[int]) -> list[Odd]:
 
 
 def _waits(recording: Recording) -> list[Odd]:
-    """Who had issued more in one group than others, of a job that was ended from outside: these are waited for."""
+    """Find ranks that others waited for, in a job that was ended from outside: the others had issued more in one group."""
     rows: list[Odd] = []
     for members in _lasts(recording):
         most = max(members.values(), key=lambda last: last.seq)
@@ -205,8 +205,8 @@ def _lasts(recording: Recording) -> list[dict[int, Last]]:
 
 
 def _apart(recording: Recording) -> list[Odd]:
-    """Members that issued different collectives under one number of a group, of a job that did not end well: what they then
-    raise or wait for follows from it. The ends of a send have different operators by right, and are not counted alike."""
+    """Members that issued different collectives under one number of a group, in a job that did not end well. What they then
+    raise or wait for follows from it. The two ends of a send rightly differ, and are left out."""
     rows: list[Odd] = []
     for members in _lasts(recording):
         known = {rank: _by_number(last) for rank, last in members.items()}
@@ -256,7 +256,7 @@ def _order(summaries: Sequence[Summary]) -> list[Odd]:
 
 
 def _separate(summaries: Sequence[Summary]) -> list[Odd]:
-    """By far the worst that a wrong mesh does, and no check of a layout says it."""
+    """The worst effect of a wrong mesh, which no check of a layout shows."""
     found = separate_models(summaries)
     if found is None or (found.own and any(one.equal for one in partly_equal(summaries))):
         return []
@@ -268,7 +268,7 @@ def _separate(summaries: Sequence[Summary]) -> list[Odd]:
     )
     held = f"{some_ranks(found.ranks)} held the same before the first step, and other bytes after step {found.step}"
     if found.own:
-        text = f"no collective over a group that torch has ranks of joins {sets}; what groups of its own join is not recorded"
+        text = f"no collective over a group that torch has ranks of joins {sets}; what own groups join is not recorded"
     return [Odd.on(NOT_EQUAL if found.own else SEPARATE, found.ranks, f"{text}; {held}", found.step)]
 
 
@@ -309,8 +309,8 @@ def _not_averaged(family: Sequence[Summary]) -> str:
 
 
 def _partly(summaries: Sequence[Summary]) -> list[Odd]:
-    """An optimizer that shares what it steps on, and leaves the rest or all alone; parameters of a rank's own look like that,
-    too. Of ranks that nothing joins that is said already."""
+    """An optimizer that shares what it steps on, and leaves the rest or all alone; parameters of one rank look like that, too.
+    If nothing joins the ranks, `_separate` says so already."""
     rows, separate = [], separate_models(summaries)
     for one in partly_equal(summaries)[:2]:
         if one.equal:

@@ -29,7 +29,7 @@ def outside_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[s
 
 
 def background_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[str]], str]) -> list[tuple[str, str]]:
-    """As a checkpoint does that is written while training goes on."""
+    """Rows on what other threads issue, such as a checkpoint that is written while training goes on."""
     groups: dict[tuple[str, str, int, int], set[str]] = {}
     for use in (use for one in summaries for use in one.background):
         groups.setdefault((use.op, use.dtype, use.calls, use.bytes), set()).add(use.ranks)

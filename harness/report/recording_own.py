@@ -18,7 +18,7 @@ MOST = 4
 
 
 def own_rows(summaries: Sequence[Summary]) -> list[tuple[str, str]]:
-    """Of each place in the code that makes some, what they are and what a rank moved over them."""
+    """Rows on each place in the code that makes own groups: what they are and what a rank moved over them."""
     places: dict[tuple[str, str], dict[int, list[OwnGroup]]] = defaultdict(lambda: defaultdict(list))
     for one in summaries:
         for group in one.own_groups:
@@ -53,7 +53,7 @@ def _texts(by_rank: dict[int, list[OwnGroup]]) -> list[str]:
 
 
 def _moved(groups: Sequence[OwnGroup]) -> list[str]:
-    """By collective and phase, how much in which steps."""
+    """Return how much was moved in which steps, by collective and phase."""
     amounts: dict[tuple[str, str, str], dict[int, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for call in (call for group in groups for call in group.calls):
         amounts[call.op, call.phase, call.dtype][call.step].update(calls=call.calls, bytes=call.bytes)
@@ -70,7 +70,7 @@ def _moved(groups: Sequence[OwnGroup]) -> list[str]:
 
 
 def shared_texts(summaries: Sequence[Summary]) -> list[tuple[tuple[int, ...], str]]:
-    """Of each group over which several threads issue collectives at one time, on which ranks, and which these are."""
+    """Return each group over which several threads issue collectives at one time: the ranks, and the collectives."""
     found: dict[str, list[tuple[int, Beside]]] = defaultdict(list)
     for one in summaries:
         for beside in one.beside:

@@ -1,4 +1,4 @@
-"""A recording on one page: what is odd first, then what really ran. At most 40 lines of 80 columns."""
+"""A recording on one page: anomalies first, then what really ran. At most 40 lines of 80 columns."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def _title(recording: Recording) -> str:
 
 
 def _exit(code: int | None) -> str:
-    """Of the command, where it says anything."""
+    """Name the command's exit, unless it is 0 or unknown."""
     if not code:
         return ""
     return f", exit code {code}" if code > 0 else f", ended by {signal.Signals(-code).name}"
 
 
 def _cut(lines: list[str], recording: Recording, layout: str) -> list[str]:
-    """What is odd comes first, and facts are cut from below."""
+    """Anomalies come first, and facts are cut from below."""
     if len(lines) <= LINES:
         return lines
     options = ["--layout", layout] if layout else []
@@ -116,7 +116,7 @@ def _no_steps(summaries: Sequence[Summary]) -> str:
 
 
 def _command(command: str, most: int = 150) -> str:
-    """Of files only their names, behind "...", and of a long one its beginning."""
+    """Shorten files to their names, behind "...", and a long command to its beginning."""
     text = re.sub(r"(^|(?<= ))/\S*/(?=\S)", ".../", command)
     return text if len(text) <= most else f"{text[:most]} .."
 
@@ -156,7 +156,7 @@ def _no_axes(summaries: Sequence[Summary]) -> Rows:
 
 
 def _role(axis: Axis) -> str:
-    """Of what only operators tell, nothing."""
+    """Name an axis's role, unless only operators show it."""
     return f"{ROLES[axis.role]}: " if axis.role in ROLES else ""
 
 
@@ -211,7 +211,7 @@ def _contents(summaries: Sequence[Summary]) -> str:
 
 
 def _ignored(summaries: Sequence[Summary], step: int) -> str:
-    """Which parameters the contents leave out, because DDP was told to ignore them."""
+    """Say which parameters the contents leave out, because DDP was configured to ignore them."""
     held: dict[str, set[int | None]] = {}
     for one in summaries:
         for fqn, contents in one.ignored.items():
@@ -246,7 +246,7 @@ def _fed(summaries: Sequence[Summary]) -> Rows:
 
 
 def _memory(summaries: Sequence[Summary]) -> str:
-    """Of a step that an optimizer began and did not end, what was measured before."""
+    """Memory by kind; a step that an optimizer began and did not end has what was measured before."""
     words = {"parameters": "parameters", "gradients": "gradients", "optimizer_state": "optimizer state"}
     held = {word: [one.memory[kind] for one in summaries if kind in one.memory] for kind, word in words.items()}
     parts = [f"{word} {_range(sizes)}" for word, sizes in held.items() if sizes]

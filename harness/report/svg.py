@@ -1,4 +1,4 @@
-"""Drawings as SVG inside of a page: as wide as a phone, in the page's own colours, nothing that only a colour tells."""
+"""Drawings as SVG inside of a page: as wide as a phone, in the page's own colours, nothing that only a colour shows."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Curve:
     label: str
     """What it is."""
     values: Sequence[float | None]
-    """By step; a step without one leaves a gap."""
+    """A value for each step; a step without one leaves a gap."""
     kind: str
     """Its CSS class."""
 
 
 def strips(title: str, rows: Sequence[Strip]) -> str:
-    """Draw one row below the other, as wide as their texts need. An odd part is hatched besides its colour."""
+    """Draw one row below the other, as wide as their texts need. An anomalous part is hatched as well as coloured."""
     number = LETTER * max(len(row.rank) for row in rows)
     left = number + LETTER * (max(len(visible(row.place)) for row in rows) + 2)
     right = LETTER * (max(len(visible(row.text)) for row in rows) + 1)
@@ -112,7 +112,7 @@ def _log_range(known: Sequence[float]) -> tuple[float, float]:
 
 
 def _some(steps: Sequence[int]) -> list[tuple[int, int]]:
-    """At most eight labels."""
+    """Return at most eight labels."""
     every = max(1, math.ceil(len(steps) / 8))
     return [(index, step) for index, step in enumerate(steps) if index % every == 0]
 

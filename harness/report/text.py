@@ -44,13 +44,13 @@ def _title(judgement: Judgement) -> str:
 
 
 def cause_text(judgement: Judgement) -> str:
-    """In one line, why it is not as it should be. Empty if nothing is wrong."""
+    """Say in one line why it is not as expected. Empty if nothing is wrong."""
     cause = diagnosis_line(judgement.diagnosis) or _cause_of_unknown(judgement)
     return " ".join(text for text in (cause, _expectation(judgement)) if text)
 
 
 def wrapped(text: str, indent: str, more: str = "") -> list[str]:
-    """Lines that fit a terminal, all but the first indented by `more` besides. What has no blank in it is never cut."""
+    """Lines that fit a terminal, all but the first also indented by `more`. What has no blank in it is never cut."""
     fill = textwrap.TextWrapper(
         WIDTH, initial_indent=indent, subsequent_indent=indent + more, break_long_words=False, break_on_hyphens=False
     )
@@ -174,7 +174,7 @@ def table(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def _parts(text: str) -> list[str]:
-    """Its lines; of one that does not fit, what three blanks keep apart."""
+    """Its lines; one that does not fit is split at three blanks."""
     room = WIDTH - len(INDENT)
     return [part for line in text.splitlines() for part in ([line] if len(line) <= room else line.split("   "))]
 

@@ -1,12 +1,12 @@
 """`harness faults`: every fault of the catalogue on real ranks, what became of it, and what weaker tests would have said.
 
-Baseline first: a fault is only tried on a case that passes without it, run now or stored as evidence of the very same
-sources (harness/run/stored_run.py). A fault is CAUGHT if all the checks that it names are broken and the first line names its
-cause. The control, which fires and changes nothing, must come out MISSED.
+The baseline comes first. A fault is only tried on a case that passes without it, run now or stored as evidence of the very
+same sources (harness/run/stored_run.py). A fault is CAUGHT if all the checks that it names are broken and the first line
+names its cause. The control, which fires and changes nothing, must come out MISSED.
 
-Weaker tests are measured, not guessed: beside the judged run, the faulty trainer runs once more for ten steps that nobody
-watches, as a user would run it, and the losses that its rank 0 reports are compared with those of the same case without
-the fault. A run that crashes or hangs is noticed by any of them.
+Weaker tests are measured, not guessed. Beside the judged run, the faulty trainer runs once more for ten steps without the
+probe, as a user would run it. The losses that its rank 0 reports are compared with those of the same case without the fault.
+Any of these tests notices a run that crashes or hangs.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def attempts(
     jobs: int,
     progress: Progress,
 ) -> list[Attempt]:
-    """Every fault, in the order given. Those that hang wait beside the others, from the start."""
+    """Every fault, in the order given. Faults that hang wait beside the others, from the start."""
     tasks = {fault.name: _attempt_of(fault, based[fault.case], options) for fault in faults}
     hanging = {fault.name: tasks.pop(fault.name) for fault in faults if fault.hangs}
     done = _side_by_side(tasks, hanging, jobs, progress, lambda attempt: attempt.outcome)
@@ -193,7 +193,7 @@ def _attempt(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
 
 
 def _cause(judgement: Judgement) -> str:
-    """Without the place where the evidence lies, which is another one elsewhere."""
+    """Return the cause without the evidence's folder, which differs between machines."""
     cause = diagnosis_line(judgement.diagnosis)
     return cause.replace(f"{judgement.folder.resolve()}/", "")
 
@@ -203,7 +203,7 @@ def _kinds(judgement: Judgement) -> tuple[str, ...]:
 
 
 def spec_of(fault: Fault) -> str:
-    """As ranks can load it, from whatever folder they run in."""
+    """Return the fault as ranks can load it, from whatever folder they run in."""
     return f"{Path(fault.file).resolve()}:{fault.name}"
 
 

@@ -14,7 +14,7 @@ from harness.run.history import Night
 
 SLOWER, LARGER_PEAK, NIGHTS = 1.1, 1.02, 5
 """Times the most of the last NIGHTS nights before: seconds and an allocator's peak vary by themselves. Bytes held and moved do
-not: one more is told."""
+not: one more is reported."""
 
 
 class State(StrEnum):
@@ -23,15 +23,14 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Change:
-    """Of a case. text: its cause or reason. now: the first night in which it is so; before: the last in which it was not,
-    None if it never was otherwise. new: it is so since the last night."""
+    """A state of a case that is not the one before."""
 
     case: str
     state: State
-    text: str
-    now: Night
-    before: Night | None
-    new: bool = True
+    text: str  # its cause or reason
+    now: Night  # the first night in which it is so
+    before: Night | None  # the last night in which it was not; None if it always was
+    new: bool = True  # it is so since the last night
     again: str = ""
 
 
@@ -45,7 +44,7 @@ class More:
     now: float
 
     def __str__(self) -> str:
-        """With the difference: numbers of four digits may look alike."""
+        """Show the difference: numbers of four digits may look alike."""
         if self.measure == SECONDS:
             return f"{self.case}: {self.measure} {self.was:.3g} s, now {self.now:.3g} s"
         grown_by = bytes_text(self.now - self.was)
@@ -53,7 +52,7 @@ class More:
 
 
 def changes(nights: Sequence[Night]) -> list[Change]:
-    """Of every case of the last two nights; flaky ones of all."""
+    """Return the change of every case of the last two nights; flaky ones of all nights."""
     tables = [night.outcomes for night in nights]
     names = list(dict.fromkeys(name for table in reversed(tables[-2:]) for name in table))
     found = [change for name in names if (change := _change(name, nights, tables))]
@@ -64,7 +63,7 @@ def changes(nights: Sequence[Night]) -> list[Change]:
 
 
 def state(outcome: Outcome | None) -> str:
-    """good, broken or not judged. Who is skipped was not judged."""
+    """good, broken or not judged. A skipped case was not judged."""
     if outcome is None:
         return State.UNJUDGED
     return "good" if outcome.verdict in GREEN else State.BROKEN if outcome.verdict == Verdict.FAIL else State.UNJUDGED

@@ -16,7 +16,7 @@ BACKEND = "HARNESS_BACKEND"
 
 
 def backend(options: Options) -> str:
-    """NCCL on GPUs, but gloo for ranks that share one where NCCL is too old; or what was asked for."""
+    """NCCL on GPUs, but gloo for ranks that share one where NCCL is too old; or what was requested."""
     if options.device == "cpu":
         return "gloo"
     shared_by_gloo = options.ranks_per_gpu > 1 and nccl_version() < SHARES_GPUS_SINCE
@@ -24,7 +24,7 @@ def backend(options: Options) -> str:
 
 
 def environment(options: Options, case: Case) -> dict[str, str]:
-    """What ranks on GPUs are told. cuBLAS adds up in one order only with a workspace of this size, read when CUDA starts."""
+    """The variables of ranks on GPUs. cuBLAS adds up in one order only with a workspace of this size, read when CUDA starts."""
     if options.device == "cpu":
         return {}
     repeats = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if case.runs > 1 else {}
@@ -63,7 +63,7 @@ def obstacle(case: Case, options: Options) -> str:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Of the torch installed; (0,) of one without. Asks the library, not a GPU."""
+    """Return NCCL's version in the installed torch; (0,) if it has none. Asks the library, not a GPU."""
     import torch
 
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():

@@ -57,7 +57,7 @@ def _case(name: str, pair: Pair[Outcome], places: Pair[Path | None]) -> Compared
 
 
 def structure_of(folder: Path | None) -> Mapping[str, Any]:
-    """Of the launch that was judged. Raises EvidenceError."""
+    """Return the structure of the launch that was judged. Raises EvidenceError."""
     if folder is None or not (folder / "case.json").exists():
         raise EvidenceError("the evidence is not beside its verdict")
     recording = as_recording(load_run(folder / "run"))

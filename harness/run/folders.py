@@ -56,8 +56,8 @@ def case_folders(folders: Sequence[Path]) -> list[Path]:
 def fresh_folder(folder: Path) -> Path:
     """Empty, and ours. Refuses to delete a folder that this harness did not write.
 
-    case.json is what makes a folder ours. It is written first and deleted last, so that whoever is killed in between leaves a
-    folder that the next run takes: one with case.json, or one with nothing but a part of it.
+    case.json is what makes a folder ours. It is written first and deleted last. So a run that is killed in between leaves a
+    folder that the next run takes: it has case.json, or only a part of it.
     """
     case, part = folder / CASE_FILE, f".{CASE_FILE}.*.partial"
     try:

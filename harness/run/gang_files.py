@@ -1,8 +1,8 @@
-"""The files of one launch on nodes without a disk in common: each has those of its own ranks, the first has all.
+"""The files of one launch on nodes without a disk in common: each has the files of its ranks, the first has all.
 
-The first node keeps the launch. The others ask it for the job, the weights and the end. They send it what their ranks write
-(logs, in-flight records, evidence, how they ended) a few times a second, so that it sees these files like its own. How a
-rank ended is read first and written last: if that file is there, all other files of the rank are there.
+The first node keeps the launch. The others ask it for the job, the weights and the end. A few times a second they send it
+what their ranks write (logs, in-flight records, evidence, exits). So it sees these files like its own. How a rank ended is
+read first and written last: if that file is there, all other files of the rank are there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class First(Protocol):
 
 
 class FirstNode:
-    """The disk of the first node, for the others. launch: what torchrun is told there and in no other launch."""
+    """The disk of the first node, for the others. launch: an argument that torchrun gets there and in no other launch."""
 
     def __init__(self, out: Path, folder: Path, launch: str) -> None:
         self.out, self.folder, self.launch = out, folder, launch
@@ -63,7 +63,7 @@ class FirstNode:
         return None
 
     def take(self, files: Files) -> str | None:
-        """Of the ranks of another node. The end of the launch once it has one, "" where all of it is gone."""
+        """Take files of another node's ranks. Return the end of the launch once it has one, "" where all of it is gone."""
         with contextlib.suppress(FileNotFoundError):
             if self.launch not in (self.folder / "job.json").read_text(encoding="utf-8"):
                 return ""
@@ -96,7 +96,7 @@ def joined(first: First, own: Path, seconds: float) -> Iterator[Path]:
             send_all(first, folder, over)
         except BaseException as error:
             trouble.append(error)
-            write(folder / "run.json", b"{}")  # nobody is there any more: ranks here need not go on
+            write(folder / "run.json", b"{}")  # the first node is gone: ranks here need not go on
 
     sender = threading.Thread(target=send, daemon=True)
     sender.start()

@@ -23,8 +23,8 @@ ALIKE = ("device", "launcher", "torch", "commit", "sources")
 
 
 def runs_in(folders: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
-    """Of files, and of all verdicts.jsonl below folders, in the order of beginning, each run once; and a sentence for each line
-    that cannot be read. EvidenceError where there is none."""
+    """Return the runs in files, and in all verdicts.jsonl below folders, in the order of beginning, each once. Also return a
+    sentence for each line that cannot be read. Raises EvidenceError if there is no run."""
     files = [
         file for folder in folders for file in ([folder] if folder.is_file() else sorted(folder.rglob(verdicts.FILE)))
     ]
@@ -78,7 +78,7 @@ class Night:
 
 
 def series(runs: Sequence[RecordedRun]) -> dict[tuple[str, str, str], list[Night]]:
-    """By trainer (of whatever source), device and launcher, the nights in their order."""
+    """Return the nights in their order, by trainer (of whatever source), device and launcher."""
     found: dict[tuple[str, str, str], list[Night]] = {}
     for run in runs:
         nights = found.setdefault(kind(run), [])

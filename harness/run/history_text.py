@@ -19,7 +19,7 @@ from harness.spec.trainer_spec import TrainerSpec
 
 @dataclass(frozen=True)
 class Told:
-    """Of one series. set_aside: broken, and in quarantine. culprits: the commits that were found."""
+    """What is printed of one series. set_aside: broken, and in quarantine. culprits: the commits that were found."""
 
     nights: Sequence[Night]
     changes: Sequence[Change]
@@ -32,12 +32,12 @@ class Told:
 
     @property
     def culprits_of_last(self) -> list[Culprit]:
-        """Of what changed in the last night, each once."""
+        """Return the culprits of what changed in the last night, each once."""
         return list(dict.fromkeys(found for one in self.changes if one.new and (found := self.culprit(one))))
 
     @property
     def since(self) -> dict[str, str]:
-        """Of what is broken, by case, the commit that broke it, or why it was not found."""
+        """Return, by broken case, the commit that broke it, or why it was not found."""
         return {one.case: str(found) for one in self.of(State.BROKEN) if (found := self.culprit(one))}
 
     def of(self, state: State, *, new: bool | None = None) -> list[Change]:
@@ -70,7 +70,7 @@ def lapsed(quarantine: Sequence[Quarantine], every: Sequence[Told], day: datetim
         elif not entry.holds(day):
             lines.append(f"{entry.case}: ended on {entry.until}; {entry.person} takes it out or dates it anew")
         elif entry.case in broken:
-            lines.append(f"{entry.case}: set aside for {entry.cause!r}, broken otherwise: {broken[entry.case]}")
+            lines.append(f"{entry.case}: set aside for {entry.cause!r}, broken by another cause: {broken[entry.case]}")
         elif entry.case not in aside:
             lines.append(f"{entry.case}: not broken in the last night; {entry.person} takes it out")
     return lines
@@ -112,7 +112,7 @@ def _change_data(change: Change, told: Told) -> dict[str, Any]:
 
 
 def lines(one: Told) -> list[str]:
-    """Of one series."""
+    """Return the lines on one series."""
     first, last = one.nights[0], one.nights[-1]
     title = f"{last.runs[0].trainer} on {last.of('device')} by {last.of('launcher')}"
     nights = f"{len(one.nights)} night{'s' * (len(one.nights) > 1)}"
@@ -149,7 +149,7 @@ def _changes(title: str, some: Sequence[Change], told: Told) -> list[str]:
                 *wrapped(f"changed between: {differs_text(differs(one.before, one.now))}", "    "),
             ]
             if (one.before)
-            else ["    before  never otherwise in these nights"]
+            else ["    before  the same in all these nights"]
         )
         found += since(told.culprit(one))
         found += [f"    again   {one.again}"] if one.again else []
@@ -168,7 +168,7 @@ def _to_bisect(change: Change, told: Told) -> str:
 
 
 def bisect_command(change: Change) -> str:
-    """Of what broke between two commits of a trainer, else between two releases of torch; empty where neither is known."""
+    """Return the command for two commits of a trainer, else two releases of torch; empty where neither is known."""
     before, now = change.before, change.now
     if change.state != State.BROKEN or before is None:
         return ""

@@ -79,8 +79,8 @@ def launch_all(case: Case, folder: Path, weights: Path, options: Options, stage:
 
 
 def reported_losses(case: Case, options: Options, folder: Path, *, steps: int) -> tuple[float, ...]:
-    """What rank 0 reports in the last steps of a longer run of the case that nobody watches, resumed like the case; of a
-    step that two launches train the first. Nothing if a rank failed."""
+    """What rank 0 reports in the last steps of a longer run of the case without the probe, resumed like the case. If two
+    launches train a step, the first one's loss counts. Nothing if a rank failed."""
     most = max(steps, case.training.steps) if case.resume and case.resume[-1].after >= steps else steps
     longer = replace(case, training=replace(case.training, steps=most))
     weights = reference_folder(case, options) / "weights.npz"
@@ -150,7 +150,7 @@ def _made(case: Case, options: Options) -> dict[str, str]:
 
 
 def _typed(case: Case, options: Options) -> dict[str, str]:
-    """Return what a command has to say besides to run the case like this again, where it is not the usual."""
+    """Return the further options of a command that runs the case like this again, where they are not the usual ones."""
     usual = Options()
     given = {"timeout": f"{options.timeout:g}"} if options.timeout != usual.timeout else {}
     given |= {"torchrun-args": shlex.join(options.torchrun_args)} if options.torchrun_args else {}
@@ -160,7 +160,7 @@ def _typed(case: Case, options: Options) -> dict[str, str]:
 
 
 def commit_of_trainer(spec: str) -> str:
-    """Of the repository that the trainer under test is in; the harness's own for one that comes with it."""
+    """Return the commit of the repository that the trainer under test is in; the harness's for one that comes with it."""
     trainer = TrainerSpec.parse(spec)
     outside = trainer.is_file or trainer.source
     return commit_of(trainer.source or str(Path(trainer.name).parent)) if outside else commit_of_harness()
@@ -178,8 +178,8 @@ def commit_of_harness() -> str:
 
 
 def commit_of(source: str) -> str:
-    """Of the trainer's sources, "-dirty" if they were changed since; empty where git knows of none: a release that pip laid
-    into OUT is not of the commit around it."""
+    """Return the commit of the trainer's sources, "-dirty" if they were changed since; empty where git has none. A release that
+    pip installed into OUT is not of the commit around it."""
     if ".environments" in Path(source).parts:
         return ""
     try:

@@ -1,7 +1,8 @@
 """For recipes with noise: where correct runs lie, where the bound lies, and where the smallest deliberate mistakes lie.
 
 One picture for each recipe and way of summing, and one table of all. Mistakes are made in the reference, on one device,
-so that nothing else differs: gradients 1% too large, one of four microbatches lost, rotary angles in a lower precision.
+so that nothing else differs. They are gradients 1% too large, one of four microbatches lost, and rotary angles in a lower
+precision.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from harness.spec.case import Case
 
 NUMBERS = ("loss", "grad_norm", "gradient", "parameter")
 Distances = dict[str, list[float]]
-"""By number, the relative distance from the reference in each step; of the parameter that is farthest off as a whole, how many
+"""Number -> the relative distance from the reference in each step; of the parameter that is farthest off as a whole, how many
 times its bound that is."""
 
 
@@ -53,7 +54,7 @@ class Margin:
     mistakes: dict[str, Distances]
 
     def ratios(self, distances: Distances) -> dict[str, float]:
-        """By number, over its bound, in the step where that is most: below 1 is within."""
+        """Return each number over its bound, in the step where that is most: below 1 is within."""
         return {n: largest_of([d / b for d, b in zip(distances[n], self.bound[n], strict=True)]) for n in NUMBERS}
 
 
@@ -231,7 +232,7 @@ def draw_all(every: Sequence[Margin], folder: Path) -> Path:
 
 
 def recipes(cases: Sequence[Case]) -> list[list[Case]]:
-    """Cases with noise, by recipe and noise key. Those that must fail show no correct run."""
+    """Cases with noise, by recipe and noise key. Cases that must fail show no correct run, and are left out."""
     found: dict[tuple[str, str], list[Case]] = {}
     for case in cases:
         if not case.exact and case.expected_failure is None:

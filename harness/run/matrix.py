@@ -31,7 +31,7 @@ def run_all(
     most: int | None = None,
     how: Callable[[Case, Options], Judgement] | None = None,
 ) -> list[Outcome]:
-    """Cases in this order, `jobs` at a time, each as soon as it has its slots; `ended` is told each, by any thread.
+    """Cases in this order, `jobs` at a time, each as soon as it has its slots; any thread calls `ended` with each outcome.
 
     most: so many failures after which no other case begins. how: in place of run_case. KeyboardInterrupt leaves ranks alive.
     """
@@ -79,6 +79,6 @@ def attempt(
 
 
 def unexpected(error: BaseException) -> str:
-    """What nobody foresaw, and where it was raised."""
+    """Return an unexpected error, and where it was raised."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return f"a mistake of the harness or of an adapter: {error!r} in {where.name}, {where.filename}:{where.lineno}"

@@ -48,7 +48,7 @@ def problems(runs: Sequence[RecordedRun]) -> tuple[list[str], list[str]]:
 
 
 def provenance(runs: Sequence[RecordedRun]) -> list[str]:
-    """Of each run when and where it began, and of which versions."""
+    """Return when and where each run began, and with which versions."""
     return [_provenance(run) for run in _by_beginning(runs)]
 
 

@@ -22,31 +22,29 @@ CULPRITS = "culprits.jsonl"
 
 @dataclass(frozen=True)
 class Culprit:
-    """What one search found. cases: those that share the cause; only the first was run. run: the night that they changed in.
-    fixed: whether what fixed them was looked for. good, bad: the commits of the two nights. name: the commit, its day and
-    subject; empty where it was not found, and then problem says why. before: the last one without it. report: of the search."""
+    """What one search between the commits of two nights, good and bad, found."""
 
-    cases: tuple[str, ...]
-    run: str
+    cases: tuple[str, ...]  # those that share the cause; only the first was run
+    run: str  # the night that they changed in
     cause: str
     good: str
     bad: str
-    fixed: bool = False
-    name: str = ""
-    before: str = ""
-    problem: str = ""
-    report: str = ""
+    fixed: bool = False  # what fixed them was looked for
+    name: str = ""  # the commit, its day and subject; empty if it was not found
+    before: str = ""  # the last commit without it
+    problem: str = ""  # why it was not found
+    report: str = ""  # of the search
     commit: str = ""
-    """That of `name`, as it is searched for."""
+    """The commit of `name`, as it is searched for."""
     before_commit: str = ""
-    """That of `before`."""
+    """The commit of `before`."""
 
     def __str__(self) -> str:
         return self.name or f"not found: {self.problem}"
 
 
 Culprits = Mapping[tuple[str, str], Culprit]
-"""By case, and the night in which it changed."""
+"""(case, the night in which it changed) -> culprit."""
 
 
 def by_case(found: Iterable[Culprit]) -> Culprits:
@@ -76,7 +74,7 @@ def keep_culprits(folder: Path, found: Sequence[Culprit]) -> None:
 
 
 def culprits_in(folders: Sequence[Path]) -> Culprits:
-    """Of all culprits.jsonl below folders. Raises EvidenceError for a line that is none."""
+    """Return the culprits of all culprits.jsonl below folders. Raises EvidenceError for a line that is none."""
     files = [file for folder in folders if folder.is_dir() for file in sorted(folder.rglob(CULPRITS))]
     return by_case(_culprit(line, file) for file in files for line in read_bytes(file).splitlines() if line)
 

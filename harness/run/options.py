@@ -8,25 +8,19 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Options:
-    """How to run, as opposed to what: but for `fault`, nothing here may change a verdict. timeout: seconds for one launch.
+    """How to run, as opposed to what: but for `fault`, nothing here may change a verdict."""
 
-    torchrun_args: for several nodes, in place of "--standalone --nproc-per-node WORLD_SIZE"; `out` must be shared.
-    ranks_per_gpu: how many may share a GPU. backend: on GPUs, "nccl" or "gloo"; empty: as run/communication.py chooses.
-    cases: the folder of cases as it was typed, for the command that runs it again; empty: the usual one.
-    waits: its ranks will hang until the time limit, which takes no core meanwhile.
-    """
-
-    out: Path = Path("out")
+    out: Path = Path("out")  # for several nodes it must be shared
     trainer: str = "llama3"
     launcher: str = "local"
     device: str = "cpu"
-    timeout: float = 120.0
+    timeout: float = 120.0  # seconds for one launch
     fault: str | None = None
-    torchrun_args: tuple[str, ...] = ()
-    waits: bool = False
-    ranks_per_gpu: int = 1
-    backend: str = ""
-    cases: str = ""
+    torchrun_args: tuple[str, ...] = ()  # for several nodes, instead of "--standalone --nproc-per-node WORLD_SIZE"
+    waits: bool = False  # its ranks will hang until the time limit, which takes no core meanwhile
+    ranks_per_gpu: int = 1  # how many may share a GPU
+    backend: str = ""  # on GPUs, "nccl" or "gloo"; empty: as run/communication.py chooses
+    cases: str = ""  # the folder of cases as typed, for the command that runs it again; empty: the usual one
 
 
 class Unsupported(Exception):

@@ -83,7 +83,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
 def in_the_references_words(
     evidence: RankEvidence, adapter: trainers.Adapter, case: Case, starts: Mapping[str, int]
 ) -> RankEvidence:
-    """Return the evidence under the reference's names, fused tensors taken apart, with what the adapter says of its reports and
+    """Return the evidence under the reference's names, fused tensors separated, with what the adapter says of its reports and
     switches. starts: by the trainer's name, at which element of a fused tensor this rank's interval begins."""
     told = dataclasses.replace(
         evidence,
@@ -101,7 +101,7 @@ def _fused(adapter: trainers.Adapter, case: Case) -> dict[str, tuple[Block, ...]
 
 
 def _started(adapter: trainers.Adapter, case: Case, options: dict[str, Any]) -> StartedTrainer:
-    """Of a model whose parameters do not fit the seed weights, rank 0 leaves the shapes."""
+    """Start it. If parameters do not fit the seed weights, rank 0 writes the model's shapes."""
     try:
         with trainers.starting(options["trainer"]):
             return adapter.start(case, Path(options["weights"]), options["device"])

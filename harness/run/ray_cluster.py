@@ -75,14 +75,14 @@ class Cluster:
         return sorted((int(node["Resources"].get(name, 0) * each) for node in living), reverse=True)
 
     def needs(self, ranks: int) -> dict[str, float]:
-        """Of a node, for Ray."""
+        """Return what this many ranks need of a node, for Ray."""
         if self.device == "cuda":
             return {"num_gpus": ranks, "num_cpus": 0}
         cores = ranks / RANKS_PER_CORE  # Ray knows parts of one core, not of several
         return {"num_cpus": cores if cores < 1 else math.ceil(cores)}
 
     def run_case(self, case: Case, options: Options) -> Judgement:
-        """As run_case of one machine; raises what that raises."""
+        """Do what run_case does on one machine; raises what that raises."""
         gang = gang_of(ranks_of(case), self.carries())
         again = ""
         with to_itself(case, options) as folder:
@@ -101,7 +101,7 @@ class Cluster:
             raise LaunchError(f"twice a node died on which it was made: {first_line(death)}") from death
 
     def answers(self, tasks: list[Any], gang: Gang) -> list[Any]:
-        """Of tasks; what one raised is raised here as itself. LaunchError if they wait for nodes that are gone."""
+        """Return the tasks' answers; what one raised is raised here as itself. LaunchError if their nodes are gone."""
         done: list[Any] = []
         fitted = time.monotonic()
         while len(done) < len(tasks):
@@ -180,7 +180,7 @@ def gang_of(ranks: int, carries: Sequence[int]) -> Gang:
 
 
 def words(gang: Gang, meeting: str, launch: str) -> tuple[str, ...]:
-    """What torchrun is told on each node."""
+    """Return torchrun's arguments on each node."""
     nodes = ("--nnodes", str(gang.nodes), "--nproc-per-node", str(gang.ranks))
     return (*nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-id", launch)
 
@@ -203,12 +203,12 @@ def unpack(packed: bytes, folder: Path) -> None:
 
 
 def here(options: Options) -> Options:
-    """On this node's own disk."""
+    """Return options for this node's own disk."""
     return replace(options, out=(NODE / "out").resolve())
 
 
 def make_here(case: Case, options: Options) -> tuple[str, bytes]:
-    """Of which sources a case's evidence is, and that, packed."""
+    """Return a digest of the sources behind a case's evidence, and the evidence, packed."""
     options = ready(case, here(options))
     with to_itself(case, options) as folder:
         make(case, options)
@@ -236,7 +236,7 @@ class OnFirstNode(FirstNode):
         super().__init__(options.out, folder_of(case, options) / "run", launch)
 
     def meeting_place(self) -> str:
-        """Of torchrun's processes: a port that was free just now."""
+        """Return where torchrun's processes meet: a port that was free just now."""
         import ray
 
         with socket.socket() as free:
@@ -245,7 +245,7 @@ class OnFirstNode(FirstNode):
 
 
 def ready(case: Case, options: Options) -> Options:
-    """With a rank server that ends with Ray's process. Raises Unsupported."""
+    """Choose a rank server that ends with Ray's process. Raises Unsupported."""
     resident_client.choose("own")
     if reason := unsupported(case, options):
         raise Unsupported(reason)

@@ -20,8 +20,8 @@ Judged = tuple[tuple[Result, ...], Diagnosis | None]
 
 
 def judged(recording: Recording, dims: ParallelDims) -> Judged:
-    """Of ranks that are alike one record is read. Where the command has several jobs, a layout of other ranks than one has may
-    be that of all together, which nobody can judge. Raises EvidenceError."""
+    """Judge a recording; of ranks that are alike one record is read. If the command has several jobs, a layout of other ranks
+    than one has may be that of all together, which cannot be judged. Raises EvidenceError."""
     if not recording.summaries:
         return (Result("completed", Verdict.UNKNOWN, note="no rank of it left evidence"),), None
     if recording.is_one_of_several and recording.world != dims.world_size:

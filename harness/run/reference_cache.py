@@ -25,7 +25,7 @@ from harness.spec.case import Case, to_json
 
 REFERENCE_ENTRY = "harness.run.rank_main:reference"
 FILES, WHOLE = ("reference.npz", "weights.npz"), "whole.json"
-REFERENCE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, besides its sources
+REFERENCE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, beside its sources
 
 
 def hard_link(source: Path, target: Path) -> None:
@@ -39,7 +39,7 @@ def hard_link(source: Path, target: Path) -> None:
 def reference_folder(case: Case, options: Options, noise: Sequence[str] | None = None) -> Path:
     """Where the recipe's reference lies, computed now if it was not: keyed by recipe, sources, versions and kind of processor.
 
-    noise: what to measure besides, by TrainerTraits.noise_key; None: what this case needs and no golden holds.
+    noise: what to measure in addition, by TrainerTraits.noise_key; None: what this case needs and no golden holds.
     """
     noise = _unknown_noise(case, options) if noise is None else noise
     measured = "".join(f"-{key.replace(' ', '-')}" for key in noise)
@@ -52,7 +52,7 @@ def reference_folder(case: Case, options: Options, noise: Sequence[str] | None =
 
 
 def _unknown_noise(case: Case, options: Options) -> tuple[str, ...]:
-    """A golden holds the noise of its recipe on the kind of CPU that made it; another recipe, seed or device has its own,
+    """A golden holds the noise of its recipe on the kind of CPU that made it. Another recipe, seed or device has its own,
     measured once."""
     known = case.exact or (options.device == "cpu" and _golden_knows(case, options))
     return () if known else (_noise_key(case, options),)
@@ -87,7 +87,7 @@ def _reference_key(case: Case) -> str:
 
 
 def package_versions() -> str:
-    """Of what computes."""
+    """Return the versions of what computes."""
     return "".join(f"{package} {_version(package)}" for package in REFERENCE_PACKAGES)
 
 

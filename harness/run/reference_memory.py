@@ -1,4 +1,4 @@
-"""Whether a case's reference fits into memory: told before anything is started, as the kernel kills without a word.
+"""Whether a case's reference fits into memory: checked before anything is started, as the kernel kills without a word.
 
 What is counted is the least that it takes, by what reference/train.py keeps. A case that fits may be too large all the same.
 """
@@ -51,8 +51,8 @@ def elements(case: Case) -> int:
 
 
 def of_parameters(case: Case, device: str, *, noise: bool) -> int:
-    """Bytes of the host. Seed weights in float64; the model, its gradients and moments; copies of all of these and of the
-    weights for each step, which are copied once more as they are written. A repeat, for noise, has as much as the run."""
+    """Bytes of the host: seed weights in float64, the model, its gradients and moments, copies of these for each step. Copies
+    are copied once more as they are written. A repeat, for noise, has as much as the run."""
     training, moments = case.training, 2 if case.training.optimizer == "adamw" else 0
     computed, copied = BYTES[training.dtype], max(4, BYTES[training.dtype])
     recorded = copied * (1 + training.steps * (2 + moments))

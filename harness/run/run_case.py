@@ -1,13 +1,13 @@
 """The straight line: case -> launch -> evidence -> trial -> judgement. `run_case` acts, `judge_folder` only reads.
 
-One folder holds all that is known of one run of a case and can be judged anywhere, later:
+One folder holds all that is known of one run of a case and can be judged anywhere, later.
 
-    case.json        the case            run/         the launch: job, logs, ranks/rank_00.npz, run.json
-    traits.json      what the trainer chose in each launch, as its adapter declares it or as it was measured
-    reference.npz    the reference       repeat/      the second launch, where the case requests one
-    report.txt       what was found      verdict.json the same, for programs
-    saved_1 ..       earlier launches, each with what its checkpoint holds (checkpoint.npz)
-    checkpoint/      what they saved, kept only if the case does not pass
+    case.json        the case            run/         the launch: job, logs, ranks/rank_00.npz, run.json.
+    traits.json      what the trainer chose in each launch, as its adapter declares it or as it was measured.
+    reference.npz    the reference       repeat/      the second launch, where the case requests one.
+    report.txt       what was found      verdict.json the same, for programs.
+    saved_1 ..       earlier launches, each with what its checkpoint holds (checkpoint.npz).
+    checkpoint/      what they saved, kept only if the case does not pass.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def to_itself(case: Case, options: Options) -> Iterator[Path]:
 
 
 def make(case: Case, options: Options, stage: Stage = lambda _: None) -> Path:
-    """The left half of the line: all evidence, in a folder that nobody else uses meanwhile. Raises as run_case does."""
+    """The left half of the line: all evidence, in a folder that no other run uses meanwhile. Raises as run_case does."""
     chosen, place = trainers.traits_by_launch(case, options.trainer), folder_of(case, options)
     case = traits.settled(case, chosen)
     for name, launched in case.launches.items():
@@ -77,8 +77,8 @@ def make(case: Case, options: Options, stage: Stage = lambda _: None) -> Path:
 
 
 def _place_reference(case: Case, cached: Path, place: Path, options: Options) -> None:
-    """Put the reference beside the evidence, its rows in the trainer's order: a slice of reordered rows is no slice of the
-    reference's, so that ranks cannot reorder theirs."""
+    """Put the reference beside the evidence, its rows in the trainer's order. Ranks cannot reorder theirs: a slice of reordered
+    rows is no slice of the reference's."""
     if rows := trainers.rows(case, options.trainer):
         save(place, reordered_reference(load(cached, ReferenceRun), rows))
     else:

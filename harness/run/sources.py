@@ -1,4 +1,4 @@
-"""Which sources a run is of: those of the harness, of its own trainer and of the reference, and what they compute with."""
+"""Which sources a run is of: those of the harness, its trainer and the reference, and what they compute with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.spec.trainer_spec import TrainerSpec
 
 @functools.cache
 def sources_anywhere() -> str:
-    """As this process found them when it first launched anything; the same on every machine."""
+    """Return a digest as this process found them when it first launched anything; it is the same on every machine."""
     digest = hashlib.sha256()
     for path in sorted({*ROOT.glob("harness/**/*.py"), *ROOT.glob("harness/reference/*.py")}):
         digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
@@ -38,5 +38,5 @@ def digest_of_adapter(spec: str) -> str:
 
 
 def digest(options: Options) -> str:
-    """Empty for a trainer whose sources are elsewhere: nobody knows which of them a run used."""
+    """Empty for a trainer whose sources are elsewhere: it is not known which of them a run used."""
     return f"{sources_anywhere()} {platform.node()}" if options.trainer == "llama3" else ""

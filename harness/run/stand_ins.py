@@ -1,7 +1,7 @@
-"""Of ranks that are alike, one is read and judged for all of them.
+"""Ranks that are alike: one is read and judged for all of them.
 
-Ranks are alike if their records differ only in the groups that they name (`evidence.alike`), and each group has the same
-relation to the rank and to the layout. So a check that looks at each rank says the same of all of them. `collective_order`
+Ranks are alike if their records differ only in the groups that they name (`evidence.alike`). Each group must also have the
+same relation to the rank and to the layout. So a check that looks at each rank says the same of all of them. `collective_order`
 compares ranks; it also gets the ranks whose sequences differ from those of another member of their group.
 """
 
@@ -23,11 +23,11 @@ from harness.plan.kinds import PerRank
 from harness.spec.dims import ParallelDims
 
 Like = dict[int, int]
-"""By rank, the one that is read in its place; a rank that is read stands for itself."""
+"""Rank -> the one that is read instead; a rank that is read stands for itself."""
 
 
 def stand_ins(summaries: Mapping[int, Summary], dims: ParallelDims) -> Like:
-    """dims: of as many ranks as the job has, else ranks are told apart by their records alone."""
+    """dims: of as many ranks as the job has; if they have not, ranks differ by their records alone."""
     ours = all(rank < dims.world_size for rank in summaries)
     at = np.stack(np.unravel_index(np.arange(dims.world_size), dims.degrees), axis=1)  # [ranks, axes]
 
@@ -42,7 +42,7 @@ def stand_ins(summaries: Mapping[int, Summary], dims: ParallelDims) -> Like:
         return (tuple(varies.tolist()), 0) if whole else ((), number((ranks - ranks[0]).tolist()))
 
     def stands(rank: int, key: str) -> Hashable:
-        """Where the group lies, seen from the rank."""
+        """Return where the group lies, seen from the rank."""
         along, distances = shape(key)
         if not along:
             return distances, ranks_of(key)[0] - rank if key else 0
@@ -70,8 +70,8 @@ def apart_by_plan(like: Like, trial: Trial) -> Like:
 
 
 def disagreeing(summaries: Mapping[int, Summary], records: Mapping[int, RankRecord], like: Like) -> set[int]:
-    """Of each group whose members issued different collectives one rank of each sequence; of sends and receives that do not
-    match both sides."""
+    """Return one rank of each sequence in a group whose members issued different collectives, and both sides of sends and
+    receives that do not match."""
     orders = {rank: _orders(record, summaries[rank]) for rank, record in records.items()}
     issued: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     sent: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
@@ -97,7 +97,7 @@ def _one_of_each(key: str, digests: Mapping[int, int], like: Like) -> Iterable[i
 
 
 def _orders(record: RankRecord, summary: Summary) -> tuple[dict[int, int], Counter[tuple[int, int, str]]]:
-    """By the places of the summary: of each group the sequence, as one number; what was sent and received, in bytes."""
+    """Return, by the places of the summary, each group's sequence, as one number, and the bytes sent and received."""
     places = {place: index for index, place in enumerate(summary.places)}
     sequences: dict[int, list[Collective]] = defaultdict(list)
     moved: Counter[tuple[int, int, str]] = Counter()

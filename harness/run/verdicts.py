@@ -42,13 +42,13 @@ SAME = ("trainer", "device", "launcher", "torch", "commit", "sources", "adapter"
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """begins: its first line. outcomes: by case; of one that ended more than once the last. twice: the names of these."""
+    """What a file of verdicts has of one run."""
 
     run: str
     file: Path
-    begins: dict[str, Any]
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    twice: list[str] = field(default_factory=list)
+    begins: dict[str, Any]  # its first line
+    outcomes: dict[str, Outcome] = field(default_factory=dict)  # by case; the last if it ended more than once
+    twice: list[str] = field(default_factory=list)  # cases that ended more than once
 
     @property
     def trainer(self) -> str:
@@ -109,7 +109,7 @@ def _add(line: bytes, runs: dict[str, RecordedRun], path: Path) -> bool:
 
 
 def file_in(out: Path) -> Path | None:
-    """Of a folder, or such a file itself; None where nothing was recorded."""
+    """Return the file of a folder, or such a file itself; None where nothing was recorded."""
     file = out / FILE if out.is_dir() else out
     return file if file.suffix == ".jsonl" and file.exists() else None
 
@@ -183,7 +183,7 @@ def beginning(cases: Sequence[Case], options: Options, shard: str) -> dict[str, 
 
 
 def _digest(case: Case) -> str:
-    """Of what is requested, wherever it is written."""
+    """Return a digest of what is requested, wherever it is written."""
     value = {name: part for name, part in requested.to_json(case).items() if name != "file"}
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -1,4 +1,4 @@
-"""What a trainer may do besides what the plan knows: declared by a case or an adapter, with a reason.
+"""What a trainer may do in addition to its plan: declared by a case or an adapter, with a reason.
 
 An allowance is reviewed in git and shown in the report. What exceeds it is a finding; one that nothing uses is reported.
 """
@@ -107,11 +107,11 @@ def allowed(allowances: Iterable[Allowance], what: str, parameters: int) -> int:
 
 
 def allowed_matmuls(allowances: Iterable[Allowance], forward: int) -> int:
-    """Matmuls that are allowed in a step besides training passes. forward: those of its forward passes."""
+    """Matmuls that are allowed in a step in addition to its passes. forward: the matmuls of its forward passes."""
     return sum(one.computed(forward) for one in allowances)
 
 
 def said(used: Mapping[Allowance, bool]) -> str:
-    """Return a note of what is allowed, and which of it nothing uses: an allowance that nobody needs any more goes."""
+    """Return a note of what is allowed, and which of it nothing uses: an unused allowance should be deleted."""
     stale = {True: "", False: ", not used"}
     return "; ".join(f"allowed: {one.text} ({one.reason}){stale[needed]}" for one, needed in used.items())

@@ -109,7 +109,7 @@ class Case:
 
     @property
     def launches(self) -> dict[str, Case]:
-        """By the name of its folder: the earlier launches as cases of their own, then this one."""
+        """Return all launches by folder name: the earlier ones, each as a case, then this one."""
         earlier = {
             f"saved_{number}": dataclasses.replace(
                 self,
@@ -181,7 +181,7 @@ class Case:
 
     @property
     def replicate_axis(self) -> str:
-        """Over which whole gradients are reduced: by DDP, or where FSDP does not shard over cp, over cp as well."""
+        """Return the axis that reduces whole gradients: DDP's, joined with cp where FSDP does not shard over cp."""
         if self.data_dims == self.dims:
             return "dp_replicate"
         return "cp" if self.dims.dp_replicate == 1 else "dp_replicate_cp"

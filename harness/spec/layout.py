@@ -42,7 +42,7 @@ NOT_SHARDED, WITHIN_MACHINES = ("NO_SHARD", "3"), ("HYBRID_SHARD", "HYBRID_SHARD
 
 def layout(text: str, world_size: int | None) -> ParallelDims:
     """Degrees, or what has them: torchtitan's TOML file, MODULE:FUNCTION that returns its configuration, accelerate's YAML
-    file. world_size: None where nobody says it but a file. Raises CaseError."""
+    file. world_size: None where only a file can say it. Raises CaseError."""
     degrees = _reader(text)(text, world_size)
     try:
         return ParallelDims(**degrees)
@@ -105,8 +105,8 @@ def _of_titan(source: str, told: Mapping[str, Any], world_size: int | None) -> d
 
 
 def rest_of(source: str, word: str, others: int, world_size: int | None) -> int:
-    """What other degrees leave of the ranks. Raises CaseError where they do not divide them, or nobody says how many these
-    are."""
+    """Return what other degrees leave of the ranks. Raises CaseError if they do not divide the ranks or the world size is
+    unknown."""
     if world_size is None:
         raise CaseError(f"{source}: {word} is what is left of a world that it does not say: add --world N")
     if world_size % others and world_size != MANY:
@@ -118,7 +118,7 @@ def rest_of(source: str, word: str, others: int, world_size: int | None) -> int:
 
 
 def _of_accelerate(file: str, world_size: int | None) -> dict[str, int]:
-    """Its own world is num_processes, where nobody says another."""
+    """Return its degrees. Its world is num_processes unless another one is given."""
     told = accelerate_file(file)
     section = _section(file, told, "parallelism_config")
     if section.get("parallelism_config_sp_size", 1) != 1:
@@ -140,7 +140,7 @@ def accelerate_file(file: str) -> dict[str, Any]:
 
 
 def processes(file: str, told: Mapping[str, Any]) -> int:
-    """Of how many ranks accelerate's configuration is. Raises CaseError where it does not say."""
+    """Return the number of ranks in accelerate's configuration. Raises CaseError if it has none."""
     number = told.get("num_processes")
     if number is None:
         raise CaseError(f"{file}: it has no num_processes, of how many ranks it is: add --world N")
@@ -148,7 +148,7 @@ def processes(file: str, told: Mapping[str, Any]) -> int:
 
 
 def _of_kind(file: str, told: Mapping[str, Any], world_size: int) -> dict[str, int]:
-    """Of a configuration without degrees. Trap: YAML reads an unquoted NO as false."""
+    """Return the degrees of a configuration that names only a kind. Trap: YAML reads an unquoted NO as false."""
     kind = str(told["distributed_type"] or "NO")
     if kind in REPLICATED:
         return {"dp_replicate": world_size}

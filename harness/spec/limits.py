@@ -1,4 +1,4 @@
-"""How large a case may be: beyond that neither the plan's arithmetic nor a run would come to an end. Told before any work."""
+"""How large a case may be. Neither the plan's arithmetic nor a run of a larger one would end: it is refused before any work."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def too_large(case: Case) -> str:
 
 
 def too_large_to_start(case: Case) -> str:
-    """Of a run; empty if it can be tried."""
+    """Return why a run of this case is refused; empty if it can be tried."""
     ranks = max(launched.dims.world_size for launched in case.launches.values())
     tokens = case.training.global_batch * case.training.seq_len
     for what, number, most in (("ranks", ranks, STARTED), ("tokens a step", tokens, TRAINED)):
@@ -65,7 +65,7 @@ def _product(shape: Iterable[int]) -> int:
 
 
 def too_many(axes: Mapping[str, Mapping[str, Any]]) -> str:
-    """Of a cross product; empty if it is not."""
+    """Return why a cross product is refused; empty if it is not."""
     count = _product(map(len, axes.values()))
     return f"{shown(count)} combinations, more than {COMBINATIONS}" if count > COMBINATIONS else ""
 

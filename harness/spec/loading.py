@@ -1,7 +1,7 @@
 """What is requested: Case and its parts, and loading them from YAML.
 
-Whatever a person can get wrong in a file is answered with a CaseError that names the file, the case, the key and the
-remedy; nothing is guessed and no key is ignored.
+Any mistake in a file raises a CaseError that names the file, the case, the key and the remedy. Nothing is guessed and no
+key is ignored.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def load_cases(path: Path) -> list[Case]:
 
 
 def load_all(folder: Path = BUILTIN / case_files.USUAL) -> list[Case]:
-    """Every case of every file. A name used in two files is refused: `pytest -k` could not tell them apart."""
+    """Every case of every file. A name used in two files is refused: `pytest -k` could not choose one."""
     cases = of_files(sorted(folder.glob("*.yaml")))
     if not cases:
         raise CaseError(f"{case_files.recorded(folder)}: no *.yaml file with cases in it")
@@ -264,7 +264,7 @@ def _tier(value: Any, where: str) -> str:
 
 
 def _expected_failure(value: Any, where: str) -> ExpectedFailure | None:
-    """All but torch and raised are needed: a failure that nobody can look into is not expected but ignored."""
+    """Read it. All fields but torch and raised are needed, so that a reader can look into the failure."""
     if value is None:
         return None
     expected: ExpectedFailure = _record(ExpectedFailure, value, where)
@@ -370,7 +370,7 @@ def _list(value: Any, where: str) -> list[Any]:
 
 
 def refuse_unknown(given: Mapping[str, Any], known: Iterable[str], where: str, unsaid: Iterable[str] = ()) -> None:
-    """unsaid: those that are known and that nobody writes."""
+    """Refuse keys that are not known. unsaid: known keys that the message does not list."""
     known = list(known)
     for key in given:
         if key not in known:

@@ -24,7 +24,7 @@ Observed = Mapping[int, tuple[Unit, ...]]
 
 @dataclass(frozen=True)
 class Measured:
-    """What one launch showed of its trainer, where the plan needs it and nobody declared it."""
+    """What one launch showed of its trainer, where the plan needs it and neither case nor adapter declares it."""
 
     units: Observed | None = None
     """By rank, FSDP2's units; None if the case or the adapter names them, or the wrapper is another one."""

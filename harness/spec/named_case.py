@@ -13,8 +13,8 @@ from harness.spec.loading import find_case, load_all, of_files
 def load_one(name: str, folder: Path) -> Case:
     """The case of that name. Raises CaseError.
 
-    Reading all files takes as long as judging a case, so only those are read in which the name is written; all, if it is
-    written in none, as the names of a cross product are not.
+    Reading all files takes as long as judging a case, so only files that contain the name are read. If none does, all are
+    read: the names of a cross product are written nowhere.
     """
     written = [path for path in sorted(folder.glob("*.yaml")) if _may_hold(path, name)]
     found = [case for case in of_files(written) if case.name == name]

@@ -1,9 +1,9 @@
 """Cases that a person has set aside for a while: a file in git, which no command writes.
 
-A list of entries; none lasts for ever, and none hides what is broken, it is only told apart:
+The file is a list. Each entry expires. What is broken is still shown, but counted separately.
 
     - case: hsdp_2x2
-      cause: HSDP ran as FSDP     # a part of the cause; a case that breaks otherwise is not set aside
+      cause: HSDP ran as FSDP     # a part of the cause; other causes still count
       reason: torch's nightly of 2026-03-02 ignores the mesh, pytorch/pytorch#123
       person: Ada
       until: 2026-04-01           # the last day

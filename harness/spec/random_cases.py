@@ -1,4 +1,4 @@
-"""Cases that nobody wrote: options of options.py drawn at random and combined, as bugs live where several of them meet.
+"""Generated cases: options of options.py drawn at random and combined, as bugs live where several of them meet.
 
 `harness matrix --random 40 --seed 7` judges 40 of them, `random_7_1` and on. A name says all: `harness run random_7_1` draws
 that very case again, with the options of the harness at hand; evidence keeps the case itself. They have no golden, and the

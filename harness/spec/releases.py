@@ -30,6 +30,6 @@ def parsed(condition: str) -> tuple[str, tuple[int, int]]:
 
 
 def holds(condition: str, release: str) -> bool:
-    """Of a release that nobody wrote down only what holds of the oldest: "<"."""
+    """Return whether it holds. An unknown release (empty) counts as the oldest: only "<" holds."""
     compare, bound = parsed(condition)
     return COMPARE[compare](numbers(release), bound) if release else compare == "<"

@@ -1,8 +1,8 @@
 """Who computes what, when, in a pipeline: the actions of every schedule, by arithmetic alone.
 
-An action is written as torch writes it: stage, kind, microbatch: 0F2 is the forward pass of microbatch 2 on stage 0. Kinds:
-F forward, B whole backward, or its halves I (gradient of the input, which the previous stage waits for) and W (gradient of
-the weights, which nobody waits for). A rank's stages are its chunks; its pp index counts from the first stage's rank.
+An action is written as torch writes it: stage, kind, microbatch: 0F2 is the forward pass of microbatch 2 on stage 0. Kinds
+are F, forward; B, whole backward; and its halves I and W. The previous stage waits for I, the gradient of the input, but not
+for W, the gradient of the weights. A rank's stages are its chunks; its pp index counts from the first stage's rank.
 
 GPipe (Huang et al. 2019) runs all forwards, then all backwards. 1F1B (Narayanan et al. 2019) lets each rank run as many
 forwards ahead as there are ranks behind it, then alternates. Interleaved1F1B (Narayanan et al. 2021) does so with several
@@ -175,9 +175,8 @@ def gathers(order: Iterable[Action], *, looped: bool, freed: bool) -> Counter[tu
 
     Looped schedules gather each stage before its first action, outside of forward. Forward gathers what is not there and
     frees it again if `freed` (reshard_after_forward always). Backward gathers what is not there and keeps it, since
-    torch's stages turn off resharding after backward until the pass is over: a microbatch's backward saves the next
-    forward its gathering. The halves of a backward: I gathers; W has all it needs, but on the first stage, which has no
-    input to differentiate, all is done by W.
+    torch's stages turn off resharding after backward until the pass is over. So the next forward need not gather. The halves
+    of a backward: I gathers; W has all it needs. On the first stage, which has no input to differentiate, W does it all.
     """
     order = list(order)
     found = Counter({(action.stage, "pipeline"): 1 for action in order} if looped else {})

@@ -12,8 +12,8 @@ WRITTEN = re.compile(r"(?P<name>[\w-]+|.+?\.py|[^@]*)(@(?P<source>.*))?", re.DOT
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """name: of a trainer of ours, or the path of a FILE.py, which may have an @ of its own. source: a checkout, or the folder
-    in which pip laid a release; empty for the usual one."""
+    """name: of a trainer of ours, or the path of a FILE.py, which may contain an @. source: a checkout, or the folder in which
+    pip installed a release; empty for the usual one."""
 
     name: str
     source: str = ""

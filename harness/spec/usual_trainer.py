@@ -1,5 +1,5 @@
-"""The trainer under test where none is typed: what the repository's pytest configuration names, or the one adapter of this
-folder, or the trainer that comes with the harness. Every command and the pytest plugin ask here."""
+"""The trainer under test where none is typed, for every command and the pytest plugin. It is the one in the repository's
+pytest configuration, else the one adapter of this folder, else the trainer that comes with the harness."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Usual:
 
 
 def usual_trainer() -> Usual:
-    """Return the trainer for who names none. Raises ValueError if it cannot be told which is meant."""
+    """Return the trainer to use if none is named. Raises ValueError if this folder has several adapters."""
     here = adapters_here()
     if found := configured(Path.cwd()):
         return found

@@ -94,7 +94,7 @@ def _validate_stages(case: Case, where: str) -> None:
 def _validate_blocks(case: Case, where: str) -> None:
     """mxfp8 scales blocks of 32 along what a product sums over: features and, for weights' gradients, tokens.
 
-    A block must lie in one sample and on one tp rank. Otherwise each layout would compute something else.
+    A block must lie in one sample and on one tp rank. If it did not, each layout would compute something else.
     """
     if case.training.quantize != "mxfp8":
         return

@@ -14,7 +14,7 @@ from harness.spec.features import Features
 
 
 def in_dtype(case: Case, dtype: str | None) -> Case:
-    """The same case in this dtype; it is no longer the case of any file. One that is in it already stays what it is."""
+    """The same case in this dtype; it is no longer the case of any file. A case in this dtype is returned unchanged."""
     old = case.training.dtype
     if dtype is None or dtype == old:
         return case

@@ -3,7 +3,7 @@
 A trainer of your own is one file with an `adapter`, wherever it lies: `harness run fsdp_4 --trainer path/to/mine.py`,
 and likewise pytest, matrix and bisect. (One in this folder goes by its name.) The trainer itself is not edited and needs
 no call of the harness: the probe watches torch. An adapter says how to build the trainer for a case, how it goes on, what it
-cannot do, and how its parameters are called. This is all of it, for a trainer `mine`:
+cannot do, and how its parameters are called. Here is a whole one, for a trainer `mine`.
 
     from harness.trainers import Adapter, StartedTrainer
     from harness.trainers.support.names import pairs, renamed

@@ -52,7 +52,7 @@ class Transformers(Adapter):
     preload = ("transformers.models.llama.modeling_llama", "transformers.trainer", "accelerate")
 
     def traits(self, case: Case) -> TrainerTraits:
-        """accelerate wraps embedding, blocks, and norm with output, apart: whether it still does is judged. So is attention."""
+        """accelerate wraps embedding, each block, and norm with output: whether it still does is judged. So is attention."""
         if case.wrapper in ZERO:
             layout = replace(deepspeed.traits(case).zero_layout, order=_order(case))
             return replace(deepspeed.traits(case), zero_layout=layout, attention="fused", own_model=True)
@@ -158,7 +158,7 @@ def _only_float32(case: Case) -> str | None:
 
 
 def _samples(case: Case) -> list[dict[str, Any]]:
-    """Of all steps in order: transformers divides them over ranks and microbatches, and its own collator stacks them."""
+    """Return all steps' samples in order: transformers divides them over ranks and microbatches, its collator stacks them."""
     from harness.reference.data import build_dataset
     from harness.trainers.support.samples import rank_samples
 

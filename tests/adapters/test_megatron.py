@@ -73,7 +73,7 @@ def test_a_release_before_the_oldest_that_it_can_run_is_refused(tmp_path: Path) 
     told = tmp_path / "megatron" / "core" / "package_info.py"
     told.write_text("MAJOR = 0\nMINOR = 12\nPATCH = 3\n")
     adapter = trainers.load(f"megatron@{tmp_path}")
-    assert adapter.unsupported(case()) == "megatron-core 0.12: a chunk is not told its virtual stage before 0.13"
+    assert adapter.unsupported(case()) == "megatron-core 0.12: a chunk does not get its virtual stage before 0.13"
     told.write_text("MAJOR = 0\nMINOR = 13\nPATCH = 0\n")
     assert adapter.unsupported(case()) is None
 

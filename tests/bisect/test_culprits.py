@@ -109,10 +109,10 @@ def test_what_was_fixed_is_searched_for_after_what_broke_and_what_was_always_bro
         (
             {"commit": "c1", "torch": "2.14"},
             {},
-            "both nights are of commit c1; changed besides: torch 2.13.0, now 2.14",
+            "both nights are of commit c1; also changed: torch 2.13.0, now 2.14",
         ),
         ({"commit": ""}, {}, "the commit of one of the two nights is not known"),
-        ({"commit": "c2-dirty"}, {}, "c2-dirty: sources were changed since the commit, nobody knows to what"),
+        ({"commit": "c2-dirty"}, {}, "c2-dirty: sources were changed since the commit, it is not known to what"),
         ({}, {"repo": None}, "no repository of the trainer was named: --repo"),
         ({}, {"cases": {}}, "hsdp is not among the cases that are here"),
         ({}, {"until": 0.0}, "time was up before it was begun"),
@@ -139,7 +139,7 @@ def test_a_search_that_fails_is_told_with_what_else_changed_and_the_next_is_made
     one = of(good, run(2, case("a"), case("b", cause=OTHER), torch="2.14"))
     problems = [found.problem for found in searched(one, where("a", "b"))]
     assert problems[0] == (
-        "the bad commit fails no check that the good one keeps; changed besides: torch 2.13.0, now 2.14"
+        "the bad commit fails no check that the good one keeps; also changed: torch 2.13.0, now 2.14"
     )
     assert "OSError('no space left')" in problems[1]
 

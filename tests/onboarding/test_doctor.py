@@ -64,7 +64,7 @@ def test_names_that_are_none_of_the_references_stop_the_examination(
     assert (
         "blocks.0.attn.q_proj.weight [64, 64] is mapped to layers.0.attention.q_proj.weight, which there is not" in said
     )
-    assert "of the reference's 21 parameters 2 are nobody's: layers.0.attention.wq.weight" in said
+    assert "of the reference's 21 parameters 2 have no match: layers.0.attention.wq.weight" in said
 
 
 def test_a_script_that_trains_more_steps_than_requested_is_told_which_line_requests_them(

@@ -165,7 +165,7 @@ def test_the_names_to_write_are_said_and_were_tried() -> None:
         "blocks.0.q_proj.weight [64, 64] is mapped to layers.0.wq.weight, which there is not: by shape, order and name it is "
         "layers.0.attention.wq.weight; alike in 1 more"
     )
-    assert "of the reference's 21 parameters 14 are nobody's: layers.0.attention.wq.weight" in said[7]
+    assert "of the reference's 21 parameters 14 have no match: layers.0.attention.wq.weight" in said[7]
 
 
 @pytest.mark.parametrize("refused", [None, f"ffn_dim 128: train {NOT_PASSED_ON}"])

@@ -155,7 +155,7 @@ def test_what_is_set_aside_is_told_apart_until_its_day_and_for_its_cause_only() 
     [
         (entry(), "FAIL", 6, "hsdp: ended on 2026-03-05; Ada takes it out or dates it anew"),
         (entry(), "PASS", 5, "hsdp: not broken in the last night; Ada takes it out"),
-        (entry(cause="a hang"), "FAIL", 5, f"hsdp: set aside for 'a hang', broken otherwise: {BROKEN}"),
+        (entry(cause="a hang"), "FAIL", 5, f"hsdp: set aside for 'a hang', broken by another cause: {BROKEN}"),
         (entry(case="hspd"), "PASS", 5, "hspd: no case of that name is in these nights; take it out"),
     ],
 )

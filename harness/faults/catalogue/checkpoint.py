@@ -36,7 +36,7 @@ optimizer_state_not_restored = fault(
     does=_not_loaded(lambda state: (state, "optimizer")),
 )
 one_parameter_not_loaded = fault(
-    breaks="a key that is not requested of the checkpoint stays as it was, and nobody is strict about it",
+    breaks="a key that is not requested of the checkpoint keeps its old value, and loading is not strict",
     bug="S05, S14: partial loads (strict=False) leave a parameter at its initial value",
     case="tp_2_to_fsdp_2",
     caught_by="resume loss gradients",
@@ -218,7 +218,7 @@ initial_parameters_saved = fault(
 
 
 @fault(
-    breaks="gradients are saved besides, one more tensor of each parameter",
+    breaks="gradients are saved, too, one more tensor of each parameter",
     bug="of the family of S05: a state dict that is made of whatever the trainer has",
     case="fsdp_2_trained_on_to_fsdp_2",
     caught_by="checkpoint",

@@ -48,7 +48,7 @@ def displayed_loss_not_reduced_over_cp(original: Any, loss_sum: Any, mesh: Any, 
 
 
 loss_averaged_per_cp_rank = fault(
-    breaks="every cp rank divides by the valid tokens of its own part of the sequence",
+    breaks="every cp rank divides by the valid tokens in its part of the sequence alone",
     bug="L02 NVIDIA/Megatron-LM #7513; volcengine/verl #5993: the denominator is the count of the cp rank",
     case="cp_2",
     caught_by="gradients grad_norm reported_loss",
@@ -80,7 +80,7 @@ rope_restarts_on_each_cp_rank = fault(
     does=_positions_changed(lambda at: at - at[0]),
 )
 rope_counted_by_each_cp_rank = fault(
-    breaks="the model is told no positions under cp and counts its tokens from 0 on every rank",
+    breaks="the model gets no positions under cp and counts its tokens from 0 on every rank",
     bug="X04 of the family of VeOmni #448: nobody hands a cp rank its positions",
     case="cp_2",
     caught_by="loss gradients",
@@ -117,7 +117,7 @@ def _option_of_the_ring(name: str, value: bool) -> Any:
 
 
 context_parallel_never_entered = fault(
-    breaks="the batch is never cut: every cp rank computes whole sequences, with attention of its own",
+    breaks="the batch is never cut: every cp rank computes whole sequences, with local attention",
     bug="X01 pytorch/torchtitan #1880: the context is never entered (wrong indentation), cp silently off",
     case="cp_2",
     caught_by="samples traffic",

@@ -14,7 +14,7 @@ BATCHES = ".data:Microbatches.step"
 
 
 dp_ranks_shuffle_differently = fault(
-    breaks="each dp rank shuffles with a seed of its own before it takes every n-th sample",
+    breaks="each dp rank shuffles with another seed before it takes every n-th sample",
     bug="D01 huggingface/accelerate #2694, issue #2268",
     case="fsdp_4",
     caught_by="samples",
@@ -56,7 +56,7 @@ never_shuffled = fault(
     does=op.override_argument(SAMPLER, shuffle=False),
 )
 second_epoch_replays_the_first = fault(
-    breaks="the sampler is never told the epoch, so that the second one replays the order of the first",
+    breaks="the sampler never gets the epoch, so that the second one replays the order of the first",
     bug="D08 pytorch/torchtitan #3023, #2865",
     case="fsdp_2_two_epochs",
     caught_by="samples",

@@ -1,4 +1,4 @@
-"""Mistakes that change no number: options silently off or on, and work that is done besides."""
+"""Mistakes that change no number: options silently off or on, and extra work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ deterministic_algorithms_left_on = fault(
 
 
 def _compiled_in_pieces(original: Any, block: Any, **options: Any) -> None:
-    """By a backend that takes no time: what is compiled, and how often, does not depend on it."""
+    """Compile with a backend that takes no time: what is compiled, and how often, does not depend on it."""
     original(block, **(options | {"fullgraph": False, "backend": "aot_eager"}))
 
 

@@ -63,7 +63,7 @@ ddp_sync_flag_set_too_late = fault(
     does=op.override_argument(SYNC, last=False),
 )
 last_microbatch_added_after_the_reduction = fault(
-    breaks="the last microbatch's gradient is added after the reduction, so that it stays each rank's own",
+    breaks="the last microbatch's gradient is added after the reduction, so that it is only each rank's own",
     bug="G03 deepspeedai/DeepSpeed #7985",
     case="ddp_2_accum",
     caught_by="gradients replica_agreement",

@@ -44,7 +44,7 @@ def weights_copied_during_each_step(original: Any, optimizer: Any, *args: Any, *
 
 
 @fault(
-    breaks="a moving average of the weights is retained, which nobody declared",
+    breaks="a moving average of the weights is retained, which is not declared",
     bug="of the family of P15 pytorch #164756: weights beside the weights",
     case="fsdp_2",
     caught_by="memory",

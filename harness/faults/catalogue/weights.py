@@ -57,7 +57,7 @@ replicated_parameters_drawn_by_each_tp_rank = fault(
     does=op.on_rank(1, _each(lambda fqn, full, _: full if full.ndim > 1 else full[::-1].copy())),
 )
 weights_of_no_seed = fault(
-    breaks="weights are drawn from a generator that nobody seeded",
+    breaks="weights are drawn from a generator without a seed",
     bug="of the family of R01: initialisation by another stream of random numbers than requested",
     case="fsdp_4_twice",
     caught_by="initial_weights determinism",

@@ -1,19 +1,18 @@
 """Bytes that autograd keeps of a forward pass until its backward, by a formula: an estimate, unlike all else in a plan.
 
-For each token of a rank, in the dtype that it computes in, with h the model's dim, v that of keys and values, f that of the
-feed-forward, t the tp degree, and r = t with sequence parallel, else 1, a block keeps
+h is the model's dim, v that of keys and values, f that of the feed-forward. t is the tp degree; r = t with sequence parallel,
+else 1. For each token of a rank, in the dtype that it computes in, a block keeps
 
-    2 h / r              inputs of its two norms
-    2 h                  inputs of the matmuls that follow them, which every tp rank has whole
-    (2 h + 2 v + 4 f)/t  queries, keys, values, attention's output; what w1 and w3 give, silu of it, and the input of w2
+    2 h / r              inputs of its two norms.
+    2 h                  inputs of the matmuls that follow them, which every tp rank has whole.
+    (2 h + 2 v + 4 f)/t  queries, keys, values, attention's output; what w1 and w3 give, silu of it, and the input of w2.
 
-That is an eager block with fused norms and a fused attention kernel. Recomputed, it keeps its input, h / r; by operator ("op")
-besides that what the trainer's policy names (`op_keeps`) and the two results that tp reduces. Behind the last block: norm's and
-output's inputs. Left out: what unfused norms keep (2 h, in float32), rotary tables, masks, K/V of other cp ranks, heads after
-GQA expansion.
+This is an eager block with fused norms and a fused attention kernel. Recomputed, it keeps its input, h / r; by operator ("op")
+also what the trainer's policy names (`op_keeps`) and the two results that tp reduces. Norm and output keep their inputs.
+Left out: what unfused norms keep (2 h, in float32), rotary tables, masks, K/V of other cp ranks, heads after GQA expansion.
 
-At its most in backward a block has its gradients besides, of which there are 2 h / r + h + 3 f / t at once. At its most the
-loss has, for each token and row of the vocabulary, of one of `loss_chunks` at a time, three numbers of at least float32: the
+At its most in backward a block also has its gradients, of which there are 2 h / r + h + 3 f / t at once. At its most the loss
+has three numbers of at least float32 for each token and row of the vocabulary, in one of `loss_chunks` at a time. They are the
 logarithms that autograd keeps, their gradient, and that of the logits; over tp (`loss_parallel`) also their exponentials.
 """
 
@@ -41,7 +40,7 @@ def activation_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> in
 
 
 def most_waiting(case: Case, rank: int, of_stage: Callable[[int], int]) -> int:
-    """Of what a forward pass of a stage leaves until its backward, the most that is there at once, in the schedule's order."""
+    """Return the most that forward passes leave until their backward, at one time in the schedule's order."""
     if case.dims.pp == 1:
         return of_stage(0)
     sizes = {stage: of_stage(stage) for stage in stages_of_rank(case, rank)}
@@ -53,7 +52,7 @@ def most_waiting(case: Case, rank: int, of_stage: Callable[[int], int]) -> int:
 
 
 def block_bytes(case: Case) -> int:
-    """Of one block and one microbatch."""
+    """Return the bytes that one block keeps of one microbatch."""
     model, tp = case.model, case.dims.tp
     kv = model.n_kv_heads * model.head_dim
     width = 2 * model.dim // _residual_degree(case) + 2 * model.dim + (2 * model.dim + 2 * kv + 4 * model.ffn_dim) // tp
@@ -61,7 +60,7 @@ def block_bytes(case: Case) -> int:
 
 
 def recomputed_block_bytes(case: Case, traits: TrainerTraits = USUAL) -> int:
-    """Of one that is computed again in backward."""
+    """Return the bytes that a block keeps that is computed again in backward."""
     model, tp = case.model, case.dims.tp
     width = model.dim // _residual_degree(case)
     if case.features.activation_checkpointing == "op":
@@ -74,7 +73,7 @@ def recomputed_block_bytes(case: Case, traits: TrainerTraits = USUAL) -> int:
 
 
 def backward_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
-    """What the backward of one block has besides what was kept: what is computed again of it, and its gradients."""
+    """What the backward of one block has in addition to what was kept: its recomputed values and its gradients."""
     model, tp = case.model, case.dims.tp
     again = max(block_bytes(case) - recomputed_block_bytes(case, traits), 0) if recomputed_layers(case, rank) else 0
     gradients = 2 * model.dim // _residual_degree(case) + model.dim + 3 * model.ffn_dim // tp
@@ -82,7 +81,7 @@ def backward_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
 
 
 def loss_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
-    """Of one microbatch on a rank with the last stage: the logits, their copies and gradients, at their most."""
+    """Return the most bytes of a microbatch's logits, their copies and gradients, on a rank with the last stage."""
     if case.n_stages - 1 not in stages_of_rank(case, rank):
         return 0
     model, tp = case.model, case.dims.tp
@@ -101,10 +100,10 @@ def _residual_degree(case: Case) -> int:
 
 
 def tokens(case: Case) -> int:
-    """Of a microbatch on a rank."""
+    """Return the tokens of a microbatch on a rank."""
     return case.local_batch * (case.training.seq_len // case.dims.cp)
 
 
 def size(case: Case) -> int:
-    """Of a number as it is computed."""
+    """Return the bytes of a number as it is computed."""
     return BYTES[case.training.compute_dtype or case.training.dtype]

@@ -20,7 +20,7 @@ class Balance:
 
     @property
     def excess(self) -> float:
-        """By how much the busiest has more than the mean: what all others wait for."""
+        """Return how much more than the mean the busiest has: all others wait for it."""
         return max(self.shares) * len(self.shares) / sum(self.shares) - 1
 
 
@@ -29,7 +29,7 @@ def layers_by_stage(case: Case) -> tuple[int, ...]:
 
 
 def matmuls_over_pp(case: Case) -> Balance:
-    """Of each rank of a pipeline, all its stages together."""
+    """Return the matmuls of each rank of a pipeline, all its stages together."""
     first = [index * case.dims.world_size // case.dims.pp for index in range(case.dims.pp)]
     return Balance(tuple(sum(matmul_operations(case, stage) for stage in stages_of_rank(case, rank)) for rank in first))
 

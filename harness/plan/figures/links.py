@@ -1,6 +1,6 @@
 """What a rank sends in a step, by axis, and over which links: between GPUs of one node, or from node to node.
 
-Ranks are taken to fill nodes in their order. Sent is what a rank of a ring of n sends: (n - 1) / n of what all_gather and
+Ranks are taken to fill nodes in their order. In a ring of n ranks each sends (n - 1) / n of what all_gather and
 reduce_scatter count, and twice that for all_reduce.
 """
 
@@ -35,7 +35,7 @@ class AxisTraffic:
 
 
 def traffic_by_axis(plan: Plan, rank: int, *, gpus_per_node: int = GPUS_PER_NODE) -> tuple[AxisTraffic, ...]:
-    """Of an odd step that is not the first, most bytes sent first."""
+    """Return the traffic of a step after the first with step 1's sequence length, the axis with most bytes sent first."""
     flows: dict[str, list[Flow]] = defaultdict(list)
     for flow in plan.flows[rank]:
         if not flow.first:

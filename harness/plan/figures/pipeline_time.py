@@ -1,4 +1,4 @@
-"""How long ranks of a pipeline are idle, from the order of their actions: each begins when its rank is free and what it
+"""How long ranks of a pipeline are idle, from the order of their actions. Each begins when its rank is free and what it
 needs is there. Forward takes a stage's share of the matmuls, backward twice that, either half of it as long as forward.
 
 Left out: communication, which a schedule may hide or not, and that kernels are not equally fast.
@@ -20,15 +20,15 @@ TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """Of one pass: from its begin to its end, and how long each rank of the pipeline is busy."""
+    """How long one pass takes, and how long each rank of the pipeline is busy in it."""
 
     length: float
     busy: tuple[float, ...]
 
     @property
     def bubble(self) -> float:
-        """Idle time as a part of the time that the busiest rank computes: (pp - 1) / (stages a rank x microbatches) for even
-        stages under 1F1B and its interleaved form."""
+        """Return idle time as a part of the time that the busiest rank computes. For even stages under 1F1B and its interleaved
+        form it is (pp - 1) / (stages a rank x microbatches)."""
         return self.length / max(self.busy) - 1
 
     @property
@@ -52,7 +52,7 @@ def pipeline_time(case: Case, cost: Callable[[int], float] = lambda stage: 1.0) 
                 free[index] = max(free[index], begin) + takes
                 busy[index] += takes
                 done[_result(action)] = free[index]
-        assert len(done) > before, "a schedule in which nobody can go on"
+        assert len(done) > before, "a schedule in which no rank can go on"
     return PipelineTime(max(free), tuple(busy))
 
 
@@ -75,7 +75,7 @@ def _ready(case: Case, action: schedule.Action, done: dict[tuple[int, str, int],
 
 
 def matmul_operations(case: Case, stage: int) -> float:
-    """Of a token's forward pass: additions and multiplications, of all tp ranks together; half of attention is masked."""
+    """Return the additions and multiplications of a token's forward pass on all tp ranks; half of attention is masked."""
     model = case.model
     kv = model.n_kv_heads * model.head_dim
     block = 2 * model.dim * (2 * model.dim + 2 * kv + 3 * model.ffn_dim) + 2 * model.dim * case.training.seq_len

@@ -1,4 +1,4 @@
-"""The bytes of a rank's memory: what stays between steps exactly, what is there within a step by arithmetic of its wrapper.
+"""The bytes of a rank's memory: what is kept between steps exactly, what is there within a step by its wrapper's arithmetic.
 
 A step has most either while the loss is differentiated or while the last block is. Left out: the CUDA context, buffers of NCCL,
 workspaces of kernels, copies for communication. What an allocator wastes of what it reserves is a factor.
@@ -19,7 +19,7 @@ from harness.spec.features import ZERO
 
 GPUS = {"A100": 80, "H100": 80, "H200": 141, "B200": 180}
 """GB that they are sold with, of 10^9 bytes each. (80 GB are 80 GiB, 5.9e9 bytes more, of which a context, NCCL and an
-allocator take some that nobody can compute.)"""
+allocator take some that cannot be computed.)"""
 
 STATES = {"adamw": 2, "sgd": 0}
 FREED = (None, "fsdp2", "fsdp1")
@@ -35,17 +35,17 @@ class RankBytes:
     """Bytes of a rank. The first four stay between steps."""
 
     parameters: int
-    """Of its slices, exactly."""
+    """Bytes of its slices, exactly."""
     gradients: int
-    """Of its slices, exactly."""
+    """Bytes of its slices, exactly."""
     optimizer: int
-    """Of its optimizer's state, exactly."""
+    """Bytes of its optimizer's state, exactly."""
     padding: int
-    """Of parameters and gradients, at most."""
+    """Padding of parameters and gradients, at most."""
     gathered: int
     """Parameters of other ranks, at their most."""
     gathered_after_forward: int
-    """Those that are there while the loss is computed."""
+    """Gathered parameters that are there while the loss is computed."""
     unreduced: int
     """Gradients that wait to be reduced."""
     waiting: bool
@@ -53,7 +53,7 @@ class RankBytes:
     activations: int
     """What autograd keeps of microbatches, an estimate (activations.py)."""
     in_block: int
-    """What the backward of a block has besides, an estimate."""
+    """What the backward of a block has in addition, an estimate."""
     in_loss: int
     """Logits, their copies and gradients, an estimate; 0 without the last stage."""
 
@@ -81,7 +81,7 @@ class RankBytes:
 
     @property
     def phase(self) -> str:
-        """In which there is most."""
+        """Return the phase in which there is most."""
         return "loss" if self.loss > self.backward else "backward"
 
     @property
@@ -111,7 +111,7 @@ def rank_bytes(case: Case, plan: Plan, rank: int) -> RankBytes:
 
 
 def _gradients(case: Case, plan: Plan, rank: int) -> int:
-    """Of its slices as they are reduced; ZeRO-1 keeps them whole, in the dtype that they are added up in."""
+    """Return the bytes of its slices as they are reduced; ZeRO-1 keeps them whole, in the dtype of their sum."""
     if case.wrapper not in ZERO:
         return plan.parameter_bytes[rank][0]
     kept = kept_dtype(case)
@@ -127,8 +127,8 @@ def _after_forward(case: Case, plan: Plan, rank: int) -> int:
 
 
 def _gathered(case: Case, plan: Plan, rank: int) -> int:
-    """What stays whole after forward, and of the units that do not the two largest: one in use, one that is prefetched. A
-    pipeline's stages keep what backward gathered until the pass is over."""
+    """What is kept whole after forward, and the two largest units that are freed: one in use, one prefetched. A pipeline's
+    stages keep what backward gathered until the pass is over."""
     if plan.shards == 1:
         return 0
     size = BYTES[case.training.compute_dtype or case.training.dtype]
@@ -140,8 +140,8 @@ def _gathered(case: Case, plan: Plan, rank: int) -> int:
 
 
 def _unreduced(case: Case, plan: Plan, rank: int) -> int:
-    """Where several backwards add up before they are reduced, whole gradients, in the dtype that they are reduced in; else
-    those of two units, as they are computed. DDP's buckets are a copy of all."""
+    """If several backwards add up before a reduction, whole gradients are kept, in the dtype of the reduction. If not,
+    those of two units are kept, as computed. DDP's buckets are a copy of all."""
     if case.wrapper in ("ddp", "replicate"):
         return plan.parameter_bytes[rank][1]
     if plan.shards == 1 and (case.wrapper is None or case.wrapper == "zero1"):
@@ -163,6 +163,6 @@ def _two_largest(case: Case, plan: Plan, rank: int, *, freed: bool) -> int:
 
 
 def _elements(case: Case, plan: Plan, rank: int, names: Iterable[str]) -> int:
-    """Of these parameters as tp leaves them, padded as FSDP gathers them."""
+    """Return the elements of these parameters as tp leaves them, padded as FSDP gathers them."""
     tp_index = coordinate(case.dims, rank)["tp"]
     return sum(padded_numel(case, plan.traits, fqn, tp_index) for fqn in names)

@@ -17,12 +17,12 @@ def context_parallel_flows(case: Case, traits: TrainerTraits, rank: int, length:
     Keys and values have `n_heads / tp` heads where the trainer exchanges them after GQA expansion, else `n_kv_heads / tp`:
     `TrainerTraits.cp_heads`. all_gather brings those of all ranks at once; alltoall passes them on to the next rank, cp - 1
     times; a trainer may send and receive instead: `TrainerTraits.cp_sends`. Gradients of keys and values are passed on cp
-    times, summed up on the way, until each is where its keys are: in float64 where that is computed in, else in float32.
-    torch.compile keeps forward's keys and values for backward, which then gathers none. A trainer may gather them once and
-    reduce-scatter their gradients in the dtype computed in: `TrainerTraits.cp_gathers`.
+    times and summed up on the way, until each is where its keys are. Their dtype is float64 where that is computed in, else
+    float32. torch.compile keeps forward's keys and values for backward, which then gathers none. A trainer may gather them
+    once and reduce-scatter their gradients in the dtype computed in: `TrainerTraits.cp_gathers`.
 
-    For cp 2, float64, 4 layers, batch 2, 32 tokens a sample, 8 heads of 8: 2 (keys, values) x 4 x 2 x 32/2 x 64 = 16,384
-    elements of a rank; an all_gather's output, which is what counts, is cp times that: 262,144 bytes.
+    An example: cp 2, float64, 4 layers, batch 2, 32 tokens a sample, 8 heads of 8. A rank has 2 (keys, values) x 4 x 2 x
+    32/2 x 64 = 16,384 elements. An all_gather's output, which is what counts, is cp times that: 262,144 bytes.
     """
     dims, training = case.dims, case.training
     if dims.cp == 1:

@@ -64,9 +64,9 @@ def _padded(case: Case, traits: TrainerTraits, fqns: Iterable[str], tp_index: in
 
 
 def _gathered_for_the_loss(case: Case, traits: TrainerTraits, axis: str, last: Unit, tp_index: int) -> Iterable[Flow]:
-    """Final norm and output are a unit. A loss in chunks calls the output when the model's forward is over: a unit whose policy
-    is to be freed is freed then, and gathered once more for the loss. The loss leaves it with that policy, so that one that
-    was to be kept is so in the first pass only."""
+    """Final norm and output are a unit. A loss in chunks calls the output when the model's forward is over. A unit that its
+    policy frees is free by then, and is gathered once more for the loss. The loss leaves the unit with that policy, so a
+    unit that its policy keeps is kept in the first pass only."""
     size = BYTES[case.training.compute_dtype or case.training.dtype]
     once = _padded(case, traits, last.parameters, tp_index) * size
     yield Flow(axis, "parameters", "all_gather", "forward", (case.features.accumulation - 1) * once)
@@ -76,8 +76,8 @@ def _gathered_for_the_loss(case: Case, traits: TrainerTraits, axis: str, last: U
 def _gathered_for_each_chunk(
     case: Case, traits: TrainerTraits, axis: str, output: Unit, tp_index: int
 ) -> Iterable[Flow]:
-    """Besides its first forward and first backward. FSDP2 frees a unit behind each backward of its module, and by its policy
-    behind each forward: an output that is a unit of its own is gathered again for every other chunk."""
+    """What an output that is its own unit gathers for every chunk after the first. FSDP2 frees a unit behind each backward of
+    its module, and by its policy behind each forward."""
     size = BYTES[case.training.compute_dtype or case.training.dtype]
     once = _padded(case, traits, output.parameters, tp_index) * size
     others = (traits.loss_chunks - 1) * case.features.accumulation * once
@@ -87,7 +87,7 @@ def _gathered_for_each_chunk(
 
 
 def _gathered_for_chunks_of_a_stage(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
-    """Besides the first chunk of each microbatch. In a pipeline backward frees nothing before the pass is over."""
+    """What each chunk after a microbatch's first one gathers. A pipeline's backward frees nothing before the pass is over."""
     output, last = output_alone(units), case.n_stages - 1
     if output is None or output.degree == 1 or last not in stages_of_rank(case, rank):
         return
@@ -98,9 +98,10 @@ def _gathered_for_chunks_of_a_stage(case: Case, traits: TrainerTraits, rank: int
 
 
 def _reduced_apart(case: Case, traits: TrainerTraits, everything: int, tp_index: int) -> int:
-    """Elements of gradients that waited for the last microbatch and are reduced ahead of its own: FSDP2 does so at the first
-    backward that comes to their unit. That is a chunk's: of the output, or at its end of all else, where the trainer has
-    each chunk's backward at once and the output wait for the last."""
+    """Return the elements of gradients that waited for the last microbatch and are reduced ahead of the gradients of that one.
+
+    FSDP2 reduces them at the first backward that comes to their unit, which is a chunk's. They are the output's; where the
+    output waits for the last chunk (`holds_output`) they are all others."""
     if case.features.accumulation == 1 or case.features.defer_sync is not True:
         return 0
     output = padded_numel(case, traits, "output.weight", tp_index)

@@ -13,9 +13,7 @@ class Flow:
     """Bytes that one rank must move over one axis in a step, for one purpose.
 
     Bytes count the unsharded tensor (all_gather's output, reduce_scatter's input, all_reduce's tensor), so they depend
-    neither on bucketing nor on the algorithm behind the collective. optional: it has these bytes where it is done in
-    forward or backward; done outside of them it cannot be told from other small collectives. first: in the first step
-    only. later: in all others only. last: in the last step of the launch only.
+    neither on bucketing nor on the algorithm behind the collective.
     """
 
     axis: str
@@ -23,7 +21,7 @@ class Flow:
     op: str
     phase: str
     bytes: int
-    optional: bool = False
-    first: bool = False
-    later: bool = False
-    last: bool = False
+    optional: bool = False  # it may also run outside of forward and backward, where other small collectives hide it
+    first: bool = False  # in the first step only
+    later: bool = False  # in all steps but the first
+    last: bool = False  # in the last step of the launch only

@@ -11,8 +11,8 @@ from harness.spec.case import Case
 
 
 def pipeline_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
-    """A microbatch's activations go to the rank of the next stage, and their gradients come back; stages next to each
-    other on one rank (the tip of a V) hand them over. With sequence parallel each tp rank sends its part."""
+    """A microbatch's activations go to the rank of the next stage, and their gradients come back. Neighbouring stages on one
+    rank (the tip of a V) send nothing. With sequence parallel each tp rank sends its part."""
     dims, training = case.dims, case.training
     mine = stages_of_rank(case, rank)
     borders = [stage for stage in (*mine, *(stage + 1 for stage in mine)) if 0 < stage < case.n_stages]

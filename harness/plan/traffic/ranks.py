@@ -34,8 +34,8 @@ def flows_of_rank(case: Case, traits: TrainerTraits, rank: int, length: int, uni
 
 
 def outside_bytes(case: Case, traits: TrainerTraits, rank: int, flows: Iterable[Flow]) -> int:
-    """A norm for each parameter on each axis, eight numbers of each rank (losses, counts), the sums of a loss over tp that is
-    not computed in forward, and what is optional inside."""
+    """Each parameter has a norm on each axis, and each rank eight numbers (losses, counts). The sums over tp of a loss that is
+    computed outside of forward count, too, as do the optional flows."""
     dims, training = case.dims, case.training
     axes = sum(getattr(dims, axis) > 1 for axis in AXES)
     numbers = len(parameter_shapes(case.model)) * axes + 8 * dims.world_size

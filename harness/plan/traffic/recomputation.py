@@ -13,12 +13,12 @@ from harness.spec.traits import TrainerTraits
 
 
 def recomputed_flows(case: Case, traits: TrainerTraits, rank: int, length: int) -> Iterable[Flow]:
-    """What activation checkpointing issues again in backward. Of FSDP nothing: it gathers once for all of backward.
+    """What activation checkpointing issues again in backward. FSDP issues nothing again: it gathers once for all of backward.
 
-    A block runs again only until the last activation that backward needs has come by, the input of w2. So the residual
-    stream is brought into attention and feed-forward again, and out of attention, but not out of feed-forward (unless
-    dropout follows, whose mask backward needs, or the trainer does not stop there: `ac_early_stop`). "op" keeps the
-    results of reductions and of attention, and with the latter what a ring passed on for it; what was gathered before
+    A block runs again only until the last activation that backward needs, the input of w2. So the residual stream is brought
+    into attention and feed-forward again, and out of attention, but not out of feed-forward. Two things bring it out of there,
+    too: dropout, whose mask backward needs, and a trainer that does not stop early (`ac_early_stop`). "op" keeps the
+    results of reductions and of attention, and with the latter what a ring passed on for it. What was gathered before
     attention (`cp_gathers`) is gathered again.
     """
     dims, model, training = case.dims, case.model, case.training

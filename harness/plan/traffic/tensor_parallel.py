@@ -49,13 +49,13 @@ def tensor_parallel_flows(case: Case, traits: TrainerTraits, stages: tuple[int, 
 
 
 def activation_bytes(case: Case, length: int) -> int:
-    """Of the residual stream of all of a rank's microbatches."""
+    """Return the bytes of the residual stream of all of a rank's microbatches."""
     size = BYTES[case.training.compute_dtype or case.training.dtype]
     return case.local_batch * (length // case.dims.cp) * case.model.dim * size * case.passes
 
 
 def logits_bytes(case: Case, length: int) -> int:
-    """Of the logits of all of a rank's microbatches, gathered over tp in equal parts."""
+    """Return the bytes of the logits of all of a rank's microbatches, gathered over tp in equal parts."""
     vocabulary = -(-case.model.vocab_size // case.dims.tp) * case.dims.tp
     return activation_bytes(case, length) // case.model.dim * vocabulary
 
@@ -66,11 +66,10 @@ def loss_bytes(case: Case, length: int) -> int:
 
 
 def _bytes_of_norm_gradients(case: Case, torch: str) -> int:
-    """Of one element in a step. FSDP2 sums them over tp whenever it reduces: under pp at the end of every pass.
+    """Return the bytes of one element in a step. FSDP2 sums over tp whenever it reduces: under pp at the end of every pass.
 
-    A gradient that is not reduced in the backward that made it is kept in the dtype that it will be reduced in: under pp
-    always, else if the reduction of several microbatches is deferred. One that is reduced at once is as computed, in torch
-    up to 2.14.
+    A gradient that backward does not reduce at once is kept in the dtype of its reduction. This is always so under pp, else
+    if the reduction of several microbatches is deferred. One that is reduced at once is as computed, in torch up to 2.14.
     """
     computed, features = case.training.compute_dtype or case.training.dtype, case.features
     kept = case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync is True)
@@ -82,8 +81,8 @@ def _bytes_of_norm_gradients(case: Case, torch: str) -> int:
 def scale_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
     """Float8: the largest entry of what is cut over tp, for its scale; one number a tensor, or one a row.
 
-    Cut are all weights; in forward the inputs of wo and w2; in backward the gradients of the outputs of the other five,
-    and with them the columns of their weights. (Under rowwise_with_gw_hp weights have one scale in backward.)
+    All weights are cut. Forward also cuts the inputs of wo and w2. Backward also cuts the gradients of the outputs of the
+    other five, and with them the columns of their weights. (Under rowwise_with_gw_hp weights have one scale in backward.)
     """
     recipe, model = case.training.quantize, case.model
     if case.dims.tp == 1 or recipe not in SCALES_OVER_TP:

@@ -76,7 +76,7 @@ def first_line(kind: type[BaseException], error: BaseException) -> str:
 
 
 def hear_of_errors() -> None:
-    """Before torch is imported, from when on the recorder hears of them."""
+    """Record errors that are raised before torch is imported. Later ones are the recorder's."""
     hook = sys.excepthook
 
     def raised(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -111,7 +111,7 @@ def note_ends(codes: dict[int, int]) -> None:
 
 
 def end_alone(reason: str) -> None:
-    """As a rank of which nothing can be said."""
+    """Exit as a rank that reports only why it is unable to."""
     file = os.path.join(os.environ["HARNESS_RECORD"], "processes", f"rank_{int(os.environ['RANK']):05d}.unable")
     with open(file, "w") as told:
         told.write(reason)
@@ -128,7 +128,7 @@ def the_hidden_one() -> None:
 
 
 def launches_ranks() -> bool:
-    """torchrun and the like import torch and train nothing."""
+    """Return whether this is torchrun or another launcher, which import torch and train nothing."""
     words = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed")
     return "RANK" not in os.environ and any(os.path.basename(word) in words for word in sys.orig_argv[:4])
 

@@ -53,8 +53,8 @@ class DeepSpeed(Adapter):
         return replace(self, where=source)
 
     def traits(self, case: Case) -> TrainerTraits:
-        """Of ZeRO-1 and 2 each rank's part of the vector begins at an even element, and an all_reduce brings whole gradients,
-        of which it keeps its own (`use_multi_rank_bucket_allreduce`). ZeRO-3 has a linear layer of its own."""
+        """In ZeRO-1 and 2 each rank's part of the vector begins at an even element. An all_reduce brings whole gradients, of
+        which a rank keeps its own (`use_multi_rank_bucket_allreduce`). ZeRO-3 has its own linear layer."""
         if case.wrapper == "zero3":
             return TrainerTraits(master_weights=True, own_model=True, allow=KEPT_BY_ZERO3)
         layout, allow = FlatLayout(parts=2), (_kept_by_offload(case),) if self.offload and case.wrapper in ZERO else ()

@@ -11,10 +11,10 @@ SHARED_MEMORY = (
 
 
 def choose() -> None:
-    """Before it is imported."""
+    """Choose the CPU. Call it before DeepSpeed is imported."""
     os.environ["DS_ACCELERATOR"] = "cpu"
 
 
 def lend() -> None:
-    """Before it is initialized."""
+    """Stub its CPU collectives. Call it before DeepSpeed is initialized."""
     importlib.import_module("deepspeed.comm.torch").__dict__["build_shm_op"] = lambda: None

@@ -1,4 +1,4 @@
-"""What the probe is told of an engine, whoever made it: where it reduces, where it clips, and where shards lie."""
+"""What the probe needs of an engine, whoever made it: where it reduces, where it clips, and where shards lie."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ LENT = "accelerate's choice of a backend: gloo on CPU (it knows none for DeepSpe
 
 
 def choose(device: str) -> None:
-    """Before accelerate is imported."""
+    """Choose the device. Call it before accelerate is imported."""
     if device == "cpu":
         cpu.choose()
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
 
 
 def lend(device: str) -> None:
-    """Before its state is made. With `use_cpu` it would run DDP and not say so."""
+    """Stub it before its state is made. With `use_cpu` it would silently run DDP."""
     if device != "cpu":
         return
     import deepspeed  # noqa: F401

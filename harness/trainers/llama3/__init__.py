@@ -1,6 +1,6 @@
 """The default trainer under test: a complete distributed Llama 3 trainer. It is not trusted; it is what the harness examines.
 
-The model is reference/model.py, unmodified; parallelism is applied from outside. Everything else is this folder's:
+The model is reference/model.py, unmodified; parallelism is applied from outside. This folder has all else.
 
     parallelize.py   the mesh; tensor parallel, FSDP2, DDP; when and how gradients are reduced
     recompute.py     activation checkpointing and torch.compile
@@ -165,7 +165,7 @@ def _limits_of_pipelines(case: Case) -> Iterator[str]:
 
 
 def _wrong_with_zero_bubble(case: Case) -> Iterator[str]:
-    """What torch computes wrongly, and without an error: nobody may train so. The cases that show it expect to fail."""
+    """What torch computes wrongly, without an error: such a case is refused. The cases that show it expect to fail."""
     features = case.features
     schedule = f"with schedule {features.schedule}"
     if features.activation_checkpointing != "none":
@@ -178,7 +178,7 @@ def _wrong_with_zero_bubble(case: Case) -> Iterator[str]:
 
 
 def _fsdp1_obstacles(case: Case) -> Iterator[str]:
-    """What nobody begins with FSDP1 any more, and what it cannot do."""
+    """What FSDP1 cannot do, and what is not implemented with it."""
     dims, features = case.dims, case.features
     for axis in ("pp", "cp", "tp"):
         if getattr(dims, axis) > 1:
@@ -192,7 +192,7 @@ def _fsdp1_obstacles(case: Case) -> Iterator[str]:
 
 
 def torch_version() -> tuple[int, int]:
-    """Of the torch installed, without importing it."""
+    """Return the release of the installed torch, without importing it."""
     major, minor = importlib.metadata.version("torch").split(".")[:2]
     return int(major), int(minor)
 

@@ -59,7 +59,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         allow_abbrev=False, prog="python -m harness.trainers.llama3", description="Train one case."
     )
     parser.add_argument("--case", required=True, metavar="FILE::NAME")
-    parser.add_argument("--steps", type=int, help="stop after this step; the schedule stays the recipe's")
+    parser.add_argument("--steps", type=int, help="stop after this step; the schedule is still the recipe's")
     parser.add_argument("--weights", type=Path, help=".npz of full tensors by name; default: the seed's")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--checkpoint-dir", type=Path)

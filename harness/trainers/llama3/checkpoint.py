@@ -78,7 +78,7 @@ def resume(parts: Sequence[Part], checkpoint: Path) -> Counters:
 
 
 def read(state: dict[str, Any], checkpoint: Path) -> None:
-    """In place. torch gathers the exceptions of all ranks into one with everybody's tracebacks: told is the first."""
+    """Read it in place. torch gathers the exceptions of all ranks into one: only the first is reported."""
     try:
         dcp.load(state, checkpoint_id=checkpoint)
     except CheckpointException as error:
@@ -90,7 +90,7 @@ def read(state: dict[str, Any], checkpoint: Path) -> None:
 
 
 def continue_schedule(scheduler: LRScheduler, finished: int) -> None:
-    """As after this many finished steps.
+    """Set the scheduler as it is after this many finished steps.
 
     Trap: a scheduler's own state dict lists a rate for every parameter group, and another layout may have more groups.
     """

@@ -45,8 +45,8 @@ class Part:
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Trap: on a mesh of three axes DTensor spends half a second of every rank's time in finding out how to treat an operator
-    on a gradient and a scalar, or on a list of gradients."""
+    """Return this rank's parts. Trap: on a mesh of three axes DTensor needs half a second for an operator on a gradient and a
+    scalar, or on a list of gradients."""
     gradients = [parameter.grad for parameter in parameters]
     return [g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None]
 

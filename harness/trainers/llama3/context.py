@@ -88,9 +88,9 @@ def shard_sequence(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's part of a microbatch: tokens, labels int64 [b, s / cp], and their positions int64 [s / cp].
 
-    Load balanced, the sequence is cut into 2 cp chunks and a rank gets one from the head and its mirror image from the
-    tail, as under a causal mask late positions have more to look at. Trap: torch notes in a global whether it balanced,
-    and the ring, which asks that global, is wrong for a batch that was cut elsewhere.
+    Load balanced, the sequence is cut into 2 cp chunks, and a rank gets one from the head and its mirror image from the
+    tail. The reason: under a causal mask late positions have more to look at. Trap: torch notes in a global whether it
+    balanced. The ring reads that global, and is wrong for a batch that was cut elsewhere.
     """
     sequence = tokens.shape[1]
     positions = torch.arange(sequence, device=tokens.device)

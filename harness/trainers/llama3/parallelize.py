@@ -122,7 +122,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, case: Case) -> nn.Module:
 
 
 def apply_replicate(model: nn.Module, mesh: DeviceMesh, case: Case) -> nn.Module:
-    """The composable DDP. The module stays the same one; what DDP does when it is made is done in the first forward."""
+    """The composable DDP. The module is the same object; what DDP does when it is made is done in the first forward."""
     return composable_replicate(model, **ddp_options(mesh, case))
 
 
@@ -135,7 +135,7 @@ def ddp_options(mesh: DeviceMesh, case: Case) -> dict[str, Any]:
 def apply_fsdp1(model: Llama, mesh: DeviceMesh, case: Case) -> nn.Module:
     """Units: each block, and the root with all the rest. The root's is never freed after forward.
 
-    Trap: on CPU it must be told the device, or it looks for an accelerator. A policy by class would wrap a checkpointed
+    Trap: on CPU it needs the device, or it looks for an accelerator. A policy by class would wrap a checkpointed
     block inside its checkpoint.
     """
     blocks = set(model.layers.values())
@@ -246,7 +246,7 @@ def present(modules: list[nn.Module | None]) -> list[nn.Module]:
 
 
 def mixed_precision(case: Case) -> MixedPrecisionPolicy:
-    """None leaves the recipe's dtype. Unless requested otherwise gradients are reduced as computed: torch 2.15 must be told."""
+    """None leaves the recipe's dtype. By default gradients are reduced as computed, which torch 2.15 needs said."""
     param = case.training.compute_dtype
     reduce = case.features.reduce_dtype or param
     return MixedPrecisionPolicy(
@@ -284,10 +284,10 @@ def loss_context(mesh: DeviceMesh | None, features: Features) -> Iterator[None]:
 def settle_gradients(parameters: list[nn.Parameter]) -> None:
     """Redistribute every gradient to its parameter's placements.
 
-    FSDP2 does this itself. With TP alone torch leaves two that do not: the norms' under sequence parallel are Partial,
-    each rank holding what its part of the sequence gave, and tok_embeddings' is whole on every rank. Clipping and
-    optimizer still come out right, as they go through DTensor, but local values are not the gradient, memory is
-    wasted, and AdamW sums each norm's gradient three times over.
+    FSDP2 does this itself. With TP alone torch leaves two kinds undone. Norms' gradients under sequence parallel are Partial:
+    each rank holds what its part of the sequence gave. tok_embeddings' gradient is whole on every rank. Clipping and
+    optimizer still come out right, as they go through DTensor. But local values are not the gradient, memory is wasted, and
+    AdamW sums each norm's gradient three times over.
     """
     for parameter in parameters:
         if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):

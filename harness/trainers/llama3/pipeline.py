@@ -69,7 +69,7 @@ def build_schedule(
 
 
 def build_stage(part: nn.Module, index: int, case: Case, mesh: DeviceMesh, device: torch.device) -> PipelineStage:
-    """Shapes are said, not found out: otherwise torch runs a forward and backward pass of its own for them.
+    """Shapes are given: without them torch runs an extra forward and backward pass to find them.
 
     Trap: they must be true of the logits too, which are sent nowhere; torch 2.11 compares them.
     """

@@ -41,7 +41,7 @@ def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[st
 
 
 def weight_decay(fqn: str, training: TrainingConfig) -> float:
-    """Norm weights are left alone if only matrices are to decay. By name: a wrapper may flatten what has two dims."""
+    """Norm weights are left alone if only matrices are to decay. Names decide: a wrapper may flatten what has two dims."""
     return 0.0 if training.decay == "matrices" and fqn.endswith("norm.weight") else training.weight_decay
 
 
@@ -50,5 +50,5 @@ def build_scheduler(optimizer: Optimizer, training: TrainingConfig) -> LambdaLR:
 
 
 def _factor(finished: int, *, training: TrainingConfig) -> float:
-    """Of the step that comes after those that are finished."""
+    """Return the factor of the step that comes after those that are finished."""
     return lr_factor(finished + 1, training)

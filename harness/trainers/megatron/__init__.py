@@ -4,11 +4,11 @@ Examined are its parallel layers, the pipeline's schedules, DDP's buffers, what 
 clipping and optimizer. Handed over as data are sizes, seed weights, samples, and the rates and weight decay of each step. The
 loop, which a library leaves to its users, is `trainer.py`: what pretrain_gpt.py and its train_step do, in their order.
 
-    model.py    configuration, the model in chunks, names and marks of its parameters
-    shards.py   where the distributed optimizer has its part of each
-    trainer.py  the step, the loop
-    checkpoint.py  distributed checkpoints
-    cpu.py      what is lent on a machine without accelerator
+    model.py    configuration, the model in chunks, names and marks of its parameters.
+    shards.py   where the distributed optimizer has its part of each.
+    trainer.py  the step, the loop.
+    checkpoint.py  distributed checkpoints.
+    cpu.py      what is stubbed on a machine without accelerator.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _missing(where: str | None) -> str:
         return "megatron-core is not installed: pip install --no-deps megatron-core, or give --source"
     version = _version(told.read_text(encoding="utf-8"))
     number = ".".join(map(str, version))
-    return f"megatron-core {number}: a chunk is not told its virtual stage before 0.13" if version < OLDEST else ""
+    return f"megatron-core {number}: a chunk does not get its virtual stage before 0.13" if version < OLDEST else ""
 
 
 def _version(package_info: str) -> tuple[int, ...]:
@@ -227,7 +227,7 @@ def _allowances(case: Case) -> Iterator[Allowance]:
 
 
 def _buffer_bytes(case: Case) -> int:
-    """Of one buffer that holds attention's scores, or the input of a layer gathered from all tp ranks, and is never freed."""
+    """Return the bytes of a buffer that is never freed: attention's scores, or a layer's input gathered from all tp ranks."""
     samples, length, model = case.local_batch, case.training.seq_len, case.model
     scores = samples * model.n_heads // case.dims.tp * length * length
     return max(scores, samples * length * model.dim) * BYTES[case.training.dtype]

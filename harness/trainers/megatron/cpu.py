@@ -1,7 +1,7 @@
 """All that Megatron-core needs on a machine without accelerator; never applied on GPUs.
 
-Nothing here changes what is computed or communicated: it answers questions about a device, has tensors that are made on
-"cuda" lie on the CPU, and marks the weight of a norm as the norms of GPUs do.
+Nothing here changes what is computed or communicated. It answers questions about a device. It puts tensors that are made on
+"cuda" on the CPU. It marks the weight of a norm as the norms of GPUs do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS = {
 
 
 def arrange() -> None:
-    """Before megatron.core is imported, or after."""
+    """Arrange all of it, before megatron.core is imported, or after."""
     answer_for_a_device()
     for name in MAKERS.split():
         setattr(torch, name, on_cpu(getattr(torch, name)))
@@ -104,7 +104,7 @@ def keep_random_state() -> None:
 
 
 def mark_norms() -> None:
-    """torch's norm is refused under sequence parallel, for nobody marks its weight; Apex's does so itself."""
+    """Mark the weight of torch's norm, which is refused without the mark under sequence parallel; Apex's marks it itself."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     original = WrappedTorchNorm.__new__

@@ -57,8 +57,8 @@ def _sizes(case: Case) -> dict[str, Any]:
 
 
 def _layout(case: Case) -> dict[str, Any]:
-    """Trap: with two pipeline ranks the interleaved schedule exchanges the wrong tensors unless sends and receives are apart
-    (upstream_bugs/megatron_interleaved_two_ranks.py), which megatron.training refuses too."""
+    """Trap: with two pipeline ranks the interleaved schedule exchanges the wrong tensors unless sends and receives are separate
+    (upstream_bugs/megatron_interleaved_two_ranks.py). megatron.training refuses that, too."""
     dims, interleaved = case.dims, case.stages_per_rank > 1
     return {
         "tensor_model_parallel_size": dims.tp,

@@ -34,5 +34,5 @@ class Ranges:
         return {name: self.zero._get_model_param_range_map(whole)["param"].start for name, whole, _ in self.held()}
 
     def held(self) -> Iterator[tuple[str, torch.nn.Parameter, torch.Tensor]]:
-        """Of which this rank has an interval."""
+        """Yield the parameters of which this rank has an interval."""
         return ((name, whole, self.shards[whole]) for name, whole in self.named if whole in self.shards)

@@ -153,7 +153,7 @@ class MegatronTrainer(StartedTrainer):
         return rate
 
     def mean_loss(self, losses: list[dict[str, Tensor]]) -> float | None:
-        """As training_log has it: known to the last stage."""
+        """Return the loss that training_log reports; only the last stage has it."""
         if not ps.is_pipeline_last_stage(ignore_virtual=True):
             return None
         total = torch.stack([one["lm loss"] for one in losses]).sum(0)
@@ -202,7 +202,7 @@ def _loss(labels: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Ten
     return total, count, {"lm loss": torch.stack([total.clone().detach(), count])}
 
 
-# ---- what the probe is told
+# ---- what the probe needs
 
 
 def _note_reductions() -> None:

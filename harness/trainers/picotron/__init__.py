@@ -1,7 +1,7 @@
-"""picotron's train.py, unedited, as the program that it is: data, tensor, context and pipeline parallel of its own making.
+"""picotron's train.py, unedited, as the program that it is, with its own data, tensor, context and pipeline parallelism.
 
-Examined are its model, parallel layers, schedules, buckets of gradients, sampler, optimizer and loop. What it is given in
-place of what it downloads, and what is lent on a machine without accelerator, is in `lent.py`. See docs/trainers.md.
+Examined are its model, parallel layers, schedules, buckets of gradients, sampler, optimizer and loop. What it gets in
+place of downloads, and what is stubbed on a machine without accelerator, is in lent.py. See docs/trainers.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = pairs("""embedding=tok_embeddings decoder_layers=layers input_layernorm=
 ANY = """dp_replicate tp pp cp accumulation microbatches name dim n_layers n_heads n_kv_heads vocab_size ffn_dim norm_eps
     rope_theta steps seed dtype global_batch seq_len lr data rates"""
 WRITTEN = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "max_norm": None, "all_valid": True}
-"""Into its train.py: what AdamW takes if nobody says, no clipping, no label that is masked."""
+"""What its train.py fixes: AdamW's defaults, no clipping, no masked label."""
 KNOWN: dict[str, Any] = dict.fromkeys([*ANY.split(), *WRITTEN], ...)
 KNOWN |= {"wrapper": ("ddp",), "schedule": ("GPipe",), "sequence_parallel": (False,), "loss_parallel": (False,)}
 KNOWN |= {"cp_rotation": ("alltoall",), "cp_load_balance": (False,)}
@@ -50,7 +50,7 @@ class Picotron(Adapter):
         return replace(self, where=source)
 
     def traits(self, case: Case) -> TrainerTraits:
-        """One rate for all steps. Keys and values go round by send and receive. Buckets are kept, as DDP's are."""
+        """One rate for all steps. K/V are exchanged over cp by send and receive. Buckets are kept, as DDP's are."""
         return TrainerTraits(own_model=True, cp_sends=True, rates=(case.training.lr,) * case.training.steps)
 
     def replaced(self, case: Case, device: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What picotron's train.py is given in place of what it downloads, and lent on a machine without accelerator.
+"""What picotron's train.py gets in place of what it downloads, and stubs for a machine without accelerator.
 
 Its imports ask for flash-attn, wandb, datasets, transformers and safetensors, of which a run on CPU needs a configuration and
 a data set: both are the case's. Its own sampler, loader and collation bring the samples to the ranks.
@@ -45,7 +45,7 @@ def replaced(tables: str | None, device: str) -> tuple[str, ...]:
 
 
 def lend(case: Case, tables: str | None, device: str) -> None:
-    """Before picotron is imported."""
+    """Arrange all of it. Call it before picotron is imported."""
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     os.environ["FLASH_ATTEN"] = "0"
     if tables:
@@ -106,7 +106,7 @@ def hand_over(case: Case, script: Script, metrics: list[Metrics]) -> None:
 
 
 def grid() -> Any:
-    """Where this rank stands, once it has joined."""
+    """Return this rank's place, once it has joined."""
     return sys.modules["picotron.process_group_manager"].__dict__["process_group_manager"]
 
 
@@ -133,7 +133,7 @@ def configuration(case: Case, device: str) -> str:
     return json.dumps(settings)
 
 
-# ---- what the probe is told of its pipeline
+# ---- what the probe needs of its pipeline
 
 
 def _as_pass(train_step: Any) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def put_first(folder: str | None) -> None:
-    """From here on an import looks there first. None: for the installed one."""
+    """Have imports look there first. None: for the installed one."""
     if folder and sys.path[0] != folder:
         sys.path.insert(0, folder)
 

@@ -1,5 +1,5 @@
-"""Ring attention on CPU. torch 2.11 to 2.13 lacks two things there: the operator that SDPA chooses on CPU is unknown to the
-ring, and partial results are merged in float32, whatever the model's dtype. On GPUs nothing is touched.
+"""Ring attention on CPU, where torch 2.11 to 2.13 has two gaps. The ring lacks the operator that SDPA chooses on CPU. Partial
+results are merged in float32, whatever the model's dtype. On GPUs nothing is touched.
 """
 
 from __future__ import annotations

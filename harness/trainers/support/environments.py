@@ -1,7 +1,7 @@
 """Environments that pip makes: a version of a package on top of this interpreter, and a trainer's release alone.
 
-An environment is a venv that has the version, and what else that needs, and sees all other packages of this interpreter, so
-that nothing else differs. It is made once, and whole or not at all.
+An environment is a venv that has the version and what that needs. It sees all other packages of this interpreter, so that
+nothing else differs. It is made once, and whole or not at all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_SECONDS = 3600.0  # for making an environment
 
 
 def run(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """With this harness, whatever is installed there."""
+    """Run it with this harness, whatever is installed there."""
     environment = {**os.environ, "PYTHONPATH": python_path()}
     return subprocess.run(
         [str(python), *arguments], env=environment, capture_output=True, encoding="utf-8", errors="replace"
@@ -52,7 +52,7 @@ def environment(requirement: str, folder: Path, tell: Callable[[str], None]) -> 
 
 
 def release(package: str, number: str, folder: Path) -> Path:
-    """Where that version lies, and nothing that it needs. Raises ValueError with pip's complaint."""
+    """Return the folder of that version, without what it needs. Raises ValueError with pip's complaint."""
     there = folder.absolute() / f"{package}-{number}"
     if not there.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A float64 recipe stays float64: a trainer's casts to float32 (norms, rotary embedding, loss) mean "at least float32".
+"""A float64 recipe is kept in float64: a trainer's casts to float32 (norms, rotary embedding, loss) mean "at least float32".
 
 Trainers write `x.float()` where bfloat16 is too narrow. Cutting float64 there would hide mistakes below 1e-7. Which
 operations run, and on which ranks, is unchanged.

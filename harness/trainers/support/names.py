@@ -29,7 +29,7 @@ def renamed(name: str, table: Mapping[str, str]) -> str:
 
 
 def in_one(case: Case, *told: str) -> dict[str, tuple[str, ...]]:
-    """An adapter's `fused`, of every layer: "attention.qkv.weight=wq+wk+wv" says what `fqn` calls a tensor there, and which
+    """An adapter's `fused`, of every layer. "attention.qkv.weight=wq+wk+wv" says what `fqn` calls a tensor there, and which
     of the reference's lie in it, one below the other."""
     found = {}
     for layer, (name, _, parts) in itertools.product(range(case.model.n_layers), (one.partition("=") for one in told)):

@@ -15,7 +15,7 @@ NOT_PASSED_ON = "has no such option, or this adapter does not pass it on"
 def beyond(case: Case, known: Mapping[str, Any], who: str, *, saves: bool = False) -> Iterator[str]:
     """A reason for everything that a case requests and a trainer is not known to do: what `unsupported` may begin with.
 
-    known: by key of the case's dims, features, training and model, the values besides the usual one, or ... for any.
+    known: by key of the case's dims, features, training and model, the values allowed beside the usual one, or ... for any.
     saves: whether it writes checkpoints and resumes from them.
     """
     for record in (case.dims, case.features, case.training, case.model):

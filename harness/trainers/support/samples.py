@@ -83,7 +83,7 @@ class RecipeSamples(torch.utils.data.Dataset[Any]):
 class RecipeStream(torch.utils.data.IterableDataset[Any]):
     """The samples of a data-parallel rank, one after the other, for a trainer whose data set is a stream. form: as above.
 
-    Of n workers of a DataLoader, which it asks for a batch in turn, worker w has every n-th batch from the w-th on: all of them
+    A DataLoader asks its n workers for a batch in turn. Worker w has every n-th batch from the w-th on, so that all of them
     together bring what one alone would. batch: samples that the loader takes at once; by default a microbatch.
     """
 

@@ -31,7 +31,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, 
 
 
 class Script:
-    """Nothing of it is run before `set_up`."""
+    """A script that a trainer is. No line of it is run before `set_up`."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         """dtype: the recipe's; where that is float64, float32 means it in the script and in all that it imports from beside
@@ -48,7 +48,7 @@ class Script:
         self._called: Any = nn.Module.__call__
 
     def replace(self, name: str, by: Any) -> None:
-        """In the script and in all that lies beside it. Where nothing has this name, `set_up` raises ValueError."""
+        """Replace a name in the script and in all beside it. If nothing has this name, `set_up` raises ValueError."""
         self.wrap(name, lambda _: by)
 
     def wrap(self, name: str, make: Callable[[Any], Any]) -> None:
@@ -74,8 +74,8 @@ class Script:
         return self._model
 
     def wait(self, model: nn.Module) -> None:
-        """Stop here. An adapter puts this into a script whose first forward pass is too late to stop: in a pipeline, the last
-        stage waits for the others first. model: what the script trains, with whatever wraps it."""
+        """Stop here. An adapter puts this into a script whose first forward pass is too late to stop. In a pipeline the
+        last stage waits for the others first. model: what the script trains, with whatever wraps it."""
         nn.Module.__call__ = self._called
         self._model = model
         self._function.wait()
@@ -96,7 +96,7 @@ class Script:
         self.wrap(name, held)
 
     def run(self) -> None:
-        """On to where it is held, or to its end. Raises what the script raises."""
+        """Run on to where it is held, or to its end. Raises what the script raises."""
         self._function.train()
 
     def _run(self) -> None:

@@ -1,6 +1,6 @@
-"""A trainer that is one function: run up to its first step, stopped there, and run on when told.
+"""A trainer that is one function: run up to its first step, stopped there, and run on when `train` is called.
 
-The function runs in a thread of its own. It calls `wait()` where its set-up is done.
+The function runs in a separate thread. It calls `wait()` where its set-up is done.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TrainingFunction:
             raise self._error
 
     def wait(self) -> None:
-        """To be called by the function itself; only the first call stops it."""
+        """Stop the function, which calls this itself; only the first call stops it."""
         if not self._waited:
             self._waited = True
             self.pause()

@@ -39,8 +39,8 @@ def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:
 
 
 def _shapes_alone(case: Case) -> Mapping[str, Any]:
-    """For parameters without memory, which hold nothing: tensors without memory as well, of one number each, so that they
-    count for nothing in what a rank has at once."""
+    """Return weights for parameters without memory: tensors of one number each, expanded, so that they add nothing to what a
+    rank has at once."""
     one = torch.empty((), dtype=torch.float64)
     return {fqn: one.expand(shape) for fqn, shape in case.model.parameter_shapes().items()}
 
@@ -66,9 +66,8 @@ def load_weights(
 ) -> None:
     """Copy this rank's slice of every seed weight into place. No communication. Raises DoNotFit.
 
-    fqn: the reference's spelling of a parameter's name. rows: by that, as an adapter's `rows`. cut: what this rank has of a
-    whole tensor where the trainer's own layers divide it, and no DTensor says how: see `tensor_parallel`. fused: as
-    an adapter's `fused`.
+    fqn gives the reference's spelling of a parameter's name; rows and fused are an adapter's, by that name. cut gives this
+    rank's part of a whole tensor where the trainer's own layers divide it, and no DTensor says how: see `tensor_parallel`.
     """
     problems: list[str] = []
     parameters = {plain(name): parameter for part in parts for name, parameter in part.named_parameters()}
@@ -101,7 +100,7 @@ def _fused(held: Mapping[str, Tensor], whole: Sequence[Block]) -> Tensor:
         pieces.append(held[part][used[part] : used[part] + size])
         used[part] += size
     if not pieces:
-        raise ValueError(f"{', '.join(held)} are cut otherwise than between the blocks that they are fused in")
+        raise ValueError(f"{', '.join(held)} are not cut between the blocks that they are fused in")
     return torch.cat(pieces)
 
 
@@ -123,8 +122,8 @@ def tensor_parallel(rank: int, degree: int) -> Callable[[str, Tensor], Tensor]:
 def local_slice(full: Tensor, parameter: Tensor) -> Tensor:
     """The part of the full tensor that this rank holds, as torch.chunk splits it: the last ranks may get less, or none.
 
-    Trap: FSDP2 over TP on one dim is split by tp first and by dp_shard inside, against the mesh's order; its placement
-    says so by being a _StridedShard.
+    Trap: FSDP2 over TP on one dim is split by tp first and by dp_shard inside, against the mesh's order. Its placement, a
+    _StridedShard, says so.
     """
     if not isinstance(parameter, DTensor):
         return full

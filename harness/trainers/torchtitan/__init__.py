@@ -3,26 +3,26 @@
 Its own mesh, data-parallel set-up, loop, clipping and optimizer are examined. Handed over as data are the model's sizes,
 the seed weights, the samples and the recipe's learning rates; nothing of torchtitan's sources is edited.
 
-    source.py           where torchtitan comes from, and which version it is
-    syntax.py           what its files define and call, without importing them
-    eras.py             what each version can be requested
-    expected.py         what it gets wrong in a known way
-    obstacles.py        why a case is not requested of one
-    main_function.py    runs `main(job_config)` of a script: 2024-09 to 2025-03
-    train_spec.py       runs `Trainer(job_config)` with a TrainSpec: 2025-03 to 2026-02, 0.1.0 to 0.2.2
-    trainer_config.py   runs `Trainer.Config().build()`: since 2026-02-23, 0.3.0
-    trainer.py          its Trainer as the one that is driven
-    job_config.py       the case in a JobConfig and a TrainSpec
-    model_config.py     the case's sizes in a model configuration
-    optimizer.py        the case's optimizer in its container
-    options.py          the options that all these configurations have
-    data_loader.py      the case's samples as its data loader
-    loss.py             its cross entropy, shown to the probe
-    metrics.py          what it reports
-    cpu.py              what has to be arranged to run it on CPU; never applied on GPUs
-    torch_names.py      names that torch has renamed since
-    preload.py          imports it once for all ranks of a machine
-    replaced.py         what does not run as torchtitan's users run it
+    source.py           where torchtitan comes from, and which version it is.
+    syntax.py           what its files define and call, without importing them.
+    eras.py             what each version can be requested.
+    expected.py         what it gets wrong in a known way.
+    obstacles.py        why a case is not requested of one.
+    main_function.py    runs `main(job_config)` of a script: 2024-09 to 2025-03.
+    train_spec.py       runs `Trainer(job_config)` with a TrainSpec: 2025-03 to 2026-02, 0.1.0 to 0.2.2.
+    trainer_config.py   runs `Trainer.Config().build()`: since 2026-02-23, 0.3.0.
+    trainer.py          its Trainer as the one that is driven.
+    job_config.py       the case in a JobConfig and a TrainSpec.
+    model_config.py     the case's sizes in a model configuration.
+    optimizer.py        the case's optimizer in its container.
+    options.py          the options that all these configurations have.
+    data_loader.py      the case's samples as its data loader.
+    loss.py             its cross entropy, shown to the probe.
+    metrics.py          what it reports.
+    cpu.py              what has to be arranged to run it on CPU; never applied on GPUs.
+    torch_names.py      names that torch has renamed since.
+    preload.py          imports it once for all ranks of a machine.
+    replaced.py         what does not run as torchtitan's users run it.
 """
 
 from __future__ import annotations
@@ -47,28 +47,27 @@ from harness.trainers.torchtitan.obstacles import obstacles
 
 @dataclass(frozen=True)
 class Torchtitan(Adapter):
-    """harness.trainers.Adapter. where: a checkout, a folder that holds the package, or None for the installed one.
+    """harness.trainers.Adapter.
 
     spmd_backend: parallelism.spmd_backend of versions that have it; None: the default of its users, or "partial_dtensor" where
     that cannot start. A FILE.py with `adapter = Torchtitan(spmd_backend="full_dtensor")` is a trainer.
 
-    options: others of torchtitan's own, as its users give them: {"metrics.log_freq": 2}; None leaves one as torchtitan has it
+    options: other options of torchtitan, as its users give them: {"metrics.log_freq": 2}; None leaves one as torchtitan has it
     where the case would say. With one of `lr_scheduler` its own learning rates are under test, and the case says `rates`.
     With validation on, it is of the samples of the step that comes next, and its loss is judged as that step's.
-    chosen: traits that it is judged by in place of those of its version. shows: False where nothing that it reports is judged.
     """
 
-    where: str | None = None
+    where: str | None = None  # a checkout, a folder that holds the package, or None for the installed one
     spmd_backend: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    chosen: Mapping[str, Any] = field(default_factory=dict)
-    shows: bool = True
+    chosen: Mapping[str, Any] = field(default_factory=dict)  # traits that it is judged by instead of its version's
+    shows: bool = True  # False where nothing that it reports is judged
     name: str = "torchtitan"
     files: tuple[str, ...] = source.FILES
 
     @property
     def preload(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What its era imports besides torch; of the installed one, itself."""
+        """What its era imports in addition to torch; the installed one is itself imported."""
         try:
             era = self._found().era
         except source.NotThere:
@@ -105,7 +104,7 @@ class Torchtitan(Adapter):
         return tuple(replaced(case, self._found(), device))
 
     def unsupported_alone(self, case: Case) -> str | None:
-        """Where no numbers are compared, any precision will do, and any rotary frequencies."""
+        """Return why not. Without comparing numbers, any precision will do, and any rotary frequencies."""
         features = dataclasses.replace(case.features, reduce_dtype=None)
         model = dataclasses.replace(case.model, rope_scaling=None)
         training = dataclasses.replace(case.training, dtype="float64", compute_dtype=None)

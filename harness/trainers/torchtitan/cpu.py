@@ -99,7 +99,7 @@ def use_gloo() -> None:
 
 
 def sum_and_divide() -> None:
-    """gloo can neither multiply nor average while it sums: FSDP2 divides apart, as it does on devices of type mtia."""
+    """gloo can neither multiply nor average while it sums: FSDP2 divides separately, as on devices of type mtia."""
     original = _fsdp_collectives._get_gradient_divide_factors
 
     def divide_apart(scatter: Any, reduce: Any, dtype: Any, device_type: str = "", *args: Any, **kwargs: Any) -> Any:

@@ -49,7 +49,7 @@ class Inputs(Samples):
 
 
 class Positioned(Inputs):
-    """With positions, which context parallel cuts along. SDPA makes no mask of them: they only turn. FlexAttention has a
+    """Inputs with positions, which context parallel cuts along. SDPA makes no mask of them: they only turn. FlexAttention has a
     document begin wherever they begin anew."""
 
     def batch(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
@@ -78,8 +78,8 @@ class Rows(Microbatches):
 
 
 class Ahead:
-    """A data loader of validation: whenever an iterator is asked for, samples of the step that comes next, so that the loss of
-    validation is the one that this step then has. make: samples from the first step on."""
+    """A data loader of validation. Each iterator gives the samples of the step that comes next, so that validation's loss is
+    the one that this step then has. make: samples from the first step on."""
 
     def __init__(self, make: Callable[[], Samples]) -> None:
         self.make, self.finished = make, 0
@@ -106,6 +106,6 @@ class AheadOf:
 
 
 def anew(tokens: torch.Tensor) -> torch.Tensor:
-    """Where each token is in its own document, from 0. tokens int64 [b, s]; int64 [b, s]"""
+    """Return each token's place in its own document, from 0. tokens int64 [b, s]; int64 [b, s]"""
     of = documents(tokens)
     return (of.unsqueeze(-1) == of.unsqueeze(-2)).tril(-1).sum(-1)

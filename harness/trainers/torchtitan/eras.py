@@ -18,43 +18,30 @@ COMPILERS = ("torch._inductor.compile_fx", "torch.nn.attention.varlen", "spmd_ty
 
 @dataclass(frozen=True)
 class Era:
-    """What torchtitan of a time can be requested, by the names of the case's keys; a key not listed must be as usual.
-
-    run_by: the module here that does. inputs_by_name: whether its loop takes tokens as a dict.
-    fed_microbatches: since 0.3.0, its data loader gives a pipeline's microbatches one by one. flat: samples lie end to end in
-    one row, told apart by positions.
-    shapes_by_example: a pipeline's stages are told what they exchange by tensors that need no gradient.
-    gives_positions: since 2026-03, its data loader gives each token's, beside whole batches.
-    cp_by_types: it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard.
-    resumes: whether checkpoints can be requested of it. traits: what it chose where a case leaves that open.
-    largest_of_whole: the largest loss that it reports is of each rank's part over the tokens of whole sequences.
-    chunks_loss: its loss applies the output, in chunks of the sequence.
-    replicates_by: its wrapper where only dp_replicate is above 1. wraps_alone: FSDP2 is also around a model without data ranks.
-    preload: packages that it imports.
-    unasked: keys of options that it has, and this adapter does not pass on; what is neither listed nor there, it has not.
-    """
+    """What torchtitan of a time can be requested, by the names of the case's keys; a key not listed must be as usual."""
 
     name: str
-    run_by: str
+    run_by: str  # the module here that does
     axes: tuple[str, ...]
     features: dict[str, tuple[object, ...]]
     training: tuple[str, ...]
-    traits: TrainerTraits
-    replicates_by: str
-    wraps_alone: bool
+    traits: TrainerTraits  # what it chose where a case leaves that open
+    replicates_by: str  # its wrapper where only dp_replicate is above 1
+    wraps_alone: bool  # FSDP2 is also around a model without data ranks
     reports: tuple[str, ...]
-    inputs_by_name: bool = False
-    fed_microbatches: bool = False
-    flat: bool = False
-    chunks_loss: bool = False
-    largest_of_whole: bool = False
-    cp_by_types: bool = False
-    gives_positions: bool = False
-    shapes_by_example: bool = False
+    inputs_by_name: bool = False  # its loop takes tokens as a dict
+    fed_microbatches: bool = False  # since 0.3.0, its data loader gives a pipeline's microbatches one by one
+    flat: bool = False  # samples lie end to end in one row, separated by positions
+    chunks_loss: bool = False  # its loss applies the output, in chunks of the sequence
+    largest_of_whole: bool = False  # the largest loss reported divides a rank's part by the tokens of whole sequences
+    cp_by_types: bool = False  # it cuts sequences with spmd_backend spmd_types only, which torch 2.13 cannot shard
+    gives_positions: bool = False  # since 2026-03, its data loader gives each token's, beside whole batches
+    shapes_by_example: bool = False  # a pipeline's stages get what they exchange as tensors that need no gradient
     model: tuple[str, ...] = MODEL
-    resumes: bool = False
+    resumes: bool = False  # checkpoints can be requested of it
+    # keys of options that it has, and this adapter does not pass on; what is neither listed nor there, it has not
     unasked: tuple[str, ...] = ("compile", "async_tp", "quantize", "document_mask", "cpu_offload")
-    preload: tuple[str, ...] = DATA_AND_LOGS
+    preload: tuple[str, ...] = DATA_AND_LOGS  # packages that it imports
     renamed: tuple[tuple[str, str], ...] = ()
 
     def without(self, key: str) -> str:

@@ -23,8 +23,8 @@ TIED_AND_SHARDED = dataclasses.replace(TIED, checks="memory placements reshard t
 
 
 def expected_failure(case: Case, era: Era) -> ExpectedFailure | None:
-    """Of 0.3.0 and later; of what was before, where this was not tried, such a case is judged as any. Of a case that resumes
-    that of its first launch that has one."""
+    """Return the expected failure of a case under 0.3.0 or later; if it resumes, of the first launch that has one. Earlier
+    versions, where this was not tried, have none."""
     return next(filter(None, (_of_launch(launched, era) for launched in case.launches.values())), None)
 
 

@@ -1,7 +1,7 @@
 """torchtitan's JobConfig, model sizes and TrainSpec, up to 2026-02, with the case's values.
 
-An option has every name that it ever had, and is given by those that a version has: one that it does not know yet, or no
-more, is left out.
+An option is listed under every name that it ever had. It is given by the names that a version has; other names are left
+out.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def toml(own: Mapping[str, Any]) -> str:
 
 
 def put(section: Any, key: str, value: object) -> None:
-    """Where the section has that option, and none that says the same in its place."""
+    """Set the option if the section has it, and none that replaces it."""
     if hasattr(section, key) and not hasattr(section, SUPERSEDED.get(key, "")):
         setattr(section, key, value)
 
 
 def given(case: Case) -> dict[str, Any]:
-    """By `section.name`. Degrees were options of the section `training` before there was one for them."""
+    """Return options by `section.name`. Degrees were options of the section `training` before they had their own."""
     features, degrees = case.features, options.parallelism(case) | _former_degrees(case)
     recompute, which = CHECKPOINTING[features.activation_checkpointing]
     return {

@@ -9,7 +9,7 @@ from harness.probe.losses import noted
 
 
 def show_loss(loss: Any) -> None:
-    """Over logits that lie apart torchtitan has a cross entropy of its own since 2026-06, where the probe does not look.
+    """Note the cross entropy that torchtitan itself has for sharded logits since 2026-06, where the probe does not look.
     Until 2026-04-27 its loss is a function, which calls torch's."""
     each = getattr(loss, "loss_fn", loss)
     if hasattr(each, "fn"):

@@ -50,7 +50,7 @@ class MainTrainer:
         self._train.main(self._job)
 
     def _has_output(self) -> bool:
-        """Of a pipeline, whose other ranks report a loss of -1."""
+        """Return whether this rank has the output: a pipeline's other ranks report a loss of -1."""
         return any(getattr(part, "output", None) is not None for part in self.model_parts)
 
     def _substitute(self) -> None:
@@ -61,7 +61,7 @@ class MainTrainer:
             return Samples(case, dp_world_size, dp_rank, at_start=self._main.wait)
 
         def watched(build: Callable[..., Any]) -> Callable[..., Any]:
-            """A builder of optimizers is told the model when it is whole, and before anybody reads its weights."""
+            """A builder of optimizers gets the model when it is whole, and before any code reads its weights."""
 
             def build_optimizers(model_parts: list[nn.Module], *args: Any) -> Any:
                 self.model_parts = list(model_parts)

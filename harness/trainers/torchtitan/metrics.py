@@ -1,4 +1,4 @@
-"""What torchtitan reports, noted where it tells its logger."""
+"""What torchtitan reports, noted where it calls its logger."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from harness.trainers import Metrics
 
 
 def note_logger(logger: Any, metrics: list[Metrics], shows: Callable[[], bool]) -> Any:
-    """The same logger; what it is told to log is noted: the loss averaged over ranks and the largest, the gradient norm if any.
+    """The same logger, whose values are noted: the loss averaged over ranks and the largest, the gradient norm if any.
 
     shows: as of note_processor.
     """
@@ -29,7 +29,7 @@ def note_logger(logger: Any, metrics: list[Metrics], shows: Callable[[], bool]) 
 def note_processor(
     processor: Any, metrics: list[Metrics], shows: Callable[[], bool] = lambda: True, *, tells_largest: bool = True
 ) -> Any:
-    """The same metrics processor; what it is told to log is noted. Versions without a gradient norm tell none.
+    """The same metrics processor, whose values are noted. Versions without a gradient norm log none.
 
     shows: whether this rank knows the loss, when it comes to it; ranks without the last stage of a pipeline show -1.
     tells_largest: False where the largest loss is known to be wrong.

@@ -22,7 +22,7 @@ def known(make: Callable[..., Any], **given: Any) -> Any:
 
 
 def put(config: Any, **given: Any) -> None:
-    """Those that it has."""
+    """Set the options that it has."""
     for name, value in given.items():
         if hasattr(config, name):
             setattr(config, name, value)
@@ -61,7 +61,7 @@ def of_layers(llama3: Any, case: Case, masked: bool) -> Any:
 
 
 def layers(llama3: Any, sizes: ModelConfig, rope: Any, masked: bool) -> Any:
-    """wq, wk, wv apart, as an option has it. SDPA, which needs no mask, but where one is made of positions."""
+    """wq, wk and wv are separate, as an option has it. Attention is SDPA, without a mask unless positions make one."""
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     made = known(

@@ -58,7 +58,7 @@ def _of_features(case: Case, era: Era) -> Iterator[str]:
 
 
 def _of_microbatches(case: Case, era: Era) -> Iterator[str]:
-    """Of versions whose data loader gives microbatches."""
+    """Return the obstacles of versions whose data loader gives microbatches."""
     features = case.features
     if case.training.quantize == "float8_tensorwise":
         yield f"quantize float8_tensorwise: {era.name} has no such recipe"

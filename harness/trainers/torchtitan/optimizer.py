@@ -17,7 +17,7 @@ def configured(case: Case) -> Any:
 
 
 def adamw(case: Case) -> Any:
-    """With a group of its own, which matches first, for norms that are not decayed."""
+    """Return it with a separate group, which matches first, for norms that are not decayed."""
     from torchtitan.components import optimizer
 
     config = getattr(optimizer, "default_adamw", optimizer.OptimizersContainer.Config)(lr=case.training.lr)
@@ -29,7 +29,7 @@ def adamw(case: Case) -> Any:
 
 
 def sgd(case: Case) -> Any:
-    """As torchtitan has its users add one that it does not name: by a container that inherits from its own."""
+    """Return a container that inherits from torchtitan's, which is how its users add an optimizer that it does not name."""
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
     class WithSGD(OptimizersContainer):

@@ -9,7 +9,7 @@ from harness.spec.case import Case
 
 
 def training(case: Case) -> dict[str, Any]:
-    """Of the section `training`."""
+    """Return the options of the section `training`."""
     recipe, features = case.training, case.features
     param = recipe.compute_dtype or recipe.dtype
     return {
@@ -26,7 +26,7 @@ def training(case: Case) -> dict[str, Any]:
 
 
 def parallelism(case: Case) -> dict[str, Any]:
-    """Of the section `parallelism`, but for the cut of a pipeline."""
+    """Return the options of the section `parallelism`, but for the cut of a pipeline."""
     dims, features = case.dims, case.features
     return {
         "data_parallel_replicate_degree": dims.dp_replicate,
@@ -42,7 +42,7 @@ def parallelism(case: Case) -> dict[str, Any]:
 
 
 def put_own(config: Any, own: Mapping[str, Any]) -> None:
-    """Options of one's own, by `section.name`; what is None stays as it is. Raises ValueError for one that there is not."""
+    """Set options by `section.name`; None leaves one as it is. Raises ValueError for one that does not exist."""
     for name, value in own.items():
         section, _, key = name.rpartition(".")
         holder = getattr(config, section, None) if section else config
@@ -53,5 +53,5 @@ def put_own(config: Any, own: Mapping[str, Any]) -> None:
 
 
 def under(section: str, values: dict[str, Any]) -> dict[str, Any]:
-    """By `section.name`."""
+    """Return the values by `section.name`."""
     return {f"{section}.{name}": value for name, value in values.items()}

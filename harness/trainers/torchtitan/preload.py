@@ -1,8 +1,8 @@
-"""Imported by the rank server before it forks: torchtitan itself, which takes each rank half a second else; and what its
-files tell of its version is read.
+"""What the rank server imports before it forks: torchtitan, which would take each rank half a second. It also reads what the
+files say of torchtitan's version.
 
-torchtitan itself only where torch is built for CPUs alone: importing it asks for the device, and nothing may touch CUDA before
-a fork.
+torchtitan itself is imported only where torch is built for CPUs alone: its import asks for the device, and nothing may touch
+CUDA before a fork.
 """
 
 from __future__ import annotations

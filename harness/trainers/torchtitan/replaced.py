@@ -1,4 +1,4 @@
-"""What of torchtitan does not run as its users run it, and what does in its place: said with every verdict.
+"""What of torchtitan does not run as its users run it, and what runs instead: said with every verdict.
 
 The case's own model sizes, samples, seed weights and learning rates are not among it: those are handed over as data.
 """

@@ -141,7 +141,7 @@ def changed(era: Era, package: Path) -> Era:
 
 
 def holds(fact: syntax.Fact, path: Path) -> bool:
-    """Of a file, if it is there. Raises NotThere if it is no Python."""
+    """Return whether a fact holds of a file, if it is there. Raises NotThere if it is no Python."""
     try:
         return path.is_file() and syntax.holds(fact, path.read_text(encoding="utf-8"))
     except SyntaxError as error:
@@ -198,7 +198,7 @@ def why_not_largest(case: Case, era: Era) -> str:
 
 
 def chunks_of(case: Case, era: Era) -> int:
-    """In how many parts its loss applies the output."""
+    """Return the number of parts in which its loss applies the output."""
     return LOSS_CHUNKS if era.chunks_loss and not why_whole(case, era) else 1
 
 
@@ -246,8 +246,8 @@ def _found(package: Path, _stamps: tuple[tuple[int, int, int] | None, ...]) -> S
 
 
 def forget_another(package: Path) -> None:
-    """Of a torchtitan that is imported from elsewhere: the rank server has the installed one for all its ranks, and one of
-    them may be a checkout's."""
+    """Forget a torchtitan that is imported from elsewhere: the rank server has the installed one for all its ranks, and one
+    of them may be a checkout's."""
     imported = sys.modules.get("torchtitan")
     if imported is None or package.resolve() in [Path(folder).resolve() for folder in imported.__path__]:
         return
@@ -256,7 +256,7 @@ def forget_another(package: Path) -> None:
 
 
 def _installed() -> Path:
-    """Without importing it."""
+    """Find it without importing it."""
     spec = importlib.util.find_spec("torchtitan")
     if spec is None or not spec.submodule_search_locations:
         raise NotThere(f"torchtitan is not installed; {HOW_TO_GET_IT}")

@@ -13,7 +13,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @functools.lru_cache(maxsize=256)
 def holds(fact: Fact, text: str) -> bool:
-    """Of a file's text. Raises SyntaxError."""
+    """Return whether a fact holds of a file's text. Raises SyntaxError."""
     return fact(_parsed(text))
 
 

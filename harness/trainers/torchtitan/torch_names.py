@@ -37,7 +37,7 @@ def bridge() -> None:
 
 
 def take_microbatches() -> None:
-    """A schedule's step takes lists of microbatches; this torch's cuts what it takes, and is told that it is cut."""
+    """A schedule's step takes lists of microbatches; this torch's cuts what it takes, and gets it as already cut."""
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
     for kind in (PipelineScheduleSingle, PipelineScheduleMulti):

@@ -42,7 +42,7 @@ class TitanTrainer:
         return checkpointer.save(self._trainer.step)
 
     def resume(self, folder: Path) -> None:
-        """As `train` does it, which then finds nothing in the folder that it is left with."""
+        """Load as `train` does it, which then finds nothing in the folder that it is left with."""
         checkpointer = self._trainer.checkpointer
         usual, checkpointer.folder = checkpointer.folder, str(folder)
         if not checkpointer.load():

@@ -87,7 +87,7 @@ def fed(era: Era) -> type[Samples]:
 
 
 def checkpointing(kind: str) -> Any:
-    """Of a class each since 2026-06-15, before of one with modes."""
+    """Return its configuration: a class for each kind since 2026-06-15, one class with modes before."""
     from torchtitan.config import configs
     from torchtitan.distributed import activation_checkpoint
 
@@ -104,7 +104,7 @@ def checkpointing(kind: str) -> Any:
 def stages(case: Case) -> list[list[str]] | None:
     """What each stage holds, cut by torchtitan's own function. None: it counts one or two stages a rank itself.
 
-    Told how many layers a stage has it could not make six stages of seven layers.
+    From a number of layers a stage it could not make six stages of seven layers.
     """
     usual = 2 if case.features.schedule in LOOPED else 1
     if case.dims.pp == 1 or case.stages_per_rank == usual:
@@ -117,7 +117,7 @@ def stages(case: Case) -> list[list[str]] | None:
 
 
 def given(case: Case) -> dict[str, Any]:
-    """By `section.name`, or the name of what is in no section."""
+    """Return options by `section.name`, or by name alone if they are in no section."""
     tokens = {
         "num_tokens_per_microbatch_per_dp_rank": case.local_batch * case.training.seq_len,
         "num_tokens_per_train_step": case.training.global_batch * case.training.seq_len,
