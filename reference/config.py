@@ -93,12 +93,22 @@ PRESETS: dict[str, ModelConfig] = {
 DTYPES = ("float64", "float32", "bfloat16")
 QUANTIZED = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "mxfp8")
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "optimizer": ("adamw", "sgd"),
+    "optimizer": ("adamw", "sgd", "muon"),
     "dtype": DTYPES,
     "compute_dtype": (None, *DTYPES),
     "quantize": (None, *QUANTIZED),
     "decay": ("all", "matrices"),
+    "muon_matrices": ("blocks", "all"),
+    "adjust_lr": ("original", "match_rms_adamw"),
 }
+
+
+RULES: dict[str, tuple[str, ...]] = {
+    "sgd": (),
+    "adamw": ("beta1", "beta2", "eps"),
+    "muon": ("momentum", "nesterov", "adjust_lr", "muon_matrices"),
+}
+"""By rule of an optimizer, the fields of the recipe that it takes beside the rate and the weight decay."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +126,11 @@ class TrainingConfig:
     half of each sample's tokens. `document_mask`: attention does not look past a separator; positions count on from the
     row's first token (rotary attention sees distances only, so starting anew in each document would be the same).
     `masked_samples`: every fourth sample drawn has no valid label at all. `all_valid`: no label is masked, so that the mean
-    of the ranks' means is the mean. `decay`: "all", or "matrices" for a weight
-    decay that leaves norm weights alone. `rates`: the learning rate of each step, of a trainer that keeps its own schedule,
-    which then is not under test; None: warm-up and cosine.
+    of the ranks' means is the mean. `decay`: "all", or "matrices" for a weight decay that leaves norm weights alone.
+    `optimizer`: "muon" steps matrices by Muon and all else by AdamW; reference/muon.py has the rule, and what `momentum`,
+    `nesterov` and `adjust_lr` are in it. `muon_matrices`: "blocks", those of attention and feed-forward, or "all", with
+    embedding and output. `rates`: the learning rate of each step, of a trainer that keeps its own schedule, which then is
+    not under test; None: warm-up and cosine.
     """
 
     steps: int = 3
@@ -144,6 +156,10 @@ class TrainingConfig:
     masked_samples: bool = False
     all_valid: bool = False
     decay: str = "all"
+    momentum: float = 0.95
+    nesterov: bool = True
+    adjust_lr: str = "original"
+    muon_matrices: str = "blocks"
     rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -160,6 +176,7 @@ class TrainingConfig:
             ("lr", 0, math.inf),
             ("beta1", 0, 1),
             ("beta2", 0, 1),
+            ("momentum", 0, 1),
             ("eps", 0, math.inf),
             ("weight_decay", 0, math.inf),
             ("warmup_steps", 0, math.inf),
@@ -179,6 +196,22 @@ class TrainingConfig:
             raise ValueError("masked_samples and all_valid contradict each other; leave out one")
         if self.masked_samples and self.data is not None:
             raise ValueError("masked_samples: no label of a token file is masked; leave out one of it and data")
+
+
+def rule_of(training: TrainingConfig, fqn: str) -> str:
+    """Return by which optimizer's rule a parameter is stepped. By name, to which a wrapper may have added its own: it may also
+    flatten what has two dims."""
+    vector = fqn.endswith("norm.weight")
+    block = ".layers." in f".{fqn}"
+    if training.optimizer != "muon" or (not vector and (block or training.muon_matrices == "all")):
+        return training.optimizer
+    return "adamw"
+
+
+def unused(training: TrainingConfig) -> set[str]:
+    """Return the fields of the recipe that are options of other optimizers."""
+    used = {training.optimizer, *(["adamw"] if training.optimizer == "muon" else [])}
+    return {name for rule, names in RULES.items() if rule not in used for name in names}
 
 
 def quantized_modules(model: ModelConfig) -> tuple[str, ...]:
