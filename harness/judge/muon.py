@@ -51,8 +51,9 @@ class Matrices:
     known: dict[Key, dict[int, Turned]] = field(default_factory=dict)
 
     def added(self, rank: int, step: int, fqn: str, rate: float) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return what Muon subtracts from the rank's slice, decay left out, and the bound on that. None: a slice or a gradient of
-        the matrix was not seen."""
+        """Return what Muon subtracts from the rank's slice, decay left out, and the bound on that.
+
+        None: a slice or a gradient of the matrix was not seen."""
         key, part, trial = (self._together(rank, fqn), fqn), self.trial.slice_of(rank, fqn), self.trial
         if key not in self.known:
             self.known[key] = dict(self._steps(*key))

@@ -24,7 +24,7 @@ class MuonWithAdamW(Optimizer):
     """Groups say by which `rule` ("muon" or "adamw") their parameters are stepped, and have its options."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         assert closure is None
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
