@@ -93,12 +93,22 @@ PRESETS: dict[str, ModelConfig] = {
 DTYPES = ("float64", "float32", "bfloat16")
 QUANTIZED = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "mxfp8")
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "optimizer": ("adamw", "sgd"),
+    "optimizer": ("adamw", "sgd", "muon"),
     "dtype": DTYPES,
     "compute_dtype": (None, *DTYPES),
     "quantize": (None, *QUANTIZED),
     "decay": ("all", "matrices"),
+    "muon_matrices": ("blocks", "all"),
+    "adjust_lr": ("original", "match_rms_adamw"),
 }
+
+
+RULES: dict[str, tuple[str, ...]] = {
+    "sgd": (),
+    "adamw": ("beta1", "beta2", "eps"),
+    "muon": ("momentum", "nesterov", "adjust_lr", "muon_matrices"),
+}
+"""By rule of an optimizer, the fields of the recipe that it takes beside the rate and the weight decay."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,7 @@ class TrainingConfig:
     dtype: str = "float64"  # of parameters, activations and optimizer state
     global_batch: int = 16  # samples per optimizer step, over all ranks and microbatches
     seq_len: int = 32  # tokens per sample
-    optimizer: str = "adamw"
+    optimizer: str = "adamw"  # "muon": Muon steps matrices, AdamW all else (reference/muon.py)
     lr: float = 3e-3
     beta1: float = 0.9
     beta2: float = 0.95
@@ -136,6 +146,10 @@ class TrainingConfig:
     all_valid: bool = False  # no label is masked, so that the mean of the ranks' means is the mean
     last_batch: int | None = None  # samples of the last step, if an epoch ends there with fewer than global_batch
     decay: str = "all"  # or "matrices": norm weights are not decayed
+    momentum: float = 0.95  # of Muon
+    nesterov: bool = True  # whether Muon looks ahead
+    adjust_lr: str = "original"  # how Muon scales a matrix by its shape (reference/muon.py)
+    muon_matrices: str = "blocks"  # those of attention and feed-forward; or "all", with embedding and output
     rates: tuple[float, ...] | None = None
     """Learning rates by step, of a trainer whose own schedule is not under test; None: warm-up and cosine."""
 
@@ -153,6 +167,7 @@ class TrainingConfig:
             ("lr", 0, math.inf),
             ("beta1", 0, 1),
             ("beta2", 0, 1),
+            ("momentum", 0, 1),
             ("eps", 0, math.inf),
             ("weight_decay", 0, math.inf),
             ("warmup_steps", 0, math.inf),
@@ -178,6 +193,22 @@ class TrainingConfig:
             raise ValueError("last_batch: of a token file all batches are whole; leave out one of it and data")
         if self.masked_samples and self.data is not None:
             raise ValueError("masked_samples: no label of a token file is masked; leave out one of it and data")
+
+
+def rule_of(training: TrainingConfig, fqn: str) -> str:
+    """Return by which optimizer's rule a parameter is stepped. By name, to which a wrapper may have added its own: it may also
+    flatten what has two dims."""
+    vector = fqn.endswith("norm.weight")
+    block = ".layers." in f".{fqn}"
+    if training.optimizer != "muon" or (not vector and (block or training.muon_matrices == "all")):
+        return training.optimizer
+    return "adamw"
+
+
+def unused(training: TrainingConfig) -> set[str]:
+    """Return the fields of the recipe that are options of other optimizers."""
+    used = {training.optimizer, *(["adamw"] if training.optimizer == "muon" else [])}
+    return {name for rule, names in RULES.items() if rule not in used for name in names}
 
 
 def quantized_modules(model: ModelConfig) -> tuple[str, ...]:

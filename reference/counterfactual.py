@@ -19,7 +19,7 @@ from .columns import flattened, restored
 from .config import ModelConfig, TrainingConfig, quantized_modules
 from .data import IGNORED, documents, step_length
 from .model import at_least_float32, llama_from, seed_masks
-from .optimizer import Optimizer
+from .optimizer import MOMENTS, Optimizer, options_of
 from .precision import DTYPES, Worker
 from .record import ReferenceRun, ReferenceStep
 from .spellings import Alter
@@ -156,7 +156,7 @@ class _Copy:
         self.model = llama_from(whole, config=config, dtype=DTYPES[training.dtype], device="cpu")
         _put_in_order(self.model, otherwise.rows or {})
         self.worker = Worker(self.model, training, quantized_modules(config))
-        self.optimizer = Optimizer(self.model, kind=training.optimizer, amsgrad=otherwise.amsgrad)
+        self.optimizer = Optimizer(self.model, amsgrad=otherwise.amsgrad)
 
     def zeros(self) -> Arrays:
         return {fqn: np.zeros_like(value) for fqn, value in self._by_fqn().items()}
@@ -223,13 +223,14 @@ class _Copy:
         rate = otherwise.rate(number, fqn) if otherwise.rate else learning_rate(number, self.training)
         another = otherwise.recipe(number, fqn) if otherwise.recipe and number >= otherwise.since else None
         own, spared = another or self.training, another is None and self.training.decay != "all" and p.dim() == 1
-        betas = {"beta1": own.beta1, "beta2": own.beta2, "eps": own.eps} if self.optimizer.kind != "sgd" else {}
-        return {"lr": rate, "weight_decay": 0.0 if spared else own.weight_decay, **betas}
+        return options_of(own, fqn, lr=rate, decays=not spared)
 
     def _moments(self) -> dict[str, Arrays]:
-        """A copy of AdamW's two moments by fqn; nothing of SGD."""
-        moments, state = ("exp_avg", "exp_avg_sq"), self.optimizer.state
-        return {fqn: {key: self._as_kept(fqn, to_numpy(of[key])) for key in moments} for fqn, of in state.items()}
+        """A copy of the moments by fqn: AdamW's two, Muon's one, none of SGD."""
+        return {
+            fqn: {key: self._as_kept(fqn, to_numpy(of[key])) for key in MOMENTS if key in of}
+            for fqn, of in self.optimizer.state.items()
+        }
 
     def _set_state(self, state: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """A step counter is a number beside the tensors."""

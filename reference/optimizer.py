@@ -1,4 +1,4 @@
-"""torch's AdamW and SGD, each parameter with its own options.
+"""torch's AdamW and SGD, and Muon, each parameter with its own options.
 
 They are the functional forms of torch.optim. Building one of its classes would import torch's compiler (3.5 s), which takes
 longer than all that is trained again to prove a cause.
@@ -14,34 +14,59 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from . import muon
+from .config import RULES, TrainingConfig, rule_of
+
 Moments = dict[str, Tensor]
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Names of what the state may hold of a parameter's size, as torch.optim's classes have them."""
+
+
+def options_of(training: TrainingConfig, fqn: str, *, lr: float, decays: bool = True) -> dict[str, Any]:
+    """Return the options of a parameter in a step."""
+    rule = rule_of(training, fqn)
+    own = {name: getattr(training, name) for name in RULES[rule]}
+    return {"rule": rule, "lr": lr, "weight_decay": training.weight_decay if decays else 0.0, **own}
 
 
 class Optimizer:
-    """amsgrad: what torch.optim.AdamW calls so. state: of AdamW by fqn, under the names that torch.optim.AdamW gives it."""
+    """amsgrad: what torch.optim.AdamW calls so. state: by fqn, under the names that torch.optim's classes give it."""
 
-    def __init__(self, model: nn.Module, *, kind: str, amsgrad: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, amsgrad: bool = False) -> None:
         self.parameters = dict(model.named_parameters())
-        self.kind, self.amsgrad = kind, amsgrad
+        self.amsgrad = amsgrad
         self.state: dict[str, Moments] = {}
 
     @torch.no_grad()
     def step(self, options: Mapping[str, Mapping[str, Any]]) -> None:
-        """options, by fqn: lr and weight_decay, and of AdamW beta1, beta2 and eps. What has no gradient is left alone."""
+        """options, by fqn: those of `options_of`. What has no gradient is left alone."""
+        rules = {"sgd": self._sgd, "adamw": self._adamw, "muon": self._muon}
         for fqn, p in self.parameters.items():
-            if p.grad is not None and self.kind == "sgd":
-                plain = {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
-                sgd([p], [p.grad], [None], foreach=False, maximize=False, **plain, **options[fqn])
-            elif p.grad is not None:
-                self._adamw(p, p.grad, self.state.get(fqn) or self._begun(fqn), options[fqn])
+            if p.grad is not None:
+                own = dict(options[fqn])
+                rules[own.pop("rule")](fqn, p, p.grad, own)
 
-    def _begun(self, fqn: str) -> Moments:
-        p = self.parameters[fqn]
-        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if self.amsgrad else ()))
-        self.state[fqn] = {"step": torch.tensor(0.0), **{name: torch.zeros_like(p) for name in names}}
-        return self.state[fqn]
+    def _state_of(self, fqn: str, *names: str) -> Moments:
+        """Return what there is, with zeros for what there is not yet."""
+        state, p = self.state.setdefault(fqn, {}), self.parameters[fqn]
+        for name in names:
+            state.setdefault(name, torch.tensor(0.0) if name == "step" else torch.zeros_like(p))
+        return state
 
-    def _adamw(self, p: Tensor, gradient: Tensor, state: Moments, options: Mapping[str, Any]) -> None:
-        largest = [state["max_exp_avg_sq"]] if self.amsgrad else []
-        moments = ([state["exp_avg"]], [state["exp_avg_sq"]], largest, [state["step"]])
+    def _sgd(self, fqn: str, p: Tensor, gradient: Tensor, options: dict[str, Any]) -> None:
+        plain = {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
+        sgd([p], [gradient], [None], foreach=False, maximize=False, **plain, **options)
+
+    def _adamw(self, fqn: str, p: Tensor, gradient: Tensor, options: dict[str, Any]) -> None:
+        largest = ["max_exp_avg_sq"] * self.amsgrad
+        state = self._state_of(fqn, "step", "exp_avg", "exp_avg_sq", *largest)
+        moments = [state["exp_avg"]], [state["exp_avg_sq"]], [state[name] for name in largest], [state["step"]]
         adamw([p], [gradient], *moments, foreach=False, amsgrad=self.amsgrad, maximize=False, **options)
+
+    def _muon(self, fqn: str, p: Tensor, gradient: Tensor, options: dict[str, Any]) -> None:
+        by, nesterov = options["momentum"], options["nesterov"]
+        average = self._state_of(fqn, "momentum_buffer")["momentum_buffer"]
+        average.lerp_(gradient, 1 - by)
+        turned = muon.newton_schulz(muon.given(average, gradient, momentum=by, nesterov=nesterov))
+        p.mul_(1 - options["lr"] * options["weight_decay"])
+        p.add_(turned, alpha=-options["lr"] * muon.scale(p.shape, options["adjust_lr"]))

@@ -13,7 +13,7 @@ class ReferenceStep:
     """One step of the reference, whole tensors by fqn. Gradients are before clipping, the rest after the step.
 
     grad_norm: before clipping. valid_tokens: the global number the loss is averaged over. optimizer_state: by fqn
-    {"exp_avg", "exp_avg_sq"}, empty for sgd. bfloat16 values are held as float32.
+    {"exp_avg", "exp_avg_sq"}, of Muon's {"momentum_buffer"}, empty for sgd. bfloat16 values are held as float32.
     """
 
     step: int

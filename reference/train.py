@@ -20,6 +20,7 @@ from .data import IGNORED, Dataset, build_dataset, documents, step_length, step_
 from .kernels import kind_of_cpu
 from .model import at_least_float32, initial_weights, llama_from, seed_masks
 from .noise import Order, Reordered, measure, orders
+from .optimizer import MOMENTS, Optimizer, options_of
 from .precision import DTYPES, Worker, float32_matmuls
 from .record import ReferenceRun, ReferenceStep
 
@@ -98,7 +99,7 @@ def _train_steps(
     training: TrainingConfig,
     order: Order | None = None,
 ) -> tuple[ReferenceStep, ...]:
-    optimizer = build_optimizer(model, training)
+    optimizer = Optimizer(model)
     return tuple(
         train_step(model, optimizer, *both, step=step, training=training, worker=worker, order=order)
         for step, both in enumerate(batches, start=1)
@@ -107,7 +108,7 @@ def _train_steps(
 
 def train_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     tokens: Tensor,
     labels: Tensor,
     *,
@@ -133,10 +134,8 @@ def train_step(
     gradients = by_fqn(model, gradients=True)
     grad_norm = clip_gradients(model.parameters(), training.max_norm)
     lr = learning_rate(step, training)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    state = optimizer_state(model, optimizer)
+    optimizer.step(options_in_step(model, training, lr))
+    state = optimizer_state(optimizer)
     return ReferenceStep(step, loss, grad_norm, lr, valid_tokens, gradients, by_fqn(model), state)
 
 
@@ -198,21 +197,12 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
     return norm
 
 
-def build_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.Optimizer:
-    """AdamW, or SGD without momentum; one tensor at a time."""
-    groups = optimizer_groups(model, training)
-    if training.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=training.lr, foreach=False)
-    betas = (training.beta1, training.beta2)
-    return torch.optim.AdamW(groups, lr=training.lr, betas=betas, eps=training.eps, foreach=False)
-
-
-def optimizer_groups(model: nn.Module, training: TrainingConfig) -> list[dict[str, Any]]:
-    """Parameters with the weight decay of each: all alike, or vectors (norm weights) in a group without."""
-    decayed = [p for p in model.parameters() if training.decay == "all" or p.dim() > 1]
-    others = [p for p in model.parameters() if training.decay != "all" and p.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": training.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+def options_in_step(model: nn.Module, training: TrainingConfig, lr: float) -> dict[str, dict[str, Any]]:
+    """Return by fqn what the optimizer is told: all parameters decay, or none that are vectors (norm weights)."""
+    return {
+        fqn: options_of(training, fqn, lr=lr, decays=training.decay == "all" or p.dim() > 1)
+        for fqn, p in model.named_parameters()
+    }
 
 
 def cut(tokens: Tensor, labels: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -251,11 +241,11 @@ def by_fqn(model: nn.Module, *, gradients: bool = False) -> dict[str, np.ndarray
     return {fqn: to_numpy(value) for fqn, value in named if value is not None}
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, np.ndarray]]:
-    """A copy of AdamW's two moments by fqn; nothing for SGD."""
-    moments = ("exp_avg", "exp_avg_sq")
-    named = ((fqn, optimizer.state.get(p, {})) for fqn, p in model.named_parameters())
-    return {fqn: {key: to_numpy(state[key]) for key in moments} for fqn, state in named if state}
+def optimizer_state(optimizer: Optimizer) -> dict[str, dict[str, np.ndarray]]:
+    """Return a copy of the moments by fqn: AdamW's two, Muon's one, none of SGD."""
+    return {
+        fqn: {key: to_numpy(state[key]) for key in MOMENTS if key in state} for fqn, state in optimizer.state.items()
+    }
 
 
 def to_numpy(value: Tensor) -> np.ndarray:

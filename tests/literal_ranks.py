@@ -158,7 +158,7 @@ def _step(case: Case, rank: int, step: ReferenceStep, reference: ReferenceRun, p
         memory={
             "parameters": held,
             "gradients": reduced,
-            "optimizer_state": 2 * reduced if any(state.values()) else 0,
+            "optimizer_state": sum(value.nbytes for of in state.values() for value in of.values() if value.ndim),
         },
         activity=_activity(case),
         graphs=2 if case.features.compile else 0,

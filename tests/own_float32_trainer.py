@@ -35,10 +35,13 @@ class OwnInFloat32(Own):
 
 class InFloat32(Started):
     def __init__(self, case: Case, weights: Path | None) -> None:
-        from harness.reference.train import build_optimizer
+        import torch
 
         super().__init__(case, weights)
-        self.optimizer = build_optimizer(self.model, case.training)
+        recipe = case.training
+        options = {"lr": recipe.lr, "eps": recipe.eps, "weight_decay": recipe.weight_decay, "foreach": False}
+        betas = (recipe.beta1, recipe.beta2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=betas, **options)
 
     def wrapped(self, model: Any) -> Any:
         return super().wrapped(model.float())

@@ -1,13 +1,13 @@
 """Between steps a rank keeps the bytes of its slices and no more: parameters, gradients and optimizer state.
 
-The plan allows the padding of uneven chunks. Gradients may be freed; AdamW's state is two numbers a parameter. When training
-has ended, no copies of weights or gradients are kept anywhere in the process. These are floating-point tensors of the shape of
-a parameter or of the rank's slice of one, and flat buffers. Allowed are the buckets in which DDP reduces gradients, and
-as much as tables of positions take, which may have such a shape. Other tensors (a mask, logits) are the trainer's business.
-So is what a pipeline's stages hand on: it has a parameter's shape by chance where samples lie end to end in a row.
-But nothing grows from step to step, whatever its shape, except single numbers. Within a step there are copies of no more
-weights at once than of two parameters, also of those made before its forward pass. No autograd graph that backward retains
-lives on in the next forward pass. What a case or an adapter allows in addition is added, and the report states it.
+The plan allows the padding of uneven chunks. Gradients may be freed; AdamW's state is two numbers a parameter, Muon's one.
+When training has ended, no copies of weights or gradients are kept anywhere in the process. These are floating-point tensors
+of the shape of a parameter or of the rank's slice of one, and flat buffers. Allowed are the buckets in which DDP reduces
+gradients, and as much as tables of positions take, which may have such a shape. Other tensors (a mask, logits) are the
+trainer's business. So is what a pipeline's stages hand on: it has a parameter's shape by chance where samples lie end to end
+in a row. But nothing grows from step to step, whatever its shape, except single numbers. Within a step there are copies of
+no more weights at once than of two parameters, also of those made before its forward pass. No autograd graph that backward
+retains lives on in the next forward pass. What a case or an adapter allows in addition is added, and the report states it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from harness.evidence.text import counted
 from harness.judge.finding import Finding, Limit
 from harness.judge.result import Result, Verdict, verdict_of
 from harness.judge.trial import Trial
+from harness.plan.memory import muon_bytes
 from harness.plan.slices import BYTES, numel
 from harness.spec.allowance import allowed, said
 from harness.spec.case import Case
@@ -31,7 +32,7 @@ NEEDS = frozenset({"structure", "slices", "sizes"})
 
 BEFORE_FORWARD = "before forward"
 """Stands for a phase: copies that were there when a step began, and were given up in it."""
-COPIES = {"adamw": 2, "sgd": 0}
+COPIES = {"adamw": 2, "sgd": 0, "muon": 2}
 UNACCOUNTED = "unaccounted tensors after the last step"
 BUCKETED = ("ddp", "replicate")
 """Wrappers that reduce gradients in buckets, which they keep."""
@@ -73,12 +74,13 @@ def planned(trial: Trial, rank: int) -> dict[str, tuple[int, int]]:
     """The least and the most bytes that a rank holds between steps, by kind."""
     least, most = trial.plan.parameter_bytes[rank]
     copies = COPIES[trial.case.training.optimizer] + trial.assumption.optimizer.copies
+    fewer = muon_bytes(trial.case, trial.plan.slices[rank])
     _, gradients = trial.plan.gradient_bytes.get(rank, (least, most))
     of_state = trial.plan.state_bytes.get(rank, (least, most))
     return {
         "parameters": (least, most + allowed_bytes(trial, rank, "gathered")),
         "gradients": (0, gradients + trial.plan.gradient_spare.get(rank, 0)),
-        "optimizer_state": (copies * of_state[0], copies * of_state[1]),
+        "optimizer_state": (copies * of_state[0] - fewer, copies * of_state[1] - fewer),
     }
 
 

@@ -1,8 +1,8 @@
 """In every step each rank moves, per axis and purpose, exactly the bytes that the plan says, and no others.
 
 Bytes are counted on unsharded tensors, so bucketing does not matter. Traffic outside forward and backward (losses, norms,
-counts) has an upper bound; what ZeRO gathers there has a lower bound. Integers inside them have an upper bound, too. DDP
-agrees on parameters and buckets in the first two steps, and with find_unused_parameters in every step on which were used.
+counts) has an upper bound; what ZeRO and Muon gather there has a lower bound. Integers inside them have an upper bound, too.
+DDP agrees on parameters and buckets in the first two steps, and with find_unused_parameters in every step on which were used.
 Before a forward pass DDP may broadcast its module's buffers, exactly these bytes, once for every pass at most.
 Inside of a pass no rank waits at a barrier.
 """
@@ -35,6 +35,7 @@ from harness.judge.trial import Trial
 from harness.judge.units_seen import untold_units
 from harness.plan.slices import BYTES
 from harness.plan.traffic.flow import OUTSIDE
+from harness.plan.traffic.muon import MATRICES
 from harness.spec.allowance import said
 
 STAGE = "structure"
@@ -46,6 +47,7 @@ WITHOUT_DATA = "without data"
 IN_ANOTHER_DTYPE = "in another dtype"
 LACKING = "of updated parameters"
 """Of what ZeRO gathers behind its optimizer."""
+LACKING_MATRICES = "of matrices that Muon orthogonalises"
 
 
 def check(trial: Trial) -> Result:
@@ -169,7 +171,7 @@ def _outside_words(trial: Trial, rank: int, seen: dict[Key, int]) -> str:
 
 
 def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
-    """What ZeRO gathers behind its optimizer is moved there, whatever else is."""
+    """What ZeRO gathers behind its optimizer, and Muon in its own, is moved there, whatever else is."""
     seen = observed_outside(trial.ranks[rank], step)
     return [
         Finding.at(
@@ -177,9 +179,9 @@ def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
             Limit(least=least),
             seen.get(key, 0),
             step=step,
-            **of_collective(trial, key) | {"quantity": LACKING},
+            **of_collective(trial, key) | {"quantity": LACKING_MATRICES if role == MATRICES else LACKING},
         )
-        for key, least in planned_outside(trial, rank, step).items()
+        for (key, role), least in planned_outside(trial, rank, step).items()
         if seen.get(key, 0) < least
     ]
 

@@ -1,9 +1,9 @@
 """After every step, parameters and optimizer state are what the recipe's optimizer makes of the gradients seen, and stay so.
 
 Recomputed here in numpy, rank by rank, from the bytes before the step, the gradients before clipping, their global norm
-over all ranks, and the recipe's learning rate. So a wrong gradient is not blamed twice, and clipping, weight decay, the
-schedule and the optimizer are judged on their own. What the optimizer left must be, bit for bit, what the next step begins
-with, and what there is when training has ended.
+over all ranks, and the recipe's learning rate. For Muon, matrices are put together from the slices of all ranks. So a wrong
+gradient is not blamed twice, and clipping, weight decay, the schedule and the optimizer are judged on their own. What the
+optimizer left must be, bit for bit, what the next step begins with, and what there is when training has ended.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from harness.evidence.text import number_text
 from harness.judge import tolerance
 from harness.judge.clipping import clipped_unseen
 from harness.judge.finding import Bound, Finding
+from harness.judge.muon import Matrices
 from harness.judge.result import Result, Verdict, verdict_of
 from harness.judge.trial import Trial
-from harness.reference.config import TrainingConfig
+from harness.reference.config import TrainingConfig, rule_of
 
 STAGE = "numbers"
 NEEDS = frozenset({"reference", "values"})
@@ -64,11 +65,12 @@ def clipped_norms(trial: Trial) -> dict[int, float]:
 def mistakes(trial: Trial, norms: dict[int, float]) -> Iterator[Finding]:
     """Return, by rank, wrong rates and the first step at which each parameter is wrong. norms: by step, the global ones."""
     rates = {step.step: step.lr for step in trial.reference.steps}
+    matrices = Matrices(trial, partial(_gathered, trial, norms), partial(recipe_of, trial))
     for evidence in trial.ranks.values():
         for step in _as_requested(trial, evidence):
             yield from _wrong_lr(trial, evidence.rank, step, rates[step.step])
         for fqn in trial.start_of(evidence.rank):
-            yield from _replay(trial, evidence, fqn, norms, rates)
+            yield from _replay(trial, evidence, fqn, norms, rates, matrices)
 
 
 def _unseen(trial: Trial) -> str:
@@ -131,7 +133,12 @@ def _wrong_lr(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> lis
 
 
 def _replay(
-    trial: Trial, evidence: RankEvidence, fqn: str, norms: dict[int, float], rates: dict[int, float]
+    trial: Trial,
+    evidence: RankEvidence,
+    fqn: str,
+    norms: dict[int, float],
+    rates: dict[int, float],
+    matrices: Matrices,
 ) -> list[Finding]:
     """The first step at which this parameter is not what the optimizer makes of it."""
     state, assumed = _start(trial, evidence, fqn), trial.assumption.optimizer
@@ -146,13 +153,19 @@ def _replay(
         rate = _rate(trial, evidence.rank, step.step, fqn, rates[step.step])
         counted = replace(step, step=assumed.counter(step.step, fqn)) if assumed.counter else step
         recipe = recipe_of(trial, fqn, step.step)
-        expected, magnitude = _advance(state, counted, gradient, rate, recipe, amsgrad=assumed.amsgrad)
+        rule = rule_of(recipe, fqn)
+        expected, magnitude = _advance(state, counted, gradient, rate, recipe, rule=rule, amsgrad=assumed.amsgrad)
         bound = tolerance.update_bound(trial.case, magnitude)
+        if rule == "muon" and gradient is not None:
+            if (turned := matrices.added(evidence.rank, step.step, fqn, rate)) is None:
+                return []  # another rank lacks a gradient, which `completed` reports
+            expected, bound = expected - turned[0], bound + turned[1]
         here = partial(Finding.at, evidence.rank, step=step.step, kind="parameter", name=fqn)
         left = trial.stepped_part(evidence.rank, fqn, step.parameters[fqn])
         finding = _compare(here, left, expected, bound, state.value)
         if step is evidence.steps[-1] or step.optimizer_state:
-            finding = finding or _compare_moments(here, trial, fqn, step.optimizer_state.get(fqn, {}), state)
+            held = step.optimizer_state.get(fqn, {})
+            finding = finding or _compare_moments(here, trial, rule, held, state)
         finding = finding or _compare_with_what_was_left(here, trial, step, fqn)
         if finding:
             return [finding]
@@ -173,12 +186,20 @@ def _given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm: float) -
     return tolerance.clip_coefficient(norm, trial.case.training.max_norm) * gradient
 
 
+def _gathered(trial: Trial, norms: dict[int, float], rank: int, step: StepEvidence, fqn: str) -> np.ndarray:
+    """Return what others gather of a rank: also of one whose own optimizer is assumed to do nothing."""
+    given = _given(trial, rank, step, fqn, norms[step.step])
+    own = step.gradients[fqn].astype(np.float64)
+    return tolerance.clip_coefficient(norms[step.step], trial.case.training.max_norm) * own if given is None else given
+
+
 def _start(trial: Trial, evidence: RankEvidence, fqn: str) -> _State:
     """Averages begin at zero, or where the checkpoint left them, whatever that is: the check `resume` judges that."""
     value = trial.stepped_part(evidence.rank, fqn, trial.start_of(evidence.rank)[fqn])
     held = evidence.resumed.optimizer_state.get(fqn, {}) if evidence.resumed else {}
     value = value.astype(np.float64)
-    first, second = (held.get(key, np.zeros_like(value)).astype(np.float64) for key in ("exp_avg", "exp_avg_sq"))
+    average = "momentum_buffer" if rule_of(recipe_of(trial, fqn), fqn) == "muon" else "exp_avg"
+    first, second = (held.get(key, np.zeros_like(value)).astype(np.float64) for key in (average, "exp_avg_sq"))
     return _State(value, first, second, np.abs(first))
 
 
@@ -201,8 +222,14 @@ def expected_after_first_step(
     if gradient is None or gradient.shape != state.value.shape:  # explains nothing
         return np.full_like(state.value, math.nan), np.zeros_like(state.value)
     lr, recipe = trial.reference_step(first.step).lr, recipe_of(trial, tensor.fqn, first.step)
-    expected, magnitude = _advance(state, first, clip * gradient, lr, recipe)
-    return expected, tolerance.update_bound(trial.case, magnitude)
+    rule = rule_of(recipe, tensor.fqn)
+    expected, magnitude = _advance(state, first, clip * gradient, lr, recipe, rule=rule)
+    bound = tolerance.update_bound(trial.case, magnitude)
+    if rule == "muon":
+        clipped = Matrices(trial, lambda r, s, f: clip * s.gradients[f].astype(np.float64), partial(recipe_of, trial))
+        added, more = clipped.added(evidence.rank, first.step, tensor.fqn, lr) or (np.full_like(bound, math.nan), 0.0)
+        return expected - added, bound + more
+    return expected, bound
 
 
 def _advance(
@@ -212,15 +239,21 @@ def _advance(
     lr: float,
     training: TrainingConfig,
     *,
+    rule: str,
     amsgrad: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One optimizer step: the new value, and the sum of absolute values of all that went into it. Without a gradient, none."""
+    """One optimizer step: the new value, and the sum of absolute values of all that went into it. Without a gradient, none.
+    Of Muon's step the part that needs no whole matrix."""
     if gradient is None:
         return state.value, np.abs(state.value)
     decay = lr * training.weight_decay
-    if training.optimizer == "sgd":
+    if rule == "sgd":
         moved = lr * np.abs(gradient) + decay * np.abs(state.value)
         return state.value - lr * (gradient + training.weight_decay * state.value), np.abs(state.value) + moved
+    if rule == "muon":
+        state.first = training.momentum * state.first + (1 - training.momentum) * gradient
+        state.first_magnitude = training.momentum * state.first_magnitude + (1 - training.momentum) * np.abs(gradient)
+        return state.value * (1 - decay), np.abs(state.value) * (1 + decay)
     b1, b2 = training.beta1, training.beta2
     state.first = b1 * state.first + (1 - b1) * gradient
     state.first_magnitude = b1 * state.first_magnitude + (1 - b1) * np.abs(gradient)
@@ -268,14 +301,11 @@ def _compare_with_what_was_left(here: Here, trial: Trial, step: StepEvidence, fq
     return here(0, int(differing.sum()), unit=f"of {now.size} entries changed", quantity="value", note=note)
 
 
-def _compare_moments(here: Here, trial: Trial, fqn: str, seen: dict[str, np.ndarray], state: _State) -> Finding | None:
+def _compare_moments(here: Here, trial: Trial, rule: str, seen: dict[str, np.ndarray], state: _State) -> Finding | None:
     """The state after the last step, and where a checkpoint is written: these are averages over all steps until then."""
-    if trial.case.training.optimizer == "sgd":
-        return None
-    for key, expected, magnitude in (
-        ("exp_avg", state.first, state.first_magnitude),
-        ("exp_avg_sq", state.second, state.second),
-    ):
+    first, second = (state.first, state.first_magnitude), (state.second, state.second)
+    kept = {"sgd": {}, "adamw": {"exp_avg": first, "exp_avg_sq": second}, "muon": {"momentum_buffer": first}}
+    for key, (expected, magnitude) in kept[rule].items():
         bound = 4 * tolerance.update_bound(trial.case, magnitude)
         held = seen.get(key)
         if held is None or held.shape != expected.shape or not (np.abs(held - expected) <= bound).all():

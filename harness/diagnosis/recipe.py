@@ -24,7 +24,7 @@ from harness.diagnosis.apart import replicas_differ, train_apart
 from harness.diagnosis.differences import replicas_agree
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.reported import READ
-from harness.diagnosis.ways import By, Way, algorithms, before_each, by_other_gradients, clippings
+from harness.diagnosis.ways import By, Way, algorithms, before_each, by_other_gradients, clippings, slices_apart
 from harness.diagnosis.words import Arrays, in_parameters, on_ranks, where_text
 from harness.evidence.records import RankEvidence
 from harness.evidence.text import number_text
@@ -34,7 +34,7 @@ from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
-from harness.reference.config import CHOICES, TrainingConfig
+from harness.reference.config import CHOICES, TrainingConfig, unused
 from harness.reference.distance import best_fit
 
 LARGEST_DECAY = 0.2  # of a weight in a step; what takes more of it is no weight decay
@@ -47,6 +47,7 @@ FIXED = {"seed", "dtype", "global_batch", "seq_len", "data", "compute_dtype", "q
 COMMON: dict[str, tuple[float, ...]] = {
     "beta1": (0.9, 0.95, 0.8, 0.0, 0.5, 0.85, 0.98, 0.99),
     "beta2": (0.999, 0.99, 0.95, 0.98, 0.9, 0.995, 0.9999),
+    "momentum": (0.9, 0.95, 0.0, 0.8, 0.99),
     "eps": (1e-8, 1e-6, 1e-5, 1e-3, 1e-4, 1e-7, 1e-10, 1e-12, 1e-15, 1e-16),
     "weight_decay": (0.01, 0.0),
     "warmup_steps": (0,),
@@ -68,7 +69,12 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if not wrong or not replicas_agree(trial, trial.first_step) or any(agrees(way) == 0 for way in seen):
         return
     explained, fields = False, partial(_fields, trial, wrong, norms)
-    others = (algorithms(trial, norms), clippings(trial, norms), by_other_gradients(trial, norms, wrong))
+    others = (
+        algorithms(trial, norms),
+        slices_apart(trial),
+        clippings(trial, norms),
+        by_other_gradients(trial, norms, wrong),
+    )
     for way in itertools.chain(fields(1), *others):
         if (more := agrees(way)) is not None:
             alone = _at_first(trial, way, norms)
@@ -202,7 +208,8 @@ def _changes(
 
 def _values(requested: TrainingConfig, fitted: Mapping[str, float]) -> dict[str, list[Any]]:
     """Return, by field, the values that it may have by mistake."""
-    now = {one.name: getattr(requested, one.name) for one in dataclasses.fields(requested) if one.name not in FIXED}
+    left_out = FIXED | unused(requested)
+    now = {one.name: getattr(requested, one.name) for one in dataclasses.fields(requested) if one.name not in left_out}
     floats, found = [value for value in now.values() if isinstance(value, float)], {}
     for field in (field for field in dataclasses.fields(requested) if field.name in now):
         name, value = field.name, now[field.name]

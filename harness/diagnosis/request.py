@@ -24,6 +24,7 @@ from harness.judge.result import Cause, Lines, Result, Verdict
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.reference.config import CHOICES as RECIPE_CHOICES
+from harness.reference.config import unused
 from harness.spec.case import Case
 from harness.spec.features import FEATURE_CHOICES, OR_SWITCHED
 from harness.spec.traits import CHOICES as TRAIT_CHOICES
@@ -39,7 +40,7 @@ KINDS = {
 }
 """Field -> its kind; all other fields have that of their part of the request."""
 OTHERS = (
-    *("steps", "seed", "global_batch", "seq_len", "warmup_steps", "optimizer", "decay"),
+    *("steps", "seed", "global_batch", "seq_len", "warmup_steps", "optimizer", "decay", "nesterov", "adjust_lr"),
     *("variable_length", "document_mask", "masked_samples", "all_valid", "last_batch"),
 )
 """Fields of the recipe that are of the optimizer or of the data, which have solvers of their own."""
@@ -168,7 +169,11 @@ def _in_force(trial: Trial, part: str) -> dict[str, Any]:
 
 def _choices(trial: Trial, part: str, name: str, value: Any) -> Iterable[Any]:
     """Return all values of a field: those that its part of the request names, both of a switch, small numbers."""
-    if part == "training" and name in OTHERS or (part, name) == ("traits", "fsdp_units"):
+    if (
+        part == "training"
+        and name in {*OTHERS, *unused(trial.case.training)}
+        or (part, name) == ("traits", "fsdp_units")
+    ):
         return ()  # of the optimizer; or a feature's value, too
     if name == "reshard_after_forward":
         degrees = [n for n in range(2, trial.case.shards) if trial.case.shards % n == 0]

@@ -52,11 +52,8 @@ def before_each(trial: Trial) -> dict[tuple[int, int], Arrays]:
 
 def algorithms(trial: Trial, norms: Norms) -> Iterator[Way]:
     """What the optimizer is given may be a sum of clipped gradients, by how many steps ago each was."""
-    adamw, begins, decay = (
-        trial.case.training.optimizer == "adamw",
-        not trial.case.resume,
-        trial.case.training.weight_decay,
-    )
+    adamw, sgd = (trial.case.training.optimizer == kind for kind in ("adamw", "sgd"))
+    begins, decay = not trial.case.resume, trial.case.training.weight_decay
     history, usual = partial(_of_history, trial, norms), {step.step: step.lr for step in trial.reference.steps}
     if decay:
         cause = Cause("weight decay", "weight decay is not multiplied by the learning rate")
@@ -73,11 +70,30 @@ def algorithms(trial: Trial, norms: Norms) -> Iterator[Way]:
     if adamw and begins:
         late = AssumedOptimizer(counter=lambda step, fqn: 10**9 + step)  # when nothing is left to correct
         yield Way(Cause("bias correction", "bias correction of the averages is missing", "", "Adam's"), late)
-    for by, nesterov in itertools.product((0.9, 0.95, 0.99, 0.8, 0.5), (0, 1)) if begins and not adamw else ():
+    for by, nesterov in itertools.product((0.9, 0.95, 0.99, 0.8, 0.5), (0, 1)) if begins and sgd else ():
         details = (("momentum", by), ("nesterov", bool(nesterov)))
         text = f"SGD has {'Nesterov ' * nesterov}momentum {by}"
         share = lambda ago, by=by, more=nesterov: by ** (ago + more) + more * (ago == 0)  # noqa: E731
         yield history(Cause("momentum", text, "", "none", details=details), share, decayed=True, copies=1)
+
+
+def slices_apart(trial: Trial) -> Iterator[Way]:
+    """What Muon does to a whole matrix may be done to a rank's slice of it, and the rate be scaled by the slice's shape."""
+    dims = trial.case.dims
+    cuts = {"tp": ("tp",)} if dims.tp > 1 else {}
+    cuts |= {trial.plan.shard_axis: ("dp_shard", "cp", "dp_shard_cp")} if trial.plan.shards > 1 else {}
+    if trial.case.training.optimizer != "muon" or not cuts:
+        return
+    cause = Cause("scaled by slices", "Muon's rate is scaled by the shape of a rank's slice", "", "of the whole matrix")
+    yield Way(cause, AssumedOptimizer(scales_slices=True))
+    for count in range(1, len(cuts) + 1):
+        for axes in itertools.combinations(cuts, count):
+            over, alone = " and ".join(axes), tuple(itertools.chain(*(cuts[axis] for axis in axes)))
+            text = f"Muon orthogonalises the slice of each rank along {over} by itself"
+            cause = Cause("orthogonalised in parts", text, "", "the whole matrix", details=(("axes", axes),))
+            yield Way(cause, AssumedOptimizer(alone=alone), count)
+            scaled = replace(cause, observed=f"{text}, and scales the rate by its shape")
+            yield Way(scaled, AssumedOptimizer(alone=alone, scales_slices=True), count + 1)
 
 
 def _of_history(

@@ -26,6 +26,10 @@ class AssumedOptimizer:
     """(step, fqn) -> the steps taken, for its bias correction."""
     amsgrad: bool = False
     """Whether it divides by the largest second moment so far, and keeps that."""
+    alone: tuple[str, ...] = ()
+    """Axes over whose ranks Muon puts no matrix together: each orthogonalises what it has of it."""
+    scales_slices: bool = False
+    """Whether Muon's rate is scaled by the shape of a rank's slice."""
     copies: int = 0
     """How many more numbers it keeps of each parameter than requested."""
 

@@ -16,6 +16,9 @@ so their noise is that of a typical entry of the same parameter (rms of those th
 
     |delta theta_i| <= lr * gamma * rms(g) / (sqrt(v_i) + eps) .
 
+Muon divides a matrix by its length and applies a polynomial to its singular values, whose slope is at most 485. So what is
+off by gamma of its length is then off by 485 gamma of a length of 1. That is spread over all entries and multiplied by lr.
+
 The next loss moves by at most sum |g_i| |delta theta_i| . The next gradients move by at most |delta theta| times the curvature
 seen along the reference's own path, |g' - g| / |theta' - theta| . Everything needed is in the reference's
 evidence. Correct runs measured about 1/30 of gamma. Real mistakes start at 1e-8; a recipe whose bounds reach that
@@ -54,14 +57,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from harness.judge.finding import Bound
 from harness.judge.golden import accept_of
-from harness.reference.config import TrainingConfig
+from harness.reference.config import TrainingConfig, rule_of
+from harness.reference.muon import SMALLEST, STEEPEST, given, scale
 from harness.reference.record import Noise, ReferenceRun, ReferenceStep
 from harness.spec.case import Case
 
@@ -198,8 +202,19 @@ def _parameter_noise(step: ReferenceStep, fqn: str, noise: float, training: Trai
     clip = clip_coefficient(step.grad_norm, training.max_norm)
     present = gradient[gradient != 0]
     largest = noise * clip * float(np.sqrt(np.mean(present * present))) if present.size else 0.0
-    if training.optimizer == "sgd":
+    rule = rule_of(training, fqn)
+    if rule == "sgd":
         return np.full_like(gradient, step.lr * largest)
+    if rule == "muon":
+        average = step.optimizer_state[fqn]["momentum_buffer"]
+        update = given(average, clip * gradient, momentum=training.momentum, nesterov=training.nesterov)
+        lengths = [
+            float(np.linalg.norm(value)) for value in (average, (1 - training.momentum) * clip * gradient, update)
+        ]
+        off = STEEPEST * noise * sum(lengths) / max(lengths[-1], SMALLEST)
+        return np.full_like(
+            gradient, step.lr * scale(gradient.shape, training.adjust_lr) * off / math.sqrt(gradient.size)
+        )
     second = step.optimizer_state[fqn]["exp_avg_sq"] / (1 - training.beta2**step.step)
     # An entry without any gradient so far (an unused token's row) has none on any layout: its noise is zero.
     return np.where(second > 0, step.lr * largest / (np.sqrt(second) + training.eps), 0.0)
@@ -236,6 +251,17 @@ def relative_difference(observed: np.ndarray, expected: np.ndarray, scale: float
 def max_abs(value: np.ndarray) -> float:
     """Return the largest absolute entry; 0 where there is none."""
     return float(np.max(np.abs(value), initial=0.0))
+
+
+def orthogonal_bound(case: Case, shape: Sequence[int], cancelled: float) -> float:
+    """For an entry of a matrix that Muon orthogonalised, recomputed from the gradients seen.
+
+    cancelled: length of all that was averaged over that of the average. What is off by a share of the whole length before
+    Newton-Schulz is off by up to STEEPEST times that afterwards; so are roundings within it. Spread over all entries.
+    """
+    roundings = 64 + LAMBDA * math.sqrt(max(shape))
+    off = roundings * UNIT_ROUNDOFF[case.training.dtype] * STEEPEST * (1 + cancelled)
+    return LAMBDA * off / math.sqrt(math.prod(shape))
 
 
 def update_bound(case: Case, magnitude: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from harness.evidence.text import bytes_text, ranks_text
 from harness.judge.trial import Trial
 from harness.plan.slices import BYTES, numel
 from harness.plan.traffic.flow import OUTSIDE, Flow
+from harness.plan.traffic.muon import MATRICES
 
 INSIDE = ("forward", "backward", "pipeline")
 OF_PARAMETERS = ("parameters", "gradients")
@@ -27,10 +28,12 @@ def planned(trial: Trial, rank: int, step: int, *, optional_only: bool = False) 
     return dict(totals)
 
 
-def planned_outside(trial: Trial, rank: int, step: int) -> dict[Key, int]:
-    """The bytes that a step moves at least outside of forward and backward."""
-    flows = (flow for flow in trial.plan.flows_of(rank, step) if flow.phase == OUTSIDE)
-    return {_key(trial, rank, flow): flow.bytes for flow in flows}
+def planned_outside(trial: Trial, rank: int, step: int) -> dict[tuple[Key, str], int]:
+    """The bytes that a step moves at least outside of forward and backward, by collective and purpose."""
+    alone = trial.assumption.optimizer.alone
+    flows = [flow for flow in trial.plan.flows_of(rank, step) if flow.phase == OUTSIDE]
+    flows = [flow for flow in flows if flow.role != MATRICES or flow.axis not in alone]
+    return {(_key(trial, rank, flow), flow.role): flow.bytes for flow in flows}
 
 
 def observed_outside(evidence: RankEvidence, step: int) -> dict[Key, int]:

@@ -8,6 +8,7 @@ from harness.plan.slices import BYTES, FlatUnit, Slice, numel, padded_numel, par
 from harness.plan.stages import stages_of_rank
 from harness.plan.units import fsdp2_units
 from harness.plan.zero import kept_dtype, units_held, zero_degree
+from harness.reference.config import rule_of
 from harness.spec.case import Case
 from harness.spec.features import ZERO
 from harness.spec.measured import Unit
@@ -34,6 +35,12 @@ def state_bytes(case: Case, held: dict[str, Slice], flat: tuple[FlatUnit, ...]) 
     size = BYTES[case.training.dtype]
     padded = sum(unit.part(zero_degree(case)) for unit in units_held(flat, held))
     return sum(map(numel, held.values())) * size, padded * size
+
+
+def muon_bytes(case: Case, held: dict[str, Slice]) -> int:
+    """Of the parameters that Muon steps: its state is one number, where AdamW's is two."""
+    stepped = (part for fqn, part in held.items() if rule_of(case.training, fqn) == "muon")
+    return sum(map(numel, stepped)) * BYTES[case.training.dtype]
 
 
 def table_bytes(case: Case) -> int:

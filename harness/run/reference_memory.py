@@ -53,7 +53,7 @@ def elements(case: Case) -> int:
 def of_parameters(case: Case, device: str, *, noise: bool) -> int:
     """Bytes of the host: seed weights in float64, the model, its gradients and moments, copies of these for each step. Copies
     are copied once more as they are written. A repeat, for noise, has as much as the run."""
-    training, moments = case.training, 2 if case.training.optimizer == "adamw" else 0
+    training, moments = case.training, {"adamw": 2, "sgd": 0, "muon": 1}[case.training.optimizer]
     computed, copied = BYTES[training.dtype], max(4, BYTES[training.dtype])
     recorded = copied * (1 + training.steps * (2 + moments))
     model = computed * (2 + moments) if device == "cpu" else 0

@@ -93,6 +93,8 @@ class TrainerTraits:
     """Whether ZeRO-1 or 2 gathers updated parameters in the next forward pass."""
     master_weights: bool = False
     """Whether ZeRO's optimizer steps on a retained copy of the rank's part of the parameters."""
+    muon_owner: bool = False
+    """Whether Muon has one owner for each matrix, which orthogonalises it for all ranks, instead of every rank gathering it."""
     rates: tuple[float, ...] | None = None
     """Learning rate of each step, if the trainer keeps its own schedule, which then is not tested; None otherwise."""
     expected_failure: ExpectedFailure | None = None

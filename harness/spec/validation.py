@@ -143,6 +143,10 @@ def _validate_features(case: Case, where: str) -> None:
         raise CaseError(f"{where}: wrapper {features.wrapper!r} shards nothing, but dp_shard {dims.dp_shard}")
     if features.wrapper == "fsdp1" and dims.tp > 1:
         raise CaseError(f"{where}: wrapper 'fsdp1' with tp {dims.tp}: flattened parts of what tp cuts are not planned")
+    if case.training.optimizer == "muon" and features.wrapper in ("fsdp1", *ZERO):
+        raise CaseError(
+            f"{where}: muon with wrapper {features.wrapper!r}: matrices that are cut as vectors are not planned"
+        )
     if not features.shards_over_cp and (case.wrapper != "fsdp2" or dims.cp == 1 or dims.dp_shard == 1):
         raise CaseError(f"{where}: shards_over_cp false means something with wrapper fsdp2, cp and dp_shard above 1")
     _validate_zero(case, where)

@@ -33,9 +33,10 @@ RECIPE = pairs("""max_steps=steps learning_rate=lr weight_decay=weight_decay ada
 ROPE = pairs("""factor=factor low_freq_factor=low_freq_factor high_freq_factor=high_freq_factor
     original_max_position_embeddings=original_max_position""")
 OTHERS = """dp_replicate dp_shard accumulation defer_sync bucket_mb rope_scaling rope_theta name seed dtype global_batch seq_len
-    optimizer decay warmup_steps final_lr_fraction max_norm data all_valid variable_length document_mask masked_samples"""
+    decay warmup_steps final_lr_fraction max_norm data all_valid variable_length document_mask masked_samples"""
 KNOWN: dict[str, Any] = dict.fromkeys([*SIZES.values(), *RECIPE.values(), *OTHERS.split()], ...)
 KNOWN |= {
+    "optimizer": ("sgd",),
     "wrapper": ("ddp", "fsdp2", *ZERO),
     "defer_sync": (True, False),
     "reshard_after_forward": ("never",),

@@ -322,3 +322,25 @@ def test_of_bfloat16_keys_the_gradients_go_round_in_float32_and_tp_leaves_a_rank
 
 def cp_flows(case: Case) -> list[Flow]:
     return [flow for flow in make_plan(case).flows[0] if "keys" in flow.role]
+
+
+# Muon: matrices of the layer, 64 + 96 = 160 elements, of which a tp rank has half: 640 bytes of 1280.
+
+
+@pytest.mark.parametrize(
+    ("layout", "gathered"),
+    [
+        ("ddp_2", []),
+        ("fsdp_2", [("dp_shard", 1280)]),
+        ("hsdp_2x2", [("dp_shard", 1280)]),
+        ("tp_2", [("tp", 1280)]),
+        ("fsdp_2_tp_2", [("dp_shard", 640), ("tp", 1280)]),
+    ],
+)
+def test_muon_gathers_whole_matrices_or_sends_them_to_their_owners(layout: str, gathered: list[tuple]) -> None:
+    case = tiny_case(layout, replace(ADAMW, optimizer="muon"))
+    plan, owned = make_plan(case), make_plan(case, TrainerTraits(muon_owner=True))
+    assert [(f.axis, f.bytes) for f in plan.flows[0] if f.role == "matrices"] == gathered
+    assert {f.phase for f in plan.flows[0] if f.role == "matrices"} <= {"outside"}
+    assert not [f for f in owned.flows[0] if f.role == "matrices"]
+    assert owned.outside_bytes[0] - plan.outside_bytes[0] == 2 * sum(size for _, size in gathered)

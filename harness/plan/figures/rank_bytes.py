@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from harness.plan.figures.activations import activation_bytes, backward_bytes, loss_bytes
 from harness.plan.grid import coordinate
+from harness.plan.memory import muon_bytes
 from harness.plan.plan import Plan
 from harness.plan.slices import BYTES, padded_numel
 from harness.plan.zero import kept_dtype
@@ -21,7 +22,7 @@ GPUS = {"A100": 80, "H100": 80, "H200": 141, "B200": 180}
 """GB that they are sold with, of 10^9 bytes each. (80 GB are 80 GiB, 5.9e9 bytes more, of which a context, NCCL and an
 allocator take some that cannot be computed.)"""
 
-STATES = {"adamw": 2, "sgd": 0}
+STATES = {"adamw": 2, "sgd": 0, "muon": 2}
 FREED = (None, "fsdp2", "fsdp1")
 """Wrappers that keep no buffers of gradients, so that these are gone when a step begins."""
 
@@ -98,7 +99,7 @@ def rank_bytes(case: Case, plan: Plan, rank: int) -> RankBytes:
     return RankBytes(
         parameters=parameters,
         gradients=gradients,
-        optimizer=numbers * state,
+        optimizer=numbers * state - muon_bytes(case, plan.slices[rank]),
         padding=2 * (padded - parameters),
         gathered=_gathered(case, plan, rank),
         gathered_after_forward=_after_forward(case, plan, rank),

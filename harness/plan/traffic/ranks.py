@@ -9,6 +9,7 @@ from harness.plan.stages import stages_of_rank
 from harness.plan.traffic.context_parallel import context_parallel_flows
 from harness.plan.traffic.data_parallel import data_parallel_flows, pipelined_data_parallel_flows
 from harness.plan.traffic.flow import Flow
+from harness.plan.traffic.muon import muon_flows, owners_bytes
 from harness.plan.traffic.pipeline import pipeline_flows
 from harness.plan.traffic.recomputation import recomputed_flows
 from harness.plan.traffic.tensor_parallel import loss_bytes, scale_flows, tensor_parallel_flows
@@ -29,13 +30,14 @@ def flows_of_rank(case: Case, traits: TrainerTraits, rank: int, length: int, uni
         *context_parallel_flows(case, traits, rank, length),
         *recomputed_flows(case, traits, rank, length),
         *pipeline_flows(case, rank, length),
+        *muon_flows(case, traits, rank),
     )
     return tuple(flow for flow in flows if flow.bytes)
 
 
 def outside_bytes(case: Case, traits: TrainerTraits, rank: int, flows: Iterable[Flow]) -> int:
     """Each parameter has a norm on each axis, and each rank eight numbers (losses, counts). The sums over tp of a loss that is
-    computed outside of forward count, too, as do the optional flows."""
+    computed outside of forward count, too, as do the optional flows, and what Muon's owners of matrices get and send."""
     dims, training = case.dims, case.training
     axes = sum(getattr(dims, axis) > 1 for axis in AXES)
     numbers = len(parameter_shapes(case.model)) * axes + 8 * dims.world_size
@@ -43,7 +45,7 @@ def outside_bytes(case: Case, traits: TrainerTraits, rank: int, flows: Iterable[
     apart = dims.tp > 1 and case.features.loss_parallel and last and not traits.loss_in_forward
     losses = loss_bytes(case, training.seq_len) if apart else 0
     besides = sum(flow.bytes for flow in flows if flow.optional)
-    return numbers * BYTES["float64"] + losses + besides
+    return numbers * BYTES["float64"] + losses + besides + owners_bytes(case, traits, rank)
 
 
 def integer_bytes(case: Case) -> int:

@@ -20,10 +20,10 @@ from harness.trainers import Adapter, StartedTrainer
 from harness.trainers.support import checkout
 from harness.trainers.support.requests import beyond
 
-OTHERS = """dp_replicate dp_shard accumulation all_valid masked_samples max_norm steps seed lr optimizer weight_decay beta1
+OTHERS = """dp_replicate dp_shard accumulation all_valid masked_samples max_norm steps seed lr weight_decay beta1
     beta2 eps warmup_steps final_lr_fraction decay name dim n_layers n_heads n_kv_heads ffn_dim vocab_size norm_eps rope_theta
     tied_embeddings global_batch seq_len data variable_length dtype"""
-KNOWN: dict[str, Any] = dict.fromkeys(OTHERS.split(), ...) | {"wrapper": ("ddp", *ZERO)}
+KNOWN: dict[str, Any] = dict.fromkeys(OTHERS.split(), ...) | {"wrapper": ("ddp", *ZERO), "optimizer": ("sgd",)}
 
 BUCKET = 2**17
 """Elements: less than this model has, so that there are two."""

@@ -9,6 +9,7 @@ The model is reference/model.py, unmodified; parallelism is applied from outside
     data.py          which samples this rank reads
     quantize.py      matmuls in 8 bits
     recipe.py        optimizer and learning rate
+    muon.py          Muon for matrices, with AdamW for all else
     clip.py          the global gradient norm and clipping by it
     checkpoint.py    saving and resuming, also into another layout
     trainer.py       start-up, the step, the loop

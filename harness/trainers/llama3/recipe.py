@@ -11,12 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from harness.reference.config import TrainingConfig
+from harness.reference.config import TrainingConfig, rule_of
 from harness.reference.train import lr_factor
+from harness.trainers.llama3.muon import MuonWithAdamW
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
-    """AdamW, or SGD without momentum.
+    """AdamW, or SGD without momentum, or Muon with AdamW.
 
     AdamW is fused: one operator a parameter group, which DTensor has to look into once instead of once per arithmetic
     operation. (torch has no sharding rule for the fused SGD.)
@@ -24,20 +25,33 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
     groups = parameter_groups(model, training)
     if training.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=training.lr)
+    if training.optimizer == "muon":
+        return MuonWithAdamW(groups, {"lr": training.lr})
     betas = (training.beta1, training.beta2)
     return torch.optim.AdamW(groups, lr=training.lr, betas=betas, eps=training.eps, fused=True)
 
 
 def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[str, Any]]:
-    """A group for each weight decay and each mesh.
+    """A group for each rule, weight decay and mesh.
 
     Trap: one fused operator takes no DTensors beside plain tensors, which norms are without sequence parallel.
     """
-    families: dict[tuple[float, DeviceMesh | None], list[nn.Parameter]] = {}
+    families: dict[tuple[str, float, DeviceMesh | None], list[nn.Parameter]] = {}
     for fqn, parameter in model.named_parameters():
-        family = weight_decay(fqn, training), getattr(parameter, "device_mesh", None)
+        family = rule_of(training, fqn), weight_decay(fqn, training), getattr(parameter, "device_mesh", None)
         families.setdefault(family, []).append(parameter)
-    return [{"params": members, "weight_decay": decay} for (decay, _), members in families.items()]
+    muon = {
+        "rule": "muon",
+        "momentum": training.momentum,
+        "nesterov": training.nesterov,
+        "adjust_lr": training.adjust_lr,
+    }
+    beside = {"rule": "adamw", "betas": (training.beta1, training.beta2), "eps": training.eps}
+    options = {"muon": muon, "adamw": beside} if training.optimizer == "muon" else {}
+    return [
+        {"params": members, "weight_decay": decay, **options.get(rule, {})}
+        for (rule, decay, _), members in families.items()
+    ]
 
 
 def weight_decay(fqn: str, training: TrainingConfig) -> float:

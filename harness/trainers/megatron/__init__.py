@@ -46,10 +46,15 @@ SAVED_AS = {
 
 ANY = """pp dp_replicate dp_shard tp microbatches stages_per_rank accumulation sequence_parallel name dim n_layers n_heads
     n_kv_heads vocab_size ffn_dim norm_eps rope_theta rope_scaling tied_embeddings steps seed global_batch seq_len lr
-    beta1 beta2 eps weight_decay warmup_steps final_lr_fraction rates data max_norm optimizer decay dtype all_valid
+    beta1 beta2 eps weight_decay warmup_steps final_lr_fraction rates data max_norm decay dtype all_valid
     masked_samples document_mask"""
 KNOWN: dict[str, Any] = dict.fromkeys(ANY.split(), ...)
-KNOWN |= {"wrapper": ("ddp", "zero1"), "schedule": ("Interleaved1F1B",), "activation_checkpointing": ("full",)}
+KNOWN |= {
+    "optimizer": ("sgd",),
+    "wrapper": ("ddp", "zero1"),
+    "schedule": ("Interleaved1F1B",),
+    "activation_checkpointing": ("full",),
+}
 OLDEST = (0, 13)
 LLAMA_3 = RopeScaling()
 """What of it Megatron has written into its code: all but the factor."""

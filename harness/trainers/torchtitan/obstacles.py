@@ -86,7 +86,7 @@ def _without_option(case: Case, era: Era) -> Iterator[str]:
         if value not in (*era.features.get(key, ()), *own):
             yield f"{key} {value}: {era.without(key)}"
     for key, value in _unusual(case.training, TrainingConfig()):
-        if key not in era.training:
+        if key not in era.training or value == "muon":
             yield f"{key} {value}: {era.without(key)}"
     for key, value in _unusual(case.model, ModelConfig()):
         if key not in era.model:

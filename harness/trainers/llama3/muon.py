@@ -1,0 +1,98 @@
+"""Muon for matrices, AdamW for all else, in one optimizer. Newton-Schulz runs in the parameter's own dtype.
+
+torch.optim.Muon casts to bfloat16, which no layout repeats to the last digit. A matrix is orthogonalised whole: every rank
+gathers the update of all slices, turns it, and keeps its own slice. The average of gradients is cut as the parameter is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+POLYNOMIAL = (3.4445, -4.7750, 2.0315)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class MuonWithAdamW(Optimizer):
+    """Groups say by which `rule` ("muon" or "adamw") their parameters are stepped, and have its options."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if group["rule"] == "adamw":
+                self._adamw(parameters, group)
+            else:
+                for p in parameters:
+                    self._muon(p, group)
+
+    def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Step all of a group by torch's fused operator, as recipe.py says why."""
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p] = {"step": torch.zeros((), device=p.device)} | {m: torch.zeros_like(p) for m in MOMENTS}
+        moments = ([self.state[p][name] for p in parameters] for name in MOMENTS)
+        steps, (beta1, beta2) = [self.state[p]["step"] for p in parameters], group["betas"]
+        options = {name: group[name] for name in ("lr", "weight_decay", "eps")} | {"beta1": beta1, "beta2": beta2}
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if parameters:
+            adamw(parameters, gradients, *moments, [], steps, fused=True, amsgrad=False, maximize=False, **options)
+
+    def _muon(self, p: Tensor, group: dict[str, Any]) -> None:
+        average, gradient = average_of(p, self.state[p]), p.grad
+        assert gradient is not None
+        average.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
+        update = own_slice(orthogonalised(gathered(update)), p)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(update, alpha=-group["lr"] * scale_of(p, group["adjust_lr"]))
+
+
+def average_of(p: Tensor, state: dict[str, Any]) -> Tensor:
+    """Return the average of gradients, cut as the parameter is."""
+    average: Tensor = state.setdefault("momentum_buffer", torch.zeros_like(p))
+    return average
+
+
+def gathered(update: Tensor) -> Tensor:
+    """Return the whole matrix, a plain tensor. FSDP has cut what tp left, so it is undone first."""
+    if not isinstance(update, DTensor):
+        return update
+    for axis in range(update.device_mesh.ndim):
+        placements = [Replicate() if i <= axis else placement for i, placement in enumerate(update.placements)]
+        update = update.redistribute(placements=placements)
+    return update.to_local()
+
+
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """Move the singular values of a whole matrix towards 1, by five steps of Newton-Schulz. [m, n] -> [m, n]"""
+    a, b, c = POLYNOMIAL
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def own_slice(matrix: Tensor, p: Tensor) -> Tensor:
+    """Return what of the whole matrix lies where the parameter's slice does; nothing is moved for that."""
+    if not isinstance(p, DTensor):
+        return matrix
+    whole = [Replicate()] * p.device_mesh.ndim
+    return DTensor.from_local(matrix, p.device_mesh, whole, run_check=False).redistribute(placements=p.placements)
+
+
+def scale_of(p: Tensor, adjust_lr: str) -> float:
+    """Return what the rate is multiplied by. A DTensor's shape is that of the whole matrix."""
+    rows, columns = p.shape
+    return math.sqrt(max(1, rows / columns)) if adjust_lr == "original" else 0.2 * math.sqrt(max(rows, columns))

@@ -1,0 +1,50 @@
+"""Muon's rule for one matrix, as torch.optim.Muon has it; but Newton-Schulz runs in the matrix's own dtype, not in bfloat16.
+
+    average <- momentum * average + (1 - momentum) * gradient
+    turned  <- newton_schulz(with nesterov: momentum * average + (1 - momentum) * gradient; else the average)
+    weight  <- (1 - lr * weight_decay) * weight - lr * scale * turned
+
+turned has about the singular vectors of what it is made of, and singular values near 1. So it is a function of the whole
+matrix: slices that are turned one by one are no slices of it. The functions take tensors and numpy's arrays alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the odd polynomial that is applied to the singular values, by Keller Jordan."""
+STEPS = 5
+"""How often."""
+SMALLEST = 1e-7
+"""What the matrix is divided by at least."""
+STEEPEST = COEFFICIENTS[0] ** STEPS
+"""Slope at 0 of the polynomial applied so often, where it is steepest: by how much it may magnify an error."""
+
+
+def newton_schulz(matrix: Any) -> Any:
+    """Return the matrix with its singular values moved towards 1. [m, n] -> [m, n]"""
+    a, b, c = COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / max(float((x * x).sum()) ** 0.5, SMALLEST)
+    for _ in range(STEPS):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if tall else x
+
+
+def given(average: Any, gradient: Any, *, momentum: float, nesterov: bool) -> Any:
+    """Return what is orthogonalised, of the average that has this gradient in it already."""
+    return momentum * average + (1 - momentum) * gradient if nesterov else average
+
+
+def scale(shape: Sequence[int], adjust_lr: str) -> float:
+    """Return what the rate of a matrix of this shape is multiplied by, so that updates of all shapes have equal entries.
+
+    "original": Keller Jordan's; "match_rms_adamw": Moonshot's, whose updates are as large as AdamW's at the same rate.
+    """
+    rows, columns = shape
+    return math.sqrt(max(1, rows / columns)) if adjust_lr == "original" else 0.2 * math.sqrt(max(rows, columns))
