@@ -24,6 +24,7 @@ from harness.diagnosis.piece_weights import sums_of_pieces
 from harness.diagnosis.received import other_positions
 from harness.diagnosis.recipe import wrong_recipe
 from harness.diagnosis.reported import odd_reports, wrong_reports
+from harness.diagnosis.reported_numbers import odd_numbers, wrong_numbers
 from harness.diagnosis.request import neighbours
 from harness.diagnosis.started import changed_weights, other_weights, resumed_otherwise
 from harness.diagnosis.structure_facts import facts as facts_of_structure
@@ -40,6 +41,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     changed_weights,
     wrong_recipe,
     wrong_reports,
+    wrong_numbers,
     other_weights,
     other_samples,
     other_positions,
@@ -61,6 +63,7 @@ FACTS: tuple[Facts, ...] = (
     random_state_not_restored,
     wrong_backward,
     odd_reports,
+    odd_numbers,
     observed,
 )
 

@@ -35,7 +35,7 @@ def another_feature(trial: Trial, **features: Any) -> Trial:
 
 def another_recipe(trial: Trial, training: TrainingConfig) -> Trial:
     """As if this recipe had been requested: the reference is trained by it."""
-    words = {**order_of_entries(trial), **trial.assumption.reference}
+    words = {**trial.order_of_entries, **trial.assumption.reference}
     reference = retrain(trial.case.model, training, trial.reference, **words)
     return replace(another_case(trial, replace(trial.case, training=training)), reference=reference)
 
@@ -45,7 +45,7 @@ def another_reference(trial: Trial, **otherwise: Any) -> Trial:
     reference.counterfactual.Otherwise."""
     known = trial.assumption.reference
     together = {**known} | {key: _after(known.get(key), key, new) for key, new in otherwise.items()}
-    words = order_of_entries(trial) | together
+    words = trial.order_of_entries | together
     reference = retrain(trial.case.model, trial.case.training, trial.reference, **words)
     return replace(trial, reference=reference).assuming(reference=together)
 
@@ -66,13 +66,6 @@ def _of_those(given: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, A
     return {fqn: value for fqn, value in given.items() if fqn in those}
 
 
-def order_of_entries(trial: Trial) -> dict[str, Any]:
-    """The trial's reference has its rows in the trainer's order, and vectors as tp ranks flatten what they have: the model that
-    is trained again has to know."""
-    rows = trial.reference.rows
-    return {**({"rows": rows} if rows else {}), **({"columns": trial.plan.columns} if trial.plan.columns else {})}
-
-
 def another_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any) -> Trial:
     """As if some ranks' or parameters' optimizer had done something else, and the reference had been trained so."""
     return another_reference(trial, **otherwise).assuming(assumed)
@@ -82,7 +75,7 @@ def apart(trial: Trial, copies: Mapping[int, int], otherwise: Sequence[dict[str,
     """As if ranks trained apart. copies: by rank, which of several copies of the model it trains; otherwise: by copy, in the
     words of reference.counterfactual.Otherwise; `told` in those of Apart. Where one copy is left it is a reference like any
     other."""
-    together = [{**order_of_entries(trial), **trial.assumption.reference, **one} for one in otherwise]
+    together = [{**trial.order_of_entries, **trial.assumption.reference, **one} for one in otherwise]
     runs = retrain_apart(trial.case.model, trial.case.training, trial.reference, together, **told)
     references = {rank: runs[copy] for rank, copy in copies.items()} if len(runs) > 1 else {}
     return replace(trial, reference=runs[0]).assuming(references=references, apart=True)

@@ -69,7 +69,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
         started_file(Path(options["directory"]), this).touch()
         _train(trainer, case, checkpoints, probe)
         reported = {one.step: (one.loss, one.grad_norm, one.lr, one.largest) for one in trainer.metrics}
-        evidence = probe.evidence(reported, fault=bool(fired) if options.get("fault") else None)
+        evidence = probe.evidence(reported, bool(fired) if options.get("fault") else None, _numbers(trainer))
         evidence = in_the_references_words(evidence, adapter, case, probe.starts)
         reports = getattr(trainer, "reports", adapter.reports)
         evidence = dataclasses.replace(evidence, reports=reports, launch=options.get("launch", ""))
@@ -78,6 +78,11 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
     save(evidence_file(Path(options["directory"]), this), evidence)
     adapter.stop()
     return trainer
+
+
+def _numbers(trainer: StartedTrainer) -> dict[int, Mapping[str, trainers.Number]]:
+    """By step, what the trainer reports by names of its own."""
+    return {one.step: one.numbers for one in trainer.metrics}
 
 
 def in_the_references_words(

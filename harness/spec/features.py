@@ -68,11 +68,13 @@ class Features:
     """Whether torch.compile compiles each block."""
     reduce_dtype: str | None = None
     """Dtype in which gradients are reduced; None: the dtype in which they are computed."""
+    validate_every: int | None = None
+    """Number of steps after which held-out samples are evaluated; None: never."""
     fsdp_units: str | None = None
     """FSDP2's units, as TrainerTraits names them; "observed": as its wrappers claim; None: the traits decide."""
 
     def __post_init__(self) -> None:
-        for key in ("accumulation", "microbatches", "stages_per_rank"):
+        for key in ("accumulation", "microbatches", "stages_per_rank", "validate_every"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
         for key in ("first_stage_less_layers", "last_stage_less_layers"):
