@@ -28,6 +28,7 @@ from harness.diagnosis.reported_numbers import odd_numbers, wrong_numbers
 from harness.diagnosis.request import neighbours
 from harness.diagnosis.started import changed_weights, other_weights, resumed_otherwise
 from harness.diagnosis.structure_facts import facts as facts_of_structure
+from harness.diagnosis.structure_facts import fsdp2_switches
 from harness.diagnosis.telling import HARMLESS, broken_elsewhere, told, what_weaker_tests_say
 from harness.diagnosis.whose import another_tensor
 from harness.judge.result import Diagnosis, Result, Verdict, one_cause
@@ -90,7 +91,7 @@ def diagnose(
     if trial.case.last_step is not None:
         found = dataclasses.replace(found, launch=launch_label(trial))
     others = broken_elsewhere(trial.saved[-1], before, failed) if before else ()
-    others += lines_to_write(trial, broken)
+    others += lines_to_write(trial, broken) + fsdp2_switches(trial)
     return dataclasses.replace(found, evidence=(*found.evidence, *others, *what_weaker_tests_say(results)))
 
 

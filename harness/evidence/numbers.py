@@ -21,8 +21,8 @@ class Number:
     value: float
     """The number that is shown."""
     of: str
-    """What it counts: samples, tokens, valid tokens, steps, epochs (samples over those of the data set); or "epoch", the number
-    from 0 of the one that the step's last sample is in; or "validation loss", the mean over valid tokens, after the step."""
+    """What it counts: samples, tokens, valid tokens, steps, epochs (the recipe's samples over those of the data set); or
+    "epoch", the number from 0 of the step's; or "validation loss", the mean over valid tokens, after the step."""
     over: tuple[str, ...] = SPLIT
     """Axes over whose ranks it is put together, of dp_replicate, dp_shard and cp; along others it is the rank's own part."""
     steps: int | None = 1

@@ -218,6 +218,8 @@ class RankEvidence:
     """Id of the launch that this is evidence of; run.json or recording.json has the same."""
     own_groups: tuple[OwnGroup, ...] = ()
     """Process groups that the trainer made itself, of which torch has no ranks."""
+    switches: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By FSDP2 module, "" the root, what it was told to do otherwise than usual, in words: unshard_in_backward off, ..."""
 
 
 AT_LIMIT = "at the time limit"

@@ -52,12 +52,13 @@ class Book:
             parts = _of_rank(self._validation(step), self.trial, rank, number.over)
             valid = sum(count for _, count in parts)
             return math.fsum(total for total, _ in parts) / valid if valid else math.nan
+        if number.of in ("epoch", "epochs"):
+            batches = self.trial.reference.samples[:step][-(number.steps or step) :]
+            epochs = sum(map(len, batches)) / _data_size(self.trial)
+            return epochs if number.of == "epochs" else math.ceil(epochs) - 1
         steps = list(_covered(self.trial, step, number))
         if number.of == "steps":
             return len(steps)
-        if number.of in ("epoch", "epochs"):
-            epochs = sum(counted(*one, rank, number, "samples") for one in steps) / _data_size(self.trial)
-            return epochs if number.of == "epochs" else math.ceil(epochs) - 1
         return sum(counted(*one, rank, number, number.of) for one in steps)
 
     def _validation(self, step: int) -> Mapping[Place, Part]:

@@ -185,6 +185,7 @@ class Probe:
                 for step in steps
             ),
             structure=structure.wrappers(self._parts),
+            switches=structure.switches(self._parts),
             environment=environment(),
             compiler=compiler(),
             fault=fault,
