@@ -17,6 +17,7 @@ from harness.diagnosis.backward import random_state_not_restored, rounding, wron
 from harness.diagnosis.by_hand import lines_to_write
 from harness.diagnosis.contributions import lacks_the_outputs_part, sums_of_whole_gradients
 from harness.diagnosis.engine import explain
+from harness.diagnosis.exported import odd_exports, wrong_exports
 from harness.diagnosis.facts import layers_lost, not_finite, not_trained, observed, process_failed
 from harness.diagnosis.fed import other_samples
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
@@ -43,6 +44,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     wrong_recipe,
     wrong_reports,
     wrong_numbers,
+    wrong_exports,
     other_weights,
     other_samples,
     other_positions,
@@ -65,6 +67,7 @@ FACTS: tuple[Facts, ...] = (
     wrong_backward,
     odd_reports,
     odd_numbers,
+    odd_exports,
     observed,
 )
 

@@ -140,7 +140,7 @@ def _fact(trial: Trial, broken: Broken, row: Row, finding: Finding) -> Fact:
 
 
 def fsdp2_switches(trial: Trial) -> Lines:
-    """What FSDP2 was told otherwise than usual, beside whatever fails: no cause by itself."""
+    """Return which switches of FSDP2 are not as usual: no cause by itself."""
     seen = policies.switches(trial)
     return (("switches", seen),) if seen else ()
 

@@ -50,6 +50,8 @@ class Assumption:
     """By check, (rank, step) -> what each rank reports of a step."""
     references: Mapping[int, ReferenceRun] = field(default_factory=dict)
     """By rank, its own reference, where ranks train apart."""
+    exported: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """By the name of an exported tensor, what it holds."""
     apart: bool = False
     """Whether ranks train apart, be it with one copy of the model."""
 

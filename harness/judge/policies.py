@@ -11,7 +11,7 @@ NAMES = {"casts_to": "param_dtype", "reduces_in": "reduce_dtype"}
 
 
 def switches(trial: Trial) -> str:
-    """Return what FSDP2 was told otherwise than usual, and in which units; empty where nothing was."""
+    """Return which switches of FSDP2 are not as usual, and in which units; empty where all are."""
     units: dict[str, dict[str, None]] = {}
     every = {unit or "the root" for one in trial.ranks.values() for unit in one.structure}
     for unit, said in ((unit, said) for one in trial.ranks.values() for unit, said in one.switches.items()):

@@ -14,6 +14,7 @@ FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
     "cp_rotation": ("allgather", "alltoall"),
     "fsdp_units": (None, "apart", "root", "observed"),
     "activation_checkpointing": ("none", "full", "layer", "op"),
+    "export": (None, "hf", "hf_fused", "hf_interleaved"),
     "reduce_dtype": (None, "float64", "float32", "bfloat16"),
 }
 
@@ -70,6 +71,9 @@ class Features:
     """Dtype in which gradients are reduced; None: the dtype in which they are computed."""
     validate_every: int | None = None
     """Number of steps after which held-out samples are evaluated; None: never."""
+    export: str | None = None
+    """Export after the last step, under Hugging Face's names: "hf" (q and k for a rotary embedding that turns halves),
+    "hf_fused" (q, k and v in one matrix, gate and up in one) or "hf_interleaved" (q and k as in the reference); None: none."""
     fsdp_units: str | None = None
     """FSDP2's units, as TrainerTraits names them; "observed": as its wrappers claim; None: the traits decide."""
 

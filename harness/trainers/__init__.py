@@ -113,6 +113,11 @@ class StartedTrainer(Protocol):
         Only for cases with `resume`. Raises ValueError if there is none."""
         raise ValueError("this trainer writes no checkpoints")
 
+    def export(self, folder: Path) -> object:
+        """Leave the weights in this folder, as .safetensors, or as .bin, .pt or .pth that torch.load reads. Called on every
+        rank after the last step. Only for cases with `export`, which says the names and the order of rows."""
+        raise ValueError("this trainer exports no weights")
+
 
 class Adapter(Protocol):
     """How the harness starts one trainer on one rank. Inherit from it for what has a usual answer here.

@@ -23,7 +23,18 @@ from harness.reference.data import IGNORED
 from harness.reference.model import Llama, at_least_float32, seed_masks
 from harness.spec.case import Case
 from harness.trainers import Metrics, Number
-from harness.trainers.llama3 import checkpoint, clip, context, data, parallelize, pipeline, quantize, recipe, recompute
+from harness.trainers.llama3 import (
+    checkpoint,
+    clip,
+    context,
+    data,
+    export,
+    parallelize,
+    pipeline,
+    quantize,
+    recipe,
+    recompute,
+)
 from harness.trainers.support import process_group
 from harness.trainers.support.weights import load_weights
 
@@ -261,6 +272,9 @@ class Trainer:
 
     def save(self, folder: Path) -> Path:
         return checkpoint.save(self.parts(), self.counters(), folder)
+
+    def export(self, folder: Path) -> None:
+        export.export(self.model_parts[0], self.case, folder)
 
     def resume(self, folder: Path) -> None:
         """From the latest complete checkpoint. Raises ValueError if there is none."""
