@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.evidence.numbers import VALIDATION, Number
+from harness.evidence.numbers import COUNTS, VALIDATION, Number
 from harness.judge.finding import Bound, Finding
-from harness.judge.numbers import Book, NotOnRecord
+from harness.judge.numbers import Book, NotOnRecord, requested
 from harness.judge.reporting import relative
 from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.tolerance import UNIT_ROUNDOFF
@@ -51,9 +51,21 @@ def check(trial: Trial) -> Result:
 
 
 def wanted(book: Book, rank: int, step: int, name: str, number: Number) -> float:
-    """Return what is expected, or assumed by a hypothesis. Raises NotOnRecord."""
+    """Return what is expected, or assumed by a hypothesis. Raises NotOnRecord.
+
+    A count that is the recipe's is right, too: whether ranks received that is what the check `samples` judges.
+    """
     assumed = book.trial.assumption.reports.get(key(name))
-    return assumed(rank, step) if assumed else book.expected(rank, step, number)
+    if assumed:
+        return assumed(rank, step)
+    received = book.expected(rank, step, number)
+    if number.of not in COUNTS or relative(number.value, received) <= CLOSE:
+        return received
+    try:
+        recipes = book.expected(rank, step, number, requested)
+    except NotOnRecord:
+        return received
+    return recipes if relative(number.value, recipes) <= CLOSE else received
 
 
 def key(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import numpy as np
 from harness.evidence.numbers import SPLIT, VALIDATION, Number
 from harness.evidence.step import Microbatch, StepEvidence
 from harness.judge.labels import IGNORED
+from harness.judge.received_samples import positions_received, received_samples
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
 from harness.plan.stages import positions
@@ -24,6 +25,10 @@ Batch = tuple[np.ndarray, np.ndarray]
 """Tokens and labels, int64 [samples, positions]."""
 Part = tuple[float, int]
 """The sum of the losses of some tokens, and how many valid ones these are."""
+
+
+Count = Callable[[Trial, int, int, Number], float]
+"""How many samples or tokens a step had: launch, step, rank, number."""
 
 
 class NotOnRecord(LookupError):
@@ -39,15 +44,15 @@ class Book:
     losses: dict[int, Mapping[Place, Part]] = field(default_factory=dict)
     """By step, what is known already of validation."""
 
-    def expected(self, rank: int, step: int, number: Number) -> float:
-        """Return what a rank should report. Raises NotOnRecord."""
+    def expected(self, rank: int, step: int, number: Number, count: Count | None = None) -> float:
+        """Return what a rank should report. count: `counted` by default, or `requested`. Raises NotOnRecord."""
         if number.rate and not (number.seconds or 0) > 0:
             raise NotOnRecord("it is a rate, and its seconds are not handed over")
         degrees = [getattr(self.trial.case.dims, axis) for axis in number.divided_by]
         below = math.prod(degrees) * ((number.seconds or 1.0) if number.rate else 1.0)
-        return self._plain(rank, step, number) * number.times / below
+        return self._plain(rank, step, number, count or counted) * number.times / below
 
-    def _plain(self, rank: int, step: int, number: Number) -> float:
+    def _plain(self, rank: int, step: int, number: Number, count: Count) -> float:
         if number.of == VALIDATION:
             parts = _of_rank(self._validation(step), self.trial, rank, number.over)
             valid = sum(count for _, count in parts)
@@ -59,7 +64,7 @@ class Book:
         steps = list(_covered(self.trial, step, number))
         if number.of == "steps":
             return len(steps)
-        return sum(counted(*one, rank, number, number.of) for one in steps)
+        return sum(count(*one, rank, number) for one in steps)
 
     def _validation(self, step: int) -> Mapping[Place, Part]:
         if step not in self.losses:
@@ -79,13 +84,37 @@ def _covered(trial: Trial, step: int, number: Number) -> Iterator[tuple[Trial, i
         yield launch, one
 
 
-def counted(trial: Trial, step: int, rank: int, number: Number, what: str) -> int:
-    """Return how many samples or tokens a step had. cp ranks receive parts of the same samples."""
-    over = tuple(axis for axis in number.over if (what, axis) != ("samples", "cp"))
-    ranks = trial.last_stages() if what == "valid tokens" else trial.first_stages()
-    places = {one: coordinate(trial.case.dims, one) for one in ranks}
-    parts = {place_of(trial, one): one for one, place in places.items() if place["tp"] == 0}
-    return sum(_count(trial, one, step, what) for one in _of_rank(parts, trial, rank, over))
+def counted(trial: Trial, step: int, rank: int, number: Number) -> int:
+    """Return how many samples or tokens ranks received in a step."""
+    ranks = trial.last_stages() if number.of == "valid tokens" else trial.first_stages()
+    return sum(_count(trial, one, step, number.of) for one in _sharers(trial, rank, number, ranks))
+
+
+def requested(trial: Trial, step: int, rank: int, number: Number) -> float:
+    """Return how many the recipe gives to these ranks; of valid tokens those of the samples that they received."""
+    if number.of == "valid tokens":
+        return sum(_labels(trial, one, step) for one in _sharers(trial, rank, number, trial.first_stages()))
+    samples = len(trial.reference.samples[step - 1])
+    cut = [axis for axis in SPLIT if axis not in number.over and (number.of, axis) != ("samples", "cp")]
+    each = 1 if number.of == "samples" else trial.case.seq_len(step)
+    return samples * each / math.prod(getattr(trial.case.dims, axis) for axis in cut)
+
+
+def _sharers(trial: Trial, rank: int, number: Number, ranks: list[int]) -> list[int]:
+    """The ranks whose parts make a rank's number: one for each place, its own where it has one. cp ranks share samples."""
+    over = tuple(axis for axis in number.over if (number.of, axis) != ("samples", "cp"))
+    parts = {place_of(trial, one): one for one in ranks if coordinate(trial.case.dims, one)["tp"] == 0}
+    return _of_rank(parts | ({place_of(trial, rank): rank} if rank in ranks else {}), trial, rank, over)
+
+
+def _labels(trial: Trial, rank: int, step: int) -> int:
+    """Valid labels, by the recipe, of the samples that a rank received."""
+    reference, ids = trial.reference, received_samples(trial, step).get(rank, [None])
+    if None in ids:
+        raise NotOnRecord(f"step {step}: rank {rank} received no samples of the recipe")
+    rows = [reference.sample_ids.index(one) for one in ids if one is not None]
+    at = positions_received(trial, rank, step)
+    return int((reference.labels[rows][:, at] != IGNORED).sum())
 
 
 def place_of(trial: Trial, rank: int) -> Place:

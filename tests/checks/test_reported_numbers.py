@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -125,3 +126,14 @@ def test_the_meaning_that_a_wrong_number_has_is_named(trial: Trial, meaning: Any
 def test_a_number_that_nothing_explains_is_stated() -> None:
     odd = reporting(GRID, lambda rank, step: tokens(GRID, step) + ((rank, step) == (3, 2)), of="tokens")
     assert kinds(odd) == ("wrong report",)
+
+
+def test_a_count_of_the_recipe_is_no_finding_where_ranks_received_less() -> None:
+    """The check `samples` says what was lost."""
+    right = reporting(GRID, lambda rank, step: valid(GRID, step, [rank]), of="valid tokens", over=())
+    (part,) = right.ranks[1].steps[1].microbatches
+    fewer = replace(part, labels=None, valid_tokens=part.valid_tokens - 1)
+    assert judged("reported_numbers", with_step(right, 1, 2, microbatches=(fewer,))).verdict is Verdict.PASS
+    shorter = replace(part, tokens=part.tokens[1:])
+    whole = reporting(GRID, lambda rank, step: tokens(GRID, step), of="tokens")
+    assert judged("reported_numbers", with_step(whole, 1, 2, microbatches=(shorter,))).verdict is Verdict.PASS
