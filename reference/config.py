@@ -90,6 +90,7 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 
+STEPS_PER_EPOCH = 64  # of the dataset that is made from a seed
 DTYPES = ("float64", "float32", "bfloat16")
 QUANTIZED = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp", "mxfp8")
 CHOICES: dict[str, tuple[str | None, ...]] = {

@@ -292,6 +292,16 @@ def losses_of_rows(
         return losses.double().view(batch.labels.shape).sum(dim=1).numpy()
 
 
+def losses_evaluated(
+    model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, batch: Batch, otherwise: Otherwise
+) -> np.ndarray:
+    """Return the loss of each token of a batch that nothing trains on: without dropout. float64 [b, s]"""
+    with one_thread():
+        copy = _Copy(model, training, reference, otherwise)
+        copy.worker.module.eval()
+        return copy.losses(batch, 0).double().view(batch.labels.shape).numpy()
+
+
 def _integers(values: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values))
 

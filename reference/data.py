@@ -12,13 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .config import ModelConfig, TrainingConfig
+from .config import STEPS_PER_EPOCH, ModelConfig, TrainingConfig
 
 IGNORED = -100  # torch.nn.functional.cross_entropy's default ignore_index
 SEPARATOR = 0  # stands between two documents
 MASKED = np.array([0.0, 0.25, 0.5, 0.9])  # fractions of a sample's labels
 MASKED_PLACE = 3  # in every four samples drawn, the one that masked_samples leaves without labels
-STEPS_PER_EPOCH = 64
 
 
 class Dataset(Protocol):

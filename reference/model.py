@@ -145,7 +145,7 @@ class FeedForward(nn.Module):
 class Dropout(nn.Module):
     """Zeroes each entry with probability p, the same ones in every sample, so that it does not matter how a batch is divided.
 
-    For debugging: its mask [s, dim] is the only thing here that is drawn from the default generator.
+    For debugging: its mask [s, dim] is the only thing here that is drawn from the default generator. In eval mode all is kept.
     """
 
     def __init__(self, p: float) -> None:
@@ -153,6 +153,8 @@ class Dropout(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
         kept = torch.rand(x.shape[1:], device=x.device) >= self.p
         return x * kept / (1 - self.p)
 

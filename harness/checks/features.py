@@ -45,7 +45,8 @@ def check(trial: Trial) -> Result:
             looked += [one for look in looks for one in look(of, rank, step)]
         looked += [*reduced(trial, rank), *buckets_in_force(trial, rank)]
     found = [finding for finding in looked if finding]
-    return verdict_of("features", found, len(looked), note=_allowances_text(trial))
+    notes = (_allowances_text(trial), policies.switches(trial))
+    return verdict_of("features", found, len(looked), note="; ".join(filter(None, notes)))
 
 
 def _expect(

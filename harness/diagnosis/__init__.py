@@ -17,6 +17,7 @@ from harness.diagnosis.backward import random_state_not_restored, rounding, wron
 from harness.diagnosis.by_hand import lines_to_write
 from harness.diagnosis.contributions import lacks_the_outputs_part, sums_of_whole_gradients
 from harness.diagnosis.engine import explain
+from harness.diagnosis.exported import odd_exports, wrong_exports
 from harness.diagnosis.facts import layers_lost, not_finite, not_trained, observed, process_failed
 from harness.diagnosis.fed import other_samples
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
@@ -24,9 +25,11 @@ from harness.diagnosis.piece_weights import sums_of_pieces
 from harness.diagnosis.received import other_positions
 from harness.diagnosis.recipe import wrong_recipe
 from harness.diagnosis.reported import odd_reports, wrong_reports
+from harness.diagnosis.reported_numbers import odd_numbers, wrong_numbers
 from harness.diagnosis.request import neighbours
 from harness.diagnosis.started import changed_weights, other_weights, resumed_otherwise
 from harness.diagnosis.structure_facts import facts as facts_of_structure
+from harness.diagnosis.structure_facts import fsdp2_switches
 from harness.diagnosis.telling import HARMLESS, broken_elsewhere, told, what_weaker_tests_say
 from harness.diagnosis.whose import another_tensor
 from harness.judge.result import Diagnosis, Result, Verdict, one_cause
@@ -40,6 +43,8 @@ SUSPECTS: tuple[Suspects, ...] = (
     changed_weights,
     wrong_recipe,
     wrong_reports,
+    wrong_numbers,
+    wrong_exports,
     other_weights,
     other_samples,
     other_positions,
@@ -61,6 +66,8 @@ FACTS: tuple[Facts, ...] = (
     random_state_not_restored,
     wrong_backward,
     odd_reports,
+    odd_numbers,
+    odd_exports,
     observed,
 )
 
@@ -87,7 +94,7 @@ def diagnose(
     if trial.case.last_step is not None:
         found = dataclasses.replace(found, launch=launch_label(trial))
     others = broken_elsewhere(trial.saved[-1], before, failed) if before else ()
-    others += lines_to_write(trial, broken)
+    others += lines_to_write(trial, broken) + fsdp2_switches(trial)
     return dataclasses.replace(found, evidence=(*found.evidence, *others, *what_weaker_tests_say(results)))
 
 

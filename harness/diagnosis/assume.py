@@ -35,7 +35,7 @@ def another_feature(trial: Trial, **features: Any) -> Trial:
 
 def another_recipe(trial: Trial, training: TrainingConfig) -> Trial:
     """Assume that this recipe had been requested: the reference is trained by it."""
-    words = {**order_of_entries(trial), **trial.assumption.reference}
+    words = {**trial.order_of_entries, **trial.assumption.reference}
     reference = retrain(trial.case.model, training, trial.reference, **words)
     return replace(another_case(trial, replace(trial.case, training=training)), reference=reference)
 
@@ -45,7 +45,7 @@ def another_reference(trial: Trial, **otherwise: Any) -> Trial:
     reference.counterfactual."""
     known = trial.assumption.reference
     together = {**known} | {key: _after(known.get(key), key, new) for key, new in otherwise.items()}
-    words = order_of_entries(trial) | together
+    words = trial.order_of_entries | together
     reference = retrain(trial.case.model, trial.case.training, trial.reference, **words)
     return replace(trial, reference=reference).assuming(reference=together)
 
@@ -66,13 +66,6 @@ def _of_those(given: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, A
     return {fqn: value for fqn, value in given.items() if fqn in those}
 
 
-def order_of_entries(trial: Trial) -> dict[str, Any]:
-    """Return the order of the reference's rows, and of vectors as tp ranks flatten what they have: the model that is trained
-    again needs it."""
-    rows = trial.reference.rows
-    return {**({"rows": rows} if rows else {}), **({"columns": trial.plan.columns} if trial.plan.columns else {})}
-
-
 def another_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any) -> Trial:
     """Assume that the optimizer of some ranks or parameters did something else, and train the reference so."""
     return another_reference(trial, **otherwise).assuming(assumed)
@@ -81,7 +74,7 @@ def another_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any)
 def apart(trial: Trial, copies: Mapping[int, int], otherwise: Sequence[dict[str, Any]], **told: Any) -> Trial:
     """Assume that ranks train separate copies of the model. copies: by rank, which copy it trains. What is assumed
     of each copy and of all is in the words of reference.counterfactual. A single copy is a reference like any other."""
-    together = [{**order_of_entries(trial), **trial.assumption.reference, **one} for one in otherwise]
+    together = [{**trial.order_of_entries, **trial.assumption.reference, **one} for one in otherwise]
     runs = retrain_apart(trial.case.model, trial.case.training, trial.reference, together, **told)
     references = {rank: runs[copy] for rank, copy in copies.items()} if len(runs) > 1 else {}
     return replace(trial, reference=runs[0]).assuming(references=references, apart=True)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from harness.diagnosis.assume import order_of_entries
 from harness.diagnosis.differences import distance, expected_gradient, loss_off, seen_gradients, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, verdict_of
 from harness.diagnosis.words import Pair, finding_line, in_order, in_parameters, on_ranks, rank_words, where_text
@@ -183,7 +182,7 @@ def ranks_whose_losses_are_off(trial: Trial, step: int) -> list[int]:
     from harness.reference.counterfactual import Otherwise, losses_of_rows
 
     before = {} if step == 1 else {"weights": trial.reference.steps[step - 2].parameters}
-    otherwise = Otherwise(**(order_of_entries(trial) | before))
+    otherwise = Otherwise(**(trial.order_of_entries | before))
     rows = losses_of_rows(case.model, case.training, trial.reference, step, otherwise)
     of_sample = dict(zip(trial.reference.samples[step - 1], rows, strict=True))
 

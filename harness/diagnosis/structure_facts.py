@@ -16,7 +16,7 @@ from harness.diagnosis import declarable
 from harness.diagnosis.differences import OF_GRADIENTS, seen_gradients
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, stated
 from harness.diagnosis.words import traffic_lines
-from harness.judge import compiled_code, tolerance
+from harness.judge import compiled_code, policies, tolerance
 from harness.judge.contents import take
 from harness.judge.finding import Finding
 from harness.judge.result import Cause, Lines
@@ -48,6 +48,8 @@ class Row:
     """Other fields of the finding and what they are."""
     declares: Callable[[Trial], Iterable[Allowance]] | None = None
     """What of it a trainer may do by choice."""
+    test: Callable[[Broken], bool] | None = None
+    """Whether it is so, by the findings of other checks; None: in any case."""
 
     def fits(self, trial: Trial, broken: Broken, one: Finding) -> bool:
         quantity = (
@@ -56,7 +58,18 @@ class Row:
         alike = all(getattr(one, name) == value for name, value in self.like)
         wrapper = not self.wrappers or trial.case.wrapper in self.wrappers
         others = not self.beside or any(name in broken for name in self.beside)
-        return quantity and alike and wrapper and others and not any(name in broken for name in self.unless)
+        tested = self.test is None or self.test(broken)
+        return quantity and alike and wrapper and others and tested and not any(name in broken for name in self.unless)
+
+
+def _not_gathered_again(broken: Broken) -> bool:
+    """Whether a forward pass gathers less than planned: then it computes with weights from before the step."""
+    found = broken["traffic"].findings if "traffic" in broken else ()
+    return any((one.name, one.phase) == ("all_gather", "forward") and _less(one) for one in found)
+
+
+def _less(one: Finding) -> bool:
+    return isinstance(one.expected, int) and isinstance(one.observed, int) and one.observed < one.expected
 
 
 FORMATS = sorted({format for format, _ in features.QUANTIZED_PRODUCTS.values()})
@@ -83,6 +96,14 @@ TABLE = (
     Row("placements", "other units", "", like=UNIT),
     Row("reshard", "left gathered by evaluation", f"*{reshard.AFTER_EVALUATION}", ("traffic",)),
     Row("reshard", POLICY, f"*{reshard.AFTER_FORWARD}", ("traffic",)),
+    Row(
+        "reshard",
+        "left gathered by backward",
+        f"*{reshard.AFTER_BACKWARD}",
+        ("traffic", "memory", *OF_OLD_VALUES),
+        OF_OLD_VALUES,
+        test=_not_gathered_again,
+    ),
     Row(
         "reshard",
         "left gathered by backward",
@@ -116,6 +137,12 @@ def _fact(trial: Trial, broken: Broken, row: Row, finding: Finding) -> Fact:
     lines += NOT_TESTED if {*row.follows} & OF_GRADIENTS & {*broken} else ()
     lines += declarable.lines(row.declares(trial)) if row.declares else ()
     return Fact(Cause(row.kind, "", finding=finding), (row.check, *row.follows), lines)
+
+
+def fsdp2_switches(trial: Trial) -> Lines:
+    """Return which switches of FSDP2 are not as usual: no cause by itself."""
+    seen = policies.switches(trial)
+    return (("switches", seen),) if seen else ()
 
 
 # ---- ZeRO's vectors

@@ -31,6 +31,7 @@ def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
         parameters=parameters,
         resumed=resumed,
         structure=structure,
+        switches=keys(evidence.switches),
         after_evaluation=left,
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from harness.evidence.checkpoint_index import Checkpoint
+from harness.evidence.exported import ExportedTensor
 from harness.evidence.provided import EVERYTHING, Provided
 from harness.evidence.seen import AllRead
 from harness.evidence.step import AfterEvaluation, StepEvidence
@@ -218,6 +219,10 @@ class RankEvidence:
     """Id of the launch that this is evidence of; run.json or recording.json has the same."""
     own_groups: tuple[OwnGroup, ...] = ()
     """Process groups that the trainer made itself, of which torch has no ranks."""
+    switches: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By FSDP2 module, "" the root, which switches are not as usual, in words: unshard_in_backward off, ..."""
+    exported: dict[str, ExportedTensor] | None = None
+    """By name, the weights that the job exported after the last step; None on ranks that did not read them."""
 
 
 AT_LIMIT = "at the time limit"

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from harness.evidence.numbers import Number
+
 
 @dataclass(frozen=True)
 class Microbatch:
@@ -178,6 +180,10 @@ class StepEvidence:
     """Backward passes whose autograd graph lived on in the next forward pass; None if not observed."""
     gathered: tuple[str, ...] | None = None
     """Fqns of which more than this rank's slice was there when backward had ended; None if not observed."""
+    numbers: dict[str, Number] = field(default_factory=dict)
+    """Other numbers that the trainer reports, by its name for each."""
+    evaluated: tuple[Microbatch, ...] = ()
+    """What passes without gradients received between this step and the next, and their losses."""
 
     @functools.cached_property
     def squares(self) -> dict[str, float]:

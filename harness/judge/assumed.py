@@ -54,6 +54,8 @@ class Assumption:
     """Check -> (rank, step) -> what each rank reports of a step."""
     references: Mapping[int, ReferenceRun] = field(default_factory=dict)
     """Rank -> its own reference, where ranks train separate copies."""
+    exported: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Name of an exported tensor -> what it holds."""
     apart: bool = False
     """Whether ranks train separate copies, be it with one copy of the model."""
 

@@ -1,12 +1,24 @@
-"""Mixed precision policies of FSDP2's units, where some differ from the others."""
+"""Mixed precision policies of FSDP2's units, where some differ from the others, and switches that are not as usual."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from harness.evidence.records import RankEvidence
+from harness.judge.trial import Trial
 
 NAMES = {"casts_to": "param_dtype", "reduces_in": "reduce_dtype"}
+
+
+def switches(trial: Trial) -> str:
+    """Return which switches of FSDP2 are not as usual, and in which units; empty where all are."""
+    units: dict[str, dict[str, None]] = {}
+    every = {unit or "the root" for one in trial.ranks.values() for unit in one.structure}
+    for unit, said in ((unit, said) for one in trial.ranks.values() for unit, said in one.switches.items()):
+        for switch in said:
+            units.setdefault(switch, {})[unit or "the root"] = None
+    texts = (f"{one} ({'all units' if {*some} >= every else ', '.join(some)})" for one, some in units.items())
+    return "; ".join(f"FSDP2: {text}" for text in texts)
 
 
 def of_matmuls(evidence: RankEvidence, wanted: str, forward: Mapping[str, int]) -> str:

@@ -150,15 +150,27 @@ class Trial:
     @functools.cached_property
     def saved_weights(self) -> dict[str, np.ndarray]:
         """Whole parameters as the launch that saved held them then, NaN where no rank did; nothing if this one resumes none."""
+        launch = self.saved[-1] if self.saved else None
+        found = launch.weights_after(launch.case.saved_step or 0) if launch else {}
+        return {fqn: full.reshape(self.plan.shapes[fqn]) for fqn, full in found.items()}
+
+    def weights_after(self, step: int) -> dict[str, np.ndarray]:
+        """Whole parameters as ranks held them after a step, NaN where none did."""
         whole: dict[str, np.ndarray] = {}
-        for launch in self.saved[-1:]:
-            for rank, step in launch.own_steps():
-                for fqn, value in step.parameters.items() if step.step == launch.case.saved_step else ():
-                    full = whole.setdefault(fqn, np.full(launch.plan.shapes[fqn], np.nan, value.dtype))
-                    part = launch.slice_of(rank, fqn)
-                    if part is not None and take(full, part).shape == value.shape:
-                        take(full, part)[...] = value
-        return {fqn: full.reshape(self.plan.shapes[fqn]) for fqn, full in whole.items()}
+        for rank, record in self.own_steps():
+            for fqn, value in record.parameters.items() if record.step == step else ():
+                full = whole.setdefault(fqn, np.full(self.plan.shapes[fqn], np.nan, value.dtype))
+                part = self.slice_of(rank, fqn)
+                if part is not None and take(full, part).shape == value.shape:
+                    take(full, part)[...] = value
+        return whole
+
+    @property
+    def order_of_entries(self) -> dict[str, Any]:
+        """The reference has its rows in the trainer's order, and vectors as tp ranks flatten what they have: a model that is
+        given such weights has to know, in the words of reference.counterfactual.Otherwise."""
+        rows, columns = self.reference.rows, self.plan.columns
+        return {**({"rows": rows} if rows else {}), **({"columns": columns} if columns else {})}
 
     def slice_of(self, rank: int, fqn: str) -> Slice | None:
         """Where a rank's local part belongs: where its bytes were found, else where the plan puts it."""

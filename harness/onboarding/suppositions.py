@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harness.checks import judge
-from harness.diagnosis.assume import another_case, another_reference, order_of_entries
+from harness.diagnosis.assume import another_case, another_reference
 from harness.judge.losses import global_loss
 from harness.judge.result import Result
 from harness.judge.tolerance import NoBound
@@ -71,7 +71,7 @@ def suppositions(trial: Trial) -> Iterator[Supposition]:
     for theta in THETAS:
         if theta != model.rope_theta:
             yield Supposition(f"case: model: {{rope_theta: {theta}}}", "attention", by.setting(rope_theta=theta))
-    if "rows" in order_of_entries(trial):
+    if "rows" in trial.order_of_entries:
         yield Supposition(
             "adapter: leave out `rows`; adjacent entries of a head turn together", "model", words={"rows": {}}
         )
@@ -116,7 +116,7 @@ def _fits(trial: Trial, chosen: Sequence[Supposition], wanted: float) -> bool:
     """Return whether the loss of step 1 is the one that the trainer computed."""
     from harness.reference.counterfactual import Otherwise, losses_of_rows
 
-    otherwise = Otherwise(**(order_of_entries(trial) | _assumed(chosen)))
+    otherwise = Otherwise(**(trial.order_of_entries | _assumed(chosen)))
     losses = losses_of_rows(trial.case.model, trial.case.training, trial.reference, 1, otherwise)
     try:
         bound = trial.bounds.loss[1]

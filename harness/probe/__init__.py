@@ -21,11 +21,13 @@ import contextlib
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from harness.evidence.numbers import Number
 from harness.evidence.records import Collective, HeldTensor, RankEvidence, TensorEvidence
 from harness.evidence.step import Activity, StepEvidence
 from harness.probe import host_copies, live_tensors, structure
@@ -162,8 +164,13 @@ class Probe:
         self.values.remove()
         self.collectives.remove()
 
-    def evidence(self, reported: Mapping[int, Reported], fault: bool | None = None) -> RankEvidence:
-        """All that was seen. `reported`: by step, what the trainer shows its user."""
+    def evidence(
+        self,
+        reported: Mapping[int, Reported],
+        fault: bool | None = None,
+        numbers: Mapping[int, Mapping[str, Number]] = MappingProxyType({}),
+    ) -> RankEvidence:
+        """All that was seen. `reported`, `numbers`: by step, what the trainer shows its user."""
         host_copies.wait()
         self.values.read()
         steps = sorted(step for step in self.values.steps if step > self.clock.start)
@@ -173,8 +180,12 @@ class Probe:
             parameters=tuple(replace(one, value=host_copies.read(one.value)) for one in self._parameters),
             groups=structure.groups(),
             collectives=self.collectives.settled(),
-            steps=tuple(self._step(step, self.values.steps[step], reported) for step in steps),
+            steps=tuple(
+                replace(self._step(step, self.values.steps[step], reported), numbers=dict(numbers.get(step, {})))
+                for step in steps
+            ),
             structure=structure.wrappers(self._parts),
+            switches=structure.switches(self._parts),
             environment=environment(),
             compiler=compiler(),
             fault=fault,
@@ -219,6 +230,7 @@ class Probe:
             graphs_retained=self.graphs.of_step(step),
             copied=self.copies.of_step(step),
             gathered=self.gathered.after_backward(step),
+            evaluated=self.samples.evaluated(step),
         )
 
     def _activity(self, step: int) -> Activity:

@@ -110,17 +110,16 @@ class LossRecorder:
             return
         of_step = value.requires_grad and clock.of_last_pass.kind == "evaluation"
         account = clock.of_step if of_step else clock.of_last_pass
-        if account.kind != "evaluation":
-            copies = local(labels).clone(), local(value).clone()
-            self._noted.append(Loss(account, clock.passes, *copies, value.requires_grad, reduction, ignore_index))
+        copies = local(labels).clone(), local(value).clone()
+        self._noted.append(Loss(account, clock.passes, *copies, value.requires_grad, reduction, ignore_index))
 
     def tensors(self) -> list[torch.Tensor]:
         """What is kept to be read when all is done, so as not to wait for it in a step."""
         return [tensor for loss in self._noted for tensor in (loss.labels, loss.value)]
 
-    def of_step(self, step: int, received: Sequence[int]) -> list[list[Loss]]:
+    def of_passes(self, of: Callable[[Account], bool], received: Sequence[int]) -> list[list[Loss]]:
         """Return losses by microbatch. received: how many tokens each pass received, where that was seen."""
-        noted = (loss for loss in self._noted if loss.account.of(step))
+        noted = (loss for loss in self._noted if of(loss.account))
         groups = [_differentiated(list(group)) for _, group in itertools.groupby(noted, key=lambda loss: loss.after)]
         if [_labels(group) for group in groups] == list(received):
             return groups

@@ -84,8 +84,6 @@ class SampleRecorder:
 
     def _enter(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._clock.enter_forward(recording=torch.is_grad_enabled(), in_training_mode=part.training)
-        if self._clock.account.kind == "evaluation":
-            return
         given = dict(zip(inspect.signature(part.forward).parameters, args, strict=False)) | kwargs
         positions = next((given[name] for name in POSITION_NAMES if torch.is_tensor(given.get(name))), None)
         if positions is not None:
@@ -113,16 +111,24 @@ class SampleRecorder:
 
     def positions(self, step: int) -> tuple[np.ndarray, ...]:
         """The different ones."""
-        return tuple({rows.tobytes(): rows for rows in self._rows(self._positions, step)}.values())
+        given = self._rows(self._positions, step, lambda account: account.of(step))
+        return tuple({rows.tobytes(): rows for rows in given}.values())
 
     def microbatches(self, step: int) -> tuple[Microbatch, ...]:
         """One record a forward pass; the n-th loss of a step belongs to the n-th time that tokens were received."""
-        received = list(self._rows(self._tokens, step))
-        losses = self.losses.of_step(step, [tokens.size for tokens in received])
+        return self._microbatches(lambda account: account.of(step), step)
+
+    def evaluated(self, step: int) -> tuple[Microbatch, ...]:
+        """The same of the passes between this step and the next that trained nothing."""
+        return self._microbatches(lambda account: account.step == step and account.kind != "training", step)
+
+    def _microbatches(self, of: Callable[[Account], bool], step: int) -> tuple[Microbatch, ...]:
+        received = list(self._rows(self._tokens, step, of))
+        losses = self.losses.of_passes(of, [tokens.size for tokens in received])
         return tuple(microbatch(tokens, noted or ()) for tokens, noted in itertools.zip_longest(received, losses))
 
-    def _rows(self, received: list[_Fed], step: int) -> Iterator[np.ndarray]:
+    def _rows(self, received: list[_Fed], step: int, of: Callable[[Account], bool]) -> Iterator[np.ndarray]:
         """[samples, positions]. One row that the recipe's length does not divide is not cut."""
-        for seen in (as_numpy(each.tokens).astype(np.int64, copy=False) for each in received if each.account.of(step)):
+        for seen in (as_numpy(each.tokens).astype(np.int64, copy=False) for each in received if of(each.account)):
             length = self._row_length(step) if self._row_length and seen.ndim == 1 else seen.shape[-1]
             yield seen if seen.ndim > 1 else seen.reshape(-1, length if len(seen) % length == 0 else len(seen))

@@ -236,6 +236,38 @@ def _fsdp2(module: nn.Module) -> Wrapper | None:
     )
 
 
+def switches(parts: Iterable[nn.Module]) -> dict[str, tuple[str, ...]]:
+    """What users set by methods of FSDP2's modules and by its policies, where it is not the usual; by module name."""
+    found = {
+        plain_fqn(name): tuple(_switches(module, part))
+        for part in parts
+        for name, module in part.named_modules()
+        if hasattr(module, "_get_fsdp_state")
+    }
+    return {name: said for name, said in found.items() if said}
+
+
+def _switches(module: Any, part: nn.Module) -> Iterator[str]:
+    state, groups = module._get_fsdp_state(), list(fsdp2_groups(module))
+    for name in ("unshard_in_backward", "reshard_after_backward"):
+        if not all(getattr(group, name, True) for group in groups):
+            yield f"{name} off"
+    policy = getattr(state, "_mp_policy", None)
+    if (dtype := getattr(policy, "output_dtype", None)) is not None:
+        yield f"output_dtype {str(dtype).removeprefix('torch.')}"
+    if not getattr(policy, "cast_forward_inputs", True):
+        yield "cast_forward_inputs off"
+    if any(getattr(parameter, "pin_memory", False) for group in groups for parameter in group.fsdp_params):
+        yield "offload to pinned memory"
+    names = {one: plain_fqn(name) or "the root" for name, one in part.named_modules()}
+    for direction in ("forward", "backward"):
+        ahead = [other._modules[0] for other in getattr(state, f"_states_to_{direction}_prefetch", ())]
+        if ahead:
+            yield f"{direction} prefetch of {', '.join(names.get(one, '?') for one in ahead)}"
+    if module is part and getattr(state._state_ctx, "post_optim_event", None) is not None:
+        yield "post_optim_event"
+
+
 def _of_policy(group: Any, name: str) -> str:
     dtype = getattr(getattr(group, "mp_policy", None), name, None)
     return str(dtype or "").removeprefix("torch.")

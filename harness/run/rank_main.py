@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from harness.evidence.records import Collective, RankEvidence
 from harness.evidence.store import CHECKPOINT_FILE, evidence_file, save, write_text
 from harness.faults import load_fault
 from harness.launch import inflight
+from harness.run.exports import read_export
 from harness.spec.case import Case
 from harness.spec.loading import from_json
 from harness.trainers import StartedTrainer
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 version_of(RankEvidence)  # worked out, and kept, before ranks are forked: a hundredth of what each of them does
 
+EXPORT = "export"
 SHAPES_FILE = "parameters.json"  # of a model that does not fit: {name of the trainer's: shape}
 
 
@@ -67,17 +70,22 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
             trainer.resume(checkpoints)
             probe.resumed(case.steps.start - 1)
         started_file(Path(options["directory"]), this).touch()
-        _train(trainer, case, checkpoints, probe)
+        _train(trainer, case, options, probe)
         reported = {one.step: (one.loss, one.grad_norm, one.lr, one.largest) for one in trainer.metrics}
-        evidence = probe.evidence(reported, fault=bool(fired) if options.get("fault") else None)
+        evidence = probe.evidence(reported, bool(fired) if options.get("fault") else None, _numbers(trainer))
         evidence = in_the_references_words(evidence, adapter, case, probe.starts)
         reports = getattr(trainer, "reports", adapter.reports)
         evidence = dataclasses.replace(evidence, reports=reports, launch=options.get("launch", ""))
     finally:
         probe.remove()
-    save(evidence_file(Path(options["directory"]), this), evidence)
+    save(evidence_file(Path(options["directory"]), this), _with_export(evidence, case, options))
     adapter.stop()
     return trainer
+
+
+def _numbers(trainer: StartedTrainer) -> dict[int, Mapping[str, trainers.Number]]:
+    """By step, what the trainer reports by names of its own."""
+    return {one.step: one.numbers for one in trainer.metrics}
 
 
 def in_the_references_words(
@@ -111,12 +119,13 @@ def _started(adapter: trainers.Adapter, case: Case, options: dict[str, Any]) -> 
         raise
 
 
-def _train(trainer: StartedTrainer, case: Case, checkpoints: Path, probe: Probe | None = None) -> None:
-    """All steps of the launch, and the checkpoint that it leaves: after the last of them, or on the way.
+def _train(trainer: StartedTrainer, case: Case, options: dict[str, Any], probe: Probe | None = None) -> None:
+    """All steps of the launch, and the checkpoint that it leaves: after the last of them, or on the way. Then an export.
 
     What `save` returns may be a future of what is written in the background; the launch waits for it at its end.
     """
-    saved, last, pending = case.saved_step, case.steps[-1], []
+    saved, last, checkpoints = case.saved_step, case.steps[-1], Path(options["checkpoints"])
+    pending = []
     if saved is not None and saved < last:
         trainer.train(saved)
         with probe.saving() if probe else contextlib.nullcontext():
@@ -129,6 +138,28 @@ def _train(trainer: StartedTrainer, case: Case, checkpoints: Path, probe: Probe 
     for written in pending:
         if hasattr(written, "result"):
             written.result()
+    if probe:
+        _export(trainer, case, options)
+
+
+def _export(trainer: StartedTrainer, case: Case, options: dict[str, Any]) -> None:
+    """What is exported is there once every rank is done."""
+    if case.features.export and case.last_step is None:
+        import torch.distributed as dist
+
+        trainer.export(Path(options["directory"]) / EXPORT)
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def _with_export(evidence: RankEvidence, case: Case, options: dict[str, Any]) -> RankEvidence:
+    """Rank 0 reads what was exported, and deletes it."""
+    folder = Path(options["directory"]) / EXPORT
+    if not case.features.export or case.last_step is not None or evidence.rank != 0:
+        return evidence
+    held = read_export(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    return dataclasses.replace(evidence, exported=held)
 
 
 def _row_length(case: Case, step: int) -> int:
@@ -176,7 +207,7 @@ def unwatched(options: dict[str, Any]) -> StartedTrainer:
     trainer = _started(adapter, case, options)
     if case.resume:
         trainer.resume(Path(options["checkpoints"]))
-    _train(trainer, case, Path(options["checkpoints"]))
+    _train(trainer, case, options)
     if this == 0:
         write_text(directory / "losses.json", json.dumps([(metrics.step, metrics.loss) for metrics in trainer.metrics]))
     adapter.stop()

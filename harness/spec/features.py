@@ -14,6 +14,7 @@ FEATURE_CHOICES: dict[str, tuple[str | None, ...]] = {
     "cp_rotation": ("allgather", "alltoall"),
     "fsdp_units": (None, "apart", "root", "observed"),
     "activation_checkpointing": ("none", "full", "layer", "op"),
+    "export": (None, "hf", "hf_fused", "hf_interleaved"),
     "reduce_dtype": (None, "float64", "float32", "bfloat16"),
 }
 
@@ -70,11 +71,16 @@ class Features:
     """Whether torch.compile compiles each block."""
     reduce_dtype: str | None = None
     """Dtype in which gradients are reduced; None: the dtype in which they are computed."""
+    validate_every: int | None = None
+    """Number of steps after which held-out samples are evaluated; None: never."""
+    export: str | None = None
+    """Export after the last step, under Hugging Face's names: "hf" (q and k for a rotary embedding that turns halves),
+    "hf_fused" (q, k and v in one matrix, gate and up in one) or "hf_interleaved" (q and k as in the reference); None: none."""
     fsdp_units: str | None = None
     """FSDP2's units, as TrainerTraits names them; "observed": as its wrappers claim; None: the traits decide."""
 
     def __post_init__(self) -> None:
-        for key in ("accumulation", "microbatches", "stages_per_rank"):
+        for key in ("accumulation", "microbatches", "stages_per_rank", "validate_every"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ValueError(f"{key} must be at least 1, got {getattr(self, key)}")
         for key in ("first_stage_less_layers", "last_stage_less_layers"):

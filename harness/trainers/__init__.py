@@ -47,6 +47,8 @@ that turn halves of a head, for example, permute wq and wk. The reference is put
 A tied output is no parameter. `fused` says how weights in one tensor (wq, wk and wv) are separated, where ranks hold them
 whole, or whole blocks of them. A case in which FSDP cuts a block is skipped, because the plan cuts each weight alone.
 
+What it shows in addition (tokens per second, a validation loss) goes into `Metrics.numbers`, each a `Number` with its meaning.
+
 Examples: `transformers.py` in this folder (transformers' Trainer under accelerate), `tests/own_trainer.py` (the least).
 """
 
@@ -60,12 +62,13 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from harness.evidence.errors import error_in
+from harness.evidence.numbers import Number as Number
 from harness.spec.trainer_spec import TrainerSpec
 from harness.spec.traits import USUAL, TrainerTraits
 
@@ -79,13 +82,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Metrics:
     """What a trainer reports of a step (counted from 1), None where it does not. grad_norm: global, before clipping. lr: the
-    one that the step was made with. largest: of the mean losses of parts of the batch, as those of ranks, the largest."""
+    one that the step was made with. largest: of the mean losses of parts of the batch, as those of ranks, the largest. numbers:
+    all others, by the trainer's own names, each with its meaning."""
 
     step: int
     loss: float | None
     grad_norm: float | None
     lr: float | None
     largest: float | None = None
+    numbers: Mapping[str, Number] = field(default_factory=dict)
 
 
 class StartedTrainer(Protocol):
@@ -109,6 +114,11 @@ class StartedTrainer(Protocol):
         """Before the first step: continue from the latest complete checkpoint in this folder, whatever layout wrote it.
         Only for cases with `resume`. Raises ValueError if there is none."""
         raise ValueError("this trainer writes no checkpoints")
+
+    def export(self, folder: Path) -> object:
+        """Leave the weights in this folder, as .safetensors, or as .bin, .pt or .pth that torch.load reads. Called on every
+        rank after the last step. Only for cases with `export`, which says the names and the order of rows."""
+        raise ValueError("this trainer exports no weights")
 
 
 class Adapter(Protocol):

@@ -263,3 +263,12 @@ def test_the_second_step_and_a_new_length_may_compile() -> None:
     assert found(graphs(trial_of(tiny_case("fsdp_2", compile=True)), (2, 4, 4))) == []
     variable = replace(ADAMW, variable_length=True)
     assert found(graphs(trial_of(tiny_case("fsdp_2", variable, compile=True)), (2, 4, 5))) == []
+
+
+def test_switches_of_fsdp2_are_noted_by_unit_and_break_nothing() -> None:
+    trial, units = trial_of(tiny_case("fsdp_2")), trial_of(tiny_case("fsdp_2")).ranks[0].structure
+    first = next(iter(units))
+    said = {unit: ("cast_forward_inputs off",) for unit in units} | {first: ("cast_forward_inputs off", "x off")}
+    result = judged("features", with_rank(trial, 1, switches=said))
+    assert (result.verdict, judged("features", trial).note) == (Verdict.PASS, "")
+    assert result.note == f"FSDP2: cast_forward_inputs off (all units); FSDP2: x off ({first})"

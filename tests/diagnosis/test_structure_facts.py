@@ -277,6 +277,18 @@ def test_what_backward_left_is_told_unless_forward_kept_it_already(kept: bool) -
     assert fact.cause.kind == (POLICY if kept else "left gathered by backward")
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_what_is_left_and_not_gathered_again_explains_wrong_numbers(again: bool) -> None:
+    trial = trial_of(tiny_case("fsdp_2", reshard_after_forward="always"))
+    steps = tuple(replace(one, gathered=(LAST,)) for one in trial.ranks[0].steps)
+    lost = [one for one in trial.ranks[0].collectives if (one.op, one.phase, one.step) == ("all_gather", "forward", 2)]
+    kept = tuple(one for one in trial.ranks[0].collectives if again or one not in lost)
+    trial = with_rank(trial, 0, steps=steps, collectives=kept)
+    trial = with_step(trial, 0, 3, reported_loss=1.0)
+    (fact,) = (one for one in seen(trial, "reshard", "traffic", "reported_loss") if one.cause.kind.startswith("left"))
+    assert ("reported_loss" in fact.checks) is not again
+
+
 # ---- ZeRO
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from harness.probe.resharding import after_forward
-from harness.probe.structure import wrappers
+from harness.probe.structure import switches, wrappers
 
 
 def test_a_unit_of_which_a_module_has_yet_to_run_is_not_looked_at() -> None:
@@ -34,3 +34,30 @@ def test_a_unit_that_is_told_not_to_be_gathered_in_backward_claims_so() -> None:
         state = SimpleNamespace(_fsdp_param_group=SimpleNamespace(**told))
         module._get_fsdp_state = lambda state=state: state
     assert {name: unit.backward_gathers for name, unit in wrappers([model]).items()} == {"0": False, "1": True}
+
+
+def test_what_fsdp2_was_told_otherwise_than_usual_is_seen_in_each_module_and_in_the_root() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    usual = {"output_dtype": None, "cast_forward_inputs": True}
+    states = {}
+    for module in (*model, model):
+        states[module] = SimpleNamespace(
+            _mp_policy=SimpleNamespace(**usual),
+            _state_ctx=SimpleNamespace(post_optim_event=None),
+            _fsdp_param_group=SimpleNamespace(fsdp_params=[]) if module is not model else None,
+            _fsdp_param_groups=(),
+            _modules=(module,),
+            _states_to_forward_prefetch=[],
+            _states_to_backward_prefetch=[],
+        )
+        module._get_fsdp_state = lambda state=states[module]: state
+    assert switches([model]) == {}
+    first, second, root = (states[module] for module in (*model, model))
+    first._fsdp_param_group = SimpleNamespace(fsdp_params=[SimpleNamespace(pin_memory=True)], unshard_in_backward=False)
+    first._states_to_forward_prefetch, second._mp_policy.cast_forward_inputs = [second], False
+    root._state_ctx.post_optim_event, root._mp_policy.output_dtype = object(), torch.float32
+    assert switches([model]) == {
+        "": ("output_dtype float32", "post_optim_event"),
+        "0": ("unshard_in_backward off", "offload to pinned memory", "forward prefetch of 1"),
+        "1": ("cast_forward_inputs off",),
+    }

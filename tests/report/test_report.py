@@ -53,6 +53,7 @@ PASS tiny
   shard_contents    PASS            48 examined
   traffic           PASS            60 examined
   checkpoint        NOT APPLICABLE  this launch writes none
+  export            NOT APPLICABLE  no export is requested
   initial_weights   PASS            12 examined
   positions         NOT APPLICABLE  the model receives none: it counts from 0, or reads them from a table
   resume            NOT APPLICABLE  nothing is resumed
@@ -65,6 +66,7 @@ PASS tiny
   loss              PASS            3 examined, largest difference 0.0e+00
   replica_agreement PASS            144 examined
   reported_loss     PASS            12 examined, largest difference 0.0e+00
+  reported_numbers  NOT APPLICABLE  this trainer reports no others
   reported_rate     PASS            12 examined, largest difference 0.0e+00
   update            PASS            144 examined""",
     )
@@ -139,6 +141,7 @@ def test_below_the_cause_each_check_has_a_line(failed: list[str]) -> None:
   shard_contents    FAIL            48 examined
   traffic           FAIL            60 examined
   checkpoint        NOT APPLICABLE  this launch writes none
+  export            NOT APPLICABLE  no export is requested
   initial_weights   PASS            12 examined
   positions         NOT APPLICABLE  the model receives none: it counts from 0, or reads them from a table
   resume            NOT APPLICABLE  nothing is resumed
@@ -151,6 +154,7 @@ def test_below_the_cause_each_check_has_a_line(failed: list[str]) -> None:
   loss              PASS            3 examined, largest difference 0.0e+00
   replica_agreement UNKNOWN         ranks [0,2] should hold the same slice of tok_embeddings.weight and do not (24 of 24 such slices); see `shard_contents`
   reported_loss     PASS            12 examined, largest difference 0.0e+00
+  reported_numbers  NOT APPLICABLE  this trainer reports no others
   reported_rate     PASS            12 examined, largest difference 0.0e+00
   update            PASS            144 examined""",
     )
@@ -196,7 +200,7 @@ FAIL tiny    rank 1 raised: ValueError: no
   evidence          out/tiny
 
   completed         FAIL            2 examined
-  26 other checks   UNKNOWN         no evidence from rank 1; see `completed`
+  28 other checks   UNKNOWN         no evidence from rank 1; see `completed`
 
   completed: Every rank exited by itself with code 0, left evidence of every requested step and parameter, and left no process behind.
     rank 1: expected exit code 0, observed raised: ValueError: no

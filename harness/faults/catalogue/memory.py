@@ -95,3 +95,30 @@ def validation_leaves_a_unit_gathered(trainer: Any) -> None:
     _validate(trainer)
     for block in blocks:
         block.set_reshard_after_forward(True)
+
+
+_optimizers: list[Any] = []
+
+
+def _noted(optimizer: Any) -> Any:
+    _optimizers.append(optimizer)
+    return optimizer
+
+
+def _stepped_on(parameters: Any) -> list[Any]:
+    """The model shows whole parameters while units stay gathered, the optimizers those that have gradients."""
+    return [one for optimizer in _optimizers for group in optimizer.param_groups for one in group["params"]]
+
+
+units_stay_gathered_after_backward = fault(
+    breaks="units are freed after backward neither by FSDP2 nor by hand: every step computes with the weights of step 1",
+    bug="of the family of H02 pytorch/torchtitan #4143: set_reshard_after_backward(False), and nothing frees them later",
+    case="fsdp_2",
+    caught_by="reshard traffic memory",
+    named="left gathered by backward",
+    does=op.together(
+        op.after_call(".parallelize:apply_fsdp", lambda model, *_: model.set_reshard_after_backward(False)),
+        op.change_result(".recipe:build_optimizer", _noted),
+        op.change_argument(".clip:clip_gradients", parameters=_stepped_on),
+    ),
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from harness.faults import fault
 from harness.faults import operators as op
@@ -16,6 +17,24 @@ reduced_in_bfloat16 = fault(
     does=op.change_result(
         ".parallelize:mixed_precision", lambda policy: dataclasses.replace(policy, reduce_dtype=None)
     ),
+)
+
+
+def _logits_in_float32(original: Any, module: Any, **told: Any) -> Any:
+    import torch
+
+    whole = hasattr(module, "tok_embeddings")
+    policy = dataclasses.replace(told["mp_policy"], output_dtype=torch.float32) if whole else told["mp_policy"]
+    return original(module, **told | {"mp_policy": policy})
+
+
+logits_cast_by_output_dtype = fault(
+    breaks="the root's policy casts the logits to float32 in a run that computes in float64",
+    bug="of the family of N01: a dtype of MixedPrecisionPolicy that is not the one of the computation",
+    case="fsdp_2",
+    caught_by="gradients loss",
+    named="rounded",
+    does=op.instead(".parallelize:fully_shard", _logits_in_float32),
 )
 float8_not_applied = fault(
     breaks="the conversion to float8 is requested and silently not done",

@@ -12,6 +12,7 @@ The model is reference/model.py, unmodified; parallelism is applied from outside
     muon.py          Muon for matrices, with AdamW for all else
     clip.py          the global gradient norm and clipping by it
     checkpoint.py    saving and resuming, also into another layout
+    export.py        weights under Hugging Face's names
     trainer.py       start-up, the step, the loop
     __main__.py      the command line
 """
@@ -61,7 +62,7 @@ class Llama3(Adapter):
         return trainer.Trainer(case, weights=weights, device=trainer.join(case, device))
 
     def unsupported_alone(self, case: Case) -> str | None:
-        return self.unsupported(case) or next(needs_memory(case), None)
+        return self.unsupported(case) or next(_held_out(case), None) or next(needs_memory(case), None)
 
     def dry(self, case: Case) -> Trainer:
         import torch
@@ -102,6 +103,7 @@ def _obstacles(case: Case) -> Iterator[str]:
     if dims.tp > 1 and isinstance(features.reshard_after_forward, int):
         number = features.reshard_after_forward
         yield f"reshard_after_forward {number} with tp {dims.tp}: FSDP2 reshards no DTensors to fewer ranks"
+    yield from (*_limits_of_validation(case), *_limits_of_export(case))
     yield from _torchs_limits_of_the_recipe(case)
     yield from _limits_of_pipelines(case)
     yield from _where_dropout_differs(case)
@@ -110,6 +112,25 @@ def _obstacles(case: Case) -> Iterator[str]:
     if features.async_tp and not Path("/proc/driver/nvidia").exists():
         yield "async_tp: its fused operators (symmetric memory) have no CPU kernel; no NVIDIA driver is here"
     yield from (f"{what}: not implemented yet" for what, requested in _unfinished(case).items() if requested)
+
+
+def _limits_of_validation(case: Case) -> Iterator[str]:
+    if case.features.validate_every and case.dims.pp > 1:
+        yield f"validate_every with pp {case.dims.pp}: this trainer evaluates whole models only"
+    if case.features.validate_every and case.training.quantize:
+        yield f"validate_every with quantize {case.training.quantize}: torchao copies a weight once more without gradients"
+
+
+def _limits_of_export(case: Case) -> Iterator[str]:
+    if case.features.export and case.dims.pp > 1:
+        yield f"export with pp {case.dims.pp}: this trainer exports whole models only"
+
+
+def _held_out(case: Case) -> Iterator[str]:
+    if case.features.validate_every:
+        yield f"validate_every {case.features.validate_every}: a rank alone reads no samples"
+    if case.features.export:
+        yield f"export {case.features.export}: it is contents"
 
 
 def _where_dropout_differs(case: Case) -> Iterator[str]:

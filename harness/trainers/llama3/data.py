@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness.reference.data import SEPARATOR, build_dataset
+from harness.reference.data import SEPARATOR, build_dataset, sample_order
 from harness.spec.case import Case
 
 
@@ -67,6 +68,18 @@ class Microbatches:
         whole = list(itertools.islice(self.iterator, self.case.features.accumulation))
         return [(tokens[:, :length], labels[:, :length]) for tokens, labels in whole]
 
+    def epochs(self) -> float:
+        """How often the data was drawn, up to now."""
+        return self.samples / len(self.dataset)
+
+    def held_out(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's share of a batch that is not trained on before the first epoch ends: its last one."""
+        ids = sample_order(self.case.training, len(self.dataset), 0)[-self.case.training.global_batch :]
+        mine = ids[self.loader.sampler.rank :: self.case.dims.dp]
+        tokens, labels = zip(*(self.dataset[one] for one in mine), strict=True)
+        size = self.case.local_batch
+        return list(zip(torch.stack(tokens).split(size), torch.stack(labels).split(size), strict=True))
+
 
 class Shapes:
     """Microbatches of which only the shape is right, for a rank that reads none."""
@@ -76,6 +89,12 @@ class Shapes:
 
     def seek(self, samples: int) -> None:
         self.samples = samples
+
+    def epochs(self) -> float:
+        return math.nan
+
+    def held_out(self) -> list[tuple[Tensor, Tensor]]:
+        return self.step()
 
     def step(self, length: int | None = None) -> list[tuple[Tensor, Tensor]]:
         case, self.samples = self.case, self.samples + self.case.training.global_batch

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +23,19 @@ from torch.distributed.tensor import DTensor
 from harness.reference.data import IGNORED
 from harness.reference.model import Llama, at_least_float32, seed_masks
 from harness.spec.case import Case
-from harness.trainers import Metrics
-from harness.trainers.llama3 import checkpoint, clip, context, data, parallelize, pipeline, quantize, recipe, recompute
+from harness.trainers import Metrics, Number
+from harness.trainers.llama3 import (
+    checkpoint,
+    clip,
+    context,
+    data,
+    export,
+    parallelize,
+    pipeline,
+    quantize,
+    recipe,
+    recompute,
+)
 from harness.trainers.support import process_group
 from harness.trainers.support.weights import load_weights
 
@@ -107,8 +119,13 @@ def sequence_part(tokens: Tensor, labels: Tensor, mesh: DeviceMesh | None, case:
 
 def count_valid(microbatches: list[Microbatch], mesh: DeviceMesh | None, device: torch.device) -> int:
     """Tokens that the step's loss is averaged over: all microbatches of all ranks that see different tokens."""
-    count = sum(int((part.labels != IGNORED).sum()) for part in microbatches)
+    count = own_valid_tokens(microbatches)
     return int(parallelize.sum_over_data_ranks(torch.tensor(count, device=device), mesh))
+
+
+def own_valid_tokens(microbatches: list[Microbatch]) -> int:
+    """This rank's tokens that have a label."""
+    return sum(int((part.labels != IGNORED).sum()) for part in microbatches)
 
 
 def loss_of(model: nn.Module, part: Microbatch) -> Tensor:
@@ -189,6 +206,42 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def count_tokens(microbatches: list[Microbatch], case: Case) -> int:
+    """All tokens of the step, those without a label included: every rank along dp and cp has as many others."""
+    return sum(part.tokens.numel() for part in microbatches) * case.dims.dp * case.dims.cp
+
+
+def evaluated(model: nn.Module, parts: list[Microbatch], mesh: DeviceMesh | None, case: Case) -> float:
+    """The global mean loss without gradients."""
+    model.eval()
+    with torch.no_grad(), parallelize.loss_context(mesh, case.features):
+        losses = [whole(loss_of(model, part)) for part in parts]
+    model.train()
+    return mean_over_ranks(torch.stack(losses).sum(), count_valid(parts, mesh, losses[0].device), mesh)
+
+
+def mean_over_ranks(loss_sum: Tensor, valid_tokens: int, mesh: DeviceMesh | None) -> float:
+    """loss_sum: this rank's. valid_tokens: of all ranks."""
+    return float(parallelize.sum_over_data_ranks(loss_sum, mesh)) / valid_tokens
+
+
+# ---- what is shown
+
+MEANINGS: dict[str, dict[str, Any]] = {
+    "tokens per second": {"of": "tokens", "rate": True},
+    "tokens seen": {"of": "tokens", "steps": None},
+    "own valid tokens": {"of": "valid tokens", "over": ()},
+    "epochs": {"of": "epochs", "steps": None},
+    "validation loss": {"of": "validation loss"},
+}
+
+
+def with_meanings(shown: dict[str, float], seconds: float) -> dict[str, Number]:
+    """Return each number that is shown with its meaning. seconds: those of the step, for rates."""
+    meant = ((name, value, MEANINGS[name]) for name, value in shown.items())
+    return {name: Number(value, seconds=seconds if of.get("rate") else None, **of) for name, value, of in meant}
+
+
 # ---- the loop
 
 
@@ -213,7 +266,7 @@ class Trainer:
         )
         self.written: Future[Any] | None = None  # of the last checkpoint
         self.metrics: list[Metrics] = []
-        self.step = 0
+        self.step = self.tokens_seen = 0
 
     def train(
         self, last_step: int | None = None, *, checkpoints: Path | None = None, checkpoint_every: int | None = None
@@ -222,8 +275,10 @@ class Trainer:
         last_step = self.case.training.steps if last_step is None else last_step
         for step in range(self.step + 1, last_step + 1):
             started = time.perf_counter()
-            self.metrics.append(self.train_step())
-            self.display(self.metrics[-1], time.perf_counter() - started)
+            metrics = self.train_step()
+            seconds = time.perf_counter() - started
+            shown = self.display(metrics, seconds) or {}
+            self.metrics.append(replace(metrics, numbers=with_meanings(shown, seconds)))
             if checkpoints and checkpoint_every and step % checkpoint_every == 0:
                 self.save(checkpoints)
 
@@ -235,10 +290,14 @@ class Trainer:
         self.written = checkpoint.save_async(self.parts(), self.counters(), folder, self.saving_group)
         return self.written
 
+    def export(self, folder: Path) -> None:
+        export.export(self.model_parts[0], self.case, folder)
+
     def resume(self, folder: Path) -> None:
         """From the latest complete checkpoint. Raises ValueError if there is none."""
         self.step, samples = checkpoint.resume(self.parts(), checkpoint.latest(folder))
         self.microbatches.seek(samples)
+        self.tokens_seen = sum(map(self.case.seq_len, range(1, self.step + 1))) * self.case.training.global_batch
 
     def train_step(self) -> Metrics:
         microbatches = [
@@ -246,6 +305,7 @@ class Trainer:
             for tokens, labels in self.microbatches.step(self.case.seq_len(self.step + 1))
         ]
         valid_tokens = count_valid(microbatches, self.mesh, self.device)
+        self.tokens, self.own_valid_tokens = count_tokens(microbatches, self.case), own_valid_tokens(microbatches)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for part in self.model_parts:
@@ -256,6 +316,7 @@ class Trainer:
         grad_norm = clip.clip_gradients(parameters, self.case.training.max_norm, filter(None, groups))
         lr = self.optimizer_step()
         self.step += 1
+        self.tokens_seen += self.tokens
         loss = reported_loss(loss_sum, self.mesh, valid_tokens)
         return Metrics(step=self.step, loss=loss, grad_norm=grad_norm, lr=lr)
 
@@ -278,14 +339,29 @@ class Trainer:
             scheduler.step()
         return lr
 
-    def display(self, metrics: Metrics, seconds: float) -> None:
+    def validate(self) -> float:
+        """The mean loss of the held-out batch: the sum over all ranks' valid tokens over their number."""
+        batches = [(tokens.to(self.device), labels.to(self.device)) for tokens, labels in self.microbatches.held_out()]
+        parts = [sequence_part(*batch, self.mesh, self.case) for batch in batches]
+        return evaluated(self.model_parts[0], parts, self.mesh, self.case)
+
+    def display(self, metrics: Metrics, seconds: float) -> dict[str, float]:
+        """Return what is shown in addition to loss, norm and rate, by the names of MEANINGS."""
+        every = self.case.features.validate_every
+        shown = {
+            "tokens per second": self.tokens / seconds,
+            "tokens seen": self.tokens_seen,
+            "own valid tokens": self.own_valid_tokens,
+            "epochs": self.microbatches.epochs(),
+        } | ({"validation loss": self.validate()} if every and metrics.step % every == 0 else {})
         if int(os.environ.get("RANK", 0)) == 0:
-            tokens = self.case.training.global_batch * self.case.seq_len(metrics.step)
             print(
-                f"step {metrics.step}  loss {metrics.loss:.6f}  grad norm {metrics.grad_norm:.6f}  lr {metrics.lr:.3e}"
-                f"  tokens/s {tokens / seconds:,.0f}",
+                f"step {metrics.step}  loss {metrics.loss:.6f}  grad norm {metrics.grad_norm:.6f}  lr {metrics.lr:.3e}",
+                *(f"{name} {value:.6g}" for name, value in shown.items()),
+                sep="  ",
                 flush=True,
             )
+        return shown
 
     def parts(self) -> list[checkpoint.Part]:
         return list(map(checkpoint.Part, self.model_parts, self.optimizers, self.schedulers))

@@ -1,0 +1,56 @@
+"""Weights that are exported are the trained ones: each tensor of the export holds what ranks held after the last step.
+
+Names are Hugging Face's, q and k in the requested order of rows, fused as requested. A tied output may be left out. Values are
+compared in the dtype of the file, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.evidence.exported import ExportedTensor, as_exported
+from harness.judge.exports import OUTPUT, export_of, weights_of
+from harness.judge.finding import Finding
+from harness.judge.result import Result, Verdict, not_applicable, verdict_of
+from harness.judge.trial import Trial
+
+STAGE = "data"
+NEEDS = frozenset({"reference", "values", "declared"})
+TABLES = ("inv_freq",)
+"""Ends of names of tables that are no weights."""
+
+
+def check(trial: Trial) -> Result:
+    if trial.case.features.export is None or trial.case.last_step is not None:
+        return not_applicable("export", "no export is requested")
+    held = exported(trial)
+    if held is None:
+        return Result("export", Verdict.UNKNOWN, note="what was exported was not read")
+    wanted = export_of(trial.case, weights_of(trial, trial.case.steps[-1])) | dict(trial.assumption.exported)
+    missing = wanted.keys() - held.keys() - ({OUTPUT} if trial.case.model.tied_embeddings else set())
+    beyond = [name for name in held if name not in wanted and not name.endswith(TABLES)]
+    findings = [_finding(name, str(wanted[name].shape), "not exported") for name in sorted(missing)]
+    findings += [_finding(name, "not exported", str(held[name].value.shape)) for name in beyond]
+    findings += [
+        _finding(name, f"the weights after step {trial.case.steps[-1]}", "others") for name in wrong(held, wanted)
+    ]
+    return verdict_of("export", findings, len(held))
+
+
+def exported(trial: Trial) -> dict[str, ExportedTensor] | None:
+    """Return what the rank that read it found."""
+    return next((one.exported for one in trial.ranks.values() if one.exported is not None), None)
+
+
+def wrong(held: dict[str, ExportedTensor], wanted: dict[str, Any]) -> list[str]:
+    """Return the names of tensors that hold something else."""
+    return [name for name in held if name in wanted and not same(held[name], wanted[name])]
+
+
+def same(held: ExportedTensor, value: Any) -> bool:
+    """Whether a tensor of a file holds these numbers."""
+    return held.value.shape == value.shape and held.value.tobytes() == as_exported(value, held.dtype).tobytes()
+
+
+def _finding(name: str, expected: str, observed: str) -> Finding:
+    return Finding(kind="parameter", name=name, quantity="exported tensor", expected=expected, observed=observed)

@@ -1,0 +1,107 @@
+"""Every other number that a rank reports is what its meaning says: a count, rate, epoch or mean of what ranks really did.
+
+Tokens and samples are those that ranks received, steps those on record. A rate is a count over seconds that are handed over,
+too. A validation loss is that of the reference's model, by the weights that ranks held, of the batch that they validated on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.evidence.numbers import COUNTS, VALIDATION, Number
+from harness.judge.finding import Bound, Finding
+from harness.judge.numbers import Book, NotOnRecord, requested
+from harness.judge.reporting import relative
+from harness.judge.result import Result, Verdict, not_applicable, verdict_of
+from harness.judge.tolerance import UNIT_ROUNDOFF
+from harness.judge.trial import Trial
+
+NAME = "reported_numbers"
+STAGE = "numbers"
+NEEDS = frozenset({"reference", "values"})
+CLOSE = 2 * UNIT_ROUNDOFF["float32"]
+"""A number may be shown in float32."""
+
+
+def check(trial: Trial) -> Result:
+    reported = [(r, s.step, name, number) for r, s in trial.own_steps() for name, number in s.numbers.items()]
+    findings = _not_validated(trial)
+    if not reported and not findings:
+        return not_applicable(NAME, "this trainer reports no others")
+    book, unjudged, worst = Book(trial), dict[str, str](), 0.0
+    for rank, step, name, number in reported:
+        try:
+            expected = wanted(book, rank, step, name, number)
+        except NotOnRecord as reason:
+            unjudged.setdefault(name, f"{name}: {reason}")
+            continue
+        bound, difference = bound_of(trial, step, number), relative(number.value, expected)
+        worst = max(worst, difference)
+        if not difference <= bound.number:
+            what: dict[str, Any] = {
+                "step": step,
+                "quantity": quantity(name),
+                "bound": bound,
+                "note": _note(number, expected),
+            }
+            findings.append(Finding.at(rank, expected, number.value, **what))
+    result = verdict_of(NAME, findings, len(reported), "; ".join(unjudged.values()), largest=worst)
+    unknown = unjudged and not findings
+    return Result(NAME, Verdict.UNKNOWN, result.examined, note=result.note) if unknown else result
+
+
+def wanted(book: Book, rank: int, step: int, name: str, number: Number) -> float:
+    """Return what is expected, or assumed by a hypothesis. Raises NotOnRecord.
+
+    A count that is the recipe's is right, too: whether ranks received that is what the check `samples` judges.
+    """
+    assumed = book.trial.assumption.reports.get(key(name))
+    if assumed:
+        return assumed(rank, step)
+    received = book.expected(rank, step, number)
+    if number.of not in COUNTS or relative(number.value, received) <= CLOSE:
+        return received
+    try:
+        recipes = book.expected(rank, step, number, requested)
+    except NotOnRecord:
+        return received
+    return recipes if relative(number.value, recipes) <= CLOSE else received
+
+
+def key(name: str) -> str:
+    """Return the key of an assumption on a number."""
+    return f"{NAME} {name}"
+
+
+def quantity(name: str) -> str:
+    """Return the quantity of a finding on a number."""
+    return f"reported {name}"
+
+
+def bound_of(trial: Trial, step: int, number: Number) -> Bound:
+    if number.of != VALIDATION:
+        return Bound(CLOSE)
+    return trial.bounds.of(trial.bounds.loss[step])
+
+
+def _note(number: Number, expected: float) -> str:
+    """Say how many times the right one it is, and what it means, in the words of Number."""
+    ratio = f"ratio {number.value / expected:.6g}" if expected else ""
+    over = f" over {', '.join(number.over)}" if number.over else " of this rank"
+    steps = "since step 1" if number.steps is None else f"of {number.steps} steps" if number.steps > 1 else ""
+    divided = f"divided by {', '.join(number.divided_by)}" if number.divided_by else ""
+    rate = f"in {number.seconds!r} s" if number.rate else ""
+    return ", ".join(filter(None, [ratio, number.of + over, steps, divided, rate]))
+
+
+def _not_validated(trial: Trial) -> list[Finding]:
+    """Steps after which a validation is requested, and its loss is not reported by any rank."""
+    every, case = trial.case.features.validate_every, trial.case
+    shown = {s.step for _, s in trial.own_steps() for number in s.numbers.values() if number.of == VALIDATION}
+    missing = [step for step in case.steps if every and step % every == 0 and step not in shown]
+    return [
+        Finding(
+            step=step, quantity=quantity(VALIDATION), expected="a number", note=f"validate_every {every} is requested"
+        )
+        for step in missing
+    ]

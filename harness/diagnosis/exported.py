@@ -1,0 +1,77 @@
+"""A wrong tensor of an export: whose value is it? It may be of an earlier step, of another parameter, or in another order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from harness.checks.export import exported, same, wrong
+from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, seen
+from harness.diagnosis.words import finding_line
+from harness.judge.exports import FUSED, export_of, weights_of
+from harness.judge.result import Cause
+from harness.judge.trial import Trial
+
+Details = tuple[tuple[str, object], ...]
+KIND = "wrong export"
+MOST = 3
+
+
+def wrong_exports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Explain all wrong tensors, each by the first value on record that it has."""
+    held = exported(trial) if "export" in broken else None
+    if not held:
+        return
+    odd = wrong(held, export_of(trial.case, weights_of(trial, trial.case.steps[-1])))
+    found: dict[str, tuple[Details, np.ndarray]] = {}
+    for details, values in _on_record(trial):
+        for name in (name for name in odd if name not in found):
+            others = [name, *(other for other in values if other != name)] if details else [*values]
+            match = next((other for other in others if other in values and same(held[name], values[other])), None)
+            if match is not None:
+                found[name] = (details if match == name else (("as", match), *details), values[match])
+    if not odd or len(found) < len(odd):
+        return
+    alike: dict[Details, list[str]] = {}
+    for name in odd:
+        alike.setdefault(found[name][0], []).append(name)
+    texts = [f"{_names(names)} {'are' if names[1:] else 'is'} exported {_words(how)}" for how, names in alike.items()]
+    details = tuple(pair for how, names in alike.items() for pair in (("tensors", tuple(names)), *how))
+    values = {name: value for name, (_, value) in found.items()}
+    cause = Cause(KIND, "; ".join(texts), details=details)
+    yield Hypothesis(cause, lambda trial: trial.assuming(exported=values), lines=(finding_line(broken["export"]),))
+
+
+def odd_exports(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """State what is wrong with an export where no value on record is it."""
+    if "export" in broken:
+        yield seen(broken, "export", KIND, "the export is wrong")
+
+
+def _on_record(trial: Trial) -> Iterator[tuple[Details, dict[str, np.ndarray]]]:
+    """Yield exports that somebody may have made instead, likely ones first."""
+    case, last = trial.case, trial.case.steps[-1]
+    weights = weights_of(trial, last)
+    asked = case.features.export != "hf_interleaved"
+    yield (), export_of(case, weights)
+    rows = (("with rows of q and k", "in the order for halves" if not asked else "not in the order for halves"),)
+    yield rows, export_of(case, weights, permuted=not asked)
+    if case.features.export == "hf_fused":
+        for name, parts in FUSED.items():
+            for order in itertools.permutations(range(len(parts))):
+                text = tuple(parts[place] for place in order)
+                yield (("with parts in the order", text),), export_of(case, weights, orders={name: order})
+    for step in reversed([step for step in case.steps if step != last]):
+        yield (("as after step", step),), export_of(case, weights_of(trial, step))
+    yield (("as", "before training"),), export_of(case, weights_of(trial, 0))
+
+
+def _words(details: Details) -> str:
+    return ", ".join(f"{name} {' '.join(v) if isinstance(v, tuple) else v}" for name, v in details)
+
+
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return ", ".join(names[:MOST]) + more

@@ -1,0 +1,74 @@
+"""Mistakes in other numbers that are shown than loss, norm and rate: tokens, rates of them, the loss of a validation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.faults import fault
+from harness.faults import operators as op
+
+COUNT = ".trainer:count_tokens"
+
+displayed_rate_divided_by_cp = fault(
+    breaks="the tokens per second that are shown are divided by cp, although each sample is counted once",
+    bug="L06 of pytorch/torchtitan's kind: what is shown for all devices is divided by those that share a sample",
+    case="cp_2",
+    caught_by="reported_numbers",
+    named="wrong report",
+    does=op.instead(
+        ".trainer:Trainer.display",
+        lambda original, trainer, metrics, seconds: original(trainer, metrics, seconds * trainer.case.dims.cp),
+    ),
+)
+displayed_tokens_of_one_rank = fault(
+    breaks="the tokens shown are those of each rank, not of all",
+    bug="of the family of L06: a counter that is not reduced over the data ranks",
+    case="hsdp_2x2",
+    caught_by="reported_numbers",
+    named="wrong report",
+    does=op.instead(COUNT, lambda original, microbatches, case: sum(part.tokens.numel() for part in microbatches)),
+)
+displayed_tokens_counted_by_every_tp_rank = fault(
+    breaks="the tokens shown are multiplied by the number of all ranks, those that share tokens along tp included",
+    bug="of the family of L06: world size in place of the data ranks",
+    case="fsdp_2_tp_2",
+    caught_by="reported_numbers",
+    named="wrong report",
+    does=op.instead(COUNT, lambda original, microbatches, case: original(microbatches, case) * case.dims.tp),
+)
+
+
+def _with_padding(original: Any, trainer: Any, metrics: Any, seconds: float) -> Any:
+    shown = original(trainer, metrics, seconds)
+    return shown | {"own valid tokens": trainer.tokens // (trainer.case.dims.dp * trainer.case.dims.cp)}
+
+
+displayed_valid_tokens_with_padding = fault(
+    breaks="tokens without a label are counted in the valid tokens that are shown",
+    bug="L08 ByteDance-Seed/VeOmni #455, #618: padding among the tokens, here in what is shown alone",
+    case="fsdp_2",
+    caught_by="reported_numbers",
+    named="wrong report",
+    does=op.instead(".trainer:Trainer.display", _with_padding),
+)
+
+
+def _mean_of_means(original: Any, model: Any, parts: Any, mesh: Any, case: Any) -> float:
+    import torch
+
+    from harness.trainers.llama3 import parallelize, trainer
+
+    with torch.no_grad():
+        total = sum(trainer.loss_of(model, part) for part in parts)
+    ranks = case.dims.dp * case.dims.cp
+    return float(parallelize.sum_over_data_ranks(total / trainer.own_valid_tokens(parts), mesh)) / ranks
+
+
+validation_loss_averaged_over_ranks = fault(
+    breaks="each rank takes the mean of its own part of the validation batch, and the ranks' means are averaged",
+    bug="L01 pytorch/torchtitan #2206, in the validation: ranks have unequally many valid tokens",
+    case="fsdp_2_validated",
+    caught_by="reported_numbers",
+    named="wrong report",
+    does=op.instead(".trainer:evaluated", _mean_of_means),
+)

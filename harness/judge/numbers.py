@@ -1,0 +1,223 @@
+"""What a number that ranks report should be, by its meaning: from what they received, did and computed, and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from harness.evidence.numbers import SPLIT, VALIDATION, Number
+from harness.evidence.step import Microbatch, StepEvidence
+from harness.judge.labels import IGNORED
+from harness.judge.received_samples import positions_received, received_samples
+from harness.judge.trial import Trial
+from harness.plan.grid import coordinate
+from harness.plan.stages import positions
+from harness.reference.config import STEPS_PER_EPOCH
+
+T = TypeVar("T")
+Place = tuple[int, ...]
+"""Where on the axes of SPLIT."""
+Batch = tuple[np.ndarray, np.ndarray]
+"""Tokens and labels, int64 [samples, positions]."""
+Part = tuple[float, int]
+"""The sum of the losses of some tokens, and how many valid ones these are."""
+
+
+Count = Callable[[Trial, int, int, Number], float]
+"""How many samples or tokens a step had: launch, step, rank, number."""
+
+
+class NotOnRecord(LookupError):
+    """The evidence lacks what a number is about; the message says what."""
+
+
+@dataclass(frozen=True)
+class Book:
+    """What numbers should be in one trial. Losses of validation are computed once."""
+
+    trial: Trial
+    """The launch in which they are reported."""
+    losses: dict[int, Mapping[Place, Part]] = field(default_factory=dict)
+    """By step, what is known already of validation."""
+
+    def expected(self, rank: int, step: int, number: Number, count: Count | None = None) -> float:
+        """Return what a rank should report. count: `counted` by default, or `requested`. Raises NotOnRecord."""
+        if number.rate and not (number.seconds or 0) > 0:
+            raise NotOnRecord("it is a rate, and its seconds are not handed over")
+        degrees = [getattr(self.trial.case.dims, axis) for axis in number.divided_by]
+        below = math.prod(degrees) * ((number.seconds or 1.0) if number.rate else 1.0)
+        return self._plain(rank, step, number, count or counted) * number.times / below
+
+    def _plain(self, rank: int, step: int, number: Number, count: Count) -> float:
+        if number.of == VALIDATION:
+            parts = _of_rank(self._validation(step), self.trial, rank, number.over)
+            valid = sum(count for _, count in parts)
+            return math.fsum(total for total, _ in parts) / valid if valid else math.nan
+        if number.of in ("epoch", "epochs"):
+            batches = self.trial.reference.samples[:step][-(number.steps or step) :]
+            epochs = sum(map(len, batches)) / _data_size(self.trial)
+            return epochs if number.of == "epochs" else math.ceil(epochs) - 1
+        steps = list(_covered(self.trial, step, number))
+        if number.of == "steps":
+            return len(steps)
+        return sum(count(*one, rank, number) for one in steps)
+
+    def _validation(self, step: int) -> Mapping[Place, Part]:
+        if step not in self.losses:
+            batches = _said(self.trial, step) or _seen(self.trial, step)
+            self.losses[step] = dict(_losses(self.trial, step, batches))
+        return self.losses[step]
+
+
+def _covered(trial: Trial, step: int, number: Number) -> Iterator[tuple[Trial, int]]:
+    """The steps that a number is of, each with the launch that trained it."""
+    for one in range(1 if number.steps is None else step - number.steps + 1, step + 1):
+        launch = next((launch for launch in reversed(trial.launches) if one in launch.case.steps), None)
+        if launch is None:
+            raise NotOnRecord(f"step {one} is not on record")
+        if launch.case.dims != trial.case.dims and {*number.over} != {*SPLIT}:
+            raise NotOnRecord(f"step {one} had another layout, in which no rank's part is this one's")
+        yield launch, one
+
+
+def counted(trial: Trial, step: int, rank: int, number: Number) -> int:
+    """Return how many samples or tokens ranks received in a step."""
+    ranks = trial.last_stages() if number.of == "valid tokens" else trial.first_stages()
+    return sum(_count(trial, one, step, number.of) for one in _sharers(trial, rank, number, ranks))
+
+
+def requested(trial: Trial, step: int, rank: int, number: Number) -> float:
+    """Return how many the recipe gives to these ranks; of valid tokens those of the samples that they received."""
+    if number.of == "valid tokens":
+        return sum(_labels(trial, one, step) for one in _sharers(trial, rank, number, trial.first_stages()))
+    samples = len(trial.reference.samples[step - 1])
+    cut = [axis for axis in SPLIT if axis not in number.over and (number.of, axis) != ("samples", "cp")]
+    each = 1 if number.of == "samples" else trial.case.seq_len(step)
+    return samples * each / math.prod(getattr(trial.case.dims, axis) for axis in cut)
+
+
+def _sharers(trial: Trial, rank: int, number: Number, ranks: list[int]) -> list[int]:
+    """The ranks whose parts make a rank's number: one for each place, its own where it has one. cp ranks share samples."""
+    over = tuple(axis for axis in number.over if (number.of, axis) != ("samples", "cp"))
+    parts = {place_of(trial, one): one for one in ranks if coordinate(trial.case.dims, one)["tp"] == 0}
+    return _of_rank(parts | ({place_of(trial, rank): rank} if rank in ranks else {}), trial, rank, over)
+
+
+def _labels(trial: Trial, rank: int, step: int) -> int:
+    """Valid labels, by the recipe, of the samples that a rank received."""
+    reference, ids = trial.reference, received_samples(trial, step).get(rank, [None])
+    if None in ids:
+        raise NotOnRecord(f"step {step}: rank {rank} received no samples of the recipe")
+    rows = [reference.sample_ids.index(one) for one in ids if one is not None]
+    at = positions_received(trial, rank, step)
+    return int((reference.labels[rows][:, at] != IGNORED).sum())
+
+
+def place_of(trial: Trial, rank: int) -> Place:
+    place = coordinate(trial.case.dims, rank)
+    return tuple(place[axis] for axis in SPLIT)
+
+
+def _of_rank(parts: Mapping[Place, T], trial: Trial, rank: int, over: tuple[str, ...]) -> list[T]:
+    """The parts that a rank's number is put together of."""
+    own = place_of(trial, rank)
+    alike = [index for index, axis in enumerate(SPLIT) if axis not in over]
+    return [part for place, part in parts.items() if all(place[index] == own[index] for index in alike)]
+
+
+def _count(trial: Trial, rank: int, step: int, what: str) -> int:
+    passes = _record(trial, rank, step).microbatches
+    if what == "valid tokens":
+        counts = [part.valid_tokens for part in passes]
+    else:
+        dim = 0 if what == "samples" else None
+        counts = [
+            None if part.tokens is None else part.tokens.shape[0] if dim == 0 else part.tokens.size for part in passes
+        ]
+    if not counts or None in counts:
+        raise NotOnRecord(f"step {step}: the {what} of rank {rank} were not seen")
+    return sum(count for count in counts if count is not None)
+
+
+def _record(trial: Trial, rank: int, step: int) -> StepEvidence:
+    found = next((one for one in trial.ranks[rank].steps if one.step == step), None)
+    if found is None:
+        raise NotOnRecord(f"step {step} of rank {rank} is not on record")
+    return found
+
+
+def _data_size(trial: Trial) -> int:
+    """Samples of the data set: known of one made from a seed, and of a file once a sample came again."""
+    drawn, reference = [one for ids in trial.reference.samples for one in ids], trial.reference
+    if trial.case.training.data is None:
+        return STEPS_PER_EPOCH * trial.case.training.global_batch
+    if len(drawn) > len(reference.sample_ids):
+        return len(reference.sample_ids)
+    raise NotOnRecord("how many samples the file has is not on record until one comes again")
+
+
+# ---- validation
+
+
+def _said(trial: Trial, step: int) -> dict[Place, list[Batch]]:
+    """What the trainer says that it validated on, by share."""
+    found: dict[Place, list[Batch]] = {}
+    for rank, record in trial.own_steps():
+        for number in record.numbers.values() if record.step == step else ():
+            if number.tokens is not None and number.labels is not None:
+                found[place_of(trial, rank)[:2]] = [(number.tokens, number.labels)]
+    return found
+
+
+def _seen(trial: Trial, step: int) -> dict[Place, list[Batch]]:
+    """What passes that trained nothing received after a step, by share; what cp cut is put together."""
+    parts: dict[Place, list[tuple[int, list[Batch]]]] = {}
+    for rank in trial.last_stages():
+        if coordinate(trial.case.dims, rank)["tp"] == 0:
+            passes = _record(trial, rank, step).evaluated, _record(trial, trial.feeder(rank), step).evaluated
+            both = [_batch(rank, step, *one) for one in zip(*passes, strict=True)]
+            parts.setdefault(place_of(trial, rank)[:2], []).append((rank, both))
+    return {share: [_whole(trial, one, n) for n in range(len(one[0][1]))] for share, one in parts.items()}
+
+
+def _batch(rank: int, step: int, last: Microbatch, first: Microbatch) -> Batch:
+    if first.tokens is None or last.labels is None or last.labels.size != first.tokens.size:
+        raise NotOnRecord(f"tokens or labels that rank {rank} validated on after step {step} were not seen")
+    return first.tokens, last.labels.reshape(first.tokens.shape)
+
+
+def _whole(trial: Trial, parts: list[tuple[int, list[Batch]]], n: int) -> Batch:
+    """The n-th pass of all cp ranks of a share."""
+    rows, length = parts[0][1][n][0].shape
+    tokens, labels = (np.zeros((rows, length * trial.case.dims.cp), np.int64) for _ in range(2))
+    for rank, batches in parts:
+        at = positions(trial.case, rank, tokens.shape[1])
+        tokens[:, at], labels[:, at] = batches[n]
+    return tokens, labels
+
+
+def _losses(trial: Trial, step: int, batches: Mapping[Place, list[Batch]]) -> Iterator[tuple[Place, Part]]:
+    """Yield, by place, the losses of its part by the reference's model with the weights that ranks held after the step."""
+    if not any(batches.values()):
+        raise NotOnRecord(f"no pass without gradients was seen after step {step}")
+    weights = trial.weights_after(step)
+    for share, each in batches.items():
+        computed = [(losses_of(trial, weights, *batch), batch[1]) for batch in each]
+        for rank in (one for one in trial.first_stages() if place_of(trial, one)[:2] == share):
+            cut = [positions(trial.case, rank, labels.shape[1]) for _, labels in computed]
+            total = math.fsum(float(losses[:, at].sum()) for (losses, _), at in zip(computed, cut, strict=True))
+            valid = sum(int((labels[:, at] != IGNORED).sum()) for (_, labels), at in zip(computed, cut, strict=True))
+            yield place_of(trial, rank), (total, valid)
+
+
+def losses_of(trial: Trial, weights: Mapping[str, np.ndarray], tokens: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return the loss of each token by these weights, float64 [samples, positions]. Imports torch, as no other check does."""
+    from harness.reference import counterfactual
+
+    otherwise: Any = counterfactual.Otherwise(weights=weights, **trial.order_of_entries)
+    batch = counterfactual.Batch(tokens, labels)
+    return counterfactual.losses_evaluated(trial.case.model, trial.case.training, trial.reference, batch, otherwise)

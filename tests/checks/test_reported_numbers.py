@@ -1,0 +1,139 @@
+"""The check of all other numbers that a rank reports, on literal evidence, and the meaning that explains a wrong one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from checked import findings
+from diagnosed import kinds, proven
+from literal import EIGHT, judged, tiny_case, trial_of, with_step
+
+from harness.evidence.numbers import Number
+from harness.judge.result import Verdict
+from harness.judge.trial import Trial
+from harness.spec.dims import ParallelDims
+
+STEPS = (1, 2, 3)
+GRID = trial_of(tiny_case("hsdp_2x2"))
+CP = trial_of(tiny_case(ParallelDims(dp_shard=2, cp=2), EIGHT))
+RATE = {"of": "tokens", "rate": True, "seconds": 0.25}
+
+
+def tokens(trial: Trial, step: int, ranks: Any = None) -> int:
+    """Return the tokens that ranks received in a step; by default all ranks, which share none here."""
+    every = trial.ranks if ranks is None else ranks
+    return sum(part.tokens.size for rank in every for part in trial.ranks[rank].steps[step - 1].microbatches)
+
+
+def valid(trial: Trial, step: int, ranks: Any = None) -> int:
+    every = trial.ranks if ranks is None else ranks
+    return sum(part.valid_tokens for rank in every for part in trial.ranks[rank].steps[step - 1].microbatches)
+
+
+def reporting(trial: Trial, value: Any, **meaning: Any) -> Trial:
+    """value: by rank and step."""
+    for rank in trial.ranks:
+        for step in STEPS:
+            trial = with_step(trial, rank, step, numbers={"n": Number(value(rank, step), **meaning)})
+    return trial
+
+
+def test_a_trainer_that_reports_none_is_not_judged() -> None:
+    assert judged("reported_numbers", GRID).verdict is Verdict.NOT_APPLICABLE
+
+
+@pytest.mark.parametrize(
+    ("meaning", "value"),
+    [
+        ({"of": "tokens"}, lambda rank, step: tokens(GRID, step)),
+        ({"of": "tokens", "steps": None}, lambda rank, step: sum(tokens(GRID, one) for one in range(1, step + 1))),
+        ({"of": "tokens", "over": ()}, lambda rank, step: tokens(GRID, step, [rank])),
+        ({"of": "valid tokens"}, lambda rank, step: valid(GRID, step)),
+        ({"of": "valid tokens", "over": ("dp_shard",)}, lambda rank, step: valid(GRID, step, [rank, rank ^ 1])),
+        ({"of": "samples"}, lambda rank, step: GRID.case.training.global_batch),
+        ({"of": "steps", "steps": None}, lambda rank, step: step),
+        ({"of": "epochs", "steps": None}, lambda rank, step: step / 64),
+        ({"of": "epoch", "steps": None}, lambda rank, step: 0),
+        (RATE, lambda rank, step: tokens(GRID, step) / 0.25),
+        ({**RATE, "divided_by": ("dp_replicate", "dp_shard")}, lambda rank, step: tokens(GRID, step)),
+        ({**RATE, "times": 0.5}, lambda rank, step: 2 * tokens(GRID, step)),
+    ],
+)
+def test_each_meaning_has_its_right_number_and_one_more_is_found(meaning: dict[str, Any], value: Any) -> None:
+    result = judged("reported_numbers", reporting(GRID, value, **meaning))
+    assert (result.verdict, result.examined) == (Verdict.PASS, 12)
+    odd = reporting(GRID, lambda rank, step: value(rank, step) + ((rank, step) == (3, 2)), **meaning)
+    (finding,) = findings("reported_numbers", odd)
+    assert (finding.ranks, finding.step, finding.quantity) == ((3,), 2, "reported n")
+    assert finding.observed == finding.expected + 1
+
+
+def test_cp_ranks_receive_parts_of_the_same_samples() -> None:
+    whole = CP.case.training.global_batch
+    assert judged("reported_numbers", reporting(CP, lambda *_: whole, of="samples")).verdict is Verdict.PASS
+    assert judged("reported_numbers", reporting(CP, lambda *_: 2 * whole, of="samples")).verdict is Verdict.FAIL
+
+
+def test_a_rate_without_its_seconds_is_unknown() -> None:
+    result = judged("reported_numbers", reporting(GRID, lambda *_: 1.0, of="tokens", rate=True))
+    assert (result.verdict, result.note) == (Verdict.UNKNOWN, "n: it is a rate, and its seconds are not handed over")
+
+
+def test_a_validation_of_which_nothing_was_seen_is_unknown() -> None:
+    assert judged("reported_numbers", reporting(GRID, lambda *_: 1.0, of="validation loss")).verdict is Verdict.UNKNOWN
+
+
+def test_what_is_no_number_is_found() -> None:
+    assert len(findings("reported_numbers", reporting(GRID, lambda *_: float("nan"), of="tokens"))) == 12
+
+
+def test_a_validation_that_is_requested_and_not_reported_is_found() -> None:
+    (finding,) = findings("reported_numbers", trial_of(tiny_case("hsdp_2x2", validate_every=2)))
+    assert (finding.step, finding.observed) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("meaning", "wrong"),
+    [
+        ({"of": "tonnes"}, "of"),
+        ({"of": "tokens", "over": ("tp",)}, "over"),
+        ({"of": "tokens", "labels": np.ones(1)}, "to"),
+    ],
+)
+def test_an_impossible_meaning_is_refused(meaning: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        Number(1.0, **meaning)
+
+
+@pytest.mark.parametrize(
+    ("trial", "meaning", "value", "details"),
+    [
+        (CP, RATE, lambda r, s: tokens(CP, s) / 0.25 / 2, ("not added up over", ("dp_shard",))),
+        (GRID, {"of": "valid tokens"}, lambda r, s: valid(GRID, s, [r]), ("not added up over", ("dp_replicate", "dp_shard"))),
+        (GRID, {"of": "valid tokens"}, lambda r, s: tokens(GRID, s), ("as a number of", "tokens")),
+        (GRID, {"of": "tokens", "steps": None}, lambda r, s: tokens(GRID, s), ("of", "this step alone")),
+        (GRID, {"of": "tokens"}, lambda r, s: tokens(GRID, s) / 4, ("not added up over", ("dp_replicate", "dp_shard"))),
+        (GRID, {"of": "tokens"}, lambda r, s: 7 * tokens(GRID, s), ("times", 7.0)),
+    ],
+)  # fmt: skip
+def test_the_meaning_that_a_wrong_number_has_is_named(trial: Trial, meaning: Any, value: Any, details: Any) -> None:
+    assert proven(reporting(trial, value, **meaning)) == ("wrong report", {"report": "n", details[0]: details[1]})
+
+
+def test_a_number_that_nothing_explains_is_stated() -> None:
+    odd = reporting(GRID, lambda rank, step: tokens(GRID, step) + ((rank, step) == (3, 2)), of="tokens")
+    assert kinds(odd) == ("wrong report",)
+
+
+def test_a_count_of_the_recipe_is_no_finding_where_ranks_received_less() -> None:
+    """The check `samples` says what was lost."""
+    right = reporting(GRID, lambda rank, step: valid(GRID, step, [rank]), of="valid tokens", over=())
+    (part,) = right.ranks[1].steps[1].microbatches
+    fewer = replace(part, labels=None, valid_tokens=part.valid_tokens - 1)
+    assert judged("reported_numbers", with_step(right, 1, 2, microbatches=(fewer,))).verdict is Verdict.PASS
+    shorter = replace(part, tokens=part.tokens[1:])
+    whole = reporting(GRID, lambda rank, step: tokens(GRID, step), of="tokens")
+    assert judged("reported_numbers", with_step(whole, 1, 2, microbatches=(shorter,))).verdict is Verdict.PASS
