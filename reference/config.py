@@ -154,6 +154,13 @@ class TrainingConfig:
     rates: tuple[float, ...] | None = None
     """Learning rates by step, of a trainer whose own schedule is not under test; None: warm-up and cosine."""
 
+    @property
+    def made_samples(self) -> int:
+        """Samples of the dataset that is made from the seed. With last_batch, it ends with the recipe."""
+        if self.last_batch is None:
+            return STEPS_PER_EPOCH * self.global_batch
+        return (self.steps - 1) * self.global_batch + self.last_batch
+
     def __post_init__(self) -> None:
         for key, known in CHOICES.items():
             if getattr(self, key) not in known:

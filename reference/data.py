@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .config import STEPS_PER_EPOCH, ModelConfig, TrainingConfig
+from .config import ModelConfig, TrainingConfig
 
 IGNORED = -100  # torch.nn.functional.cross_entropy's default ignore_index
 SEPARATOR = 0  # stands between two documents
@@ -156,13 +156,10 @@ def build_dataset(training: TrainingConfig, model: ModelConfig) -> TokenDataset 
     """
     if training.data is not None:
         return FileDataset(training.data, training.seq_len, model.vocab_size, training.global_batch)
-    n_samples = STEPS_PER_EPOCH * training.global_batch
-    if training.last_batch is not None:
-        n_samples = (training.steps - 1) * training.global_batch + training.last_batch
     return TokenDataset(
         model.vocab_size,
         training.seq_len,
-        n_samples,
+        training.made_samples,
         training.seed,
         training.global_batch,
         training.masked_samples,

@@ -16,7 +16,6 @@ from harness.judge.received_samples import positions_received, received_samples
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
 from harness.plan.stages import positions
-from harness.reference.config import STEPS_PER_EPOCH
 
 T = TypeVar("T")
 Place = tuple[int, ...]
@@ -154,7 +153,7 @@ def _data_size(trial: Trial) -> int:
     """Samples of the data set: known of one made from a seed, and of a file once a sample came again."""
     drawn, reference = [one for ids in trial.reference.samples for one in ids], trial.reference
     if trial.case.training.data is None:
-        return STEPS_PER_EPOCH * trial.case.training.global_batch
+        return trial.case.training.made_samples
     if len(drawn) > len(reference.sample_ids):
         return len(reference.sample_ids)
     raise NotOnRecord("how many samples the file has is not on record until one comes again")

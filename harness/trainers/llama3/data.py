@@ -64,7 +64,7 @@ class Microbatches:
         """The microbatches of the next optimizer step, of each sample its first `length` tokens (None: all)."""
         if self.samples % len(self.dataset) == 0:
             self.seek(self.samples)
-        self.samples += self.case.training.global_batch
+        self.samples += min(self.case.training.global_batch, len(self.dataset) - self.samples % len(self.dataset))
         whole = list(itertools.islice(self.iterator, self.case.features.accumulation))
         return [(tokens[:, :length], labels[:, :length]) for tokens, labels in whole]
 
