@@ -31,10 +31,11 @@ from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
 from harness.judge.result import Cause
-from harness.judge.tolerance import clip_coefficient
+from harness.judge.tolerance import clip_coefficient, update_bound
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
 from harness.reference.config import CHOICES, TrainingConfig, unused
+from harness.reference.config import rule_of as stepped_by
 from harness.reference.distance import best_fit
 
 LARGEST_DECAY = 0.2  # of a weight in a step; what takes more of it is no weight decay
@@ -63,7 +64,7 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if "update" not in broken:
         return
     wrong, norms = _wrong(trial), update.clipped_norms(trial)
-    seen = [*_shown_rates(trial), *_not_stepped(trial), *_amsgrad(trial)]
+    seen = [*_shown_rates(trial), *_not_stepped(trial), *_only_decayed(trial), *_amsgrad(trial)]
     yield from (Hypothesis(way.cause, partial(_assuming, way), way.fitted) for way in seen)
     agrees = partial(_agrees, _wrong_first(trial, wrong), norms, trial.first_step in wrong.values())
     if not wrong or not replicas_agree(trial, trial.first_step) or any(agrees(way) == 0 for way in seen):
@@ -360,6 +361,31 @@ def _not_stepped(trial: Trial) -> Iterator[Way]:
 
     cause = Cause("not stepped", f"the optimizer has no effect in step {first}", where_text(trial, pairs))
     yield Way(replace(cause, details=(("step", first),)), AssumedOptimizer(given), by=lambda *at: still.get(at, False))
+
+
+def _only_decayed(trial: Trial) -> Iterator[Way]:
+    """What Muon steps, and only decays: its update reached no rank that holds it."""
+    before = before_each(trial)
+
+    def decays(rank: int, step: int, fqn: str, after: np.ndarray) -> bool:
+        recipe, held = update.recipe_of(trial, fqn, step), before[rank, step].get(fqn)
+        if stepped_by(recipe, fqn) != "muon" or held is None or not after.size:
+            return False
+        decayed = held * (1 - trial.reference_step(step).lr * recipe.weight_decay)
+        return bool((np.abs(after - decayed) <= update_bound(trial.case, np.abs(held))).all())
+
+    lost = {
+        (rank, step.step, fqn)
+        for rank, step, _ in trial.steps()
+        for fqn, after in step.parameters.items()
+        if decays(rank, step.step, fqn, after)
+    }
+    if lost:
+        first = min(step for _, step, _ in lost)
+        pairs = sorted((rank, fqn) for rank, step, fqn in lost if step == first)
+        text = f"Muon's update has no effect in step {first}: the matrices only decay"
+        cause = Cause("not stepped", text, where_text(trial, pairs), details=(("step", first),))
+        yield Way(cause, AssumedOptimizer(lost=lambda *at: at in lost), by=lambda *at: at in lost)
 
 
 def _amsgrad(trial: Trial) -> Iterator[Way]:

@@ -26,6 +26,8 @@ class AssumedOptimizer:
     """(step, fqn) -> the steps taken, for its bias correction."""
     amsgrad: bool = False
     """Whether it divides by the largest second moment so far, and keeps that."""
+    lost: Callable[[int, int, str], bool] | None = None
+    """(rank, step, fqn) -> whether Muon's update does not reach the parameter, which only decays."""
     alone: tuple[str, ...] = ()
     """Axes over whose ranks Muon puts no matrix together: each orthogonalises what it has of it."""
     scales_slices: bool = False

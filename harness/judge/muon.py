@@ -5,6 +5,7 @@ In float64 and in numpy, as all that `update` recomputes. A hypothesis may say t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,12 +30,18 @@ Key = tuple[tuple[int, ...], str]
 class Turned:
     """What a step of Muon adds to a matrix, but for the rate."""
 
-    whole: np.ndarray
-    """Orthogonalised: the matrix, or the part of it that these ranks have."""
+    update: np.ndarray
+    """What is orthogonalised: the matrix, or the part of it that these ranks have."""
     place: Slice
     """Where that part lies in the matrix."""
     cancelled: float
     """Length of all that was averaged, over that of the average: how much its roundings grew, as it cancelled."""
+
+    @functools.cached_property
+    def whole(self) -> np.ndarray:
+        """Return it orthogonalised, computed when it is first needed."""
+        turned: np.ndarray = muon.newton_schulz(self.update)
+        return turned
 
     def of(self, part: Slice) -> np.ndarray:
         """Return what lies in a rank's slice of the matrix."""
@@ -60,9 +67,15 @@ class Matrices:
         turned = self.known[key].get(step)
         if turned is None or part is None:
             return None
+        lost = trial.assumption.optimizer.lost
+        if lost is not None and lost(rank, step, fqn):
+            return np.zeros(take(turned.update, _within(part, turned.place)).shape), np.zeros(())
         sizes = [hi - lo for lo, hi in part] if trial.assumption.optimizer.scales_slices else trial.plan.shapes[fqn]
         scale = rate * muon.scale(sizes, self.recipe(fqn, step).adjust_lr)
-        own, off = scale * turned.of(part), tolerance.orthogonal_bound(trial.case, turned.whole.shape, turned.cancelled)
+        own, off = (
+            scale * turned.of(part),
+            tolerance.orthogonal_bound(trial.case, turned.update.shape, turned.cancelled),
+        )
         return own, tolerance.update_bound(trial.case, np.abs(own)) + scale * off
 
     def _together(self, rank: int, fqn: str) -> tuple[int, ...]:
@@ -93,7 +106,7 @@ class Matrices:
             averaged = muon.given(length, own, momentum=by, nesterov=nesterov)
             cancelled = averaged / max(float(np.linalg.norm(update)), muon.SMALLEST)
             if all(value is not None for value in given.values()):
-                found.append((number, Turned(muon.newton_schulz(update), place, cancelled)))
+                found.append((number, Turned(update, place, cancelled)))
         return found
 
     def _given(self, rank: int, number: int, fqn: str) -> np.ndarray | None:

@@ -19,7 +19,16 @@ from harness.evidence.sketches import GRADIENT, WEIGHTS
 from harness.evidence.text import names_text, number_text
 from harness.judge.finding import Bound, Finding
 from harness.judge.result import Cause, Result, Verdict, verdict_of
-from harness.judge.sketch_distances import EQUAL, OF_UPDATES, Bounds, Difference, apart, distances, is_too_fine
+from harness.judge.sketch_distances import (
+    EQUAL,
+    OF_UPDATES,
+    Bounds,
+    Difference,
+    apart,
+    distances,
+    is_too_fine,
+    shows_no_jump,
+)
 from harness.judge.sketched import Key, Numbers, Whole, missing_ranks, of_finite, of_shapes, why_unknown
 
 CHECKS = ("initial_weights", "samples", "recipe", "gradients", "grad_norm", "optimizer_state", "update")
@@ -74,6 +83,8 @@ def why_no_noise(one: Numbers, noise: Numbers) -> str:
         return (
             f"it altered weights by one rounding finer than {one.computes_in}: record it with --noise {one.computes_in}"
         )
+    if shows_no_jump(one, noise):
+        return "no matrix of Muon was rounded to bfloat16 otherwise than in the first: record it with --noise bfloat16"
     steps = sorted({*one.steps} & {*noise.steps})
     for result in (_samples(one, noise, steps), _recipe(one, noise, steps)):
         if result.verdict is not Verdict.PASS:

@@ -62,7 +62,7 @@ embeddings_in_the_muon_group = fault(
     bug="E11 NVIDIA/Megatron-LM PR #5707: what Muon's owners updated never reached the weights",
     case="muon_fsdp_2",
     caught_by="update",
-    named="not explained",
+    named="not stepped",
 )
 @partial(op.change_result, OWN_SLICE)
 def update_not_gathered(update: Any) -> Any:
