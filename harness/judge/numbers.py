@@ -64,7 +64,8 @@ class Book:
         steps = list(_covered(self.trial, step, number))
         if number.of == "steps":
             return len(steps)
-        return sum(count(*one, rank, number) for one in steps)
+        own = self.trial.case.dims  # of another layout it is the number of all ranks
+        return sum(count(launch, one, rank if launch.case.dims == own else 0, number) for launch, one in steps)
 
     def _validation(self, step: int) -> Mapping[Place, Part]:
         if step not in self.losses:
