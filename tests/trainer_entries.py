@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def account(trainer: Trainer) -> dict[str, Any]:
     state = checkpoint.state_of(trainer.parts(), trainer.counters())
     tensors = state["model"] | {name: value for name, value in state["optimizer"].items() if torch.is_tensor(value)}
     return {
-        "metrics": trainer.metrics,
+        "metrics": [replace(one, numbers={}) for one in trainer.metrics],  # others are the rank's own, or times
         "tensors": {name: whole(value) for name, value in tensors.items()},
         "options": {name: value for name, value in state["optimizer"].items() if not torch.is_tensor(value)},
         "scheduler": trainer.schedulers[0].state_dict(),

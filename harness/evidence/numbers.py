@@ -31,6 +31,8 @@ class Number:
     """Axes by whose degrees it is divided, as a number for each device is."""
     times: float = 1.0
     """Constant that it is multiplied by: of MFU, the FLOPs of a token over those that the devices can do in a second."""
+    data_size: int | None = None
+    """Of epochs, the samples of the data set, where that is the trainer's file; None: as the recipe has it."""
     rate: bool = False
     """Whether it is divided by seconds."""
     seconds: float | None = None

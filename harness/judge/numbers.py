@@ -58,12 +58,13 @@ class Book:
             return math.fsum(total for total, _ in parts) / valid if valid else math.nan
         if number.of in ("epoch", "epochs"):
             batches = self.trial.reference.samples[:step][-(number.steps or step) :]
-            epochs = sum(map(len, batches)) / _data_size(self.trial)
+            epochs = sum(map(len, batches)) / _data_size(self.trial, number)
             return epochs if number.of == "epochs" else math.ceil(epochs) - 1
         steps = list(_covered(self.trial, step, number))
         if number.of == "steps":
             return len(steps)
-        return sum(count(*one, rank, number) for one in steps)
+        own = self.trial.case.dims  # of another layout it is the number of all ranks
+        return sum(count(launch, one, rank if launch.case.dims == own else 0, number) for launch, one in steps)
 
     def _validation(self, step: int) -> Mapping[Place, Part]:
         if step not in self.losses:
@@ -149,14 +150,16 @@ def _record(trial: Trial, rank: int, step: int) -> StepEvidence:
     return found
 
 
-def _data_size(trial: Trial) -> int:
-    """Samples of the data set: known of one made from a seed, and of a file once a sample came again."""
+def _data_size(trial: Trial, number: Number) -> int:
+    """Samples of the data set: known of one made from a seed, and of a file once a sample came again, else as handed over."""
     drawn, reference = [one for ids in trial.reference.samples for one in ids], trial.reference
     if trial.case.training.data is None:
         return trial.case.training.made_samples
     if len(drawn) > len(reference.sample_ids):
         return len(reference.sample_ids)
-    raise NotOnRecord("how many samples the file has is not on record until one comes again")
+    if number.data_size:
+        return number.data_size
+    raise NotOnRecord("how many samples the file has is not on record until one comes again, nor handed over")
 
 
 # ---- validation

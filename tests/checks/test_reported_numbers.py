@@ -14,6 +14,7 @@ from literal import EIGHT, judged, tiny_case, trial_of, with_step
 from harness.evidence.numbers import Number
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+from harness.spec.case import Saved
 from harness.spec.dims import ParallelDims
 
 STEPS = (1, 2, 3)
@@ -137,3 +138,13 @@ def test_a_count_of_the_recipe_is_no_finding_where_ranks_received_less() -> None
     shorter = replace(part, tokens=part.tokens[1:])
     whole = reporting(GRID, lambda rank, step: tokens(GRID, step), of="tokens")
     assert judged("reported_numbers", with_step(whole, 1, 2, microbatches=(shorter,))).verdict is Verdict.PASS
+
+
+def test_a_count_since_the_beginning_goes_on_behind_a_checkpoint_of_another_layout() -> None:
+    trial = trial_of(tiny_case("hsdp_2x2", resume=(Saved(2, ParallelDims(dp_shard=2)),)))
+    whole = trial.case.training.global_batch * trial.case.training.seq_len
+    for rank in trial.ranks:
+        trial = with_step(trial, rank, 3, numbers={"n": Number(3 * whole, of="tokens", steps=None)})
+    assert (judged("reported_numbers", trial).verdict, judged("reported_numbers", trial).examined) == (Verdict.PASS, 4)
+    only = with_step(trial, 3, 3, numbers={"n": Number(1, of="tokens", over=("dp_shard",), steps=None)})
+    assert judged("reported_numbers", only).verdict is Verdict.UNKNOWN

@@ -47,6 +47,7 @@ class Microbatches:
     def __init__(self, case: Case, dp_rank: int) -> None:
         self.case = case
         self.dataset = build_dataset(case.training, case.model)
+        self.size = len(self.dataset)
         self.loader = build_loader(self.dataset, case, dp_rank)
         self.seek(0)
 
@@ -85,7 +86,7 @@ class Shapes:
     """Microbatches of which only the shape is right, for a rank that reads none."""
 
     def __init__(self, case: Case, dp_rank: int) -> None:
-        self.case, self.samples = case, 0
+        self.case, self.samples, self.size = case, 0, 0
 
     def seek(self, samples: int) -> None:
         self.samples = samples

@@ -236,10 +236,10 @@ MEANINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def with_meanings(shown: dict[str, float], seconds: float) -> dict[str, Number]:
-    """Return each number that is shown with its meaning. seconds: those of the step, for rates."""
-    meant = ((name, value, MEANINGS[name]) for name, value in shown.items())
-    return {name: Number(value, seconds=seconds if of.get("rate") else None, **of) for name, value, of in meant}
+def with_meanings(shown: dict[str, float], seconds: float, size: int) -> dict[str, Number]:
+    """Return each number that is shown with its meaning. seconds: those of the step. size: samples of the data."""
+    more: dict[str, dict[str, Any]] = {"tokens per second": {"seconds": seconds}, "epochs": {"data_size": size}}
+    return {name: Number(value, **MEANINGS[name], **more.get(name, {})) for name, value in shown.items()}
 
 
 # ---- the loop
@@ -278,7 +278,7 @@ class Trainer:
             metrics = self.train_step()
             seconds = time.perf_counter() - started
             shown = self.display(metrics, seconds) or {}
-            self.metrics.append(replace(metrics, numbers=with_meanings(shown, seconds)))
+            self.metrics.append(replace(metrics, numbers=with_meanings(shown, seconds, self.microbatches.size)))
             if checkpoints and checkpoint_every and step % checkpoint_every == 0:
                 self.save(checkpoints)
 
