@@ -34,6 +34,7 @@ from harness.probe.without_memory import trains
 from harness.record.chosen import Chosen
 from harness.record.compiling import COMPILER, compiler_imported, no_compiler, not_compiled
 from harness.record.declared import sharded_here
+from harness.record.drawn import Drawn
 from harness.record.ends import Ends
 from harness.record.numbers import Numbers
 from harness.record.place import called, claimed, is_named, left_at_once, place_of, raised_early, unsaved
@@ -71,6 +72,7 @@ class Recorder:
             sharded_here(os.environ.get("HARNESS_RECORD_SHARDED", "")),
         )
         self.seen = Seen(self.clock, self.collectives, self.pipeline, lambda: self.own, self.numbers)
+        self.drawn = Drawn()
         self.ends = Ends(directory, end=self.end, leave=self._left_at_once)
         self.ended, self.failed, self.own = "", "", 0.0
         self._inside = self._leaving_join = False
@@ -88,6 +90,7 @@ class Recorder:
         atexit.register(self.end)
         self.ends.install()
         self.progress.install()
+        self.drawn.install(self._timed)
         self.numbers.install(self._timed, lambda: self.seen.parts)
 
     def is_chosen(self) -> bool:
@@ -154,6 +157,8 @@ class Recorder:
         try:
             self._timed(self._first_look)
             self._timed(self.seen.pass_begins, module, args, kwargs)
+            if self.clock.account.kind == "training":
+                self.drawn.trained_on()
             output = original(module, *args, **kwargs)
             self._timed(self.seen.pass_ends, module)
             self.progress.pass_ended()
@@ -274,4 +279,6 @@ class Recorder:
             own=self.own,
             reached=self.progress.reached,
             beside=self.collectives.beside,
+            drawn=self.drawn.digests,
+            buffers=self.seen.buffers,
         )
