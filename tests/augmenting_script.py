@@ -1,5 +1,5 @@
-"""A training script whose images are augmented by a generator of each rank, and whose model is called without labels. Rank 0
-evaluates first, as many do. SAME: both ranks draw the samples of rank 0."""
+"""A training script whose images are augmented by a generator of each rank. Its wrapper is called by its forward method,
+without labels. Rank 0 evaluates first, as many do. SAME: both ranks draw the samples of rank 0."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> None:
                 net(images)
     for (images,) in loader:
         optimizer.zero_grad()
-        model(images + 0.1 * torch.rand(2, 4)).square().mean().backward()
+        model.forward(images + 0.1 * torch.rand(2, 4)).square().mean().backward()
         optimizer.step()
     dist.destroy_process_group()
 

@@ -34,7 +34,7 @@ class Drawn:
             timed(self._note, loader, indices)
             return indices
 
-        dataloader._BaseDataLoaderIter._next_index = drawn  # type: ignore[method-assign]
+        dataloader._BaseDataLoaderIter._next_index = drawn
 
     def _note(self, loader: Any, indices: Any) -> None:
         """An iterable data set has no indices."""

@@ -132,8 +132,13 @@ class Recorder:
     # ---- forward passes
 
     def _see_calls(self) -> None:
+        """Of a wrapper the forward method, too: some trainers call that."""
+        nn.Module.__call__ = self._watched(nn.Module.__call__)
+        wrapper = nn.parallel.DistributedDataParallel
+        wrapper.forward = self._watched(wrapper.forward)
+
+    def _watched(self, original: Callable[..., Any]) -> Any:
         """Trap: a compiler that traces this sees only that it is compiling, and goes on to the module."""
-        original = nn.Module.__call__
 
         @not_compiled
         @functools.wraps(original)
@@ -142,7 +147,7 @@ class Recorder:
                 return original(module, *args, **kwargs)
             return self._called(original, module, args, kwargs)
 
-        nn.Module.__call__ = called
+        return called
 
     @not_compiled
     def _called(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -26,4 +26,4 @@ def test_ranks_that_draw_the_same_samples_are_not_taken_to_have_different_ones(
     assert ranks[0].fed[1] != ranks[1].fed[1]
     assert (ranks[0].drawn == ranks[1].drawn, len(ranks[0].drawn)) == (same, 4)
     assert code == (NOT_JUDGED if same else PASSED)
-    assert [one.buffers for one in ranks.values()] == [2, 2]
+    assert [(one.buffers, one.wrappers) for one in ranks.values()] == [(2, {"ddp": 1})] * 2
