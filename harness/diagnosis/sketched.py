@@ -78,9 +78,9 @@ def _samples(one: Numbers, other: Numbers, found: Comparison, result: Result) ->
     often = min(theirs.values()) // max(min(mine.values()), 1)
     details = (("step", step),)
     if {*theirs} < {*mine} and often > 1 and all(count == often * mine[row] for row, count in theirs.items()):
-        rows = "different rows" if max(mine.values()) > 1 else "rows"
-        text = f"of {len(mine)} {rows} of step {step}, {len(theirs)} are fed, each {often} times"
-        text += " as often, and the others to no rank" if max(mine.values()) > 1 else ", and the others to no rank"
+        different, as_often = (" different", " as often") if max(mine.values()) > 1 else ("", "")
+        text = f"of {len(mine)}{different} rows of step {step}, {len(theirs)} are fed, each {often} times{as_often},"
+        text += " and the others to no rank"
         hint = "give each data-parallel rank its own share of the first recording's batch"
         return Cause("same samples", text, hint=hint, details=details)
     for at, rows in sorted(one.rows.items()):
