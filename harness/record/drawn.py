@@ -11,8 +11,8 @@ from torch.utils.data import dataloader
 
 from harness.evidence.keys import number
 
-MOST = 16
-"""Batches of one loader that are looked at."""
+MOST = 4
+"""Batches of a loader that are looked at, and loaders."""
 
 
 class Drawn:
@@ -45,11 +45,12 @@ class Drawn:
             self._latest.append(number(repr(indices)))
 
     def trained_on(self) -> None:
-        """What was drawn last feeds the pass that begins: other loaders are of evaluations."""
-        if self._latest is not None and not any(one is self._latest for one in self._fed):
+        """Note that what was drawn last feeds the pass that begins: other loaders are of evaluations. If one of these comes
+        between, it is taken for another that feeds."""
+        if self._latest is not None and len(self._fed) < MOST and not any(one is self._latest for one in self._fed):
             self._fed.append(self._latest)
 
     @property
     def digests(self) -> tuple[int, ...]:
         """Return one number for each batch of indices, of loaders that feed training."""
-        return tuple(one for drawn in self._fed for one in drawn)[:MOST]
+        return tuple(one for drawn in self._fed for one in drawn)
