@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-WIDTH, HIDDEN, WORDS, LAYERS, LENGTH = 32, 64, 64, 4, 16
+WIDTH, HIDDEN, WORDS, LAYERS, LENGTH = 32, 64, 66, 4, 16  # 33 words of a tp rank are no even number
 
 
 class Block(nn.Module):

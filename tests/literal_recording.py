@@ -57,6 +57,7 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
             "hooks",
             "own_groups",
             "beside",
+            "drawn",
         )
     }
     plain |= {

@@ -3,7 +3,8 @@
 Each first stage receives as many microbatches as accumulation and the pipeline ask for, all of one size.
 Samples are recognised by their tokens, labels included; nothing that a data loader says is believed. Where the recipe's
 samples are unknown, no two data-parallel ranks receive the same in every step, and tp peers receive the same tokens in each.
-Ranks that are fed the same in part are undecided: noise of a rank's own hides equal samples.
+Ranks that are fed the same in part are undecided: noise of a rank's own hides equal samples. So are ranks whose loaders draw
+the same indices, for augmentation does that, too.
 Inputs that are no integers may be cut over tp, as activations are under sequence parallelism.
 """
 
@@ -221,7 +222,7 @@ def _of_any_recipe(trial: Trial) -> Result:
             why += f" on ranks {ranks_text(tuple(one.rank for one in trial.glances if not one.fed))}"
         return Result("samples", Verdict.UNKNOWN, note=why)
     found = verdict_of("samples", [*apart, *_fed_alike(trial)], len(fed))
-    partly = "" if found.findings else _fed_alike_in_part(trial)
+    partly = "" if found.findings else _fed_alike_in_part(trial) or _drawn_alike(trial)
     return replace(found, verdict=Verdict.UNKNOWN, note=partly) if partly else found
 
 
@@ -274,6 +275,17 @@ def _fed_alike_in_part(trial: Trial) -> str:
                 if len(same) > max(1, len(tokens)) and (len(steps) == 1 or len({*values}) > 1):
                     alike = f"ranks {ranks_text(tuple(same))} are fed the same input {place + 1} in {steps_text(steps)}"
                     return f"{alike}, and others besides: noise of a rank's own hides equal samples"
+    return ""
+
+
+def _drawn_alike(trial: Trial) -> str:
+    """Which ranks draw the same samples by their indices, and are fed other numbers that are no tokens; empty where none do."""
+    for ranks in _planes(trial):
+        for drawn, same in together(ranks, lambda one: None if one.tokens else one.drawn or None).items():
+            if len(same) > 1:
+                batches = "batch" if len(drawn) == 1 else f"{len(drawn)} batches"
+                alike = f"data loaders of ranks {ranks_text(tuple(same))} draw the same indices, in the first {batches}"
+                return f"{alike}: inputs differ by augmentation alone, or each rank has a data set of its own"
     return ""
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from harness.evidence.sketches import GRADIENT
 from harness.evidence.text import number_text, ranks_text
 from harness.judge.result import Cause, Result, Verdict
-from harness.judge.same_training import Comparison
+from harness.judge.same_training import Comparison, without_padding
 from harness.judge.sketch_distances import OF_UPDATES, Difference, apart
 from harness.judge.sketched import Numbers
 
@@ -74,13 +74,13 @@ def _weights(one: Numbers, other: Numbers, found: Comparison, result: Result) ->
 
 def _samples(one: Numbers, other: Numbers, found: Comparison, result: Result) -> Cause:
     step = _first_step(result)
-    mine, theirs = one.rows[step], other.rows[step]
+    mine, theirs = without_padding(one, other, step)
     often = min(theirs.values()) // max(min(mine.values()), 1)
     details = (("step", step),)
-    if {*theirs} < {*mine} and often > 1:
-        text = (
-            f"of {len(mine)} rows of step {step}, {len(theirs)} are fed, each {often} times, and the others to no rank"
-        )
+    if {*theirs} < {*mine} and often > 1 and all(count == often * mine[row] for row, count in theirs.items()):
+        different, as_often = (" different", " as often") if max(mine.values()) > 1 else ("", "")
+        text = f"of {len(mine)}{different} rows of step {step}, {len(theirs)} are fed, each {often} times{as_often},"
+        text += " and the others to no rank"
         hint = "give each data-parallel rank its own share of the first recording's batch"
         return Cause("same samples", text, hint=hint, details=details)
     for at, rows in sorted(one.rows.items()):

@@ -15,6 +15,8 @@ import typing
 from typing import Any
 
 FORMAT = 2
+LATER = {"later": True}
+"""Marks a field with a default that a record got after files of its version were written: these stay readable."""
 
 
 def version_of(kind: type) -> str:
@@ -30,7 +32,8 @@ def fields_digest(kind: type) -> str:
 
 def _fields(kind: Any) -> list[Any]:
     if dataclasses.is_dataclass(kind):
-        return [kind.__name__, *((name, _fields(hint)) for name, hint in typing.get_type_hints(kind).items())]  # type: ignore[union-attr]
+        hints, known = typing.get_type_hints(kind), (one for one in dataclasses.fields(kind) if one.metadata != LATER)
+        return [kind.__name__, *((one.name, _fields(hints[one.name])) for one in known)]  # type: ignore[union-attr]
     if hasattr(kind, "_fields"):  # a NamedTuple
         return [kind.__name__, *((name, _fields(hint)) for name, hint in typing.get_type_hints(kind).items())]
     origin = typing.get_origin(kind) or kind

@@ -13,13 +13,13 @@ import json
 import re
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from harness.evidence.format import version_of
+from harness.evidence.format import LATER, version_of
 from harness.evidence.reading import MOST, decompressed, json_of, regular
 from harness.evidence.records import BACKGROUND, RankEvidence
 from harness.evidence.store import EvidenceError, decoded_without_values, encoded_without_values
@@ -161,6 +161,10 @@ class RankRecord:
     """How far it came when this was saved; None before the first pass."""
     beside: tuple[Beside, ...] = ()
     """What other threads issued over groups of the thread that trains."""
+    drawn: tuple[int, ...] = field(default=(), metadata=LATER)
+    """Digests of the indices of its samples, a batch each, as far as its data loaders draw by index."""
+    buffers: int = field(default=0, metadata=LATER)
+    """Number of its models' buffers of floating-point numbers, which are not compared."""
 
     @property
     def ended_steps(self) -> tuple[int, ...]:

@@ -86,6 +86,8 @@ class RankSketches:
     """Parameters that are plain tensors, which nothing claims to be cut."""
     unplaced: dict[str, str] = field(default_factory=dict)
     """Parameter -> why it is not known which elements of it the rank holds."""
+    bare: dict[int, int] = field(default_factory=dict)
+    """Digest of a row -> that of the row without the equal tokens that it ends with."""
 
 
 def sketch_file(directory: Path, rank: int) -> Path:
@@ -114,7 +116,7 @@ def save_sketches(path: Path, of: RankSketches) -> None:
 
 PLAIN = (
     *("rank", "world", "launch", "shapes", "dtypes", "rows", "tokens", "norms", "rates", "optimizers"),
-    *("computes_in", "noise", "plain", "unplaced"),
+    *("computes_in", "noise", "plain", "unplaced", "bare"),
 )
 """Fields that JSON keeps."""
 OF_STEPS = ("rows", "tokens", "norms", "rates")
@@ -160,9 +162,10 @@ def _unpacked(data: bytes) -> RankSketches:
         Sketch(step, names[kind], names[fqn], names[place], elements, float(square), next(rows[not is_exact]))
         for (step, kind, fqn, place, elements), square, is_exact in zip(table, squares, kinds, strict=True)
     )
-    plain: dict[str, Any] = {name: head[name] for name in PLAIN}
+    plain: dict[str, Any] = {name: head[name] for name in PLAIN if name in head}
     plain |= {name: _by_step(plain[name]) for name in OF_STEPS}
     plain["rows"] = {step: {int(row): count for row, count in of.items()} for step, of in plain["rows"].items()}
+    plain["bare"] = {int(row): bare for row, bare in head.get("bare", {}).items()}  # older files have none
     plain["shapes"] = {fqn: tuple(shape) for fqn, shape in plain["shapes"].items()}
     return RankSketches(
         **plain | {"sketches": sketches, **{name: tuple(plain[name]) for name in ("optimizers", "plain")}}

@@ -14,6 +14,7 @@ from typing import Any
 
 from harness.evidence.alike import alike
 from harness.evidence.claimed import claimed_places, copies, ignored, placement_text, roles
+from harness.evidence.format import LATER
 from harness.evidence.keys import number, ranks_key
 from harness.evidence.recording import Beside, Fed, Last, RankRecord, Reached
 from harness.evidence.records import BACKGROUND, Collective, OwnGroup, RankEvidence
@@ -190,6 +191,10 @@ class Summary:
     """Process groups that the trainer made itself, of which torch has no ranks."""
     beside: tuple[Beside, ...] = ()
     """What other threads issued over groups of the thread that trains."""
+    drawn: tuple[int, ...] = field(default=(), metadata=LATER)
+    """Digests of the indices of its samples, as in RankRecord."""
+    buffers: int = field(default=0, metadata=LATER)
+    """Number of buffers of floating-point numbers."""
 
     @property
     def saw_a_step(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from harness.evidence.keys import ranks_of
+from harness.evidence.keys import ranks_key, ranks_of
 from harness.evidence.summary import Issued, Summary, Use
 
 H = TypeVar("H", bound=Hashable)
@@ -36,7 +36,7 @@ class Moved:
     most: int
     """Most bytes of a rank."""
     steps: str = ""
-    """Steps, as of a Use, where all ranks have the same."""
+    """Steps, as of a Use, in which every rank moved as much."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,14 @@ def _moved(groups: Iterable[str], uses: Mapping[str, list[Use]]) -> tuple[Moved,
     found = []
     for (phase, op, dtype), us in sorted(by.items()):
         calls, sizes, steps = zip(*((u.calls, u.bytes, u.steps) for u in us), strict=True)
-        when = steps[0] if len(set(steps)) == 1 else ""
-        found.append(Moved(op, phase, dtype, max(calls), min(sizes), max(sizes), when))
+        found.append(Moved(op, phase, dtype, max(calls), min(sizes), max(sizes), _of_all(steps)))
     return tuple(found)
+
+
+def _of_all(steps: Iterable[str]) -> str:
+    """In which steps as much moved on every rank: one that ended early knows fewer. Empty stands for each step of a rank."""
+    told = [frozenset(ranks_of(one)) for one in steps if one]
+    return ranks_key(tuple(sorted(frozenset.intersection(*told) or frozenset.union(*told)))) if told else ""
 
 
 # ---- what is the same on which ranks

@@ -224,7 +224,7 @@ def _no_slices(case: Case, ranks: Mapping[int, RankEvidence]) -> str:
 
 def _no_claims(case: Case, ranks: Mapping[int, RankEvidence]) -> str:
     claimed = case.shards > 1 or _kinds(ranks.values()) or _dtensors(ranks.values()) or _freed(ranks.values())
-    return "" if claimed else "nothing says where it lies: plain tensors, and no wrapper of torch's"
+    return "" if claimed else "nothing says where it lies: plain tensors, and no wrapper of torch's was seen"
 
 
 def _own_parameters(ranks: Iterable[RankEvidence]) -> str:

@@ -146,7 +146,7 @@ def _samples(one: Numbers, other: Numbers, steps: list[int]) -> Result:
     """The same rows, each as often as any other: tp ranks are fed what their peers are."""
     findings, examined = [], 0
     for step in steps:
-        mine, theirs = _reduced(one.rows.get(step, Counter())), _reduced(other.rows.get(step, Counter()))
+        mine, theirs = map(_reduced, without_padding(one, other, step))
         if not mine or not theirs:
             return Result(
                 "samples", Verdict.UNKNOWN, note=f"no samples of step {step} were seen in one of the recordings"
@@ -168,6 +168,19 @@ def _samples(one: Numbers, other: Numbers, steps: list[int]) -> Result:
             Finding(step=step, kind="feature", name="samples", quantity="rows", note=note, expected="the same")
         )
     return verdict_of("samples", findings, examined)
+
+
+def without_padding(one: Numbers, other: Numbers, step: int) -> tuple[Counter[int], Counter[int]]:
+    """Return how often each row was fed in a step. One that is padded in one recording alone counts by what is not padding."""
+    mine, theirs = (of.rows.get(step, Counter()) for of in (one, other))
+    return _as_in(theirs, mine, one.bare), _as_in(mine, theirs, other.bare)
+
+
+def _as_in(wanted: Counter[int], rows: Counter[int], bare: Mapping[int, int]) -> Counter[int]:
+    found = Counter[int]()
+    for row, count in rows.items():
+        found[bare[row] if row not in wanted and bare.get(row) in wanted else row] += count
+    return found
 
 
 def _reduced(rows: Counter[int]) -> Counter[int]:

@@ -78,6 +78,8 @@ class Numbers:
     """Dtype of the forward pass."""
     noise: str
     """Dtype by one rounding of which first weights were altered; empty if they were not."""
+    bare: Mapping[int, int] = field(default_factory=dict)
+    """By digest of a row, that of the row without the equal tokens that it ends with."""
 
     @property
     def steps(self) -> list[int]:
@@ -106,6 +108,7 @@ class _Total:
         self.firsts = dict[tuple[Key, str], tuple[int, Sketch]]()
         self.fed: dict[int, list[tuple[bool, dict[int, int]]]] = defaultdict(list)
         self.tokens, self.norms = defaultdict[int, list[int]](list), defaultdict[int, dict[int, float]](dict)
+        self.bare = dict[int, int]()
         self.rates, self.optimizers = defaultdict[int, set[float]](set), dict[str, None]()
 
     def add(self, one: RankSketches) -> None:
@@ -119,6 +122,7 @@ class _Total:
                 self.why[fqn] = f"ranks have tensors of shape {first} and {shape} of it, and nothing says how they fit"
         self.dtypes |= one.dtypes
         self.optimizers |= dict.fromkeys(one.optimizers)
+        self.bare |= one.bare
         for step, rows in one.rows.items():
             self.fed[step].append((step in one.tokens, rows))
         for step, number in one.tokens.items():
@@ -173,6 +177,7 @@ class _Total:
             optimizers=tuple(self.optimizers),
             computes_in=self.computes_in,
             noise=self.noise,
+            bare=self.bare,
         )
 
 

@@ -106,16 +106,15 @@ def _placed(fqn: str, parameter: torch.Tensor, declared: Sequence[Sharded]) -> H
 
 
 def of_dtensor(fqn: str, parameter: Any) -> Held:
-    """Follow the placements from the mesh's first axis to its last, as torch cuts."""
+    """Follow the placements in the order in which torch cut."""
     shape, mesh, at = tuple(parameter.shape), parameter.device_mesh, parameter.device_mesh.get_coordinate()
     if at is None:
         return Held(fqn, shape, parameter, why="this rank is not in its mesh")
     dims: list[Intervals] = [((0, size),) for size in shape]
     addend = []
-    placed: list[tuple[Any, int, int]] = [*zip(parameter.placements, mesh.shape, at, strict=True)]
-    for place, count, mine in placed:
+    for place, count, mine, strides in _in_order([*zip(parameter.placements, mesh.shape, at, strict=True)]):
         if hasattr(place, "dim"):
-            dims[place.dim] = _chunk(dims[place.dim], count, mine, getattr(place, "split_factor", 1))
+            dims[place.dim] = _chunk(dims[place.dim], count, mine, strides)
         elif place.is_partial():
             addend.append(str(mine))
     boxes = boxes_of_dims(shape, dims)
@@ -126,6 +125,22 @@ def of_dtensor(fqn: str, parameter: Any) -> Held:
         why = f"its placements claim {held.elements} elements, and it holds {local(parameter).numel()}"
         return Held(fqn, shape, parameter, why=why)
     return held
+
+
+def _in_order(placed: Sequence[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int, int]]:
+    """Yield placements from the mesh's first axis to its last, with the strides of each, and then those of strided shards:
+    the later axes had cut the dim already. Parts that are not of one size show it."""
+    late = []
+    for number, (place, count, mine) in enumerate(placed):
+        strides = getattr(place, "split_factor", 1)
+        later = (
+            other for one, other, _ in placed[number + 1 :] if getattr(one, "dim", None) == getattr(place, "dim", -1)
+        )
+        if strides > 1 and math.prod(later) == strides:
+            late.append((place, count, mine, 1))
+        else:
+            yield place, count, mine, strides
+    yield from reversed(late)
 
 
 def _size(intervals: Intervals) -> int:

@@ -73,19 +73,20 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def row_digests(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 [rows]: of each row of a batch, whichever batch it is in. What all rows of integers are padded with at their ends
-    is no part of them, for it depends on the batch."""
+    """int64 [2, rows]: of each row of a batch, whichever batch it is in. Of the equal integers that a row ends with the first
+    one counts in the first number and none in the second: they may be padding, whose length depends on the batch."""
     rows = tensor.detach().reshape(tensor.shape[0], -1)
     numbers = _integers(rows).reshape(rows.shape[0], -1).to(torch.int64)
     place = torch.arange(1, numbers.shape[1] + 1, dtype=torch.int64, device=numbers.device) * FIRST
     hashed = mixed(numbers + place)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         differs = (numbers != numbers[:, -1:]).to(torch.int64)
-        counts = differs.flip(1).cumsum(1).flip(1) > 0  # up to the last one that is not as the end is
-        counts[:, 1:] |= counts[:, :-1].clone()
+        own = differs.flip(1).cumsum(1).flip(1) > 0  # up to the last one that is not as the end is
+        counts = own.clone()
+        counts[:, 1:] |= own[:, :-1]
         counts[:, 0] = True
-        hashed = hashed * counts
-    return hashed.sum(1)
+        return torch.stack([(hashed * counts).sum(1), (hashed * own).sum(1)])
+    return hashed.sum(1).expand(2, -1)
 
 
 @torch.no_grad()

@@ -12,6 +12,9 @@ import torch
 BESIDE = ("mask", "pos", "type_ids", "seqlens")
 """What names of tensors have that are alike for all samples of one length."""
 
+LABELS = ("label", "target")
+"""What names of tensors have that are no samples, and may come before them."""
+
 INPUTS = 8
 """Tensors of one call that are looked at."""
 DEEPEST, MOST = 4, 64
@@ -25,15 +28,17 @@ def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Te
     given = [*(("", value) for value in args), *kwargs.items()]
     alone = [(name, value) for name, value in given if torch.is_tensor(value)]
     held = itertools.chain(alone, *(_tensors(name, value, DEEPEST) for name, value in given))
-    found, beside = dict[int, torch.Tensor](), list[torch.Tensor]()
+    found, labels, beside = dict[int, torch.Tensor](), dict[int, torch.Tensor](), list[torch.Tensor]()
     for name, tensor in held:
         if any(word in name for word in BESIDE):
             beside.append(tensor)
+        elif any(word in name for word in LABELS):
+            labels |= {id(tensor): tensor} if _is_of_samples(tensor) else {}
         elif not found or _is_of_samples(tensor):
             found[id(tensor)] = tensor
         if len(found) == INPUTS:
             break
-    return [*found.values()] or beside[:1]
+    return [*found.values(), *labels.values()][:INPUTS] or beside[:1]
 
 
 def _is_of_samples(tensor: torch.Tensor) -> bool:

@@ -42,7 +42,7 @@ class Fed:
     account: Account
     """Its step, and whether the pass trains, once that is known."""
     rows: torch.Tensor
-    """Digest of each row of samples. int64 [rows]"""
+    """Two digests of each row of samples. int64 [2, rows]"""
     tokens: torch.Tensor | None
     """One number for all tokens. int64 []; None where inputs are no integers"""
 
@@ -198,11 +198,13 @@ class Numbers:
             for ((step, kind, fqn), (held, _)), sums in zip(self.found.items(), read, strict=True)
         ]
         norms = {step: float(norm) for step, norm in self.norms.items()}
-        rows, tokens = defaultdict[int, Counter[int]](Counter), dict[int, int]()
+        rows, tokens, bare = defaultdict[int, Counter[int]](Counter), dict[int, int](), dict[int, int]()
         for one in self.fed:
             step = one.account.step
             if step and one.account.kind == "training":
-                rows[step].update(one.rows.tolist())
+                whole, without_end = one.rows.tolist()
+                rows[step].update(whole)
+                bare |= zip(whole, without_end, strict=True)
                 if one.tokens is not None:
                     tokens[step] = (tokens.get(step, 0) + int(one.tokens)) % 2**64
         return RankSketches(
@@ -221,6 +223,7 @@ class Numbers:
             noise=self._rounded if self._altered else "",
             plain=tuple(self.plain),
             unplaced=self.unplaced,
+            bare=bare,
         )
 
 

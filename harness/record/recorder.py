@@ -34,6 +34,7 @@ from harness.probe.without_memory import trains
 from harness.record.chosen import Chosen
 from harness.record.compiling import COMPILER, compiler_imported, no_compiler, not_compiled
 from harness.record.declared import sharded_here
+from harness.record.drawn import Drawn
 from harness.record.ends import Ends
 from harness.record.numbers import Numbers
 from harness.record.place import called, claimed, is_named, left_at_once, place_of, raised_early, unsaved
@@ -71,6 +72,7 @@ class Recorder:
             sharded_here(os.environ.get("HARNESS_RECORD_SHARDED", "")),
         )
         self.seen = Seen(self.clock, self.collectives, self.pipeline, lambda: self.own, self.numbers)
+        self.drawn = Drawn()
         self.ends = Ends(directory, end=self.end, leave=self._left_at_once)
         self.ended, self.failed, self.own = "", "", 0.0
         self._inside = self._leaving_join = False
@@ -88,6 +90,7 @@ class Recorder:
         atexit.register(self.end)
         self.ends.install()
         self.progress.install()
+        self.drawn.install(self._timed)
         self.numbers.install(self._timed, lambda: self.seen.parts)
 
     def is_chosen(self) -> bool:
@@ -129,8 +132,13 @@ class Recorder:
     # ---- forward passes
 
     def _see_calls(self) -> None:
+        """Of a wrapper the forward method, too: some trainers call that."""
+        nn.Module.__call__ = self._watched(nn.Module.__call__)
+        wrapper = nn.parallel.DistributedDataParallel
+        wrapper.forward = self._watched(wrapper.forward)
+
+    def _watched(self, original: Callable[..., Any]) -> Any:
         """Trap: a compiler that traces this sees only that it is compiling, and goes on to the module."""
-        original = nn.Module.__call__
 
         @not_compiled
         @functools.wraps(original)
@@ -139,7 +147,7 @@ class Recorder:
                 return original(module, *args, **kwargs)
             return self._called(original, module, args, kwargs)
 
-        nn.Module.__call__ = called
+        return called
 
     @not_compiled
     def _called(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -154,6 +162,8 @@ class Recorder:
         try:
             self._timed(self._first_look)
             self._timed(self.seen.pass_begins, module, args, kwargs)
+            if self.clock.account.kind == "training":
+                self.drawn.trained_on()
             output = original(module, *args, **kwargs)
             self._timed(self.seen.pass_ends, module)
             self.progress.pass_ended()
@@ -274,4 +284,6 @@ class Recorder:
             own=self.own,
             reached=self.progress.reached,
             beside=self.collectives.beside,
+            drawn=self.drawn.digests,
+            buffers=self.seen.buffers,
         )

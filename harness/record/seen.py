@@ -85,6 +85,7 @@ class Seen:
         self._layout: tuple[tuple[Group, ...], dict[str, Wrapper], tuple[str, ...]] = ((), {}, ())
         self._own = own
         self._gathered = GatheredRecorder(clock)
+        self.buffers = 0  # of floating-point numbers
         self.reads_contents = True  # not of tensors without memory
 
     # ---- models. They are the trainer's: nothing here keeps one alive
@@ -134,6 +135,7 @@ class Seen:
         if self._clock.finished and not known.issuperset(fqn for fqn, _ in named_parameters([module])):
             self.left_out.append(f"{type(module).__name__} before step {self._clock.finished + 1}")
         self._parameters = tuple(_claim(fqn, p) for fqn, p in sharded_parameters(self.parts))
+        self.buffers = sum(one.is_floating_point() for part in self.parts for one in part.buffers())
         self._note_contents(0)
         if self.reads_contents:
             self.numbers.start(self.parts)

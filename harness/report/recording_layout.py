@@ -45,8 +45,11 @@ def _requested(dims: ParallelDims) -> str:
 
 def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diagnosis | None) -> list[str]:
     """The cause, or where nothing explains it what the first failing check found. The first finding of an unexplained check
-    goes below."""
-    lines = [f"{verdict_of_all(results)} layout {_requested(dims)}"]
+    goes below. If no check fails, what is unknown comes before what passes."""
+    verdict = verdict_of_all(results)
+    lines = [f"{verdict} layout {_requested(dims)}"]
+    if verdict is Verdict.UNKNOWN:
+        results = sorted(results, key=lambda one: one.verdict is not Verdict.UNKNOWN)
     told = None
     if diagnosis is not None:
         lines += [*wrapped(diagnosis_line(diagnosis), "  "), *table(evidence_rows(diagnosis.evidence))]

@@ -184,12 +184,15 @@ def _interrupted(recording: Recording, ranks: Sequence[int]) -> list[Odd]:
 
 
 def _waits(recording: Recording) -> list[Odd]:
-    """Find ranks that others waited for, in a job that was ended from outside: the others had issued more in one group."""
+    """Find ranks that others waited for, in a job that was ended from outside: the others had issued more in one group. A
+    member that issued nothing over any group is waited for, too."""
     rows: list[Odd] = []
+    silent = {rank for rank, one in recording.summaries.items() if not (recording.last.get(rank) or one.last)}
     for members in _lasts(recording):
         most = max(members.values(), key=lambda last: last.seq)
         ahead = [rank for rank, last in members.items() if last.seq == most.seq]
-        if behind := [rank for rank in members if rank not in ahead]:
+        behind = [rank for rank in members if rank not in ahead]
+        if behind := [*behind, *(rank for rank in most.ranks if rank in silent)]:
             what = f"{most.text} over {ranks_text(most.ranks)}, number {most.seq} of that group"
             rows.append(Odd.on(WAITED, behind, f"{some_ranks(behind)}, by {some_ranks(ahead)} in {what}"))
     return rows[:4]

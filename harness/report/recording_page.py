@@ -98,7 +98,7 @@ def facts(recording: Recording, summaries: Sequence[Summary], *, with_layout: bo
         *([("memory", _memory(summaries))] if stepped else []),
         *costs(summaries),
         ("recorder", _own(summaries)),
-        ("not judged", NOT_JUDGED + ("" if with_layout else NO_LAYOUT)),
+        ("not judged", NOT_JUDGED + ("" if with_layout else NO_LAYOUT) + _not_compared(summaries)),
     ]
 
 
@@ -288,6 +288,17 @@ def _reduced_again(summaries: Sequence[Summary]) -> Rows:
                 ("reduced again", f"{text} {moved // gradients} times a step, as without no_sync around forward")
             )
     return rows
+
+
+def _not_compared(summaries: Sequence[Summary]) -> str:
+    """Each rank may have other averages by right, as batch norm's are of its own samples."""
+    most = max(one.buffers for one in summaries)
+    are = (
+        "buffers of floating-point numbers, such as averages, are"
+        if most > 1
+        else "buffer of floating-point numbers is"
+    )
+    return f"; {most} {are} compared by no check" if most else ""
 
 
 def _own(summaries: Sequence[Summary]) -> str:

@@ -83,3 +83,9 @@ def test_ranks_are_written_short_and_read_again() -> None:
     for ranks in ((0, 1), tuple(range(8)), (0, 8, 16), (0, 3, 4)):
         assert ranks_of(ranks_key(ranks)) == ranks
     assert ranks_key((0, 8, 16)) == "0-16:8"
+
+
+def test_what_moved_in_one_step_of_a_rank_that_ended_early_is_not_said_of_each_step() -> None:
+    early, late = (Use("0,1", "all_reduce", "backward", "float32", 1, 8, steps=steps) for steps in ("1", ""))
+    ranks = [summary(rank, 2, uses=(use,)) for rank, use in enumerate((early, late))]
+    assert [moved.steps for axis in axes(ranks) for moved in axis.moved] == ["1"]

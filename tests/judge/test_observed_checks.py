@@ -52,6 +52,18 @@ def test_what_is_the_same_in_every_step_or_beside_tokens_that_differ_is_no_sampl
     assert fed_in_part([(1, 8), (2, 9)], [(3, 8), (4, 9)], tokens=True) == Verdict.PASS
 
 
+def test_where_loaders_draw_the_same_indices_augmentation_may_hide_equal_samples() -> None:
+    def drawing(*drawn: tuple[int, ...], **told: Any) -> Verdict:
+        ranks = [summary(rank, len(drawn), fed={1: rank}, drawn=one, **told) for rank, one in enumerate(drawn)]
+        return samples(ranks, ParallelDims(dp_replicate=len(drawn))).verdict
+
+    assert drawing((5, 6), (5, 6)) == Verdict.UNKNOWN
+    assert drawing((5, 6), (7, 8), (5, 6)) == Verdict.UNKNOWN
+    assert drawing((5, 6), (5, 7)) == Verdict.PASS
+    assert drawing((), ()) == Verdict.PASS
+    assert drawing((5, 6), (5, 6), tokens={1: 3}) == Verdict.PASS
+
+
 def test_the_same_batch_once_is_no_finding() -> None:
     assert samples([summary(rank, fed={1: 7, 2: rank}) for rank in range(4)], FOUR).verdict == Verdict.PASS
 

@@ -87,9 +87,20 @@ def test_equal_numbers_pass_every_check_that_has_an_object() -> None:
     assert cause_of(RIGHT, RIGHT, compared(RIGHT, RIGHT)) is None
 
 
+PADDED = numbers(
+    rows={step: {1000 + 10 * step + row: 1 for row in range(4)} for step in STEPS},
+    bare={1000 + 10 * step + row: 10 * step + row for step in STEPS for row in range(4)},
+    tokens=dict.fromkeys(STEPS, 8),
+)
 TWICE = numbers(rows={step: {10 * step: 2, 10 * step + 1: 2} for step in STEPS}, tokens=dict.fromkeys(STEPS, 8))
+UNEVEN = numbers(rows={step: {10 * step: 2, 10 * step + 1: 3} for step in STEPS}, tokens=dict.fromkeys(STEPS, 8))
 NEXT = {step: {10 * (step + 1) + row: 1 for row in range(4)} for step in STEPS}
 OF_NEXT_STEP = numbers(rows=NEXT, tokens=dict.fromkeys(STEPS, 8))
+
+
+def test_rows_that_are_padded_in_one_recording_alone_are_the_same() -> None:
+    assert verdicts(PADDED)["samples"] is Verdict.PASS
+    assert verdicts(replace(PADDED, bare={}))["samples"] is Verdict.FAIL
 
 
 @pytest.mark.parametrize(
@@ -104,6 +115,7 @@ OF_NEXT_STEP = numbers(rows=NEXT, tokens=dict.fromkeys(STEPS, 8))
         (numbers(rates=dict.fromkeys(STEPS, 0.2)), "learning rate", {"check": "recipe"}),
         (numbers(optimizers=("SGD(momentum 0)",)), "another recipe", {"check": "recipe"}),
         (TWICE, "same samples", {"step": 1}),
+        (UNEVEN, "samples dealt otherwise", {"step": 1}),
         (OF_NEXT_STEP, "data position", {"step": 1, "of_step": 2}),
     ],
 )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.record.digests import constant, digest, not_finite
+from harness.record.digests import constant, digest, not_finite, row_digests
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
@@ -56,3 +56,12 @@ def test_a_sparse_tensor_is_told_by_its_indices_and_its_values() -> None:
     seen = [digest(one).item() for one in (sparse([0, 2], [1.0, 2.0]), sparse([0, 2], [1.0, 2.0]))]
     others = [digest(one).item() for one in (sparse([0, 3], [1.0, 2.0]), sparse([0, 2], [1.0, 3.0]))]
     assert seen[0] == seen[1] and len({seen[0], *others}) == 3
+
+
+def test_a_row_without_what_it_ends_with_is_that_row_before_it_was_padded() -> None:
+    rows = torch.tensor([[3, 1, 2], [4, 4, 5]])
+    padded = torch.cat([rows, torch.zeros(2, 2, dtype=rows.dtype)], 1)
+    assert row_digests(padded)[1].tolist() == row_digests(rows)[0].tolist()
+    longer = torch.cat([padded, torch.zeros(2, 3, dtype=rows.dtype)], 1)
+    assert row_digests(longer).tolist() == row_digests(padded).tolist()
+    assert len({*row_digests(rows).flatten().tolist()}) == 4

@@ -36,6 +36,7 @@ HOLDS_ITSELF.append(HOLDS_ITSELF)
         (({"input_ids": TOKENS, "labels": MASK},), {}),
         ((UserDict(attention_mask=MASK, input_ids=TOKENS),), {}),
         ((), {"attention_mask": MASK, "input_ids": TOKENS}),
+        ((), {"labels": MASK, "input_ids": TOKENS}),
         ((), {"position_ids": MASK, "batch": [TOKENS, MASK]}),
         ((Batch(MASK, TOKENS),), {}),
         ((["a text", (None, [TOKENS])],), {}),

@@ -323,6 +323,8 @@ def test_a_peer_that_went_on_without_a_collective_is_named_before_who_waited_in_
     text = page(found, ["FAIL layout dp_replicate 2", "  completed"])
     assert text.splitlines()[1].startswith("  WAITED FOR")
     assert "trains alone" not in text and "no collective ran" not in text
+    silent = Recording(Path("run"), {0: waits, 1: replace(gone, last=None)}, code=1)
+    assert [(one.label, one.ranks) for one in oddities(silent)][:2] == [("WAITED FOR", (1,)), ("RAISED", (0,))]
 
 
 def test_steps_are_those_of_the_rank_that_came_furthest_and_it_is_named() -> None:

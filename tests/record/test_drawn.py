@@ -1,0 +1,29 @@
+"""Equal samples that each rank augments by itself: inputs differ, and what the data loaders draw does not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.cli.exit_codes import NOT_JUDGED, PASSED
+from harness.judge.stored_recording import load_recording
+
+SCRIPT = str(Path(__file__).parents[1] / "augmenting_script.py")
+RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_ranks_that_draw_the_same_samples_are_not_taken_to_have_different_ones(
+    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if same:
+        monkeypatch.setenv("SAME", "1")
+    code = main(["record", "-o", str(tmp_path / "one"), "--layout", "dp_replicate=2", "--", *RANKS])
+    ranks = load_recording(tmp_path / "one").summaries
+    assert ranks[0].fed[1] != ranks[1].fed[1]
+    assert (ranks[0].drawn == ranks[1].drawn, len(ranks[0].drawn)) == (same, 4)
+    assert code == (NOT_JUDGED if same else PASSED)
+    assert [(one.buffers, one.wrappers) for one in ranks.values()] == [(2, {"ddp": 1})] * 2
