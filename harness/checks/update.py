@@ -164,8 +164,8 @@ def _replay(
         left = trial.stepped_part(evidence.rank, fqn, step.parameters[fqn])
         finding = _compare(here, left, expected, bound, state.value)
         if step is evidence.steps[-1] or step.optimizer_state:
-            held = step.optimizer_state.get(fqn, {})
-            finding = finding or _compare_moments(here, trial, rule, held, state)
+            kept = step.optimizer_state.get(fqn, {})
+            finding = finding or _compare_moments(here, trial, rule, kept, state)
         finding = finding or _compare_with_what_was_left(here, trial, step, fqn)
         if finding:
             return [finding]

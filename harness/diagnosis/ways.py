@@ -80,7 +80,7 @@ def algorithms(trial: Trial, norms: Norms) -> Iterator[Way]:
 def slices_apart(trial: Trial) -> Iterator[Way]:
     """What Muon does to a whole matrix may be done to a rank's slice of it, and the rate be scaled by the slice's shape."""
     dims = trial.case.dims
-    cuts = {"tp": ("tp",)} if dims.tp > 1 else {}
+    cuts: dict[str, tuple[str, ...]] = {"tp": ("tp",)} if dims.tp > 1 else {}
     cuts |= {trial.plan.shard_axis: ("dp_shard", "cp", "dp_shard_cp")} if trial.plan.shards > 1 else {}
     if trial.case.training.optimizer != "muon" or not cuts:
         return

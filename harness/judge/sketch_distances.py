@@ -76,8 +76,8 @@ class Bounds:
             return
         for key, distance, _ in distances(one, noise):
             self._noise[key] = distance
-            if (kind := self._jumping(key)) is not None:
-                self._jumps[kind] = max(self._jumps.get(kind, 0.0), distance)
+            if (jumping := self._jumping(key)) is not None:
+                self._jumps[jumping] = max(self._jumps.get(jumping, 0.0), distance)
         for step, kind in {key[:2] for key in self._noise}:
             self._usual[step, kind] = statistics.median(d for key, d in self._noise.items() if key[:2] == (step, kind))
         rounding = f"one rounding of {_dtype_text(noise)}"
