@@ -201,6 +201,8 @@ def _is_multiple(one: Numbers, other: Numbers, step: int) -> bool:
 
 def _recipe(one: Numbers, other: Numbers, steps: list[int]) -> Result:
     """Optimizers and their settings, and learning rates."""
+    if not (one.optimizers and other.optimizers):
+        return Result("recipe", Verdict.UNKNOWN, note="no step of an optimizer was seen in one of the recordings")
     findings = []
     if {*map(_settings, one.optimizers)} != {*map(_settings, other.optimizers)}:
         texts = (", ".join(sorted(of.optimizers)) for of in (one, other))

@@ -98,6 +98,10 @@ NEXT = {step: {10 * (step + 1) + row: 1 for row in range(4)} for step in STEPS}
 OF_NEXT_STEP = numbers(rows=NEXT, tokens=dict.fromkeys(STEPS, 8))
 
 
+def test_a_job_of_which_no_step_of_an_optimizer_was_seen_has_no_other_recipe() -> None:
+    assert verdicts(numbers(optimizers=()))["recipe"] is Verdict.UNKNOWN
+
+
 def test_rows_that_are_padded_in_one_recording_alone_are_the_same() -> None:
     assert verdicts(PADDED)["samples"] is Verdict.PASS
     assert verdicts(replace(PADDED, bare={}))["samples"] is Verdict.FAIL

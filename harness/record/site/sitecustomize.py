@@ -129,7 +129,7 @@ def the_hidden_one() -> None:
 
 def launches_ranks() -> bool:
     """Return whether this is torchrun or another launcher, which import torch and train nothing."""
-    words = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed")
+    words = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed", "fabric")
     return "RANK" not in os.environ and any(os.path.basename(word) in words for word in sys.orig_argv[:4])
 
 
