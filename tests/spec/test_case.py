@@ -203,7 +203,7 @@ WRONG_LINES = {
     "dims: [2]": "dims: expected a mapping of keys to values, got [2]",
     "training: {lr: 1e-3}": "training: lr: expected float, got '1e-3' (YAML reads 1e-3 as text: write 1.0e-3);"
     " the default is 0.003",
-    "training: {optimizer: adam}": "training: optimizer 'adam': choose one of adamw, sgd",
+    "training: {optimizer: adam}": "training: optimizer 'adam': choose one of adamw, sgd, muon",
     "training: {steps: 0}": "training: steps must be at least 1, got 0",
     "training: {lr: .nan}": "training: lr must be at least 0 and below inf, got nan",
     "training: {beta1: 1.5}": "training: beta1 must be at least 0 and below 1, got 1.5",
