@@ -120,6 +120,8 @@ def test_a_check_without_an_object_says_why() -> None:
         "determinism": "the case requests one run (runs: 2 repeats it)",
         "replica_agreement": "no two ranks hold the same slice of anything",
         "exchange": "neither tensor, context nor pipeline parallelism",
+        "export": "no export is requested",
+        "reported_numbers": "this trainer reports no others",
     }
 
 
