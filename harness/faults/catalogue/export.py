@@ -15,7 +15,7 @@ _seeds: list[Path] = []
 
 exported_queries_not_permuted = fault(
     breaks="q and k are exported with the rows of a rotary embedding that turns neighbours, to a model that turns halves",
-    bug="of the kind of huggingface/transformers' convert_llama_weights_to_hf.py without its permutation of q and k",
+    bug="S-class, of the kind of huggingface/transformers' convert_llama_weights_to_hf.py without its permutation of q and k",
     case="fsdp_2_exported",
     caught_by="export",
     named="wrong export",
@@ -44,7 +44,7 @@ def _of_step_2(state: Any) -> Any:
 
 exported_layer_of_an_earlier_step = fault(
     breaks="one layer of the export was written before the last step",
-    bug="of the kind of a torn checkpoint: an export that goes on while training does",
+    bug="S-class, of the kind of a torn checkpoint: an export that goes on while training does",
     case="ddp_2_exported_fused",
     caught_by="export",
     named="wrong export",
@@ -55,7 +55,7 @@ exported_layer_of_an_earlier_step = fault(
 )
 exported_qkv_in_another_order = fault(
     breaks="the fused matrix of an export has k, q and v one below the other, and its readers expect q, k and v",
-    bug="of the kind of Megatron's converters: the order of what is fused is each format's own",
+    bug="S-class, of the kind of Megatron's converters: the order of what is fused is each format's own",
     case="ddp_2_exported_fused",
     caught_by="export",
     named="wrong export",
@@ -78,7 +78,7 @@ def _with_seed_output(state: Any) -> Any:
 
 exported_tied_output_before_training = fault(
     breaks="the output of an export with tied embeddings is the embedding as it was before training",
-    bug="of the kind of lost tied weights: a tied weight that was cloned before and is exported with the others",
+    bug="S-class, of the kind of lost tied weights: a tied weight that was cloned before and is exported with the others",
     case="tp_2_exported_tied",
     caught_by="export",
     named="wrong export",
