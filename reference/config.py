@@ -204,8 +204,8 @@ class TrainingConfig:
 
 
 def rule_of(training: TrainingConfig, fqn: str) -> str:
-    """Return by which optimizer's rule a parameter is stepped. By name, to which a wrapper may have added its own: it may also
-    flatten what has two dims."""
+    """Return by which optimizer's rule a parameter is stepped. The name decides: a wrapper may flatten what has two dims. It
+    may also put words before the name."""
     vector = fqn.endswith("norm.weight")
     block = ".layers." in f".{fqn}"
     if training.optimizer != "muon" or (not vector and (block or training.muon_matrices == "all")):

@@ -198,7 +198,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -
 
 
 def options_in_step(model: nn.Module, training: TrainingConfig, lr: float) -> dict[str, dict[str, Any]]:
-    """Return by fqn what the optimizer is told: all parameters decay, or none that are vectors (norm weights)."""
+    """Return the optimizer's options by fqn: all parameters decay, or none that are vectors (norm weights)."""
     return {
         fqn: options_of(training, fqn, lr=lr, decays=training.decay == "all" or p.dim() > 1)
         for fqn, p in model.named_parameters()

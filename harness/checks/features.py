@@ -279,7 +279,7 @@ def computed_beside(step: StepEvidence) -> int:
 
 
 def most_computed(trial: Trial, step: StepEvidence) -> int:
-    """Return how many of these the case or the trainer allows, besides all that Muon multiplies in the optimizer."""
+    """Return how many of these the case or the trainer allows, in addition to what Muon multiplies in the optimizer."""
     muon = trial.case.training.optimizer == "muon"
     forward, own = (matmuls(step, p).total() + batched_matmuls(step, (p,)) for p in ("forward", "optimizer"))
     return allowed_matmuls(trial.allow, forward) + own * muon

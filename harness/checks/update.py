@@ -243,7 +243,7 @@ def _advance(
     amsgrad: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """One optimizer step: the new value, and the sum of absolute values of all that went into it. Without a gradient, none.
-    Of Muon's step the part that needs no whole matrix."""
+    For Muon, only what needs no whole matrix."""
     if gradient is None:
         return state.value, np.abs(state.value)
     decay = lr * training.weight_decay

@@ -17,7 +17,7 @@ so their noise is that of a typical entry of the same parameter (rms of those th
     |delta theta_i| <= lr * gamma * rms(g) / (sqrt(v_i) + eps) .
 
 Muon divides a matrix by its length and applies a polynomial to its singular values, whose slope is at most 485. So what is
-off by gamma of its length is then off by 485 gamma of a length of 1. That is spread over all entries and multiplied by lr.
+off by gamma of its length is then off by 485 gamma of a length of 1. The difference lies in all entries, and lr multiplies it.
 
 The next loss moves by at most sum |g_i| |delta theta_i| . The next gradients move by at most |delta theta| times the curvature
 seen along the reference's own path, |g' - g| / |theta' - theta| . Everything needed is in the reference's

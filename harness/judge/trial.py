@@ -167,8 +167,8 @@ class Trial:
 
     @property
     def order_of_entries(self) -> dict[str, Any]:
-        """The reference has its rows in the trainer's order, and vectors as tp ranks flatten what they have: a model that is
-        given such weights has to know, in the words of reference.counterfactual.Otherwise."""
+        """Return how the reference's entries lie, in the words of reference.counterfactual: its rows are in the trainer's
+        order, and its vectors as tp ranks flatten them. A model that is given such weights needs it."""
         rows, columns = self.reference.rows, self.plan.columns
         return {**({"rows": rows} if rows else {}), **({"columns": columns} if columns else {})}
 

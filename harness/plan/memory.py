@@ -38,7 +38,7 @@ def state_bytes(case: Case, held: dict[str, Slice], flat: tuple[FlatUnit, ...]) 
 
 
 def muon_bytes(case: Case, held: dict[str, Slice]) -> int:
-    """Of the parameters that Muon steps: its state is one number, where AdamW's is two."""
+    """Return the bytes of the parameters that Muon steps: its state is one number for each, and AdamW's is two."""
     stepped = (part for fqn, part in held.items() if rule_of(case.training, fqn) == "muon")
     return sum(map(numel, stepped)) * BYTES[case.training.dtype]
 

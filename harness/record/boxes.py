@@ -128,8 +128,8 @@ def of_dtensor(fqn: str, parameter: Any) -> Held:
 
 
 def _in_order(placed: Sequence[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int, int]]:
-    """Yield placements from the mesh's first axis to its last, with the strides of each, and then those of strided shards:
-    the later axes had cut the dim already. Parts that are not of one size show it."""
+    """Yield placements from the mesh's first axis to its last, with the strides of each. Strided shards come last, for the
+    later axes had cut the dim already. Parts that are not of one size show it."""
     late = []
     for number, (place, count, mine) in enumerate(placed):
         strides = getattr(place, "split_factor", 1)

@@ -73,8 +73,8 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def row_digests(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 [2, rows]: of each row of a batch, whichever batch it is in. Of the equal integers that a row ends with the first
-    one counts in the first number and none in the second: they may be padding, whose length depends on the batch."""
+    """int64 [2, rows]: two numbers for each row of a batch. The equal integers at a row's end may be padding, whose length
+    depends on the batch. The first number counts one of them, and the second none."""
     rows = tensor.detach().reshape(tensor.shape[0], -1)
     numbers = _integers(rows).reshape(rows.shape[0], -1).to(torch.int64)
     place = torch.arange(1, numbers.shape[1] + 1, dtype=torch.int64, device=numbers.device) * FIRST

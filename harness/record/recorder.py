@@ -132,7 +132,7 @@ class Recorder:
     # ---- forward passes
 
     def _see_calls(self) -> None:
-        """Of a wrapper the forward method, too: some trainers call that."""
+        """A wrapper's forward method is watched, too, because some trainers call it."""
         nn.Module.__call__ = self._watched(nn.Module.__call__)
         wrapper = nn.parallel.DistributedDataParallel
         wrapper.forward = self._watched(wrapper.forward)

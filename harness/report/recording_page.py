@@ -291,7 +291,7 @@ def _reduced_again(summaries: Sequence[Summary]) -> Rows:
 
 
 def _not_compared(summaries: Sequence[Summary]) -> str:
-    """Each rank may have other averages by right, as batch norm's are of its own samples."""
+    """Each rank may rightly have other averages, since batch norm's come from the rank's samples."""
     most = max(one.buffers for one in summaries)
     are = (
         "buffers of floating-point numbers, such as averages, are"

@@ -84,7 +84,7 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
 
 
 def _numbers(trainer: StartedTrainer) -> dict[int, Mapping[str, trainers.Number]]:
-    """By step, what the trainer reports by names of its own."""
+    """Return, by step, the other numbers that the trainer reports."""
     return {one.step: one.numbers for one in trainer.metrics}
 
 

@@ -81,16 +81,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a trainer reports of a step (counted from 1), None where it does not. grad_norm: global, before clipping. lr: the
-    one that the step was made with. largest: of the mean losses of parts of the batch, as those of ranks, the largest. numbers:
-    all others, by the trainer's own names, each with its meaning."""
+    """What a trainer reports of a step; None for what it does not report."""
 
-    step: int
-    loss: float | None
-    grad_norm: float | None
-    lr: float | None
-    largest: float | None = None
-    numbers: Mapping[str, Number] = field(default_factory=dict)
+    step: int  # counted from 1
+    loss: float | None  # mean over the valid tokens of the global batch
+    grad_norm: float | None  # global, before clipping
+    lr: float | None  # the one that the step was made with
+    largest: float | None = None  # largest mean loss of the batch's parts, such as those of ranks
+    numbers: Mapping[str, Number] = field(default_factory=dict)  # all others by name, each with its meaning
 
 
 class StartedTrainer(Protocol):

@@ -37,7 +37,7 @@ def flows_of_rank(case: Case, traits: TrainerTraits, rank: int, length: int, uni
 
 def outside_bytes(case: Case, traits: TrainerTraits, rank: int, flows: Iterable[Flow]) -> int:
     """Each parameter has a norm on each axis, and each rank eight numbers (losses, counts). The sums over tp of a loss that is
-    computed outside of forward count, too, as do the optional flows, and what Muon's owners of matrices get and send."""
+    computed outside of forward count, too. So do the optional flows, and what Muon's owners of matrices get and send."""
     dims, training = case.dims, case.training
     axes = sum(getattr(dims, axis) > 1 for axis in AXES)
     numbers = len(parameter_shapes(case.model)) * axes + 8 * dims.world_size
