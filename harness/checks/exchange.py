@@ -39,13 +39,16 @@ def check(trial: Trial) -> Result:
         for one in judged:
             moved = _moved(one, lines[one.rank], between_passes=axis == "pp")
             told = f"its {axis} group {ranks_text(lines[one.rank])}"
-            declared = bool(moved) and _of_data_parallelism(trial, one, moved)
+            beyond = _beyond_parameters(trial, one, moved)
+            declared = bool(moved) and "declared" in trial.provided and not beyond
             if not moved or declared:
                 where = "" if axis == "pp" else " in forward or backward"
                 what: dict[str, Any] = {"kind": "group", "axis": axis, "group": lines[one.rank], "step": one.shown}
                 none = "none but of parameters" if declared else None
                 findings.append(Finding.at(one.rank, f"collectives{where}", none, **what))
-            elif not any(TELLING[axis](use.op, use.phase) and not _of_shards(one, use, axis) for use in moved):
+            elif not any(
+                TELLING[axis](use.op, use.phase) and (use in beyond or not _of_shards(one, use, axis)) for use in moved
+            ):
                 ops = ", ".join(sorted({f"{use.op} in {use.phase}" for use in moved}))
                 untold.append(f"rank {one.rank}, {told}: {ops} may be of another axis")
         untold += _began_alike(judged, lines) if axis == "pp" else []
@@ -62,13 +65,14 @@ def _is_expected(trial: Trial, axis: str) -> bool:
     return any(flow.axis == axis and flow.role not in OF_PARAMETERS for flow in flows)
 
 
-def _of_data_parallelism(trial: Trial, one: Summary, moved: Sequence[Use | Outside]) -> bool:
-    """Whether a case is declared, and by its plan all of this moves for parameters and gradients."""
+def _beyond_parameters(trial: Trial, one: Summary, moved: Sequence[Use | Outside]) -> list[Use | Outside]:
+    """Return what is more than the plan of a declared case moves there for parameters and gradients."""
     planned: Counter[tuple[tuple[int, ...], str, str]] = Counter()
     for flow in trial.plan.flows_of(one.rank, one.shown) if "declared" in trial.provided else ():
         if flow.role in OF_PARAMETERS:
             planned[trial.plan.group_of(one.rank, flow.axis), flow.op, flow.phase] += flow.bytes
-    return all(use.bytes <= planned[ranks_of(use.ranks), use.op, use.phase] for use in moved)
+    sized = [(use, planned[ranks_of(use.ranks), use.op, use.phase]) for use in moved if "declared" in trial.provided]
+    return [use for use, most in sized if use.bytes > most]
 
 
 TELLING: dict[str, Callable[[str, str], bool]] = {

@@ -101,7 +101,7 @@ class Layout:
                 kept = (flow for flow in of_all[rank] if "keys and values" in flow.role) if between else ()
                 return (*of_known[place[rank]], *kept) if between else of_known[place[rank]]
 
-            return PerRank({rank: rank for rank in ranks} if of_known else {}, made)
+            return PerRank({rank: rank for rank in ranks}, made)
 
         by_rank: dict[str, Any] = {key: each(key) for key in BY_RANK}
         return replace(small, dims=own.dims, groups=groups, outside_bytes=own.outside_bytes, **by_rank)

@@ -42,6 +42,8 @@ class Plan:
     """Rank -> its traffic in steps 1, 3, ..."""
     even_flows: Mapping[int, tuple[Flow, ...]]
     """Rank -> its traffic in steps 2, 4, ..."""
+    last_flows: Mapping[int, tuple[Flow, ...]]
+    """Rank -> its traffic in the launch's last step, which may have fewer samples."""
     parameter_bytes: Mapping[int, tuple[int, int]]
     """Rank -> (least, most) bytes of parameters kept between steps; the most counts the padding of uneven chunks."""
     outside_bytes: Mapping[int, int]
@@ -68,8 +70,6 @@ class Plan:
     """Rank and fqn -> what it keeps when a forward pass has ended; empty where nothing is gathered."""
     padding_after_forward: Mapping[int, int] = field(default_factory=dict)
     """Rank -> the most bytes that padding may add to it."""
-    last_flows: Mapping[int, tuple[Flow, ...]] = field(default_factory=dict)
-    """Rank -> its traffic in the last step, if that has fewer samples; else empty."""
     steps: range = range(1, 2)
     """Steps that this launch trains, from 1."""
     quantized: tuple[str, ...] = ()
@@ -108,7 +108,7 @@ class Plan:
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
         """Its traffic in a step: even ones may train on shorter samples, the last one on fewer."""
         flows = self.flows[rank] if step % 2 else self.even_flows[rank]
-        flows = self.last_flows[rank] if self.last_flows and step == self.steps[-1] else flows
+        flows = self.last_flows[rank] if step == self.steps[-1] else flows
         due = (flow for flow in flows if not (flow.later if step == self.steps[0] else flow.first))
         due = (flow for flow in due if not flow.last or step == self.steps[-1])
         return tuple(flow for flow in due if flow.role != "gradients" or (flow.axis, step) not in self.unreduced)

@@ -32,7 +32,9 @@ def record(stage: str, case: str, verdict: str, **more: Any) -> dict[str, Any]:
 
 def run(tmp_path: Path, *more: str) -> int:
     where = ["--folder", str(tmp_path / "results"), "--out", str(tmp_path / "out")]
-    return gpu.main(["--device", "cpu", "--stage", "float64", "-k", "single and not accum and not sgd", *where, *more])
+    return gpu.main(
+        ["--device", "cpu", "--stage", "float64", "-k", "single and not accum and not sgd and not muon", *where, *more]
+    )
 
 
 def test_on_cpu_it_runs_and_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,7 +144,7 @@ def _write_after_the_next_step(shared: Callable[[str], bool]) -> op.Operator:
 
 half_of_an_async_save_not_copied = fault(
     breaks="a checkpoint that is written in the background shares the last layer's tensors with training: it is torn",
-    bug="of torn asynchronous saves: staging without a copy, so that a checkpoint holds two steps",
+    bug="of the family of S05, torn asynchronous saves: staging without a copy, so that a checkpoint holds two steps",
     case="fsdp_2_async_to_fsdp_2",
     caught_by="resume loss gradients",
     named="parameters changed over the checkpoint",
@@ -152,7 +152,7 @@ half_of_an_async_save_not_copied = fault(
 )
 async_save_of_the_next_step = fault(
     breaks="a checkpoint that is written in the background is overwritten by the state of the next step",
-    bug="of torn asynchronous saves: the save of step k ends after step k + 1 has begun",
+    bug="of the family of S05, torn asynchronous saves: the save of step k ends after step k + 1 has begun",
     case="fsdp_2_async_to_fsdp_2",
     caught_by="resume loss gradients",
     named="resumed elsewhere",
@@ -160,7 +160,7 @@ async_save_of_the_next_step = fault(
 )
 moments_of_an_async_save_not_copied = fault(
     breaks="a checkpoint that is written in the background has the parameters of its step, and moments of the next one",
-    bug="of torn asynchronous saves: the optimizer's state is staged by reference",
+    bug="of the family of S05, torn asynchronous saves: the optimizer's state is staged by reference",
     case="fsdp_2_async_to_fsdp_2",
     caught_by="resume gradients update",
     named="optimizer state lost",
@@ -168,7 +168,7 @@ moments_of_an_async_save_not_copied = fault(
 )
 latest_is_the_one_being_written = fault(
     breaks="the name of the latest checkpoint is noted before its data are written, and a crash comes between",
-    bug="of torn asynchronous saves: `latest` points to a checkpoint that was never finished",
+    bug="of the family of S05, torn asynchronous saves: `latest` points to a checkpoint that was never finished",
     case="ddp_2_cut_short_to_fsdp_2",
     caught_by="completed",
     named="a process failed",
@@ -178,7 +178,7 @@ latest_is_the_one_being_written = fault(
 
 @fault(
     breaks="the older checkpoint is deleted before the newer one is written, and a crash comes between",
-    bug="of torn asynchronous saves: a crash in the middle loses the last good checkpoint",
+    bug="of the family of S05, torn asynchronous saves: a crash in the middle loses the last good checkpoint",
     case="ddp_2_cut_short_to_fsdp_2",
     caught_by="completed",
     named="a process failed",
