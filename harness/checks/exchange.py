@@ -46,15 +46,18 @@ def check(trial: Trial) -> Result:
                 what: dict[str, Any] = {"kind": "group", "axis": axis, "group": lines[one.rank], "step": one.shown}
                 none = "none but of parameters" if declared else None
                 findings.append(Finding.at(one.rank, f"collectives{where}", none, **what))
-            elif not any(
-                TELLING[axis](use.op, use.phase) and (use in beyond or not _of_shards(one, use, axis)) for use in moved
-            ):
+            elif not any(_tells(one, use, axis, beyond) for use in moved):
                 ops = ", ".join(sorted({f"{use.op} in {use.phase}" for use in moved}))
                 untold.append(f"rank {one.rank}, {told}: {ops} may be of another axis")
         untold += _began_alike(judged, lines) if axis == "pp" else []
     hint = other_order(judged, dims) if findings or untold else ""
     found = verdict_of("exchange", findings, len(judged), note=hint)
     return found if findings or not untold else replace(found, verdict=Verdict.UNKNOWN, note=hint or untold[0])
+
+
+def _tells(one: Summary, use: Use | Outside, axis: str, beyond: Sequence[Use | Outside]) -> bool:
+    """Return whether a collective is one that no other axis runs there."""
+    return TELLING[axis](use.op, use.phase) and (use in beyond or not _of_shards(one, use, axis))
 
 
 def _is_expected(trial: Trial, axis: str) -> bool:
