@@ -52,8 +52,7 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL) -> Plan:
         return PerRank(kinds, make)
 
     moved = partial(_flows, case, traits, units, kinds)
-    flows, last = moved(1), case.steps[-1]
-    even_flows = moved(2) if case.training.variable_length else flows
+    flows = moved(1)
     plan = Plan(
         dims=case.dims,
         steps=case.steps,
@@ -64,8 +63,8 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL) -> Plan:
         stages=stages,
         slices=slices,
         flows=flows,
-        even_flows=even_flows,
-        last_flows=moved(last) if case.at(last) is not case else flows if last % 2 else even_flows,
+        even_flows=moved(2) if case.training.variable_length else flows,
+        last_flows=moved(case.steps[-1]),
         outside_bytes=each(lambda rank: outside_bytes(case, traits, rank, flows[rank])),
         integer_bytes=integer_bytes(case),
         used_bytes=used_bytes(case),
