@@ -7,7 +7,7 @@ states how much of that there is.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,14 +39,13 @@ def check(trial: Trial) -> Result:
         for one in judged:
             moved = _moved(one, lines[one.rank], between_passes=axis == "pp")
             told = f"its {axis} group {ranks_text(lines[one.rank])}"
-            beyond = _beyond_parameters(trial, one, moved)
-            declared = bool(moved) and "declared" in trial.provided and not beyond
+            declared = bool(moved) and _of_data_parallelism(trial, one, moved)
             if not moved or declared:
                 where = "" if axis == "pp" else " in forward or backward"
                 what: dict[str, Any] = {"kind": "group", "axis": axis, "group": lines[one.rank], "step": one.shown}
                 none = "none but of parameters" if declared else None
                 findings.append(Finding.at(one.rank, f"collectives{where}", none, **what))
-            elif not any(_tells(one, use, axis, beyond) for use in moved):
+            elif not any(_tells(trial, one, use, axis) for use in moved):
                 ops = ", ".join(sorted({f"{use.op} in {use.phase}" for use in moved}))
                 untold.append(f"rank {one.rank}, {told}: {ops} may be of another axis")
         untold += _began_alike(judged, lines) if axis == "pp" else []
@@ -55,9 +54,9 @@ def check(trial: Trial) -> Result:
     return found if findings or not untold else replace(found, verdict=Verdict.UNKNOWN, note=hint or untold[0])
 
 
-def _tells(one: Summary, use: Use | Outside, axis: str, beyond: Sequence[Use | Outside]) -> bool:
+def _tells(trial: Trial, one: Summary, use: Use | Outside, axis: str) -> bool:
     """Return whether a collective is one that no other axis runs there."""
-    return TELLING[axis](use.op, use.phase) and (use in beyond or not _of_shards(one, use, axis))
+    return TELLING[axis](use.op, use.phase) and (not _of_shards(one, use, axis) or _exactly_planned(trial, one, use))
 
 
 def _is_expected(trial: Trial, axis: str) -> bool:
@@ -68,14 +67,25 @@ def _is_expected(trial: Trial, axis: str) -> bool:
     return any(flow.axis == axis and flow.role not in OF_PARAMETERS for flow in flows)
 
 
-def _beyond_parameters(trial: Trial, one: Summary, moved: Sequence[Use | Outside]) -> list[Use | Outside]:
-    """Return what is more than the plan of a declared case moves there for parameters and gradients."""
-    planned: Counter[tuple[tuple[int, ...], str, str]] = Counter()
+def _of_data_parallelism(trial: Trial, one: Summary, moved: Sequence[Use | Outside]) -> bool:
+    """Whether a case is declared, and by its plan all of this moves for parameters and gradients."""
+    planned = _planned(trial, one)
+    return all(use.bytes <= planned[ranks_of(use.ranks), use.op, use.phase][0] for use in moved)
+
+
+def _planned(trial: Trial, one: Summary) -> dict[tuple[tuple[int, ...], str, str], tuple[int, int]]:
+    """Return the bytes that a declared case moves, by group, collective and phase: of parameters and gradients, and others."""
+    own, others = Counter[Any](), Counter[Any]()
     for flow in trial.plan.flows_of(one.rank, one.shown) if "declared" in trial.provided else ():
-        if flow.role in OF_PARAMETERS:
-            planned[trial.plan.group_of(one.rank, flow.axis), flow.op, flow.phase] += flow.bytes
-    sized = [(use, planned[ranks_of(use.ranks), use.op, use.phase]) for use in moved if "declared" in trial.provided]
-    return [use for use, most in sized if use.bytes > most]
+        counted = own if flow.role in OF_PARAMETERS else others
+        counted[trial.plan.group_of(one.rank, flow.axis), flow.op, flow.phase] += flow.bytes
+    return defaultdict(lambda: (0, 0), {key: (own[key], others[key]) for key in own.keys() | others.keys()})
+
+
+def _exactly_planned(trial: Trial, one: Summary, use: Use | Outside) -> bool:
+    """Return whether it is what a declared plan exchanges there, to the byte, with what it moves for parameters."""
+    own, others = _planned(trial, one)[ranks_of(use.ranks), use.op, use.phase]
+    return others > 0 and use.bytes == own + others
 
 
 TELLING: dict[str, Callable[[str, str], bool]] = {
