@@ -14,13 +14,26 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     *("reference", "evidence", "spec", "plan", "probe", "record", "launch", "trainers", "faults"),
-    *("judge", "checks", "diagnosis", "report", "run", "preflight", "bisect", "onboarding", "cli", "plugin"),
+    *(
+        "judge",
+        "checks",
+        "diagnosis",
+        "report",
+        "affected",
+        "run",
+        "preflight",
+        "bisect",
+        "onboarding",
+        "cli",
+        "plugin",
+    ),
 )
 OF_ITS_OWN = {
     "evidence": {"reference", "evidence"},
     "spec": {"reference", "evidence", "spec"},
     "probe": {"evidence", "probe"},
     "record": {"evidence", "probe", "record"},
+    "affected": {"reference", "evidence", "spec", "affected"},
 }
 LONGEST_FILE, LONGEST_FUNCTION = 400, 40
 FILES = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import trainers
+from harness.affected.selecting import Affected, affected
 from harness.cli.answer import answer
 from harness.cli.exit_codes import NOT_JUDGED, PASSED, code_of, worst
 from harness.cli.interrupt import abandon
@@ -91,8 +92,23 @@ def add_parts(parser: argparse.ArgumentParser) -> None:
     part.add_argument(
         "--resume", action="store_true", help="go on with the last run in OUT, which was cut short: with its cases"
     )
+    part.add_argument(
+        "--changed",
+        metavar="BASE",
+        help="those that run what changed since this commit of the trainer's repository; see --map",
+    )
+    add_map(part)
     part.add_argument("--last-failed", action="store_true", help="those not green in the last run in OUT")
     part.add_argument("--max-failures", type=positive_int, metavar="N", help="begin no other case after N failures")
+
+
+def add_map(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--map",
+        type=Path,
+        metavar="DIR",
+        help="record there which functions each case runs; --changed reads it, from OUT/map by default",
+    )
 
 
 def command(args: argparse.Namespace) -> int:
@@ -100,11 +116,18 @@ def command(args: argparse.Namespace) -> int:
         no_document(args, "--all")
         return pairs_code(coverage.pairs(cases_of(args), trainers.load(trainer_under_test(args)).unsupported))
     cases, more = selected(args)
+    notes = which_trainer(args)
+    if args.changed:
+        selection = changed(cases, args)
+        cases, notes = list(selection.cases), [*notes, selection.sentence()]
+        if not cases:
+            answer(args, "matrix", {"outcomes": [], "seconds": 0.0, "notes": notes}, *notes)
+            return PASSED
     if not args.resume:
         cases = part_of(cases, args)
     if args.list:
         no_document(args, "--list")
-        say(listing(cases))
+        say("\n".join([listing(cases), *notes]) if args.changed else listing(cases))
         return PASSED
     options = options_of(args)
     cluster = Cluster(args.on, options.device) if args.on else None
@@ -113,7 +136,6 @@ def command(args: argparse.Namespace) -> int:
     found, seconds = run(todo, options, record, jobs=args.jobs, most=args.max_failures, cluster=cluster)
     done = before | {one.case: one for one in found}
     outcomes = [done[case.name] for case in cases if case.name in done]
-    notes = which_trainer(args)
     if len(outcomes) < len(cases):
         notes += [
             f"{len(cases) - len(outcomes)} more were not run after {args.max_failures} failures: --resume runs them"
@@ -123,6 +145,14 @@ def command(args: argparse.Namespace) -> int:
     data = {"outcomes": list(map(as_document, outcomes)), "seconds": seconds, "notes": notes}
     answer(args, "matrix", data, matrix_report(outcomes, seconds), *notes)
     return matrix_code(outcomes)
+
+
+def changed(cases: Sequence[Case], args: argparse.Namespace) -> Affected:
+    """Return which of the cases run what changed since --changed. Raises CaseError."""
+    options = options_of(args)
+    return affected(
+        cases, args.changed, options.trainer, trainers.load(options.trainer).name, args.map or args.out / "map"
+    )
 
 
 def run(

@@ -77,6 +77,7 @@ def add(commands: Any) -> None:
     matrix.add_tier(parser)
     add_jobs(parser, "cases at a time at most; default as many as slots allow")
     add_recipe(parser)
+    matrix.add_map(parser)
     add_how_to_run(parser)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness import trainers
+from harness.affected.maps import clean_commit, repository_of
 from harness.evidence.errors import error_in
 from harness.faults import FaultError, load_fault
 from harness.launch import resident_client
@@ -252,9 +253,19 @@ def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Optio
     if torchrun_args and not several_nodes:
         raise BadInput("--torchrun-args: other nodes join one launch of one case; use `harness run`")
     _check_sharing(args)
-    shared = {"ranks_per_gpu": args.ranks_per_gpu, "backend": args.backend}
+    shared = {"ranks_per_gpu": args.ranks_per_gpu, "backend": args.backend, "map": recorded_map(args, trainer)}
     how = (args.launcher, args.device, args.timeout or Options().timeout, fault, torchrun_args)
     return Options(args.out, trainer, *how, cases=getattr(args, "cases", None) or "", **shared)
+
+
+def recorded_map(args: argparse.Namespace, trainer: str) -> Path | None:
+    """Return where to record what cases run, None for nowhere. Raises BadInput, and CaseError without a clean repository."""
+    if getattr(args, "map", None) is None or getattr(args, "changed", None):
+        return None
+    if args.device == "cuda" and sys.version_info < (3, 12):
+        raise BadInput("--map: on GPUs it needs Python 3.12, for what runs on the threads of backward")
+    clean_commit(repository_of(trainer))
+    return args.map.resolve()
 
 
 def _check_sharing(args: argparse.Namespace) -> None:

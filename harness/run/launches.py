@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from harness import BUILTIN, ROOT, trainers
+from harness.affected.maps import repository_of
 from harness.evidence.git import git
 from harness.evidence.reading import read_json
 from harness.evidence.records import Run
@@ -199,6 +200,7 @@ def _wanted(case: Case, folder: Path, weights: Path, options: Options) -> dict[s
         "compile_cache": _compile_cache(case, options.out) if case.features.compile else None,
         "directory": str(folder.resolve()),
         "checkpoints": str(folder.resolve().with_name(CHECKPOINT)),
+        **({"record_functions_of": str(repository_of(options.trainer))} if options.map else {}),
     }
 
 

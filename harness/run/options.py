@@ -20,6 +20,7 @@ class Options:
     waits: bool = False  # its ranks will hang until the time limit, which takes no core meanwhile
     ranks_per_gpu: int = 1  # how many may share a GPU
     backend: str = ""  # on GPUs, "nccl" or "gloo"; empty: as run/communication.py chooses
+    map: Path | None = None  # where it is kept which functions each case runs; None: it is not recorded
     cases: str = ""  # the folder of cases as typed, for the command that runs it again; empty: the usual one
 
 

@@ -42,6 +42,25 @@ SHAPES_FILE = "parameters.json"  # of a model that does not fit: {name of the tr
 
 
 def rank(options: dict[str, Any]) -> StartedTrainer:
+    """Run the trainer under the probe; see `watched`. record_functions_of: a repository, whose functions that run are noted."""
+    if "record_functions_of" not in options:
+        return watched(options)
+    from harness.affected.recorder import FunctionRecorder
+
+    recorder = FunctionRecorder(Path(options["record_functions_of"]))
+    recorder.start()
+    trainer = watched(options)
+    path = functions_file(Path(options["directory"]), int(os.environ.get("RANK", 0)))
+    write_text(path, json.dumps(recorder.stop()))
+    return trainer
+
+
+def functions_file(directory: Path, rank: int) -> Path:
+    """Which functions of the trainer's repository a rank ran."""
+    return evidence_file(directory, rank).with_suffix(".functions.json")
+
+
+def watched(options: dict[str, Any]) -> StartedTrainer:
     """options: case, trainer, weights, device, fault ("FILE.py:NAME" or None), directory (of the evidence), checkpoints,
     compile_cache (a directory, or None), launch (its id).
 

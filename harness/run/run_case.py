@@ -30,6 +30,7 @@ from harness.run.folders import folder_of, fresh_folder
 from harness.run.judging import judge_folder
 from harness.run.launches import CHECKPOINT, launch_all
 from harness.run.locks import only_one
+from harness.run.mapping import keep_map
 from harness.run.measuring import write_measured
 from harness.run.options import Options, Unsupported
 from harness.run.reference_cache import hard_link, reference_folder
@@ -49,7 +50,10 @@ def run_case(case: Case, options: Options, stage: Stage = lambda _: None) -> Jud
     with to_itself(case, options) as folder:
         make(case, options, stage)
         stage("checks")
-        return judged(folder)
+        judgement = judged(folder)
+        if options.map:
+            keep_map(case, options, options.map, folder, judgement.verdict)
+        return judgement
 
 
 @contextmanager

@@ -1,0 +1,99 @@
+"""What each case ran, on disk: a folder of CASE.json files, one for each case, of one commit of the trainer's repository."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import BUILTIN, ROOT
+from harness.evidence.git import git
+from harness.evidence.reading import read_json
+from harness.evidence.store import write_text
+from harness.spec.case import CaseError
+from harness.spec.repository import root_of
+from harness.spec.trainer_spec import TrainerSpec
+
+
+@dataclass(frozen=True)
+class CaseMap:
+    """What one case ran, and of what."""
+
+    case: dict[str, Any]  # its definition, as JSON
+    trainer: str  # its name
+    commit: str  # of the trainer's repository, whole
+    functions: Mapping[str, frozenset[str]]  # by file, the functions that its ranks called
+    imported: frozenset[str]  # files that its ranks imported
+    shared: frozenset[str]  # files whose functions the harness itself may have called
+    lost: str = ""  # why functions may be missing here; then every one counts
+
+    @classmethod
+    def of(cls, path: Path) -> CaseMap:
+        """Raises CaseError for a file that is none."""
+        value = read_json(path)
+        try:
+            return cls(
+                value["case"],
+                value["trainer"],
+                value["commit"],
+                {file: frozenset(names) for file, names in value["functions"].items()},
+                frozenset(value["imported"]),
+                frozenset(value["shared"]),
+                value["lost"],
+            )
+        except (TypeError, KeyError, AttributeError) as error:
+            raise CaseError(f"{path}: no map of a case; delete it") from error
+
+    def save(self, path: Path) -> None:
+        """Complete or absent."""
+        value = {
+            "case": self.case,
+            "trainer": self.trainer,
+            "commit": self.commit,
+            "functions": {file: sorted(names) for file, names in sorted(self.functions.items())},
+            "imported": sorted(self.imported),
+            "shared": sorted(self.shared),
+            "lost": self.lost,
+        }
+        write_text(path, json.dumps(value, indent=1))
+
+
+def file_of(folder: Path, case: str) -> Path:
+    """Return the file of a case in a folder of maps."""
+    return folder / f"{case}.json"
+
+
+def merged(seen: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one value of what several ranks saw, as `FunctionRecorder.stop` returns it."""
+    functions: dict[str, set[str]] = {}
+    imported: set[str] = set()
+    lost = ""
+    for one in seen:
+        for file, names in one["functions"].items():
+            functions.setdefault(file, set()).update(names)
+        imported.update(one["imported"])
+        lost = lost or one["lost"]
+    return {"functions": functions, "imported": imported, "lost": lost}
+
+
+def repository_of(spec: str) -> Path:
+    """Return the root of the repository that has the sources of a trainer. Raises CaseError where there is none."""
+    trainer = TrainerSpec.parse(spec)
+    if trainer.source or trainer.is_file:
+        place = Path(trainer.source) if trainer.source else Path(trainer.name).parent
+        root = root_of(place.resolve())
+    else:
+        root = root_of(ROOT) if BUILTIN == ROOT and spec == "llama3" else None
+    if root is None:
+        raise CaseError(f"{spec}: its sources are in no git repository, so what changed is not known; --source PATH")
+    return root
+
+
+def clean_commit(root: Path) -> str:
+    """Return the commit that is checked out. Raises CaseError if files differ from it: a map is of a commit."""
+    commit = git(root, "rev-parse", "--verify", "HEAD").stdout.strip()
+    if not commit or git(root, "status", "--porcelain", "--untracked-files=no").stdout.strip():
+        raise CaseError(f"{root}: has changes that are not committed; a map is of a commit: commit them or leave --map")
+    return commit

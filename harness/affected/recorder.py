@@ -1,0 +1,103 @@
+"""Which functions of a repository run in this process. Standard library alone; it starts in a rank before the trainer does."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+TOOL = 4  # of sys.monitoring's six; the library names 0, 1, 2 and 5
+PROCESSES = ("multiprocessing.popen_fork", "multiprocessing.popen_spawn_posix", "multiprocessing.popen_forkserver")
+"""The modules that are imported once a process of multiprocessing starts."""
+
+
+class FunctionRecorder:
+    """Records the code of each Python function that is called, on any thread, from `start` to `stop`.
+
+    Python 3.12 and later tell it once a function. Before, the interpreter's profiler tells each call of Python's own threads.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """root: of the repository; what lies elsewhere is left out."""
+        self.root = os.path.realpath(root)
+        self.codes: set[CodeType] = set()
+        self.lost = ""  # why some functions may be missing
+        self.on = False
+        self.before = {name for name in PROCESSES if name in sys.modules}
+
+    def start(self) -> None:
+        frame: FrameType | None = sys._getframe()
+        while frame:  # what called us runs, too
+            self.codes.add(frame.f_code)
+            frame = frame.f_back
+        if sys.version_info >= (3, 12):
+            self._monitor()
+        else:
+            threading.setprofile(self._profiled)
+            sys.setprofile(self._profiled)
+        self.on = True
+        sys.addaudithook(self._audit)  # it can never be removed, so it looks whether we are on
+
+    def _monitor(self) -> None:
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined, unused-ignore]
+
+        def called(code: CodeType, _: int) -> Any:
+            self.codes.add(code)
+            return monitoring.DISABLE
+
+        monitoring.use_tool_id(TOOL, "harness")
+        monitoring.register_callback(TOOL, monitoring.events.PY_START, called)
+        monitoring.set_events(TOOL, monitoring.events.PY_START)
+
+    def _profiled(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            self.codes.add(frame.f_code)
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.on:
+            return
+        if event == "sys.setprofile" and sys.version_info < (3, 12):
+            self.lost = self.lost or "the trainer set a profiler of its own"
+        elif event == "os.fork":
+            self.lost = self.lost or "the trainer forked a process"
+        elif event == "subprocess.Popen" and "python" in str(arguments[0]):
+            self.lost = self.lost or "the trainer started another Python"
+
+    def stop(self) -> dict[str, Any]:
+        """Return {"functions": {file: [name, ..]}, "imported": [file, ..], "lost": why}; files relative to the root.
+
+        A function within another, or a lambda, counts as the outermost one that contains it.
+        """
+        self.on = False
+        if sys.version_info >= (3, 12):
+            sys.monitoring.set_events(TOOL, 0)  # type: ignore[attr-defined, unused-ignore]
+            sys.monitoring.free_tool_id(TOOL)  # type: ignore[attr-defined, unused-ignore]
+        else:
+            sys.setprofile(None)
+            threading.setprofile(None)
+        if {name for name in PROCESSES if name in sys.modules} - self.before:
+            self.lost = self.lost or "the trainer started a process"
+        functions: dict[str, set[str]] = {}
+        for code in tuple(self.codes):
+            if file := _below(code.co_filename, self.root):
+                functions.setdefault(file, set()).add(code.co_qualname.partition(".<locals>")[0])
+        found = {file: sorted(names) for file, names in sorted(functions.items())}
+        return {"functions": found, "imported": sorted({*imported(self.root), *found}), "lost": self.lost}
+
+
+def imported(root: str) -> Iterator[str]:
+    """Return the files below a folder that this process has imported, relative to it. root: without symbolic links."""
+    for module in tuple(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and (inside := _below(file, root)):
+            yield inside
+
+
+def _below(file: str, root: str) -> str:
+    """Return the path relative to the root; empty for one that is not below it."""
+    real = os.path.realpath(file)
+    return os.path.relpath(real, root) if real.startswith(root + os.sep) else ""

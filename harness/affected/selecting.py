@@ -1,0 +1,116 @@
+"""The cases that run what changed, and of each the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+from harness import ROOT
+from harness.affected.maps import CaseMap, file_of, repository_of
+from harness.affected.sources import Changes, between
+from harness.evidence.git import git
+from harness.spec import case as requested
+from harness.spec.case import Case, CaseError
+
+
+@dataclass(frozen=True)
+class Affected:
+    """Of the cases asked for: those that run what changed, and why each does."""
+
+    cases: tuple[Case, ...]
+    why: dict[str, str]  # by name
+    asked: int  # how many cases were looked at
+    base: str
+
+    def sentence(self) -> str:
+        """Return what was selected, and the commonest reasons."""
+        counts: dict[str, int] = {}
+        for reason in self.why.values():
+            counts[reason] = counts.get(reason, 0) + 1
+        most = sorted(counts.items(), key=lambda item: -item[1])
+        reasons = "".join(f"\n  {count:>4} x  {reason}" for reason, count in most[:8])
+        return f"{len(self.cases)} of {self.asked} cases can be affected by what changed since {self.base}{reasons}"
+
+
+def affected(cases: Sequence[Case], base: str, trainer: str, name: str, folder: Path) -> Affected:
+    """Return the cases that run what changed since `base` in the repository of `trainer`. Raises CaseError.
+
+    name: the trainer's, without its source. folder: of maps. A map of another commit than `base` is as good: what changed between
+    the two counts as well.
+    """
+    root = repository_of(trainer)
+    commit = git(root, "rev-parse", "--verify", "--quiet", f"{base}^{{commit}}").stdout.strip()
+    if not commit:
+        raise CaseError(f"--changed {base}: {root} has no such commit")
+    maps = {case.name: _read(folder, case, name) for case in cases}
+    if not any(maps.values()):
+        raise CaseError(f"{folder}: no map of these cases of {name}; `harness matrix --map DIR` makes one")
+    since = {one.commit: _since(root, one.commit, commit) for one in maps.values() if one}
+    own = _files_of_cases(cases, root)
+    why = {}
+    for case in cases:
+        one = maps[case.name]
+        reason = _reason(case, one, since[one.commit], own) if one else "not known what it runs"
+        if reason:
+            why[case.name] = reason
+    return Affected(tuple(case for case in cases if case.name in why), why, len(cases), base)
+
+
+def _read(folder: Path, case: Case, name: str) -> CaseMap | None:
+    path = file_of(folder, case.name)
+    found = CaseMap.of(path) if path.exists() else None
+    return found if found and found.trainer == name else None
+
+
+def _since(root: Path, mapped: str, base: str) -> Changes:
+    """Return what changed from the map's commit to `base`, and from there to the files that are there now."""
+    changes = between(root, base, None)
+    if mapped != base:
+        changes.add(between(root, mapped, base))
+    return changes
+
+
+def _files_of_cases(cases: Iterable[Case], root: Path) -> set[str]:
+    """Return the files that define cases, of which the definitions themselves are compared."""
+    files = (Path(case.file).resolve() for case in cases if case.file)
+    return {str(file.relative_to(root)) for file in files if file.is_relative_to(root)}
+
+
+def _reason(case: Case, one: CaseMap, changes: Changes, own: set[str]) -> str:
+    """Return why the case can be affected; empty if it cannot."""
+    if one.case != json.loads(json.dumps(requested.to_json(case))):
+        return "the case itself changed"
+    if one.lost and (python := sorted({*changes.functions, *changes.whole, *changes.placed})):
+        return f"{one.lost}, which may run {python[0]}"
+    if data := sorted(changes.data - own):
+        return f"no Python: {data[0]}" + f" and {len(data) - 1} more" * (len(data) > 1)
+    seen = one.imported | one.shared
+    places = {PurePath(file).parent for file in seen}
+    for file in sorted(changes.placed):
+        if PurePath(file).parent in places:
+            return f"new or gone: {file}"
+    for file, why in sorted(changes.whole.items()):
+        if file in seen:
+            return f"{why}: {file}"
+    for file, names in sorted(changes.functions.items()):
+        if file in one.shared:
+            return f"the harness itself calls it: {file}"
+        if ran := sorted(names & one.functions.get(file, frozenset())):
+            return f"{ran[0]} of {file}" + f" and {len(ran) - 1} more" * (len(ran) > 1)
+    return ""
+
+
+def shared_files(imported: Iterable[str], parents: Iterable[str], root: Path) -> set[str]:
+    """Return the files whose functions may have run where nothing is recorded: what the harness's own process imported, and
+    all of the harness but trainers and probe, where it is the repository.
+
+    imported: by ranks; parents: by the harness's process; both relative to the root.
+    """
+    found = set(parents)
+    if ROOT.is_relative_to(root):
+        own = str((ROOT / "harness").relative_to(root))
+        watched = (f"{own}/trainers/", f"{own}/probe/")
+        found |= {file for file in imported if file.startswith(f"{own}/") and not file.startswith(watched)}
+    return found

@@ -1,0 +1,138 @@
+"""What changed in Python sources from one version to another: functions, or code that runs when a file is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.evidence.git import git
+from harness.spec.case import CaseError
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+PROSE = (".md", ".rst", ".png", ".svg", ".jpg", ".gif")
+PROSE_PLACES = (".github/", ".ci/", "LICENSE", "CODEOWNERS", ".gitignore")
+"""What no rank reads."""
+
+
+@dataclass
+class Changes:
+    """What differs between two versions of a repository."""
+
+    functions: dict[str, set[str]] = field(default_factory=dict)  # by file; in a file that both versions have
+    whole: dict[str, str] = field(default_factory=dict)  # file -> why all of it counts
+    data: set[str] = field(default_factory=set)  # files that are no Python
+    placed: set[str] = field(default_factory=set)  # Python files that are new or gone
+
+    def add(self, other: Changes) -> None:
+        """Take on what differs between two other versions as well."""
+        for file, names in other.functions.items():
+            self.functions.setdefault(file, set()).update(names)
+        self.whole |= other.whole
+        self.data |= other.data
+        self.placed |= other.placed
+
+
+def between(root: Path, old: str, new: str | None) -> Changes:
+    """Return what changed between two commits, or from a commit to the files that are there now. Raises CaseError."""
+    found = Changes()
+    for status, file in _files(root, old, new):
+        if not file.endswith(".py"):
+            if not (file.endswith(PROSE) or file.startswith(PROSE_PLACES)):
+                found.data.add(file)
+        elif status != "M":
+            found.placed.add(file)
+        else:
+            names, why = compared(_text(root, old, file), _text(root, new, file))
+            if why:
+                found.whole[file] = why
+            if names:
+                found.functions[file] = names
+    return found
+
+
+def _files(root: Path, old: str, new: str | None) -> Iterator[tuple[str, str]]:
+    """Return (status, file) of each file that differs; of those there now, also what git does not know yet."""
+    listed = git(root, "diff", "--name-status", "--no-renames", "-z", old, *([new] if new else []), "--")
+    if listed.returncode:
+        raise CaseError(f"{root}: git knows no {old}: {listed.stderr.strip()}")
+    words = listed.stdout.split("\0")
+    yield from zip(words[::2], words[1::2], strict=False)
+    if new is None:
+        for file in git(root, "ls-files", "--others", "--exclude-standard", "-z").stdout.split("\0"):
+            if file:
+                yield "A", file
+
+
+def _text(root: Path, commit: str | None, file: str) -> str:
+    if commit is None:
+        return (root / file).read_text(encoding="utf-8", errors="replace")
+    return git(root, "show", f"{commit}:{file}").stdout
+
+
+def compared(old: str, new: str) -> tuple[set[str], str]:
+    """Return the functions whose bodies differ, and why more than these counts (empty if not).
+
+    Comments, docstrings and positions do not count. A new function of a module is nothing by itself: who calls it changed, too.
+    Whatever else differs (a signature, a class, a constant, an import, a function that is gone) is met at import.
+    """
+    try:
+        before, after = _Parts(old), _Parts(new)
+    except (SyntaxError, ValueError):
+        return set(), "it cannot be parsed"
+    changed = {name for name, body in before.bodies.items() if name in after.bodies and after.bodies[name] != body}
+    known = before.names | before.bodies.keys()
+    differs = before.at_import(known) != after.at_import(known)
+    return changed, "code that runs at import" if differs else ""
+
+
+class _Parts(ast.NodeTransformer):
+    """A file's outermost functions by qualified name, and all that is left without their bodies."""
+
+    def __init__(self, text: str) -> None:
+        self.bodies: dict[str, str] = {}
+        tree = ast.parse(text)
+        self.names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        self.path: list[str] = []
+        self.tree = self.visit(tree)
+
+    def visit_Module(self, node: ast.Module) -> ast.Module:
+        node.body = _without_docstring(node.body)
+        self.generic_visit(node)
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        self.path.append(node.name)
+        node.body = _without_docstring(node.body)
+        self.generic_visit(node)
+        self.path.pop()
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Function:
+        return self._function(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> Function:
+        return self._function(node)
+
+    def _function(self, node: Function) -> Function:
+        name = ".".join([*self.path, node.name])
+        body = "\n".join(ast.dump(part) for part in _without_docstring(node.body))
+        self.bodies[name] = self.bodies.get(name, "") + body  # a property and its setter share a name
+        node.body = []
+        return node
+
+    def at_import(self, known: set[str]) -> list[str]:
+        """Return what runs at import, without plain functions of the module whose names are not known."""
+        return [
+            ast.dump(node)
+            for node in self.tree.body
+            if not isinstance(node, Function) or node.decorator_list or node.name in known
+        ]
+
+
+def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0] if body else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return body[1:]
+    return body

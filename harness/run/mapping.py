@@ -1,0 +1,38 @@
+"""Keeping which functions a case ran, once it passed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from harness import trainers
+from harness.affected.maps import CaseMap, clean_commit, file_of, merged, repository_of
+from harness.affected.recorder import imported
+from harness.affected.selecting import shared_files
+from harness.evidence.reading import read_json
+from harness.judge.result import Verdict
+from harness.run.options import Options
+from harness.spec import case as requested
+from harness.spec.case import Case
+
+
+def keep_map(case: Case, options: Options, place: Path, folder: Path, verdict: Verdict) -> None:
+    """Write a passed case's map; of another nothing is kept, so that it is always selected. Raises CaseError."""
+    path = file_of(place, case.name)
+    if verdict is not Verdict.PASS:
+        path.unlink(missing_ok=True)
+        return
+    root = repository_of(options.trainer)
+    seen = merged(read_json(file) for file in sorted(folder.glob("*/ranks/*.functions.json")))
+    lost = seen["lost"] or ("compiled code calls functions that are not seen" if case.features.compile else "")
+    functions = {file: frozenset(names) for file, names in seen["functions"].items()}
+    shared = shared_files(seen["imported"], imported(os.path.realpath(root)), root)
+    CaseMap(
+        case=requested.to_json(case),
+        trainer=trainers.load(options.trainer).name,
+        commit=clean_commit(root),
+        functions=functions,
+        imported=frozenset(seen["imported"]),
+        shared=frozenset(shared),
+        lost=lost,
+    ).save(path)
