@@ -99,5 +99,5 @@ def imported(root: str) -> Iterator[str]:
 
 def _below(file: str, root: str) -> str:
     """Return the path relative to the root; empty for one that is not below it."""
-    real = os.path.realpath(file)
+    real = os.path.realpath(file) if os.path.isabs(file) else ""  # "<string>"
     return os.path.relpath(real, root) if real.startswith(root + os.sep) else ""

@@ -37,8 +37,8 @@ class Affected:
 def affected(cases: Sequence[Case], base: str, trainer: str, name: str, folder: Path) -> Affected:
     """Return the cases that run what changed since `base` in the repository of `trainer`. Raises CaseError.
 
-    name: the trainer's, without its source. folder: of maps. A map of another commit than `base` is as good: what changed between
-    the two counts as well.
+    name: the trainer's, without its source. folder: of maps. A map of another commit than `base` is as good: what
+    changed between the two counts as well.
     """
     root = repository_of(trainer)
     commit = git(root, "rev-parse", "--verify", "--quiet", f"{base}^{{commit}}").stdout.strip()
@@ -104,13 +104,12 @@ def _reason(case: Case, one: CaseMap, changes: Changes, own: set[str]) -> str:
 
 def shared_files(imported: Iterable[str], parents: Iterable[str], root: Path) -> set[str]:
     """Return the files whose functions may have run where nothing is recorded: what the harness's own process imported, and
-    all of the harness but trainers and probe, where it is the repository.
+    where the harness is the repository, all but its trainers and its probe.
 
     imported: by ranks; parents: by the harness's process; both relative to the root.
     """
     found = set(parents)
     if ROOT.is_relative_to(root):
-        own = str((ROOT / "harness").relative_to(root))
-        watched = (f"{own}/trainers/", f"{own}/probe/")
-        found |= {file for file in imported if file.startswith(f"{own}/") and not file.startswith(watched)}
+        watched = tuple(f"{(ROOT / 'harness' / room).relative_to(root)}/" for room in ("trainers", "probe"))
+        found |= {file for file in imported if not file.startswith(watched)}
     return found

@@ -9,6 +9,7 @@ from harness import trainers
 from harness.affected.maps import CaseMap, clean_commit, file_of, merged, repository_of
 from harness.affected.recorder import imported
 from harness.affected.selecting import shared_files
+from harness.evidence.git import git
 from harness.evidence.reading import read_json
 from harness.judge.result import Verdict
 from harness.run.options import Options
@@ -23,16 +24,17 @@ def keep_map(case: Case, options: Options, place: Path, folder: Path, verdict: V
         path.unlink(missing_ok=True)
         return
     root = repository_of(options.trainer)
+    tracked = set(git(root, "ls-files", "-z").stdout.split("\0"))
     seen = merged(read_json(file) for file in sorted(folder.glob("*/ranks/*.functions.json")))
     lost = seen["lost"] or ("compiled code calls functions that are not seen" if case.features.compile else "")
-    functions = {file: frozenset(names) for file, names in seen["functions"].items()}
-    shared = shared_files(seen["imported"], imported(os.path.realpath(root)), root)
+    functions = {file: frozenset(names) for file, names in seen["functions"].items() if file in tracked}
+    files = seen["imported"] & tracked
     CaseMap(
         case=requested.to_json(case),
         trainer=trainers.load(options.trainer).name,
         commit=clean_commit(root),
         functions=functions,
-        imported=frozenset(seen["imported"]),
-        shared=frozenset(shared),
+        imported=frozenset(files),
+        shared=frozenset(shared_files(files, tracked & {*imported(os.path.realpath(root))}, root)),
         lost=lost,
     ).save(path)
