@@ -94,7 +94,8 @@ class Torchtitan(Adapter):
     def unsupported(self, case: Case) -> str | None:
         try:
             found = self._found()
-            return next(obstacles(case, found.era, found.traits(case)), None)
+            types = source.by_types(case, found.era, self.spmd_backend)
+            return next(obstacles(case, found.era, found.traits(case), types=types), None)
         except source.NotThere as error:
             return str(error)
 
@@ -117,7 +118,7 @@ class Torchtitan(Adapter):
     def _exchanges_by_types(self, case: Case) -> bool:
         if self._found().era.run_by != TRAINER_CONFIG.run_by:
             return False
-        return self.spmd_backend == "spmd_types" if self.spmd_backend else not source.why_not_spmd_types(case, None)
+        return source.by_types(case, self._found().era, self.spmd_backend)
 
     def importable(self) -> None:
         found = self._found()

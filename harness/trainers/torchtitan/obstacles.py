@@ -13,10 +13,10 @@ from harness.spec.traits import OBSERVED, TrainerTraits, with_choices
 from harness.trainers.torchtitan.eras import Era
 
 
-def obstacles(case: Case, era: Era, traits: TrainerTraits) -> Iterator[str]:
-    """traits: what it chose for this case."""
+def obstacles(case: Case, era: Era, traits: TrainerTraits, *, types: bool = False) -> Iterator[str]:
+    """traits: what it chose for this case. types: whether it shards by spmd_types."""
     case = with_choices(case, traits)
-    yield from _of_layout(case, era)
+    yield from _of_layout(case, era, types=types)
     yield from _of_features(case, era)
     if era.fed_microbatches:
         yield from _of_microbatches(case, era)
@@ -28,7 +28,7 @@ def obstacles(case: Case, era: Era, traits: TrainerTraits) -> Iterator[str]:
         yield f"resume: {era.name} leaves its loop at the last step it is configured for, and does not enter it again"
 
 
-def _of_layout(case: Case, era: Era) -> Iterator[str]:
+def _of_layout(case: Case, era: Era, *, types: bool) -> Iterator[str]:
     dims = case.dims
     for axis in AXES:
         if getattr(dims, axis) > 1 and axis not in era.axes:
@@ -36,8 +36,10 @@ def _of_layout(case: Case, era: Era) -> Iterator[str]:
     if dims.pp > 1 and era.shapes_by_example:
         why = "tells stages what they exchange by tensors without gradients, and torch 2.13 then sends none back"
         yield f"pp {dims.pp}: {era.name} {why}"
-    if dims.cp > 1 and era.cp_by_types:
+    if dims.cp > 1 and era.cp_by_types and not types:
         yield f"cp {dims.cp}: {era.name} does that with spmd_types, whose parameters fully_shard of torch 2.13 refuses"
+    if types and case.model.vocab_size % dims.tp:
+        yield f"vocab_size {case.model.vocab_size} with tp {dims.tp}: with spmd_types FSDP2 takes uneven shards for even ones"
     if not case.exact and not era.traits.own_model:
         yield f"an inexact recipe: where the model of {era.name} rounds otherwise than the reference is not known"
     if dims.pp > 1 and case.training.variable_length:
@@ -69,7 +71,7 @@ def _of_microbatches(case: Case, era: Era) -> Iterator[str]:
         yield f"quantize {recipe}: {era.name} refuses that but on GPUs of compute capability 10"
     if not features.loss_parallel:
         yield f"loss_parallel False: {era.name} always computes the loss in parallel"
-    if case.training.document_mask and case.dims.cp > 1:
+    if case.training.document_mask and case.dims.cp > 1 and not era.cp_by_types:
         yield f"document_mask with cp: {era.name} cuts masks along the sequence, which this adapter does not pass on"
 
 

@@ -36,7 +36,7 @@ def _of_configurations(case: Case, source: Source, device: str) -> Iterator[str]
         yield "attention: SDPA, whose samples lie each in a row of their own"
     if case.training.optimizer == "sgd":
         yield "optimizer: torch's SGD, which a subclass of its container adds (it names Adam, AdamW and DistMuon)"
-    if source.era.fed_microbatches and (why := why_not_spmd_types(case, source.spmd_backend)):
+    if source.era.fed_microbatches and (why := why_not_spmd_types(case, source.spmd_backend, source.era)):
         yield f"spmd_backend: spmd_types by partial_dtensor ({why})"
 
 

@@ -175,17 +175,26 @@ class Source:
             era.traits,
             wrapper=wrapper,
             loss_chunks=chunks_of(case, era),
-            expected_failure=expected.expected_failure(case, era),
+            cp_gathers=case.dims.cp > 1 and era.cp_by_types,
+            expected_failure=expected.expected_failure(case, era, types=by_types(case, era, self.spmd_backend)),
         )
 
 
-def why_not_spmd_types(case: Case, spmd_backend: str | None) -> str:
+def by_types(case: Case, era: Era, spmd_backend: str | None) -> bool:
+    """Return whether it shards by spmd_types, the default since 2026-08-18."""
+    if spmd_backend is not None or not era.fed_microbatches:
+        return spmd_backend == "spmd_types"
+    return not why_not_spmd_types(case, None, era)
+
+
+def why_not_spmd_types(case: Case, spmd_backend: str | None, era: Era | None = None) -> str:
     """Why "partial_dtensor" stands in for the backend that its users have by default; empty where nothing does."""
     if spmd_backend is not None:
         return ""
     if not releases.holds(STARTS_SPMD_TYPES, importlib.metadata.version("torch")):
         return "torch 2.13 cannot shard its parameters"
-    return "which does context parallel with FlexAttention only" if case.dims.cp > 1 else ""
+    alone = era is not None and era.cp_by_types  # FlexAttention's mask then is cut by torch, and SDPA sees it whole
+    return "which does context parallel with FlexAttention only" if case.dims.cp > 1 and not alone else ""
 
 
 def why_not_largest(case: Case, era: Era) -> str:
