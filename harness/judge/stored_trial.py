@@ -10,6 +10,7 @@ from harness.evidence.reading import read_json
 from harness.evidence.store import CASE_FILE, TRAITS_FILE, EvidenceError, load, load_run
 from harness.judge import golden
 from harness.judge.order import flattened
+from harness.judge.row_cuts import by_sample
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.reference.record import ReferenceRun
@@ -42,7 +43,7 @@ def load_trial(folder: Path) -> Trial:
             golden_problem=problem,
             saved=tuple(trials),
         )
-        trials.append(flattened(trial))
+        trials.append(by_sample(flattened(trial)))
     return trials[-1]
 
 

@@ -57,6 +57,8 @@ class TrainerTraits:
     cp_gathers: bool = False
     """Whether attention gathers keys and values of all cp ranks once, and reduce-scatters their gradients, instead of passing
     them around a ring (Llama 3 herd of models, section 3.3.2)."""
+    cp_cuts_rows: bool = False
+    """Whether cp cuts a microbatch's samples laid end to end, so that a rank may receive whole ones, instead of each sample."""
     ac_early_stop: bool = True
     """Whether a block is recomputed only until backward has all it needs, instead of to its end."""
     defers_sync: bool | str = True

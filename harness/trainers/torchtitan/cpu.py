@@ -115,10 +115,11 @@ def pin_nothing() -> None:
 
 def attend_densely() -> None:
     """FlexAttention has no backward on CPU, nor needs its mask be compiled: attention is torch's, with that mask whole."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
     from torch.nn.attention.flex_attention import create_block_mask
     from torchtitan.models.common import attention
 
-    attention._compiled_create_block_mask = create_block_mask
+    attention._compiled_create_block_mask = ring._compiled_create_block_mask = create_block_mask
     attention.FlexAttention._compiled_flex_attn = staticmethod(dense_attention)
 
 

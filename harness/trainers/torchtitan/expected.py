@@ -23,8 +23,9 @@ TIED_AND_SHARDED = dataclasses.replace(TIED, checks="memory placements reshard t
 
 
 def expected_failure(case: Case, era: Era, *, types: bool) -> ExpectedFailure | None:
-    """types: whether it shards by spmd_types, which unties a weight in every layout, and needs no sum twice. Return the expected failure of a case under 0.3.0 or later; if it resumes, of the first launch that has one. Earlier
-    versions, where this was not tried, have none."""
+    """Return the expected failure of a case under 0.3.0 or later; if it resumes, of the first launch that has one. Earlier
+    versions, where this was not tried, have none. types: whether it shards by spmd_types, which unties a weight in every
+    layout, and sums once a crossing."""
     launches = (_of_launch(launched, era, types=types) for launched in case.launches.values())
     return next(filter(None, launches), None)
 

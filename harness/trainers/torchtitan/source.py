@@ -176,6 +176,7 @@ class Source:
             wrapper=wrapper,
             loss_chunks=chunks_of(case, era),
             cp_gathers=case.dims.cp > 1 and era.cp_by_types,
+            cp_cuts_rows=case.dims.cp > 1 and era.flat,
             expected_failure=expected.expected_failure(case, era, types=by_types(case, era, self.spmd_backend)),
         )
 

@@ -72,7 +72,9 @@ def configuration(case: Case, source: Source) -> Any:
     options.put_own(config, source.options)
     if source.spmd_backend is not None:
         config.parallelism.spmd_backend = source.spmd_backend
-    elif getattr(config.parallelism, "spmd_backend", "default") == "spmd_types" and why_not_spmd_types(case, None, source.era):
+    elif getattr(config.parallelism, "spmd_backend", "default") == "spmd_types" and why_not_spmd_types(
+        case, None, source.era
+    ):
         config.parallelism.spmd_backend = "partial_dtensor"  # "default", as long as it was
     return config
 
