@@ -62,7 +62,7 @@ def _arrays(case: Case, arrays: Mapping[int, Sequence[np.ndarray]], length: int)
 
 
 def _recut(case: Case, held: Mapping[int, Any], length: int) -> dict[int, Any]:
-    """held: by rank of a cp group what it has of a row of samples of this length. Return it as it is where that is no such row."""
+    """held: by rank of a cp group what it has of a row of samples of this length. Anything else is returned as it is."""
     sizes = {-1 if each is None else each.size for each in held.values()}
     size = sizes.pop() * len(held)
     halves = 2 * len(held) if case.features.cp_load_balance else len(held)
