@@ -12,6 +12,9 @@ from harness.spec.features import Features
 from harness.spec.traits import OBSERVED, TrainerTraits, with_choices
 from harness.trainers.torchtitan.eras import Era
 
+MASK_BLOCK = 128
+"""Tokens of a block of FlexAttention's masks, of which each cp rank gets whole ones (torch 2.15)."""
+
 
 def obstacles(case: Case, era: Era, traits: TrainerTraits, *, types: bool = False) -> Iterator[str]:
     """traits: what it chose for this case. types: whether it shards by spmd_types."""
@@ -38,6 +41,11 @@ def _of_layout(case: Case, era: Era, *, types: bool) -> Iterator[str]:
         yield f"pp {dims.pp}: {era.name} {why}"
     if dims.cp > 1 and era.cp_by_types and not types:
         yield f"cp {dims.cp}: {era.name} does that with spmd_types, whose parameters fully_shard of torch 2.13 refuses"
+    rows = (
+        {case.seq_len(step) * case.local_batch for step in case.steps} if dims.cp > 1 and types and era.flat else set()
+    )
+    if odd := sorted(row for row in rows if row % (MASK_BLOCK * dims.cp)):
+        yield f"cp {dims.cp}: torch cuts no mask of {odd[0]} tokens, for its blocks have {MASK_BLOCK}"
     if types and case.model.vocab_size % dims.tp:
         yield f"vocab_size {case.model.vocab_size} with tp {dims.tp}: with spmd_types FSDP2 takes uneven shards for even ones"
     if not case.exact and not era.traits.own_model:
