@@ -61,12 +61,17 @@ def _root_units(case: Case) -> list[Unit]:
     return [Unit(first + last, most), *(Unit(block, most) for block in blocks[:-1]), end]
 
 
+def output_weight(case: Case) -> str:
+    """Return the name of the output's weight, which the embedding's is where they are tied."""
+    return "tok_embeddings.weight" if case.model.tied_embeddings else "output.weight"
+
+
 def fsdp2_units(case: Case) -> list[tuple[str, ...]]:
     """The units "apart", each wrapped separately, in forward's order: embedding, each block, norm with output. A tied
     embedding is in the last."""
     names = list(case.model.parameter_shapes())
     blocks = [tuple(n for n in names if n.startswith(f"layers.{layer}.")) for layer in range(case.model.n_layers)]
-    last = ("norm.weight", "tok_embeddings.weight" if case.model.tied_embeddings else "output.weight")
+    last = ("norm.weight", output_weight(case))
     if not {*last} <= {*names}:
         return [tuple(names)]  # a model without a policy
     first = tuple(name for name in ("tok_embeddings.weight",) if name not in last)

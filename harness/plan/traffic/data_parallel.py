@@ -9,7 +9,7 @@ from harness.plan.slices import BYTES, flat_units, padded_numel, parameter_shape
 from harness.plan.stages import actions_of_rank, parameters_of_stage, stages_of_rank
 from harness.plan.traffic.flow import Flow
 from harness.plan.traffic.zero import zero_flows
-from harness.plan.units import output_alone
+from harness.plan.units import output_alone, output_weight
 from harness.spec import schedule
 from harness.spec.case import Case
 from harness.spec.features import LOOPED, ZERO
@@ -92,7 +92,7 @@ def _gathered_for_chunks_of_a_stage(case: Case, traits: TrainerTraits, rank: int
     if output is None or output.degree == 1 or last not in stages_of_rank(case, rank):
         return
     size = BYTES[case.training.compute_dtype or case.training.dtype] * case.features.accumulation
-    once = padded_numel(case, traits, "output.weight", coordinate(case.data_dims, rank)["tp"]) * size
+    once = padded_numel(case, traits, output_weight(case), coordinate(case.data_dims, rank)["tp"]) * size
     others = (traits.loss_chunks - 1) * case.microbatches * once
     yield Flow(gathered_over(case, output.degree), "parameters", "all_gather", "forward", others)
 
@@ -104,7 +104,7 @@ def _reduced_apart(case: Case, traits: TrainerTraits, everything: int, tp_index:
     output waits for the last chunk (`holds_output`) they are all others."""
     if case.features.accumulation == 1 or case.features.defer_sync is not True:
         return 0
-    output = padded_numel(case, traits, "output.weight", tp_index)
+    output = padded_numel(case, traits, output_weight(case), tp_index)
     return everything - output if traits.holds_output else output
 
 

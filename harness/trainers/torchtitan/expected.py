@@ -20,6 +20,12 @@ TIED = ExpectedFailure(
     named="other units",
 )
 TIED_AND_SHARDED = dataclasses.replace(TIED, checks="memory placements reshard traffic")
+STALE = dataclasses.replace(
+    TIED_AND_SHARDED,
+    because="FSDP2 notes a weight twice that torchtitan unties and ties again; the copy that pads its slice is never updated",
+    script="upstream_bugs/torchtitan_tied_stale.py",
+    checks=f"{TIED_AND_SHARDED.checks} loss reported_loss gradients grad_norm",
+)
 
 
 def expected_failure(case: Case, era: Era, *, types: bool) -> ExpectedFailure | None:
@@ -33,6 +39,8 @@ def expected_failure(case: Case, era: Era, *, types: bool) -> ExpectedFailure | 
 def _of_launch(case: Case, era: Era, *, types: bool) -> ExpectedFailure | None:
     if not era.fed_microbatches or (case.dims.tp == 1 and not types):
         return None
+    if types and case.model.tied_embeddings and case.model.vocab_size % case.shards:
+        return STALE
     if case.model.tied_embeddings:
         return TIED_AND_SHARDED if case.shards > 1 else TIED
     return None if types or case.features.sequence_parallel else NO_SEQUENCE_PARALLEL
