@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from harness.evidence.records import RankEvidence, Run
@@ -19,8 +19,15 @@ def measured(case: Case, traits: TrainerTraits, run: Run) -> TrainerTraits:
     """
     units: Observed | None = None
     if traits.units_of(case) == OBSERVED and case.wrapper == "fsdp2":
-        units = {rank: claimed_units(evidence) for rank, evidence in sorted(run.ranks.items())}
+        known = case.model.parameter_shapes()
+        claimed = {rank: claimed_units(evidence) for rank, evidence in sorted(run.ranks.items())}
+        units = {rank: tuple(_of_model(unit, known) for unit in each) for rank, each in claimed.items()}
     return replace(traits, measured=Measured(units, _flat_order(case, traits, run), torch=torch_of(run)))
+
+
+def _of_model(unit: Unit, known: Collection[str]) -> Unit:
+    """Return the unit without names that the model does not have, as a tied output's is: a plan moves a weight once."""
+    return unit._replace(parameters=tuple(fqn for fqn in unit.parameters if fqn in known))
 
 
 def undeclared(traits: TrainerTraits) -> tuple[str, ...]:
