@@ -61,6 +61,8 @@ class FunctionRecorder:
         if not self.on:
             return
         if event == "sys.setprofile" and sys.version_info < (3, 12):
+            if sys._getframe(1).f_globals.get("__name__") == "threading":
+                return  # a thread that begins, with our own
             self.lost = self.lost or "the trainer set a profiler of its own"
         elif event == "os.fork":
             self.lost = self.lost or "the trainer forked a process"
@@ -83,7 +85,7 @@ class FunctionRecorder:
             self.lost = self.lost or "the trainer started a process"
         functions: dict[str, set[str]] = {}
         for code in tuple(self.codes):
-            if file := _below(code.co_filename, self.root):
+            if code.co_name != "<module>" and (file := _below(code.co_filename, self.root)):
                 functions.setdefault(file, set()).add(code.co_qualname.partition(".<locals>")[0])
         found = {file: sorted(names) for file, names in sorted(functions.items())}
         return {"functions": found, "imported": sorted({*imported(self.root), *found}), "lost": self.lost}

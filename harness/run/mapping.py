@@ -1,4 +1,4 @@
-"""Keeping which functions a case ran, once it passed."""
+"""Keeping which functions a case ran, once its ranks came to their end."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from harness.affected.recorder import imported
 from harness.affected.selecting import shared_files
 from harness.evidence.git import git
 from harness.evidence.reading import read_json
+from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
 from harness.run.options import Options
 from harness.spec import case as requested
 from harness.spec.case import Case
 
 
-def keep_map(case: Case, options: Options, place: Path, folder: Path, verdict: Verdict) -> None:
-    """Write a passed case's map; of another nothing is kept, so that it is always selected. Raises CaseError."""
+def keep_map(case: Case, options: Options, place: Path, folder: Path, judgement: Judgement) -> None:
+    """Write a case's map; nothing where a rank did not come to its end, so that the case is always selected. Raises CaseError."""
     path = file_of(place, case.name)
-    if verdict is not Verdict.PASS:
+    if any(one.check == "completed" and one.verdict is not Verdict.PASS for one in judgement.results):
         path.unlink(missing_ok=True)
         return
     root = repository_of(options.trainer)

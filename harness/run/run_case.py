@@ -52,7 +52,7 @@ def run_case(case: Case, options: Options, stage: Stage = lambda _: None) -> Jud
         stage("checks")
         judgement = judged(folder)
         if options.map:
-            keep_map(case, options, options.map, folder, judgement.verdict)
+            keep_map(case, options, options.map, folder, judgement)
         return judgement
 
 

@@ -1,0 +1,79 @@
+"""Which functions run in a process, seen from inside it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MODULE = """
+import threading
+
+def called():
+    return [helper() for _ in range(2)]
+
+def helper():
+    return (lambda: 1)()
+
+def on_a_thread():
+    return 2
+
+def idle():
+    return 3
+
+class C:
+    def m(self):
+        def inner():
+            return 4
+        return inner()
+"""
+MAIN = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = [{harness!r}, {root!r}]
+from harness.affected.recorder import FunctionRecorder
+recorder = FunctionRecorder(Path({root!r}))
+recorder.start()
+import mine
+{body}
+print(json.dumps(recorder.stop()))
+"""
+HARNESS = str(Path(__file__).resolve().parents[2])
+
+
+def seen(root: Path, body: str) -> dict[str, Any]:
+    (root / "mine.py").write_text(MODULE, encoding="utf-8")
+    script = MAIN.format(harness=HARNESS, root=str(root), body=body)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_functions_of_all_threads_are_seen_by_the_outermost_name(tmp_path: Path) -> None:
+    body = "mine.called(); mine.C().m(); t = mine.threading.Thread(target=mine.on_a_thread); t.start(); t.join()"
+    found = seen(tmp_path, body)
+    assert found["imported"] == ["mine.py"]
+    assert {*found["functions"]["mine.py"]} >= {"called", "helper", "on_a_thread", "C.m"}
+    assert "idle" not in found["functions"]["mine.py"]
+    assert found["lost"] == ""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import os\nif not os.fork(): os._exit(0)",
+        "import subprocess\nsubprocess.run([sys.executable, '-c', ''])",
+        "import multiprocessing\np = multiprocessing.get_context('spawn').Process(target=print)\np.start(); p.join()",
+    ],
+)
+def test_what_runs_in_other_processes_is_known_to_be_missing(tmp_path: Path, body: str) -> None:
+    assert seen(tmp_path, body)["lost"]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the interpreter's monitoring is not displaced by a profiler")
+def test_a_profiler_of_the_trainers_own_is_told(tmp_path: Path) -> None:
+    assert "profiler" in seen(tmp_path, "import cProfile\np = cProfile.Profile(); p.enable(); p.disable()")["lost"]

@@ -1,0 +1,141 @@
+"""Which cases a change can affect: in a repository with a trainer of one's own, recorded by real ranks, and by literal maps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.affected.maps import CaseMap
+from harness.affected.selecting import _reason
+from harness.affected.sources import Changes
+from harness.spec import case as requested
+from harness.spec.case import Case
+
+OWN = Path(__file__).resolve().parents[1] / "own_trainer.py"
+CASES = """
+cases:
+  pair:
+    dims: {dp_replicate: 2}
+    training: {all_valid: true}
+    features: {wrapper: ddp}
+    why: a test
+"""
+USE = "\nimport steps_of_mine\n"
+STEPS = """
+def scaled(loss):
+    return loss
+
+def unused(loss):
+    return 2 * loss
+"""
+
+
+def git(folder: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@y", *arguments], check=True)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with a trainer, one module of which has a function that runs and one that does not."""
+    text = OWN.read_text(encoding="utf-8").replace("import contextlib\n", "import contextlib\nimport sys\n")
+    text = text.replace(
+        "from harness.spec.case", "sys.path.insert(0, os.path.dirname(__file__))\nfrom harness.spec.case"
+    )
+    text = text.replace(
+        "        assert weights is not None\n",
+        "        from steps_of_mine import scaled\n\n        scaled(1)\n        assert weights is not None\n",
+    )
+    assert "scaled(1)" in text
+    (tmp_path / "trainer.py").write_text(text, encoding="utf-8")
+    (tmp_path / "steps_of_mine.py").write_text(STEPS, encoding="utf-8")
+    (tmp_path / "mine.yaml").write_text(CASES, encoding="utf-8")
+    (tmp_path / ".gitignore").write_text("out/\n__pycache__/\n", encoding="utf-8")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "x")
+    return tmp_path
+
+
+def harness(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "harness", "matrix", "--cases", ".", "--trainer", "trainer.py", "--tier", "all"]
+    return subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def listed(folder: Path) -> tuple[int, bool]:
+    """Return the exit code of --changed HEAD --list, and whether the case is listed."""
+    done = harness(folder, "--changed", "HEAD", "--list")
+    return done.returncode, "2 ranks" in done.stdout
+
+
+def test_a_change_selects_the_cases_whose_ranks_run_it(repository: Path) -> None:
+    made = harness(repository, "--map", "out/map")
+    path = repository / "out" / "map" / "pair.json"
+    assert path.exists(), made.stdout + made.stderr
+    found = CaseMap.of(path)
+    assert found.functions["steps_of_mine.py"] == {"scaled"}
+    assert "trainer.py" in found.shared  # the harness asks an adapter, too
+    steps = repository / "steps_of_mine.py"
+    for old, new, selected in (
+        ("2 * loss", "3 * loss", False),
+        ("return loss", "return +loss", True),
+        ("def scaled(loss)", "LIMIT = 1\n\ndef scaled(loss)", True),
+    ):
+        steps.write_text(STEPS.replace(old, new), encoding="utf-8")
+        assert listed(repository) == (0, selected), new
+    steps.write_text(STEPS, encoding="utf-8")
+    assert listed(repository) == (0, False)
+    (repository / "notes.md").write_text("x", encoding="utf-8")
+    assert listed(repository) == (0, False)
+    (repository / "mine.yaml").write_text(
+        CASES.replace("wrapper: ddp", "wrapper: ddp, accumulation: 2"), encoding="utf-8"
+    )
+    assert listed(repository) == (0, True)
+    shutil.rmtree(repository / "out")
+    assert listed(repository) == (2, False)
+
+
+CASE = Case(name="a", why="a test")
+MAP = CaseMap(
+    case=json.loads(json.dumps(requested.to_json(CASE))),
+    trainer="t",
+    commit="c",
+    functions={"t/loop.py": frozenset({"step", "Trainer.run"})},
+    imported=frozenset({"t/loop.py", "t/data.py"}),
+    shared=frozenset({"adapter.py"}),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "affected"),
+    [
+        (Changes(functions={"t/loop.py": {"step"}}), True),
+        (Changes(functions={"t/loop.py": {"evaluate"}, "t/data.py": {"load"}}), False),
+        (Changes(functions={"adapter.py": {"evaluate"}}), True),
+        (Changes(whole={"t/data.py": "code that runs at import"}), True),
+        (Changes(whole={"adapter.py": "code that runs at import"}), True),
+        (Changes(whole={"t/vision.py": "code that runs at import"}), False),
+        (Changes(placed={"t/new.py"}), True),
+        (Changes(placed={"vision/new.py"}), False),
+        (Changes(data={"setup.cfg"}), True),
+        (Changes(data={"cases/own.yaml"}), False),
+    ],
+)
+def test_what_is_not_known_counts(changes: Changes, affected: bool) -> None:
+    assert bool(_reason(CASE, MAP, changes, {"cases/own.yaml"})) is affected
+
+
+def test_lost_functions_make_every_change_count() -> None:
+    lost: Any = dataclasses.replace(MAP, lost="the trainer forked a process")
+    assert _reason(CASE, lost, Changes(functions={"vision/other.py": {"f"}}), set())
+    assert not _reason(CASE, lost, Changes(), set())
+
+
+def test_a_case_that_is_another_one_now_is_selected() -> None:
+    assert _reason(dataclasses.replace(CASE, runs=2), MAP, Changes(), set())
