@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import os
 import sys
 import threading
@@ -18,27 +19,25 @@ PROCESSES = ("multiprocessing.popen_fork", "multiprocessing.popen_spawn_posix", 
 class FunctionRecorder:
     """Records the code of each Python function that is called, on any thread, from `start` to `stop`.
 
-    Python 3.12 and later tell it once a function. Before, the interpreter's profiler tells each call of Python's own threads.
+    Python 3.12 and later tell it once a function. Before, cProfile counts the calls of each of Python's own threads.
     """
 
     def __init__(self, root: Path) -> None:
         """root: of the repository; what lies elsewhere is left out."""
         self.root = os.path.realpath(root)
         self.codes: set[CodeType] = set()
+        self.profiles: list[cProfile.Profile] = []  # one a thread
         self.lost = ""  # why some functions may be missing
-        self.on = False
+        self.on = self.ours = False
         self.before = {name for name in PROCESSES if name in sys.modules}
 
     def start(self) -> None:
-        frame: FrameType | None = sys._getframe()
-        while frame:  # what called us runs, too
-            self.codes.add(frame.f_code)
-            frame = frame.f_back
+        self._add_callers(sys._getframe())
         if sys.version_info >= (3, 12):
             self._monitor()
         else:
-            threading.setprofile(self._profiled)
-            sys.setprofile(self._profiled)
+            threading.setprofile(self._thread_begins)
+            self._profile()
         self.on = True
         sys.addaudithook(self._audit)  # it can never be removed, so it looks whether we are on
 
@@ -53,16 +52,29 @@ class FunctionRecorder:
         monitoring.register_callback(TOOL, monitoring.events.PY_START, called)
         monitoring.set_events(TOOL, monitoring.events.PY_START)
 
-    def _profiled(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
+    def _add_callers(self, frame: FrameType | None) -> None:
+        while frame:
             self.codes.add(frame.f_code)
+            frame = frame.f_back
+
+    def _profile(self) -> None:
+        self.profiles.append(cProfile.Profile())
+        self.ours = True
+        self.profiles[-1].enable(subcalls=False, builtins=False)
+        self.ours = False
+
+    def _thread_begins(self, frame: FrameType, *_: Any) -> None:
+        """The first call of a thread; from here on its own profile counts."""
+        self._add_callers(frame)
+        if self.on:
+            self._profile()
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.on:
             return
         if event == "sys.setprofile" and sys.version_info < (3, 12):
-            if sys._getframe(1).f_globals.get("__name__") == "threading":
-                return  # a thread that begins, with our own
+            if self.ours or sys._getframe(1).f_globals.get("__name__") == "threading":
+                return  # a thread that begins
             self.lost = self.lost or "the trainer set a profiler of its own"
         elif event == "os.fork":
             self.lost = self.lost or "the trainer forked a process"
@@ -79,8 +91,12 @@ class FunctionRecorder:
             sys.monitoring.set_events(TOOL, 0)  # type: ignore[attr-defined, unused-ignore]
             sys.monitoring.free_tool_id(TOOL)  # type: ignore[attr-defined, unused-ignore]
         else:
-            sys.setprofile(None)
             threading.setprofile(None)
+            for frame in sys._current_frames().values():  # a profile has what returned
+                self._add_callers(frame)
+            self.profiles[0].disable()
+            entries = [entry for profile in self.profiles for entry in profile.getstats()]
+            self.codes |= {entry.code for entry in entries if isinstance(entry.code, CodeType)}
         if {name for name in PROCESSES if name in sys.modules} - self.before:
             self.lost = self.lost or "the trainer started a process"
         functions: dict[str, set[str]] = {}

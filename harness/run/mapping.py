@@ -19,7 +19,7 @@ from harness.spec.case import Case
 
 
 def keep_map(case: Case, options: Options, place: Path, folder: Path, judgement: Judgement) -> None:
-    """Write a case's map; nothing where a rank did not come to its end, so that the case is always selected. Raises CaseError."""
+    """Write what a case ran; nothing where a rank did not come to its end: that case is always selected. Raises CaseError."""
     path = file_of(place, case.name)
     if any(one.check == "completed" and one.verdict is not Verdict.PASS for one in judgement.results):
         path.unlink(missing_ok=True)
