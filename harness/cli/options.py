@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib.metadata
 import importlib.util
 import math
 import shlex
@@ -21,7 +22,7 @@ from harness.launch.job import LONGEST
 from harness.reference.config import DTYPES
 from harness.run.folders import trainer_label
 from harness.run.options import Options
-from harness.spec import case_files, random_cases
+from harness.spec import case_files, random_cases, releases
 from harness.spec.case import Case
 from harness.spec.loading import load_all
 from harness.spec.named_case import load_one
@@ -187,9 +188,10 @@ def usual() -> Usual:
 
 
 def which_trainer(args: argparse.Namespace) -> list[str]:
-    """Return a line on the trainer that was judged, for who did not type it and has one of their own."""
+    """Return a line on the trainer that was judged, for who has one and typed none, and one on a torch that nobody tried."""
     found = Usual(args.trainer) if args.trainer else usual()
-    return [f"judged was {shown(found.name)}, {found.because}"] if found.because else []
+    because = f"judged was {shown(found.name)}, {found.because}" if found.because else ""
+    return [line for line in (because, releases.untested(importlib.metadata.version("torch"))) if line]
 
 
 def other_trainers(judged: Iterable[str]) -> list[str]:

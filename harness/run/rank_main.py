@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ def watched(options: dict[str, Any]) -> StartedTrainer:
     What a launch writes into checkpoints the next one continues from; both happen while the probe watches.
     Trap: the trainer must not be freed. Its destructor may wait, holding the GIL, for a thread of gloo that wants the GIL.
     """
-    from harness.probe import Probe
+    from harness.probe import Probe, relies_on
     from harness.probe.settings import settings_before_the_trainer
 
     settings = settings_before_the_trainer()
@@ -78,6 +79,8 @@ def watched(options: dict[str, Any]) -> StartedTrainer:
     _share_compiled_code(options.get("compile_cache"))
     with trainers.starting(options["trainer"]):
         adapter.importable()
+    if lacking := relies_on.missing():
+        raise trainers.CannotStart(f"torch {version('torch')} lacks what the probe relies on: {'; '.join(lacking)}")
     fired = _apply_fault(options, this)
     row_length = functools.partial(_row_length, case)
     probe = Probe(this, world_size, on_issue=_note_inflight(), row_length=row_length, settings=settings)

@@ -10,6 +10,9 @@ SUMS_IN_REDUCE_DTYPE = ">=2.15"
 unsharded_grad_dtype` of torch/distributed/fsdp/_fully_shard/_fsdp_param.py in 2.15.0. In 2.13.0 and 2.14.1 a gradient that
 is reduced at once is as computed (`to_accumulated_grad_if_needed` there is for those that wait)."""
 
+TESTED = ((2, 11), (2, 15))
+"""The oldest and the newest release of torch that the tests, or a trainer under test, were run with."""
+
 COMPARE = {"<": operator.lt, ">=": operator.ge}
 
 
@@ -33,3 +36,14 @@ def holds(condition: str, release: str) -> bool:
     """Return whether it holds. An unknown release (empty) counts as the oldest: only "<" holds."""
     compare, bound = parsed(condition)
     return COMPARE[compare](numbers(release), bound) if release else compare == "<"
+
+
+def untested(release: str) -> str:
+    """Return a sentence on a release of torch outside of those that were tried; empty for one of them, or for no release."""
+    try:
+        found = numbers(release)
+    except ValueError:
+        return ""
+    oldest, newest = (".".join(map(str, each)) for each in TESTED)
+    tried = f"torch {release} was not tested with this harness, {oldest} to {newest} were"
+    return "" if TESTED[0] <= found <= TESTED[1] else tried

@@ -1,0 +1,56 @@
+"""What the probe relies on of torch beyond its documented names, each with what it is for.
+
+Names that torch renames in a release that nobody tried are told in a sentence, before anything is observed without them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+NAMES: dict[str, str] = {
+    "torch._C._current_graph_task_id": "whether backward runs",
+    "torch._C._dispatch_keyset_full_after": "collectives, below autograd",
+    "torch._C.DispatchKey.BackendSelect": "collectives, below autograd",
+    "torch._C._autograd._push_saved_tensors_default_hooks": "what autograd keeps for backward",
+    "torch._C._distributed_c10d.Backend": "groups that are not registered",
+    "torch._C._nn.cross_entropy_loss": "losses and their labels",
+    "torch._C._nn.nll_loss_nd": "losses and their labels",
+    "torch.autograd._engine_run_backward": "when backward begins and ends",
+    "torch.distributed.ProcessGroup._register_backend": "groups that are not registered",
+    "torch.distributed.distributed_c10d._world.pg_group_ranks": "the ranks of each group",
+    "torch.distributed.distributed_c10d._world.pg_names": "the names of groups",
+    "torch.distributed.distributed_c10d._world.pg_map": "the backend of each group",
+    "torch.distributed.distributed_c10d._resolve_process_group": "the group of a functional collective",
+    "torch.utils._python_dispatch.TorchDispatchMode": "operators where tensors have no memory",
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "tensors inside of tensors",
+    "torch.utils._pytree.tree_leaves": "tensors inside of arguments",
+    "torch.distributed._composable.contract.STATE_KEY": "which modules FSDP2 and replicate wrap",
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState": "FSDP2's units",
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "FSDP2's slices",
+    "torch.distributed.pipelining.schedules._PipelineSchedule": "a pipeline's schedule",
+}
+
+
+def missing() -> list[str]:
+    """Return a sentence for each name that this torch lacks, of the modules that are imported."""
+    return [f"no {name}, by which {what} would be seen" for name, what in NAMES.items() if not _there(name)]
+
+
+def _there(name: str) -> bool:
+    """Return whether it is there, or belongs to a module that nobody has imported."""
+    parts = name.split(".")
+    module = next(".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in sys.modules)
+    found: object = sys.modules[module]
+    for part in parts[len(module.split(".")) :]:
+        if not hasattr(found, part):
+            return type(found) is type(sys) and _is_module(f"{module}.{part}")
+        found = getattr(found, part)
+    return True
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
