@@ -79,8 +79,7 @@ def watched(options: dict[str, Any]) -> StartedTrainer:
     _share_compiled_code(options.get("compile_cache"))
     with trainers.starting(options["trainer"]):
         adapter.importable()
-    if lacking := relies_on.missing():
-        raise trainers.CannotStart(f"torch {version('torch')} lacks what the probe relies on: {'; '.join(lacking)}")
+    _refuse_lacking(relies_on.missing())
     fired = _apply_fault(options, this)
     row_length = functools.partial(_row_length, case)
     probe = Probe(this, world_size, on_issue=_note_inflight(), row_length=row_length, settings=settings)
@@ -103,6 +102,12 @@ def watched(options: dict[str, Any]) -> StartedTrainer:
     save(evidence_file(Path(options["directory"]), this), _with_export(evidence, case, options))
     adapter.stop()
     return trainer
+
+
+def _refuse_lacking(names: list[str]) -> None:
+    """names: sentences on what the probe relies on, and torch lacks. Raises CannotStart."""
+    if names:
+        raise trainers.CannotStart(f"torch {version('torch')} lacks what the probe relies on: {'; '.join(names)}")
 
 
 def _numbers(trainer: StartedTrainer) -> dict[int, Mapping[str, trainers.Number]]:
