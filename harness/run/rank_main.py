@@ -94,9 +94,8 @@ def watched(options: dict[str, Any]) -> StartedTrainer:
         _train(trainer, case, options, probe)
         reported = {one.step: (one.loss, one.grad_norm, one.lr, one.largest) for one in trainer.metrics}
         evidence = probe.evidence(reported, bool(fired) if options.get("fault") else None, _numbers(trainer))
-        evidence = in_the_references_words(evidence, adapter, case, probe.starts)
-        reports = getattr(trainer, "reports", adapter.reports)
-        evidence = dataclasses.replace(evidence, reports=reports, launch=options.get("launch", ""))
+        told = {"reports": getattr(trainer, "reports", adapter.reports), "launch": options.get("launch", "")}
+        evidence = dataclasses.replace(in_the_references_words(evidence, adapter, case, probe.starts), **told)
     finally:
         probe.remove()
     save(evidence_file(Path(options["directory"]), this), _with_export(evidence, case, options))
