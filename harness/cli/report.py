@@ -41,7 +41,8 @@ def add(commands: Any) -> None:
     run.add_argument(
         "--as",
         choices=run_report.FORMS,
-        help="markdown for the summary of a CI job, GitHub's annotations, or the folders of the cases that are not green",
+        help="markdown for the summary of a CI job, GitHub's annotations, JUnit's XML, or the folders of the cases "
+        "that are not green",
     )
     run.add_argument("--html", type=Path, metavar="FILE", help="write one page for a browser; cases may be on it too")
     run.add_argument(

@@ -11,6 +11,7 @@ from harness.cli.exit_codes import NOT_JUDGED, code_of, worst
 from harness.cli.options import BadInput, other_trainers
 from harness.evidence.store import write_text
 from harness.report.grid import matrix_report
+from harness.report.junit import junit
 from harness.report.markdown import annotated, markdown
 from harness.report.outcome import Outcome, as_document
 from harness.report.output import complain, say
@@ -89,7 +90,11 @@ def _folders(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
     return "\n".join(str(places[one.case]) for one in outcomes if one.failed and one.case in places)
 
 
-FORMS: dict[str, Form] = {"markdown": _markdown, "annotations": _annotations, "folders": _folders}
+def _junit(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
+    return junit(outcomes, problems(runs)[0])
+
+
+FORMS: dict[str, Form] = {"markdown": _markdown, "annotations": _annotations, "folders": _folders, "junit": _junit}
 
 
 def last_runs(folders: Sequence[Path]) -> list[RecordedRun]:
