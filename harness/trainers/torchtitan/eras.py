@@ -13,6 +13,7 @@ from harness.spec.traits import TrainerTraits
 
 MODEL = ("name", "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "norm_eps", "rope_theta")
 DATA_AND_LOGS = ("datasets", "torchdata.stateful_dataloader", "torch.utils.tensorboard")
+NEVER_ASKED = ("async_save", "validate_every", "export", "optimizer")  # whether a version has them or not
 COMPILERS = ("torch._inductor.compile_fx", "torch.nn.attention.varlen", "spmd_types", "tyro", "tokenizers")
 
 
@@ -46,6 +47,8 @@ class Era:
 
     def without(self, key: str) -> str:
         """Why what a case requests by this key is not done."""
+        if key in NEVER_ASKED:
+            return f"this adapter does not pass that on to {self.name}"
         if key in self.unasked:
             return f"{self.name} has such an option, which this adapter does not pass on"
         return f"{self.name} has no such option"
