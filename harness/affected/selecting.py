@@ -17,7 +17,7 @@ from harness.spec.case import Case, CaseError
 
 @dataclass(frozen=True)
 class Affected:
-    """Of the cases asked for: those that run what changed, and why each does."""
+    """The cases that can be affected, of those that were requested, and the reason of each."""
 
     cases: tuple[Case, ...]
     why: dict[str, str]  # by name
@@ -103,8 +103,9 @@ def _reason(case: Case, one: CaseMap, changes: Changes, own: set[str]) -> str:
 
 
 def shared_files(imported: Iterable[str], parents: Iterable[str], root: Path) -> set[str]:
-    """Return the files whose functions may have run where nothing is recorded: what the harness's own process imported, and
-    where the harness is the repository, all but its trainers and its probe.
+    """Return the files whose functions may have run where nothing is recorded.
+
+    They are what the harness's own process imported. Where the harness is the repository, they are all but trainers and probe.
 
     imported: by ranks; parents: by the harness's process; both relative to the root.
     """

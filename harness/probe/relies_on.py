@@ -1,6 +1,6 @@
 """What the probe relies on of torch beyond its documented names, each with what it is for.
 
-Names that torch renames in a release that nobody tried are told in a sentence, before anything is observed without them.
+A release of torch that was never tried may rename one. A sentence names it before anything is observed without it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def missing() -> list[str]:
 
 
 def _there(name: str) -> bool:
-    """Return whether it is there, or belongs to a module that nobody has imported."""
+    """Return whether it is there, or belongs to a module that is not imported."""
     parts = name.split(".")
     module = next(".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in sys.modules)
     found: object = sys.modules[module]

@@ -13,7 +13,7 @@ from harness.spec.traits import TrainerTraits
 
 MODEL = ("name", "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "norm_eps", "rope_theta")
 DATA_AND_LOGS = ("datasets", "torchdata.stateful_dataloader", "torch.utils.tensorboard")
-NEVER_ASKED = ("async_save", "validate_every", "export", "optimizer")  # whether a version has them or not
+NEVER_ASKED = ("async_save", "validate_every", "export", "muon")  # whether a version has them or not
 COMPILERS = ("torch._inductor.compile_fx", "torch.nn.attention.varlen", "spmd_types", "tyro", "tokenizers")
 
 

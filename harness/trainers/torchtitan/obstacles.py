@@ -97,7 +97,7 @@ def _without_option(case: Case, era: Era) -> Iterator[str]:
             yield f"{key} {value}: {era.without(key)}"
     for key, value in _unusual(case.training, TrainingConfig()):
         if key not in era.training or value == "muon":
-            yield f"{key} {value}: {era.without(key)}"
+            yield f"{key} {value}: {era.without('muon' if value == 'muon' else key)}"
     for key, value in _unusual(case.model, ModelConfig()):
         if key not in era.model:
             yield f"{key} {value}: the model of {era.without(key)}"
