@@ -9,6 +9,7 @@ The model is reference/model.py, unmodified; parallelism is applied from outside
     data.py          which samples this rank reads
     quantize.py      matmuls in 8 bits
     recipe.py        optimizer and learning rate
+    lora.py          adapters of low rank, cut by tp and merged for others
     muon.py          Muon for matrices, with AdamW for all else
     clip.py          the global gradient norm and clipping by it
     checkpoint.py    saving and resuming, also into another layout
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.plan.frozen import has_frozen
 from harness.spec.case import Case
 from harness.spec.features import ZERO
 from harness.spec.schedule import MOST_ACTIVE, V_SHAPED, ZERO_BUBBLE
@@ -104,7 +106,7 @@ def _obstacles(case: Case) -> Iterator[str]:
         number = features.reshard_after_forward
         yield f"reshard_after_forward {number} with tp {dims.tp}: FSDP2 reshards no DTensors to fewer ranks"
     yield from (*_limits_of_validation(case), *_limits_of_export(case))
-    yield from _torchs_limits_of_the_recipe(case)
+    yield from (*_torchs_limits_of_the_recipe(case), *_limits_of_freezing(case))
     yield from _limits_of_pipelines(case)
     yield from _where_dropout_differs(case)
     if features.async_tp and not features.compile:
@@ -124,6 +126,19 @@ def _limits_of_validation(case: Case) -> Iterator[str]:
 def _limits_of_export(case: Case) -> Iterator[str]:
     if case.features.export and case.dims.pp > 1:
         yield f"export with pp {case.dims.pp}: this trainer exports whole models only"
+
+
+def _limits_of_freezing(case: Case) -> Iterator[str]:
+    """What backward leaves out is planned for whole models, of which each block is run as it is."""
+    if case.model.lora is None and not has_frozen(case):
+        return
+    what = f"lora {case.model.lora}" if case.model.lora else f"trainable {list(case.training.trainable)}"
+    features, limits = case.features, {"pp": case.dims.pp > 1, "cp": case.dims.cp > 1, "compile": case.features.compile}
+    limits |= {"activation_checkpointing": features.activation_checkpointing != "none"}
+    limits |= {f"wrapper {case.wrapper}": case.wrapper == "fsdp1"}
+    limits |= {f"optimizer {case.training.optimizer}": case.training.optimizer == "muon"}
+    limits |= {f"quantize {case.training.quantize}": case.training.quantize is not None}
+    yield from (f"{what} with {other}: not implemented yet" for other, requested in limits.items() if requested)
 
 
 def _held_out(case: Case) -> Iterator[str]:
