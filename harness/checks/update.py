@@ -150,13 +150,13 @@ def _replay(
         if given != held:
             what: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": "gradient", "unit": "shape"}
             return [Finding.at(evidence.rank, held, given, step=step.step, **what)]
-        gradient = _given(trial, evidence.rank, step, fqn, norms[step.step]) if trained else None
+        frozen = np.zeros(held) if assumed.decays_frozen else None
+        gradient = _given(trial, evidence.rank, step, fqn, norms[step.step]) if trained else frozen
         rate = _rate(trial, evidence.rank, step.step, fqn, rates[step.step])
         counted = replace(step, step=assumed.counter(step.step, fqn)) if assumed.counter else step
-        recipe = recipe_of(trial, fqn, step.step)
-        rule = rule_of(recipe, fqn)
+        rule = rule_of(recipe := recipe_of(trial, fqn, step.step), fqn)
         expected, magnitude = _advance(state, counted, gradient, rate, recipe, rule=rule, amsgrad=assumed.amsgrad)
-        bound = tolerance.update_bound(trial.case, magnitude) if trained else np.zeros_like(magnitude)
+        bound = tolerance.update_bound(trial.case, magnitude) if trained or gradient is not None else None
         if rule == "muon" and gradient is not None:
             if (turned := matrices.added(evidence.rank, step.step, fqn, rate)) is None:
                 return []  # another rank lacks a gradient, which `completed` reports
@@ -267,10 +267,13 @@ def _advance(
 
 
 def _compare(
-    here: Here, observed: np.ndarray, expected: np.ndarray, bound: np.ndarray, before: np.ndarray
+    here: Here, observed: np.ndarray, expected: np.ndarray, bound: np.ndarray | None, before: np.ndarray
 ) -> Finding | None:
+    """bound: None of what is frozen."""
     if observed.shape != expected.shape:
         return here(expected.shape, observed.shape, quantity="value", unit="shape")
+    if bound is None:
+        return _moved(here, observed, before)
     wrong = ~(np.abs(observed - expected) <= bound)  # a NaN is wrong
     if not wrong.any():
         return None
@@ -282,6 +285,14 @@ def _compare(
     entry, some = tuple(map(int, at)), f"{int(wrong.sum())} of {wrong.size} entries wrong"
     note = f"entry {entry}, ratio {number_text(ratio, 10)}; {some}"
     return here(should, moved, quantity=MOVE, note=note, bound=Bound(float(bound[at])))
+
+
+def _moved(here: Here, observed: np.ndarray, before: np.ndarray) -> Finding | None:
+    """What is frozen never changes by a bit."""
+    if np.array_equal(observed, before):
+        return None
+    most = number_text(float(np.max(np.abs(observed - before))), 2)
+    return here("unchanged: it is frozen", f"moved by up to {most}", quantity=MOVE)
 
 
 MOVE = "the optimizer's step"

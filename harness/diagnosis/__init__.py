@@ -18,8 +18,9 @@ from harness.diagnosis.by_hand import lines_to_write
 from harness.diagnosis.contributions import lacks_the_outputs_part, sums_of_whole_gradients
 from harness.diagnosis.engine import explain
 from harness.diagnosis.exported import odd_exports, wrong_exports
-from harness.diagnosis.facts import layers_lost, not_finite, not_frozen, not_trained, observed, process_failed
+from harness.diagnosis.facts import layers_lost, not_finite, not_trained, observed, process_failed
 from harness.diagnosis.fed import other_samples
+from harness.diagnosis.frozen import adapters_scaled, not_frozen
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
 from harness.diagnosis.piece_weights import sums_of_pieces
 from harness.diagnosis.received import other_positions
@@ -39,6 +40,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     layers_lost,
     not_trained,
     not_frozen,
+    adapters_scaled,
     neighbours,
     resumed_otherwise,
     changed_weights,

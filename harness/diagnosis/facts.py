@@ -17,7 +17,7 @@ import numpy as np
 from harness.checks import memory, settings, traffic
 from harness.checks.completed import why
 from harness.diagnosis import declarable
-from harness.diagnosis.assume import another_case, another_recipe, another_reference
+from harness.diagnosis.assume import another_case, another_reference
 from harness.diagnosis.contributions import adding
 from harness.diagnosis.differences import NUMBERS
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
@@ -205,18 +205,6 @@ def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         text += "; nothing sets the gradients to zero either, so no optimizer has them"
         added = adding([*trial.case.steps][1:], sorted(left), trial.case.training.max_norm)
         yield Hypothesis(Cause("incomplete", text, details=details), partial(assume, gradients=added))
-
-
-def not_frozen(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Frozen parameters with a gradient: they are trained as all others are."""
-    training, every = trial.case.training, {fqn for _, step in trial.own_steps() for fqn in step.gradients}
-    names = tuple(in_order(trial, {fqn for fqn in every & set(trial.plan.shapes) if not trains(training, fqn)}))
-    if "completed" in broken and names:
-        text = f"{some(names)} {'has a gradient' if len(names) == 1 else 'have gradients'}, though frozen"
-        trained = replace(training, trainable=(*training.trainable, *names))
-        yield Hypothesis(
-            Cause("not frozen", text, details=(("parameters", names),)), partial(another_recipe, training=trained)
-        )
 
 
 def layers_lost(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:

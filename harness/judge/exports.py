@@ -75,8 +75,8 @@ def merged(lora: Lora | None, weights: Arrays) -> dict[str, np.ndarray]:
 
 
 def rounding_of(case: Case, weights: Arrays) -> dict[str, np.ndarray]:
-    """Return, by name, how often a unit of rounding each entry of an export may be off: 0 but for what is merged, whose sums
-    may be made in any order."""
+    """Return, by name, by how many units of rounding each entry of an export may be off. What is merged is a sum in any order;
+    of all else it is 0."""
     if case.model.lora is None:
         return {}
     plain = {fqn: np.zeros_like(value) for fqn, value in weights.items() if ".lora_" not in fqn}

@@ -178,7 +178,7 @@ WRONG_LINES = {
     "training: {zzz: 1}": "training: unknown key 'zzz'; known: steps, seed, dtype, global_batch, seq_len, optimizer,"
     " lr, beta1, beta2, eps, weight_decay, warmup_steps, final_lr_fraction, max_norm, data, compute_dtype, quantize,"
     " tf32, variable_length, document_mask, masked_samples, all_valid, last_batch, decay, momentum, nesterov, adjust_lr,"
-    " muon_matrices, rates",
+    " muon_matrices, trainable, rates",
     "dims: {dp_shard: 4}\nworld_size: 8": "pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1 = 4 ranks,"
     " but world_size says 8",
     "dims: {tp: 16}": "n_heads 8 is not divisible by tp 16; request a tp that divides n_heads 8 and n_kv_heads 4",

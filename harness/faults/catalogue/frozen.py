@@ -22,10 +22,10 @@ def _frozen(trainer: Any) -> list[Any]:
 
 @fault(
     breaks="what is whole of an adapter on every tp rank keeps the gradient of that rank's part of its matrix",
-    bug="T15 modelscope/mcore-bridge #173",
+    bug="T15 modelscope/mcore-bridge PR #173",
     case="lora_tp_2",
     caught_by="gradients grad_norm replica_agreement",
-    named="",
+    named="gradients not reduced",
 )
 @partial(op.before_call, ".parallelize:settle_gradients")
 def adapters_not_reduced_over_tp(parameters: list[Any]) -> None:
@@ -56,7 +56,7 @@ def adapters_added_behind_the_wrapper(model: Any, *_: Any) -> None:
     bug="R07 saforem2/ezpz PR #207; PrimeIntellect-ai/prime-rl PR #1375",
     case="lora_fsdp_2",
     caught_by="initial_weights",
-    named="",
+    named="other initial weights",
 )
 @partial(op.after_call, ".trainer:load_weights")
 def adapters_begin_with_what_was_in_memory(parts: list[Any], *_: Any) -> None:
@@ -82,7 +82,7 @@ def adapters_scaled_twice_under_tp(model: Any, *_: Any) -> None:
 
 @fault(
     breaks="adapters are scaled by alpha, not by alpha / rank",
-    bug="N08 Blaizzy/mlx-vlm #841",
+    bug="E15 Blaizzy/mlx-vlm #841",
     case="lora_fsdp_2",
     caught_by="gradients grad_norm",
     named="adapters scaled",
@@ -143,7 +143,7 @@ norms_trained_since_sequence_parallel = fault(
     bug="E13 huggingface/diffusers #1009",
     case="frozen_fsdp_2",
     caught_by="update",
-    named="",
+    named="weight decay",
 )
 @partial(op.before_call, ".trainer:Trainer.optimizer_step")
 def frozen_weights_decayed(trainer: Any) -> None:
@@ -169,7 +169,7 @@ frozen_weights_have_a_rate_of_zero = fault(
     bug="E14 deepspeedai/DeepSpeed #2615; ServiceNow/Fast-LLM #183",
     case="frozen_fsdp_2",
     caught_by="memory update",
-    named="",
+    named="not explained",
     does=op.together(
         op.instead(".recipe:parameter_groups", _with_frozen),
         op.before_call(".trainer:Trainer.optimizer_step", _with_zeros),

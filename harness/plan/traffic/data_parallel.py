@@ -41,10 +41,7 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     waited = _reduced_apart(case, traits, everything, tp_index) if alone else 0
     if shards > 1:
         times = features.accumulation * gathered
-        held_whole = alone if traits.holds_output else None
-        freed = [
-            u for u in gathered_in_backward(case, units) if u.degree > 1 and u.backward_gathers and u is not held_whole
-        ]
+        freed = _gathered_again(case, units, alone if traits.holds_output else None)
         yield Flow(axis, "parameters", "all_gather", "forward", times * everything)
         for degree in sorted({unit.degree for unit in freed}):
             named = [fqn for unit in freed if unit.degree == degree for fqn in unit.parameters]
@@ -61,6 +58,12 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     if case.wrapper == "replicate":  # it begins in its first forward what DDP does when it is made
         weights = everything * BYTES[stored]
         yield Flow(case.replicate_axis, "weights", "broadcast", "forward", weights, first=True)
+
+
+def _gathered_again(case: Case, units: list[Unit], held_whole: Unit | None) -> list[Unit]:
+    """Return the units that backward gathers."""
+    reached = gathered_in_backward(case, units)
+    return [unit for unit in reached if unit.degree > 1 and unit.backward_gathers and unit is not held_whole]
 
 
 def _padded(case: Case, traits: TrainerTraits, fqns: Iterable[str], tp_index: int) -> int:

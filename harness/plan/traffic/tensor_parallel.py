@@ -71,7 +71,7 @@ def _trained_norms(case: Case, layers: list[int], *, last: bool) -> int:
 
 def _whole_in_adapters(case: Case, layers: list[int]) -> int:
     """Return the elements of adapters that are trained and whole on every rank: A of a matrix cut by rows, B of one that
-    is cut by columns. Each rank has the gradient of its own part."""
+    is cut by columns. Each rank has the gradient of its part alone."""
     return sum(
         math.prod(shape)
         for fqn, shape in trained(case, parameter_shapes(case.model)).items()

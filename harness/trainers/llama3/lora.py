@@ -1,7 +1,7 @@
 """Adapters of low rank under tensor parallel: cut as their matrix is, and merged with it for others.
 
-Of a matrix that is cut by rows, B is cut likewise, and A is whole on every rank. Of one that is cut by columns, A is cut, and B
-is whole. What is whole has on each rank the gradient of that rank's part alone, so it is reduced over tp, as norms' are.
+B is cut where a matrix is cut by rows, and A is whole on every rank. A is cut where it is cut by columns, and B is whole. What
+is whole has on each rank the gradient of that rank's part alone, so it is reduced over tp, as norms' are.
 """
 
 from __future__ import annotations
