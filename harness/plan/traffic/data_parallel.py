@@ -147,9 +147,8 @@ def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, 
         return
     dims, features, stored = case.data_dims, case.features, case.training.dtype
     tp_index = coordinate(dims, rank)["tp"]
-    sizes = {
-        stage: _padded(case, traits, parameters_of_stage(case, stage), tp_index) for stage in stages_of_rank(case, rank)
-    }
+    held = [fqn for stage in stages_of_rank(case, rank) for fqn in parameters_of_stage(case, stage)]
+    differentiated = _padded(case, traits, [fqn for fqn in held if trains(case.training, fqn)], tp_index)
     gathered = features.accumulation * BYTES[case.training.compute_dtype or stored]
     reduced = features.accumulation * BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
     shards, axis = dims.shards, shard_axis(dims)
@@ -162,7 +161,7 @@ def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, 
             yield Flow(axis, "parameters", "all_gather", phase, count * size * gathered)
     if shards > 1:
         yield from _gathered_for_chunks_of_a_stage(case, traits, rank, units)
-        yield Flow(axis, "gradients", "reduce_scatter", "pipeline", sum(sizes.values()) * reduced)
+        yield Flow(axis, "gradients", "reduce_scatter", "pipeline", differentiated * reduced)
     if dims.replicas > 1:
         phase = "backward" if case.wrapper == "ddp" else "pipeline"
-        yield Flow(case.replicate_axis, "gradients", "all_reduce", phase, sum(sizes.values()) // shards * reduced)
+        yield Flow(case.replicate_axis, "gradients", "all_reduce", phase, differentiated // shards * reduced)
