@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,40 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+
+
+MATRICES = {
+    **dict.fromkeys(("wq", "wk", "wv", "wo"), "attention"),
+    **dict.fromkeys(("w1", "w2", "w3"), "feed_forward"),
+}
+"""Matrices of a block, with the module that each is in."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of low rank: a target W [m, n] counts as W + alpha / rank * B A, with A [rank, n] and B [m, rank]. B begins at
+    zero. What is trained is said by the recipe's `trainable`."""
+
+    rank: int = 4
+    alpha: float = 8.0
+    targets: tuple[str, ...] = ("wq", "wv")
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not 0 < self.alpha < math.inf:
+            raise ValueError(f"rank must be at least 1 and alpha positive, got rank {self.rank}, alpha {self.alpha}")
+        if not self.targets or not {*self.targets} <= {*MATRICES} or len({*self.targets}) < len(self.targets):
+            raise ValueError(f"targets {list(self.targets)}: choose some of {', '.join(MATRICES)}, each once")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def shapes(self, fqn: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the adapter of a parameter, in the order of the model; none where it has none."""
+        module = fqn.removesuffix(".weight")
+        if module.rpartition(".")[2] not in self.targets:
+            return {}
+        return {f"{module}.lora_a.weight": (self.rank, shape[1]), f"{module}.lora_b.weight": (shape[0], self.rank)}
 
 
 @dataclass(frozen=True)
@@ -36,6 +71,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False
     dropout: float = 0.0
+    lora: Lora | None = None
 
     def __post_init__(self) -> None:
         if self.dim % self.n_heads:
@@ -73,7 +109,11 @@ class ModelConfig:
         shapes["norm.weight"] = (self.dim,)
         if not self.tied_embeddings:
             shapes["output.weight"] = (self.vocab_size, self.dim)
-        return shapes
+        if self.lora is None:
+            return shapes
+        return {
+            name: own for f, shape in shapes.items() for name, own in ({f: shape} | self.lora.shapes(f, shape)).items()
+        }
 
 
 _LLAMA_31 = RopeScaling(factor=8.0)
@@ -151,6 +191,8 @@ class TrainingConfig:
     nesterov: bool = True  # whether Muon looks ahead
     adjust_lr: str = "original"  # how Muon scales a matrix by its shape (reference/muon.py)
     muon_matrices: str = "blocks"  # those of attention and feed-forward; or "all", with embedding and output
+    trainable: tuple[str, ...] = ("*",)
+    """Patterns of names, as a shell's. A parameter that none fits is frozen: no gradient, no state, no weight decay."""
     rates: tuple[float, ...] | None = None
     """Learning rates by step, of a trainer whose own schedule is not under test; None: warm-up and cosine."""
 
@@ -201,6 +243,11 @@ class TrainingConfig:
             raise ValueError("last_batch: of a token file all batches are whole; leave out one of it and data")
         if self.masked_samples and self.data is not None:
             raise ValueError("masked_samples: no label of a token file is masked; leave out one of it and data")
+
+
+def trains(training: TrainingConfig, fqn: str) -> bool:
+    """Return whether a parameter is trained; else it is frozen."""
+    return any(fnmatchcase(fqn, pattern) for pattern in training.trainable)
 
 
 def rule_of(training: TrainingConfig, fqn: str) -> str:

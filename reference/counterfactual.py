@@ -18,7 +18,7 @@ from .budget import spend
 from .columns import flattened, restored
 from .config import ModelConfig, TrainingConfig, quantized_modules
 from .data import IGNORED, documents, step_length
-from .model import at_least_float32, llama_from, seed_masks
+from .model import at_least_float32, freeze, llama_from, seed_masks
 from .optimizer import MOMENTS, Optimizer, options_of
 from .precision import DTYPES, Worker
 from .record import ReferenceRun, ReferenceStep
@@ -154,12 +154,14 @@ class _Copy:
         self._altered_in = 0
         whole = _whole(weights, config, otherwise.columns)
         self.model = llama_from(whole, config=config, dtype=DTYPES[training.dtype], device="cpu")
+        freeze(self.model, training)
         _put_in_order(self.model, otherwise.rows or {})
         self.worker = Worker(self.model, training, quantized_modules(config))
         self.optimizer = Optimizer(self.model, amsgrad=otherwise.amsgrad)
 
     def zeros(self) -> Arrays:
-        return {fqn: np.zeros_like(value) for fqn, value in self._by_fqn().items()}
+        trained = {fqn for fqn, p in self.optimizer.parameters.items() if p.requires_grad}
+        return {fqn: np.zeros_like(value) for fqn, value in self._by_fqn().items() if fqn in trained}
 
     def _by_fqn(self, *, gradients: bool = False) -> Arrays:
         """Return arrays in the reference's shapes, which may be flat."""
@@ -211,8 +213,7 @@ class _Copy:
         state, after = self._moments(), self._by_fqn()
         if otherwise.left:
             _set_parameters(self.model, after := otherwise.left(number, after), otherwise.columns)
-        if len(gradients) < len(after):  # what did not run has none
-            gradients = self.zeros() | gradients
+        gradients = self.zeros() | gradients  # what did not run has none
         rates = {one["lr"] for one in options.values()}
         lr = rates.pop() if len(rates) == 1 else learning_rate(number, self.training)
         return ReferenceStep(number, loss, norm, lr, valid, gradients, after, state)

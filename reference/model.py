@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import ModelConfig, RopeScaling
+from .config import Lora, ModelConfig, RopeScaling, TrainingConfig, trains
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -91,6 +91,26 @@ class CausalAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=same.tril().unsqueeze(1))
 
 
+class Adapted(nn.Linear):
+    """W x + scale * B (A x), of no bias. The adapter's parts are modules, so that they are wrapped and cut like others."""
+
+    def __init__(self, inputs: int, outputs: int, lora: Lora) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.scale = lora.scale
+        self.lora_a = nn.Linear(inputs, lora.rank, bias=False)
+        self.lora_b = nn.Linear(lora.rank, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.scale * self.lora_b(self.lora_a(x))
+
+
+def linear(config: ModelConfig, name: str, inputs: int, outputs: int) -> nn.Linear:
+    """Return a matrix of a block, with its adapter if it is a target of one."""
+    if config.lora is not None and name in config.lora.targets:
+        return Adapted(inputs, outputs, config.lora)
+    return nn.Linear(inputs, outputs, bias=False)
+
+
 class Attention(nn.Module):
     """Grouped-query attention. Under tensor parallel the projections return this rank's heads only, hence the view with -1.
 
@@ -103,10 +123,10 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         kv_dim = config.n_kv_heads * config.head_dim
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
-        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.wq = linear(config, "wq", config.dim, config.dim)
+        self.wk = linear(config, "wk", config.dim, kv_dim)
+        self.wv = linear(config, "wv", config.dim, kv_dim)
+        self.wo = linear(config, "wo", config.dim, config.dim)
         self.inner_attention = CausalAttention()
 
     def forward(self, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
@@ -134,9 +154,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w1 = linear(config, "w1", config.dim, config.ffn_dim)
+        self.w2 = linear(config, "w2", config.ffn_dim, config.dim)
+        self.w3 = linear(config, "w3", config.dim, config.ffn_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -206,8 +226,8 @@ class Llama(nn.Module):
         self.tok_embeddings: nn.Embedding | None = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
-        linear = nn.Linear(config.dim, config.vocab_size, bias=False) if not config.tied_embeddings else None
-        self.output: nn.Module | None = linear or TiedOutput()
+        output = nn.Linear(config.dim, config.vocab_size, bias=False) if not config.tied_embeddings else None
+        self.output: nn.Module | None = output or TiedOutput()
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         if self.config.dropout:
@@ -224,6 +244,12 @@ class Llama(nn.Module):
             return self.output(x)
         assert self.tok_embeddings is not None, "tied embeddings: the stage with the output needs tok_embeddings too"
         return self.output(x, self.tok_embeddings.weight)
+
+
+def freeze(model: nn.Module, training: TrainingConfig) -> None:
+    """Take the gradients from the parameters that the recipe does not train."""
+    for fqn, parameter in model.named_parameters():
+        parameter.requires_grad_(trains(training, fqn))
 
 
 def mask_seed(seed: int, step: int) -> int:
@@ -243,12 +269,15 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, np.ndarray]:
 
     At published widths that is the customary 0.02. A fixed 0.02 at debug's 64 columns would leave attention all but
     uniform. Without the rotary embedding gradients would then change by less than 1%; now they change by half.
-    Each parameter has its own generator, seeded by (seed, crc32(fqn)): its values depend on no other parameter.
+    Each parameter has its own generator, seeded by (seed, crc32(fqn)): its values depend on no other parameter. The B of an
+    adapter is zero, so that the model begins as it is without adapters.
     """
     return {fqn: _initial_weight(fqn, shape, seed) for fqn, shape in config.parameter_shapes().items()}
 
 
 def _initial_weight(fqn: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    if fqn.endswith(".lora_b.weight"):
+        return np.zeros(shape)
     generator = np.random.Generator(np.random.PCG64([seed, zlib.crc32(fqn.encode())]))
     normal = generator.standard_normal(shape)
     return 1 + 0.1 * normal if len(shape) == 1 else normal / math.sqrt(shape[1])

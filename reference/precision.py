@@ -97,13 +97,17 @@ class Worker:
         """Collect gradients after each backward pass. The model's own add up where they are."""
         if self.module is self.model:
             return
-        found = [_gradient(p).to(reduce_dtype or p.dtype) for p in self.module.parameters()]
+        found = [_gradient(p).to(reduce_dtype or p.dtype) for p in _trained(self.module)]
         self._sums = [a + b for a, b in zip(self._sums, found, strict=True)] if self._sums else found
         self.module.zero_grad()
 
     def finish(self) -> None:
-        for parameter, total in zip(self.model.parameters(), self._sums, strict=bool(self._sums)):
+        for parameter, total in zip(_trained(self.model), self._sums, strict=bool(self._sums)):
             parameter.grad = total.to(parameter.dtype)
+
+
+def _trained(model: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for parameter in model.parameters() if parameter.requires_grad)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .config import ModelConfig, TrainingConfig, quantized_modules
 from .data import IGNORED, Dataset, build_dataset, documents, step_length, step_samples
 from .kernels import kind_of_cpu
-from .model import at_least_float32, initial_weights, llama_from, seed_masks
+from .model import at_least_float32, freeze, initial_weights, llama_from, seed_masks
 from .noise import Order, Reordered, measure, orders
 from .optimizer import MOMENTS, Optimizer, options_of
 from .precision import DTYPES, Worker, float32_matmuls
@@ -39,7 +39,7 @@ def train(
     """
     dataset = build_dataset(training, model_config)
     weights = initial_weights(model_config, training.seed) if weights is None else weights
-    model = llama_from(weights, config=model_config, dtype=DTYPES[training.dtype], device=device)
+    model = _built(weights, model_config, training, device)
     steps = training.steps if steps is None else steps
     samples = tuple(step_samples(training, len(dataset), step) for step in range(1, steps + 1))
     start = by_fqn(model)
@@ -52,7 +52,7 @@ def train(
         trained = _train_steps(model, worker, batches, training)
 
     def repeat(order: Order) -> tuple[ReferenceStep, ...]:
-        again = llama_from(weights, config=model_config, dtype=DTYPES[training.dtype], device=device)
+        again = _built(weights, model_config, training, device)
         return _train_steps(again, Worker(again, training, quantized_modules(model_config)), batches, training, order)
 
     with float32_matmuls(training):
@@ -65,6 +65,12 @@ def train(
         **_of_samples(dataset, samples),
         inputs=inputs,
     )
+
+
+def _built(weights: Mapping[str, np.ndarray], config: ModelConfig, training: TrainingConfig, device: str) -> nn.Module:
+    model = llama_from(weights, config=config, dtype=DTYPES[training.dtype], device=device)
+    freeze(model, training)
+    return model
 
 
 def _environment(device: str) -> dict[str, str]:

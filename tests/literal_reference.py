@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.reference.config import TrainingConfig
+from harness.reference.config import TrainingConfig, trains
 from harness.reference.counterfactual import Batch
 from harness.reference.record import ReferenceRun, ReferenceStep
 from harness.spec.case import Case
@@ -28,7 +28,8 @@ def reference_of(case: Case) -> LiteralReference:
     draw = np.random.default_rng(0)
     shapes, training = case.model.parameter_shapes(), case.training
     weights = {fqn: draw.standard_normal(shape) for fqn, shape in shapes.items()}
-    gradients = [{fqn: _away_from_zero(draw, shape) for fqn, shape in shapes.items()} for _ in range(training.steps)]
+    trained = {fqn: shape for fqn, shape in shapes.items() if trains(training, fqn)}
+    gradients = [{fqn: _away_from_zero(draw, shape) for fqn, shape in trained.items()} for _ in range(training.steps)]
     batch = training.global_batch
     samples = tuple(tuple(range(step * batch, (step + 1) * batch)) for step in range(training.steps))
     ids = tuple(id_ for step in samples for id_ in step)
@@ -63,8 +64,8 @@ def _reference_step(case: Case, number: int, weights: Any, gradients: list[Any],
     ids = range((number - 1) * batch, number * batch)
     valid = int((labels[list(ids), : case.seq_len(number)] != -100).sum())
     norms = [math.sqrt(math.fsum(x * x for g in step.values() for x in g.ravel().tolist())) for step in gradients]
-    parameters, state = {}, {}
-    for fqn, start in weights.items():
+    parameters, state = dict(weights), {}
+    for fqn, start in ((fqn, weights[fqn]) for fqn in gradients[0]):
         seen = [clip(norm, case.training) * step[fqn] for norm, step in zip(norms, gradients, strict=True)]
         parameters[fqn], state[fqn] = optimize(start, seen[:number], recipe_of(fqn, case.training))
     loss = math.fsum(map(sample_loss, ids)) / valid

@@ -19,6 +19,7 @@ from harness.judge.finding import Finding
 from harness.judge.result import Result, Verdict, verdict_of
 from harness.judge.trial import Trial
 from harness.plan.slices import numel
+from harness.reference.config import trains
 from harness.trainers import CannotStart
 
 STAGE = "process"
@@ -145,9 +146,11 @@ def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
     findings += _inventory(partial(Finding.at, evidence.rank, quantity="value at the start"), wanted_here, held)
     empty = {tensor.fqn for tensor in evidence.parameters if tensor.value.size == 0}  # FSDP1 gives them no gradient
     empty |= {fqn for fqn, part in trial.plan.gradient_slices.get(evidence.rank, {}).items() if not numel(part)}
+    trained = {fqn for fqn in held if trains(trial.case.training, fqn)}
     for step in evidence.steps:
-        for what, seen in (("gradient", set(step.gradients) | empty), ("update", set(step.parameters))):
-            findings += _inventory(partial(Finding.at, evidence.rank, step=step.step, quantity=what), held, seen)
+        gradients, updates = set(step.gradients) | empty & trained, set(step.parameters)
+        for what, due, seen in (("gradient", trained, gradients), ("update", held, updates)):
+            findings += _inventory(partial(Finding.at, evidence.rank, step=step.step, quantity=what), due, seen)
     return findings
 
 

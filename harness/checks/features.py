@@ -23,6 +23,7 @@ from harness.judge import compiled_code, output_layer, policies
 from harness.judge.finding import Finding, Limit, Value
 from harness.judge.result import Result, verdict_of
 from harness.judge.trial import Trial
+from harness.plan.frozen import differentiated_layers, products_left_out
 from harness.plan.grid import coordinate
 from harness.plan.slices import BYTES
 from harness.plan.stages import layers_of_stage, recomputed_layers
@@ -189,10 +190,10 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
         wanted = f"equally many in every block, and {outputs} of the output (trait loss_chunks)"
         yield expect("matmuls in forward", wanted, forward.total())
     else:
-        seen = backward.total() - 2 * forward.total()
-        # the loss's: at once, later, or again
+        frozen = products_left_out(trial.case, layers_of(trial, rank), output=bool(output_layer.applied(trial, rank)))
+        seen = backward.total() - 2 * forward.total() + frozen
         beside = 0 if projects_inside(trial, rank, step) else matmuls_beside(step)
-        right = seen in {again + times * beside for times in (0, 2, 3)}
+        right = seen in {again + times * beside for times in (0, 2, 3)}  # the loss's: at once, later, or again
         if right or seen >= 0:
             called = sorted({fqn.split(".")[2] for fqn in recomputations(step) if fqn.count(".") > 1})
             note = f"called in backward: {', '.join(called)}" * bool(called)
@@ -209,13 +210,13 @@ FUSED, ATTENDED, ATTENDED_AGAIN = Attention("forward", "attention"), "attention 
 def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     """Each layer's, in each step: one that falls back to matmuls leaves too few kernels, and batched matmuls instead."""
     seen, case = step.activity.attention, trial.case
-    forward = fused_in_forward(trial, rank)
     again = case.passes * parts_attended(trial, rank) * len(recomputed_layers(case, rank))
     again = 0 if case.features.activation_checkpointing == "op" else again
     expect = partial(_expect, rank, step=step.step)
-    yield expect(ATTENDED, forward, seen.get(FUSED, 0))
+    yield expect(ATTENDED, fused_in_forward(trial, rank), seen.get(FUSED, 0))
     yield expect(ATTENDED_AGAIN, again, seen.get(Attention("backward", "attention"), 0))
-    yield expect("attention's gradients", forward, seen.get(Attention("backward", "attention_backward"), 0))
+    backward = case.passes * parts_attended(trial, rank) * differentiated_layers(case, layers_of(trial, rank))
+    yield expect("attention's gradients", backward, seen.get(Attention("backward", "attention_backward"), 0))
     batched, most = batched_in_training(trial, step), case.passes * len(trial.plan.stages[rank])
     yield None if batched <= most else expect("batched matmuls", Limit(most=most), batched)
 

@@ -25,7 +25,7 @@ from harness.judge.finding import Bound, Finding
 from harness.judge.muon import Matrices
 from harness.judge.result import Result, Verdict, verdict_of
 from harness.judge.trial import Trial
-from harness.reference.config import TrainingConfig, rule_of
+from harness.reference.config import TrainingConfig, rule_of, trains
 
 STAGE = "numbers"
 NEEDS = frozenset({"reference", "values"})
@@ -143,19 +143,20 @@ def _replay(
     """The first step at which this parameter is not what the optimizer makes of it."""
     state, assumed = _start(trial, evidence, fqn), trial.assumption.optimizer
     for step in _as_requested(trial, evidence):
-        if fqn not in step.gradients or fqn not in step.parameters:
+        trained = trains(trial.case.training, fqn)
+        if (trained and fqn not in step.gradients) or fqn not in step.parameters:
             return []  # `completed` reports it
-        held, given = state.value.shape, step.gradients[fqn].shape
+        held, given = state.value.shape, step.gradients[fqn].shape if trained else state.value.shape
         if given != held:
             what: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": "gradient", "unit": "shape"}
             return [Finding.at(evidence.rank, held, given, step=step.step, **what)]
-        gradient = _given(trial, evidence.rank, step, fqn, norms[step.step])
+        frozen = np.zeros(held) if assumed.decays_frozen else None
+        gradient = _given(trial, evidence.rank, step, fqn, norms[step.step]) if trained else frozen
         rate = _rate(trial, evidence.rank, step.step, fqn, rates[step.step])
         counted = replace(step, step=assumed.counter(step.step, fqn)) if assumed.counter else step
-        recipe = recipe_of(trial, fqn, step.step)
-        rule = rule_of(recipe, fqn)
+        rule = rule_of(recipe := recipe_of(trial, fqn, step.step), fqn)
         expected, magnitude = _advance(state, counted, gradient, rate, recipe, rule=rule, amsgrad=assumed.amsgrad)
-        bound = tolerance.update_bound(trial.case, magnitude)
+        bound = tolerance.update_bound(trial.case, magnitude) if trained or gradient is not None else None
         if rule == "muon" and gradient is not None:
             if (turned := matrices.added(evidence.rank, step.step, fqn, rate)) is None:
                 return []  # another rank lacks a gradient, which `completed` reports
@@ -165,7 +166,7 @@ def _replay(
         finding = _compare(here, left, expected, bound, state.value)
         if step is evidence.steps[-1] or step.optimizer_state:
             kept = step.optimizer_state.get(fqn, {})
-            finding = finding or _compare_moments(here, trial, rule, kept, state)
+            finding = finding or _compare_moments(here, trial, rule if trained else FROZEN, kept, state)
         finding = finding or _compare_with_what_was_left(here, trial, step, fqn)
         if finding:
             return [finding]
@@ -266,10 +267,13 @@ def _advance(
 
 
 def _compare(
-    here: Here, observed: np.ndarray, expected: np.ndarray, bound: np.ndarray, before: np.ndarray
+    here: Here, observed: np.ndarray, expected: np.ndarray, bound: np.ndarray | None, before: np.ndarray
 ) -> Finding | None:
+    """bound: None of what is frozen."""
     if observed.shape != expected.shape:
         return here(expected.shape, observed.shape, quantity="value", unit="shape")
+    if bound is None:
+        return _moved(here, observed, before)
     wrong = ~(np.abs(observed - expected) <= bound)  # a NaN is wrong
     if not wrong.any():
         return None
@@ -283,7 +287,17 @@ def _compare(
     return here(should, moved, quantity=MOVE, note=note, bound=Bound(float(bound[at])))
 
 
+def _moved(here: Here, observed: np.ndarray, before: np.ndarray) -> Finding | None:
+    """What is frozen never changes by a bit."""
+    if np.array_equal(observed, before):
+        return None
+    most = number_text(float(np.max(np.abs(observed - before))), 2)
+    return here("unchanged: it is frozen", f"moved by up to {most}", quantity=MOVE)
+
+
 MOVE = "the optimizer's step"
+FROZEN = "frozen"
+"""Stands for the rule of an optimizer: what is not trained has no state."""
 
 
 def _compare_with_what_was_left(here: Here, trial: Trial, step: StepEvidence, fqn: str) -> Finding | None:
@@ -304,7 +318,14 @@ def _compare_with_what_was_left(here: Here, trial: Trial, step: StepEvidence, fq
 def _compare_moments(here: Here, trial: Trial, rule: str, seen: dict[str, np.ndarray], state: _State) -> Finding | None:
     """The state after the last step, and where a checkpoint is written: these are averages over all steps until then."""
     first, second = (state.first, state.first_magnitude), (state.second, state.second)
-    kept = {"sgd": {}, "adamw": {"exp_avg": first, "exp_avg_sq": second}, "muon": {"momentum_buffer": first}}
+    kept = {
+        FROZEN: {},
+        "sgd": {},
+        "adamw": {"exp_avg": first, "exp_avg_sq": second},
+        "muon": {"momentum_buffer": first},
+    }
+    if rule == FROZEN and (beyond := [key for key, value in seen.items() if value.ndim]):
+        return here(None, "one", quantity=beyond[0], note="the parameter is frozen")
     for key, (expected, magnitude) in kept[rule].items():
         bound = 4 * tolerance.update_bound(trial.case, magnitude)
         held = seen.get(key)

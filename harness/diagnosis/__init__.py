@@ -20,6 +20,7 @@ from harness.diagnosis.engine import explain
 from harness.diagnosis.exported import odd_exports, wrong_exports
 from harness.diagnosis.facts import layers_lost, not_finite, not_trained, observed, process_failed
 from harness.diagnosis.fed import other_samples
+from harness.diagnosis.frozen import adapters_scaled, not_frozen
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
 from harness.diagnosis.piece_weights import sums_of_pieces
 from harness.diagnosis.received import other_positions
@@ -38,6 +39,8 @@ from harness.judge.trial import Trial, launch_label
 SUSPECTS: tuple[Suspects, ...] = (
     layers_lost,
     not_trained,
+    not_frozen,
+    adapters_scaled,
     neighbours,
     resumed_otherwise,
     changed_weights,

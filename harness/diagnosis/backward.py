@@ -41,6 +41,7 @@ from harness.judge.traffic import axis_of, axis_text
 from harness.judge.traffic import observed as observed_traffic
 from harness.judge.traffic import planned as planned_traffic
 from harness.judge.trial import Trial
+from harness.plan.slices import tp_dim
 from harness.plan.traffic.flow import Flow
 
 
@@ -152,7 +153,7 @@ def _groups_of_no_axis(trial: Trial, op: str) -> set[tuple[int, ...]]:
 def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """Compare the sum of what tp ranks have with the reference's: of weights that are whole on each, theirs are shares."""
     fqns = in_order(trial, (fqn for _, fqn in wrong))
-    if trial.case.dims.tp == 1 or not all("norm" in fqn for fqn in fqns):
+    if trial.case.dims.tp == 1 or any(tp_dim(fqn) is not None for fqn in fqns):
         return None
     for group in trial.plan.groups["tp"]:
         of_group = [seen_gradients(trial, rank, step) for rank in group]
@@ -161,7 +162,11 @@ def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None
             expected = expected_gradient(trial, group[0], fqn, step)
             if expected is None or relative_difference(total, expected) > 1e-9:
                 return None
-    observed, where = "gradients of norm weights are not summed over tp", in_parameters(trial, fqns)
+    where = in_parameters(trial, fqns)
+    if not all("norm" in fqn for fqn in fqns):
+        cause = Cause("gradients not reduced", "gradients are not reduced over tp", where, details=(("axes", ("tp",)),))
+        return Fact(cause, consequences(trial, step), NOT_TESTED)
+    observed = "gradients of norm weights are not summed over tp"
     hint = "under sequence parallel each tp rank's are of its part of the sequence"
     return Fact(Cause("norms not summed", observed, where, hint=hint), consequences(trial, step), NOT_TESTED)
 
@@ -187,7 +192,7 @@ PLACES = {"tok_embeddings": 0, **ATTENTION, "ffn_norm": 3, "w1": 4, "w3": 4, "w2
 
 def depth(fqn: str) -> tuple[float, int]:
     """When forward comes to a parameter: layer, and place in it. The embedding is layer -1, norm and output are last."""
-    *path, module, _ = fqn.split(".")
+    *path, module, _ = fqn.partition(".lora_")[0].removesuffix(".weight").split(".") + [""]
     outside = -1 if module == "tok_embeddings" else math.inf
     return int(path[1]) if path else outside, PLACES[module]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from harness.checks.export import exported, same, wrong
+from harness.checks.export import exported, roundings, same, wrong
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, seen
 from harness.diagnosis.words import finding_line
-from harness.judge.exports import FUSED, export_of, weights_of
+from harness.judge.exports import FUSED, Arrays, export_of, weights_of
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 
@@ -24,12 +25,15 @@ def wrong_exports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     held = exported(trial) if "export" in broken else None
     if not held:
         return
-    odd = wrong(held, export_of(trial.case, weights_of(trial, trial.case.steps[-1])))
+    off = roundings(trial)
+    odd = wrong(held, export_of(trial.case, weights_of(trial, trial.case.steps[-1])), off)
     found: dict[str, tuple[Details, np.ndarray]] = {}
     for details, values in _on_record(trial):
         for name in (name for name in odd if name not in found):
             others = [name, *(other for other in values if other != name)] if details else [*values]
-            match = next((other for other in others if other in values and same(held[name], values[other])), None)
+            match = next(
+                (other for other in others if other in values and same(held[name], values[other], off.get(name))), None
+            )
             if match is not None:
                 found[name] = (details if match == name else (("as", match), *details), values[match])
     if not odd or len(found) < len(odd):
@@ -63,9 +67,17 @@ def _on_record(trial: Trial) -> Iterator[tuple[Details, dict[str, np.ndarray]]]:
             for order in itertools.permutations(range(len(parts))):
                 text = tuple(parts[place] for place in order)
                 yield (("with parts in the order", text),), export_of(case, weights, orders={name: order})
+    if case.model.lora is not None:
+        yield (("with adapters", "left out"),), export_of(case, _without_adapters(weights))
+        unscaled = replace(case, model=replace(case.model, lora=replace(case.model.lora, alpha=case.model.lora.rank)))
+        yield (("with adapters", "not scaled by alpha / rank"),), export_of(unscaled, weights)
     for step in reversed([step for step in case.steps if step != last]):
         yield (("as after step", step),), export_of(case, weights_of(trial, step))
     yield (("as", "before training"),), export_of(case, weights_of(trial, 0))
+
+
+def _without_adapters(weights: Arrays) -> dict[str, np.ndarray]:
+    return {fqn: value for fqn, value in weights.items() if ".lora_" not in fqn}
 
 
 def _words(details: Details) -> str:

@@ -26,6 +26,7 @@ from harness.evidence.records import AT_WORK, Exit
 from harness.judge.finding import Finding
 from harness.judge.result import Cause, Line, Lines
 from harness.judge.trial import Trial
+from harness.reference.config import trains
 
 Test = Callable[[Trial, Finding], bool]
 More = Callable[[Trial, Finding], Lines]
@@ -183,6 +184,7 @@ def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Parameters without a gradient, or out of the optimizer's reach: they stay, and without a gradient they are in no norm."""
     steps = [step for evidence in trial.ranks.values() for step in evidence.steps]
     held = {tensor.fqn for evidence in trial.ranks.values() for tensor in evidence.parameters}
+    held = {fqn for fqn in held if trains(trial.case.training, fqn)}
     without = {fqn for fqn in held if not any(fqn in step.gradients for step in steps)}
     left = {fqn for fqn in held if not any(fqn in step.parameters for step in steps)} | without
     if "completed" not in broken or not steps or not left or held - set(trial.plan.shapes):

@@ -19,6 +19,7 @@ from harness.judge.assumed import AssumedOptimizer
 from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
+from harness.plan.frozen import has_frozen
 
 Norms = Mapping[int, float]
 """Step -> norm."""
@@ -60,6 +61,9 @@ def algorithms(trial: Trial, norms: Norms) -> Iterator[Way]:
         recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
         over = lambda step, fqn: replace(recipes[fqn], weight_decay=recipes[fqn].weight_decay / (usual[step] or 1.0))  # noqa: E731
         yield Way(cause, AssumedOptimizer(recipe=over))
+    if decay and has_frozen(trial.case):
+        cause = Cause("weight decay", "frozen parameters are decayed", details=(("frozen", True),))
+        yield Way(cause, AssumedOptimizer(decays_frozen=True))
     if adamw and decay:
         text = "weight decay is added to the gradients"
         cause = Cause("weight decay in the gradients", text, "", "decoupled (AdamW)")

@@ -32,6 +32,8 @@ class AssumedOptimizer:
     """Axes over whose ranks Muon puts no matrix together: each orthogonalises what it has of it."""
     scales_slices: bool = False
     """Whether Muon's rate is scaled by the shape of a rank's slice."""
+    decays_frozen: bool = False
+    """Whether frozen parameters shrink by the weight decay."""
     copies: int = 0
     """How many more numbers it keeps of each parameter than requested."""
 

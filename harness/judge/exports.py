@@ -1,4 +1,5 @@
-"""What an export should hold: the weights after the last step under Hugging Face's names, in the requested order of rows."""
+"""What an export should hold: the weights after the last step under Hugging Face's names, in the requested order of rows.
+Adapters are merged with their matrices."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from harness.judge.trial import Trial
 from harness.reference.columns import restored
+from harness.reference.config import Lora
 from harness.spec.case import Case
 
 Arrays = Mapping[str, np.ndarray]
@@ -54,12 +56,33 @@ def export_of(
     embedding that turns halves; None: as requested. orders: by fused name, another order of its parts."""
     kind = case.features.export
     permuted = kind != "hf_interleaved" if permuted is None else permuted
-    held = {exported_name(fqn): value for fqn, value in weights.items()}
+    held = {exported_name(fqn): value for fqn, value in merged(case.model.lora, weights).items()}
     for name in [name for name in held if permuted and name.endswith(("q_proj.weight", "k_proj.weight"))]:
         held[name] = halves(held[name], case.model.head_dim)
     if case.model.tied_embeddings and TIED in held:
         held[OUTPUT] = held[TIED]
     return _fused(held, orders or {}) if kind == "hf_fused" else held
+
+
+def merged(lora: Lora | None, weights: Arrays) -> dict[str, np.ndarray]:
+    """Return the weights with each adapter added to its matrix."""
+    found = {fqn: value for fqn, value in weights.items() if ".lora_" not in fqn}
+    for fqn in found:
+        a, b = (weights.get(f"{fqn.removesuffix('weight')}lora_{part}.weight") for part in "ab")
+        if lora is not None and a is not None and b is not None:
+            found[fqn] = found[fqn] + found[fqn].dtype.type(lora.scale) * (b @ a)
+    return found
+
+
+def rounding_of(case: Case, weights: Arrays) -> dict[str, np.ndarray]:
+    """Return, by name, by how many units of rounding each entry of an export may be off. What is merged is a sum in any order;
+    of all else it is 0."""
+    if case.model.lora is None:
+        return {}
+    plain = {fqn: np.zeros_like(value) for fqn, value in weights.items() if ".lora_" not in fqn}
+    most = merged(case.model.lora, {fqn: np.abs(value) for fqn, value in weights.items()})
+    terms = case.model.lora.rank + 4
+    return export_of(case, plain | {fqn: terms * most[fqn] for fqn in plain if case.model.lora.shapes(fqn, (0, 0))})
 
 
 def halves(value: np.ndarray, size: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from harness.plan.frozen import has_frozen, trained
 from harness.plan.grid import groups_by_axis, shard_axis, shard_place, tp_place
 from harness.plan.kinds import PerRank, Shapes, kinds_of_ranks, numbered, places_of_ranks
 from harness.plan.memory import (
@@ -81,7 +82,7 @@ def make_plan(case: Case, traits: TrainerTraits = USUAL) -> Plan:
             lambda rank: padding_after_forward(case, traits, rank, slices[rank], flat, units[rank])
         ),
     )
-    return _with_zero(case, plan)
+    return _with_zero(case, _with_frozen(case, plan))
 
 
 def _flows(
@@ -110,6 +111,18 @@ def _shapes(case: Case, traits: TrainerTraits) -> tuple[tuple[FlatUnit, ...], di
     flat: tuple[FlatUnit, ...] = flat_units(case, traits.vector_order) if case.wrapper == "fsdp1" else ()
     flat = zero_units(case, traits) if case.wrapper in ZERO else flat
     return flat, {fqn: (math.prod(shape),) if flat else shape for fqn, shape in case.model.parameter_shapes().items()}
+
+
+def _with_frozen(case: Case, plan: Plan) -> Plan:
+    """Add that what is frozen has neither gradients nor optimizer state."""
+    if not has_frozen(case):
+        return plan
+
+    def kept(rank: int) -> tuple[int, int]:
+        return parameter_bytes(case, plan.traits, rank, trained(case, plan.slices[rank]), plan.flat)
+
+    ranks = {rank: rank for rank in range(case.dims.world_size)}
+    return replace(plan, gradient_bytes=PerRank(ranks, kept), state_bytes=PerRank(ranks, kept))
 
 
 def _with_zero(case: Case, plan: Plan) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from harness.plan.frozen import trained
 from harness.plan.grid import coordinate, shard_place
 from harness.plan.plan import Kept
 from harness.plan.slices import BYTES, FlatUnit, Slice, numel, padded_numel, parameter_shapes, slice_of
@@ -56,7 +57,7 @@ def spare_bytes(
     loss in chunks, if the trainer leaves it there (`keeps_loss_unit`)."""
     if case.wrapper in ZERO:
         return table_bytes(case) + traits.master_weights * state_bytes(case, held, flat)[1]
-    buckets = sum(numel(part) for part in held.values()) * BYTES[case.training.dtype]
+    buckets = sum(map(numel, trained(case, held).values())) * BYTES[case.training.dtype]
     unit = BYTES[case.training.compute_dtype or case.training.dtype] * _padded_last_unit(case, traits, rank)
     kept = traits.keeps_loss_unit and traits.chunks_behind_forward and case.shards > 1
     return table_bytes(case) + (buckets if case.wrapper in ("ddp", "replicate") else 0) + (unit if kept else 0)

@@ -208,7 +208,8 @@ class ValueRecorder:
             return  # on vectors, of which parameters are made later: copy_update
         step = self._step()
         owned = self._owned(optimizer)
-        for fqn, parameter in owned:
+        frozen = [(fqn, p) for fqn, p in sharded_parameters(self.parts) if not p.requires_grad]  # maybe in no group
+        for fqn, parameter in (*owned, *frozen):
             step.parameters[fqn] = copied(parameter)
         held = (
             *named_parameters(self.parts),

@@ -21,7 +21,7 @@ from yaml.resolver import Resolver
 
 from harness import BUILTIN
 from harness.evidence.reading import read_text
-from harness.reference.config import PRESETS, ModelConfig, RopeScaling, TrainingConfig
+from harness.reference.config import PRESETS, Lora, ModelConfig, RopeScaling, TrainingConfig
 from harness.spec import case_files, limits, releases
 from harness.spec.allowance import Allowance
 from harness.spec.case import TIERS, Case, CaseError, ExpectedFailure, Saved
@@ -227,7 +227,7 @@ def built_case(fragment: Mapping[str, Any], file: str) -> Case:
         why=fragment["why"],
         dims=_record(ParallelDims, fragment.get("dims"), f"{where}: dims"),
         model=_model(fragment.get("model", "debug"), f"{where}: model"),
-        training=_record(TrainingConfig, _with_rates(fragment.get("training"), where), f"{where}: training"),
+        training=_record(TrainingConfig, _with_lists(fragment.get("training"), where), f"{where}: training"),
         features=_record(Features, fragment.get("features"), f"{where}: features"),
         runs=fragment.get("runs", 1),
         tier=_tier(fragment.get("tier", "default"), f"{where}: tier"),
@@ -246,15 +246,21 @@ def built_case(fragment: Mapping[str, Any], file: str) -> Case:
     return case
 
 
-def _with_rates(value: Any, where: str) -> Mapping[str, Any]:
-    """A list of rates as a record keeps it."""
+def _with_lists(value: Any, where: str) -> Mapping[str, Any]:
+    """Lists of rates and of patterns as a record keeps them."""
     training = as_mapping(value, f"{where}: training")
-    rates = training.get("rates")
-    if not isinstance(rates, list):
-        return training
-    for number, rate in enumerate(rates, start=1):
-        _check_type(rate, None, "float", f"{where}: training: rates: entry {number}")
-    return {**training, "rates": tuple(rates)}
+    return _as_tuple(
+        _as_tuple(training, "rates", "float", f"{where}: training"), "trainable", "str", f"{where}: training"
+    )
+
+
+def _as_tuple(record: Mapping[str, Any], key: str, kind: str, where: str) -> Mapping[str, Any]:
+    values = record.get(key)
+    if not isinstance(values, list):
+        return record
+    for number, one in enumerate(values, start=1):
+        _check_type(one, None, kind, f"{where}: {key}: entry {number}")
+    return {**record, key: tuple(values)}
 
 
 def _tier(value: Any, where: str) -> str:
@@ -315,6 +321,8 @@ def _model(value: Any, where: str) -> ModelConfig:
         raise CaseError(f"{where}: unknown preset {preset!r}{_nearest(preset, PRESETS)}; known: {', '.join(PRESETS)}")
     if isinstance(value.get("rope_scaling"), Mapping):
         value["rope_scaling"] = _record(RopeScaling, value["rope_scaling"], f"{where}: rope_scaling")
+    if isinstance(value.get("lora"), Mapping):
+        value["lora"] = _record(Lora, _as_tuple(value["lora"], "targets", "str", f"{where}: lora"), f"{where}: lora")
     for key, given in value.items():
         if isinstance(given, int) and given < 1 and not isinstance(given, bool):
             raise CaseError(f"{where}: {key} must be at least 1, got {given}")
@@ -343,7 +351,7 @@ def _check_type(given: Any, default: Any, annotation: str, where: str) -> None:
     wanted = [part.strip() for part in annotation.split("|")]
     kinds: dict[str, Any] = {"int": int, "float": (int, float), "str": str, "bool": bool}
     kinds |= {"RopeScaling": RopeScaling, "ParallelDims": ParallelDims, "Features": Features, "None": type(None)}
-    kinds |= {"tuple[float, ...]": tuple}
+    kinds |= {"Lora": Lora, "tuple[float, ...]": tuple, "tuple[str, ...]": tuple}
     for kind in wanted:
         if isinstance(given, kinds[kind]) and not (isinstance(given, bool) and kind != "bool"):
             return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import math
 from typing import Any
 
+from harness.reference.config import trains
 from harness.spec import schedule
 from harness.spec.case import Case, CaseError
 from harness.spec.features import ZERO, Features
@@ -49,6 +51,7 @@ def validate(case: Case, world_size: Any, where: str) -> None:
             f" request {_multiples(training.global_batch, shares)}"
         )
     _validate_last_batch(case, where)
+    _validate_trainable(case, where)
     halves = 2 if dims.cp > 1 and case.features.cp_load_balance else 1
     length, degree = case.seq_len(2), dims.tp if case.features.sequence_parallel else 1
     parts = dims.cp * math.lcm(halves, degree)
@@ -106,6 +109,24 @@ def _validate_blocks(case: Case, where: str) -> None:
             raise CaseError(
                 f"{where}: mxfp8 has blocks of 32, which {name} {size} over tp {degree} does not hold whole"
             )
+
+
+def _validate_trainable(case: Case, where: str) -> None:
+    """Each pattern is about something, and an adapter trains. What no pattern is about is frozen, which a slip would do."""
+    names = case.model.parameter_shapes()
+    for pattern in case.training.trainable or ("",):
+        if not fnmatch.filter(names, pattern):
+            raise CaseError(f"{where}: trainable {pattern!r} fits no parameter; names are such as {list(names)[1]!r}")
+    if case.model.lora is None:
+        return
+    if not any(trains(case.training, fqn) for fqn in names if ".lora_" in fqn):
+        raise CaseError(
+            f"{where}: lora: trainable {list(case.training.trainable)} fits no adapter; add '*.lora_?.weight'"
+        )
+    if case.training.quantize:
+        raise CaseError(
+            f"{where}: lora with quantize {case.training.quantize}: which matmuls are in 8 bits is not defined"
+        )
 
 
 def _validate_last_batch(case: Case, where: str) -> None:

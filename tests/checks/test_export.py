@@ -15,20 +15,23 @@ from diagnosed import kinds, proven
 from literal import TINY, judged, tiny_case, trial_of, with_rank
 
 from harness.evidence.exported import ExportedTensor, as_exported
-from harness.judge.exports import export_of, halves, weights_of
+from harness.judge.exports import export_of, halves, merged, weights_of
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+from harness.reference.config import Lora
 from harness.run.exports import read_export
 
 MODEL = replace(TINY, dim=8, n_kv_heads=1, ffn_dim=12)  # heads of four rows, so that their order shows
+LORA = Lora(rank=2, alpha=3.0, targets=("w1", "w2"))
 LAYER = "model.layers.0."
 Q, GATE, UP = f"{LAYER}self_attn.q_proj.weight", f"{LAYER}mlp.gate_proj.weight", f"{LAYER}mlp.up_proj.weight"
+W1 = "layers.0.feed_forward.w1.weight"
 Tensors = dict[str, np.ndarray]
 
 
 def exporting(kind: str, change: Callable[[Tensors, Trial], Tensors] = lambda held, _: held, **more: object) -> Trial:
     """change: of the right export."""
-    model = replace(MODEL, tied_embeddings=bool(more.get("tied")))
+    model = replace(MODEL, tied_embeddings=bool(more.get("tied")), lora=LORA if more.get("lora") else None)
     trial = trial_of(tiny_case("fsdp_2", export=kind, model=model))
     held = change(export_of(trial.case, weights_of(trial, 3)), trial)
     return with_rank(trial, 0, exported={name: ExportedTensor(str(one.dtype), one) for name, one in held.items()})
@@ -114,6 +117,35 @@ def test_a_tied_output_may_be_left_out() -> None:
 )
 def test_whose_value_a_wrong_tensor_is_is_named(kind: str, change: Callable[..., Tensors], details: object) -> None:
     assert proven(exporting(kind, change)) == ("wrong export", details)
+
+
+FUSED = f"{LAYER}mlp.gate_up_proj.weight"  # gate has an adapter, up has none
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_merged_weights_are_compared_within_rounding_and_all_others_bit_for_bit(dtype: str) -> None:
+    trial = exporting("hf_fused", lora=True)
+    held = {n: ExportedTensor(dtype, as_exported(one.value, dtype)) for n, one in trial.ranks[0].exported.items()}
+    value = trial.ranks[0].exported[FUSED].value
+
+    def verdict(row: int, by: float) -> Verdict:
+        changed = value.copy()
+        changed[row] *= 1 + by
+        one = ExportedTensor(dtype, as_exported(changed, dtype))
+        return judged("export", with_rank(trial, 0, exported=held | {FUSED: one})).verdict
+
+    assert (verdict(0, 2.0**-52), verdict(0, 0.02)) == (Verdict.PASS, Verdict.FAIL)
+    assert (verdict(-1, 0.0), verdict(-1, 0.02)) == (Verdict.PASS, Verdict.FAIL)
+    assert dtype != "float64" or verdict(-1, 2.0**-51) is Verdict.FAIL
+
+
+@pytest.mark.parametrize("how", [{"with adapters": "left out"}, {"with adapters": "not scaled by alpha / rank"}])
+def test_adapters_that_are_merged_otherwise_are_named(how: dict[str, str]) -> None:
+    def change(held: Tensors, trial: Trial) -> Tensors:
+        weights = weights_of(trial, 3)
+        return held | {GATE: merged(Lora(2, 2.0, LORA.targets) if "not" in how["with adapters"] else None, weights)[W1]}
+
+    assert proven(exporting("hf", change, lora=True)) == ("wrong export", {"tensors": (GATE,)} | how)
 
 
 def test_noise_is_nobodys_value() -> None:

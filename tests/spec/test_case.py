@@ -178,7 +178,15 @@ WRONG_LINES = {
     "training: {zzz: 1}": "training: unknown key 'zzz'; known: steps, seed, dtype, global_batch, seq_len, optimizer,"
     " lr, beta1, beta2, eps, weight_decay, warmup_steps, final_lr_fraction, max_norm, data, compute_dtype, quantize,"
     " tf32, variable_length, document_mask, masked_samples, all_valid, last_batch, decay, momentum, nesterov, adjust_lr,"
-    " muon_matrices, rates",
+    " muon_matrices, trainable, rates",
+    "training: {trainable: [layer.1.*]}": "trainable 'layer.1.*' fits no parameter;"
+    " names are such as 'layers.0.attention.wq.weight'",
+    "training: {trainable: [1]}": "training: trainable: entry 1: expected str, got 1; the default is None",
+    "training: {trainable: []}": "trainable '' fits no parameter; names are such as 'layers.0.attention.wq.weight'",
+    "model: {lora: {targets: [wz]}}": "model: lora: targets ['wz']: choose some of wq, wk, wv, wo, w1, w2, w3, each once",
+    "model: {lora: {rank: 0}}": "model: lora: rank must be at least 1 and alpha positive, got rank 0, alpha 8.0",
+    "model: {lora: {}}\ntraining: {trainable: [norm.weight]}": "lora: trainable ['norm.weight'] fits no adapter;"
+    " add '*.lora_?.weight'",
     "dims: {dp_shard: 4}\nworld_size: 8": "pp 1 x dp_replicate 1 x dp_shard 4 x cp 1 x tp 1 = 4 ranks,"
     " but world_size says 8",
     "dims: {tp: 16}": "n_heads 8 is not divisible by tp 16; request a tp that divides n_heads 8 and n_kv_heads 4",

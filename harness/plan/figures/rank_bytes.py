@@ -10,11 +10,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from harness.plan.figures.activations import activation_bytes, backward_bytes, loss_bytes
+from harness.plan.frozen import trained
 from harness.plan.grid import coordinate
 from harness.plan.memory import muon_bytes
 from harness.plan.plan import Plan
 from harness.plan.slices import BYTES, padded_numel
 from harness.plan.zero import kept_dtype
+from harness.reference.config import trains
 from harness.spec.case import Case
 from harness.spec.features import ZERO
 
@@ -114,7 +116,7 @@ def rank_bytes(case: Case, plan: Plan, rank: int) -> RankBytes:
 def _gradients(case: Case, plan: Plan, rank: int) -> int:
     """Return the bytes of its slices as they are reduced; ZeRO-1 keeps them whole, in the dtype of their sum."""
     if case.wrapper not in ZERO:
-        return plan.parameter_bytes[rank][0]
+        return plan.gradient_bytes.get(rank, plan.parameter_bytes[rank])[0]
     kept = kept_dtype(case)
     if plan.gradient_bytes:
         return plan.gradient_bytes[rank][0] * BYTES[kept] // BYTES[case.training.dtype]
@@ -144,20 +146,24 @@ def _unreduced(case: Case, plan: Plan, rank: int) -> int:
     """If several backwards add up before a reduction, whole gradients are kept, in the dtype of the reduction. If not,
     those of two units are kept, as computed. DDP's buckets are a copy of all."""
     if case.wrapper in ("ddp", "replicate"):
-        return plan.parameter_bytes[rank][1]
+        return plan.gradient_bytes.get(rank, plan.parameter_bytes[rank])[1]
     if plan.shards == 1 and (case.wrapper is None or case.wrapper == "zero1"):
         return 0
     computed, features = case.training.compute_dtype or case.training.dtype, case.features
     if case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync is True):
-        return _elements(case, plan, rank, plan.slices[rank]) * BYTES[features.reduce_dtype or computed]
+        return _elements(case, plan, rank, trained(case, plan.slices[rank])) * BYTES[features.reduce_dtype or computed]
     return _two_largest(case, plan, rank, freed=False) * BYTES[computed]
 
 
 def _two_largest(case: Case, plan: Plan, rank: int, *, freed: bool) -> int:
-    """Elements of FSDP's units, of those that are freed after forward alone or of all."""
+    """Elements of FSDP's units: those that are freed after forward, or those that are trained."""
     after = plan.after_forward[rank]
     units = [
-        [fqn for fqn in unit if not freed or fqn not in after or after[fqn].degree == plan.shards]
+        [
+            fqn
+            for fqn in unit
+            if (fqn not in after or after[fqn].degree == plan.shards if freed else trains(case.training, fqn))
+        ]
         for unit in plan.units[rank]
     ]
     return sum(sorted(_elements(case, plan, rank, unit) for unit in units)[-2:])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from harness.plan.frozen import gathered_in_backward
 from harness.plan.grid import coordinate, gathered_over, shard_axis
 from harness.plan.slices import BYTES, flat_units, padded_numel, parameter_shapes
 from harness.plan.stages import actions_of_rank, parameters_of_stage, stages_of_rank
 from harness.plan.traffic.flow import Flow
 from harness.plan.traffic.zero import zero_flows
 from harness.plan.units import output_alone, output_weight
+from harness.reference.config import trains
 from harness.spec import schedule
 from harness.spec.case import Case
 from harness.spec.features import LOOPED, ZERO
@@ -34,28 +36,34 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     shards, axis = dims.shards, shard_axis(dims)
     held = [fqn for unit in units for fqn in unit.parameters] if shards > 1 else parameter_shapes(case.model)
     everything = _padded(case, traits, held, tp_index)
+    differentiated = _padded(case, traits, [fqn for fqn in held if trains(case.training, fqn)], tp_index)
     alone = output_alone(units) if traits.loss_chunks > 1 else None
     waited = _reduced_apart(case, traits, everything, tp_index) if alone else 0
     if shards > 1:
         times = features.accumulation * gathered
-        held_whole = alone if traits.holds_output else None
-        freed = [unit for unit in units if unit.degree > 1 and unit.backward_gathers and unit is not held_whole]
+        freed = _gathered_again(case, units, alone if traits.holds_output else None)
         yield Flow(axis, "parameters", "all_gather", "forward", times * everything)
         for degree in sorted({unit.degree for unit in freed}):
-            again = [fqn for unit in freed if unit.degree == degree for fqn in unit.parameters]
-            again_bytes = times * _padded(case, traits, again, tp_index)
+            named = [fqn for unit in freed if unit.degree == degree for fqn in unit.parameters]
+            again_bytes = times * _padded(case, traits, named, tp_index)
             yield Flow(gathered_over(case, degree), "parameters", "all_gather", "backward", again_bytes)
-        yield Flow(axis, "gradients", "reduce_scatter", "backward", everything * scattered + waited * reduced)
+        yield Flow(axis, "gradients", "reduce_scatter", "backward", differentiated * scattered + waited * reduced)
         if alone and not traits.holds_output:
             yield from _gathered_for_each_chunk(case, traits, axis, alone, tp_index)
         elif traits.chunks_behind_forward and not alone:
             yield from _gathered_for_the_loss(case, traits, axis, units[-1], tp_index)
     if dims.replicas > 1:
-        replicated = everything * over_replicas + waited * reduced
+        replicated = differentiated * over_replicas + waited * reduced
         yield Flow(case.replicate_axis, "gradients", "all_reduce", "backward", replicated // shards)
     if case.wrapper == "replicate":  # it begins in its first forward what DDP does when it is made
         weights = everything * BYTES[stored]
         yield Flow(case.replicate_axis, "weights", "broadcast", "forward", weights, first=True)
+
+
+def _gathered_again(case: Case, units: list[Unit], held_whole: Unit | None) -> list[Unit]:
+    """Return the units that backward gathers."""
+    reached = gathered_in_backward(case, units)
+    return [unit for unit in reached if unit.degree > 1 and unit.backward_gathers and unit is not held_whole]
 
 
 def _padded(case: Case, traits: TrainerTraits, fqns: Iterable[str], tp_index: int) -> int:
@@ -139,9 +147,8 @@ def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, 
         return
     dims, features, stored = case.data_dims, case.features, case.training.dtype
     tp_index = coordinate(dims, rank)["tp"]
-    sizes = {
-        stage: _padded(case, traits, parameters_of_stage(case, stage), tp_index) for stage in stages_of_rank(case, rank)
-    }
+    held = [fqn for stage in stages_of_rank(case, rank) for fqn in parameters_of_stage(case, stage)]
+    differentiated = _padded(case, traits, [fqn for fqn in held if trains(case.training, fqn)], tp_index)
     gathered = features.accumulation * BYTES[case.training.compute_dtype or stored]
     reduced = features.accumulation * BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
     shards, axis = dims.shards, shard_axis(dims)
@@ -154,7 +161,7 @@ def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, 
             yield Flow(axis, "parameters", "all_gather", phase, count * size * gathered)
     if shards > 1:
         yield from _gathered_for_chunks_of_a_stage(case, traits, rank, units)
-        yield Flow(axis, "gradients", "reduce_scatter", "pipeline", sum(sizes.values()) * reduced)
+        yield Flow(axis, "gradients", "reduce_scatter", "pipeline", differentiated * reduced)
     if dims.replicas > 1:
         phase = "backward" if case.wrapper == "ddp" else "pipeline"
-        yield Flow(case.replicate_axis, "gradients", "all_reduce", phase, sum(sizes.values()) // shards * reduced)
+        yield Flow(case.replicate_axis, "gradients", "all_reduce", phase, differentiated // shards * reduced)

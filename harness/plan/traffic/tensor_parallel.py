@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
-from harness.plan.slices import BYTES
+from harness.plan.frozen import gradients_of_activations, trained
+from harness.plan.slices import BYTES, parameter_shapes, tp_dim
 from harness.plan.stages import layers_of_stage, stages_of_rank
 from harness.plan.traffic.data_parallel import reductions_per_step
 from harness.plan.traffic.flow import Flow
+from harness.reference.config import trains
 from harness.spec import releases
 from harness.spec.case import Case
 from harness.spec.traits import TrainerTraits
@@ -24,28 +27,56 @@ def tensor_parallel_flows(case: Case, traits: TrainerTraits, stages: tuple[int, 
     if dims.tp == 1:
         return
     activation = activation_bytes(case, length)
-    layers = sum(len(layers_of_stage(case, stage)) for stage in stages)
-    first, last = 0 in stages, case.n_stages - 1 in stages
+    held = [layer for stage in stages for layer in layers_of_stage(case, stage)]
+    layers, first, last = len(held), 0 in stages, case.n_stages - 1 in stages
+    back_in, back_out = _crossings_in_backward(case, held, first=first, last=last)
+    phase = "pipeline" if dims.pp > 1 else "backward"
+    size_of_sums = _bytes_of_norm_gradients(case, traits.measured.torch)
     if case.features.sequence_parallel:
         yield Flow("tp", "activations", "all_gather", "forward", (2 * layers + last) * activation)
         yield Flow("tp", "activations", "reduce_scatter", "forward", (2 * layers + first) * activation)
-        yield Flow("tp", "activations", "all_gather", "backward", (2 * layers + first) * activation)
+        yield Flow("tp", "activations", "all_gather", "backward", back_out * activation)
         whole = last and traits.loss_chunks > 1 and traits.cuts_gathered
-        yield Flow("tp", "activations", "reduce_scatter", "backward", (2 * layers + last - whole) * activation)
+        yield Flow("tp", "activations", "reduce_scatter", "backward", (back_in - whole) * activation)
         yield Flow("tp", "gradient of what chunks are cut from", "all_reduce", "backward", whole * activation)
         if traits.gathers_input_again:
             yield Flow("tp", "activations again", "all_gather", "backward", (2 * layers + last) * activation)
-        norms = (2 * layers + last) * model.dim  # each rank's norms saw its part of the sequence
-        phase = "pipeline" if dims.pp > 1 else "backward"
-        size_of_sums = _bytes_of_norm_gradients(case, traits.measured.torch)
+        norms = _trained_norms(case, held, last=last) * model.dim  # each rank's norms saw its part of the sequence
         yield Flow("tp", "norm gradients", "all_reduce", phase, norms * size_of_sums, optional=True)
     else:
         yield Flow("tp", "activations", "all_reduce", "forward", (2 * layers + first) * activation)
-        yield Flow("tp", "activations", "all_reduce", "backward", (2 * layers + last) * activation)
+        yield Flow("tp", "activations", "all_reduce", "backward", back_in * activation)
+    if model.lora is not None:
+        sums = _whole_in_adapters(case, held)
+        yield Flow("tp", "adapter gradients", "all_reduce", phase, sums * size_of_sums, optional=True)
     if not case.features.loss_parallel and last:
         yield Flow("tp", "logits", "all_gather", "forward", logits_bytes(case, length))
     elif traits.loss_in_forward and last:
         yield Flow("tp", "loss", "all_reduce", "forward", loss_bytes(case, length))
+
+
+def _crossings_in_backward(case: Case, layers: list[int], *, first: bool, last: bool) -> tuple[int, int]:
+    """Return how often gradients come out of where activations went in, and the other way round."""
+    into, out_of = gradients_of_activations(case.model, case.training)
+    halves = [f"layers.{layer}.{half}" for layer in layers for half in ("attention", "feed_forward")]
+    shared = [f"{half}.{'wq' if half.endswith('attention') else 'w1'}" for half in halves]
+    back_in = sum(into[module] for module in shared) + (last and into["output"])
+    return back_in, sum(out_of[half] for half in halves) + (first and out_of["tok_embeddings"])
+
+
+def _trained_norms(case: Case, layers: list[int], *, last: bool) -> int:
+    names = [f"layers.{layer}.{norm}.weight" for layer in layers for norm in ("attention_norm", "ffn_norm")]
+    return sum(trains(case.training, fqn) for fqn in (*names, *(["norm.weight"] if last else [])))
+
+
+def _whole_in_adapters(case: Case, layers: list[int]) -> int:
+    """Return the elements of adapters that are trained and whole on every rank: A of a matrix cut by rows, B of one that
+    is cut by columns. Each rank has the gradient of its part alone."""
+    return sum(
+        math.prod(shape)
+        for fqn, shape in trained(case, parameter_shapes(case.model)).items()
+        if ".lora_" in fqn and tp_dim(fqn) is None and int(fqn.split(".")[1]) in layers
+    )
 
 
 def activation_bytes(case: Case, length: int) -> int:

@@ -9,6 +9,7 @@ The model is reference/model.py, unmodified; parallelism is applied from outside
     data.py          which samples this rank reads
     quantize.py      matmuls in 8 bits
     recipe.py        optimizer and learning rate
+    lora.py          adapters of low rank, cut by tp and merged for others
     muon.py          Muon for matrices, with AdamW for all else
     clip.py          the global gradient norm and clipping by it
     checkpoint.py    saving and resuming, also into another layout
@@ -25,8 +26,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.plan.frozen import differentiated_layers, gathered_in_backward, has_frozen
+from harness.plan.units import fsdp2_units
 from harness.spec.case import Case
 from harness.spec.features import ZERO
+from harness.spec.measured import Unit
 from harness.spec.schedule import MOST_ACTIVE, V_SHAPED, ZERO_BUBBLE
 from harness.spec.traits import TrainerTraits
 from harness.trainers import Adapter
@@ -104,7 +108,7 @@ def _obstacles(case: Case) -> Iterator[str]:
         number = features.reshard_after_forward
         yield f"reshard_after_forward {number} with tp {dims.tp}: FSDP2 reshards no DTensors to fewer ranks"
     yield from (*_limits_of_validation(case), *_limits_of_export(case))
-    yield from _torchs_limits_of_the_recipe(case)
+    yield from (*_torchs_limits_of_the_recipe(case), *_limits_of_freezing(case))
     yield from _limits_of_pipelines(case)
     yield from _where_dropout_differs(case)
     if features.async_tp and not features.compile:
@@ -124,6 +128,29 @@ def _limits_of_validation(case: Case) -> Iterator[str]:
 def _limits_of_export(case: Case) -> Iterator[str]:
     if case.features.export and case.dims.pp > 1:
         yield f"export with pp {case.dims.pp}: this trainer exports whole models only"
+
+
+def _limits_of_freezing(case: Case) -> Iterator[str]:
+    """What backward leaves out is not planned with all that changes backward."""
+    if case.model.lora is None and not has_frozen(case):
+        return
+    what = f"lora {case.model.lora}" if case.model.lora else f"trainable {list(case.training.trainable)}"
+    dims, features, training = case.dims, case.features, case.training
+    limits = {"compile": features.compile, f"wrapper {case.wrapper}": case.wrapper == "fsdp1"}
+    limits |= {f"optimizer {training.optimizer}": training.optimizer == "muon"}
+    limits |= {f"quantize {training.quantize}": training.quantize is not None}
+    limits |= {"cp and document_mask": dims.cp > 1 and training.document_mask}
+    limits |= {f"schedule {features.schedule}": dims.pp > 1 and features.schedule in ZERO_BUBBLE}
+    idle = differentiated_layers(case, range(case.model.n_layers)) < case.model.n_layers
+    several = {"activation_checkpointing": features.activation_checkpointing != "none"}
+    several |= {"cp": dims.cp > 1, "pp": dims.pp > 1}
+    limits |= {f"{one} and a block whose attention has no gradient": idle and asked for one, asked in several.items()}
+    yield from (f"{what} with {other}: not implemented yet" for other, requested in limits.items() if requested)
+    units = [Unit(unit, 1) for unit in fsdp2_units(case)]
+    if isinstance(features.reshard_after_forward, int) and len(gathered_in_backward(case, units)) < len(units):
+        number = features.reshard_after_forward
+        why = "what forward left of units that backward never gathers; see upstream_bugs/fsdp2_frozen_post_forward.py"
+        yield f"{what} with reshard_after_forward {number}: FSDP2 keeps {why}"
 
 
 def _held_out(case: Case) -> Iterator[str]:

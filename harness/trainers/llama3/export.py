@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from harness.spec.case import Case
+from harness.trainers.llama3 import lora
 
 State = dict[str, Tensor]
 OF_MODEL = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
@@ -34,7 +35,9 @@ def whole_state(model: nn.Module) -> State:
 
 
 def converted(state: State, case: Case) -> State:
-    """What others load: their names, the rows of q and k as their rotary embedding turns them, fused if requested."""
+    """What others load: their names, the rows of q and k as their rotary embedding turns them, fused if requested, and
+    adapters merged."""
+    state = lora.merged(state, case.model.lora) if case.model.lora and state else state
     found = {renamed(fqn): value for fqn, value in state.items()}
     if case.features.export != "hf_interleaved":
         turned = [name for name in found if name.endswith(("q_proj.weight", "k_proj.weight"))]

@@ -36,11 +36,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.reference.model import Llama
+from harness.reference.model import Llama, freeze
 from harness.spec.case import Case
 from harness.spec.dims import AXES
 from harness.spec.features import Features
-from harness.trainers.llama3 import context, recompute
+from harness.trainers.llama3 import context, lora, recompute
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 DATA_AXES = ("dp_replicate", "dp_shard")  # ranks along these see different samples
@@ -100,9 +100,13 @@ def sum_over_data_ranks(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
 
 
 def shard(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
-    """Make parameters DTensors that hold this rank's slice. The model may be on the meta device."""
+    """Make parameters DTensors that hold this rank's slice. The model may be on the meta device.
+
+    Trap: torch's SequenceParallel makes parameters anew, which are then trained whatever they were.
+    """
     if mesh is not None and "tp" in axes_of(mesh):
         apply_tensor_parallel(model, mesh["tp"], case.features)
+    freeze(model, case.training)
     if mesh is not None and "cp" in axes_of(mesh):
         context.apply_context_parallel(model, mesh["cp"], case)
     recompute.apply_checkpointing(model, case)
@@ -169,9 +173,11 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, features: Features) ->
 
     With sequence parallel, what lies between (norms, residual stream) is split over the sequence, dim 1.
     """
+    adapters = lora.taken_out(model)
     parallelize_module(model, mesh, outer_plan(features, tied=model.config.tied_embeddings))
     for layer in model.layers.values():
         parallelize_module(layer, mesh, layer_plan(features))
+    lora.put_back(model, adapters, mesh)
 
 
 def outer_plan(features: Features, *, tied: bool = False) -> dict[str, ParallelStyle]:

@@ -32,14 +32,15 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
 
 
 def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[str, Any]]:
-    """A group for each rule, weight decay and mesh.
+    """A group for each rule, weight decay and mesh, of what is trained.
 
     Trap: one fused operator takes no DTensors beside plain tensors, which norms are without sequence parallel.
     """
     families: dict[tuple[str, float, DeviceMesh | None], list[nn.Parameter]] = {}
     for fqn, parameter in model.named_parameters():
         family = rule_of(training, fqn), weight_decay(fqn, training), getattr(parameter, "device_mesh", None)
-        families.setdefault(family, []).append(parameter)
+        if parameter.requires_grad:
+            families.setdefault(family, []).append(parameter)
     muon = {
         "rule": "muon",
         "momentum": training.momentum,

@@ -1,0 +1,54 @@
+"""Adapters of low rank under tensor parallel: cut as their matrix is, and merged with it for others.
+
+B is cut where a matrix is cut by rows, and A is whole on every rank. A is cut where it is cut by columns, and B is whole. What
+is whole has on each rank the gradient of that rank's part alone, so it is reduced over tp, as norms' are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from harness.reference.config import Lora
+from harness.reference.model import Adapted
+
+PARTS = ("lora_a", "lora_b")
+
+
+def adapted(model: nn.Module) -> dict[str, Adapted]:
+    """Return the matrices with adapters, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Adapted)}
+
+
+def taken_out(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Take all adapters out of the model. Trap: torch's styles cut every parameter inside a module as they cut its weight."""
+    return {name: {part: module._modules.pop(part) for part in PARTS} for name, module in adapted(model).items()}
+
+
+def put_back(model: nn.Module, adapters: dict[str, dict[str, Any]], mesh: DeviceMesh) -> None:
+    for name, module in adapted(model).items():
+        for part, linear in adapters[name].items():
+            placed = distribute_tensor(linear.weight, mesh, [placement(module.weight, part)])
+            linear.weight = nn.Parameter(placed, requires_grad=linear.weight.requires_grad)
+            module._modules[part] = linear
+
+
+def placement(weight: Tensor, part: str) -> Placement:
+    """Return how a part of an adapter lies over tp beside its matrix."""
+    assert isinstance(weight, DTensor)
+    (cut,) = weight.placements
+    return cut if cut == Shard(1 if part == "lora_a" else 0) else Replicate()
+
+
+def merged(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
+    """Return whole weights without adapters: each is added to its matrix, alpha / rank times."""
+    found = {fqn: value for fqn, value in state.items() if ".lora_" not in fqn}
+    for fqn in found:
+        module = fqn.removesuffix(".weight")
+        if f"{module}.lora_a.weight" in state:
+            a, b = (state[f"{module}.{part}.weight"] for part in PARTS)
+            found[fqn] = found[fqn] + lora.scale * (b @ a)
+    return found
