@@ -3,7 +3,7 @@
 It is seen in one step: of tp and cp in forward or backward, of pp anywhere. Where all that moves may be of another axis, it is
 UNKNOWN: gradients are summed over replicas, FSDP gathers over its shards, and DDP shares buffers. For a declared case the plan
 states how much of that there is. Where nothing says what ranks hold, as in traces, every rank also gathers or scatters over
-exactly its shards, and sums in backward over exactly its replicas.
+exactly its shards, and sums in backward over exactly its replicas, in one step at least.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def check(trial: Trial) -> Result:
     if not axes and not data:
         return not_applicable("exchange", "neither tensor, context nor pipeline parallelism")
     judged = [one for one in trial.glances if one.saw_a_step and not one.failed]
-    findings, untold = _of_data(trial, judged, data)
+    findings, untold = _of_data(trial, data)
     for axis in axes:
         lines = trial.lines(axis)
         for one in judged:
@@ -62,43 +62,40 @@ def data_axes(plan: Plan) -> list[str]:
     return [axis for axis in (*shards, *[plan.replicate_axis] * (plan.dims.dp_replicate > 1)) if axis in plan.groups]
 
 
-def _of_data(trial: Trial, judged: Sequence[Summary], axes: Sequence[str]) -> tuple[list[Finding], list[str]]:
-    """Return what is not moved along these, and where what is moved may serve something else."""
+def _of_data(trial: Trial, axes: Sequence[str]) -> tuple[list[Finding], list[str]]:
+    """Return what is not moved along these in any step, and where what is moved may serve something else."""
     findings, untold = [], []
-    for one in judged:
+    for rank, evidence in sorted(trial.ranks.items()) if axes else ():
+        calls = [call for call in evidence.collectives if len(call.ranks) > 1]
         for axis in axes:
-            group = trial.plan.group_of(one.rank, axis)
-            over = [use for use in _everywhere(one) if ranks_of(use.ranks) == group]
-            told = ", ".join(sorted({f"{use.op} in {use.phase}" for use in over}))
+            group = trial.plan.group_of(rank, axis)
+            over = {(call.op, call.phase) for call in calls if call.ranks == group}
+            told = ", ".join(sorted(f"{op} in {phase}" for op, phase in over))
             copied = axis == trial.plan.replicate_axis
             seen = _is_copied(over) if copied else _is_cut(over)
             if seen is None:
-                untold.append(f"rank {one.rank}, its {axis} group {ranks_text(group)}: {told} may serve something else")
+                untold.append(f"rank {rank}, its {axis} group {ranks_text(group)}: {told} may serve something else")
             elif not seen:
-                what: dict[str, Any] = {"kind": "group", "axis": axis, "group": group, "step": one.shown}
+                cuts = {call.ranks for call in calls if call.op in CUTTING and call.phase in INSIDE}
+                note = f"it gathers and scatters over {' '.join(map(ranks_text, sorted(cuts)))}" if cuts else ""
+                what: dict[str, Any] = {"kind": "group", "axis": axis, "group": group, "note": note}
                 wanted = "sums in backward" if copied else "gathers or scatters"
-                findings.append(Finding.at(one.rank, wanted, told or None, **what, note=_instead(one)))
+                findings.append(Finding.at(rank, wanted, told or None, **what))
     return findings, untold
 
 
-def _is_cut(over: Sequence[Use | Outside]) -> bool | None:
-    """Return whether parameters are cut over these ranks; None if it is not seen. Losses may be gathered between passes."""
-    phases = {use.phase for use in over if use.op in CUTTING}
+def _is_cut(over: set[tuple[str, str]]) -> bool | None:
+    """Return whether parameters are cut over these ranks; None if it is not seen. Losses may be gathered between passes. over:
+    operators and phases."""
+    phases = {phase for op, phase in over if op in CUTTING}
     return True if phases & {*INSIDE, "optimizer"} else None if phases else False
 
 
-def _is_copied(over: Sequence[Use | Outside]) -> bool | None:
+def _is_copied(over: set[tuple[str, str]]) -> bool | None:
     """Return whether gradients are summed over these ranks; None if it is not seen. FSDP scatters them, and gathers."""
-    inside = {(use.op, use.phase) for use in over if use.phase in INSIDE}
-    if inside & {(op, phase) for op in ("all_reduce", "reduce") for phase in ("backward", "pipeline")}:
+    if over & {(op, phase) for op in ("all_reduce", "reduce") for phase in ("backward", "pipeline")}:
         return True
-    return False if not over or ("all_gather", "forward") in inside else None
-
-
-def _instead(one: Summary) -> str:
-    """Say over which ranks it gathers and scatters in its passes."""
-    over = sorted({use.ranks for use in one.uses if use.op in CUTTING and use.phase in INSIDE}, key=ranks_of)
-    return f"it gathers and scatters over {' '.join(ranks_text(ranks_of(key)) for key in over)}" if over else ""
+    return False if not over or ("all_gather", "forward") in over else None
 
 
 def _tells(trial: Trial, one: Summary, use: Use | Outside, axis: str) -> bool:
@@ -178,10 +175,5 @@ def _began_alike(judged: Sequence[Summary], lines: dict[int, tuple[int, ...]]) -
 
 def _moved(one: Summary, line: tuple[int, ...], *, between_passes: bool) -> list[Use | Outside]:
     """What it ran over itself and at least one other of these ranks. Stages of a pipeline send between passes, too."""
-    uses: Sequence[Use | Outside] = _everywhere(one) if between_passes else one.uses
+    uses: tuple[Use | Outside, ...] = (*one.uses, *one.outside, *one.background) if between_passes else one.uses
     return [use for use in uses if len(set(line).intersection(ranks_of(use.ranks))) > 1]
-
-
-def _everywhere(one: Summary) -> list[Use | Outside]:
-    """Return what it moved in its passes, between them and in other threads."""
-    return [*one.uses, *one.outside, *one.background]

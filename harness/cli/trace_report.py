@@ -21,6 +21,7 @@ from harness.traces.files import DUMP, TRACE, all_files
 from harness.traces.hang import hang_of
 from harness.traces.job import job_of
 from harness.traces.kineto import load_trace
+from harness.traces.times import times_of
 
 OF = {Verdict.FAIL: BROKEN, Verdict.PASS: PASSED, Verdict.UNKNOWN: NOT_JUDGED}
 
@@ -30,8 +31,9 @@ def shown(args: argparse.Namespace, places: Sequence[Path], layout: str | None) 
     job = job_of([load_trace(file) for file in all_files(places, TRACE)])
     dims = spec.layout(layout, job.recording.world) if layout else None
     results, diagnosis = judged(job, dims)
+    times = times_of(job)
     text = layout_report(dims, results, diagnosis) if dims else always_report(results)
-    answer(args, "traces", lambda: document_of(job, dims, (results, diagnosis)), trace_page(job, text, []))
+    answer(args, "traces", lambda: document_of(job, dims, (results, diagnosis), times), trace_page(job, text, times))
     return OF.get(verdict_of_all(results), NOT_JUDGED)
 
 

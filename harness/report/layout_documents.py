@@ -21,6 +21,7 @@ from harness.report.trace_page import trace_rows
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.traces.job import TracedJob
+from harness.traces.times import Times
 
 MOST_RANKS = 64
 """Most ranks of a plan whose slices are written rank by rank."""
@@ -62,9 +63,9 @@ def recording(found: Recording, dims: ParallelDims | None = None, jobs: Sequence
     }
 
 
-def traces(job: TracedJob, dims: ParallelDims | None, said: Judged) -> dict[str, Any]:
+def traces(job: TracedJob, dims: ParallelDims | None, said: Judged, times: Times | None) -> dict[str, Any]:
     """Return what traces show and do not say, and what checks say of it."""
-    told = {"layout": dims} if dims else {}
+    told: dict[str, Any] = ({"layout": dims} if dims else {}) | ({"times": times} if times else {})
     return {
         "directory": job.recording.directory,
         "world": job.recording.world,

@@ -47,11 +47,10 @@ def _in_itself(place: Path) -> dict[Kind, Path]:
     run = verdicts.file_in(place)
     found = {Kind.CASES: place / CASE_FILE} if (place / CASE_FILE).exists() else {}
     found |= {Kind.RUN: run} if run else {}
-    for kind, files in (
-        ((Kind.TRACES, files_of(place, TRACE)), (Kind.DUMPS, files_of(place, DUMP))) if not found else ()
-    ):
-        found |= {kind: files[0]} if files else {}
-    return found | ({Kind.RECORDING: place} if holds_recording(place) else {})
+    found |= {Kind.RECORDING: place} if holds_recording(place) else {}
+    for kind, name in ((Kind.TRACES, TRACE), (Kind.DUMPS, DUMP)) if not found else ():
+        found |= dict.fromkeys([kind] if (files := files_of(place, name)) else [], files[0] if files else place)
+    return found
 
 
 def _below(place: Path) -> dict[Kind, Path]:

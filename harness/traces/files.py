@@ -12,7 +12,7 @@ from harness.traces.stream import opened
 TRACE, DUMP = "trace", "dump"
 ENDS = (".json", ".json.gz")
 _OF_TRACE = re.compile(rb'"(traceEvents|schemaVersion|deviceProperties|distributedInfo|ph)"\s*:')
-_OF_DUMP = re.compile(rb'"(entries|pg_status|version|pg_config|nccl_version)"\s*:')
+_OF_DUMP = re.compile(rb'"(entries|pg_status|pg_config|comm_lib_version|nccl_version)"\s*:')
 
 
 def kind_of_file(path: Path) -> str:

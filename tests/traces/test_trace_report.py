@@ -22,6 +22,19 @@ SHARDED_AND_COPIED = fsdp_step("shard", "replicate")
 Document = dict[str, Any]
 
 
+def tensor_parallel(rank: Rank) -> None:
+    rank.forward()
+    rank.collective(("allreduce", "shard", 64, 64))
+    rank.backward(("allreduce", "shard", 64, 64), ("allreduce", "replicate", 512, 512))
+    rank.optimizer()
+
+
+def accumulates(rank: Rank) -> None:
+    """A ProfilerStep is a microbatch, an optimizer is not annotated, and gradients are summed in the last one."""
+    rank.forward()
+    rank.backward(*[("allreduce", "world", 12288, 12288)] * (rank.step == 3))
+
+
 @pytest.fixture
 def report(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Document]]:
     def run(*words: object, kind: str = "traces") -> tuple[int, Document]:
@@ -75,7 +88,13 @@ def test_other_degrees_are_named(
 
 @pytest.mark.parametrize(
     ("did", "asked"),
-    [(SHARDED_AND_COPIED, HSDP[1]), (ddp_step, "dp_replicate=16"), (fsdp_step("world"), "dp_shard=16")],
+    [
+        (SHARDED_AND_COPIED, HSDP[1]),
+        (ddp_step, "dp_replicate=16"),
+        (fsdp_step("world"), "dp_shard=16"),
+        (tensor_parallel, "dp_replicate=2,tp=8"),
+        (accumulates, "dp_replicate=16"),
+    ],
 )
 def test_what_runs_as_requested_passes(did: Callable[[Rank], None], asked: str, tmp_path: Path, report: Any) -> None:
     code, document = report(save_job(tmp_path / "t", did), "--layout", asked)
