@@ -14,19 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (
     *("reference", "evidence", "spec", "plan", "probe", "record", "launch", "trainers", "faults"),
-    *(
-        "judge",
-        "checks",
-        "diagnosis",
-        "report",
-        "affected",
-        "run",
-        "preflight",
-        "bisect",
-        "onboarding",
-        "cli",
-        "plugin",
-    ),
+    *("judge", "traces", "checks", "diagnosis", "report", "affected", "run"),
+    *("preflight", "bisect", "onboarding", "cli", "plugin"),
 )
 OF_ITS_OWN = {
     "evidence": {"reference", "evidence"},

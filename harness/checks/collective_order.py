@@ -84,7 +84,7 @@ def _first_difference(trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, l
     present = [rank for rank in ranks if rank in trial.ranks]
     longest = max(len(sequence) for sequence in by_rank.values())
     for index in range(longest):
-        calls = {rank: call_text(by_rank.get(rank, []), index) for rank in present}
+        calls = {rank: call_text(by_rank.get(rank, []), index, phases=trial.holds_told) for rank in present}
         if len(set(calls.values())) > 1:
             majority = max(calls.values(), key=list(calls.values()).count)  # of a tie, the lowest rank's
             odd = {rank: call for rank, call in calls.items() if call != majority}
@@ -101,13 +101,13 @@ def _first_difference(trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, l
     return []
 
 
-def call_text(sequence: list[Collective], index: int) -> str:
-    """What members of a group must have in common."""
+def call_text(sequence: list[Collective], index: int, *, phases: bool = True) -> str:
+    """What members of a group must have in common. phases: unless they follow from times alone."""
     if index >= len(sequence):
         return "nothing"
     call = sequence[index]
     many = "" if call.op in UNEVEN else f"{bytes_text(call.bytes)} "
-    place = "" if call.op == WITHOUT_PLACE else f"step {call.step}, {call.phase}"
+    place = "" if call.op == WITHOUT_PLACE else f"step {call.step}" + f", {call.phase}" * phases
     root = "" if call.root is None else f"root {call.root_place} of the group"
     return f"{call.op} of {many}{call.dtype} ({', '.join(filter(None, (place, root)))})"
 

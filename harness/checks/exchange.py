@@ -2,7 +2,8 @@
 
 It is seen in one step: of tp and cp in forward or backward, of pp anywhere. Where all that moves may be of another axis, it is
 UNKNOWN: gradients are summed over replicas, FSDP gathers over its shards, and DDP shares buffers. For a declared case the plan
-states how much of that there is.
+states how much of that there is. Where nothing says what ranks hold, as in traces, every rank also gathers or scatters over
+exactly its shards, and sums in backward over exactly its replicas, in one step at least.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from harness.evidence.text import ranks_text
 from harness.judge.finding import Finding
 from harness.judge.observed_order import other_order
 from harness.judge.result import Result, Verdict, not_applicable, verdict_of
-from harness.judge.traffic import OF_PARAMETERS
+from harness.judge.traffic import INSIDE, OF_PARAMETERS
 from harness.judge.trial import Trial
+from harness.plan.plan import Plan
 from harness.plan.slices import BYTES
 
 STAGE = "structure"
@@ -29,11 +31,11 @@ NEEDS = frozenset({"uses", "members"})
 def check(trial: Trial) -> Result:
     dims = trial.plan.dims
     axes = [axis for axis in ("tp", "cp", "pp") if getattr(dims, axis) > 1 and _is_expected(trial, axis)]
-    if not axes:
+    data = [] if trial.holds_told else data_axes(trial.plan)
+    if not axes and not data:
         return not_applicable("exchange", "neither tensor, context nor pipeline parallelism")
     judged = [one for one in trial.glances if one.saw_a_step and not one.failed]
-    findings: list[Finding] = []
-    untold: list[str] = []
+    findings, untold = _of_data(trial, data)
     for axis in axes:
         lines = trial.lines(axis)
         for one in judged:
@@ -54,8 +56,52 @@ def check(trial: Trial) -> Result:
     return found if findings or not untold else replace(found, verdict=Verdict.UNKNOWN, note=hint or untold[0])
 
 
+def data_axes(plan: Plan) -> list[str]:
+    """Return the axes along which parameters are cut or copied: of cp alone a layout says neither."""
+    shards = [plan.shard_axis] if plan.dims.dp_shard > 1 else []
+    return [axis for axis in (*shards, *[plan.replicate_axis] * (plan.dims.dp_replicate > 1)) if axis in plan.groups]
+
+
+def _of_data(trial: Trial, axes: Sequence[str]) -> tuple[list[Finding], list[str]]:
+    """Return what is not moved along these in any step, and where what is moved may serve something else."""
+    findings, untold = [], []
+    for rank, evidence in sorted(trial.ranks.items()) if axes else ():
+        calls = [call for call in evidence.collectives if len(call.ranks) > 1]
+        for axis in axes:
+            group = trial.plan.group_of(rank, axis)
+            over = {(call.op, call.phase) for call in calls if call.ranks == group}
+            told = ", ".join(sorted(f"{op} in {phase}" for op, phase in over))
+            copied = axis == trial.plan.replicate_axis
+            seen = _is_copied(over) if copied else _is_cut(over)
+            if seen is None:
+                untold.append(f"rank {rank}, its {axis} group {ranks_text(group)}: {told} may serve something else")
+            elif not seen:
+                cuts = {call.ranks for call in calls if call.op in CUTTING and call.phase in INSIDE}
+                note = f"it gathers and scatters over {' '.join(map(ranks_text, sorted(cuts)))}" if cuts else ""
+                what: dict[str, Any] = {"kind": "group", "axis": axis, "group": group, "note": note}
+                wanted = "sums in backward" if copied else "gathers or scatters"
+                findings.append(Finding.at(rank, wanted, told or None, **what))
+    return findings, untold
+
+
+def _is_cut(over: set[tuple[str, str]]) -> bool | None:
+    """Return whether parameters are cut over these ranks; None if it is not seen. Losses may be gathered between passes. over:
+    operators and phases."""
+    phases = {phase for op, phase in over if op in CUTTING}
+    return True if phases & {*INSIDE, "optimizer"} else None if phases else False
+
+
+def _is_copied(over: set[tuple[str, str]]) -> bool | None:
+    """Return whether gradients are summed over these ranks; None if it is not seen. FSDP scatters them, and gathers."""
+    if over & {(op, phase) for op in ("all_reduce", "reduce") for phase in ("backward", "pipeline")}:
+        return True
+    return False if not over or ("all_gather", "forward") in over else None
+
+
 def _tells(trial: Trial, one: Summary, use: Use | Outside, axis: str) -> bool:
     """Return whether a collective is one that no other axis runs there."""
+    if not trial.holds_told and use.op == "all_gather":
+        return False  # which FSDP may issue over any ranks
     return TELLING[axis](use.op, use.phase) and (not _of_shards(one, use, axis) or _exactly_planned(trial, one, use))
 
 
@@ -87,6 +133,9 @@ def _exactly_planned(trial: Trial, one: Summary, use: Use | Outside) -> bool:
     own, others = _planned(trial, one)[ranks_of(use.ranks), use.op, use.phase]
     return others > 0 and use.bytes == own + others
 
+
+CUTTING = ("all_gather", "reduce_scatter", "reduce", "all_to_all")
+"""Collectives by which parameters are used, or gradients reduced, that are cut over ranks."""
 
 TELLING: dict[str, Callable[[str, str], bool]] = {
     "tp": lambda op, phase: op not in ("broadcast", *POINT_TO_POINT) and phase != "backward",

@@ -13,7 +13,7 @@ from harness.judge.result import Result, not_applicable, verdict_of
 from harness.judge.trial import Trial
 
 STAGE = "structure"
-NEEDS = frozenset({"structure", "members"})
+NEEDS = frozenset({"structure", "groups", "members"})
 
 
 def check(trial: Trial) -> Result:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.cli import history_report, recording_report, run_report
+from harness.cli import history_report, recording_report, run_report, trace_report
 from harness.cli.answer import answer
 from harness.cli.exit_codes import PASSED
 from harness.cli.options import BadInput, add_command, needs_matplotlib
@@ -21,7 +21,7 @@ FOR: Mapping[str, tuple[Kind, ...]] = {
     "as": (Kind.RUN,),
     "html": (Kind.CASES, Kind.RUN),
     "all": (Kind.RECORDING,),
-    "layout": (Kind.RECORDING,),
+    "layout": (Kind.RECORDING, Kind.TRACES),
     "quarantine": (Kind.HISTORY,),
 }
 """Option -> the kinds of stored things that it is for."""
@@ -35,7 +35,9 @@ def add(commands: Any) -> None:
         nargs="*",
         type=Path,
         help="a case's folder: draw who holds what, and what moved. A folder of `harness matrix`: print its last run, "
-        "shards merged. A recording: print what its ranks really did. A folder of nights: print what changed",
+        "shards merged. A recording, or PyTorch's profiler traces, a file per rank: print what its ranks really did. "
+        "Flight Recorder dumps, a file per rank: say why the job hung. "
+        "A folder of nights: print what changed",
     )
     run = parser.add_argument_group("a run")
     run.add_argument(
@@ -77,6 +79,10 @@ def command(args: argparse.Namespace) -> int:
         return history_report.shown(args, list(kinds), args.quarantine)
     if found == {Kind.RECORDING} and len(kinds) == 1:
         return recording_report.shown(args, args.places[0], args.layout, whole=args.all)
+    if found == {Kind.TRACES}:
+        return trace_report.shown(args, args.places, args.layout)
+    if found == {Kind.DUMPS}:
+        return trace_report.shown_dumps(args, args.places)
     if found <= {Kind.CASES, Kind.RUN}:
         cases = [place for place, kind in kinds.items() if kind is Kind.CASES]
         return _of_runs_and_cases(args, [place for place in kinds if place not in cases], cases)

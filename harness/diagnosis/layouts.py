@@ -110,7 +110,7 @@ class Layout:
 def other_layouts(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Yield those whose slices are the ones that ranks hold; else what only some parameters lack. Where slices are not derived,
     other degrees, by what wrappers claim."""
-    if "placements" in broken and lacks_slices(trial):
+    if lacks_slices(trial) and ("placements" in broken or ("exchange" in broken and not trial.holds_told)):
         yield from (_whole(trial, Layout(other), 1) for other in _degrees(trial.case.dims))
         return
     looked = {"shard_contents", "placements"} & set(broken)

@@ -21,6 +21,7 @@ WORDS = {
     "sizes": "all models of the job: their bytes, held and moved",
     "contents": "what parameters hold after a step, as values or as digests",
     "samples": "what ranks are fed, as tokens or as digests",
+    "groups": "all process groups that each rank is a member of",
     "members": "the ranks of every process group that something moves over",
     "uses": "over which groups each rank moves something, in one step at least",
     "structure": "parameters, wrappers, groups, collectives and memory of each rank, in every step judged",
@@ -86,6 +87,18 @@ RECORDED = (
     .without(("moment",), "ranks are recorded at different moments")
 )
 """A recording of any command, judged by a layout."""
+
+_NO_TENSORS = "needs tensors: a trace has those of no rank"
+
+TRACED = (
+    Provided(singly=RECORDED.singly)
+    .without(("reference", "values", "checkpoint", "claims", "slices", "flows", "sizes", "contents"), _NO_TENSORS)
+    .without(("samples",), "needs what ranks are fed: a trace does not have it")
+    .without(("ends",), "needs how ranks ended: a trace does not say it")
+    .without(("declared",), "needs a recipe and features: a trace declares none")
+    .without(("moment",), "ranks are traced at different moments")
+)
+"""What a profiler wrote of a job's ranks, judged by a layout."""
 
 ALONE = EVERYTHING.without(("reference", "values", "checkpoint", "contents", "samples"), _NO_DATA)
 """Single ranks, each run without the others and without data."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.evidence.provided import RECORDED, WORDS, Provided
+from harness.evidence.provided import WORDS, Provided
 from harness.evidence.recorded_run import RecordedRun
 from harness.evidence.recording import RankRecord
 from harness.evidence.records import RankEvidence
@@ -81,7 +81,14 @@ def trial_of(
     if {evidence.world_size for evidence in ranks.values()} == {dims.world_size} and (why := not_heard(exits, heard)):
         provided = provided.without(("ends",), why, unknown=True)
     run = RecordedRun(
-        directory, world, exits, ranks, provided=provided, stands=like, summaries=dict(sorted(heard.summaries.items()))
+        directory,
+        world,
+        exits,
+        ranks,
+        provided=provided,
+        chosen=heard.chosen,
+        stands=like,
+        summaries=dict(sorted(heard.summaries.items())),
     )
     return Trial(case, plan, run, NO_REFERENCE)
 
@@ -90,7 +97,7 @@ def _provided(
     case: Case, ranks: Mapping[int, RankEvidence], records: Mapping[int, RankRecord], heard: Recording
 ) -> Provided:
     """What a recording shows of a job, in addition to how it ended."""
-    found, summaries = RECORDED, heard.summaries.values()
+    found, summaries = heard.provides, heard.summaries.values()
     if heard.world != case.dims.world_size:
         found = found.without(WORDS.keys() - {"ends"}, f"the job has {heard.world} ranks, not those of the layout")
     for word, why in (

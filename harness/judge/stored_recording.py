@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.evidence.keys import ranks_of
+from harness.evidence.provided import RECORDED, Provided
 from harness.evidence.reading import read_json
 from harness.evidence.recording import BESIDE, RANKS, SECOND_PART, Beside, Last, Reached, load_summary, record_file
 from harness.evidence.store import EvidenceError, decoded_without_values
@@ -46,6 +47,10 @@ class Recording:
     """Rank -> the exit code of its process, or minus the signal that ended it, where it was reported."""
     job: str = ""
     """Words that its processes have in common, such as a replica group's id."""
+    provides: Provided = RECORDED
+    """What this kind of evidence provides to checks."""
+    chosen: tuple[int, ...] = ()
+    """Ranks of which there is evidence, where it was not to be expected of all; empty where it was."""
     others: tuple[Recording, ...] = ()
     """Jobs of the same command that have rank numbers of their own, such as replica groups."""
 

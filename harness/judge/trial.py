@@ -64,6 +64,11 @@ class Trial:
         missing = self._missing
         return found.unseen(f"no evidence {missing}; see `completed`") if missing else found
 
+    @property
+    def holds_told(self) -> bool:
+        """Whether something else than traffic tells what ranks hold."""
+        return any(word in self.provided for word in ("claims", "slices", "contents"))
+
     def of_step(self, step: int) -> Trial:
         """The trial with the case as it is in that step."""
         case = self.case.at(step)

@@ -36,7 +36,7 @@ class Issued:
     seq: int  # as in evidence.Collective
     op: str
     bytes: int
-    step: int = 0
+    step: int = 0  # -1: of none that is known
     phase: str = ""
     peer: int | None = None
     order: int = 0  # its place in all that this rank issued

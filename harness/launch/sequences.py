@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from harness.evidence.text import ranks_text
@@ -37,13 +37,15 @@ def sequenced(fates: Iterable[Fate]) -> list[Place]:
 def disagreeing(fates: Sequence[Fate]) -> dict[int, str]:
     """Return the minority at the first place, in time, where members issued different collectives. If there is none, return the
     ranks that torch's monitored_barrier named there, or the one that most others wait for; else all."""
-    found: list[tuple[float, int, dict[int, Issued]]] = []
-    for group in sequenced(fates):
-        mine = {fate.rank: [each for each in collectives(fate) if place(each) == group] for fate in fates}
-        for seq in {each.seq for some in mine.values() for each in some}:
-            issued = {rank: each for rank, some in mine.items() for each in some if each.seq == seq}
-            if minority({rank: signature(each) for rank, each in issued.items()}):
-                found.append((max(each.time for each in issued.values()), seq, issued))
+    there: dict[tuple[Place, int], dict[int, Issued]] = defaultdict(dict)
+    for fate in fates:
+        for each in collectives(fate):
+            there[place(each), each.seq][fate.rank] = each
+    found = [
+        (max(each.time for each in issued.values()), seq, issued)
+        for (_, seq), issued in there.items()
+        if minority({rank: signature(each) for rank, each in issued.items()})
+    ]
     if not found:
         return mismatched_sends(fates)
     _, _, issued = min(found, key=lambda each: each[:2])
@@ -259,7 +261,8 @@ def describe(issued: Issued) -> str:
     peer = "" if issued.peer is None else f" {'to' if issued.op == 'send' else 'from'} rank {issued.peer}"
     root = "" if issued.root is None else f"root {issued.root}"
     many = size(issued.bytes) + f" {issued.dtype}" * bool(issued.bytes and issued.dtype)
-    about = ", ".join(filter(None, [f"step {issued.step}", issued.phase, root, many]))
+    step = f"step {issued.step}" if issued.step >= 0 else ""
+    about = ", ".join(filter(None, [step, issued.phase, root, many]))
     return f"{issued.op} #{issued.seq}{peer} of group {ranks_text(issued.ranks)} ({about})"
 
 

@@ -17,8 +17,11 @@ from harness.report.layout_text import balance, kinds_of, most_sent, neediest
 from harness.report.recording_layout import Judged, results_of, verdict_of_all
 from harness.report.recording_odd import oddities
 from harness.report.recording_page import facts
+from harness.report.trace_page import trace_rows
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
+from harness.traces.job import TracedJob
+from harness.traces.times import Times
 
 MOST_RANKS = 64
 """Most ranks of a plan whose slices are written rank by rank."""
@@ -57,6 +60,20 @@ def recording(found: Recording, dims: ParallelDims | None = None, jobs: Sequence
         "own_groups": [as_data(group) | {"rank": one.rank} for one in summaries for group in one.own_groups],
         "jobs": [_job(job, *jobs[number : number + 1]) for number, job in enumerate(found.jobs)],
         **told,
+    }
+
+
+def traces(job: TracedJob, dims: ParallelDims | None, said: Judged, times: Times | None) -> dict[str, Any]:
+    """Return what traces show and do not say, and what checks say of it."""
+    told: dict[str, Any] = ({"layout": dims} if dims else {}) | ({"times": times} if times else {})
+    return {
+        "directory": job.recording.directory,
+        "world": job.recording.world,
+        "traced": list(job.ranks),
+        "steps": job.numbers,
+        "facts": [{"label": label, "text": text} for label, text in trace_rows(job)],
+        **told,
+        **judged(*said),
     }
 
 

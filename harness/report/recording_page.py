@@ -51,13 +51,13 @@ def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", 
         if summaries
         else [*odd(recording), *jobs]
     )
-    lines = [_title(recording), *_table(rows)]
+    lines = [_title(recording), *table_of(rows)]
     if judged:
         worst = [
             row for row in rows if row[0] in (SEPARATE, UNTRAINED, SHARED, APART, WAITED)
         ]  # no check states it, and others follow from it
         below = [row for row in rows if row not in worst]
-        lines = [judged[0], *_table(worst), *judged[1:], "", _title(recording), *_table(below)]
+        lines = [judged[0], *table_of(worst), *judged[1:], "", _title(recording), *table_of(below)]
     return "\n".join(lines if whole else _cut(lines, recording, layout))
 
 
@@ -91,7 +91,7 @@ def facts(recording: Recording, summaries: Sequence[Summary], *, with_layout: bo
     return [
         ("command", _command(recording.command or " ".join(summaries[0].argv))),
         ("model", _model(summaries)),
-        *(_step(summaries) if stepped else [("steps", _no_steps(summaries))]),
+        *(rows_of_step(summaries) if stepped else [("steps", _no_steps(summaries))]),
         ("parameters", _placements(summaries)),
         ("contents", _contents(summaries)),
         *_fed(summaries),
@@ -102,9 +102,9 @@ def facts(recording: Recording, summaries: Sequence[Summary], *, with_layout: bo
     ]
 
 
-def _step(summaries: Sequence[Summary]) -> Rows:
+def rows_of_step(summaries: Sequence[Summary]) -> Rows:
     """What moved in the step that is shown."""
-    inside = [*(list(_axes(axes(summaries))) or _no_axes(summaries)), *own_rows(summaries)]
+    inside = [*(rows_of_axes(summaries) or _no_axes(summaries)), *own_rows(summaries)]
     outside = (*outside_rows(summaries, groups_text), *background_rows(summaries, groups_text))
     return [*inside, *outside, *_idle(summaries)]
 
@@ -137,6 +137,11 @@ def _model(summaries: Sequence[Summary]) -> str:
         f"{', '.join(stepped) or 'no step of an optimizer recorded'}; {most} step{'s' * (most != 1)}{furthest}; "
         f"torch {summaries[0].versions.get('torch', '?')}{left}"
     )
+
+
+def rows_of_axes(summaries: Sequence[Summary]) -> Rows:
+    """Return what moved in forward and backward over groups of several ranks."""
+    return list(_axes(axes(summaries)))
 
 
 def _axes(found: Sequence[Axis]) -> Iterator[tuple[str, str]]:
@@ -326,7 +331,7 @@ def _group_text(key: str) -> str:
     return text if text.count(",") < MANY else f"[{ranks[0]},{ranks[1]},..,{ranks[-1]}; {len(ranks)} ranks]"
 
 
-def _table(rows: Rows) -> list[str]:
+def table_of(rows: Rows) -> list[str]:
     lines: list[str] = []
     for label, text in rows:
         within = "  " if text.startswith("  ") else ""

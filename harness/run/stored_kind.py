@@ -8,6 +8,7 @@ from pathlib import Path
 from harness.evidence.store import CASE_FILE, EvidenceError
 from harness.judge.stored_recording import STARTED, holds_recording
 from harness.run import verdicts
+from harness.traces.files import DUMP, TRACE, files_of
 
 
 class Kind(StrEnum):
@@ -17,6 +18,8 @@ class Kind(StrEnum):
     RUN = "a run's verdicts"
     RECORDING = "a recording"
     HISTORY = "the verdicts of several runs"
+    TRACES = "profiler traces"
+    DUMPS = "Flight Recorder dumps"
 
 
 def kind_of(place: Path) -> Kind:
@@ -29,7 +32,10 @@ def kind_of(place: Path) -> Kind:
         raise EvidenceError(f"{place}: no such file or folder")
     found = _in_itself(place) or _below(place)
     if not found:
-        raise EvidenceError(f"{place}: it holds no case's evidence, no run's verdicts and no recording{_near(place)}")
+        raise EvidenceError(
+            f"{place}: it holds no case's evidence, no run's verdicts, no recording, no traces and no dumps"
+            f"{_near(place)}"
+        )
     if len(found) > 1:
         both = " and ".join(f"{kind} ({path})" for kind, path in found.items())
         raise EvidenceError(f"{place}: it holds {both}; name one of them")
@@ -41,7 +47,10 @@ def _in_itself(place: Path) -> dict[Kind, Path]:
     run = verdicts.file_in(place)
     found = {Kind.CASES: place / CASE_FILE} if (place / CASE_FILE).exists() else {}
     found |= {Kind.RUN: run} if run else {}
-    return found | ({Kind.RECORDING: place} if holds_recording(place) else {})
+    found |= {Kind.RECORDING: place} if holds_recording(place) else {}
+    for kind, name in ((Kind.TRACES, TRACE), (Kind.DUMPS, DUMP)) if not found else ():
+        found |= dict.fromkeys([kind] if (files := files_of(place, name)) else [], files[0] if files else place)
+    return found
 
 
 def _below(place: Path) -> dict[Kind, Path]:

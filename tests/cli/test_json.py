@@ -17,7 +17,9 @@ import pytest
 import yaml
 from json_documents import SCHEMA, valid
 from literal import tiny_case, trial_of
+from literal_dumps import save_dumps
 from literal_recording import hsdp
+from literal_traces import ddp_step, save_job
 
 from harness import ROOT, __version__
 from harness.bisect.search import Found, Judged
@@ -42,6 +44,7 @@ from harness.preflight.launches import Flown
 from harness.preflight.lone_rank import Used
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
+from harness.traces.analyzer import Analysis
 
 ONE = "cases: {one: {why: a test}}"
 FOUR = "cases: {a: {why: a test}, b: {why: a test}, c: {why: a test}, d: {why: a test}}"
@@ -374,6 +377,19 @@ def test_a_bisecting_script_gets_the_code_that_the_document_says(cases: Any, ans
 def test_words_of_another_command_ask_for_nothing(tmp_path: Path, capsys: Any) -> None:
     assert main(["record", "-o", str(tmp_path), "--no-such", "--", "python", "--json"]) == 2
     assert capsys.readouterr().out == ""
+
+
+def test_report_of_traces_and_of_dumps(answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own analyzer is not run here."""
+    folder = save_job(tmp_path / "traces", ddp_step, world=2, shards=1)
+    code, told = answer("traces", "report", str(folder), "--layout", "dp_replicate=2")
+    assert (code, told["verdict"], told["traced"], told["layout"]["dp_replicate"]) == (0, "PASS", [0, 1], 2)
+    monkeypatch.setattr("harness.cli.trace_report.analysis_of", lambda dumps: Analysis((1,)))
+    done = ("all_reduce", 100, "0", "completed")
+    folder = save_dumps(tmp_path / "dumps", {0: [done, ("all_reduce", 100)], 1: [done]})
+    code, told = answer("dumps", "report", str(folder))
+    assert (code, told["verdict"], [one["rank"] for one in told["blamed"]]) == (1, "FAIL", [1])
+    assert (told["waits"][0]["behind"], told["analyzer"]["agrees"]) == ([1], True)
 
 
 def test_every_kind_of_document_is_tried_here() -> None:

@@ -1,0 +1,72 @@
+"""How long collectives take by their kernels, what computation hides, and who comes last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from literal_traces import GPU, Rank, ddp_step, save_job
+
+from harness.traces.job import job_of
+from harness.traces.kineto import load_trace
+from harness.traces.times import Times, times_of
+
+
+def times(folder: Path) -> Times:
+    found = times_of(job_of([load_trace(path) for path in sorted(folder.iterdir())]))
+    assert found is not None
+    return found
+
+
+def sums(late: int) -> Callable[[Rank], None]:
+    """Rank `late` comes to the sum 30 us after the others, so its kernel is as much shorter."""
+
+    def did(rank: Rank) -> None:
+        rank.forward()
+        rank.now += 100
+        rank.backward()
+        rank.collective(("allreduce", "world", 1000, 1000), lasts=10.0 if rank.rank == late else 40.0)
+        rank.optimizer()
+
+    return did
+
+
+def test_the_rank_with_the_shortest_kernel_is_the_one_that_others_wait_for(tmp_path: Path) -> None:
+    found = times(save_job(tmp_path / "t", sums(late=2), world=4, shards=2))
+    assert found.compared == 3
+    assert {rank: round(1e6 * one.waited) for rank, one in found.ranks.items()} == {0: 30, 1: 30, 2: 0, 3: 30}
+    assert {rank: round(1e6 * one.caused) for rank, one in found.ranks.items()} == {0: 0, 1: 0, 2: 90, 3: 0}
+    (one,) = found.took
+    assert (one.op, one.phase, one.groups) == ("all_reduce", "other", ("0-3",))
+    assert one.waited is not None
+    assert (round(1e6 * one.seconds, 1), round(1e6 * one.waited, 1)) == (32.5, 22.5)
+    assert one.rate == pytest.approx(2 * 4000 * 3 / 4 / 10e-6)
+
+
+def test_what_computation_hides_is_not_exposed(tmp_path: Path) -> None:
+    def did(rank: Rank) -> None:
+        rank.backward()
+        rank.now += 100
+        rank.add("kernel", "gemm", 21.0, GPU, stream=3)  # the kernel of the sum begins 11 us later, and lasts 40
+        rank.collective(("allreduce", "world", 1000, 1000))
+        rank.optimizer()
+
+    found = times(save_job(tmp_path / "t", did, world=2, shards=1))
+    (one,) = found.took
+    assert (round(1e6 * one.seconds), round(1e6 * one.exposed)) == (40, 30)
+    rank = found.ranks[0]
+    assert (round(1e6 * rank.computes), round(1e6 * rank.exposed)) == (51, 30)
+    assert rank.computes + rank.exposed + rank.idle == pytest.approx(found.step)
+
+
+def test_of_a_rank_alone_nothing_is_said_of_waiting(tmp_path: Path) -> None:
+    found = times(save_job(tmp_path / "t", ddp_step, world=2, shards=1, ranks=[1]))
+    assert (found.compared, [one.waited for one in found.took]) == (0, [None])
+
+
+def test_traces_without_kernels_have_no_times(tmp_path: Path) -> None:
+    rank = Rank(0, 2, {"world": range(2)})
+    rank.whole_step(ddp_step)
+    rank.events = [event for event in rank.events if event["cat"] != "kernel"]
+    assert times_of(job_of([load_trace(rank.save(tmp_path))])) is None
