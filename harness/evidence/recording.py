@@ -165,6 +165,8 @@ class RankRecord:
     """Digests of the indices of its samples, a batch each, as far as its data loaders draw by index."""
     buffers: int = field(default=0, metadata=LATER)
     """Number of its models' buffers of floating-point numbers, which are not compared."""
+    samples: dict[int, tuple[int, ...]] = field(default_factory=dict, metadata=LATER)
+    """Step -> digests of single samples that it was fed, in order: the smallest ones of many."""
 
     @property
     def ended_steps(self) -> tuple[int, ...]:

@@ -21,14 +21,32 @@ def train(clock: Clock) -> None:
     clock.leave_optimizer()
 
 
-def test_a_model_with_the_names_of_another_and_one_that_comes_after_the_first_step_are_told() -> None:
+def names(seen: Seen) -> list[str]:
+    return [tensor.fqn for tensor in seen.evidence(0, 1).parameters]
+
+
+def test_a_model_with_the_names_of_another_has_names_of_its_own_and_one_that_comes_after_the_first_step_is_told() -> (
+    None
+):
     clock = Clock()
     seen = seen_at(clock)
-    first, same, later = nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
-    assert seen.attach(first) and not seen.attach(same)
-    assert seen.left_out == ["Linear, which has a parameter weight as another model has"]
+    first, same, wrapped = nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+    assert all(map(seen.attach, (first, same, nn.Linear(2, 2, bias=False), wrapped)))
+    assert names(seen) == ["weight", "bias", "model2.weight", "model2.bias", "model3.weight", "0.weight", "0.bias"]
+    assert not seen.left_out
     train(clock)
-    assert seen.attach(later) and seen.left_out[1:] == ["Sequential before step 2"]
+    later = nn.Sequential(nn.Linear(2, 2))
+    assert seen.attach(later) and seen.left_out == ["Sequential before step 2"]
+    assert names(seen)[-2:] == ["model2.0.weight", "model2.0.bias"]
+
+
+def test_a_wrapper_of_a_model_that_was_called_alone_takes_its_place_among_names() -> None:
+    seen = seen_at(Clock())
+    first, inner = nn.Linear(2, 2), nn.Linear(2, 2)
+    outer = nn.Sequential()
+    outer.module = inner  # as DDP has it
+    assert seen.attach(first) and seen.attach(inner) and seen.attach(outer)
+    assert names(seen) == ["weight", "bias", "model2.weight", "model2.bias"]
 
 
 def step_on_a_copy(seen: Seen, clock: Clock, model: nn.Linear, *, gathers: bool) -> None:
