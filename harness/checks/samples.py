@@ -35,7 +35,7 @@ from harness.plan.stages import positions
 STAGE = "data"
 NEEDS = frozenset({"samples"})
 LEAST = 4
-"""Samples that two ranks share in a step by more than chance: fill-ups at the end of an epoch are fewer."""
+"""Samples that two ranks share in a step, on average, by more than chance."""
 MOST_RANKS = 64
 """Ranks of which each two are compared by single samples."""
 
@@ -284,17 +284,17 @@ def _fed_alike_in_part(trial: Trial) -> str:
 
 
 def _single_alike(trial: Trial) -> str:
-    """Name two ranks that are fed many of the same samples in every step, in batches that differ; empty where none are. Each
-    rank that shuffles the same samples by itself is fed such batches."""
+    """Name two ranks that are fed many of the same samples, and some in every step, in batches that differ; empty where none
+    are. Each rank that shuffles the same samples by itself is fed such batches. What fills up an epoch is in one step alone."""
     for ranks in _planes(trial):
         known = [one for one in ranks if one.samples]
         for one, other in itertools.combinations(known[:MOST_RANKS], 2):
             both = sorted(one.samples.keys() & other.samples.keys())
             shared = [_shared(one.samples[step], other.samples[step]) for step in both]
-            if shared and all(count >= max(LEAST, of / 8) for count, of in shared):
-                count, of = shared[0]
+            count, of = (sum(each) for each in zip(*shared, strict=True)) if shared else (0, 0)
+            if all(in_step for in_step, _ in shared) and count >= max(LEAST * len(shared), of / 8, 1):
                 which = f"ranks {ranks_text((one.rank, other.rank))} are fed some of the same samples"
-                return f"{which} in {steps_text(tuple(both))}, in the first {count} of {of} that were compared"
+                return f"{which} in {steps_text(tuple(both))}: {count} of {of} that were compared"
     return ""
 
 

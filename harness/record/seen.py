@@ -31,7 +31,7 @@ from harness.probe.settings import settings
 from harness.probe.structure import local, name_apart, named_parameters, sharded_parameters
 from harness.probe.values import held_bytes
 from harness.record.digests import constant, digest, not_finite
-from harness.record.inputs import inputs_of
+from harness.record.inputs import inputs_of, tensors_in
 from harness.record.numbers import Numbers
 from harness.record.optimizers import Optimizers, gradient_bytes, parameters_of
 
@@ -211,9 +211,8 @@ class Seen:
         step.read_late = not step.digests
         step.stepped, step.issued = stepped, len(self._collectives.records)
         step.memory["parameters"] = held_bytes(p for _, p in sharded_parameters(self.parts))
-        states = [s for each in self._optimizers for s in each.state.values()]
-        held = [v for state in states for v in state.values() if torch.is_tensor(v) and v.dim()]
-        step.memory["optimizer_state"] = held_bytes(held)
+        states = (state for each in self._optimizers for state in each.state.values())  # Shampoo's are maps of maps
+        step.memory["optimizer_state"] = held_bytes(v for state in states for _, v in tensors_in("", state) if v.dim())
         step.peak = _peak()
 
     def _note_contents(self, number: int, owned: set[int] | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -19,6 +21,16 @@ def train(clock: Clock) -> None:
     clock.enter_forward()
     clock.leave_forward()
     clock.leave_optimizer()
+
+
+def train_with(seen: Seen, clock: Clock, optimizer: torch.optim.Optimizer) -> None:
+    clock.enter_forward()
+    clock.leave_forward()
+    seen.optimizer_begins(optimizer)
+    clock.enter_optimizer()
+    optimizer.step()
+    clock.leave_optimizer()
+    seen.optimizer_ended(optimizer)
 
 
 def names(seen: Seen) -> list[str]:
@@ -103,3 +115,23 @@ def test_a_loss_that_holds_the_output_layer_of_a_model_has_no_parameters_of_its_
         clock.leave_forward()
     clock.leave_optimizer()
     assert [fed.dtype for step in seen.steps() for fed in step.fed] == ["int64"]
+
+
+class OfBlocks(torch.optim.Optimizer):
+    """Keeps its state as Shampoo does, in maps of maps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["block_0"] = {"factors": (torch.ones(2, 2), torch.ones(3, 3)), "step": torch.ones(())}
+
+
+def test_state_in_maps_of_maps_is_state() -> None:
+    clock, model = Clock(), nn.Linear(2, 2, bias=False)
+    seen, optimizer = seen_at(clock), OfBlocks(model.parameters())
+    seen.attach(model)
+    train_with(seen, clock, optimizer)
+    (step,) = seen.evidence(0, 1).steps
+    assert step.memory["optimizer_state"] == (4 + 9) * 4
