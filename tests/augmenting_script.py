@@ -1,5 +1,6 @@
 """A training script whose images are augmented by a generator of each rank. Its wrapper is called by its forward method,
-without labels. Rank 0 evaluates first, as many do. SAME: both ranks draw the samples of rank 0."""
+without labels. Rank 0 evaluates first, as many do. SAME: both ranks draw the samples of rank 0. SHUFFLES: each rank shuffles
+all samples by itself, and augments none."""
 
 from __future__ import annotations
 
@@ -22,13 +23,16 @@ def main() -> None:
     drawn_by = 0 if "SAME" in os.environ else rank
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=2, rank=drawn_by))
     torch.manual_seed(rank)
+    noise = 0.1
+    if "SHUFFLES" in os.environ:
+        loader, noise = DataLoader(data, batch_size=12, shuffle=True, drop_last=True), 0.0
     if rank == 0:
         with torch.no_grad():
             for (images,) in DataLoader(data, batch_size=16):
                 net(images)
     for (images,) in loader:
         optimizer.zero_grad()
-        model.forward(images + 0.1 * torch.rand(2, 4)).square().mean().backward()
+        model.forward(images + noise * torch.rand(images.shape)).square().mean().backward()
         optimizer.step()
     dist.destroy_process_group()
 

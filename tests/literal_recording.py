@@ -36,6 +36,7 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
         "ignored",
         "unclaimed",
         "inputs",
+        "samples",
     )
     plain |= {name: {} for name in tables}
     plain |= {

@@ -177,7 +177,7 @@ def _wrapper_findings(trial: Trial, rank: int, module: str, wrapper: Wrapper) ->
     claimed = {"shard_ranks": wrapper.shard_ranks, "replicate_ranks": wrapper.replicate_ranks}
     for (key, ranks), axis in zip(claimed.items(), (trial.plan.shard_axis, trial.plan.replicate_axis), strict=True):
         wanted, used = trial.plan.peers(rank, axis), tuple(sorted(ranks or (rank,)))
-        alone = axis == trial.plan.replicate_axis and used == (rank,)
+        alone = axis == trial.plan.replicate_axis and used == (rank,) and wrapper.shard_ranks  # DDP of one rank is none
         if used != wanted and not (alone and joined_in_step(trial, rank, wanted)):
             what: dict[str, Any] = {
                 "kind": "wrapper",

@@ -4,12 +4,13 @@ Each first stage receives as many microbatches as accumulation and the pipeline 
 Samples are recognised by their tokens, labels included; nothing that a data loader says is believed. Where the recipe's
 samples are unknown, no two data-parallel ranks receive the same in every step, and tp peers receive the same tokens in each.
 Ranks that are fed the same in part are undecided: noise of a rank's own hides equal samples. So are ranks whose loaders draw
-the same indices, for augmentation does that, too.
+the same indices, for augmentation does that, too, and ranks of which each shuffles the same samples by itself.
 Inputs that are no integers may be cut over tp, as activations are under sequence parallelism.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,6 +34,10 @@ from harness.plan.stages import positions
 
 STAGE = "data"
 NEEDS = frozenset({"samples"})
+LEAST = 4
+"""Samples that two ranks share in a step, on average, by more than chance."""
+MOST_RANKS = 64
+"""Ranks of which each two are compared by single samples."""
 
 
 def check(trial: Trial) -> Result:
@@ -222,7 +227,7 @@ def _of_any_recipe(trial: Trial) -> Result:
             why += f" on ranks {ranks_text(tuple(one.rank for one in trial.glances if not one.fed))}"
         return Result("samples", Verdict.UNKNOWN, note=why)
     found = verdict_of("samples", [*apart, *_fed_alike(trial)], len(fed))
-    partly = "" if found.findings else _fed_alike_in_part(trial) or _drawn_alike(trial)
+    partly = "" if found.findings else _fed_alike_in_part(trial) or _single_alike(trial) or _drawn_alike(trial)
     return replace(found, verdict=Verdict.UNKNOWN, note=partly) if partly else found
 
 
@@ -276,6 +281,28 @@ def _fed_alike_in_part(trial: Trial) -> str:
                     alike = f"ranks {ranks_text(tuple(same))} are fed the same input {place + 1} in {steps_text(steps)}"
                     return f"{alike}, and others besides: noise of a rank's own hides equal samples"
     return ""
+
+
+def _single_alike(trial: Trial) -> str:
+    """Name two ranks that are fed many of the same samples, and some in every step, in batches that differ; empty where none
+    are. Each rank that shuffles the same samples by itself is fed such batches. What fills up an epoch is in one step alone."""
+    for ranks in _planes(trial):
+        known = [one for one in ranks if one.samples]
+        for one, other in itertools.combinations(known[:MOST_RANKS], 2):
+            both = sorted(one.samples.keys() & other.samples.keys())
+            shared = [_shared(one.samples[step], other.samples[step]) for step in both]
+            count, of = (sum(each) for each in zip(*shared, strict=True)) if shared else (0, 0)
+            if all(in_step for in_step, _ in shared) and count >= max(LEAST * len(shared), of / 8, 1):
+                which = f"ranks {ranks_text((one.rank, other.rank))} are fed some of the same samples"
+                return f"{which} in {steps_text(tuple(both))}: {count} of {of} that were compared"
+    return ""
+
+
+def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, int]:
+    """Return how many are equal, and of how many. Each rank has its smallest digests, so that larger ones may be missing."""
+    last = min(one[-1], other[-1])
+    compared = [{digest for digest in digests if digest <= last} for digests in (one, other)]
+    return len(compared[0] & compared[1]), max(map(len, compared))
 
 
 def _drawn_alike(trial: Trial) -> str:

@@ -28,6 +28,8 @@ from harness.evidence.whole_file import whole_file
 S = TypeVar("S")
 PAGE, SECOND_PART = 4096, 3072
 """Bytes of the file that a killed process leaves: the last collective, and from this place how far it came."""
+GROUPS = 8
+"""Other groups of which a rank leaves how many collectives it had issued."""
 BESIDE = ".beside"
 """The end of the name of what a rank leaves of two threads on one group before it has ended."""
 RANKS = 2**20  # of any job, and steps that are named as one range
@@ -88,6 +90,15 @@ class Last:
     """Position, from 1, among this rank's collectives of the group."""
     before: tuple[str, ...] = ()
     """Texts of a few collectives that it issued over the group before, the latest first."""
+    elsewhere: dict[str, int] | None = field(default=None, metadata=LATER)
+    """Group -> how many it had issued over each of the other groups that it used last; None where that is not on record."""
+
+    def issued_over(self, group: str) -> int | None:
+        """How many collectives it had issued over a group; None if that is not known."""
+        if group == self.group:
+            return self.seq
+        known = self.elsewhere if self.elsewhere is not None else dict[str, int]()
+        return known.get(group, 0 if self.elsewhere is not None and len(known) < GROUPS else None)
 
 
 @dataclass(frozen=True)
@@ -165,6 +176,8 @@ class RankRecord:
     """Digests of the indices of its samples, a batch each, as far as its data loaders draw by index."""
     buffers: int = field(default=0, metadata=LATER)
     """Number of its models' buffers of floating-point numbers, which are not compared."""
+    samples: dict[int, tuple[int, ...]] = field(default_factory=dict, metadata=LATER)
+    """Step -> digests of single samples that it was fed, in order: the smallest ones of many."""
 
     @property
     def ended_steps(self) -> tuple[int, ...]:

@@ -195,6 +195,8 @@ class Summary:
     """Digests of the indices of its samples, as in RankRecord."""
     buffers: int = field(default=0, metadata=LATER)
     """Number of buffers of floating-point numbers."""
+    samples: dict[int, tuple[int, ...]] = field(default_factory=dict, metadata=LATER)
+    """Step -> digests of single samples, as in RankRecord."""
 
     @property
     def saw_a_step(self) -> bool:

@@ -235,8 +235,8 @@ def _beside(file: Path) -> tuple[Beside, ...]:
 def _trace(directory: Path, one: Summary) -> Last | None:
     """What a killed process left of its last collective, later than its record."""
     try:
-        text, group, place, before = json.loads(_page(directory, one)[:SECOND_PART].split(b"\n")[0])
+        text, group, place, before, *elsewhere = json.loads(_page(directory, one)[:SECOND_PART].split(b"\n")[0])
     except (OSError, ValueError):  # it had not got so far, or was killed as it wrote
         return one.last
     ranks = next((i.ranks for i in one.issued if i.group == group), "")
-    return Last(text, ranks_of(ranks), group, place, tuple(before))
+    return Last(text, ranks_of(ranks), group, place, tuple(before), *elsewhere)

@@ -19,7 +19,7 @@ from harness.evidence.step import AfterEvaluation, AfterForward
 from harness.probe.clock import Account, Clock
 from harness.probe.hooks import Hook
 from harness.probe.shards import shards_of
-from harness.probe.structure import fsdp2_groups, joined, local, plain_fqn
+from harness.probe.structure import fqn_of, fsdp2_groups, joined, local, module_names, plain_fqn
 from harness.probe.without_memory import place
 
 _installed: list[GatheredRecorder] = []
@@ -109,7 +109,7 @@ def after_forward(part: nn.Module, *, over: bool = False) -> AfterForward:
 
 def _needed_yet(part: nn.Module) -> Iterator[str]:
     """Parameters of FSDP2's units of which some module ran, and not yet all."""
-    names = {module: plain_fqn(name) for name, module in part.named_modules()}
+    names = module_names(part)
     for group in (group for module in names for group in fsdp2_groups(module)):
         if group._training_state.name == "FORWARD":
             infos = [parameter._module_info for parameter in group.fsdp_params]
@@ -117,11 +117,11 @@ def _needed_yet(part: nn.Module) -> Iterator[str]:
 
 
 def _in_memory(part: nn.Module) -> Iterator[Found]:
-    names = {module: plain_fqn(name) for name, module in part.named_modules()}
+    names = module_names(part)
     for name, parameter in part.named_parameters():
         tensor = local(parameter)
         if not is_traceable_wrapper_subclass(tensor):  # a quantized one has no storage itself
-            yield plain_fqn(name), tensor.numel() * tensor.element_size(), tensor
+            yield fqn_of(part, name), tensor.numel() * tensor.element_size(), tensor
     if (shards := shards_of(part)) is not None:
         yield from ((name, held.numel() * held.element_size(), held) for name, held in shards.parameters())
     for module in names:
@@ -131,7 +131,7 @@ def _in_memory(part: nn.Module) -> Iterator[Found]:
 
 def _gathered(part: nn.Module) -> Iterator[str]:
     """Parameters of which memory holds what FSDP gathered, whole or over some of the ranks."""
-    names = {module: plain_fqn(name) for name, module in part.named_modules()}
+    names = module_names(part)
     for module in names:
         whole = {
             name for name, size, vector in _kept_by_fsdp1(module, names) if size and vector.untyped_storage().nbytes()

@@ -26,6 +26,7 @@ WRAPPER_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_modul
 
 _wrappers: WeakKeyDictionary[nn.Module, Wrapper] = WeakKeyDictionary()
 _meshes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def note_wrapper(module: nn.Module, kind: str, *, shard_ranks: Ranks = (), replicate_ranks: Ranks = ()) -> None:
@@ -48,10 +49,24 @@ def joined(module: str, name: str) -> str:
     return f"{module}.{name}" if module else name
 
 
+def name_apart(part: nn.Module, name: str) -> None:
+    """Let all names of a model begin with this one, because another model of the job has the same names."""
+    _names[part] = name
+
+
+def fqn_of(part: nn.Module, name: str) -> str:
+    """Return the name of a module or a parameter of a model within the job."""
+    return joined(_names.get(part, ""), plain_fqn(name)).removesuffix(".")
+
+
+def module_names(part: nn.Module) -> dict[nn.Module, str]:
+    return {module: fqn_of(part, name) for name, module in part.named_modules()}
+
+
 def named_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     for part in parts:
         for name, parameter in part.named_parameters():
-            yield plain_fqn(name), parameter
+            yield fqn_of(part, name), parameter
 
 
 def sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -61,7 +76,7 @@ def sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.
         if (shards := shards_of(part)) is not None:
             yield from shards.parameters()
             continue
-        names = {module: plain_fqn(name) for name, module in part.named_modules()}
+        names = module_names(part)
         kept = {
             joined(names[each._module_info.module], each._module_info.param_name): each.sharded_param
             for module in names
@@ -160,12 +175,12 @@ def wrappers(parts: Iterable[nn.Module]) -> dict[str, Wrapper]:
     """What the data-parallel wrappers say of themselves, by module name ("" is the root)."""
     found: dict[str, Wrapper] = {}
     for part in parts:
-        for name, module in part.named_modules():
+        for module, name in module_names(part).items():
             wrapper = _wrappers.get(module) or _ddp(module) or _replicate(module) or _fsdp1(module) or _fsdp2(module)
             if wrapper:
                 together = _gathered_together(module, part)
-                ignored = tuple(joined(plain_fqn(name), fqn) for fqn in wrapper.ignored)
-                found[plain_fqn(name)] = dataclasses.replace(wrapper, parameters=together, ignored=ignored)
+                ignored = tuple(joined(name, fqn) for fqn in wrapper.ignored)
+                found[name] = dataclasses.replace(wrapper, parameters=together, ignored=ignored)
     return found
 
 
@@ -239,9 +254,9 @@ def _fsdp2(module: nn.Module) -> Wrapper | None:
 def switches(parts: Iterable[nn.Module]) -> dict[str, tuple[str, ...]]:
     """What users set by methods of FSDP2's modules and by its policies, where it is not the usual; by module name."""
     found = {
-        plain_fqn(name): tuple(_switches(module, part))
+        name: tuple(_switches(module, part))
         for part in parts
-        for name, module in part.named_modules()
+        for module, name in module_names(part).items()
         if hasattr(module, "_get_fsdp_state")
     }
     return {name: said for name, said in found.items() if said}
@@ -259,7 +274,7 @@ def _switches(module: Any, part: nn.Module) -> Iterator[str]:
         yield "cast_forward_inputs off"
     if any(getattr(parameter, "pin_memory", False) for group in groups for parameter in group.fsdp_params):
         yield "offload to pinned memory"
-    names = {one: plain_fqn(name) or "the root" for name, one in part.named_modules()}
+    names = {one: name or "the root" for one, name in module_names(part).items()}
     for direction in ("forward", "backward"):
         ahead = [other._modules[0] for other in getattr(state, f"_states_to_{direction}_prefetch", ())]
         if ahead:
@@ -275,7 +290,7 @@ def _of_policy(group: Any, name: str) -> str:
 
 def _gathered_together(module: nn.Module, part: nn.Module) -> tuple[str, ...]:
     """The parameters of an FSDP unit; of another wrapper none."""
-    names = {other: plain_fqn(name) for name, other in part.named_modules()}
+    names = module_names(part)
     flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
     if flat is not None:
         return tuple(joined(names[module], plain_fqn(fqn)) for fqn in flat._fqns)

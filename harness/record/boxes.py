@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from harness.evidence.sketches import Box, place_text
-from harness.probe.structure import joined, local, plain_fqn, sharded_parameters
+from harness.probe.structure import joined, local, module_names, plain_fqn, sharded_parameters
 
 Intervals = tuple[tuple[int, int], ...]
 MOST = 4096
@@ -200,10 +200,10 @@ def boxes_of_dims(shape: Sequence[int], dims: Sequence[Intervals]) -> tuple[Box,
 def _of_fsdp1(parts: Iterable[nn.Module]) -> Iterator[tuple[str, list[Held]]]:
     """Yield, by module that FSDP1 wraps, what this rank's part of its vector has of each parameter."""
     for part in parts:
-        for name, module in part.named_modules():
+        for module, name in module_names(part).items():
             flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
             if isinstance(module, FullyShardedDataParallel) and flat is not None:
-                yield name, [*_of_vector(plain_fqn(name), flat)]
+                yield name, [*_of_vector(name, flat)]
 
 
 def _of_vector(module: str, flat: Any) -> Iterator[Held]:

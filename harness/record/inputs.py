@@ -27,7 +27,7 @@ def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Te
     tensors inside of an argument."""
     given = [*(("", value) for value in args), *kwargs.items()]
     alone = [(name, value) for name, value in given if torch.is_tensor(value)]
-    held = itertools.chain(alone, *(_tensors(name, value, DEEPEST) for name, value in given))
+    held = itertools.chain(alone, *(tensors_in(name, value) for name, value in given))
     found, labels, beside = dict[int, torch.Tensor](), dict[int, torch.Tensor](), list[torch.Tensor]()
     for name, tensor in held:
         if any(word in name for word in BESIDE):
@@ -46,7 +46,8 @@ def _is_of_samples(tensor: torch.Tensor) -> bool:
     return tensor.dim() > 0 and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
-def _tensors(name: str, value: Any, deeper: int) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(name: str, value: Any, deeper: int = DEEPEST) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors in maps, sequences and dataclasses, with the name nearest to each."""
     if torch.is_tensor(value):
         yield name, value
         return
@@ -58,4 +59,4 @@ def _tensors(name: str, value: Any, deeper: int) -> Iterator[tuple[str, torch.Te
     elif isinstance(value, (list, tuple)):
         members = ((name, each) for each in value)
     for key, member in itertools.islice(members, MOST if deeper else 0):
-        yield from _tensors(key, member, deeper - 1)
+        yield from tensors_in(key, member, deeper - 1)

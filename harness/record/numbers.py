@@ -30,6 +30,8 @@ ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "floa
 """By dtype, the distance of 1 from the next larger number."""
 WRAPPERS = 16
 """Wrappers of one function that are looked through."""
+MOST_SAMPLES = 32
+"""Digests of single samples that are kept of a step."""
 Timed = Callable[..., Any]
 Key = tuple[int, str, str]
 """Step, kind, fqn."""
@@ -189,6 +191,15 @@ class Numbers:
             self.found[step, kind, held.fqn] = held, self.sketcher.sketch(values, held.fqn, held.boxes)
 
     # ---- what is left behind
+
+    @property
+    def samples(self) -> dict[int, tuple[int, ...]]:
+        """Return, by step, digests of the single samples that a rank was fed: the same choice of them on each rank."""
+        found = defaultdict[int, set[int]](set)
+        for one in self.fed:
+            if one.account.step and one.account.kind == "training":
+                found[one.account.step].update(one.rows[0].tolist())
+        return {step: tuple(sorted(of)[:MOST_SAMPLES]) for step, of in found.items()}
 
     def left(self, rank: int, world: int, launch: str, optimizers: tuple[str, ...]) -> RankSketches:
         """Return all of it, read from where it lies."""

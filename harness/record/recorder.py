@@ -286,4 +286,5 @@ class Recorder:
             beside=self.collectives.beside,
             drawn=self.drawn.digests,
             buffers=self.seen.buffers,
+            samples=self.numbers.samples,
         )

@@ -28,10 +28,10 @@ from harness.probe.compiler import compiler
 from harness.probe.pipeline import PipelineRecorder
 from harness.probe.resharding import GatheredRecorder, after_forward
 from harness.probe.settings import settings
-from harness.probe.structure import local, named_parameters, sharded_parameters
+from harness.probe.structure import local, name_apart, named_parameters, sharded_parameters
 from harness.probe.values import held_bytes
 from harness.record.digests import constant, digest, not_finite
-from harness.record.inputs import inputs_of
+from harness.record.inputs import inputs_of, tensors_in
 from harness.record.numbers import Numbers
 from harness.record.optimizers import Optimizers, gradient_bytes, parameters_of
 
@@ -102,16 +102,17 @@ class Seen:
         return self._known.get(module, False)
 
     def attach(self, module: nn.Module) -> bool:
-        """Whether its calls are passes: not those of a module of a model that is known, nor of one whose parameters have its
-        names. A loss that holds the output layer trains, and no parameter of it is its own."""
+        """Whether its calls are passes: not those of a module of a model that is known. A loss that holds the output layer
+        trains, and no parameter of it is its own."""
         if module in self._known:
             return self._known[module]
         within = {other for part in self.parts for other in part.modules()}
         if module not in within and self._only_borrows(module, within):
             self._known[module] = True
             return True
-        own = self._known[module] = module not in within and self._has_names_of_its_own(module)
+        own = self._known[module] = module not in within
         if own:
+            self._name(module)
             self._add(module)
         return own
 
@@ -140,13 +141,13 @@ class Seen:
         if self.reads_contents:
             self.numbers.start(self.parts)
 
-    def _has_names_of_its_own(self, module: nn.Module) -> bool:
-        within = set(module.modules())
-        known = {fqn: id(p) for fqn, p in named_parameters(part for part in self.parts if part not in within)}
-        clash = next((fqn for fqn, p in named_parameters([module]) if known.get(fqn, id(p)) != id(p)), None)
-        if clash is not None:
-            self.left_out.append(f"{type(module).__name__}, which has a parameter {clash} as another model has")
-        return clash is None
+    def _name(self, module: nn.Module) -> None:
+        """Give a model other names, if an earlier one has the same: parameters of a second one begin with `model2`."""
+        within, number = set(module.modules()), 1
+        others = {fqn: id(p) for fqn, p in named_parameters(part for part in self.parts if part not in within)}
+        while any(others.get(fqn, id(p)) != id(p) for fqn, p in named_parameters([module])):
+            number += 1
+            name_apart(module, f"model{number}")
 
     # ---- passes
 
@@ -210,9 +211,8 @@ class Seen:
         step.read_late = not step.digests
         step.stepped, step.issued = stepped, len(self._collectives.records)
         step.memory["parameters"] = held_bytes(p for _, p in sharded_parameters(self.parts))
-        states = [s for each in self._optimizers for s in each.state.values()]
-        held = [v for state in states for v in state.values() if torch.is_tensor(v) and v.dim()]
-        step.memory["optimizer_state"] = held_bytes(held)
+        states = (state for each in self._optimizers for state in each.state.values())  # Shampoo's are maps of maps
+        step.memory["optimizer_state"] = held_bytes(v for state in states for _, v in tensors_in("", state) if v.dim())
         step.peak = _peak()
 
     def _note_contents(self, number: int, owned: set[int] | None = None) -> None:

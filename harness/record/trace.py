@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from harness.evidence.recording import BESIDE, Beside, Last, issued_text
+from harness.evidence.recording import BESIDE, GROUPS, Beside, Last, issued_text
 from harness.evidence.records import BACKGROUND, CHECKPOINT
 from harness.evidence.store import encoded_without_values
 from harness.probe.clock import Clock
@@ -31,7 +31,7 @@ class TracedCollectives(CollectiveRecorder):
         super().__init__(clock.where, None, lambda: clock.account)
         self._progress = progress
         self._clock, self._chosen = clock, chosen
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, int] = {}  # the group used last comes last
         self._in_background: Counter[str] = Counter()
         self._latest: tuple[Any, ...] | None = None
         self._before: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=BEFORE))
@@ -80,9 +80,11 @@ class TracedCollectives(CollectiveRecorder):
     def _trace(self, op: str, group: dist.ProcessGroup) -> bool:
         """Whether it is on record too."""
         name = name_of(group)
-        self._counts[name] += 1
+        self._counts[name] = self._counts.pop(name, 0) + 1
         step, phase = self._clock.where()
-        self._latest = (text := issued_text(op, step, phase), name, self._counts[name], [*self._before[name]])
+        counts = [*self._counts.items()][-1 - GROUPS :]  # a copy: other threads issue as well
+        others = {other: count for other, count in counts if other != name}
+        self._latest = (text := issued_text(op, step, phase), name, self._counts[name], [*self._before[name]], others)
         self._before[name].appendleft(text)
         self._progress.note_collective(self._latest)
         if phase != BACKGROUND:
@@ -117,8 +119,8 @@ class TracedCollectives(CollectiveRecorder):
     def last(self) -> Last | None:
         if self._latest is None:
             return None
-        text, name, place, before = self._latest
-        return Last(text, self._ranks.get(name, ()), name, place, tuple(before))
+        text, name, place, before, others = self._latest
+        return Last(text, self._ranks.get(name, ()), name, place, tuple(before), others)
 
     def leave_beside(self, record: Path, *, finished: bool) -> None:
         """Say beside which record a process that is killed leaves what other threads issued."""

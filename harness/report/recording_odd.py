@@ -185,14 +185,18 @@ def _interrupted(recording: Recording, ranks: Sequence[int]) -> list[Odd]:
 
 def _waits(recording: Recording) -> list[Odd]:
     """Find ranks that others waited for, in a job that was ended from outside: the others had issued more in one group. A
-    member that issued nothing over any group is waited for, too."""
+    member that issued nothing over any group is waited for, too, and one that went on to another group."""
     rows: list[Odd] = []
-    silent = {rank for rank, one in recording.summaries.items() if not (recording.last.get(rank) or one.last)}
+    issued = {rank: recording.last.get(rank) or one.last for rank, one in recording.summaries.items()}
     for members in _lasts(recording):
         most = max(members.values(), key=lambda last: last.seq)
         ahead = [rank for rank, last in members.items() if last.seq == most.seq]
-        behind = [rank for rank in members if rank not in ahead]
-        if behind := [*behind, *(rank for rank in most.ranks if rank in silent)]:
+        counts = {
+            rank: last.issued_over(most.group) if last else 0
+            for rank, last in issued.items()
+            if rank in most.ranks and (rank in members or last is None or last.group != most.group)
+        }
+        if behind := [rank for rank, count in counts.items() if count is not None and count < most.seq]:
             what = f"{most.text} over {ranks_text(most.ranks)}, number {most.seq} of that group"
             rows.append(Odd.on(WAITED, behind, f"{some_ranks(behind)}, by {some_ranks(ahead)} in {what}"))
     return rows[:4]

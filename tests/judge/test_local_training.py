@@ -159,7 +159,9 @@ def judged_of_optimizer(held: Held, claims: Callable[[Wrapper], Wrapper] = lambd
             RecordedStep(number, dict.fromkeys(names, held(rank, number)))
             for number in (0, *(one.step for one in evidence.steps))
         ]
-        records[rank] = RankRecord(in_step(rank, evidence), tuple(steps), ended="ok", steps_seen=len(evidence.steps))
+        wrappers = {name: claims(wrapper) for name, wrapper in evidence.structure.items()}
+        left = in_step(rank, replace(evidence, structure=wrappers))
+        records[rank] = RankRecord(left, tuple(steps), ended="ok", steps_seen=len(evidence.steps))
     trial = recorded.trial_of(records, LAYOUTS["hsdp_2x2"], "run", len(records))
     return {name: run_check(name, module.check, trial) for name, module in all_checks().items()}
 
@@ -184,6 +186,13 @@ def test_that_no_wrapper_claims_replicas_which_the_optimizer_joins_is_no_finding
     found = judged_of_optimizer(held, lambda one: replace(one, replicate_ranks=()))
     assert found["placements"].verdict == Verdict.PASS
     assert found["traffic"].verdict == (Verdict.PASS if held is ALIKE else Verdict.FAIL)
+
+
+def test_ddp_over_one_rank_reduces_nothing_though_the_optimizer_leaves_replicas_alike() -> None:
+    """As under Shampoo, whose ranks share out what each made of its own gradients."""
+    found = judged_of_optimizer(ALIKE, lambda one: replace(one, kind="ddp", shard_ranks=(), replicate_ranks=()))
+    quantities = {finding.quantity for finding in found["placements"].findings}
+    assert found["placements"].verdict == Verdict.FAIL and "ddp replicate_ranks" in quantities
 
 
 # ---- collectives of a future's callback

@@ -64,6 +64,19 @@ def test_where_loaders_draw_the_same_indices_augmentation_may_hide_equal_samples
     assert drawing((5, 6), (5, 6), tokens={1: 3}) == Verdict.PASS
 
 
+def test_ranks_that_shuffle_the_same_samples_each_by_itself_are_fed_some_of_them_alike_in_every_step() -> None:
+    def shuffling(*told: dict[int, tuple[int, ...]]) -> Verdict:
+        ranks = [summary(rank, len(told), fed={1: rank}, samples=one) for rank, one in enumerate(told)]
+        return samples(ranks, ParallelDims(dp_replicate=len(told))).verdict
+
+    first, second = {1: tuple(range(16)), 2: tuple(range(16, 32))}, {1: tuple(range(8, 24)), 2: tuple(range(12, 28))}
+    assert shuffling(first, second) == shuffling(first, {3: (), 1: (40,)}, second) == Verdict.UNKNOWN
+    assert shuffling(first, {1: second[1], 2: tuple(range(32, 48))}) == Verdict.PASS  # an epoch that was filled up
+    assert shuffling(first, {1: tuple(range(13, 29)), 2: second[2]}) == Verdict.UNKNOWN  # 3 and 12 of them
+    assert shuffling(first, {1: tuple(range(13, 29)), 2: tuple(range(12, 20))}) == Verdict.PASS  # 3 and 4, by chance
+    assert shuffling({1: tuple(range(32))}, {1: tuple(range(28, 60))}) == Verdict.UNKNOWN  # larger ones may be equal
+
+
 def test_the_same_batch_once_is_no_finding() -> None:
     assert samples([summary(rank, fed={1: 7, 2: rank}) for rank in range(4)], FOUR).verdict == Verdict.PASS
 

@@ -1,4 +1,4 @@
-"""Equal samples that each rank augments by itself: inputs differ, and what the data loaders draw does not."""
+"""Equal samples that each rank augments or shuffles by itself, so that batches differ."""
 
 from __future__ import annotations
 
@@ -27,3 +27,15 @@ def test_ranks_that_draw_the_same_samples_are_not_taken_to_have_different_ones(
     assert (ranks[0].drawn == ranks[1].drawn, len(ranks[0].drawn)) == (same, 4)
     assert code == (NOT_JUDGED if same else PASSED)
     assert [(one.buffers, one.wrappers) for one in ranks.values()] == [(2, {"ddp": 1})] * 2
+
+
+def test_ranks_that_shuffle_the_same_samples_each_by_itself_are_undecided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHUFFLES", "1")
+    code = main(["record", "-o", str(tmp_path / "one"), "--layout", "dp_replicate=2", "--", *RANKS])
+    ranks = load_recording(tmp_path / "one").summaries
+    assert ranks[0].fed[1] != ranks[1].fed[1] and ranks[0].drawn != ranks[1].drawn
+    assert [len({*one.samples[1]}) for one in ranks.values()] == [12, 12]
+    assert len({*ranks[0].samples[1]} & {*ranks[1].samples[1]}) >= 8  # of 16 in all
+    assert code == NOT_JUDGED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -21,14 +23,42 @@ def train(clock: Clock) -> None:
     clock.leave_optimizer()
 
 
-def test_a_model_with_the_names_of_another_and_one_that_comes_after_the_first_step_are_told() -> None:
+def train_with(seen: Seen, clock: Clock, optimizer: torch.optim.Optimizer) -> None:
+    clock.enter_forward()
+    clock.leave_forward()
+    seen.optimizer_begins(optimizer)
+    clock.enter_optimizer()
+    optimizer.step()
+    clock.leave_optimizer()
+    seen.optimizer_ended(optimizer)
+
+
+def names(seen: Seen) -> list[str]:
+    return [tensor.fqn for tensor in seen.evidence(0, 1).parameters]
+
+
+def test_a_model_with_the_names_of_another_has_names_of_its_own_and_one_that_comes_after_the_first_step_is_told() -> (
+    None
+):
     clock = Clock()
     seen = seen_at(clock)
-    first, same, later = nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
-    assert seen.attach(first) and not seen.attach(same)
-    assert seen.left_out == ["Linear, which has a parameter weight as another model has"]
+    first, same, wrapped = nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+    assert all(map(seen.attach, (first, same, nn.Linear(2, 2, bias=False), wrapped)))
+    assert names(seen) == ["weight", "bias", "model2.weight", "model2.bias", "model3.weight", "0.weight", "0.bias"]
+    assert not seen.left_out
     train(clock)
-    assert seen.attach(later) and seen.left_out[1:] == ["Sequential before step 2"]
+    later = nn.Sequential(nn.Linear(2, 2))
+    assert seen.attach(later) and seen.left_out == ["Sequential before step 2"]
+    assert names(seen)[-2:] == ["model2.0.weight", "model2.0.bias"]
+
+
+def test_a_wrapper_of_a_model_that_was_called_alone_takes_its_place_among_names() -> None:
+    seen = seen_at(Clock())
+    first, inner = nn.Linear(2, 2), nn.Linear(2, 2)
+    outer = nn.Sequential()
+    outer.module = inner  # as DDP has it
+    assert seen.attach(first) and seen.attach(inner) and seen.attach(outer)
+    assert names(seen) == ["weight", "bias", "model2.weight", "model2.bias"]
 
 
 def step_on_a_copy(seen: Seen, clock: Clock, model: nn.Linear, *, gathers: bool) -> None:
@@ -85,3 +115,23 @@ def test_a_loss_that_holds_the_output_layer_of_a_model_has_no_parameters_of_its_
         clock.leave_forward()
     clock.leave_optimizer()
     assert [fed.dtype for step in seen.steps() for fed in step.fed] == ["int64"]
+
+
+class OfBlocks(torch.optim.Optimizer):
+    """Keeps its state as Shampoo does, in maps of maps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["block_0"] = {"factors": (torch.ones(2, 2), torch.ones(3, 3)), "step": torch.ones(())}
+
+
+def test_state_in_maps_of_maps_is_state() -> None:
+    clock, model = Clock(), nn.Linear(2, 2, bias=False)
+    seen, optimizer = seen_at(clock), OfBlocks(model.parameters())
+    seen.attach(model)
+    train_with(seen, clock, optimizer)
+    (step,) = seen.evidence(0, 1).steps
+    assert step.memory["optimizer_state"] == (4 + 9) * 4

@@ -93,3 +93,15 @@ def test_a_thread_that_issues_over_the_group_of_training_meanwhile_is_on_record(
     finally:
         recorder.remove()
         dist.destroy_process_group()
+
+
+def test_how_many_were_issued_over_other_groups_is_known(traced: TracedCollectives) -> None:
+    other = dist.new_group()
+    for _ in range(3):
+        dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1), group=other)
+    last = traced.last
+    assert last is not None and last.elsewhere is not None
+    ((group, count),) = last.elsewhere.items()
+    assert (last.issued_over(last.group), last.issued_over("none"), count) == (1, 0, last.issued_over(group))
+    assert count >= 3

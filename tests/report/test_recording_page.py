@@ -10,7 +10,7 @@ import pytest
 from literal_recording import hsdp, judged_of, outside, summary
 
 from harness.evidence.keys import ranks_key
-from harness.evidence.recording import Last
+from harness.evidence.recording import GROUPS, Last
 from harness.evidence.summary import Summary, Use
 from harness.judge.stored_recording import Recording
 from harness.report.recording_layout import layout_report
@@ -133,6 +133,25 @@ def test_after_a_signal_who_issued_less_in_a_group_is_waited_for_and_other_group
     assert (
         waited_for(1, last(7, 0, 1), last(8, 0, 1), last(3, 2, 3), last(3, 2, 3)) == []
     )  # its own end, and its own row
+
+
+def test_ranks_that_wait_in_two_groups_are_each_waited_for_in_the_one_of_which_they_issued_less() -> None:
+    """A rank without DDP's sync goes on to a sum of its optimizer, over another group of the same ranks."""
+
+    def waited_for(*elsewhere: dict[str, int] | None) -> list[tuple[int, ...]]:
+        texts = {"ddp": "all_reduce in step 1, backward", "own": "all_gather in step 1, optimizer"}
+        over = [Last(texts[group], (0, 1), group, number) for group, number in (("ddp", 5), ("own", 1))]
+        lasts = {rank: replace(one, elsewhere=elsewhere[rank]) for rank, one in enumerate(over)}
+        rows = oddities(recording(*[hsdp(rank, ended="") for rank in range(2)], last=lasts, code=-2))
+        return [one.ranks for one in rows if one.label == "WAITED FOR"]
+
+    assert waited_for({}, {"ddp": 4}) == [(1,), (0,)]
+    assert waited_for({}, {"ddp": 5}) == [(0,)]  # rank 1 is ahead
+    assert waited_for(None, None) == []  # as before these counts were on record
+    many = {str(number): 1 for number in range(GROUPS)}
+    assert waited_for(many, {**many, "ddp": 4}) == [
+        (1,)
+    ]  # rank 0 may have issued more over a group that it used long ago
 
 
 def test_where_fsdp1_replicates_its_vectors_nobody_is_told_that_no_replicas_are_claimed() -> None:
