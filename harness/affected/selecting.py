@@ -82,15 +82,17 @@ def _reason(case: Case, one: CaseMap, changes: Changes, own: set[str]) -> str:
     """Return why the case can be affected; empty if it cannot."""
     if one.case != json.loads(json.dumps(requested.to_json(case))):
         return "the case itself changed"
-    if one.lost and (python := sorted({*changes.functions, *changes.whole, *changes.placed})):
-        return f"{one.lost}, which may run {python[0]}"
+    if one.lost and changes.python:
+        return f"{one.lost}, which may run {min(changes.python)}"
     if data := sorted(changes.data - own):
         return f"no Python: {data[0]}" + f" and {len(data) - 1} more" * (len(data) > 1)
     seen = one.imported | one.shared
     places = {PurePath(file).parent for file in seen}
-    for file in sorted(changes.placed):
+    for file in sorted(changes.new):
         if PurePath(file).parent in places:
-            return f"new or gone: {file}"
+            return f"new beside what is imported: {file}"
+    for file in sorted(changes.gone & seen):
+        return f"gone: {file}"
     for file, why in sorted(changes.whole.items()):
         if file in seen:
             return f"{why}: {file}"

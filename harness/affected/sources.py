@@ -23,7 +23,8 @@ class Changes:
     functions: dict[str, set[str]] = field(default_factory=dict)  # by file; in a file that both versions have
     whole: dict[str, str] = field(default_factory=dict)  # file -> why all of it counts
     data: set[str] = field(default_factory=set)  # files that are no Python
-    placed: set[str] = field(default_factory=set)  # Python files that are new or gone
+    new: set[str] = field(default_factory=set)  # Python files
+    gone: set[str] = field(default_factory=set)  # Python files
 
     def add(self, other: Changes) -> None:
         """Take on what differs between two other versions as well."""
@@ -31,7 +32,13 @@ class Changes:
             self.functions.setdefault(file, set()).update(names)
         self.whole |= other.whole
         self.data |= other.data
-        self.placed |= other.placed
+        self.new |= other.new
+        self.gone |= other.gone
+
+    @property
+    def python(self) -> set[str]:
+        """Return every Python file that differs."""
+        return {*self.functions, *self.whole} | self.new | self.gone
 
 
 def between(root: Path, old: str, new: str | None) -> Changes:
@@ -41,8 +48,8 @@ def between(root: Path, old: str, new: str | None) -> Changes:
         if not file.endswith(".py"):
             if not (file.endswith(PROSE) or file.startswith(PROSE_PLACES)):
                 found.data.add(file)
-        elif status != "M":
-            found.placed.add(file)
+        elif status in "AD":
+            (found.new if status == "A" else found.gone).add(file)
         else:
             names, why = compared(_text(root, old, file), _text(root, new, file))
             if why:

@@ -72,10 +72,10 @@ def test_files_of_two_commits_and_those_that_are_there_now(tmp_path: Path) -> No
     second = commit(tmp_path, a__py=BEFORE.replace("a + b", "a - b"), gone__py=None, table__json="2", README__md="y")
     found = between(tmp_path, first, second)
     assert (found.functions, found.whole) == ({"a.py": {"f"}}, {})
-    assert (found.data, found.placed) == ({"table.json"}, {"gone.py"})
+    assert (found.data, found.new, found.gone) == ({"table.json"}, set(), {"gone.py"})
     (tmp_path / "new.py").write_text("", encoding="utf-8")
     (tmp_path / "a.py").write_text("LIMIT = 3", encoding="utf-8")
     found = between(tmp_path, second, None)
-    assert (set(found.whole), found.placed, found.data) == ({"a.py"}, {"new.py"}, set())
+    assert (set(found.whole), found.new, found.data) == ({"a.py"}, {"new.py"}, set())
     with pytest.raises(CaseError, match="no-such"):
         between(tmp_path, "no-such", None)
