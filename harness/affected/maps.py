@@ -28,6 +28,7 @@ class CaseMap:
     imported: frozenset[str]  # files that its ranks imported
     shared: frozenset[str]  # files whose functions the harness itself may have called
     lost: str = ""  # why functions may be missing here; then every one counts
+    shell: bool = True  # whether a rank started a shell; then scripts count
 
     @classmethod
     def of(cls, path: Path) -> CaseMap:
@@ -42,6 +43,7 @@ class CaseMap:
                 frozenset(value["imported"]),
                 frozenset(value["shared"]),
                 value["lost"],
+                value["shell"],
             )
         except (TypeError, KeyError, AttributeError) as error:
             raise CaseError(f"{path}: no map of a case; delete it") from error
@@ -56,6 +58,7 @@ class CaseMap:
             "imported": sorted(self.imported),
             "shared": sorted(self.shared),
             "lost": self.lost,
+            "shell": self.shell,
         }
         write_text(path, json.dumps(value, indent=1))
 
@@ -69,13 +72,13 @@ def merged(seen: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one value of what several ranks saw, as `FunctionRecorder.stop` returns it."""
     functions: dict[str, set[str]] = {}
     imported: set[str] = set()
-    lost = ""
+    lost, shell = "", False
     for one in seen:
         for file, names in one["functions"].items():
             functions.setdefault(file, set()).update(names)
         imported.update(one["imported"])
-        lost = lost or one["lost"]
-    return {"functions": functions, "imported": imported, "lost": lost}
+        lost, shell = lost or one["lost"], shell or one["shell"]
+    return {"functions": functions, "imported": imported, "lost": lost, "shell": shell}
 
 
 def repository_of(spec: str) -> Path:

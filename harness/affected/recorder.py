@@ -12,6 +12,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 TOOL = 4  # of sys.monitoring's six; the library names 0, 1, 2 and 5
+STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn")
+SCRIPTS = ("sh", "bash", "zsh", "make", "env", "xargs")
 PROCESSES = ("multiprocessing.popen_fork", "multiprocessing.popen_spawn_posix", "multiprocessing.popen_forkserver")
 """The modules that are imported once a process of multiprocessing starts."""
 
@@ -28,6 +30,7 @@ class FunctionRecorder:
         self.codes: set[CodeType] = set()
         self.profiles: list[cProfile.Profile] = []  # one a thread
         self.lost = ""  # why some functions may be missing
+        self.shell = False  # whether a shell ran, or what may be a script
         self.on = self.ours = False
         self.before = {name for name in PROCESSES if name in sys.modules}
 
@@ -78,11 +81,14 @@ class FunctionRecorder:
             self.lost = self.lost or "the trainer set a profiler of its own"
         elif event == "os.fork":
             self.lost = self.lost or "the trainer forked a process"
-        elif event == "subprocess.Popen" and "python" in str(arguments[0]):
-            self.lost = self.lost or "the trainer started another Python"
+        elif event in STARTS:
+            self.shell = self.shell or not _is_plain(event, arguments)
+            if "python" in str(arguments[0]):
+                self.lost = self.lost or "the trainer started another Python"
 
     def stop(self) -> dict[str, Any]:
-        """Return {"functions": {file: [name, ..]}, "imported": [file, ..], "lost": why}; files relative to the root.
+        """Return {"functions": {file: [name, ..]}, "imported": [file, ..], "lost": why, "shell": whether one ran}.
+        Files are relative to the root.
 
         A function within another, or a lambda, counts as the outermost one that contains it.
         """
@@ -104,7 +110,12 @@ class FunctionRecorder:
             if code.co_name != "<module>" and (file := _below(code.co_filename, self.root)):
                 functions.setdefault(file, set()).add(code.co_qualname.partition(".<locals>")[0])
         found = {file: sorted(names) for file, names in sorted(functions.items())}
-        return {"functions": found, "imported": sorted({*imported(self.root), *found}), "lost": self.lost}
+        return {
+            "functions": found,
+            "imported": sorted({*imported(self.root), *found}),
+            "lost": self.lost,
+            "shell": self.shell,
+        }
 
 
 def imported(root: str) -> Iterator[str]:
@@ -119,3 +130,9 @@ def _below(file: str, root: str) -> str:
     """Return the path relative to the root; empty for one that is not below it."""
     real = os.path.realpath(file) if os.path.isabs(file) else ""  # "<string>"
     return os.path.relpath(real, root) if real.startswith(root + os.sep) else ""
+
+
+def _is_plain(event: str, arguments: tuple[Any, ...]) -> bool:
+    """Return whether a program starts that is neither a shell nor a script."""
+    program = os.path.basename(str(arguments[0]))
+    return event != "os.system" and program not in SCRIPTS and not program.endswith(".sh")

@@ -84,7 +84,8 @@ def _reason(case: Case, one: CaseMap, changes: Changes, own: set[str]) -> str:
         return "the case itself changed"
     if one.lost and changes.python:
         return f"{one.lost}, which may run {min(changes.python)}"
-    if data := sorted(changes.data - own):
+    scripts = set() if one.shell else {file for file in changes.data if file.endswith(".sh")}
+    if data := sorted(changes.data - own - scripts):
         return f"no Python: {data[0]}" + f" and {len(data) - 1} more" * (len(data) > 1)
     seen = one.imported | one.shared
     places = {PurePath(file).parent for file in seen}

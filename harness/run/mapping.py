@@ -38,4 +38,5 @@ def keep_map(case: Case, options: Options, place: Path, folder: Path, judgement:
         imported=frozenset(files),
         shared=frozenset(shared_files(files, tracked & {*imported(os.path.realpath(root))}, root)),
         lost=lost,
+        shell=seen["shell"],
     ).save(path)

@@ -63,6 +63,14 @@ def test_functions_of_all_threads_are_seen_by_the_outermost_name(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("command", "shell"), [("['true']", False), ("'true', shell=True", True), ("['bash', '-c', 'true']", True)]
+)
+def test_a_shell_is_told_from_a_program(tmp_path: Path, command: str, shell: bool) -> None:
+    found = seen(tmp_path, f"import subprocess\nsubprocess.run({command})")
+    assert (found["shell"], found["lost"]) == (shell, "")
+
+
+@pytest.mark.parametrize(
     "body",
     [
         "import os\nif not os.fork(): os._exit(0)",

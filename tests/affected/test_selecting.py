@@ -109,6 +109,7 @@ MAP = CaseMap(
     functions={"t/loop.py": frozenset({"step", "Trainer.run"})},
     imported=frozenset({"t/loop.py", "t/data.py"}),
     shared=frozenset({"adapter.py"}),
+    shell=False,
 )
 
 
@@ -126,6 +127,7 @@ MAP = CaseMap(
         (Changes(gone={"t/data.py"}), True),
         (Changes(gone={"t/never_imported.py"}), False),
         (Changes(data={"setup.cfg"}), True),
+        (Changes(data={"run.sh"}), False),
         (Changes(data={"cases/own.yaml"}), False),
     ],
 )
@@ -137,6 +139,10 @@ def test_lost_functions_make_every_change_count() -> None:
     lost: Any = dataclasses.replace(MAP, lost="the trainer forked a process")
     assert _reason(CASE, lost, Changes(functions={"vision/other.py": {"f"}}), set())
     assert not _reason(CASE, lost, Changes(), set())
+
+
+def test_scripts_count_where_a_shell_ran() -> None:
+    assert _reason(CASE, dataclasses.replace(MAP, shell=True), Changes(data={"run.sh"}), set())
 
 
 def test_a_case_that_is_another_one_now_is_selected() -> None:
