@@ -65,7 +65,8 @@ def data_axes(plan: Plan) -> list[str]:
 def _of_data(trial: Trial, axes: Sequence[str]) -> tuple[list[Finding], list[str]]:
     """Return what is not moved along these in any step, and where what is moved may serve something else."""
     findings, untold = [], []
-    for rank, evidence in sorted(trial.ranks.items()) if axes else ():
+    seen_ranks = {rank: evidence for rank, evidence in trial.ranks.items() if evidence.steps and axes}
+    for rank, evidence in sorted(seen_ranks.items()):
         calls = [call for call in evidence.collectives if len(call.ranks) > 1]
         for axis in axes:
             group = trial.plan.group_of(rank, axis)

@@ -176,7 +176,8 @@ def waiting(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
         return {}
     ahead = {peer.rank: each for group in sequenced(fates) for peer, each in behind(fate, group, fates)}
     ahead = missed_barrier(fate) | unanswered(fate, fates) | ahead | not_come(fate, fates)
-    return {rank: each for rank, each in ahead.items() if rank in {fate.rank for fate in fates}}
+    there = {fate.rank for fate in fates}
+    return {rank: each for rank, each in ahead.items() if rank in there}
 
 
 BARRIER_MISSED = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")

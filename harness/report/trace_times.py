@@ -10,6 +10,7 @@ from harness.report.recording_page import groups_text
 from harness.traces.times import RankTime, Times, Took
 
 MOST = 8
+WHEN = {"other": "between passes", "optimizer": "in the optimizer's step"}
 BAR = 40
 """Letters of a drawn step."""
 
@@ -36,9 +37,8 @@ def _range(of: Mapping[int, float]) -> str:
 
 
 def _took(one: Took) -> str:
-    text = (
-        f"{one.op} in {one.phase} over {groups_text(one.groups, 2)}: {_text(one.seconds)}, exposed {_text(one.exposed)}"
-    )
+    what = f"{one.op} {WHEN.get(one.phase, f'in {one.phase}')} over {groups_text(one.groups, 2)}"
+    text = f"{what}: {_text(one.seconds)}, exposed {_text(one.exposed)}"
     if one.waited is None:
         return f"{text}; at least {bytes_text(one.rate)}/s over a link"
     return f"{text}, waited {_text(one.waited)}; {bytes_text(one.rate)}/s over a link"

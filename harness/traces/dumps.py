@@ -19,7 +19,7 @@ from harness.evidence.recording import RANKS
 from harness.evidence.store import EvidenceError
 from harness.launch.inflight import Issued
 from harness.launch.sequences import Place, place
-from harness.traces.kineto import DTYPES, operator_of
+from harness.traces.kineto import DTYPES, operator_of, ranks_in
 from harness.traces.plain_pickle import NotPlain, plain_of
 
 RANK = re.compile(r"(\d+)(\.\w+)?$")
@@ -77,8 +77,9 @@ def _plain(path: Path) -> Mapping[str, Any]:
         entries = plain["entries"]
         if not isinstance(entries, list) or not isinstance(plain.get("pg_config", {}), dict):
             raise ValueError("entries are no list, or pg_config no table")
+        _groups(plain)
         return dict(plain)
-    except (OSError, NotPlain, ValueError, KeyError, TypeError) as error:
+    except (OSError, NotPlain, ValueError, LookupError, TypeError, AttributeError) as error:
         why = error if isinstance(error, OSError | NotPlain) else repr(error)
         raise EvidenceError(f"{path}: no whole Flight Recorder dump ({why}); {REMEDY}") from error
 
@@ -88,15 +89,21 @@ def _members(read: Mapping[int, Mapping[str, Any]]) -> dict[str, tuple[int, ...]
     told: dict[str, tuple[int, ...]] = {}
     used: dict[str, set[int]] = defaultdict(set)
     for rank, plain in read.items():
-        for one in plain.get("pg_config", {}).values():
-            ranks = one.get("ranks", ()) if isinstance(one, dict) else ()
-            listed = json.loads(ranks) if isinstance(ranks, str) else list(ranks)
-            if listed:
-                told[str(one.get("name", ""))] = tuple(sorted(int(each) for each in listed))
-        for entry in plain["entries"]:
-            name, about = (*entry["process_group"], "")[:2]
-            used[str(name)] |= {rank} if about != "default_pg" else {*read}
+        listed, uses = _groups(plain)
+        told |= listed
+        for name, by_all in uses.items():
+            used[name] |= {*read} if by_all else {rank}
     return {name: tuple(sorted(ranks)) for name, ranks in used.items()} | told
+
+
+def _groups(plain: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, bool]]:
+    """Return the groups that a dump lists, and those that it uses, with whether each is the default one."""
+    listed = {}
+    for one in plain.get("pg_config", {}).values():
+        ranks = one.get("ranks", ())
+        if found := ranks_in(json.loads(ranks) if isinstance(ranks, str) else ranks):
+            listed[str(one.get("name", ""))] = found
+    return listed, {str(e["process_group"][0]): e["process_group"][-1] == "default_pg" for e in plain["entries"]}
 
 
 def _dump(path: Path, rank: int, plain: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> Dump:
@@ -123,7 +130,7 @@ def _dump(path: Path, rank: int, plain: Mapping[str, Any], groups: Mapping[str, 
         given_up = frozenset(key for key, of in states.items() if "open" not in of) - over
         issued = tuple(sorted(found.values(), key=lambda call: call.order))
         return Dump(path, rank, plain, issued, over, given_up, whole)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise EvidenceError(f"{path}: no whole Flight Recorder dump ({error!r}); {REMEDY}") from error
 
 

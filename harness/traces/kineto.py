@@ -9,7 +9,7 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Span:
     """When it began, in microseconds."""
     end: float
     """When it ended."""
-    thread: Any = None
+    thread: str = ""
     """The thread that it ran on; of a kernel, its stream."""
 
 
@@ -117,7 +117,7 @@ def load_trace(path: Path) -> Trace:
                 for event in batch:
                     reader.see(event)
         return reader.whole()
-    except (NotJson, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (NotJson, KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
         why = error if isinstance(error, NotJson) else repr(error)
         raise EvidenceError(f"{path}: not a whole profiler trace ({why}); {REMEDY}") from error
 
@@ -173,7 +173,7 @@ class _Reader:
     def _kernel(self, event: dict[str, Any], name: str) -> None:
         span, args = _span(event), event.get("args", {})
         if "nccl" in name.lower():
-            self.raw_kernels.append((Span(span.start, span.end, args.get("stream")), args, name))
+            self.raw_kernels.append((Span(span.start, span.end, str(args.get("stream"))), args, name))
         else:
             self.compute.extend((span.start, span.end))
 
@@ -214,7 +214,15 @@ class _Reader:
 
 def _span(event: dict[str, Any]) -> Span:
     start = float(event["ts"])
-    return Span(start, start + float(event.get("dur", 0)), event.get("tid"))
+    return Span(start, start + float(event.get("dur", 0)), str(event.get("tid")))
+
+
+def ranks_in(told: Iterable[Any]) -> tuple[int, ...]:
+    """Return them ascending. Raises ValueError for a number that is no rank."""
+    ranks = sorted(int(rank) for rank in told)
+    if ranks and not 0 <= ranks[0] <= ranks[-1] < RANKS:
+        raise ValueError(f"ranks {ranks[0]} to {ranks[-1]}")
+    return tuple(ranks)
 
 
 def operator_of(name: str) -> str:
@@ -229,7 +237,7 @@ def _groups(told: Any) -> tuple[Group, ...] | None:
         return None
     found = []
     for one in told:
-        ranks = tuple(sorted(int(rank) for rank in one.get("ranks", ())))
+        ranks = ranks_in(one.get("ranks", ()))
         if len(ranks) != int(one.get("pg_size", len(ranks))) or not ranks:
             return None
         found.append(Group(str(one["pg_name"]), ranks, str(one.get("backend_config", "")), str(one.get("pg_desc", ""))))
@@ -259,7 +267,7 @@ def _ranks(args: dict[str, Any], listed: tuple[int, ...] | None) -> tuple[int, .
     size, told = int(args.get("Group size", 0)), str(args.get("Process Group Ranks", ""))
     ranks = [int(rank) for rank in re.findall(r"\d+", told)]
     if "..." not in told and ranks and len(ranks) == size:
-        return tuple(sorted(ranks))
+        return ranks_in(ranks)
     if listed is not None and len(listed) == size:
         return listed
     start, stride = int(args.get("Global rank start", -1)), int(args.get("Global rank stride", 0))

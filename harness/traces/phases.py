@@ -78,20 +78,15 @@ class Phases:
         inside = (at >= 0) & (times <= self.backward.ends[np.maximum(at, 0)]) if len(self.backward.ends) else at >= 0
         self.forward = times[~inside]
 
-    def step_of(self, when: float) -> Span | None:
-        """Return the step that it is in; None before the first, after the last and between two."""
-        found = next((one for one in self.steps if one[0] <= when <= one[1]), None)
-        return Span(found[0], found[1], found[2]) if found else None
-
     def of(self, call: Call) -> tuple[int, str]:
         """Return step and phase; step 0 for what is in no step, and for what another thread issues."""
         when, thread = call.span.start, call.span.thread
-        step = self.step_of(when)
-        if step is None or thread not in self.threads:
-            return 0, BACKGROUND
-        return int(step.thread), self._phase(when, thread, step)
+        for start, end, number in self.steps:
+            if start <= when <= end and thread in self.threads:
+                return number, self._phase(when, thread, Span(start, end))
+        return 0, BACKGROUND
 
-    def _phase(self, when: float, thread: Any, step: Span) -> str:
+    def _phase(self, when: float, thread: str, step: Span) -> str:
         if self.optimizer.has(when):
             return "optimizer"
         for kind in ("backward", "forward"):

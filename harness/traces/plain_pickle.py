@@ -14,7 +14,11 @@ class NotPlain(ValueError):
     """The pickle has something else than plain values."""
 
 
-class _Reader(pickle.Unpickler):
+class _Reader(pickle._Unpickler):
+    """The reader that is written in Python: the one in C makes room for as many values as a damaged number says."""
+
+    dispatch = {code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]}
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in PLAIN:
             return PLAIN[module, name]

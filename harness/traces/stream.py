@@ -53,10 +53,10 @@ class Text:
         return len(self.text) - self.at
 
     def more(self) -> None:
-        """Read a piece more, and forget what is behind. Raises NotJson where nothing is left."""
+        """Read a piece more, as long as what is here, and forget what is behind. Raises NotJson where nothing is left."""
         if self.over or self.left > LARGEST:
             raise NotJson("the file ends too early" if self.over else f"one value has more than {LARGEST} characters")
-        piece = self.file.read(PIECE)
+        piece = self.file.read(max(PIECE, self.left))
         self.over, self.before = not piece, self.before + self.at
         self.text, self.at = self.text[self.at :] + self.decoder.decode(piece, final=self.over), 0
 

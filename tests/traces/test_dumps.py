@@ -162,3 +162,10 @@ def test_a_hang_of_real_ranks_is_blamed_from_their_dumps_alone(tmp_path: Path) -
     found = hang(tmp_path)
     assert (found.dumped, [*found.blamed]) == ((0, 1, 2), [1])
     assert [(one.call.seq, one.behind) for one in found.stuck] == [(3, (1,))]
+
+
+def test_a_damaged_number_makes_no_room_for_values_that_are_not_there() -> None:
+    """A pickle may number its values, or say how long they are, as it likes."""
+    with pytest.raises(NotPlain):
+        plain_of(b"\x80\x05\x96" + (2**40).to_bytes(8, "little") + b".")
+    assert plain_of(b"\x80\x02]r" + (2**31).to_bytes(4, "little") + b".") == []
