@@ -143,8 +143,8 @@ def _cut(dim: int | None, shape: tuple[int, ...], tp: tuple[int, int], shard: tu
 
 @functools.lru_cache(maxsize=2**14)
 def tp_dim(fqn: str) -> int | None:
-    """The dim that tensor parallel cuts, None for a parameter that every tp rank holds whole. Of an adapter one part is cut as
-    its matrix is: B by rows, or A by columns."""
+    """The dim that tensor parallel cuts, None for a parameter that every tp rank holds whole. An adapter has
+    one part that is cut as its matrix is: B by rows, or A by columns."""
     module, _, adapter = fqn.removesuffix(".weight").partition(".lora_")
     dim = next((dim for suffix, dim in TP_DIM.items() if module == suffix or module.endswith("." + suffix)), None)
     return dim if not adapter or dim == {"a": 1, "b": 0}[adapter] else None
