@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -102,11 +103,13 @@ class Ends:
         return seen
 
     def _see_children(self) -> None:
-        """Record the exit code, or minus the signal, of each process that multiprocessing started."""
-        poll = popen_fork.Popen.poll
+        """Record the exit code, or minus the signal, of each process that multiprocessing or subprocess started."""
+        for kind, name in ((popen_fork.Popen, "poll"), (subprocess.Popen, "poll"), (subprocess.Popen, "wait")):
+            setattr(kind, name, self._polled(getattr(kind, name)))
 
+    def _polled(self, poll: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(poll)
-        def polled(child: Any, *args: Any, **kwargs: Any) -> int | None:
+        def polled(child: Any, *args: Any, **kwargs: Any) -> Any:
             known = child.returncode
             code = poll(child, *args, **kwargs)
             if known is None and code:
@@ -114,7 +117,7 @@ class Ends:
                     (self._directory / "processes" / f"{os.uname().nodename}-{child.pid}.code").write_text(str(code))
             return code
 
-        popen_fork.Popen.poll = polled  # type: ignore[method-assign,assignment]
+        return polled
 
 
 def _handled() -> BaseException | None:
