@@ -129,8 +129,9 @@ def _ended(recording: Recording) -> list[Odd]:
     unheard = _grouped({rank: text for rank, text in told.items() if rank not in recording.exits})
     gone = [Odd.on("ENDED UNHEARD", ranks, f"{some_ranks(ranks)}, {text}") for text, ranks in unheard[:4]]
     first = [*own, *(row for row in ends if row not in waited)]
-    rows = [*first, *lost, *waited, *gone] if first else [*gone, *lost, *waited]
-    rows = [*_apart(recording), *rows, *_reached(recording)] if rows else []
+    apart = _apart(recording)
+    rows = [*first, *lost, *waited, *gone] if first or apart else [*gone, *lost, *waited]
+    rows = [*apart, *rows, *_reached(recording)] if rows else []
     if recording.code and recording.summaries and not rows:
         rows.append(Odd("ENDED", f"the command, with {exit_text(recording.code)}; no rank is known to have ended so"))
     return rows
