@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -103,13 +102,11 @@ class Ends:
         return seen
 
     def _see_children(self) -> None:
-        """Record the exit code, or minus the signal, of each process that multiprocessing or subprocess started."""
-        for kind, name in ((popen_fork.Popen, "poll"), (subprocess.Popen, "poll"), (subprocess.Popen, "wait")):
-            setattr(kind, name, self._polled(getattr(kind, name)))
+        """Record the exit code, or minus the signal, of each process that multiprocessing started."""
+        poll = popen_fork.Popen.poll
 
-    def _polled(self, poll: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(poll)
-        def polled(child: Any, *args: Any, **kwargs: Any) -> Any:
+        def polled(child: Any, *args: Any, **kwargs: Any) -> int | None:
             known = child.returncode
             code = poll(child, *args, **kwargs)
             if known is None and code:
@@ -117,7 +114,7 @@ class Ends:
                     (self._directory / "processes" / f"{os.uname().nodename}-{child.pid}.code").write_text(str(code))
             return code
 
-        return polled
+        popen_fork.Popen.poll = polled  # type: ignore[method-assign,assignment]
 
 
 def _handled() -> BaseException | None:

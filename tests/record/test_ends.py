@@ -15,7 +15,7 @@ from harness.judge.stored_recording import Recording, load_recording
 from harness.report.recording_odd import oddities
 
 JOB = """
-import os, signal, subprocess, sys
+import os, signal, sys
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -79,14 +79,6 @@ if __name__ == "__main__":
         train(0, "")
     elif START == "spawn":
         mp.spawn(train, args=(folder,), nprocs=2)
-    elif START == "subprocess" and "CHILD" in os.environ:
-        train(1, folder)
-    elif START == "subprocess":
-        child = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "CHILD": "1"})
-        try:
-            train(0, folder)
-        finally:
-            child.wait()
     else:
         processes = [mp.get_context(START).Process(target=train, args=(rank, folder)) for rank in range(2)]
         for process in processes:
@@ -118,12 +110,10 @@ def test_the_rank_that_raised_is_blamed_where_multiprocessing_caught_it(start: s
     assert found.summaries[1].reached == Reached(2, "backward", over=False)
 
 
-@pytest.mark.parametrize("start", ["spawn", "subprocess"])
-def test_a_rank_that_is_killed_in_its_first_step_is_blamed_and_how_far_each_came_is_on_record(
-    start: str, job: Path
+def test_a_rank_of_mp_spawn_that_is_killed_in_its_first_step_is_blamed_and_how_far_each_came_is_on_record(
+    job: Path,
 ) -> None:
-    """Its parent is what started it, or as under Lightning, rank 0."""
-    found = recorded(job, "killed", "optimizer 1", start)
+    found = recorded(job, "killed", "optimizer 1", "spawn")
     assert found.exits[1] == -signal.SIGKILL
     other, first = exits_of(found, 2)
     assert (first.how, first.signal, first.blamed, other.blamed) == ("signal", "SIGKILL", True, False)
