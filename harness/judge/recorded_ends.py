@@ -14,10 +14,12 @@ NOTHING_HEARD = "how it ended is unknown"
 
 
 def exits_of(recording: Recording, world: int) -> tuple[Exit, ...]:
-    """Return all exits. A rank that only lost a peer is not to blame if another is."""
+    """Return all exits. A rank that only lost a peer is not to blame if another is, or if another vanished without an end."""
     found = [_exit(rank, recording.summaries.get(rank), recording) for rank in range(world)]
-    to_blame = any(one.blamed for one in found)
-    return tuple(one if to_blame or one.how not in ("killed", "raised") else replace(one, blamed=True) for one in found)
+    if any(one.blamed for one in found):
+        return tuple(found)
+    hows = ("killed",) if any(one.how == "killed" for one in found) else ("raised",)
+    return tuple(replace(one, blamed=True) if one.how in hows else one for one in found)
 
 
 def not_heard(exits: tuple[Exit, ...], recording: Recording) -> str:

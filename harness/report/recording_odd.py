@@ -126,10 +126,12 @@ def _ended(recording: Recording) -> list[Odd]:
     by_exit = _grouped({rank: text for rank, text in told.items() if rank in recording.exits})[:4]
     ends = [Odd.on("ENDED", ranks, f"{some_ranks(ranks)}: {text}") for text, ranks in by_exit]
     waited = [row for row, (_, ranks) in zip(ends, by_exit, strict=True) if only_waited(recording, ranks[0])]
-    rows = [*own, *(row for row in ends if row not in waited), *lost, *waited]
     unheard = _grouped({rank: text for rank, text in told.items() if rank not in recording.exits})
-    rows += [Odd.on("ENDED UNHEARD", ranks, f"{some_ranks(ranks)}, {text}") for text, ranks in unheard[:4]]
-    rows = [*_apart(recording), *rows, *_reached(recording)] if rows else []
+    gone = [Odd.on("ENDED UNHEARD", ranks, f"{some_ranks(ranks)}, {text}") for text, ranks in unheard[:4]]
+    first = [*own, *(row for row in ends if row not in waited)]
+    apart = _apart(recording)
+    rows = [*first, *lost, *waited, *gone] if first or apart else [*gone, *lost, *waited]
+    rows = [*apart, *rows, *_reached(recording)] if rows else []
     if recording.code and recording.summaries and not rows:
         rows.append(Odd("ENDED", f"the command, with {exit_text(recording.code)}; no rank is known to have ended so"))
     return rows

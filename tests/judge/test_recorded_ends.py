@@ -77,6 +77,13 @@ def test_ranks_of_which_nothing_tells_who_was_first_did_not_only_wait() -> None:
     assert [(one.how, one.blamed) for one in exits(ended("", "", code=-9))] == [("killed", True)] * 2
 
 
+def test_a_rank_that_vanished_is_blamed_before_who_lost_it() -> None:
+    """It was killed, and what started it reports no exit, as Lightning's own launcher."""
+    job = ended("raised", "", code=1)
+    assert [(one.how, one.blamed) for one in exits(job)] == [("raised", False), ("killed", True)]
+    assert [label for label, _ in odd(job)] == ["ENDED UNHEARD", "RAISED"]
+
+
 def test_a_command_that_ended_badly_is_told_where_no_rank_is_known_to_have() -> None:
     job = ended("ok", "ok", code=3)
     assert not_heard(exits_of(job, 2), job).startswith("the command ended with exit code 3, and of no rank it is known")
