@@ -1,0 +1,96 @@
+"""How long a step takes, an estimate to compare layouts by: what is computed, and for what of communication a rank waits.
+
+Computing attains a fixed part of a GPU's peak, links a fixed part of theirs. Tensor, context and pipeline parallel wait for all
+that they send. Data parallel sends while blocks compute, and is waited for beyond that. Latencies and stragglers are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.plan.figures.links import traffic_by_axis
+from harness.plan.figures.pipeline_time import matmul_operations, pipeline_time
+from harness.plan.figures.rank_bytes import RankBytes
+from harness.plan.plan import Plan
+from harness.plan.stages import stages_of_rank
+from harness.spec.case import Case
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one GPU can do, by its data sheet."""
+
+    peak: float
+    """Operations in bfloat16 per second, not sparse."""
+    within: float
+    """Bytes per second that it sends to GPUs of its node."""
+    across: float
+    """Bytes per second that it sends to other nodes, with a network card for each GPU."""
+
+
+MACHINES = {
+    "A100": Machine(312e12, 300e9, 25e9),
+    "H100": Machine(989e12, 450e9, 50e9),
+    "H200": Machine(989e12, 450e9, 50e9),
+    "B200": Machine(2250e12, 900e9, 50e9),
+}
+COMPUTES, SENDS = 0.6, 0.7
+"""Parts of the peak and of the links that are attained: chosen, not measured."""
+AGAIN = {"none": 0.0, "op": 0.5, "layer": 0.5, "full": 1.0}
+"""Forward passes that checkpointing computes again."""
+WAITED = ("tp", "cp", "pp")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step of one rank, by what they are spent on."""
+
+    computing: float
+    """Matmuls and attention, those that are computed again among them."""
+    bubble: float
+    """Idle time of the busiest rank of a pipeline."""
+    waited: float
+    """Communication of tp, cp and pp."""
+    exposed: float
+    """Communication of data parallel beyond what computing hides."""
+    useful: float
+    """Matmuls and attention alone, at the GPU's peak."""
+
+    @property
+    def seconds(self) -> float:
+        return self.computing + self.bubble + self.waited + self.exposed
+
+    @property
+    def utilization(self) -> float:
+        """Return the part of the peak that the model's own operations use (MFU)."""
+        return self.useful / self.seconds
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A layout that fits."""
+
+    case: Case
+    """The layout as a case."""
+    most: RankBytes
+    """Bytes of the kind of ranks that needs most."""
+    time: StepTime
+    """Estimated time of the kind of ranks that takes longest."""
+
+
+def bubble_of(case: Case) -> float:
+    """Return how long the busiest rank of a pipeline is idle, as a part of what it computes."""
+    return pipeline_time(case).bubble if case.dims.pp > 1 else 0.0
+
+
+def step_time(case: Case, plan: Plan, rank: int, machine: Machine, gpus_per_node: int, bubble: float) -> StepTime:
+    """rank: one of the kind that is asked about. bubble: of the case (`bubble_of`)."""
+    tokens = case.training.global_batch // case.dims.dp * case.training.seq_len
+    operations = sum(matmul_operations(case, stage) for stage in stages_of_rank(case, rank))
+    once = operations * tokens / (case.dims.tp * case.dims.cp) / machine.peak
+    computing = once * (3 + AGAIN[case.features.activation_checkpointing]) / COMPUTES
+    took = {"waited": 0.0, "hidden": 0.0}
+    for axis in traffic_by_axis(plan, rank, gpus_per_node=gpus_per_node):
+        speed = machine.within if axis.nodes == 1 else machine.across
+        took["waited" if axis.axis in WAITED else "hidden"] += axis.sent / (speed * SENDS)
+    return StepTime(computing, computing * bubble, took["waited"], max(0.0, took["hidden"] - computing), 3 * once)

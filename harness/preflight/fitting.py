@@ -1,0 +1,149 @@
+"""Which layouts of a model fit on a number of GPUs, best first by an estimate of the step's time."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from harness.plan.figures.rank_bytes import rank_bytes
+from harness.plan.figures.step_time import MACHINES, Fit, Machine, bubble_of, step_time
+from harness.plan.kinds import PerRank
+from harness.plan.make_plan import make_plan
+from harness.plan.plan import Plan
+from harness.plan.slices import BYTES
+from harness.preflight.draft import LENGTH, Draft
+from harness.reference.config import ModelConfig
+from harness.spec import case_files
+from harness.spec.case import Case, CaseError, to_json
+from harness.spec.dims import ParallelDims
+from harness.spec.loading import built_case, load_all
+from harness.spec.traits import USUAL
+
+CHECKPOINTING = ("none", "op", "full")
+STAGES = (1, 2, 4)
+"""Stages of a pipeline on each rank: 1F1B of one, interleaved of several."""
+SHARDS = 32
+"""Ranks that HSDP cuts parameters over; the other data ranks are replicas."""
+MOST_MICROBATCHES = 64
+LONG = 8192
+"""Tokens of a sample beyond which context parallel is tried."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be trained, and on what."""
+
+    model: ModelConfig
+    world: int
+    """Number of GPUs."""
+    memory: float
+    """Bytes of a GPU."""
+    nodes_of: int
+    """GPUs of a node."""
+    seq: int | None = None
+    """Tokens of a sample."""
+    batch: int | None = None
+    """Samples of a step; None: one for each GPU."""
+    machine: Machine = MACHINES["H100"]
+    """Speeds of a GPU and of its links."""
+
+
+def fitting(wanted: Wanted) -> tuple[list[Fit], int]:
+    """Return the layouts that fit, best first, and how many were looked at. Raises CaseError where there is none to look at."""
+    looked = list(_cases(wanted))
+    if not looked:
+        raise CaseError(
+            f"--world {wanted.world}: no layout divides a batch of {_batch(wanted)} over these ranks: --batch N"
+        )
+    found = []
+    for case in looked:
+        if _least(case) < wanted.memory:
+            plan = make_plan(case, USUAL)
+            ranks = _first_of_each_kind(plan)
+            most = max((rank_bytes(case, plan, rank) for rank in ranks), key=lambda one: one.reserved)
+            if most.reserved <= wanted.memory:
+                how = (wanted.machine, wanted.nodes_of, bubble_of(case))
+                times = (step_time(case, plan, rank, *how) for rank in ranks)
+                found.append(Fit(case, most, max(times, key=lambda one: one.seconds)))
+    return sorted(found, key=lambda fit: (fit.time.seconds, fit.most.reserved)), len(looked)
+
+
+def _batch(wanted: Wanted) -> int:
+    return wanted.batch or wanted.world
+
+
+def _cases(wanted: Wanted) -> Iterator[Case]:
+    """Return the layouts of powers of two that divide ranks and batch: FSDP over all data ranks, and HSDP."""
+    seq, layers = wanted.seq or LENGTH, wanted.model.n_layers
+    cps = _powers(wanted.world) if seq > LONG else [1]
+    for tp in _powers(min(wanted.nodes_of, wanted.model.n_kv_heads)):
+        for pp in _powers(layers // 2):
+            for cp in cps:
+                data, rest = divmod(wanted.world, tp * pp * cp)
+                if rest or not data or _batch(wanted) % data:
+                    continue
+                for shards in {data, min(data, SHARDS)}:
+                    dims = ParallelDims(dp_replicate=data // shards, dp_shard=shards, tp=tp, pp=pp, cp=cp)
+                    for stages, kind in itertools.product(STAGES if pp > 1 else (1,), CHECKPOINTING):
+                        yield from filter(None, [_case(wanted, dims, kind, stages)])
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << n for n in range(most.bit_length()) if 1 << n <= most]
+
+
+def _case(wanted: Wanted, dims: ParallelDims, checkpointing: str, stages: int) -> Case | None:
+    """Return it with microbatches of one sample, as many as the batch has; None where there is no such case."""
+    each = _batch(wanted) // dims.dp
+    if each > MOST_MICROBATCHES or (dims.pp > 1 and each < dims.pp):
+        return None
+    several = {"schedule": "Interleaved1F1B", "stages_per_rank": stages} if stages > 1 else {}
+    passes = {"microbatches": each, **several} if dims.pp > 1 else {"accumulation": each}
+    features = {"reduce_dtype": "float32", "activation_checkpointing": checkpointing, **passes}
+    draft = Draft(dims=dims, seq=wanted.seq, batch=_batch(wanted), features=features)
+    try:
+        case = draft.case(wanted.model, f"{wanted.model.name}_{wanted.world}", "a layout that may fit")
+        return replace(built_case(to_json(case), "--world"), file="")
+    except ValueError:  # CaseError is one
+        return None
+
+
+def _least(case: Case) -> float:
+    """Return the bytes that a rank keeps of its share of the model, at the least."""
+    numbers = sum(_product(shape) for shape in case.model.parameter_shapes().values())
+    return 4 * BYTES[case.training.dtype] * numbers / (case.dims.tp * case.dims.pp * case.shards)
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    found = 1
+    for size in shape:
+        found *= size
+    return found
+
+
+def _first_of_each_kind(plan: Plan) -> list[int]:
+    kinds = plan.flows.kinds if isinstance(plan.flows, PerRank) else {rank: rank for rank in plan.flows}
+    first: dict[object, int] = {}
+    for rank, kind in kinds.items():
+        first.setdefault(kind, rank)
+    return list(first.values())
+
+
+def published(found: Sequence[Fit]) -> dict[int, str]:
+    """Return, by place, the names of those that were published, each at its best place."""
+    places = {name: place for place, fit in reversed([*enumerate(found)]) if (name := _name(fit.case))}
+    return {place: name for name, place in places.items()}
+
+
+def _name(case: Case) -> str:
+    """Return the name of the published layout that has this model, these degrees, length and batch; empty if none has."""
+    known = ((one.model, one.dims, one.training.seq_len, one.training.global_batch) for one in _published())
+    mine = (case.model, case.dims, case.training.seq_len, case.training.global_batch)
+    return next((one.name for one, found in zip(_published(), known, strict=True) if found == mine), "")
+
+
+@functools.cache
+def _published() -> tuple[Case, ...]:
+    return tuple(load_all(case_files.LAYOUTS))
