@@ -24,8 +24,8 @@ def fitting_text(found: Sequence[Fit], looked: int, names: Mapping[int, str]) ->
     of = f", of {first.global_batch:,} samples of {first.seq_len:,} tokens a step" if first else ""
     parts = f"computing attains {COMPUTES:.0%} of the peak and links {SENDS:.0%} of theirs"
     how = (
-        f"Times are estimates: {parts}. tp, cp and pp are waited for, and data parallel is hidden while blocks compute. GB is what "
-        "an allocator reserves on the rank that needs most. A microbatch has one sample."
+        f"Times are estimates: {parts}. tp, cp and pp are waited for, and data parallel is hidden while blocks compute. GB is "
+        "what an allocator reserves on the rank that needs most. A microbatch has one sample."
     )
     lines = [f"{len(found)} of {looked} layouts fit{of}", "", *(columns(rows) if found else []), ""]
     return "\n".join([*lines, *(line for text in (*known, how) for line in wrapped(text, "", "  "))])
