@@ -148,10 +148,11 @@ def command(args: argparse.Namespace) -> int:
 
 
 def changed(cases: Sequence[Case], args: argparse.Namespace) -> Affected:
-    """Return which of the cases run what changed since --changed. Raises CaseError."""
+    """Return which of the cases run what changed since --changed; none that would be skipped. Raises CaseError."""
     options = options_of(args)
+    asked = [case for case in cases if not unsupported(case, options)]
     return affected(
-        cases, args.changed, options.trainer, trainers.load(options.trainer).name, args.map or args.out / "map"
+        asked, args.changed, options.trainer, trainers.load(options.trainer).name, args.map or args.out / "map"
     )
 
 

@@ -26,8 +26,10 @@ cases:
     training: {all_valid: true}
     features: {wrapper: ddp}
     why: a test
+  never_asked:
+    dims: {dp_shard: 2}
+    why: the trainer has no such option
 """
-USE = "\nimport steps_of_mine\n"
 STEPS = """
 def scaled(loss):
     return loss
@@ -71,7 +73,8 @@ def harness(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def listed(folder: Path) -> tuple[int, bool]:
     """Return the exit code of --changed HEAD --list, and whether the case is listed."""
     done = harness(folder, "--changed", "HEAD", "--list")
-    return done.returncode, "2 ranks" in done.stdout
+    assert "never_asked" not in done.stdout
+    return done.returncode, "  pair " in done.stdout
 
 
 def test_a_change_selects_the_cases_whose_ranks_run_it(repository: Path) -> None:
