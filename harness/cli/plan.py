@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     parser = add_command(commands, "plan", command, "show what a case's layout must look like, and what it costs")
     add_layout(parser)
     parser.add_argument("--gpu", default="H100", choices=GPUS, help="whose memory is compared; default H100 of 80 GB")
-    fits = parser.add_argument_group("which layouts fit, best first: with --model and --world, without CASE and --dims")
+    fits = parser.add_argument_group("which layouts fit: with --model and --world alone")
     fits.add_argument("--gpu-memory", metavar="GB", help="of a GPU; default as --gpu is sold")
     fits.add_argument("--nodes-of", type=positive_int, metavar="N", help="GPUs of a node; default 8")
 

@@ -10,8 +10,8 @@ from harness.report.text import wrapped
 
 SHOWN = 15
 HEAD = (
-    *("", "pp", "stages", "replicas", "shards", "cp", "tp", "recomputes"),
-    *("GB", "s a step", "MFU", "bubble", "waits", "exposed"),
+    *("", "pp", "vpp", "rep", "fsdp", "cp", "tp", "again"),
+    *("GB", "s", "MFU", "bubble", "waits", "exposed"),
 )
 
 
@@ -22,10 +22,11 @@ def fitting_text(found: Sequence[Fit], looked: int, names: Mapping[int, str]) ->
     known = [f"{place + 1} is {name}, but for its schedule" for place, name in names.items()]
     first = found[0].case.training if found else None
     of = f", of {first.global_batch:,} samples of {first.seq_len:,} tokens a step" if first else ""
-    parts = f"computing attains {COMPUTES:.0%} of the peak and links {SENDS:.0%} of theirs"
+    spent = f"computing attains {COMPUTES:.0%} of the peak and links {SENDS:.0%} of theirs"
     how = (
-        f"Times are estimates: {parts}. tp, cp and pp are waited for, and data parallel is hidden while blocks compute. GB is "
-        "what an allocator reserves on the rank that needs most. A microbatch has one sample."
+        f"s is an estimate of a step: {spent}. tp, cp and pp are waited for, and data parallel is hidden while blocks compute. "
+        "GB is what an allocator reserves on the rank that needs most. vpp: stages of a rank; rep: replicas; fsdp: ranks that "
+        "parameters are cut over; again: what backward computes again. A microbatch has one sample."
     )
     lines = [f"{len(found)} of {looked} layouts fit{of}", "", *(columns(rows) if found else []), ""]
     return "\n".join([*lines, *(line for text in (*known, how) for line in wrapped(text, "", "  "))])
