@@ -17,18 +17,20 @@ HEAD = (
 
 def fitting_text(found: Sequence[Fit], looked: int, names: Mapping[int, str]) -> str:
     """Return the best layouts, a row each, those that were published, and how times are estimated. names: by place."""
+    if not found:
+        return f"0 of {looked} layouts fit: more GPUs, more memory of each, or shorter samples are needed"
     shown = [place for place in range(len(found)) if place < SHOWN or place in names]
     rows = [HEAD, *(_row(place, found[place]) for place in shown)]
     known = [f"{place + 1} is {name}, but for its schedule" for place, name in names.items()]
-    first = found[0].case.training if found else None
-    of = f", of {first.global_batch:,} samples of {first.seq_len:,} tokens a step" if first else ""
+    first = found[0].case.training
+    of = f", of {first.global_batch:,} samples of {first.seq_len:,} tokens a step"
     spent = f"computing attains {COMPUTES:.0%} of the peak and links {SENDS:.0%} of theirs"
     how = (
         f"s is an estimate of a step: {spent}. tp, cp and pp are waited for, and data parallel is hidden while blocks compute. "
         "GB is what an allocator reserves on the rank that needs most. vpp: stages of a rank; rep: replicas; fsdp: ranks that "
         "parameters are cut over; again: what backward computes again. A microbatch has one sample."
     )
-    lines = [f"{len(found)} of {looked} layouts fit{of}", "", *(columns(rows) if found else []), ""]
+    lines = [f"{len(found)} of {looked} layouts fit{of}", "", *columns(rows), ""]
     return "\n".join([*lines, *(line for text in (*known, how) for line in wrapped(text, "", "  "))])
 
 
