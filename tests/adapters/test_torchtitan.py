@@ -192,6 +192,27 @@ def test_the_newest_lays_samples_end_to_end_and_cuts_no_sequence(release: Path) 
     assert trainers.load(f"torchtitan@{release}").unsupported(staged) is None
 
 
+def test_with_a_torch_that_starts_its_default_backend_sequences_are_cut_as_one_row(
+    release: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source.importlib.metadata, "version", lambda _: "2.15.0")
+    (release / "torchtitan" / "trainer.py").write_text("class Trainer:\n    num_pp_microbatches: int\n")
+    sequences = release / "torchtitan" / "distributed" / "context_parallel" / "api.py"
+    sequences.parent.mkdir(parents=True)
+    sequences.write_text("parallelism.spmd_backend\n")
+    adapter = trainers.load(f"torchtitan@{release}")
+    cut = case(ParallelDims(cp=2))
+    assert adapter.unsupported(cut) is None
+    assert (adapter.traits(cut).cp_gathers, adapter.traits(cut).cp_cuts_rows) == (True, True)
+    assert "no mask of" in str(adapter.unsupported(case(ParallelDims(cp=2), features=Features(accumulation=8))))
+    tied = ModelConfig(tied_embeddings=True)
+    failing = adapter.traits(case(model=tied)).expected_failure
+    stale = adapter.traits(case(model=dataclasses.replace(tied, vocab_size=259))).expected_failure
+    assert failing is not None and failing.checks == "memory placements reshard traffic"
+    assert stale is not None and "gradients" in stale.checks
+    assert "tp 2" in str(adapter.unsupported(case(ParallelDims(tp=2), model=ModelConfig(vocab_size=259))))
+
+
 def test_context_parallel_is_an_option_of_2024_since_there_is_one(checkout: Path) -> None:
     options = checkout / "torchtitan" / "config_manager.py"
     options.write_text('parser.add_argument("--experimental.context_parallel_degree", type=int)\n')
