@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from harness.plan.figures.rank_bytes import rank_bytes
 from harness.plan.figures.step_time import MACHINES, Fit, Machine, bubble_of, step_time
-from harness.plan.kinds import PerRank
 from harness.plan.make_plan import make_plan
-from harness.plan.plan import Plan
 from harness.plan.slices import BYTES
 from harness.preflight.draft import LENGTH, Draft
 from harness.reference.config import ModelConfig
+from harness.report.layout_text import kinds_of
 from harness.spec import case_files
 from harness.spec.case import Case, CaseError, to_json
 from harness.spec.dims import ParallelDims
@@ -61,7 +61,7 @@ def fitting(wanted: Wanted) -> tuple[list[Fit], int]:
     for case in looked:
         if _least(case) < wanted.memory:
             plan = make_plan(case, USUAL)
-            ranks = _first_of_each_kind(plan)
+            ranks = [kind[0] for kind in kinds_of(plan)]
             most = max((rank_bytes(case, plan, rank) for rank in ranks), key=lambda one: one.reserved)
             if most.reserved <= wanted.memory:
                 how = (wanted.machine, wanted.nodes_of, bubble_of(case))
@@ -112,23 +112,8 @@ def _case(wanted: Wanted, dims: ParallelDims, checkpointing: str, stages: int) -
 
 def _least(case: Case) -> float:
     """Return the bytes that a rank keeps of its share of the model, at the least."""
-    numbers = sum(_product(shape) for shape in case.model.parameter_shapes().values())
+    numbers = sum(math.prod(shape) for shape in case.model.parameter_shapes().values())
     return 4 * BYTES[case.training.dtype] * numbers / (case.dims.tp * case.dims.pp * case.shards)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    found = 1
-    for size in shape:
-        found *= size
-    return found
-
-
-def _first_of_each_kind(plan: Plan) -> list[int]:
-    kinds = plan.flows.kinds if isinstance(plan.flows, PerRank) else {rank: rank for rank in plan.flows}
-    first: dict[object, int] = {}
-    for rank, kind in kinds.items():
-        first.setdefault(kind, rank)
-    return list(first.values())
 
 
 def published(found: Sequence[Fit]) -> dict[int, str]:
