@@ -84,7 +84,7 @@ def _cases(wanted: Wanted) -> Iterator[Case]:
                 data, rest = divmod(wanted.world, tp * pp * cp)
                 if rest or not data or _batch(wanted) % data:
                     continue
-                for shards in {data, min(data, SHARDS)}:
+                for shards in (data, *[SHARDS] * (data > SHARDS and data % SHARDS == 0)):
                     dims = ParallelDims(dp_replicate=data // shards, dp_shard=shards, tp=tp, pp=pp, cp=cp)
                     for stages, kind in itertools.product(STAGES if pp > 1 else (1,), CHECKPOINTING):
                         yield from filter(None, [_case(wanted, dims, kind, stages)])

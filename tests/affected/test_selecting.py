@@ -94,6 +94,9 @@ def test_a_change_selects_the_cases_whose_ranks_run_it(repository: Path) -> None
         assert listed(repository) == (0, selected), new
     steps.write_text(STEPS, encoding="utf-8")
     assert listed(repository) == (0, False)
+    for more in ([], ["--json"]):  # nothing is run, and nothing is wrong
+        done = harness(repository, "--changed", "HEAD", *more)
+        assert (done.returncode, "0 of 1 cases" in done.stdout) == (0, True), done.stderr
     (repository / "notes.md").write_text("x", encoding="utf-8")
     assert listed(repository) == (0, False)
     (repository / "mine.yaml").write_text(

@@ -27,6 +27,13 @@ def test_those_that_fit_are_sorted_by_time_and_no_larger_than_a_gpu() -> None:
     assert {fit.case.dims.tp for fit in found} <= {1, 2, 4, 8}
 
 
+@pytest.mark.parametrize("world", [48, 64])
+def test_every_layout_has_all_ranks(world: int) -> None:
+    found, _ = fitting(replace(SMALL, world=world))
+    assert {fit.case.dims.world_size for fit in found} == {world}
+    assert (2 in {fit.case.dims.dp_replicate for fit in found}) is (world == 64)
+
+
 def test_less_memory_leaves_fewer_and_none_is_said() -> None:
     most, _ = fitting(SMALL)
     fewer, _ = fitting(replace(SMALL, memory=20e9))
