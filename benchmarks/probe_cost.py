@@ -1,15 +1,17 @@
 """What the probe costs a training step: the same trainer, with and without it in turn, in one run.
 
     python benchmarks/probe_cost.py [--ranks 2] [--rounds 5] [--trainer torchtitan]
+    python benchmarks/probe_cost.py --unfrozen               ranks that torchrun starts: nobody froze Python's objects
     python benchmarks/probe_cost.py --device cuda --case FILE.yaml::NAME     a model and dims of one's own
 
 Blocks of steps alternate (without, with, without, ...) in the same processes, so a machine that drifts drifts for both.
-Prints the median step of each and the median of the ratios of neighbouring blocks.
+Prints the median step of each, the median of the ratios of neighbouring blocks, and the CPU seconds in which the probe begins.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -32,22 +34,27 @@ def measure(options: dict[str, Any]) -> None:
     """On every rank: step times of alternating blocks; rank 0 writes them down."""
     from harness.probe import Probe
 
+    if options["unfrozen"]:
+        gc.unfreeze()
     case = from_json(options["case"])
     adapter = trainers.load(options["trainer"])
     trainer = adapter.start(case, None, options["device"])
     step = stepping(trainer)
     blocks: list[tuple[bool, list[float]]] = []
+    begins = []
     _block(step)  # warm-up
     for index in range(2 * options["rounds"]):
-        probe = Probe(int(os.environ["RANK"]), case.dims.world_size) if index % 2 else None
-        if probe:
+        began, probe = time.process_time(), None
+        if index % 2:
+            probe = Probe(int(os.environ["RANK"]), case.dims.world_size)
             probe.install()
             probe.attach(trainer.model_parts)
+            begins.append(time.process_time() - began)
         blocks.append((probe is not None, _block(step)))
         if probe:
             probe.remove()
     if os.environ["RANK"] == "0":
-        Path(options["result"]).write_text(json.dumps(blocks), encoding="utf-8")
+        Path(options["result"]).write_text(json.dumps([blocks, begins]), encoding="utf-8")
     adapter.stop()
 
 
@@ -85,6 +92,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--trainer", default="llama3")
+    parser.add_argument("--unfrozen", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--case", metavar="FILE::NAME", help="of as many ranks; default a model of 4 million parameters"
@@ -95,13 +103,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         options = {"case": to_json(case), "rounds": chosen.rounds, "result": str(result), "trainer": chosen.trainer}
-        options |= {"device": chosen.device}
+        options |= {"device": chosen.device, "unfrozen": chosen.unfrozen}
         job = Job(Path(folder) / "job", case.dims.world_size, "probe_cost:measure", options, 600, device=chosen.device)
         exits = launch(job)
         failed = [exit for exit in exits if exit.how != "ok"]
         if failed:
             raise SystemExit(f"rank {failed[0].rank} {failed[0].how}: {failed[0].error}\n{failed[0].stack}")
-        blocks = json.loads(result.read_text(encoding="utf-8"))
+        blocks, begins = json.loads(result.read_text(encoding="utf-8"))
     without = [statistics.median(times) for probed, times in blocks if not probed]
     probed = [statistics.median(times) for probed, times in blocks if probed]
     ratios = [b / a for a, b in zip(without, probed, strict=True)]
@@ -111,6 +119,7 @@ def main() -> None:
     medians = statistics.median(without) * 1e3, statistics.median(probed) * 1e3
     print("median step without the probe {:.1f} ms, with {:.1f} ms".format(*medians))
     print(f"ratio with / without: median {statistics.median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f})")
+    print(f"CPU seconds in which the probe begins: median {statistics.median(begins):.3f}, at most {max(begins):.3f}")
 
 
 def usual(ranks: int) -> Case:

@@ -18,6 +18,7 @@ To add an observation: one file here, one field in harness/evidence/step.py or r
 from __future__ import annotations
 
 import contextlib
+import gc
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -86,8 +87,13 @@ class Probe:
         self.copies = CopyRecorder(self.clock)
         self.device = DeviceRecorder(self.clock)
         self.graphs = RetainedGraphs(self.clock)
+        self._froze = False  # Python's objects, at install
 
     def install(self) -> None:
+        """Begin to watch. What lives already is no tensor of the training; so it is not looked through in each step."""
+        self._froze = not gc.get_freeze_count()
+        if self._froze:
+            gc.freeze()
         self.collectives.install()
         self.values.install()
         self.samples.install()
@@ -150,6 +156,8 @@ class Probe:
         return live_tensors.beside(self._parts, *known, evaluated=self.clock.evaluated, patient=patient)
 
     def remove(self) -> None:
+        if self._froze:
+            gc.unfreeze()
         self.graphs.remove()
         self.device.remove()
         self.settings.remove()

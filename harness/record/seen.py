@@ -133,13 +133,21 @@ class Seen:
         self._classes[type(module).__name__] = None
         self.pid = os.getpid()
         known = {tensor.fqn for tensor in self._parameters}
-        if self._clock.finished and not known.issuperset(fqn for fqn, _ in named_parameters([module])):
+        new = {fqn: id(p) for fqn, p in sharded_parameters([module]) if fqn not in known}
+        if new and not self._is_as_it_began(without=module):
             self.left_out.append(f"{type(module).__name__} before step {self._clock.finished + 1}")
         self._parameters = tuple(_claim(fqn, p) for fqn, p in sharded_parameters(self.parts))
         self.buffers = sum(one.is_floating_point() for part in self.parts for one in part.buffers())
-        self._note_contents(0)
+        self._note_contents(0, {*new.values()} if self._clock.finished else None)  # a wrapper may cut what it wraps
         if self.reads_contents:
             self.numbers.start(self.parts)
+
+    def _is_as_it_began(self, without: nn.Module) -> bool:
+        """Whether every step so far is on record, and stepped on nothing but parameters of the other models. A GAN's
+        discriminator may come after the first step of its generator. Trap: ZeRO by hand steps on tensors of its own."""
+        others = {id(p) for _, p in sharded_parameters(part for part in self.parts if part is not without)}
+        before = [self._steps.get(number, Step()) for number in range(1, self._clock.finished + 1)]
+        return all(step.stepped and step.stepped <= others for step in before)
 
     def _name(self, module: nn.Module) -> None:
         """Give a model other names, if an earlier one has the same: parameters of a second one begin with `model2`."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder
 from harness.probe.pipeline import PipelineRecorder
+from harness.record.digests import digest
 from harness.record.seen import Seen
 
 
@@ -50,6 +52,21 @@ def test_a_model_with_the_names_of_another_has_names_of_its_own_and_one_that_com
     later = nn.Sequential(nn.Linear(2, 2))
     assert seen.attach(later) and seen.left_out == ["Sequential before step 2"]
     assert names(seen)[-2:] == ["model2.0.weight", "model2.0.bias"]
+
+
+@pytest.mark.parametrize("steps_on", ["the first", "both", "another tensor", "the first, unseen"])
+def test_a_model_that_comes_late_is_told_unless_only_known_models_were_trained_before(steps_on: str) -> None:
+    clock = Clock()
+    seen = seen_at(clock)
+    first, later = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert seen.attach(first)
+    began = digest(first.weight).item()
+    stepped = {"both": [first.weight, later.weight], "another tensor": [nn.Parameter(torch.ones(2))]}
+    optimizer = torch.optim.SGD(stepped.get(steps_on, [first.weight]), lr=0.1)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones_like(optimizer.param_groups[0]["params"][0])
+    train(clock) if steps_on.endswith("unseen") else train_with(seen, clock, optimizer)
+    assert seen.attach(later) and seen.left_out == ([] if steps_on == "the first" else ["Linear before step 2"])
+    assert seen.steps()[0].digests["weight"] == began
 
 
 def test_a_wrapper_of_a_model_that_was_called_alone_takes_its_place_among_names() -> None:
