@@ -35,7 +35,6 @@ from typing import Any
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
 from harness.evidence.store import EvidenceError, load_run
 from harness.report.outcome import GREEN, Outcome
-from harness.report.progress import Progress
 from harness.run import communication
 from harness.run.folders import folder_of
 from harness.run.matrix import attempt
@@ -191,7 +190,7 @@ def options_for(stage: Stage, case: Case, args: argparse.Namespace) -> Options:
 
 def attempted(stage: Stage, case: Case, options: Options) -> dict[str, Any]:
     began = time.monotonic()
-    outcome = attempt(case, options, Progress({case.name: 1.0}, sys.stderr))
+    outcome = attempt(case, options)
     record = {
         **summarised(outcome),
         "stage": stage.name,

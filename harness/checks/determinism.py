@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from harness.evidence.records import Run
-from harness.evidence.step import StepEvidence
 from harness.judge.finding import Finding
 from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.trial import Trial
+from harness.judge.twice import differing
 
 STAGE = "numbers"
 NEEDS = frozenset({"values"})
@@ -24,21 +24,11 @@ def check(trial: Trial) -> Result:
     for rank, evidence in sorted(trial.ranks.items()):
         for one, other in zip(evidence.steps, trial.repeat.ranks[rank].steps, strict=True):
             examined += 1
-            differing = _differing(one, other)
-            if differing:
-                what: dict[str, Any] = {"step": one.step, "quantity": DIFFERING, "note": ", ".join(differing[:3])}
-                findings.append(Finding.at(rank, 0, len(differing), **what))
+            if names := [f"{quantity} of {name}" for quantity, name in differing(one, other)]:
+                what: dict[str, Any] = {"step": one.step, "quantity": DIFFERING, "note": ", ".join(names[:3])}
+                findings.append(Finding.at(rank, 0, len(names), **what))
     return verdict_of("determinism", findings, examined)
 
 
 def _failed(run: Run) -> bool:
     return any(exit.how != "ok" for exit in run.exits)
-
-
-def _differing(one: StepEvidence, other: StepEvidence) -> list[str]:
-    pairs = enumerate(zip(one.microbatches, other.microbatches, strict=True))
-    names = [f"loss of microbatch {i}" for i, (a, b) in pairs if a.loss_sum != b.loss_sum]
-    for what in ("gradients", "parameters"):
-        mine, theirs = getattr(one, what), getattr(other, what)
-        names += [f"{what} of {fqn}" for fqn in mine if mine[fqn].tobytes() != theirs[fqn].tobytes()]
-    return names

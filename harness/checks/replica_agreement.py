@@ -157,7 +157,7 @@ def _by_digests(trial: Trial) -> Result:
     averaged_again = len(claimed) - len(own)
     families = [*own, *copied(summaries)]
     if others := _other_parameters(trial):
-        told = f"ranks {ranks_text(others)} are replicas by the layout but have other parameters, as pipeline stages do"
+        told = f"ranks {ranks_text(others)} are replicas by the layout, but of each other parameters are on record"
         return Result("replica_agreement", Verdict.UNKNOWN, note=told)
     parted = _parted_replicas(trial)
     if not families and not compared and not parted and not averaged_again:

@@ -23,6 +23,7 @@ from harness.cli.options import (
     add_recipe,
     add_selection,
     cases_of,
+    count,
     no_document,
     options_of,
     positive_int,
@@ -66,6 +67,7 @@ def add(commands: Any) -> None:
         "--all", action="store_true", help="only list every pair of options, with its case or its reason"
     )
     add_parts(parser)
+    add_again(parser)
     parser.add_argument(
         "--on", metavar="ray[://HOST:PORT]", help="on the nodes of a Ray cluster, which have the harness installed"
     )
@@ -102,6 +104,16 @@ def add_parts(parser: argparse.ArgumentParser) -> None:
     part.add_argument("--max-failures", type=positive_int, metavar="N", help="begin no other case after N failures")
 
 
+def add_again(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--again",
+        type=count,
+        default=1,
+        metavar="N",
+        help="make a failing case again N times, in fresh ranks, to see whether it always fails; default 1",
+    )
+
+
 def add_map(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--map",
@@ -133,7 +145,9 @@ def command(args: argparse.Namespace) -> int:
     cluster = Cluster(args.on, options.device) if args.on else None
     cases, record, before = resumed(cases, options, args) if args.resume else (cases, begin(cases, options, args), {})
     todo = [case for case in cases if case.name not in before]
-    found, seconds = run(todo, options, record, jobs=args.jobs, most=args.max_failures, cluster=cluster)
+    found, seconds = run(
+        todo, options, record, jobs=args.jobs, most=args.max_failures, cluster=cluster, again=args.again
+    )
     done = before | {one.case: one for one in found}
     outcomes = [done[case.name] for case in cases if case.name in done]
     if len(outcomes) < len(cases):
@@ -164,10 +178,11 @@ def run(
     jobs: int | None,
     most: int | None = None,
     cluster: Cluster | None = None,
+    again: int = 0,
     remedy: str = "; the same command with --resume runs the rest",
 ) -> tuple[list[Outcome], float]:
     """What became of the cases, and how many seconds all took. jobs: cases at a time; None: as many as slots allow. most:
-    failures after which no other begins. remedy: what one does after Ctrl-C."""
+    failures after which no other begins. again: how often a failing case is made again. remedy: what one does after Ctrl-C."""
     slots = max(1, sum(cluster.carries()) if cluster else len(pool_of(options.device).slots))
     named = {case.name: case for case in cases}
     todo = ordered(cases, options, slots)
@@ -181,6 +196,7 @@ def run(
             ended=record.ended,
             most=most,
             how=cluster.run_case if cluster else None,
+            again=again,
         )
     except KeyboardInterrupt:
         abandon(progress, "cases", remedy)

@@ -77,6 +77,7 @@ def add(commands: Any) -> None:
     matrix.add_tier(parser)
     add_jobs(parser, "cases at a time at most; default as many as slots allow")
     add_recipe(parser)
+    matrix.add_again(parser)
     matrix.add_map(parser)
     add_how_to_run(parser)
 
@@ -90,7 +91,7 @@ def command(args: argparse.Namespace) -> int:
     cases, more = matrix.of_files(args)
     if more:
         tell(f"{more} more of other tiers are not run: --tier all")
-    runs = last_runs(args.of) if args.of else [ran(cases, options, args.jobs)]
+    runs = last_runs(args.of) if args.of else [ran(cases, options, args.jobs, args.again)]
     today = datetime.now(UTC).date()
     folder = nights.keep(args.nights, runs, str(today))
     row = functools.partial(told, row_of(args.nights, runs), set_aside, today)
@@ -140,9 +141,9 @@ def repository(args: argparse.Namespace) -> Path | None:
     return ROOT if BUILTIN == ROOT and (ROOT / ".git").exists() else None
 
 
-def ran(cases: Sequence[Case], options: Options, jobs: int | None) -> RecordedRun:
+def ran(cases: Sequence[Case], options: Options, jobs: int | None, again: int) -> RecordedRun:
     record = verdicts.begin(cases, options, "")
-    found, seconds = matrix.run(cases, options, record, jobs=jobs, remedy="")
+    found, seconds = matrix.run(cases, options, record, jobs=jobs, again=again, remedy="")
     tell(summary(found, seconds))
     runs, _ = verdicts.read(record.file)
     return next(run for run in runs if run.run == record.run)

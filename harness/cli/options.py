@@ -171,6 +171,11 @@ def positive_int(text: str) -> int:
     return int(positive(str(int(text))))
 
 
+def count(text: str) -> int:
+    """Return a whole number from 0."""
+    return int(text) if int(text) == 0 else positive_int(text)
+
+
 # ---- what it means
 
 

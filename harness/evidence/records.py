@@ -9,6 +9,7 @@ import numpy as np
 
 from harness.evidence.checkpoint_index import Checkpoint
 from harness.evidence.exported import ExportedTensor
+from harness.evidence.format import LATER
 from harness.evidence.provided import EVERYTHING, Provided
 from harness.evidence.seen import AllRead
 from harness.evidence.step import AfterEvaluation, StepEvidence
@@ -223,6 +224,8 @@ class RankEvidence:
     """By FSDP2 module, "" the root, which switches are not as usual, in words: unshard_in_backward off, ..."""
     exported: dict[str, ExportedTensor] | None = None
     """By name, the weights that the job exported after the last step; None on ranks that did not read them."""
+    passed: np.ndarray | None = field(default=None, metadata=LATER)
+    """int64 [collectives]: sum of the bits that this rank passed to each, 0 where it passed nothing; None if not observed."""
 
 
 AT_LIMIT = "at the time limit"

@@ -68,7 +68,7 @@ class Probe:
         settings: torch's switches as they were before the trainer's code ran; by default as `install` finds them."""
         self.rank, self.world_size = rank, world_size
         self.clock = Clock()
-        self.collectives = CollectiveRecorder(self.clock.where, on_issue, lambda: self.clock.account)
+        self.collectives = CollectiveRecorder(self.clock.where, on_issue, lambda: self.clock.account, reads_inputs=True)
         self.values = ValueRecorder(self.clock)
         self.samples = SampleRecorder(self.clock, row_length)
         self.activity = ActivityRecorder(self.clock)
@@ -202,6 +202,7 @@ class Probe:
             settings=self.settings.started,
             after_evaluation=tuple(self.gathered.after_evaluation),
             own_groups=self.collectives.own.settled(),
+            passed=self.collectives.passed,
         )
 
     @property

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -51,6 +52,17 @@ OPERATORS: dict[str, tuple[str, int]] = {
 }
 
 
+GIVEN = {
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_to_all": 1,
+    "gather": 1,
+    "scatter": 1,
+    "all_reduce": 0,
+    "reduce": 0,
+    "send": 0,
+}
+"""Position of the argument that holds what this rank passes. Others pass nothing, or on one rank alone."""
 ROOTS = {"broadcast": 2, "reduce": 3, "gather": 3, "scatter": 3}
 """Position of the argument that is the root's place in the group."""
 
@@ -58,15 +70,18 @@ ROOTS = {"broadcast": 2, "reduce": 3, "gather": 3, "scatter": 3}
 class CollectiveRecorder:
     """Records while installed. `where` answers (step, phase) at the moment of a call, `account` on whose account it is.
     `on_issue` gets every record before the collective starts, so that a rank that never returns from it still leaves a
-    trace."""
+    trace. reads_inputs: whether it keeps the sum of the bits that were passed, in `passed`."""
 
     def __init__(
         self,
         where: Callable[[], tuple[int, str]],
         on_issue: Callable[[Collective], None] | None = None,
         account: Callable[[], Account | None] = lambda: None,
+        *,
+        reads_inputs: bool = False,
     ) -> None:
         self.records: list[Collective] = []
+        self._passed: list[torch.Tensor | int] | None = [] if reads_inputs else None
         self._where, self._on_issue, self._account = where, on_issue, account
         self._undecided: dict[int, Account] = {}
         self._sequence: Counter[tuple[str, str, int | None]] = Counter()
@@ -102,6 +117,11 @@ class CollectiveRecorder:
             for index, record in enumerate(self.records)
         )
 
+    @property
+    def passed(self) -> np.ndarray | None:
+        """Return int64 [records]; None where inputs are not read."""
+        return None if self._passed is None else np.array([int(one) for one in self._passed], np.int64)
+
     def _kernel(self, overload: Any, op: str, payload: int, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         self._note(op, args[payload], args)
         return overload.redispatch(keyset & _BELOW, *args, **kwargs)
@@ -113,7 +133,8 @@ class CollectiveRecorder:
             self.own.unplaced(op, group, payload)
             return
         self.own.passed()
-        self.note(op, payload, group, _peer(op, args, group), _root(op, args, group))
+        passed = 0 if self._passed is None or op not in GIVEN else bits_of(args[GIVEN[op]])
+        self.note(op, payload, group, _peer(op, args, group), _root(op, args, group), passed)
 
     def _called_directly(self, call: Call, group: dist.ProcessGroup) -> None:
         """A method of its backend was, or of a Python class that is registered."""
@@ -139,9 +160,15 @@ class CollectiveRecorder:
         return True
 
     def note(
-        self, op: str, payload: Any, group: dist.ProcessGroup, peer: int | None = None, root: int | None = None
+        self,
+        op: str,
+        payload: Any,
+        group: dist.ProcessGroup,
+        peer: int | None = None,
+        root: int | None = None,
+        passed: torch.Tensor | int = 0,
     ) -> None:
-        """payload: the unsharded tensor, or tensors."""
+        """payload: the unsharded tensor, or tensors. passed: the sum of the bits of what this rank passes."""
         name, ranks = name_of(group), members(group)
         tensors = list(tensors_in(payload))
         step, phase = self._where()
@@ -165,11 +192,23 @@ class CollectiveRecorder:
             if account is not None and account.kind == "undecided" and phase != BACKGROUND:
                 self._undecided[len(self.records)] = account
             self.records.append(record)
+            if self._passed is not None:
+                self._passed.append(passed)
         if self._on_issue is not None:
             self._on_issue(record)
 
 
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+@torch.no_grad()
+def bits_of(tensors: Any) -> torch.Tensor | int:
+    """Return the sum of tensors' elements, read as integers: int64 [] on their device, where nobody waits for it."""
+    dense = [each for each in tensors_in(tensors) if each.layout is torch.strided and each.numel()]
+    return sum((each.contiguous().view(BY_SIZE[each.element_size()]).sum() for each in dense), start=0)
 
 
 def members(group: dist.ProcessGroup) -> tuple[int, ...]:

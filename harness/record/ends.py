@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import popen_fork
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from harness.record.errors import in_one_line
@@ -23,6 +24,7 @@ class Ends:
         self._directory, self._end, self._leave = directory, end, leave
         self._raised: BaseException | None = None
         self._left: BaseException | None = None
+        self._interrupted = False
 
     def install(self) -> None:
         self._see_errors()
@@ -30,6 +32,7 @@ class Ends:
         self._see_os_exit()
         self._see_own_process()
         self._see_children()
+        self._see_interrupts()
 
     @property
     def error(self) -> str:
@@ -40,7 +43,7 @@ class Ends:
 
     def trains_on(self) -> None:
         """An exit that was caught ended nothing."""
-        self._left = None
+        self._left, self._interrupted = None, False
 
     def _see_errors(self) -> None:
         hook = sys.excepthook
@@ -93,6 +96,7 @@ class Ends:
         def seen() -> None:
             try:
                 run()
+                self._left = self._left or (KeyboardInterrupt() if self._interrupted else None)  # mp.spawn catches it
             except SystemExit:
                 raise
             except BaseException as error:
@@ -100,6 +104,19 @@ class Ends:
                 raise
 
         return seen
+
+    def _see_interrupts(self) -> None:
+        """Notice a Ctrl-C, where nobody else handles it."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return
+
+        def noticed(number: int, frame: FrameType | None) -> None:
+            self._interrupted = True
+            signal.default_int_handler(number, frame)
+
+        signal.signal(signal.SIGINT, noticed)
 
     def _see_children(self) -> None:
         """Record the exit code, or minus the signal, of each process that multiprocessing started."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from harness.checks import STAGES, all_checks
 from harness.judge.result import Verdict
 from harness.report.outcome import Outcome
+from harness.report.repeats_text import repeats_text
 from harness.report.text import MARKS, wrapped
 
 
@@ -51,7 +52,8 @@ def _rows(outcome: Outcome, width: int) -> list[str]:
     letters = {check: MARKS[Verdict(verdict)] for check, verdict in outcome.checks.items()}
     marks = " ".join("".join(letters.get(check, " ") for check in checks) for checks in _stages().values())
     row = f"{name}  {marks}  {outcome.verdict:<7} {outcome.seconds:5.1f} s"
-    return [row, *_not_held(outcome.checks), *(wrapped(outcome.made_again, "    ") if outcome.made_again else [])]
+    told = filter(None, [outcome.made_again, repeats_text(outcome.repeats)])
+    return [row, *_not_held(outcome.checks), *(line for text in told for line in wrapped(text, "    "))]
 
 
 def _not_held(verdicts: Mapping[str, str]) -> list[str]:

@@ -41,6 +41,7 @@ class Outcome:
     measures: dict[str, float] = field(default_factory=dict)  # what it took (`judge.measures`)
     gpu: str = ""  # its name; empty on CPU
     made_again: str = ""  # why it was made a second time
+    repeats: dict[str, Any] = field(default_factory=dict)  # of a failing case: what became of it when it was made again
     tokens: int = 0  # of a step; 0 if not recorded
     results: list[dict[str, Any]] = field(default_factory=list)  # unless it is PASS or XFAIL: checks' first findings
     diagnosis: dict[str, Any] = field(default_factory=dict)  # unless it is PASS or XFAIL

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def folder_of(case: Case, options: Options) -> Path:
-    """OUT/CASE, and with a + what is not the usual: trainer@source, fault, another seed or dtype, device, sharing of it."""
+    """OUT/CASE, and with a + what is not the usual: trainer@source, fault, another seed or dtype, device, sharing, again."""
     parts = [case.name]
     parts += [trainer_label(options.trainer)] if options.trainer != "llama3" else []
     parts += [options.fault.rpartition(":")[2]] if options.fault else []
@@ -28,6 +28,7 @@ def folder_of(case: Case, options: Options) -> Path:
     parts += [options.device] if options.device != "cpu" else []
     parts += [f"{options.ranks_per_gpu}_ranks_per_gpu"] if options.ranks_per_gpu > 1 else []
     parts += [options.backend] if options.backend else []
+    parts += [f"again_{options.nth}"] if options.nth else []
     return options.out / "+".join(parts)
 
 

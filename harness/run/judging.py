@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from harness.checks import judge
 from harness.evidence.records import Run
 from harness.judge.judgement import Judgement
@@ -18,12 +20,14 @@ from harness.judge.trial import Trial
 def judge_folder(folder: Path) -> Judgement:
     """Judges stored evidence: reads and computes; starts nothing, writes nothing. Raises EvidenceError."""
     trial = load_trial(folder)
-    results = judge(trial)
+    with np.errstate(over="ignore", invalid="ignore"):  # a number that went wrong is a finding
+        results = judge(trial)
+        diagnosis = _diagnosed(trial, results)
     return Judgement(
         case=trial.case,
         folder=folder,
         results=results,
-        diagnosis=_diagnosed(trial, results),
+        diagnosis=diagnosis,
         seconds=sum(run.seconds for run in _runs(trial)),
         fault=trial.run.fault,
         fired=_fired(trial, folder),

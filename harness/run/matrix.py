@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from harness import trainers
 from harness.evidence.store import EvidenceError
@@ -13,6 +14,7 @@ from harness.launch import LaunchError, default_server
 from harness.report import outcome as became
 from harness.report.outcome import Outcome
 from harness.report.progress import INTERVAL, Progress
+from harness.run.again import Again
 from harness.run.options import Options, Unsupported
 from harness.run.run_case import run_case
 from harness.spec.case import Case, CaseError
@@ -30,26 +32,34 @@ def run_all(
     ended: Callable[[Outcome], None],
     most: int | None = None,
     how: Callable[[Case, Options], Judgement] | None = None,
+    again: int = 0,
 ) -> list[Outcome]:
     """Cases in this order, `jobs` at a time, each as soon as it has its slots; any thread calls `ended` with each outcome.
 
-    most: so many failures after which no other case begins. how: in place of run_case. KeyboardInterrupt leaves ranks alive.
+    most: so many failures after which no other case begins. how: in place of run_case. again: how often a failing case is
+    made again. KeyboardInterrupt leaves ranks alive.
     """
 
     def one(case: Case) -> Outcome | None:
         if most is not None and len(failed) >= most:
             return None
-        outcome = attempt(case, options, progress, how)
+        progress.started(case.name)
+        outcome = repeated.outcome(case, options, functools.partial(attempt, how=how))
         ended(outcome)
         failed.extend([case.name] if outcome.failed else [])
         return outcome
 
     if options.launcher == "local" and how is None:
         default_server(trainers.load(options.trainer).preload, device=options.device)
-    outcomes: list[Outcome] = []
     failed: list[str] = []
+    repeated = Again(again)
     pool = ThreadPoolExecutor(jobs)
-    pending = {pool.submit(one, case) for case in cases}
+    return _collected(pool, {pool.submit(one, case) for case in cases}, progress)
+
+
+def _collected(pool: ThreadPoolExecutor, pending: set[Future[Outcome | None]], progress: Progress) -> list[Outcome]:
+    """Return the outcomes in the order of their ends."""
+    outcomes: list[Outcome] = []
     try:
         while pending:
             done, pending = wait(pending, timeout=INTERVAL, return_when=FIRST_COMPLETED)
@@ -63,11 +73,8 @@ def run_all(
     return outcomes
 
 
-def attempt(
-    case: Case, options: Options, progress: Progress, how: Callable[[Case, Options], Judgement] | None = None
-) -> Outcome:
+def attempt(case: Case, options: Options, how: Callable[[Case, Options], Judgement] | None = None) -> Outcome:
     """One case to its end, whatever that is: only KeyboardInterrupt passes through."""
-    progress.started(case.name)
     try:
         return became.judged((how or run_case)(case, options))
     except Unsupported as reason:

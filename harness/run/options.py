@@ -21,6 +21,7 @@ class Options:
     ranks_per_gpu: int = 1  # how many may share a GPU
     backend: str = ""  # on GPUs, "nccl" or "gloo"; empty: as run/communication.py chooses
     map: Path | None = None  # where it is kept which functions each case runs; None: it is not recorded
+    nth: int = 0  # which run of the same request in a row; 0 is the first
     cases: str = ""  # the folder of cases as typed, for the command that runs it again; empty: the usual one
 
 

@@ -45,7 +45,7 @@ def test_a_repeat_that_differs_in_one_bit_is_named() -> None:
     )
     broken = repeated(trial, lambda t: with_loss(t, 0, 1, lambda loss: np.nextafter(loss, 9)))
     assert findings("determinism", broken) == (
-        like(0, 0, 1, step=1, note="loss of microbatch 0", quantity="results that differ from the first run"),
+        like(0, 0, 1, step=1, note="losses of microbatch 0", quantity="results that differ from the first run"),
     )
 
 

@@ -272,3 +272,45 @@ def test_parameters_that_are_averaged_after_the_optimizers_step_are_read_as_the_
     one, other = load_recording(Path("out")).summaries.values()
     assert one.contents == other.contents
     assert len({*one.contents.values()}) == 4
+
+
+SPAWNED = """
+import os, signal, time
+import torch
+import torch.distributed as dist
+def train(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        for parameter in model.parameters():
+            if rank == 0 or step < 2:
+                work = dist.all_reduce(parameter.grad, async_op=True)
+                if step < 2:
+                    work.wait()
+        if step < 2:
+            optimizer.step()
+    open(f"{folder}/ready_{rank}", "w").close()
+    time.sleep(60)
+if __name__ == "__main__":
+    context = torch.multiprocessing.spawn(train, (os.getcwd(),), nprocs=2, join=False)
+    while not all(os.path.exists(f"ready_{rank}") for rank in (0, 1)):
+        time.sleep(0.05)
+    for process in context.processes:
+        os.kill(process.pid, signal.SIGINT)
+    for process in context.processes:
+        process.join()
+"""
+
+
+def test_a_ctrl_c_that_mp_spawn_catches_is_no_end_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text(SPAWNED)
+    main(["record", "-o", "out", "--", sys.executable, "job.py"])
+    recording = load_recording(Path("out"))
+    assert {rank: (one.ended, one.error) for rank, one in recording.summaries.items()} == {
+        rank: ("raised", "KeyboardInterrupt") for rank in (0, 1)
+    }
+    found = {odd.label: odd.ranks for odd in oddities(recording)}
+    assert found["WAITED FOR"] == (1,) and "ORDER" not in found
