@@ -32,9 +32,11 @@ class FunctionRecorder:
         self.lost = ""  # why some functions may be missing
         self.shell = False  # whether a shell ran, or what may be a script
         self.on = self.ours = False
+        self.earlier: list[str] = []  # what was imported when it starts; what ran of these files is not known
         self.before = {name for name in PROCESSES if name in sys.modules}
 
     def start(self) -> None:
+        self.earlier = sorted(imported(self.root))
         self._add_callers(sys._getframe())
         if sys.version_info >= (3, 12):
             self._monitor()
@@ -87,8 +89,8 @@ class FunctionRecorder:
                 self.lost = self.lost or "the trainer started another Python"
 
     def stop(self) -> dict[str, Any]:
-        """Return {"functions": {file: [name, ..]}, "imported": [file, ..], "lost": why, "shell": whether one ran}.
-        Files are relative to the root.
+        """Return {"functions": {file: [name, ..]}, "imported": [file, ..], "earlier": [file, ..], "lost": why, "shell":
+        whether one ran}. Files are relative to the root; a script that ran counts as imported.
 
         A function within another, or a lambda, counts as the outermost one that contains it.
         """
@@ -107,12 +109,13 @@ class FunctionRecorder:
             self.lost = self.lost or "the trainer started a process"
         functions: dict[str, set[str]] = {}
         for code in tuple(self.codes):
-            if code.co_name != "<module>" and (file := _below(code.co_filename, self.root)):
+            if file := _below(code.co_filename, self.root):
                 functions.setdefault(file, set()).add(code.co_qualname.partition(".<locals>")[0])
-        found = {file: sorted(names) for file, names in sorted(functions.items())}
+        found = {file: sorted(names - {"<module>"}) for file, names in sorted(functions.items())}
         return {
-            "functions": found,
+            "functions": {file: names for file, names in found.items() if names},
             "imported": sorted({*imported(self.root), *found}),
+            "earlier": self.earlier,
             "lost": self.lost,
             "shell": self.shell,
         }

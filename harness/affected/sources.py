@@ -73,9 +73,10 @@ def _files(root: Path, old: str, new: str | None) -> Iterator[tuple[str, str]]:
 
 
 def _text(root: Path, commit: str | None, file: str) -> str:
-    if commit is None:
+    """commit: None for what is there now; a sparse checkout has only some files there, and the rest in git's index."""
+    if commit is None and (root / file).exists():
         return (root / file).read_text(encoding="utf-8", errors="replace")
-    return git(root, "show", f"{commit}:{file}").stdout
+    return git(root, "show", f"{commit or ''}:{file}").stdout
 
 
 def compared(old: str, new: str) -> tuple[set[str], str]:

@@ -29,14 +29,14 @@ def keep_map(case: Case, options: Options, place: Path, folder: Path, judgement:
     seen = merged(read_json(file) for file in sorted(folder.glob("*/ranks/*.functions.json")))
     lost = seen["lost"] or ("compiled code calls functions that are not seen" if case.features.compile else "")
     functions = {file: frozenset(names) for file, names in seen["functions"].items() if file in tracked}
-    files = seen["imported"] & tracked
+    files, unseen = seen["imported"] & tracked, {*imported(os.path.realpath(root)), *seen["earlier"]}
     CaseMap(
         case=requested.to_json(case),
         trainer=trainers.load(options.trainer).name,
         commit=clean_commit(root),
         functions=functions,
         imported=frozenset(files),
-        shared=frozenset(shared_files(files, tracked & {*imported(os.path.realpath(root))}, root)),
+        shared=frozenset(shared_files(files, tracked & unseen, root)),
         lost=lost,
         shell=seen["shell"],
     ).save(path)

@@ -62,6 +62,14 @@ def test_functions_of_all_threads_are_seen_by_the_outermost_name(tmp_path: Path)
     assert found["lost"] == ""
 
 
+def test_a_script_that_ran_counts_as_imported_and_what_was_imported_before_is_told(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("x = 1", encoding="utf-8")
+    body = f"import runpy\nrunpy.run_path({str(tmp_path / 'script.py')!r})"
+    assert seen(tmp_path, body)["imported"] == ["mine.py", "script.py"]
+    again = "recorder.stop()\nrecorder = FunctionRecorder(Path(recorder.root))\nrecorder.start()"
+    assert (seen(tmp_path, "")["earlier"], seen(tmp_path, again)["earlier"]) == ([], ["mine.py"])
+
+
 @pytest.mark.parametrize(
     ("command", "shell"), [("['true']", False), ("'true', shell=True", True), ("['bash', '-c', 'true']", True)]
 )

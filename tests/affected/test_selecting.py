@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -135,10 +135,12 @@ MAP = CaseMap(
         (Changes(data={"setup.cfg"}), True),
         (Changes(data={"run.sh"}), False),
         (Changes(data={"cases/own.yaml"}), False),
+        (Changes(data={"cases/more/own.yaml"}), True),
+        (Changes(data={"cases/own.json"}), True),
     ],
 )
 def test_what_is_not_known_counts(changes: Changes, affected: bool) -> None:
-    assert bool(_reason(CASE, MAP, changes, {"cases/own.yaml"})) is affected
+    assert bool(_reason(CASE, MAP, changes, {PurePath("cases")})) is affected
 
 
 def test_lost_functions_make_every_change_count() -> None:

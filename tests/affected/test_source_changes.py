@@ -79,3 +79,13 @@ def test_files_of_two_commits_and_those_that_are_there_now(tmp_path: Path) -> No
     assert (set(found.whole), found.new, found.data) == ({"a.py"}, {"new.py"}, set())
     with pytest.raises(CaseError, match="no-such"):
         between(tmp_path, "no-such", None)
+
+
+def test_a_sparse_checkout_has_the_rest_in_gits_index(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    first = commit(tmp_path, a__py=BEFORE, b__py="")
+    commit(tmp_path, a__py=BEFORE.replace("a + b", "a - b"))
+    subprocess.run(["git", "-C", str(tmp_path), "sparse-checkout", "set", "--no-cone", "/b.py"], check=True)
+    assert not (tmp_path / "a.py").exists()
+    found = between(tmp_path, first, None)
+    assert (found.functions, found.gone) == ({"a.py": {"f"}}, set())
