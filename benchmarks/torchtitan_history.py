@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_commits import Found, found
 from torchtitan_fixes import BREAKS, FIXES, NOT_RUN, Change
-from torchtitan_months import Found, found
 
 from harness import ROOT, trainers
 from harness.affected.selecting import affected
@@ -58,9 +58,8 @@ class Sides:
     before: Found
     after: Found
     bisected: Bisected | None = None
-    selected: dict[str, str] | None = (
-        None  # by case, why --changed selects it, empty where it does not; first the bug's
-    )
+    selected: Mapping[str, str] | None = None
+    """By case, first the bug's, why --changed selects it; empty where it does not."""
 
     def shows(self, change: Change) -> bool:
         wrong, right = (self.after, self.before) if change.breaks else (self.before, self.after)
