@@ -26,9 +26,7 @@ class CaseMap:
     commit: str  # of the trainer's repository, whole
     functions: Mapping[str, frozenset[str]]  # by file, the functions that its ranks called
     imported: frozenset[str]  # files that its ranks imported
-    shared: frozenset[
-        str
-    ]  # files whose functions may have run unseen: in the harness's own process, or before a rank began
+    shared: frozenset[str]  # files whose functions may have run unseen, as in the harness's own process
     lost: str = ""  # why functions may be missing here; then every one counts
     shell: bool = True  # whether a rank started a shell; then scripts count
 
@@ -74,15 +72,13 @@ def merged(seen: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one value of what several ranks saw, as `FunctionRecorder.stop` returns it."""
     functions: dict[str, set[str]] = {}
     imported: set[str] = set()
-    earlier: set[str] = set()
     lost, shell = "", False
     for one in seen:
         for file, names in one["functions"].items():
             functions.setdefault(file, set()).update(names)
         imported.update(one["imported"])
-        earlier.update(one["earlier"])
         lost, shell = lost or one["lost"], shell or one["shell"]
-    return {"functions": functions, "imported": imported, "earlier": earlier, "lost": lost, "shell": shell}
+    return {"functions": functions, "imported": imported, "lost": lost, "shell": shell}
 
 
 def repository_of(spec: str) -> Path:

@@ -113,8 +113,7 @@ def _is_known(file: str, one: CaseMap, own: set[PurePath]) -> bool:
 def shared_files(imported: Iterable[str], parents: Iterable[str], root: Path) -> set[str]:
     """Return the files whose functions may have run where nothing is recorded.
 
-    They are what the harness's own process imported, and ranks before they began. Where the harness is the repository, they
-    are all but trainers and probe.
+    They are what the harness's own process imported. Where the harness is the repository, they are all but trainers and probe.
 
     imported: by ranks; parents: by processes that are not recorded; both relative to the root.
     """
