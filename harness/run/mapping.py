@@ -58,11 +58,12 @@ def as_imported(root: Path, modules: tuple[tuple[str, str], ...]) -> dict[str, A
 
     modules: with their files. If they cannot be imported there, any of their functions may have run.
     """
-    if modules:
-        words = [sys.executable, "-m", "harness.affected.recorder", str(root), *(name for name, _ in modules)]
+    mains = {name: file for name, file in modules if name in ("__main__", "__mp_main__")}
+    if names := [name for name, _ in modules if name not in mains]:
+        words = [sys.executable, "-m", "harness.affected.recorder", str(root), *names]
         path = os.pathsep.join(filter(None, sys.path))
         done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
         if not done.returncode:
             found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-            return found
+            return found | {"earlier": found["earlier"] | mains}
     return {"functions": {}, "imported": [], "earlier": dict(modules), "lost": "", "shell": False}
