@@ -111,6 +111,8 @@ class FunctionRecorder:
             self.codes |= {entry.code for entry in entries if isinstance(entry.code, CodeType)}
         if {name for name in PROCESSES if name in sys.modules} - self.before:
             self.lost = self.lost or "the trainer started a process"
+        if getattr(sys.modules.get("torch._dynamo.utils"), "counters", {}).get("frames"):
+            self.lost = self.lost or "compiled code calls functions that are not seen"
         functions: dict[str, set[str]] = {}
         for code in tuple(self.codes):
             if file := _below(code.co_filename, self.root):
@@ -135,7 +137,7 @@ def imported(root: str) -> Iterator[tuple[str, str]]:
 
 def _below(file: str, root: str) -> str:
     """Return the path relative to the root; empty for one that is not below it."""
-    real = os.path.realpath(file) if os.path.isabs(file) else ""  # "<string>"
+    real = "" if file.startswith("<") else os.path.realpath(file)  # "<string>"; a script's may be relative
     return os.path.relpath(real, root) if real.startswith(root + os.sep) else ""
 
 

@@ -88,9 +88,9 @@ def _reason(case: Case, one: CaseMap, changes: Changes, own: set[PurePath]) -> s
     if data := sorted(file for file in changes.data if not _is_known(file, one, own)):
         return f"no Python: {data[0]}" + f" and {len(data) - 1} more" * (len(data) > 1)
     seen = one.imported | one.shared
-    places = {PurePath(file).parent for file in seen}
+    places = {parent for file in seen for parent in PurePath(file).parents}
     for file in sorted(changes.new):
-        if PurePath(file).parent in places:
+        if PurePath(file.removesuffix("/__init__.py")).parent in places:
             return f"new beside what is imported: {file}"
     for file in sorted(changes.gone & seen):
         return f"gone: {file}"

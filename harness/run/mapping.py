@@ -34,7 +34,6 @@ def keep_map(case: Case, options: Options, place: Path, folder: Path, judgement:
     ranks = [read_json(file) for file in sorted(folder.glob("*/ranks/*.functions.json"))]
     before = as_imported(root, tuple(sorted({item for one in ranks for item in one["earlier"].items()})))
     seen = merged([*ranks, before])
-    lost = seen["lost"] or ("compiled code calls functions that are not seen" if case.features.compile else "")
     functions = {file: frozenset(names) for file, names in seen["functions"].items() if file in tracked}
     files, unseen = (
         seen["imported"] & tracked,
@@ -47,7 +46,7 @@ def keep_map(case: Case, options: Options, place: Path, folder: Path, judgement:
         functions=functions,
         imported=frozenset(files),
         shared=frozenset(shared_files(files, tracked & unseen, root)),
-        lost=lost,
+        lost=seen["lost"],
         shell=seen["shell"],
     ).save(path)
 

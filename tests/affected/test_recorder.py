@@ -66,8 +66,9 @@ def test_functions_of_all_threads_are_seen_by_the_outermost_name(tmp_path: Path)
 
 def test_a_script_that_ran_counts_as_imported_and_what_was_imported_before_is_told(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("x = 1", encoding="utf-8")
-    body = f"import runpy\nrunpy.run_path({str(tmp_path / 'script.py')!r})"
-    assert seen(tmp_path, body)["imported"] == ["mine.py", "script.py"]
+    for path in (str(tmp_path / "script.py"), "script.py"):
+        body = f"import os, runpy\nos.chdir({str(tmp_path)!r})\nrunpy.run_path({path!r})"
+        assert seen(tmp_path, body)["imported"] == ["mine.py", "script.py"]
     again = "recorder.stop()\nrecorder = FunctionRecorder(Path(recorder.root))\nrecorder.start()"
     assert (seen(tmp_path, "")["earlier"], seen(tmp_path, again)["earlier"]) == ({}, {"mine": "mine.py"})
 
@@ -108,3 +109,9 @@ def test_what_runs_while_the_rank_server_imports_is_seen_elsewhere(
     assert "idle" not in found["functions"]["mine.py"]
     gone = as_imported(tmp_path, (("no_such_module", "no_such_module.py"),))
     assert (gone["functions"], gone["earlier"]) == ({}, {"no_such_module": "no_such_module.py"})
+
+
+def test_what_is_compiled_is_known_to_be_missing(tmp_path: Path) -> None:
+    body = "import torch\ntorch.compile(mine.idle, backend='eager')()"
+    assert "compiled code" in seen(tmp_path, body)["lost"]
+    assert seen(tmp_path, "import torch._dynamo")["lost"] == ""
