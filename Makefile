@@ -29,9 +29,9 @@ faults: $(INSTALLED)
 titan: .venv-adapters/.installed
 	.venv-adapters/bin/harness $(if $(TORCHTITAN),bisect --repo $(TORCHTITAN) --good db6b39acd --bad 9a4eebe1c^ -k hsdp_2x2_valid,matrix $(SELECT)) --trainer torchtitan
 
-# One case each of pp, cp and tp at every month's end of the clone's history; makes the table of docs/results/torchtitan.md.
+# One case each of pp, cp and tp at every month's end of the clone's history; makes docs/results/torchtitan_commits.md anew.
 titan-months: .venv-adapters/.installed
-	.venv-adapters/bin/python benchmarks/torchtitan_months.py $(TORCHTITAN)
+	.venv-adapters/bin/python benchmarks/torchtitan_commits.py $(TORCHTITAN) --months --again
 
 # Its fixes, and what made them necessary, before and after; makes the tables of docs/results/torchtitan_history.md.
 titan-history: .venv-adapters/.installed

@@ -1,129 +1,216 @@
-"""Every commit of torchtitan's main that touches what these cases run, judged by six of them; newest first, and resumable.
+"""torchtitan's main, commit by commit: each that touches what these cases run, newest first; or each month's last one.
 
-    python benchmarks/torchtitan_commits.py PATH [--since 2026-01-01] [--minutes 60]
+    python benchmarks/torchtitan_commits.py PATH [--since 2026-01] [--minutes 60]
+    python benchmarks/torchtitan_commits.py PATH --months [--since 2024-09] [--again]
 
 PATH is a clone of pytorch/torchtitan. After each commit what was found is kept in torchtitan_commits.json, with its torch,
-and docs/results/torchtitan_commits.md is made anew. A commit that is there already is not judged again. Commits of some times
-start with some releases of torch only. It exits with 1 while a FAIL is none of the known defects.
+and docs/results/torchtitan_commits.md is made anew. What is there already is not judged again, but with --again. Commits of
+some times start with some releases of torch only. The exit code is 1 while a FAIL is none of torchtitan's known defects: the
+adapter may be wrong, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from torchtitan_months import Found, found
 
 from harness import ROOT, trainers
 from harness.bisect.commits import clone, git
 from harness.evidence.store import write_text
+from harness.judge.judgement import Judgement
+from harness.judge.result import Verdict
 from harness.launch import default_server
-from harness.run.options import Options
+from harness.report.text import headline
+from harness.run.options import Options, Unsupported
+from harness.run.run_case import run_case
+from harness.spec.case import Case
 from harness.spec.loading import find_case, load_all
 from harness.trainers.torchtitan import source
 from harness.trainers.torchtitan.eras import TRAINER_CONFIG
 
 CASES = ("hsdp_2x2", "fsdp_2_tp_2", "cp_2", "pp_2", "hsdp_2x2_accum", "fsdp_4_to_hsdp_2x2")
+OF_MONTHS = (
+    "pp_2_valid",
+    "cp_2_valid",
+    "fsdp_2_tp_2_valid",
+)  # with valid labels only: they can pass before 2026-01-25, too
 TOUCHED = [f"torchtitan/{part}" for part in ("distributed", "models/llama3", "components", "trainer.py", "train.py")]
-RIGHT = ("PASS", "XFAIL", "not asked")
 STORED = Path(__file__).with_suffix(".json")
 PAGE = ROOT / "docs" / "results" / "torchtitan_commits.md"
+
+DEFECTS: dict[str, tuple[str, ...]] = {
+    "gradients are clipped by the norm of one stage (to #649)": (
+        "gradients are clipped by a norm not reduced over pp",
+        "each rank clips by the norm of its own shards",
+    ),
+    "cp without data ranks looks for a mesh that is not there (to #683)": ("Valid mesh_dim_names are ['cp']",),
+    "cp without data ranks has no FSDP (#683 to #685)": ("every cp rank holds whole parameters",),
+    "the reported loss is not averaged over cp (to #761)": ("the loss is reported not reduced over cp",),
+    "a pipeline's gradients are never divided (#2206 to #2937)": ("512 times what they should be",),
+    "the largest loss reported is below the mean (#2206 to #2314)": ("the reported largest loss is wrong",),
+    "a sum over tp is lost behind the loss in chunks (#2937 to #3412)": ("backward moves less than planned over tp",),
+    "cp names heads as what it cuts (#2963 to #3681)": ("invalid gradient at index 0",),
+}
+"""torchtitan's, with what began and what ended each -> parts of the cause by which it is known, today and in what is stored."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one case came to. told: of a FAIL or UNKNOWN the cause, of what was not requested the reason."""
+
+    verdict: str
+    told: str = ""
+
+    def __str__(self) -> str:
+        if self.verdict == Verdict.PASS:
+            return "PASS"
+        return f"{self.verdict}: {self.defect or self.told}"
+
+    @property
+    def defect(self) -> str:
+        return next((defect for defect, known in DEFECTS.items() if any(words in self.told for words in known)), "")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one commit came to."""
+    """What one commit came to with one release of torch."""
 
     commit: str
     date: str
     torch: str
-    found: dict[str, Found]
+    found: dict[str, Found]  # by case
 
     @property
     def unexplained(self) -> bool:
         return any(told.verdict in ("FAIL", "UNKNOWN") and not told.defect for told in self.found.values())
 
+    @property
+    def passes(self) -> bool:
+        """Whether all that was asked of it does."""
+        return all(told.verdict in ("PASS", "XFAIL", "not asked") for told in self.found.values())
 
-def listed(repo: Path, since: str) -> list[str]:
-    """Return the commits, newest first."""
-    words = ("rev-list", "--first-parent", f"--since={since}", "main", "--", *TOUCHED)
+    def has(self, commit: str, cases: Iterable[str]) -> bool:
+        return self.commit == commit and self.found.keys() >= {*cases}
+
+
+def touching(repo: Path, since: str) -> list[str]:
+    """Return the commits that touch these cases, newest first."""
+    words = ("rev-list", "--first-parent", f"--since={since}-01T00:00:00Z", "main", "--", *TOUCHED)
     return [commit[:9] for commit in git(repo, *words).split()]
 
 
-def judged(repo: Path, commit: str, out: Path) -> Row:
+def ends_of_months(repo: Path, since: str) -> Iterator[str]:
+    """Return the last commit of each month that is over on main, by the date of the commit."""
+    newest = git(repo, "show", "--no-patch", "--format=%cs", "main")[:7]
+    for _, after in itertools.takewhile(lambda pair: pair[0] < newest, itertools.pairwise(months(since))):
+        yield git(repo, "rev-list", "-1", "--first-parent", f"--before={after}-01T00:00:00Z", "main").strip()[:9]
+
+
+def months(since: str) -> Iterator[str]:
+    year, month = map(int, since.split("-"))
+    while True:
+        yield f"{year:04}-{month:02}"
+        year, month = year + month // 12, month % 12 + 1
+
+
+def judged(repo: Path, commit: str, cases: Iterable[str], out: Path) -> Row:
     with clone(repo, source.FILES) as checkout:
         git(checkout, "checkout", "--quiet", "--detach", commit)
         date = git(checkout, "show", "--no-patch", "--format=%cs").strip()
         options = Options(out=out / commit, trainer=trainers.spec("torchtitan", str(checkout)), timeout=240.0)
-        cases = load_all()
-        told = {name: found(find_case(name, cases), options) for name in CASES}
-        return Row(commit, date, importlib.metadata.version("torch"), told)
+        known = load_all()
+        told = {name: found(find_case(name, known), options) for name in cases}
+        return Row(commit, date, importlib.metadata.version("torch").partition("+")[0], told)
 
 
-def stored() -> dict[str, Row]:
+def found(case: Case, options: Options) -> Found:
+    try:
+        judgement = run_case(case, options)
+    except Unsupported as reason:
+        return Found("not asked", str(reason))
+    return Found(judgement.verdict.value, cause(judgement))
+
+
+def cause(judgement: Judgement) -> str:
+    return headline(judgement).partition("    ")[2]
+
+
+def stored() -> list[Row]:
     records = json.loads(STORED.read_text()) if STORED.exists() else []
-    rows = [Row(**{**one, "found": {case: Found(**told) for case, told in one["found"].items()}}) for one in records]
-    return {row.commit: row for row in rows}
+    return [Row(**{**one, "found": {case: Found(**told) for case, told in one["found"].items()}}) for one in records]
 
 
-def keep(rows: dict[str, Row]) -> None:
-    ordered = sorted(rows.values(), key=lambda row: (row.date, row.commit), reverse=True)
-    write_text(STORED, json.dumps([asdict(row) for row in ordered], indent=1) + "\n")
-    write_text(PAGE, page(ordered))
+def keep(row: Row) -> list[Row]:
+    """Return all rows that are known now. What it says replaces what was known of the same cases."""
+    known = {(one.date, one.commit, one.torch): one for one in stored()}
+    key = (row.date, row.commit, row.torch)
+    before = known[key].found if key in known else {}
+    known[key] = Row(row.commit, row.date, row.torch, before | row.found)
+    rows = [known[key] for key in sorted(known, reverse=True)]
+    write_text(STORED, json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+    write_text(PAGE, "\n".join(page(rows)) + "\n")
+    return rows
 
 
-def page(rows: list[Row]) -> str:
-    """Return a table by month, and one of every commit that does not PASS all that was asked of it."""
-    places, cases = (", ".join(f"`{one}`" for one in each) for each in (TOUCHED, CASES))
-    lines = [
+def page(rows: list[Row]) -> Iterator[str]:
+    """Return a table by month, torch and cases. A commit that stands alone is named."""
+    every, some = (", ".join(f"`{name}`" for name in names) for names in (CASES, OF_MONTHS))
+    yield from (
         "# torchtitan's commits",
         "",
-        f"`benchmarks/torchtitan_commits.py` judges commits of main, newest first. They touch {places}.",
-        f"The cases are {cases}.",
+        "`benchmarks/torchtitan_commits.py` judges commits of main, newest first. They touch "
+        f"{', '.join(f'`{place}`' for place in TOUCHED)}.",
+        f"The cases are {every}.",
+        f"With `--months` it judges each month's last commit by {some}, whose labels are all valid.",
         "",
-        "| month | torch | commits | all that was asked PASS | other | of these unexplained |",
-        "|---|---|---|---|---|---|",
-    ]
-    for month in sorted({row.date[:7] for row in rows}, reverse=True):
-        mine = [row for row in rows if row.date.startswith(month)]
-        right = [row for row in mine if _is_right(row)]
-        versions = ", ".join(sorted({row.torch.partition("+")[0] for row in mine}))
-        counts = (len(mine), len(right), len(mine) - len(right), sum(row.unexplained for row in mine))
-        lines.append(f"| {month} | {versions} | {' | '.join(map(str, counts))} |")
-    told = [
-        f"| {row.commit} | {row.date} | `{case}` | {found} |"
-        for row in rows
-        for case, found in row.found.items()
-        if found.verdict not in RIGHT
-    ]
-    lines += ["", "| commit | date | case | what was found |", "|---|---|---|---|", *told] if told else []
-    return "\n".join(lines) + "\n"
+        "| month | torch | commits | cases | all that was asked PASS | of the others unexplained | what else was found |",
+        "|---|---|---|---|---|---|---|",
+    )
+    groups: dict[tuple[str, str, tuple[str, ...]], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.date[:7], row.torch, (*row.found,)), []).append(row)
+    for key, mine in groups.items():
+        yield line(*key, mine)
 
 
-def _is_right(row: Row) -> bool:
-    return all(told.verdict in RIGHT for told in row.found.values())
+def line(month: str, torch: str, names: tuple[str, ...], rows: list[Row]) -> str:
+    others = Counter(
+        f"`{case}` {told}" for row in rows for case, told in row.found.items() if told.verdict not in ("PASS", "XFAIL")
+    )
+    else_found = "; ".join(f"{text} ({count})" if len(rows) > 1 else text for text, count in others.items())
+    who = f"{rows[0].commit}, {rows[0].date}" if len(rows) == 1 else str(len(rows))
+    asked = {CASES: "the six", OF_MONTHS: "of months"}.get(names) or ", ".join(names)
+    counts = (sum(row.passes for row in rows), sum(row.unexplained for row in rows))
+    return f"| {' | '.join(map(str, (month, torch, who, asked, *counts, else_found)))} |".replace("  ", " ")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repo", type=Path)
-    parser.add_argument("--since", default="2026-01-01")
-    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--months", action="store_true", help="each month's last commit")
+    parser.add_argument("--since", metavar="MONTH", help="2026-01, of months 2024-09 by default")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no other commit after these")
+    parser.add_argument("--again", action="store_true", help="judge what is known as well")
     parser.add_argument("--out", type=Path, default=Path("out/commits"))
     chosen = parser.parse_args()
     default_server(TRAINER_CONFIG.preload)
     until, rows = time.monotonic() + 60 * chosen.minutes, stored()
-    for commit in listed(chosen.repo, chosen.since):
-        if commit not in rows and time.monotonic() < until:
-            rows[commit] = judged(chosen.repo, commit, chosen.out)
-            keep(rows)
-            print(commit, {case: str(told) for case, told in rows[commit].found.items()}, flush=True)
-    sys.exit(1 if any(row.unexplained for row in rows.values()) else 0)
+    cases = OF_MONTHS if chosen.months else CASES
+    listed = ends_of_months if chosen.months else touching
+    for commit in listed(chosen.repo, chosen.since or ("2024-09" if chosen.months else "2026-01")):
+        if (chosen.again or not any(row.has(commit, cases) for row in rows)) and time.monotonic() < until:
+            row = judged(chosen.repo, commit, cases, chosen.out)
+            rows = keep(row)
+            print(commit, {case: str(told) for case, told in row.found.items()}, flush=True)
+    sys.exit(1 if any(row.unexplained for row in rows) else 0)
 
 
 if __name__ == "__main__":

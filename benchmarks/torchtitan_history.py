@@ -1,12 +1,13 @@
 """torchtitan's history as a test: its fixes, and what made them necessary, each judged before and after.
 
-    python benchmarks/torchtitan_history.py PATH [-k WORDS] [--bisect] [--out out/history]
+    python benchmarks/torchtitan_history.py PATH [-k WORDS] [--bisect] [--changed] [--out out/history]
 
 PATH is a clone of pytorch/torchtitan. Each change, and the commit before it, run one case. -k selects changes by a word of
 their commit, pull request, bug or case. What was found replaces what torchtitan_history.json has of the same changes, and the
 tables of docs/results/torchtitan_history.md are made anew. The exit code is 1 if a fix does not FAIL before and PASS after, or
 if what broke it does not PASS before and FAIL after. --bisect looks for what broke it, as `harness bisect` does, between two
-commits further away. Its exit code is 1 if it finds another commit.
+commits further away. Its exit code is 1 if it finds another commit. --changed asks what `harness matrix --changed` selects
+where the bug comes in: its exit code is 1 if the case that shows the bug is left out.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_commits import Found, found
 from torchtitan_fixes import BREAKS, FIXES, NOT_RUN, Change
-from torchtitan_months import Found, found
 
 from harness import ROOT, trainers
+from harness.affected.selecting import affected
 from harness.bisect.commits import bisect, clone, git
 from harness.evidence.store import write_text
 from harness.judge.result import Verdict
@@ -36,6 +38,7 @@ from harness.trainers.torchtitan.eras import TRAINER_CONFIG
 
 STORED = Path(__file__).with_suffix(".json")
 PAGE = ROOT / "docs" / "results" / "torchtitan_history.md"
+DECOYS = ("hsdp_2x2", "tp_2")
 BEGIN, END = "<!-- table: benchmarks/torchtitan_history.py -->\n", "<!-- end of table -->\n"
 
 
@@ -55,6 +58,8 @@ class Sides:
     before: Found
     after: Found
     bisected: Bisected | None = None
+    selected: Mapping[str, str] | None = None
+    """By case, first the bug's, why --changed selects it; empty where it does not."""
 
     def shows(self, change: Change) -> bool:
         wrong, right = (self.after, self.before) if change.breaks else (self.before, self.after)
@@ -109,6 +114,26 @@ def bisected(repo: Path, change: Change, out: Path) -> Bisected:
     return Bisected(first, len({one.commit for one in found.judged}), round(found.seconds))
 
 
+def selected(repo: Path, change: Change, out: Path) -> dict[str, str]:
+    """Return why each case is selected where the bug comes in, empty if it is not. A fix is taken back for that.
+
+    The map is of the commit without the bug, and has the case that shows the bug, and two others.
+    """
+    with_bug, without = change.before or f"{change.commit}^", change.commit
+    if change.breaks:
+        with_bug, without = without, with_bug
+    with clone(repo, source.FILES) as checkout:
+        base = git(checkout, "rev-parse", without).strip()
+        git(checkout, "checkout", "--quiet", "--detach", base)
+        trainer, folder = trainer_of(change, checkout, out), out / "map" / f"{change.commit}_{change.case}"
+        options = Options(out=out / change.commit, trainer=trainer, timeout=240.0, map=folder)
+        cases = [case_of(change), *(find_case(name, load_all()) for name in DECOYS)]
+        asked = [case for case in cases if found(case, options).verdict != "not asked"]
+        git(checkout, "checkout", "--quiet", "--detach", with_bug)
+        why = affected(asked, base, trainer, trainers.load(trainer).name, folder).why
+        return {case.name: why.get(case.name, "") for case in asked}
+
+
 def stored() -> dict[str, Sides]:
     """By commit and case."""
     records = json.loads(STORED.read_text()) if STORED.exists() else {}
@@ -117,7 +142,7 @@ def stored() -> dict[str, Sides]:
 
 def sides_of(record: Mapping[str, Mapping[str, Any]]) -> Sides:
     found = Bisected(**record["bisected"]) if record["bisected"] else None
-    return Sides(Found(**record["before"]), Found(**record["after"]), found)
+    return Sides(Found(**record["before"]), Found(**record["after"]), found, record.get("selected"))
 
 
 def keep(change: Change, sides: Sides) -> None:
@@ -133,6 +158,7 @@ def tables(rows: Mapping[str, Sides]) -> Iterator[str]:
     yield from table("fix", "FAIL before and PASS after", FIXES, rows)
     yield from table("what broke it", "PASS before and FAIL after", BREAKS, rows)
     yield from origins(rows)
+    yield from selections(rows)
     yield from ("| not judged | what was wrong | why |", "|---|---|---|")
     for change in (*FIXES, *BREAKS):
         sides = rows.get(change.key)
@@ -170,6 +196,21 @@ def origins(rows: Mapping[str, Sides]) -> Iterator[str]:
     yield ""
 
 
+def selections(rows: Mapping[str, Sides]) -> Iterator[str]:
+    """Return what --changed selects."""
+    looked = [(one, rows[one.key].selected) for one in (*FIXES, *BREAKS) if one.key in rows]
+    asked = [(one, case_of(one).name, chosen) for one, chosen in looked if chosen]
+    missed = sum(not chosen[case] for _, case, chosen in asked)
+    others = [why for _, case, chosen in asked for name, why in chosen.items() if name != case]
+    left = sum(not why for why in others)
+    yield f"Of {len(asked)} asked of `--changed` {missed} are missed; of {len(others)} other cases {left} are left out."
+    yield from ("", "| where it comes in | case that shows it | why it is selected | left out |", "|---|---|---|---|")
+    for one, case, chosen in asked:
+        left_out = ", ".join(f"`{name}`" for name, why in chosen.items() if not why)
+        yield f"| {'' if one.breaks else 'before '}{one.name} | `{case}` | {chosen[case] or 'MISSED'} | {left_out} |"
+    yield ""
+
+
 def line(found: Found) -> str:
     return f"{found.verdict}: {found.told}".replace("|", "/") if found.told else found.verdict
 
@@ -179,20 +220,23 @@ def main() -> None:
     parser.add_argument("repo", type=Path)
     parser.add_argument("-k", default="", metavar="WORDS")
     parser.add_argument("--bisect", action="store_true", help="look for what broke it between distant commits")
+    parser.add_argument("--changed", action="store_true", help="ask what `harness matrix --changed` selects")
     parser.add_argument("--out", type=Path, default=Path("out/history"))
     chosen = parser.parse_args()
     default_server(TRAINER_CONFIG.preload)
     missed = 0
+    way = by_bisecting if chosen.bisect else by_selecting if chosen.changed else by_both_sides
     for change in [one for one in BREAKS if any(one.between)] if chosen.bisect else (*FIXES, *BREAKS):
         if not chosen.k or any(word in f"{change.name} {change.bug} {change.case}" for word in chosen.k.split()):
-            missed += not (by_bisecting if chosen.bisect else by_both_sides)(chosen.repo, change, chosen.out)
+            missed += not way(chosen.repo, change, chosen.out)
     sys.exit(1 if missed else 0)
 
 
 def by_both_sides(repo: Path, change: Change, out: Path) -> bool:
-    """Whether it is as it should be. What bisecting found before is kept."""
-    known = stored().get(change.key)
-    sides = dataclasses.replace(judged(repo, change, out), bisected=known.bisected if known else None)
+    """Whether it is as it should be. What bisecting and selecting found before is kept."""
+    known, sides = stored().get(change.key), judged(repo, change, out)
+    if known:
+        sides = dataclasses.replace(sides, bisected=known.bisected, selected=known.selected)
     keep(change, sides)
     print(row(change, sides), flush=True)
     return not sides.judged or sides.shows(change)
@@ -204,6 +248,14 @@ def by_bisecting(repo: Path, change: Change, out: Path) -> bool:
     keep(change, dataclasses.replace(stored()[change.key], bisected=found))
     print(f"{change.name}: {found}", flush=True)
     return found.first == change.commit
+
+
+def by_selecting(repo: Path, change: Change, out: Path) -> bool:
+    """Return whether the case that shows it is selected. Both sides have been judged before."""
+    found = selected(repo, change, out)
+    keep(change, dataclasses.replace(stored()[change.key], selected=found))
+    print(f"{change.name}: {found}", flush=True)
+    return bool(found[case_of(change).name])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class CaseMap:
     commit: str  # of the trainer's repository, whole
     functions: Mapping[str, frozenset[str]]  # by file, the functions that its ranks called
     imported: frozenset[str]  # files that its ranks imported
-    shared: frozenset[str]  # files whose functions the harness itself may have called
+    shared: frozenset[str]  # files whose functions may have run unseen, as in the harness's own process
     lost: str = ""  # why functions may be missing here; then every one counts
     shell: bool = True  # whether a rank started a shell; then scripts count
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import cProfile
+import importlib
+import json
 import os
 import sys
 import threading
@@ -32,9 +34,13 @@ class FunctionRecorder:
         self.lost = ""  # why some functions may be missing
         self.shell = False  # whether a shell ran, or what may be a script
         self.on = self.ours = False
+        self.earlier: dict[
+            str, str
+        ] = {}  # modules that are imported already, with their files: what ran of them is not known
         self.before = {name for name in PROCESSES if name in sys.modules}
 
     def start(self) -> None:
+        self.earlier = dict(imported(self.root))
         self._add_callers(sys._getframe())
         if sys.version_info >= (3, 12):
             self._monitor()
@@ -87,8 +93,8 @@ class FunctionRecorder:
                 self.lost = self.lost or "the trainer started another Python"
 
     def stop(self) -> dict[str, Any]:
-        """Return {"functions": {file: [name, ..]}, "imported": [file, ..], "lost": why, "shell": whether one ran}.
-        Files are relative to the root.
+        """Return {"functions": {file: [name, ..]}, "imported": [file, ..], "earlier": {module: file}, "lost": why, "shell":
+        whether one ran}. Files are relative to the root; a script that ran counts as imported.
 
         A function within another, or a lambda, counts as the outermost one that contains it.
         """
@@ -105,30 +111,33 @@ class FunctionRecorder:
             self.codes |= {entry.code for entry in entries if isinstance(entry.code, CodeType)}
         if {name for name in PROCESSES if name in sys.modules} - self.before:
             self.lost = self.lost or "the trainer started a process"
+        if getattr(sys.modules.get("torch._dynamo.utils"), "counters", {}).get("frames"):
+            self.lost = self.lost or "compiled code calls functions that are not seen"
         functions: dict[str, set[str]] = {}
         for code in tuple(self.codes):
-            if code.co_name != "<module>" and (file := _below(code.co_filename, self.root)):
+            if file := _below(code.co_filename, self.root):
                 functions.setdefault(file, set()).add(code.co_qualname.partition(".<locals>")[0])
-        found = {file: sorted(names) for file, names in sorted(functions.items())}
+        found = {file: sorted(names - {"<module>"}) for file, names in sorted(functions.items())}
         return {
-            "functions": found,
-            "imported": sorted({*imported(self.root), *found}),
+            "functions": {file: names for file, names in found.items() if names},
+            "imported": sorted({*dict(imported(self.root)).values(), *found}),
+            "earlier": self.earlier,
             "lost": self.lost,
             "shell": self.shell,
         }
 
 
-def imported(root: str) -> Iterator[str]:
-    """Return the files below a folder that this process has imported, relative to it. root: without symbolic links."""
-    for module in tuple(sys.modules.values()):
+def imported(root: str) -> Iterator[tuple[str, str]]:
+    """Return this process's modules below a folder with their files, relative to it. root: without symbolic links."""
+    for name, module in tuple(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and (inside := _below(file, root)):
-            yield inside
+            yield name, inside
 
 
 def _below(file: str, root: str) -> str:
     """Return the path relative to the root; empty for one that is not below it."""
-    real = os.path.realpath(file) if os.path.isabs(file) else ""  # "<string>"
+    real = "" if file.startswith("<") else os.path.realpath(file)  # "<string>"; a script's may be relative
     return os.path.relpath(real, root) if real.startswith(root + os.sep) else ""
 
 
@@ -136,3 +145,16 @@ def _is_plain(event: str, arguments: tuple[Any, ...]) -> bool:
     """Return whether a program starts that is neither a shell nor a script."""
     program = os.path.basename(str(arguments[0]))
     return event != "os.system" and program not in SCRIPTS and not program.endswith(".sh")
+
+
+def main(root: str, modules: list[str]) -> None:
+    """Print what a recorder sees while these are imported."""
+    recorder = FunctionRecorder(Path(root))
+    recorder.start()
+    for name in modules:
+        importlib.import_module(name)
+    print("\n" + json.dumps(recorder.stop()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -13,6 +13,7 @@ from harness.affected.sources import Changes, between
 from harness.evidence.git import git
 from harness.spec import case as requested
 from harness.spec.case import Case, CaseError
+from harness.spec.case_files import path_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def affected(cases: Sequence[Case], base: str, trainer: str, name: str, folder: 
     if not any(maps.values()):
         raise CaseError(f"{folder}: no map of these cases of {name}; `harness matrix --map DIR` makes one")
     since = {one.commit: _since(root, one.commit, commit) for one in maps.values() if one}
-    own = _files_of_cases(cases, root)
+    own = _folders_of_cases(cases, root)
     why = {}
     for case in cases:
         one = maps[case.name]
@@ -72,25 +73,24 @@ def _since(root: Path, mapped: str, base: str) -> Changes:
     return changes
 
 
-def _files_of_cases(cases: Iterable[Case], root: Path) -> set[str]:
-    """Return the files that define cases, of which the definitions themselves are compared."""
-    files = (Path(case.file).resolve() for case in cases if case.file)
-    return {str(file.relative_to(root)) for file in files if file.is_relative_to(root)}
+def _folders_of_cases(cases: Iterable[Case], root: Path) -> set[PurePath]:
+    """Return the folders whose YAML files define cases, of which the definitions themselves are compared."""
+    folders = {path_of(case.file).resolve().parent for case in cases if case.file}
+    return {PurePath(folder.relative_to(root)) for folder in folders if folder.is_relative_to(root)}
 
 
-def _reason(case: Case, one: CaseMap, changes: Changes, own: set[str]) -> str:
+def _reason(case: Case, one: CaseMap, changes: Changes, own: set[PurePath]) -> str:
     """Return why the case can be affected; empty if it cannot."""
     if one.case != json.loads(json.dumps(requested.to_json(case))):
         return "the case itself changed"
     if one.lost and changes.python:
         return f"{one.lost}, which may run {min(changes.python)}"
-    scripts = set() if one.shell else {file for file in changes.data if file.endswith(".sh")}
-    if data := sorted(changes.data - own - scripts):
+    if data := sorted(file for file in changes.data if not _is_known(file, one, own)):
         return f"no Python: {data[0]}" + f" and {len(data) - 1} more" * (len(data) > 1)
     seen = one.imported | one.shared
-    places = {PurePath(file).parent for file in seen}
+    places = {parent for file in seen for parent in PurePath(file).parents}
     for file in sorted(changes.new):
-        if PurePath(file).parent in places:
+        if PurePath(file.removesuffix("/__init__.py")).parent in places:
             return f"new beside what is imported: {file}"
     for file in sorted(changes.gone & seen):
         return f"gone: {file}"
@@ -105,12 +105,17 @@ def _reason(case: Case, one: CaseMap, changes: Changes, own: set[str]) -> str:
     return ""
 
 
+def _is_known(file: str, one: CaseMap, own: set[PurePath]) -> bool:
+    """Return whether a file that is no Python is a script that no rank started, or has the definitions of cases."""
+    return file.endswith(".sh") and not one.shell or file.endswith(".yaml") and PurePath(file).parent in own
+
+
 def shared_files(imported: Iterable[str], parents: Iterable[str], root: Path) -> set[str]:
     """Return the files whose functions may have run where nothing is recorded.
 
     They are what the harness's own process imported. Where the harness is the repository, they are all but trainers and probe.
 
-    imported: by ranks; parents: by the harness's process; both relative to the root.
+    imported: by ranks; parents: by processes that are not recorded; both relative to the root.
     """
     found = set(parents)
     if ROOT.is_relative_to(root):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 PROSE = (".md", ".rst", ".png", ".svg", ".jpg", ".gif")
 PROSE_PLACES = (".github/", ".ci/", "LICENSE", "CODEOWNERS", ".gitignore")
 """What no rank reads."""
+COMPILERS = {"jit", "njit", "script", "kernel"}
+"""Last names of decorators that read a function's source, as triton.jit and torch.jit.script do: it is never called."""
 
 
 @dataclass
@@ -51,7 +53,9 @@ def between(root: Path, old: str, new: str | None) -> Changes:
         elif status in "AD":
             (found.new if status == "A" else found.gone).add(file)
         else:
-            names, why = compared(_text(root, old, file), _text(root, new, file))
+            names, why = compared(
+                _text(root, old, file), _text(root, new, file), lambda name: _is_mentioned(root, old, name)
+            )
             if why:
                 found.whole[file] = why
             if names:
@@ -73,15 +77,24 @@ def _files(root: Path, old: str, new: str | None) -> Iterator[tuple[str, str]]:
 
 
 def _text(root: Path, commit: str | None, file: str) -> str:
-    if commit is None:
+    """commit: None for what is there now; a sparse checkout has only some files there, and the rest in git's index."""
+    if commit is None and (root / file).exists():
         return (root / file).read_text(encoding="utf-8", errors="replace")
-    return git(root, "show", f"{commit}:{file}").stdout
+    return git(root, "show", f"{commit or ''}:{file}").stdout
 
 
-def compared(old: str, new: str) -> tuple[set[str], str]:
+def _is_mentioned(root: Path, commit: str, name: str) -> bool:
+    """Return whether any Python file of the commit has the word."""
+    return not git(
+        root, "grep", "--quiet", "--word-regexp", "--fixed-strings", "-e", name, commit, "--", "*.py"
+    ).returncode
+
+
+def compared(old: str, new: str, is_mentioned: Callable[[str], bool] = lambda _: False) -> tuple[set[str], str]:
     """Return the functions whose bodies differ, and why more than these counts (empty if not).
 
     Comments, docstrings and positions do not count. A new function of a module is nothing by itself: who calls it changed, too.
+    It counts if its name is no new one. is_mentioned: whether other files had the name.
     Whatever else differs (a signature, a class, a constant, an import, a function that is gone) is met at import.
     """
     try:
@@ -90,6 +103,7 @@ def compared(old: str, new: str) -> tuple[set[str], str]:
         return set(), "it cannot be parsed"
     changed = {name for name, body in before.bodies.items() if name in after.bodies and after.bodies[name] != body}
     known = before.names | before.bodies.keys()
+    known |= {name for name in after.bodies.keys() - known if "." not in name and is_mentioned(name)}
     differs = before.at_import(known) != after.at_import(known)
     return changed, "code that runs at import" if differs else ""
 
@@ -123,6 +137,8 @@ class _Parts(ast.NodeTransformer):
         return self._function(node)
 
     def _function(self, node: Function) -> Function:
+        if any(_last_name(one) in COMPILERS for one in node.decorator_list):
+            return node
         name = ".".join([*self.path, node.name])
         body = "\n".join(ast.dump(part) for part in _without_docstring(node.body))
         self.bodies[name] = self.bodies.get(name, "") + body  # a property and its setter share a name
@@ -136,6 +152,12 @@ class _Parts(ast.NodeTransformer):
             for node in self.tree.body
             if not isinstance(node, Function) or node.decorator_list or node.name in known
         ]
+
+
+def _last_name(decorator: ast.expr) -> str:
+    """Return m of `m`, `a.m` and `a.m(..)`."""
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
 
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:

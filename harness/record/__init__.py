@@ -2,6 +2,7 @@
 
     injection     one variable of the environment brings the recorder into every Python process of a command.
     site          the folder that this variable names; Python runs the file in it when it starts.
+    entry         what these processes call; it refuses a torch that lacks what the recorder relies on.
     recorder      in a rank: the probe's observers, put on whatever model and optimizers the script turns out to have.
     digests       what a tensor holds, in one number, computed where the tensor lies.
 

@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from harness.evidence import relies_on
 from harness.evidence.recording import RankRecord, record_file, save_record
 from harness.evidence.sketches import save_sketches, sketch_file
 from harness.evidence.summary import summary_of
@@ -46,7 +47,7 @@ _recorder: Recorder | None = None
 
 
 def imported(module: str) -> None:
-    """Called by the process's own imports: of torch, and of its compiler and its pipelines once it uses them."""
+    """Called by `entry.imported`. Raise ImportError, and record nothing more, if torch's pipelines lack what is relied on."""
     global _recorder
     if module == "torch":
         _recorder = Recorder(
@@ -56,6 +57,9 @@ def imported(module: str) -> None:
     elif module == COMPILER:
         compiler_imported()
     elif _recorder is not None:
+        if gone := relies_on.lacking(recorder=True):
+            _recorder.failed = gone
+            raise ImportError(gone)
         _recorder.pipeline.install()
 
 

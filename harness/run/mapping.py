@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 from harness import trainers
 from harness.affected.maps import CaseMap, clean_commit, file_of, merged, repository_of
@@ -26,17 +31,38 @@ def keep_map(case: Case, options: Options, place: Path, folder: Path, judgement:
         return
     root = repository_of(options.trainer)
     tracked = set(git(root, "ls-files", "-z").stdout.split("\0"))
-    seen = merged(read_json(file) for file in sorted(folder.glob("*/ranks/*.functions.json")))
-    lost = seen["lost"] or ("compiled code calls functions that are not seen" if case.features.compile else "")
+    ranks = [read_json(file) for file in sorted(folder.glob("*/ranks/*.functions.json"))]
+    before = as_imported(root, tuple(sorted({item for one in ranks for item in one["earlier"].items()})))
+    seen = merged([*ranks, before])
     functions = {file: frozenset(names) for file, names in seen["functions"].items() if file in tracked}
-    files = seen["imported"] & tracked
+    files, unseen = (
+        seen["imported"] & tracked,
+        {*dict(imported(os.path.realpath(root))).values(), *before["earlier"].values()},
+    )
     CaseMap(
         case=requested.to_json(case),
         trainer=trainers.load(options.trainer).name,
         commit=clean_commit(root),
         functions=functions,
         imported=frozenset(files),
-        shared=frozenset(shared_files(files, tracked & {*imported(os.path.realpath(root))}, root)),
-        lost=lost,
+        shared=frozenset(shared_files(files, tracked & unseen, root)),
+        lost=seen["lost"],
         shell=seen["shell"],
     ).save(path)
+
+
+@functools.cache
+def as_imported(root: Path, modules: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """Return what runs while modules are imported, in a process of its own: ranks find them imported by the rank server.
+
+    modules: with their files. If they cannot be imported there, any of their functions may have run.
+    """
+    mains = {name: file for name, file in modules if name in ("__main__", "__mp_main__")}
+    if names := [name for name, _ in modules if name not in mains]:
+        words = [sys.executable, "-m", "harness.affected.recorder", str(root), *names]
+        path = os.pathsep.join(filter(None, sys.path))
+        done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+        if not done.returncode:
+            found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            return found | {"earlier": found["earlier"] | mains}
+    return {"functions": {}, "imported": [], "earlier": dict(modules), "lost": "", "shell": False}

@@ -13,13 +13,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from harness import trainers
+from harness.evidence import relies_on
 from harness.evidence.format import version_of
 from harness.evidence.fused import Block, apart, blocks, saved_apart
 from harness.evidence.names import renamed
@@ -44,6 +44,9 @@ SHAPES_FILE = "parameters.json"  # of a model that does not fit: {name of the tr
 
 def rank(options: dict[str, Any]) -> StartedTrainer:
     """Run the trainer under the probe; see `watched`. record_functions_of: a repository, whose functions that run are noted."""
+    import torch  # noqa: F401
+
+    _refuse_lacking()
     if "record_functions_of" not in options:
         return watched(options)
     from harness.affected.recorder import FunctionRecorder
@@ -68,7 +71,7 @@ def watched(options: dict[str, Any]) -> StartedTrainer:
     What a launch writes into checkpoints the next one continues from; both happen while the probe watches.
     Trap: the trainer must not be freed. Its destructor may wait, holding the GIL, for a thread of gloo that wants the GIL.
     """
-    from harness.probe import Probe, relies_on
+    from harness.probe import Probe
     from harness.probe.settings import settings_before_the_trainer
 
     settings = settings_before_the_trainer()
@@ -79,7 +82,7 @@ def watched(options: dict[str, Any]) -> StartedTrainer:
     _share_compiled_code(options.get("compile_cache"))
     with trainers.starting(options["trainer"]):
         adapter.importable()
-    _refuse_lacking(relies_on.missing())
+    _refuse_lacking()  # of the modules, too, that the trainer imports
     fired = _apply_fault(options, this)
     row_length = functools.partial(_row_length, case)
     probe = Probe(this, world_size, on_issue=_note_inflight(), row_length=row_length, settings=settings)
@@ -103,10 +106,10 @@ def watched(options: dict[str, Any]) -> StartedTrainer:
     return trainer
 
 
-def _refuse_lacking(names: list[str]) -> None:
-    """names: sentences on what the probe relies on, and torch lacks. Raises CannotStart."""
-    if names:
-        raise trainers.CannotStart(f"torch {version('torch')} lacks what the probe relies on: {'; '.join(names)}")
+def _refuse_lacking() -> None:
+    """Raises CannotStart if torch lacks what the probe relies on."""
+    if gone := relies_on.lacking():
+        raise trainers.CannotStart(gone)
 
 
 def _numbers(trainer: StartedTrainer) -> dict[int, Mapping[str, trainers.Number]]:

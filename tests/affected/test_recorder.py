@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from harness.run.mapping import as_imported
+
 MODULE = """
 import threading
 
@@ -62,6 +64,15 @@ def test_functions_of_all_threads_are_seen_by_the_outermost_name(tmp_path: Path)
     assert found["lost"] == ""
 
 
+def test_a_script_that_ran_counts_as_imported_and_what_was_imported_before_is_told(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("x = 1", encoding="utf-8")
+    for path in (str(tmp_path / "script.py"), "script.py"):
+        body = f"import os, runpy\nos.chdir({str(tmp_path)!r})\nrunpy.run_path({path!r})"
+        assert seen(tmp_path, body)["imported"] == ["mine.py", "script.py"]
+    again = "recorder.stop()\nrecorder = FunctionRecorder(Path(recorder.root))\nrecorder.start()"
+    assert (seen(tmp_path, "")["earlier"], seen(tmp_path, again)["earlier"]) == ({}, {"mine": "mine.py"})
+
+
 @pytest.mark.parametrize(
     ("command", "shell"), [("['true']", False), ("'true', shell=True", True), ("['bash', '-c', 'true']", True)]
 )
@@ -85,3 +96,22 @@ def test_what_runs_in_other_processes_is_known_to_be_missing(tmp_path: Path, bod
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="the interpreter's monitoring is not displaced by a profiler")
 def test_a_profiler_of_the_trainers_own_is_told(tmp_path: Path) -> None:
     assert "profiler" in seen(tmp_path, "import cProfile\np = cProfile.Profile(); p.enable(); p.disable()")["lost"]
+
+
+def test_what_runs_while_the_rank_server_imports_is_seen_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(f"{MODULE}\ncalled()\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = as_imported(tmp_path, (("__main__", "server.py"), ("mine", "mine.py")))
+    assert {*found["functions"]["mine.py"]} >= {"called", "helper"}
+    assert found["earlier"] == {"__main__": "server.py"}
+    assert "idle" not in found["functions"]["mine.py"]
+    gone = as_imported(tmp_path, (("no_such_module", "no_such_module.py"),))
+    assert (gone["functions"], gone["earlier"]) == ({}, {"no_such_module": "no_such_module.py"})
+
+
+def test_what_is_compiled_is_known_to_be_missing(tmp_path: Path) -> None:
+    body = "import torch\ntorch.compile(mine.idle, backend='eager')()"
+    assert "compiled code" in seen(tmp_path, body)["lost"]
+    assert seen(tmp_path, "import torch._dynamo")["lost"] == ""

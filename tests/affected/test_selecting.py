@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -130,15 +130,20 @@ MAP = CaseMap(
         (Changes(whole={"t/vision.py": "code that runs at import"}), False),
         (Changes(new={"t/new.py"}), True),
         (Changes(new={"vision/new.py"}), False),
+        (Changes(new={"vision/__init__.py"}), True),
+        (Changes(new={"vision/model/__init__.py"}), False),
+        (Changes(new={"random.py"}), True),
         (Changes(gone={"t/data.py"}), True),
         (Changes(gone={"t/never_imported.py"}), False),
         (Changes(data={"setup.cfg"}), True),
         (Changes(data={"run.sh"}), False),
         (Changes(data={"cases/own.yaml"}), False),
+        (Changes(data={"cases/more/own.yaml"}), True),
+        (Changes(data={"cases/own.json"}), True),
     ],
 )
 def test_what_is_not_known_counts(changes: Changes, affected: bool) -> None:
-    assert bool(_reason(CASE, MAP, changes, {"cases/own.yaml"})) is affected
+    assert bool(_reason(CASE, MAP, changes, {PurePath("cases")})) is affected
 
 
 def test_lost_functions_make_every_change_count() -> None:

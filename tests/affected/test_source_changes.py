@@ -24,6 +24,10 @@ class C:
         return inner()
     def other(self):
         return LIMIT
+@triton.autotune(configs=[])
+@triton.jit
+def kernel(l):
+    return l + 1
 """
 
 
@@ -44,6 +48,7 @@ class C:
         ("    def other(self):", "    def extra(self):\n        return 0\n    def other(self):", set(), True),
         ("def f(a, b=1):", "def g(a, b=1):", set(), True),
         ("return LIMIT", "return (", set(), True),
+        ("return l + 1", "return l + 2", set(), True),
     ],
 )
 def test_bodies_of_functions_are_told_from_what_runs_at_import(
@@ -53,6 +58,12 @@ def test_bodies_of_functions_are_told_from_what_runs_at_import(
     changed, why = compared(BEFORE, BEFORE.replace(old, new))
     assert changed == functions
     assert bool(why) is at_import
+
+
+def test_a_new_function_counts_if_its_name_was_mentioned_before() -> None:
+    new = BEFORE.replace("class C:", "def helper():\n    return 0\nclass C:")
+    assert compared(BEFORE, new, {"other"}.__contains__) == (set(), "")
+    assert compared(BEFORE, new, {"helper"}.__contains__)[1]
 
 
 def commit(folder: Path, **files: str | None) -> str:
@@ -73,9 +84,24 @@ def test_files_of_two_commits_and_those_that_are_there_now(tmp_path: Path) -> No
     found = between(tmp_path, first, second)
     assert (found.functions, found.whole) == ({"a.py": {"f"}}, {})
     assert (found.data, found.new, found.gone) == ({"table.json"}, set(), {"gone.py"})
+    third = commit(tmp_path, b__py="try:\n    from a import fast\nexcept ImportError:\n    fast = None")
+    for name, counts in (("fast", True), ("fas", False)):
+        helper = BEFORE.replace("class C:", f"def {name}():\n    return 0\nclass C:")
+        assert bool(between(tmp_path, third, commit(tmp_path, a__py=helper)).whole) is counts
+    subprocess.run(["git", "-C", str(tmp_path), "reset", "--quiet", "--hard", second], check=True)
     (tmp_path / "new.py").write_text("", encoding="utf-8")
     (tmp_path / "a.py").write_text("LIMIT = 3", encoding="utf-8")
     found = between(tmp_path, second, None)
     assert (set(found.whole), found.new, found.data) == ({"a.py"}, {"new.py"}, set())
     with pytest.raises(CaseError, match="no-such"):
         between(tmp_path, "no-such", None)
+
+
+def test_a_sparse_checkout_has_the_rest_in_gits_index(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    first = commit(tmp_path, a__py=BEFORE, b__py="")
+    commit(tmp_path, a__py=BEFORE.replace("a + b", "a - b"))
+    subprocess.run(["git", "-C", str(tmp_path), "sparse-checkout", "set", "--no-cone", "/b.py"], check=True)
+    assert not (tmp_path / "a.py").exists()
+    found = between(tmp_path, first, None)
+    assert (found.functions, found.gone) == ({"a.py": {"f"}}, set())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_recorded_jobs import record
@@ -35,6 +36,61 @@ def test_what_a_job_raised_before_it_trained_is_quoted(tmp_path: Path, capsys: p
     assert record(tmp_path / "three", sys.executable, "-c", raises) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "1 raised before training anything: RuntimeError: Caught OSError: OSError: no data" in printed
+
+
+RENAMED = """
+import importlib.util
+import sys
+
+class Renaming:
+    done = False
+
+    def find_spec(self, name, path=None, target=None):
+        if name != MODULE or self.done:
+            return None
+        self.done = True
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def executed(module):
+            execute(module)
+            delattr(OWNER, NAME)
+
+        spec.loader.exec_module = executed
+        return spec
+
+sys.meta_path.insert(1, Renaming())
+"""
+TRAINS = """
+import torch
+import torch.distributed.pipelining
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(2):
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "owner", "name"),
+    [
+        ("torch", "module._C", "_current_graph_task_id"),
+        ("torch.distributed.pipelining.schedules", "module", "_PipelineSchedule"),
+    ],
+)
+def test_a_torch_that_lacks_what_the_recorder_relies_on_trains_on_and_is_not_judged(
+    module: str, owner: str, name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    text = RENAMED.replace("MODULE", repr(module)).replace("OWNER", owner).replace("NAME", repr(name))
+    (tmp_path / "sitecustomize.py").write_text(text, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    code = record(tmp_path / "one", sys.executable, "-c", f"{TRAINS}\nopen({str(tmp_path / 'trained')!r}, 'w')")
+    assert (tmp_path / "trained").exists()
+    printed = capfd.readouterr()
+    assert (code, printed.err.count("harness: ")) == (2, 1)
+    assert f"{name}, by which" in printed.err
+    assert f"{name}, by which" in " ".join(printed.out.split())
 
 
 @pytest.mark.parametrize(

@@ -37,24 +37,29 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
         def executed(module: ModuleType) -> None:
             execute(module)
-            tell(name)
+            if not tell(name):
+                self.awaited.clear()
 
         spec.loader.exec_module = executed  # type: ignore[method-assign]
         return spec
 
 
-def tell(name: str) -> None:
+def tell(name: str) -> bool:
+    """Return whether the recorder took it."""
     try:
         if os.environ["HARNESS_RECORD_CODE"] not in sys.path:
             sys.path.append(os.environ["HARNESS_RECORD_CODE"])
-        by = os.environ.get("HARNESS_RECORD_BY", "harness.record.recorder")
+        by = os.environ.get("HARNESS_RECORD_BY", "harness.record.entry")
         importlib.import_module(by).imported(name)
         note("torch")
+        return True
     except Exception as error:
-        note("failed", repr(error))
-        print(f"harness: this process is not recorded: {error!r}", file=sys.stderr)
+        why = str(error) if isinstance(error, ImportError) else repr(error)
+        note("failed", why)
+        print(f"harness: this process is not recorded: {why}", file=sys.stderr)
         if "HARNESS_RECORD_ALONE" in os.environ:  # of a world that is not there it would wait for ever
-            end_alone(f"the recorder could not be installed in it: {error!r}")
+            end_alone(f"the recorder could not be installed in it: {why}")
+        return False
 
 
 def note(state: str, text: str = "") -> None:

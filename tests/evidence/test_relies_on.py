@@ -7,12 +7,12 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 
-from harness.probe import relies_on
+from harness.evidence import relies_on
 from harness.spec.releases import untested
 
 
 def test_this_torch_has_all_of_it() -> None:
-    assert relies_on.missing() == []
+    assert relies_on.lacking() == relies_on.lacking(recorder=True) == ""
 
 
 @pytest.mark.parametrize(
@@ -21,15 +21,17 @@ def test_this_torch_has_all_of_it() -> None:
         (torch._C, "_current_graph_task_id"),
         (torch.distributed.distributed_c10d, "_resolve_process_group"),
         (torch.distributed.fsdp._fully_shard._fsdp_state, "FSDPState"),
+        (torch.autograd, "_engine_run_backward"),
     ],
 )
 def test_a_name_that_is_gone_is_told_by_what_it_is_for(
     monkeypatch: pytest.MonkeyPatch, owner: object, name: str
 ) -> None:
     monkeypatch.delattr(owner, name)
-    (told,) = relies_on.missing()
-    assert name in told
-    assert any(what in told for known, what in relies_on.NAMES.items() if known.endswith(name))
+    told = relies_on.lacking()
+    (needed,) = [known for known in (relies_on.NAMES | relies_on.PROBE_ALONE) if known.endswith(name)]
+    assert needed in told
+    assert (needed in relies_on.lacking(recorder=True)) is (needed in relies_on.NAMES)
 
 
 @pytest.mark.parametrize(

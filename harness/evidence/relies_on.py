@@ -1,6 +1,7 @@
-"""What the probe relies on of torch beyond its documented names, each with what it is for.
+"""What the probe and the recorder rely on of torch beyond its documented names, each with what it is for.
 
-A release of torch that was never tried may rename one. A sentence names it before anything is observed without it.
+A release of torch that was never tried may rename one. A sentence names it before the probe is imported, and so before anything
+is observed without it.
 """
 
 from __future__ import annotations
@@ -12,17 +13,14 @@ NAMES: dict[str, str] = {
     "torch._C._current_graph_task_id": "whether backward runs",
     "torch._C._dispatch_keyset_full_after": "collectives, below autograd",
     "torch._C.DispatchKey.BackendSelect": "collectives, below autograd",
-    "torch._C._autograd._push_saved_tensors_default_hooks": "what autograd keeps for backward",
     "torch._C._distributed_c10d.Backend": "groups that are not registered",
-    "torch._C._nn.cross_entropy_loss": "losses and their labels",
-    "torch._C._nn.nll_loss_nd": "losses and their labels",
-    "torch.autograd._engine_run_backward": "when backward begins and ends",
     "torch.distributed.ProcessGroup._register_backend": "groups that are not registered",
     "torch.distributed.distributed_c10d._world.pg_group_ranks": "the ranks of each group",
     "torch.distributed.distributed_c10d._world.pg_names": "the names of groups",
     "torch.distributed.distributed_c10d._world.pg_map": "the backend of each group",
     "torch.distributed.distributed_c10d._resolve_process_group": "the group of a functional collective",
     "torch.utils._python_dispatch.TorchDispatchMode": "operators where tensors have no memory",
+    "torch.utils._python_dispatch._disable_current_modes": "operators where tensors have no memory",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "tensors inside of tensors",
     "torch.utils._pytree.tree_leaves": "tensors inside of arguments",
     "torch.distributed._composable.contract.STATE_KEY": "which modules FSDP2 and replicate wrap",
@@ -30,11 +28,24 @@ NAMES: dict[str, str] = {
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": "FSDP2's slices",
     "torch.distributed.pipelining.schedules._PipelineSchedule": "a pipeline's schedule",
 }
+PROBE_ALONE = {
+    "torch._C._autograd._push_saved_tensors_default_hooks": "what autograd keeps for backward",
+    "torch._C._nn.cross_entropy_loss": "losses and their labels",
+    "torch._C._nn.nll_loss_nd": "losses and their labels",
+    "torch.autograd._engine_run_backward": "when backward begins and ends",
+}
+RECORDER_ALONE = {"torch._C._dynamo.eval_frame.set_eval_frame": "what a compiler traces"}
 
 
-def missing() -> list[str]:
-    """Return a sentence for each name that this torch lacks, of the modules that are imported."""
-    return [f"no {name}, by which {what} would be seen" for name, what in NAMES.items() if not _there(name)]
+def lacking(*, recorder: bool = False) -> str:
+    """Return a sentence on what this torch lacks, of the modules that are imported; empty if nothing.
+
+    recorder: of what a job's recorder relies on, and not a case's probe.
+    """
+    needed = NAMES | (RECORDER_ALONE if recorder else PROBE_ALONE)
+    gone = [f"no {name}, by which {what} would be seen" for name, what in needed.items() if not _there(name)]
+    release, who = sys.modules["torch"].__version__, "recorder" if recorder else "probe"
+    return f"torch {release} lacks what the {who} relies on: {'; '.join(gone)}" if gone else ""
 
 
 def _there(name: str) -> bool:
