@@ -10,7 +10,7 @@ from html import escape
 from harness.evidence.text import visible
 
 WIDTH = 360  # a phone's; on wide screens drawings stand beside each other
-ROW, HEIGHT = 18, 190
+ROW, HEIGHT, SPARK = 18, 190, 120
 LETTER = 6.1  # the width of one of 10 px, in a font in which all are as wide; a page has such a font for strips
 BAR = 100  # at least, however long the texts beside it are
 
@@ -88,6 +88,15 @@ def curves(title: str, steps: Sequence[int], lines: Sequence[Curve], *, log: boo
     parts += [_text(across(index), HEIGHT - 10, str(step), "middle") for index, step in _some(steps)]
     parts += [_line(line, across, up) for line in lines]
     return _svg(title, HEIGHT, parts)
+
+
+def spark(title: str, values: Sequence[float | None]) -> str:
+    """Draw one line as high as a row of text, from 0 to its largest value."""
+    most = max((value for value in values if value is not None), default=0.0) or 1.0
+    across = (SPARK - 8) / max(1, len(values) - 1)
+    line = Curve(title, values, "observed")
+    drawn = _line(line, lambda index: 4 + across * index, lambda value: ROW + 2 - (ROW - 4) * value / most)
+    return _svg(title, ROW + 6, [drawn], width=SPARK, kind="spark")
 
 
 def _line(line: Curve, across: Callable[[int], float], up: Callable[[float], float]) -> str:

@@ -92,6 +92,19 @@ def times_of(job: TracedJob) -> Times | None:
     return Times(took, float(np.mean(steps)), ranks, compared)
 
 
+def exposed_by_step(job: TracedJob) -> dict[tuple[int, str, str], tuple[float, ...]]:
+    """Return, by size of group, operator and phase, the seconds of each step that are exposed on a rank, on average."""
+    found: dict[tuple[int, str, str], list[float]] = defaultdict(lambda: [0.0] * len(job.numbers))
+    ranks: dict[tuple[int, str, str], set[int]] = defaultdict(set)
+    for rank, one in job.ranks.items():
+        computes = Ranges.merged(one.trace.compute)
+        for call in _kernels(one):
+            key, span = (len(call.what.ranks), call.what.op, call.what.phase), call.span
+            found[key][call.what.step - 1] += span.end - span.start - computes.overlap(span.start, span.end)
+            ranks[key].add(rank)
+    return {key: tuple(1e-6 * each / len(ranks[key]) for each in steps) for key, steps in found.items()}
+
+
 def _kernels(one: TracedRank) -> Iterator[Call]:
     """Yield its kernels in these steps, as the calls that issued them: of each group and operator the next that began later."""
     free: dict[tuple[str, str], list[Span]] = defaultdict(list)
