@@ -28,9 +28,10 @@ def compared(
 ) -> list[str]:
     """moved: figures that differ. outside: in which steps collectives outside of passes were compared. notes: what was not
     compared."""
+    title = counted(found) if found or not notes else "no difference in what was compared"
     notes = [*([f"outside of forward and backward: {outside}"] if outside else []), *notes]
     said = [line for note in notes for line in wrapped(note, "  ", "    ")]
-    return [f"{one} -> {other}: {counted(found)}", *listed(found), *said, *shifted([("", each) for each in moved])]
+    return [f"{one} -> {other}: {title}", *listed(found), *said, *shifted([("", each) for each in moved])]
 
 
 def counted(found: Sequence[Difference]) -> str:

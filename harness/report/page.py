@@ -16,7 +16,7 @@ from harness.evidence.text import bytes_text, counted, visible
 from harness.judge.measures import BLOCKED, HELD, MOVED, PARAMETERS, PEAK, SECONDS
 from harness.judge.result import Verdict
 from harness.report.causes import causes, checks_text, why
-from harness.report.drawings import Drawn
+from harness.report.drawings import Drawn, Section
 from harness.report.grid import not_applicable, summary
 from harness.report.outcome import ERROR, SKIPPED, Outcome
 from harness.report.svg import spark
@@ -115,6 +115,10 @@ class Page:
     """Case -> the commit that broke it."""
     trends: Sequence[Trend] = ()
     """Measures that were not the same in all nights, the largest change of the last night first."""
+    title: str = ""
+    """What the page is of, where it is of no cases."""
+    sections: Sequence[Section] = ()
+    """What is shown of that."""
 
     @property
     def names(self) -> str:
@@ -137,7 +141,7 @@ def html(page: Page) -> str:
     judged = [outcome for outcome in page.outcomes if outcome.checks]
     return environment.get_template("page.html").render(
         page=page,
-        title=summary(page.outcomes, None) if page.outcomes else "no case came to its end",
+        title=page.title or (summary(page.outcomes, None) if page.outcomes else "no case came to its end"),
         causes=causes(page.outcomes),
         tables=measured(page.outcomes, page.device),
         not_applicable=not_applicable(judged) if judged else "",

@@ -13,6 +13,7 @@ WIDTH = 360  # a phone's; on wide screens drawings stand beside each other
 ROW, HEIGHT, SPARK = 18, 190, 120
 LETTER = 6.1  # the width of one of 10 px, in a font in which all are as wide; a page has such a font for strips
 BAR = 100  # at least, however long the texts beside it are
+LANE = 620  # the width of a row of times
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,38 @@ def strips(title: str, rows: Sequence[Strip]) -> str:
             f'width="{(row.stop - row.start) * room:.1f}" height="12"/>',
             _text(width - right + LETTER, top + 10, row.text, "start"),
         ]
+    return _svg(title, len(rows) * ROW + 6, parts, width=width, kind="strips")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stretch of time in a row."""
+
+    start: float
+    """When it begins, in seconds of the picture."""
+    stop: float
+    """When it ends."""
+    text: str
+    """What it is, which a browser shows beside the pointer."""
+    odd: bool = False
+    """Whether somebody waits in it: hatched as well as coloured."""
+
+
+def lanes(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], length: float) -> str:
+    """Draw rows of bars below each other over one time, each row with its name."""
+    left = LETTER * (max(len(visible(name)) for name, _ in rows) + 1)
+    width, parts = math.ceil(left + LANE), []
+    for index, (name, bars) in enumerate(rows):
+        top = index * ROW + 4
+        parts += [
+            _text(0, top + 10, name, "start"),
+            f'<rect class="whole" x="{left:.1f}" y="{top}" width="{LANE}" height="12"/>',
+        ]
+        for bar in bars:
+            at, wide = LANE * bar.start / length, max(LANE * (bar.stop - bar.start) / length, 0.4)
+            kind, said = "odd" if bar.odd else "part", escape(visible(bar.text))
+            place = f'x="{left + at:.1f}" y="{top}" width="{wide:.1f}" height="12"'
+            parts.append(f'<rect class="{kind}" {place}><title>{said}</title></rect>')
     return _svg(title, len(rows) * ROW + 6, parts, width=width, kind="strips")
 
 
