@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import threading
+import time
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -35,6 +36,25 @@ def _leave(options: dict[str, Any], found: Any) -> None:
     Path(options["result"], f"rank_{_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def late_rank(options: dict[str, Any]) -> None:
+    """Rank 0 comes late to a sum that is waited for at once, and to one that is waited for after another call."""
+    _join()
+    recorder = CollectiveRecorder(lambda: (1, "backward"))
+    recorder.install()
+    ones = torch.ones(8)
+    for _ in range(2):
+        time.sleep(0.3 * (_rank() == 0))
+        dist.all_reduce(ones)
+    first, second = (dist.all_reduce(torch.ones(8), async_op=True) for _ in range(2))
+    first.wait()
+    second.wait()
+    untouched = recorder.times.seen.copy()
+    recorder.remove()
+    dist.all_reduce(ones)
+    assert recorder.times.seen == untouched
+    _leave(options, [dataclasses.asdict(one) for one in recorder.settled()])
 
 
 def known_sequence(options: dict[str, Any]) -> None:

@@ -20,9 +20,10 @@ from harness.cli.record import add_recording, record
 from harness.cli.run_report import last_runs
 from harness.evidence.reading import read_text
 from harness.evidence.store import CASE_FILE, EvidenceError, load_run, write_text
+from harness.judge.figures import Figures, figures, shifts
 from harness.judge.outside_passes import SECTION
 from harness.judge.run_as_recording import as_recording
-from harness.judge.stored_recording import Recording, load_recording
+from harness.judge.stored_recording import Recording, holds_recording, load_recording
 from harness.judge.structure import compared_outside, costs, differences, structure
 from harness.report.compared import compared
 from harness.report.compared_runs import Costs, compared_runs
@@ -30,6 +31,10 @@ from harness.report.output import complain, say
 from harness.run import verdicts
 from harness.run.comparison import compared_cases, of_runs
 from harness.spec.loading import document_of
+from harness.traces.compared import NEEDED, not_compared, of_both, traced_figures, traced_structure
+from harness.traces.files import TRACE, files_of
+from harness.traces.job import job_of
+from harness.traces.kineto import load_trace
 
 OF = ("name", "one", "other")
 SNAPSHOTS = (".yaml", ".yml")
@@ -97,7 +102,7 @@ def _accept(args: argparse.Namespace, snapshot: Path, recording: Path) -> int:
     no_document(args, "--accept")
     if snapshot.suffix not in SNAPSHOTS or recording.suffix in SNAPSHOTS:
         raise BadInput("--accept: `harness compare FILE.yaml RECORDING --accept` writes FILE.yaml")
-    found, _ = _read(recording)
+    found, *_ = _read(recording)
     if not found:
         raise EvidenceError(f"{recording}: no rank left evidence, nothing to keep")
     write_text(snapshot, yaml.safe_dump(dict(found), sort_keys=False, width=120, allow_unicode=True))
@@ -107,6 +112,8 @@ def _accept(args: argparse.Namespace, snapshot: Path, recording: Path) -> int:
 
 def _between(args: argparse.Namespace, one: Path, other: Path) -> int:
     runs = [folder for folder in (one, other) if verdicts.file_in(folder)]
+    if not runs and any(map(_holds_traces, (one, other))):
+        return _traces(args, one, other)
     if not runs and not _of_one_training(args, one, other):
         return _structures(args, one, other)
     if not runs:
@@ -138,23 +145,44 @@ def _runs(args: argparse.Namespace, one: Path, other: Path) -> int:
 
 def _structures(args: argparse.Namespace, one: Path, other: Path) -> int:
     """Print in what the structure of two recorded jobs differs."""
-    (a, a_costs), (b, b_costs) = _read(one), _read(other)
-    found, outside, cost = differences(a, b), compared_outside(a, b), (a_costs, b_costs)
-    data = {"one": one, "other": other, "of": "structure", "differences": found, "outside": outside, "costs": cost}
-    answer(args, "comparison", data, "\n".join(compared(str(one), str(other), found, cost, outside)))
+    (a, a_costs, a_figures), (b, b_costs, b_figures) = _read(one), _read(other)
+    found, outside, moved = differences(a, b), compared_outside(a, b), shifts(a_figures, b_figures)
+    data = {"one": one, "other": other, "of": "structure", "differences": found, "outside": outside}
+    data |= {"costs": (a_costs, b_costs), "figures": moved}
+    answer(args, "comparison", data, "\n".join(compared(str(one), str(other), found, moved, outside)))
     if not (a and b):
         complain("nothing to compare")
         return NOT_JUDGED
     return BROKEN if found else PASSED
 
 
-def _read(path: Path) -> tuple[Mapping[str, Any], Costs]:
+def _holds_traces(path: Path) -> bool:
+    """Return whether it is a profiler trace, or a folder of them and of nothing else."""
+    elsewhere = path.suffix in SNAPSHOTS or (path / CASE_FILE).exists() or holds_recording(path)
+    return path.exists() and not elsewhere and bool(files_of(path, TRACE))
+
+
+def _traces(args: argparse.Namespace, one: Path, other: Path) -> int:
+    """Print in what the traces of two jobs differ. Return 2 where nothing differs and something was not seen."""
+    if without := [path for path in (one, other) if not _holds_traces(path)]:
+        raise BadInput(f"compare: {without[0]} has no profiler traces, and the other has")
+    jobs = (job_of([load_trace(file) for file in files_of(path, TRACE)]) for path in (one, other))
+    a, b = of_both(*jobs)
+    found, notes = differences(traced_structure(a), traced_structure(b)), not_compared(a, b)
+    moved = shifts(traced_figures(a), traced_figures(b))
+    data = {"one": one, "other": other, "of": "traces", "differences": found, "figures": moved, "not_compared": notes}
+    answer(args, "comparison", data, "\n".join(compared(str(one), str(other), found, moved, notes=notes)))
+    seen = a.numbers and b.numbers and not any(job.recording.provides.lack(NEEDED) for job in (a, b))
+    return BROKEN if found else PASSED if seen else NOT_JUDGED
+
+
+def _read(path: Path) -> tuple[Mapping[str, Any], Costs, Figures]:
     """Raises EvidenceError."""
     if path.suffix in SNAPSHOTS:
-        return _load_snapshot(path), {}
+        return _load_snapshot(path), {}, {}
     of_a_case = (path / CASE_FILE).exists()
     recording: Recording = as_recording(load_run(path / "run")) if of_a_case else load_recording(path)
-    return (structure(recording), costs(recording)) if recording.summaries else ({}, {})
+    return (structure(recording), costs(recording), figures(recording)) if recording.summaries else ({}, {}, {})
 
 
 def _load_snapshot(path: Path) -> Mapping[str, Any]:

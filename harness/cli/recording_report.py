@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
+from harness.cli.options import BadInput, no_document
+from harness.cli.trace_report import write_times
+from harness.evidence.recording import load_record, record_file
+from harness.evidence.text import counted
 from harness.judge.result import Verdict
 from harness.judge.stored_recording import Recording, load_recording
 from harness.report.layout_documents import recording as document_of
+from harness.report.output import complain, say
 from harness.report.recording_layout import jobs_report, results_of, verdict_of_all
 from harness.report.recording_odd import OF_RECORDER, odd
 from harness.report.recording_page import page
 from harness.run.recorded_layout import judged
 from harness.spec import layout as spec
+from harness.traces.export import export
+from harness.traces.timeline import of_records
+
+CHROME = "chrome"
+"""The form of traces that a browser's tools show."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    recording = parser.add_argument_group("a recording")
+    recording.add_argument("--all", action="store_true", help="print every line, however many there are")
+    add_layout(recording)
 
 
 def add_layout(parser: Any) -> None:
@@ -26,18 +43,53 @@ def add_layout(parser: Any) -> None:
     )
 
 
-def shown(args: argparse.Namespace, directory: Path, layout: str | None, *, whole: bool = False) -> int:
-    """Raises EvidenceError and CaseError."""
+def shown(
+    args: argparse.Namespace, directory: Path, layout: str | None, *, whole: bool = False, file: Path | None = None
+) -> int:
+    """file: of a page for a browser, in place of text. Raises EvidenceError and CaseError."""
     recording = load_recording(directory)
+    how = (args, file, recording)
     if layout is None or not recording.summaries:
-        answer(args, "recording", lambda: document_of(recording), page(recording, whole=whole))
+        _answer(*how, "recording", lambda: document_of(recording), page(recording, whole=whole))
         return exit_code(recording)
     dims = spec.layout(layout, recording.world)
     jobs = [judged(job, dims) for job in recording.jobs]
     text = page(recording, jobs_report(dims, jobs), layout=layout, whole=whole)
-    answer(args, "layout", lambda: document_of(recording, dims, jobs), text)
+    _answer(*how, "layout", lambda: document_of(recording, dims, jobs), text)
     found = {Verdict.FAIL: BROKEN, Verdict.PASS: PASSED}.get(verdict_of_all(results_of(jobs)), NOT_JUDGED)
     return worst([found, exit_code(recording)])
+
+
+def _answer(
+    args: argparse.Namespace,
+    html: Path | None,
+    recording: Recording,
+    kind: str,
+    data: Callable[[], dict[str, Any]],
+    text: str,
+) -> None:
+    """Print it, or write it as a page with one step drawn."""
+    if html is None:
+        answer(args, kind, data, text)
+        return
+    no_document(args, "--html")
+    records = {rank: load_record(record_file(recording.directory, rank)) for rank in recording.summaries}
+    write_times(html, f"recording {recording.directory}", text, of_records(records), kernels=False)
+
+
+def exported(args: argparse.Namespace, directory: Path) -> int:
+    """Write traces of all ranks into DIRECTORY/chrome; return 2 where some collective has no time. Raises EvidenceError."""
+    no_document(args, f"--as {CHROME}")
+    if args.layout or args.all:
+        raise BadInput(f"--as {CHROME}: leave out --layout and --all")
+    files, untimed = export(load_recording(directory), directory / CHROME)
+    for file in files:
+        say(file)
+    if untimed or not files:
+        complain(
+            f"{counted(untimed, 'collective')} without a time: an older version recorded them, or nothing saw the call"
+        )
+    return NOT_JUDGED if untimed or not files else PASSED
 
 
 def exit_code(recording: Recording) -> int:

@@ -18,10 +18,12 @@ from harness.run.judging import judge_folder
 from harness.run.stored_kind import Kind, kind_of
 
 FOR: Mapping[str, tuple[Kind, ...]] = {
-    "as": (Kind.RUN,),
-    "html": (Kind.CASES, Kind.RUN),
+    "as": (Kind.RUN, Kind.RECORDING),
+    "html": (Kind.CASES, Kind.RUN, Kind.RECORDING, Kind.TRACES),
     "all": (Kind.RECORDING,),
     "layout": (Kind.RECORDING, Kind.TRACES),
+    "gpu": (Kind.TRACES,),
+    "nodes_of": (Kind.TRACES,),
     "quarantine": (Kind.HISTORY,),
 }
 """Option -> the kinds of stored things that it is for."""
@@ -42,11 +44,16 @@ def add(commands: Any) -> None:
     run = parser.add_argument_group("a run")
     run.add_argument(
         "--as",
-        choices=run_report.FORMS,
+        choices=[*run_report.FORMS, recording_report.CHROME],
         help="markdown for the summary of a CI job, GitHub's annotations, JUnit's XML, or the folders of the cases "
-        "that are not green",
+        f"that are not green. A recording: {recording_report.CHROME}, traces for Perfetto and HolisticTraceAnalysis",
     )
-    run.add_argument("--html", type=Path, metavar="FILE", help="write one page for a browser; cases may be on it too")
+    run.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write one page for a browser, of cases too, or of the times of a recording or of traces",
+    )
     run.add_argument(
         "--history",
         type=Path,
@@ -55,9 +62,8 @@ def add(commands: Any) -> None:
         default=[],
         help="earlier runs, verdicts.jsonl at any depth: print what changed since, or show them on the page of --html",
     )
-    recording = parser.add_argument_group("a recording")
-    recording.add_argument("--all", action="store_true", help="print every line, however many there are")
-    recording_report.add_layout(recording)
+    recording_report.add_options(parser)
+    trace_report.add_links(parser)
     nights = parser.add_argument_group("many nights")
     nights.add_argument(
         "--quarantine", type=Path, metavar="FILE", help="cases that a person has set aside until a day; YAML, only read"
@@ -75,10 +81,12 @@ def command(args: argparse.Namespace) -> int:
         raise BadInput("report: name what to show: a folder of a case, of a run, of a recording or of nights")
     _check_options(args, kinds)
     found = set(kinds.values())
+    if vars(args)["as"] == recording_report.CHROME and found == {Kind.RECORDING} and len(kinds) == 1:
+        return recording_report.exported(args, args.places[0])
     if found == {Kind.HISTORY}:
         return history_report.shown(args, list(kinds), args.quarantine)
     if found == {Kind.RECORDING} and len(kinds) == 1:
-        return recording_report.shown(args, args.places[0], args.layout, whole=args.all)
+        return recording_report.shown(args, args.places[0], args.layout, whole=args.all, file=args.html)
     if found == {Kind.TRACES}:
         return trace_report.shown(args, args.places, args.layout)
     if found == {Kind.DUMPS}:
@@ -95,7 +103,12 @@ def _check_options(args: argparse.Namespace, kinds: Mapping[Path, Kind]) -> None
     for option, of in FOR.items():
         wrong = next((place for place, kind in kinds.items() if kind not in of), None)
         if wrong and vars(args)[option]:
-            raise BadInput(f"--{option}: it is for {' or '.join(of)}, and {wrong} holds {kinds[wrong]}")
+            raise BadInput(
+                f"--{option.replace('_', '-')}: it is for {' or '.join(of)}, and {wrong} holds {kinds[wrong]}"
+            )
+    form, recorded = vars(args)["as"], Kind.RECORDING in kinds.values()
+    if form and recorded != (form == recording_report.CHROME):
+        raise BadInput(f"--as {form}: it is for {Kind.RUN if recorded else Kind.RECORDING}")
 
 
 def _of_runs_and_cases(args: argparse.Namespace, runs: Sequence[Path], cases: Sequence[Path]) -> int:

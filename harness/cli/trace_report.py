@@ -8,33 +8,83 @@ from pathlib import Path
 
 from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
+from harness.cli.options import no_document, positive_int
+from harness.evidence.store import write_text
 from harness.judge.result import Verdict
+from harness.plan.figures.links import GPUS_PER_NODE
+from harness.plan.figures.step_time import MACHINES
+from harness.preflight.request import Request
 from harness.report.hang_page import hang_document, hang_page
 from harness.report.layout_documents import traces as document_of
+from harness.report.output import say
 from harness.report.recording_layout import layout_report, verdict_of_all
 from harness.report.trace_page import always_report, trace_page
 from harness.run.traced import judged
+from harness.spec import case_files
 from harness.spec import layout as spec
+from harness.spec.case import Case, CaseError
+from harness.spec.loading import load_all
 from harness.traces.analyzer import analysis_of
 from harness.traces.dumps import load_dumps
 from harness.traces.files import DUMP, TRACE, all_files
 from harness.traces.hang import hang_of
 from harness.traces.job import job_of
 from harness.traces.kineto import load_trace
-from harness.traces.times import times_of
+from harness.traces.timeline import Timeline, of_traces
+from harness.traces.times import times_of, with_links
 
 OF = {Verdict.FAIL: BROKEN, Verdict.PASS: PASSED, Verdict.UNKNOWN: NOT_JUDGED}
+
+
+def add_links(parser: argparse.ArgumentParser) -> None:
+    traces = parser.add_argument_group("profiler traces")
+    traces.add_argument("--gpu", choices=MACHINES, help="compare rates with the links of its data sheet")
+    traces.add_argument("--nodes-of", type=positive_int, metavar="N", help="GPUs of a node; default 8")
 
 
 def shown(args: argparse.Namespace, places: Sequence[Path], layout: str | None) -> int:
     """Raises EvidenceError and CaseError."""
     job = job_of([load_trace(file) for file in all_files(places, TRACE)])
-    dims = spec.layout(layout, job.recording.world) if layout else None
+    case = plan_of(layout, job.recording.world) if layout else None
+    dims = case.dims if case else spec.layout(layout, job.recording.world) if layout else None
     results, diagnosis = judged(job, dims)
     times = times_of(job)
+    if times and args.gpu:
+        times = with_links(times, MACHINES[args.gpu], args.nodes_of or GPUS_PER_NODE)
     text = layout_report(dims, results, diagnosis) if dims else always_report(results)
-    answer(args, "traces", lambda: document_of(job, dims, (results, diagnosis), times), trace_page(job, text, times))
+    told = trace_page(job, text, times, case, gpu_text(args))
+    if args.html:
+        no_document(args, "--html")
+        write_times(args.html, f"traces in {job.recording.directory}", told, of_traces(job), kernels=True)
+    else:
+        answer(args, "traces", lambda: document_of(job, dims, (results, diagnosis), times), told)
     return OF.get(verdict_of_all(results), NOT_JUDGED)
+
+
+def gpu_text(args: argparse.Namespace) -> str:
+    """Return whose links are compared, and of how many GPUs a node is taken to be."""
+    return f"{args.gpu}, with {args.nodes_of or GPUS_PER_NODE} GPUs a node" if args.gpu else ""
+
+
+def plan_of(layout: str, world: int) -> Case | None:
+    """Return the whole plan of a published layout by its name, or of a job's file; None where it says degrees alone."""
+    if "=" in layout:
+        return None
+    if named := next((case for case in load_all(case_files.LAYOUTS) if case.name == layout), None):
+        return named
+    try:
+        return Request(dims=layout, world=world).asked().case
+    except CaseError:  # a file from which its degrees are read and not all that a plan needs
+        return None
+
+
+def write_times(file: Path, title: str, told: str, timeline: Timeline | None, *, kernels: bool) -> None:
+    """Write a page for a browser. told: the report as text."""
+    from harness.report.page import html  # jinja2 takes a twentieth of a second
+    from harness.report.timeline_page import page_of_times
+
+    write_text(file, html(page_of_times(title, told, timeline, kernels=kernels)))
+    say(file)
 
 
 def shown_dumps(args: argparse.Namespace, places: Sequence[Path]) -> int:

@@ -67,7 +67,7 @@ def _sorted(ranks: tuple[int, ...]) -> tuple[int, ...]:
 
 def _step(step: RecordedStep) -> RecordedStep:
     fed = tuple(replace(one, digest=0, others=()) for one in step.fed)
-    return replace(step, digests=dict.fromkeys(step.digests, 0), fed=fed, seconds=0.0, peak=0)
+    return replace(step, digests=dict.fromkeys(step.digests, 0), fed=fed, seconds=0.0, peak=0, began=0.0)
 
 
 def _wrapper(wrapper: Wrapper, places: Places) -> dict[str, Any]:

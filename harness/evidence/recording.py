@@ -69,6 +69,8 @@ class RecordedStep:
     """Parameters that had no gradient when an optimizer stepped."""
     constant: tuple[str, ...] = ()
     """Parameters of step 0 whose numbers are all the same."""
+    began: float = field(default=0.0, metadata=LATER)
+    """When its first pass began, in seconds since 1970 on the clock of its machine; 0 if that was not seen."""
 
 
 def issued_text(op: str, step: int, phase: str) -> str:

@@ -45,6 +45,10 @@ class Collective:
     """Global rank of the other side; None unless it is a send or a receive."""
     root: int | None = None
     """Global rank that a broadcast or scatter comes from, or that a reduce or gather goes to; None for all others."""
+    began: float | None = field(default=None, metadata=LATER, compare=False)
+    """When it was issued, in seconds since 1970 on the clock of its machine; None where that was not seen."""
+    blocked: float | None = field(default=None, metadata=LATER, compare=False)
+    """Seconds that its thread spent in the call, and in a wait from Python that came next; None where that was not seen."""
 
     @property
     def root_place(self) -> int | None:

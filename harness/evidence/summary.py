@@ -45,6 +45,8 @@ class Use:
     """Bytes of all calls."""
     steps: str = ""
     """Recorded steps in which it moved as much, in the words of ranks_key; empty for all of several."""
+    blocked: dict[int, float] = field(default_factory=dict, metadata=LATER, compare=False)
+    """Recorded step that ended -> seconds in which its calls blocked their thread, where that was seen of all of them."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ def summary_of(record: RankRecord, *, places: bool = True) -> Summary:
         background=background(evidence),
         kind=kind,
         places=named,
-        **plain | _model(record) | _steps(record) | _shown(evidence, step_shown(record)),
+        **plain | _model(record) | _steps(record) | _shown(record),
     )
 
 
@@ -279,12 +281,13 @@ def _each_input(fed: Iterable[Fed]) -> tuple[int, ...]:
     return tuple(digest for one in fed for digest in (one.digest, *one.others))[:MOST_INPUTS]
 
 
-def _shown(evidence: RankEvidence, shown: int) -> dict[str, Any]:
+def _shown(record: RankRecord) -> dict[str, Any]:
     """What is shown of one step only."""
+    evidence, shown = record.evidence, step_shown(record)
     seen = next((step for step in evidence.steps if step.step == shown), None)
     return {
         "shown": shown,
-        "uses": uses(evidence, shown),
+        "uses": uses(evidence, shown, record.ended_steps),
         "waits": _waits(evidence, shown),
         "memory": dict(seen.memory) if seen else {},
         "kept": max((after.storage for after in seen.after_forward), default=0) if seen else 0,
@@ -299,18 +302,29 @@ def step_shown(record: RankRecord) -> int:
     return 2 if 2 in steps else max(steps, default=0)
 
 
-def uses(evidence: RankEvidence, shown: int) -> tuple[Use, ...]:
-    """A rank may do something once, as DDP broadcasts its buckets in the second step alone."""
+def uses(evidence: RankEvidence, shown: int, ended: Sequence[int] = ()) -> tuple[Use, ...]:
+    """A rank may do something once, as DDP broadcasts its buckets in the second step alone. ended: steps that did."""
     inside = [call for call in evidence.collectives if call.phase in INSIDE and call.op != "barrier"]
     moved = _by_step(call for call in inside if len(call.ranks) > 1)
     steps = tuple(sorted(step.step for step in evidence.steps))
-    found = []
+    found, blocked = [], _blocked(inside, ended)
     for kind, by_step in sorted(moved.items()):
         if shown in by_step:
             as_much = tuple(step for step in steps if by_step.get(step) == by_step[shown])
             always = as_much == steps and len(steps) > 1
-            found.append(Use(*kind, *by_step[shown], steps="" if always else ranks_key(as_much)))
+            named = "" if always else ranks_key(as_much)
+            found.append(Use(*kind, *by_step[shown], steps=named, blocked=blocked.get(kind, {})))
     return tuple(found)
+
+
+def _blocked(calls: Sequence[Collective], steps: Sequence[int]) -> dict[Kind, dict[int, float]]:
+    """Return by kind and step how long calls blocked; nothing of a kind of which some call was not seen to return."""
+    found: dict[Kind, dict[int, float]] = defaultdict(lambda: dict.fromkeys(steps, 0.0))
+    for call in calls:
+        if call.step in steps:
+            kind = ranks_key(call.ranks), call.op, call.phase, call.dtype
+            found[kind][call.step] += math.nan if call.blocked is None else call.blocked
+    return {kind: by_step for kind, by_step in found.items() if not math.isnan(sum(by_step.values()))}
 
 
 def _by_step(calls: Iterable[Collective]) -> dict[Kind, dict[int, tuple[int, int]]]:

@@ -15,6 +15,7 @@ from harness.judge.trial import Trial
 
 SECONDS, PEAK, HELD, MOVED = "seconds of a step", "peak bytes", "bytes held", "bytes moved"
 PARAMETERS = "parameters held"  # a part of HELD
+BLOCKED = "seconds blocked"
 OUTSIDE_THE_PLAN = "no axis of the plan"
 
 
@@ -30,7 +31,7 @@ def measured(trial: Trial) -> dict[str, float]:
     if held := [sum(step.memory.values()) for one in ranks for step in one.steps if step.memory]:
         found[HELD] = max(held)
         found[PARAMETERS] = max(step.memory.get("parameters", 0) for one in ranks for step in one.steps)
-    return found | _moved(trial)
+    return found | _moved(trial) | _blocked(trial)
 
 
 def _seconds(ranks: list[RankEvidence]) -> list[list[float]]:
@@ -53,6 +54,25 @@ def _moved(trial: Trial) -> dict[str, float]:
     axes = dict.fromkeys(axis for moved in seen for axis in moved)
     by_axis = {f"{MOVED} over {axis}": float(max(moved[axis] for moved in seen)) for axis in axes}
     return {MOVED: float(max(moved.total() for moved in seen)), **by_axis}
+
+
+def _blocked(trial: Trial) -> dict[str, float]:
+    """Return the seconds of a step in which collectives blocked a rank's thread, over each axis: of the ranks' mean the step in
+    the middle. Nothing on GPUs, where streams wait and threads do not."""
+    calls = [call for one in trial.ranks.values() for call in one.collectives if is_traffic(call)]
+    if any(call.blocked is None for call in calls) or any(_on_gpu(one) for one in trial.ranks.values()):
+        return {}
+    spent: dict[str, dict[int, float]] = {}
+    for call in calls:
+        by_step = spent.setdefault(axis_of(trial, call.ranks) or OUTSIDE_THE_PLAN, dict.fromkeys(trial.case.steps, 0.0))
+        by_step[call.step] = by_step.get(call.step, 0.0) + (call.blocked or 0.0)
+    first, ranks = trial.case.steps.start, len(trial.ranks)
+    later = {axis: [took for step, took in of.items() if step > first] or [of[first]] for axis, of in spent.items()}
+    return {f"{BLOCKED} over {axis}": statistics.median(of) / ranks for axis, of in later.items()}
+
+
+def _on_gpu(evidence: RankEvidence) -> bool:
+    return evidence.environment.get("device", "cpu") != "cpu"
 
 
 def step_shown(trial: Trial) -> int:

@@ -33,7 +33,7 @@ def structure(recording: Recording) -> dict[str, Any]:
         "parameters": _per_kind(summaries, lambda one: "; ".join(f"{n} {text}" for text, n in one.placements.items())),
         "wrappers": _per_kind(summaries, lambda one: ", ".join(f"{n} {kind}" for kind, n in one.wrappers.items())),
         "optimizers": _per_kind(summaries, lambda one: ", ".join(one.optimizers)),
-        "axes": {_name(axis, number): _axis(axis) for number, axis in _numbered(axes(summaries))},
+        "axes": {_name(axis, number): _axis(axis) for number, axis in numbered(axes(summaries))},
         outside_passes.SECTION: outside_passes.section(summaries),
         "idle groups": sorted({key for one in summaries for key in one.idle}),
         "memory": _memory(summaries),
@@ -50,7 +50,7 @@ def _per_kind(summaries: list[Summary], text: Any) -> Any:
     return next(iter(kinds), "") if len(kinds) < 2 else {text: len(ranks) for text, ranks in kinds.items()}
 
 
-def _numbered(found: tuple[Axis, ...]) -> Iterator[tuple[int, Axis]]:
+def numbered(found: tuple[Axis, ...]) -> Iterator[tuple[int, Axis]]:
     """The n-th of axes that look alike."""
     seen: dict[str, int] = {}
     for axis in found:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from harness.evidence.records import BACKGROUND, CHECKPOINT, Collective
+from harness.probe.call_times import CallTimes
 from harness.probe.clock import Account
 from harness.probe.own_groups import Call, OwnGroups, name_of, places_of, tensors_in
 
@@ -87,11 +88,13 @@ class CollectiveRecorder:
         self._sequence: Counter[tuple[str, str, int | None]] = Counter()
         self._lock = threading.Lock()
         self._kept: set[int] = set()
+        self.times = CallTimes()
         self._library: torch.library.Library | None = None
         self.own = OwnGroups(where, self._is_recorded, self._called_directly, self._went_wrong)
 
     def install(self) -> None:
         self.own.install()
+        self.times.install()
         self._library = torch.library.Library("c10d", "IMPL")
         for name, (op, payload) in OPERATORS.items():
             overload = getattr(getattr(torch.ops.c10d, name, None), "default", None)
@@ -105,6 +108,7 @@ class CollectiveRecorder:
     def close(self) -> None:
         """Its kernels see nothing any more."""
         self.own.close()
+        self.times.close()
         if self._library is not None:
             self._library._destroy()
             self._library = None
@@ -112,10 +116,12 @@ class CollectiveRecorder:
     def settled(self) -> tuple[Collective, ...]:
         """The records; those of passes that no backward followed are evaluation's."""
         evaluated = {index for index, account in self._undecided.items() if account.kind == "undecided"}
-        return tuple(
-            dataclasses.replace(record, phase="evaluation") if index in evaluated else record
-            for index, record in enumerate(self.records)
-        )
+        return tuple(self._settled(index, index in evaluated) for index in range(len(self.records)))
+
+    def _settled(self, index: int, evaluated: bool) -> Collective:
+        record, (began, blocked) = self.records[index], self.times.seen.get(index, (None, None))
+        phase = "evaluation" if evaluated else record.phase
+        return dataclasses.replace(record, phase=phase, began=began, blocked=blocked)
 
     @property
     def passed(self) -> np.ndarray | None:
@@ -123,8 +129,9 @@ class CollectiveRecorder:
         return None if self._passed is None else np.array([int(one) for one in self._passed], np.int64)
 
     def _kernel(self, overload: Any, op: str, payload: int, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        self._note(op, args[payload], args)
-        return overload.redispatch(keyset & _BELOW, *args, **kwargs)
+        with self.times.calling():
+            self._note(op, args[payload], args)
+            return overload.redispatch(keyset & _BELOW, *args, **kwargs)
 
     def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
         group = _group_of(args)
@@ -194,8 +201,10 @@ class CollectiveRecorder:
             self.records.append(record)
             if self._passed is not None:
                 self._passed.append(passed)
+            place = len(self.records) - 1
         if self._on_issue is not None:
             self._on_issue(record)
+        self.times.begins(place)
 
 
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)

@@ -45,6 +45,7 @@ class Step:
     """What was seen of one step. What is computed on a device is read when the step is over."""
 
     began: float = 0.0
+    at: float = 0.0
     ended: float = 0.0
     digests: dict[str, torch.Tensor] = field(default_factory=dict)
     bad: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -162,7 +163,7 @@ class Seen:
     def pass_begins(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._optimizers.pass_begins()
         step = self._step()
-        step.began = step.began or time.perf_counter() - self._own()
+        step.began, step.at = step.began or time.perf_counter() - self._own(), step.at or time.time()
         of_model = any(part is each for each in self.parts)  # a loss is fed by a model
         inputs = inputs_of(args, kwargs) if of_model else []
         in_training = self._clock.account.kind != "evaluation"
@@ -335,6 +336,7 @@ class Seen:
             seconds=step.ended - step.began if step.ended and step.began else 0.0,
             peak=step.peak,
             ungraded=step.ungraded or (),
+            began=step.at,
         )
 
     @property

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from harness.judge.figures import TIME, Shift
 from harness.judge.structure import Difference
-from harness.report.compared import counted, listed, ratios
+from harness.report.compared import counted, listed, shifted
 from harness.report.text import wrapped
 
 Costs = Mapping[str, float]
@@ -19,6 +20,7 @@ class ComparedCase:
     case: str
     found: tuple[Difference, ...]  # what differs
     costs: tuple[Costs, Costs] = field(default=({}, {}))  # of both runs
+    figures: tuple[Shift, ...] = ()  # figures that differ
     problem: str = ""  # why only verdicts and sums of bytes were compared
 
 
@@ -37,7 +39,7 @@ def compared_runs(
             problems.setdefault(each.problem, []).append(each.case)
     for problem, names in problems.items():
         lines += ["", *wrapped(f"structure not compared: {problem}: {', '.join(names)}", "", "  ")]
-    return [*lines, *_costs(cases, on_gpus=on_gpus)]
+    return [*lines, *_moved(cases, on_gpus=on_gpus)]
 
 
 def _alike(cases: Sequence[ComparedCase]) -> dict[tuple[Difference, ...], list[str]]:
@@ -48,9 +50,9 @@ def _alike(cases: Sequence[ComparedCase]) -> dict[tuple[Difference, ...], list[s
     return found
 
 
-def _costs(cases: Sequence[ComparedCase], *, on_gpus: bool) -> list[str]:
-    texts = {each.case: ", ".join(ratios(*each.costs)) for each in cases}
-    width = max(map(len, texts), default=0)
-    rows = [f"  {case:<{width}}  {text}" for case, text in texts.items() if text]
-    title = "cost, which is no structure" + ("" if on_gpus else "; on CPU it measures no speed")
-    return ["", f"{title}:", *rows] if rows else []
+def _moved(cases: Sequence[ComparedCase], *, on_gpus: bool) -> list[str]:
+    """Return the table of all cases. A case with other verdicts or structure comes with its figures like the others."""
+    found = [(each.case, shift) for each in cases for shift in each.figures]
+    found.sort(key=lambda one: (one[1].within is True, -one[1].size))
+    timed = any(shift.unit == TIME for _, shift in found)
+    return shifted(found, "on CPU seconds measure no speed" if timed and not on_gpus else "")

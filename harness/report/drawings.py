@@ -56,6 +56,10 @@ class Section:
     """The pictures, side by side."""
     tables: tuple[Table, ...] = ()
     """The tables, one below the other."""
+    text: str = ""
+    """Text that stands as it is."""
+    wide: bool = False
+    """Whether a picture takes the whole width."""
 
 
 @dataclass(frozen=True)

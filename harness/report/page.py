@@ -13,12 +13,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.evidence.text import bytes_text, counted, visible
-from harness.judge.measures import HELD, MOVED, PARAMETERS, PEAK, SECONDS
+from harness.judge.measures import BLOCKED, HELD, MOVED, PARAMETERS, PEAK, SECONDS
 from harness.judge.result import Verdict
 from harness.report.causes import causes, checks_text, why
-from harness.report.drawings import Drawn
+from harness.report.drawings import Drawn, Section
 from harness.report.grid import not_applicable, summary
 from harness.report.outcome import ERROR, SKIPPED, Outcome
+from harness.report.svg import spark
 from harness.report.text import MARKS
 
 TOKENS = "tokens per second"
@@ -69,6 +70,28 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Trend:
+    """A measure of a case from night to night."""
+
+    case: str
+    """The case."""
+    measure: str
+    """Name of the measure."""
+    values: tuple[float | None, ...]
+    """A value for each night, the oldest first; None where there is none to compare."""
+
+    @property
+    def svg(self) -> str:
+        return spark(f"{self.case}: {self.measure}", self.values)
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """Return the texts of the first value, of the last but one, and of the last."""
+        known = [value for value in self.values if value is not None]
+        return (_amount(self.measure, known[0]), _amount(self.measure, known[-2]), _amount(self.measure, known[-1]))
+
+
+@dataclass(frozen=True)
 class Page:
     """All that one page shows."""
 
@@ -90,6 +113,12 @@ class Page:
     """Case that failed -> its evidence."""
     since: Mapping[str, str] = field(default_factory=dict)
     """Case -> the commit that broke it."""
+    trends: Sequence[Trend] = ()
+    """Measures that were not the same in all nights, the largest change of the last night first."""
+    title: str = ""
+    """What the page is of, where it is of no cases."""
+    sections: Sequence[Section] = ()
+    """What is shown of that."""
 
     @property
     def names(self) -> str:
@@ -112,7 +141,7 @@ def html(page: Page) -> str:
     judged = [outcome for outcome in page.outcomes if outcome.checks]
     return environment.get_template("page.html").render(
         page=page,
-        title=summary(page.outcomes, None) if page.outcomes else "no case came to its end",
+        title=page.title or (summary(page.outcomes, None) if page.outcomes else "no case came to its end"),
         causes=causes(page.outcomes),
         tables=measured(page.outcomes, page.device),
         not_applicable=not_applicable(judged) if judged else "",
@@ -160,7 +189,8 @@ def _measured(recipe: str, outcomes: Sequence[Outcome], *, on_gpu: bool) -> Meas
 
 def measures(outcome: Outcome, *, on_gpu: bool) -> dict[str, float]:
     """Return what is worth comparing: bytes on any device; on GPUs also seconds of a step and tokens per second."""
-    found = {name: value for name, value in outcome.measures.items() if on_gpu or name not in (SECONDS, PEAK)}
+    timed = (SECONDS, PEAK) if not on_gpu else ()
+    found = {name: value for name, value in outcome.measures.items() if not name.startswith((*timed, BLOCKED))}
     if on_gpu and outcome.tokens and outcome.measures.get(SECONDS):
         found[TOKENS] = outcome.tokens / outcome.measures[SECONDS]
     return found
@@ -179,4 +209,5 @@ def _cell(name: str, outcome: Outcome, peers: Sequence[Outcome], *, on_gpu: bool
 def _amount(name: str, value: float) -> str:
     if name == TOKENS:
         return f"{value:,.0f}"
-    return f"{value:.3g} s" if name == SECONDS else bytes_text(value) if value else "0 B"
+    timed = name == SECONDS or name.startswith(BLOCKED)
+    return f"{value:.3g} s" if timed else bytes_text(value) if value else "0 B"

@@ -10,9 +10,10 @@ from html import escape
 from harness.evidence.text import visible
 
 WIDTH = 360  # a phone's; on wide screens drawings stand beside each other
-ROW, HEIGHT = 18, 190
+ROW, HEIGHT, SPARK = 18, 190, 120
 LETTER = 6.1  # the width of one of 10 px, in a font in which all are as wide; a page has such a font for strips
 BAR = 100  # at least, however long the texts beside it are
+LANE = 620  # the width of a row of times
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,38 @@ def strips(title: str, rows: Sequence[Strip]) -> str:
     return _svg(title, len(rows) * ROW + 6, parts, width=width, kind="strips")
 
 
+@dataclass(frozen=True)
+class Bar:
+    """A stretch of time in a row."""
+
+    start: float
+    """When it begins, in seconds of the picture."""
+    stop: float
+    """When it ends."""
+    text: str
+    """What it is, which a browser shows beside the pointer."""
+    odd: bool = False
+    """Whether somebody waits in it: hatched as well as coloured."""
+
+
+def lanes(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], length: float) -> str:
+    """Draw rows of bars below each other over one time, each row with its name."""
+    left = LETTER * (max(len(visible(name)) for name, _ in rows) + 1)
+    width, parts = math.ceil(left + LANE), []
+    for index, (name, bars) in enumerate(rows):
+        top = index * ROW + 4
+        parts += [
+            _text(0, top + 10, name, "start"),
+            f'<rect class="whole" x="{left:.1f}" y="{top}" width="{LANE}" height="12"/>',
+        ]
+        for bar in bars:
+            at, wide = LANE * bar.start / length, max(LANE * (bar.stop - bar.start) / length, 0.4)
+            kind, said = "odd" if bar.odd else "part", escape(visible(bar.text))
+            place = f'x="{left + at:.1f}" y="{top}" width="{wide:.1f}" height="12"'
+            parts.append(f'<rect class="{kind}" {place}><title>{said}</title></rect>')
+    return _svg(title, len(rows) * ROW + 6, parts, width=width, kind="strips")
+
+
 def curves(title: str, steps: Sequence[int], lines: Sequence[Curve], *, log: bool = False) -> str:
     """Draw lines over steps. log: values of 0 stand on the lowest line."""
     known = [value for line in lines for value in line.values if value is not None and math.isfinite(value)]
@@ -88,6 +121,15 @@ def curves(title: str, steps: Sequence[int], lines: Sequence[Curve], *, log: boo
     parts += [_text(across(index), HEIGHT - 10, str(step), "middle") for index, step in _some(steps)]
     parts += [_line(line, across, up) for line in lines]
     return _svg(title, HEIGHT, parts)
+
+
+def spark(title: str, values: Sequence[float | None]) -> str:
+    """Draw one line as high as a row of text, from 0 to its largest value."""
+    most = max((value for value in values if value is not None), default=0.0) or 1.0
+    across = (SPARK - 8) / max(1, len(values) - 1)
+    line = Curve(title, values, "observed")
+    drawn = _line(line, lambda index: 4 + across * index, lambda value: ROW + 2 - (ROW - 4) * value / most)
+    return _svg(title, ROW + 6, [drawn], width=SPARK, kind="spark")
 
 
 def _line(line: Curve, across: Callable[[int], float], up: Callable[[float], float]) -> str:

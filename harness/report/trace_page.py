@@ -11,17 +11,22 @@ from harness.report.recording_layout import layout_report, verdict_of_all
 from harness.report.recording_odd import Rows, some_ranks
 from harness.report.recording_page import rows_of_axes, rows_of_step, table_of
 from harness.report.trace_times import time_rows
+from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.traces.job import TracedJob
 from harness.traces.kineto import operators_text
 from harness.traces.times import Times
 
 
-def trace_page(job: TracedJob, judged: Sequence[str], times: Times | None) -> str:
-    """judged: what checks say. times: None where traces have no kernels of collectives."""
+def trace_page(
+    job: TracedJob, judged: Sequence[str], times: Times | None, case: Case | None = None, gpu: str = ""
+) -> str:
+    """judged: what checks say. times: None where traces have no kernels of collectives. case, gpu: as of `time_rows`."""
     recording = job.recording
     title = f"{recording.directory}: traces of {len(job.ranks)} of {recording.world} ranks"
-    return "\n".join([*judged, "", title, *table_of([*trace_rows(job), *(time_rows(times) if times else [])])])
+    return "\n".join(
+        [*judged, "", title, *table_of([*trace_rows(job), *(time_rows(times, case, gpu) if times else [])])]
+    )
 
 
 def trace_rows(job: TracedJob) -> Rows:

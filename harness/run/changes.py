@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from harness.evidence.text import bytes_text
-from harness.judge.measures import MOVED, PARAMETERS, PEAK, SECONDS
+from harness.judge.measures import BLOCKED, MOVED, PARAMETERS, PEAK, SECONDS
 from harness.judge.result import Verdict
 from harness.report.outcome import GREEN, Outcome
 from harness.run.history import Night
@@ -36,7 +36,7 @@ class Change:
 
 @dataclass(frozen=True)
 class More:
-    """A measure of a case that grew."""
+    """A measure of a case that grew, or that shrank."""
 
     case: str
     measure: str
@@ -47,8 +47,24 @@ class More:
         """Show the difference: numbers of four digits may look alike."""
         if self.measure == SECONDS:
             return f"{self.case}: {self.measure} {self.was:.3g} s, now {self.now:.3g} s"
-        grown_by = bytes_text(self.now - self.was)
-        return f"{self.case}: {self.measure} {bytes_text(self.was)}, now {grown_by} more"
+        by, word = bytes_text(abs(self.now - self.was)), "more" if self.now > self.was else "less"
+        return f"{self.case}: {self.measure} {bytes_text(self.was)}, now {by} {word}"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A measure of a case over all nights."""
+
+    case: str
+    """The case."""
+    measure: str
+    """Name of the measure."""
+    values: tuple[float | None, ...]
+    """A value for each night; None where the case was not green, another one, or on another kind of GPU."""
+
+    @property
+    def known(self) -> tuple[float, ...]:
+        return tuple(value for value in self.values if value is not None)
 
 
 def changes(nights: Sequence[Night]) -> list[Change]:
@@ -117,17 +133,26 @@ def differs_text(pairs: Mapping[str, tuple[str, str]]) -> str:
     return "; ".join(f"{name} {was}, now {now}" for name, (was, now) in pairs.items()) or "nothing that is recorded"
 
 
-# ---- what grew
+# ---- what grew and what shrank
 
 
 def grown(nights: Sequence[Night]) -> list[More]:
     """In the last night, of cases that were green then and before, requested alike, on the same kind of GPU."""
+    return _changed(nights, 1)
+
+
+def shrunk(nights: Sequence[Night]) -> list[More]:
+    """The same, of measures that became less."""
+    return _changed(nights, -1)
+
+
+def _changed(nights: Sequence[Night], sign: int) -> list[More]:
     last = nights[-1]
     found: list[More] = []
     for name, outcome in last.outcomes.items():
         if outcome.verdict in GREEN:
             earlier = [night.outcomes[name] for night in nights[:-1] if _comparable(name, night, last)][-NIGHTS:]
-            found += [more for measure in outcome.measures if (more := _more(outcome, measure, earlier))]
+            found += [more for measure in outcome.measures if (more := _more(outcome, measure, earlier, sign))]
     return found
 
 
@@ -137,14 +162,39 @@ def _comparable(name: str, night: Night, last: Night) -> bool:
     return alike and night.requested(name) == last.requested(name)
 
 
-def _more(outcome: Outcome, measure: str, earlier: Sequence[Outcome]) -> More | None:
-    """Seconds count on GPUs alone, and against several nights."""
+def _more(outcome: Outcome, measure: str, earlier: Sequence[Outcome], sign: int) -> More | None:
+    """Seconds count on GPUs alone, and against several nights. sign: 1 for what grew, -1 for what shrank."""
     known = [one.measures[measure] for one in earlier if measure in one.measures]
     if not known or (measure == SECONDS and (not outcome.gpu or len(known) < 3)):
         return None
-    if measure == PARAMETERS or (measure.startswith(MOVED) and measure != MOVED):
-        return None  # the sum tells it
-    was = max(known) if measure in (SECONDS, PEAK) else known[-1]
+    if measure == PARAMETERS or measure.startswith(BLOCKED) or _in_sum(outcome, measure, earlier):
+        return None
+    varies = measure in (SECONDS, PEAK)
+    was = known[-1] if not varies else max(known) if sign > 0 else min(known)
     factor = {SECONDS: SLOWER, PEAK: LARGER_PEAK}.get(measure, 1.0)
     now = outcome.measures[measure]
-    return More(outcome.case, measure, was, now) if now > was * factor else None
+    changed = now > was * factor if sign > 0 else now * factor < was
+    return More(outcome.case, measure, was, now) if changed else None
+
+
+def _in_sum(outcome: Outcome, measure: str, earlier: Sequence[Outcome]) -> bool:
+    """Whether it is bytes over one axis, and the sum over all axes has changed and shows it."""
+    before = next((one.measures[MOVED] for one in reversed(earlier) if MOVED in one.measures), None)
+    return measure.startswith(MOVED) and measure != MOVED and outcome.measures.get(MOVED) != before
+
+
+def curves(nights: Sequence[Night]) -> list[Curve]:
+    """Return every measure that two nights or more have and that is not always the same. The last night's largest change comes
+    first."""
+    last = nights[-1]
+    found: list[Curve] = []
+    for name, outcome in last.outcomes.items():
+        if outcome.verdict in GREEN:
+            rows = [night.outcomes[name].measures if _comparable(name, night, last) else {} for night in nights]
+            found += [Curve(name, measure, tuple(row.get(measure) for row in rows)) for measure in outcome.measures]
+    return sorted((one for one in found if len(set(one.known)) > 1), key=lambda one: -_relative(one.known[-2:]))
+
+
+def _relative(pair: Sequence[float]) -> float:
+    before, now = pair
+    return abs(now - before) / max(abs(before), abs(now), 1e-9)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.evidence.store import EvidenceError, load_run
+from harness.judge.figures import Figures, figures, of_measures, shifts
 from harness.judge.measures import HELD, MOVED, PEAK, SECONDS
 from harness.judge.run_as_recording import as_recording
 from harness.judge.structure import differences, structure
@@ -49,21 +50,25 @@ def _case(name: str, pair: Pair[Outcome], places: Pair[Path | None]) -> Compared
         return ComparedCase(name, tuple(differences(_verdict(one), _verdict(other))), costs)
     problem = ""
     try:
-        found = structure_of(places[0]), structure_of(places[1])
+        found, took = zip(*map(structure_of, places), strict=True)
     except EvidenceError as error:
-        problem, found = str(error), (_sums(one), _sums(other))
+        problem, found, took = (
+            str(error),
+            (_sums(one), _sums(other)),
+            (of_measures(one.measures), of_measures(other.measures)),
+        )
     told = [{**_verdict(each), **more} for each, more in zip(pair, found, strict=True)]
-    return ComparedCase(name, tuple(differences(*told)), costs, problem)
+    return ComparedCase(name, tuple(differences(*told)), costs, tuple(shifts(*took)), problem)
 
 
-def structure_of(folder: Path | None) -> Mapping[str, Any]:
-    """Return the structure of the launch that was judged. Raises EvidenceError."""
+def structure_of(folder: Path | None) -> tuple[Mapping[str, Any], Figures]:
+    """Return the structure and the figures of the launch that was judged. Raises EvidenceError."""
     if folder is None or not (folder / "case.json").exists():
         raise EvidenceError("the evidence is not beside its verdict")
     recording = as_recording(load_run(folder / "run"))
     if not recording.summaries:
         raise EvidenceError("no rank left evidence")
-    return structure(recording)
+    return structure(recording), figures(recording)
 
 
 def _verdict(outcome: Outcome) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.report.text import wrapped
-from harness.run.changes import Change, More, State, changes, differs, differs_text, grown
+from harness.run.changes import Change, More, State, changes, curves, differs, differs_text, grown, shrunk
 from harness.run.history import Night
 from harness.run.nights import Culprit, Culprits, of_night
 from harness.spec import usual_trainer
@@ -26,6 +26,7 @@ class Told:
     set_aside: Mapping[str, Quarantine] = field(default_factory=dict)
     more: Sequence[More] = ()
     culprits: Culprits = field(default_factory=dict)
+    less: Sequence[More] = ()
 
     def culprit(self, change: Change) -> Culprit | None:
         return self.culprits.get((change.case, of_night(change.now)))
@@ -55,7 +56,7 @@ def told(
         for one in found
         if one.state == State.BROKEN and one.case in entries and entries[one.case].cause in one.text
     }
-    return Told(nights, found, aside, grown(nights), culprits or {})
+    return Told(nights, found, aside, grown(nights), culprits or {}, shrunk(nights))
 
 
 def lapsed(quarantine: Sequence[Quarantine], every: Sequence[Told], day: datetime.date) -> list[str]:
@@ -91,6 +92,8 @@ def as_document(one: Told) -> dict[str, Any]:
         "changes": [_change_data(change, one) for change in one.changes],
         "set_aside": list(one.set_aside.values()),
         "more": one.more,
+        "less": one.less,
+        "curves": curves(one.nights),
     }
 
 
@@ -126,6 +129,7 @@ def lines(one: Told) -> list[str]:
         *_listed("NEWLY FIXED", (_fixed(change, one) for change in one.of(State.FIXED))),
         *_listed("SET ASIDE, broken and expected to be", map(str, one.set_aside.values())),
         *_listed("MORE", map(str, one.more)),
+        *_listed("LESS", map(str, one.less)),
     ] or ["", "nothing changed"]
     if not last.of("device").startswith("cuda"):
         parts += ["", "seconds are compared on GPUs only"]

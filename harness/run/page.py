@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from harness.judge.judgement import Judgement
 from harness.judge.stored_trial import load_trial
 from harness.report import outcome as became
+from harness.run.changes import curves
 from harness.run.folders import case_folders
-from harness.run.history import kind
+from harness.run.history import kind, series
 from harness.run.judging import judge_folder
 from harness.run.matrix import unexpected
 from harness.run.merged import merged, problems, provenance
@@ -20,7 +21,7 @@ from harness.run.verdicts import RecordedRun, short_name
 from harness.spec.repository import name_here
 
 if TYPE_CHECKING:
-    from harness.report.page import Page, Past, Shown
+    from harness.report.page import Page, Past, Shown, Trend
 
 
 def page_of(runs: Sequence[RecordedRun], folders: Sequence[Path], earlier: Sequence[RecordedRun], file: Path) -> Page:
@@ -51,6 +52,7 @@ def page_of(runs: Sequence[RecordedRun], folders: Sequence[Path], earlier: Seque
         repository=", ".join(sorted(filter(None, repositories))),
         told=told,
         past=past(_before(runs, earlier)),
+        trends=_trends([*_before(runs, earlier), *runs]),
         shown={
             one.case: shown(lie[one.case], file, machines.get(one.case, ""))
             for one in outcomes
@@ -63,6 +65,14 @@ def _before(runs: Sequence[RecordedRun], earlier: Sequence[RecordedRun]) -> list
     """Return the others of the same trainer, device and launcher; all of them if none of these runs is recorded."""
     mine, kinds = {run.run for run in runs}, {kind(run) for run in runs}
     return [run for run in earlier if run.run not in mine and (not kinds or kind(run) in kinds)]
+
+
+def _trends(runs: Sequence[RecordedRun]) -> list[Trend]:
+    """Return the measures that changed from night to night, of each series of nights."""
+    from harness.report.page import Trend
+
+    rows = series(sorted(runs, key=lambda run: run.run)).values()
+    return [Trend(one.case, one.measure, one.values) for nights in rows for one in curves(nights)]
 
 
 def places_of(runs: Sequence[RecordedRun]) -> dict[str, Path]:

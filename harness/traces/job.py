@@ -9,7 +9,7 @@ from pathlib import Path
 
 from harness.evidence.provided import TRACED, Provided
 from harness.evidence.recording import RankRecord, RecordedStep
-from harness.evidence.records import Collective, RankEvidence
+from harness.evidence.records import BACKGROUND, Collective, RankEvidence
 from harness.evidence.step import StepEvidence
 from harness.evidence.store import EvidenceError
 from harness.evidence.summary import summary_of
@@ -95,6 +95,7 @@ def _traced(trace: Trace, steps: Mapping[int, Span]) -> TracedRank:
             continue
         key = (call.what.group, call.what.peer)
         issued[key] = issued.get(key, -1) + 1
+        phase = phase if call.what.phase == BACKGROUND else call.what.phase
         calls.append(replace(call, what=replace(call.what, step=step, phase=phase, seq=issued[key])))
     nameless = (op for when, op in trace.nameless if any(span.start <= when <= span.end for span in steps.values()))
     return TracedRank(trace, steps, tuple(calls), beside, tuple(nameless))

@@ -49,6 +49,8 @@ DTYPES = {
 DTYPES |= {name: (name, size) for name, size in DTYPES.values()}
 """Name in a trace -> the name here, and the bytes of one."""
 STEP = "ProfilerStep#"
+PHASE = "Phase"
+"""Argument with the phase of a collective, in traces that were made of a recording."""
 BACKWARD_OP = "autograd::engine::evaluate_function"
 WRAPPERS = ("FSDP::", "FullyShardedDataParallel.", "DistributedDataParallel.")
 REMEDY = "export it again by torch.profiler's export_chrome_trace"
@@ -257,9 +259,8 @@ def _collective(args: dict[str, Any], named: dict[str, tuple[int, ...]], op: str
     elements = max(one, other) if op in ("all_gather", "reduce_scatter", "recv") else one
     if op in ("all_gather", "reduce_scatter") and one == other:
         elements *= len(ranks)
-    return Collective(
-        op, ranks, name, kind, elements * size, BACKGROUND, 0, 0, peer=None if peer is None else int(peer)
-    )
+    phase, to = str(args.get(PHASE, BACKGROUND)), None if peer is None else int(peer)
+    return Collective(op, ranks, name, kind, elements * size, phase, 0, 0, peer=to)
 
 
 def _ranks(args: dict[str, Any], listed: tuple[int, ...] | None) -> tuple[int, ...] | None:

@@ -6,13 +6,15 @@ shortest kernel came last, and each other one waited for as much longer as its o
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from harness.evidence.keys import ranks_key
+from harness.evidence.keys import ranks_key, ranks_of
+from harness.plan.figures.step_time import Machine
 from harness.traces.job import TracedJob, TracedRank
 from harness.traces.kineto import Call, Span
 from harness.traces.phases import Ranges
@@ -39,6 +41,8 @@ class Took:
     """How much of that a rank waited for the last one to come; None where no collective has the kernels of all members."""
     rate: float
     """Bytes a second over a link, as a ring moves them, without the time waited: at least so many where that is not known."""
+    link: float | None = None
+    """Bytes a second of that link by a data sheet; None where no GPU was named."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,12 @@ class Times:
 
 def times_of(job: TracedJob) -> Times | None:
     """Return None where no trace has kernels of collectives."""
-    kernels = {rank: list(_kernels(one)) for rank, one in job.ranks.items()}
+    kernels = {rank: list(kernels_of(one)) for rank, one in job.ranks.items()}
     if not job.numbers or not any(kernels.values()):
         return None
     computes = {rank: Ranges.merged(one.trace.compute) for rank, one in job.ranks.items()}
-    waits, caused, compared = _waits(kernels)
+    waited_for = waits_of(kernels)
+    waits, caused = waited_for.waits, waited_for.caused
     per_step = 1e-6 / len(job.numbers)
     ranks, steps = {}, []
     for rank, one in job.ranks.items():
@@ -89,10 +94,33 @@ def times_of(job: TracedJob) -> Times | None:
         ranks[rank] = RankTime(*(part * per_step for part in parts))
         steps.append((end - begin) * per_step)
     took = tuple(_took(kernels, computes, waits, len(job.numbers)))
-    return Times(took, float(np.mean(steps)), ranks, compared)
+    return Times(took, float(np.mean(steps)), ranks, waited_for.compared)
 
 
-def _kernels(one: TracedRank) -> Iterator[Call]:
+def with_links(times: Times, machine: Machine, nodes_of: int) -> Times:
+    """Return them with the speed of links. Ranks are taken to fill nodes in their order."""
+
+    def speed(one: Took) -> float:
+        nodes = (len({rank // nodes_of for rank in ranks_of(group)}) for group in one.groups)
+        return machine.within if max(nodes) == 1 else machine.across
+
+    return replace(times, took=tuple(replace(one, link=speed(one)) for one in times.took))
+
+
+def exposed_by_step(job: TracedJob) -> dict[tuple[int, str, str], tuple[float, ...]]:
+    """Return, by size of group, operator and phase, the seconds of each step that are exposed on a rank, on average."""
+    found: dict[tuple[int, str, str], list[float]] = defaultdict(lambda: [0.0] * len(job.numbers))
+    ranks: dict[tuple[int, str, str], set[int]] = defaultdict(set)
+    for rank, one in job.ranks.items():
+        computes = Ranges.merged(one.trace.compute)
+        for call in kernels_of(one):
+            key, span = (len(call.what.ranks), call.what.op, call.what.phase), call.span
+            found[key][call.what.step - 1] += span.end - span.start - computes.overlap(span.start, span.end)
+            ranks[key].add(rank)
+    return {key: tuple(1e-6 * each / len(ranks[key]) for each in steps) for key, steps in found.items()}
+
+
+def kernels_of(one: TracedRank) -> Iterator[Call]:
     """Yield its kernels in these steps, as the calls that issued them: of each group and operator the next that began later."""
     free: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for kernel in sorted(one.trace.kernels, key=lambda kernel: -kernel.span.start):
@@ -108,23 +136,35 @@ def _kernels(one: TracedRank) -> Iterator[Call]:
             yield Call(span, here[id(call.span)].what)
 
 
-def _waits(kernels: Mapping[int, Sequence[Call]]) -> tuple[dict[tuple[int, int], float], dict[int, float], int]:
-    """Return, by rank and place among its kernels, how long it waited; by rank, how long others waited for it; and how many
-    collectives were compared."""
+class Waits(NamedTuple):
+    """Who waited for whom, in the collectives whose members all have kernels."""
+
+    waits: dict[tuple[int, int], float]
+    """Rank and place among its kernels -> how long it waited."""
+    caused: dict[int, float]
+    """Rank -> how long all others waited for it."""
+    last: Counter[int]
+    """Rank -> to how many collectives it came last; one to which several came last is nobody's."""
+    compared: int
+    """Number of these collectives."""
+
+
+def waits_of(kernels: Mapping[int, Sequence[Call]]) -> Waits:
+    """kernels: by rank."""
     met: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[int, float]]] = defaultdict(dict)
     for rank, calls in kernels.items():
         for place, call in enumerate(calls):
             if call.what.peer is None:
                 met[call.what.group, call.what.ranks, call.what.seq][rank] = place, call.span.end - call.span.start
-    waits, caused, compared = dict[tuple[int, int], float](), dict[int, float](), 0
+    told = Waits({}, {}, Counter(), sum(len(found) == len(ranks) > 1 for (_, ranks, _), found in met.items()))
     for (_, ranks, _), found in met.items():
         if len(found) == len(ranks) > 1:
-            compared += 1
             last = min(found, key=lambda rank: found[rank][1])
-            longer = {(rank, place): lasts - found[last][1] for rank, (place, lasts) in found.items()}
-            caused[last] = caused.get(last, 0.0) + sum(longer.values())
-            waits |= longer
-    return waits, caused, compared
+            longer = {(rank, place): took - found[last][1] for rank, (place, took) in found.items()}
+            told.caused[last] = told.caused.get(last, 0.0) + sum(longer.values())
+            told.last[last] += sorted(longer.values())[1] > 0
+            told.waits.update(longer)
+    return told
 
 
 def _alone(kernels: Sequence[Call], computes: Ranges, begin: float, end: float) -> float:

@@ -26,6 +26,14 @@ def on_ranks(world_size: int, entry: str, folder: Path, **options: Any) -> list[
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
 
 
+def test_a_rank_that_waits_for_a_late_one_is_blocked_by_as_much(tmp_path: Path) -> None:
+    """A wait that another call comes before is nobody's."""
+    late, waits = on_ranks(2, "late_rank", tmp_path)
+    assert [one["began"] for one in waits] == sorted(one["began"] for one in waits)
+    assert all(one["blocked"] > 0.2 for one in waits[:2])
+    assert all(0 < one["blocked"] < 0.2 for one in [*late, *waits[2:]])
+
+
 def test_every_collective_is_seen_with_the_ranks_it_ran_over(tmp_path: Path) -> None:
     expected = [
         ("all_reduce", "world", "float32", 32),

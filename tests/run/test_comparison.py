@@ -6,7 +6,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from literal import tiny_case, trial_of, with_collectives
+from json_documents import valid
+from literal import tiny_case, trial_of, with_collectives, with_step
 
 from harness.cli import main
 from harness.evidence.store import evidence_file, save, save_run
@@ -76,17 +77,33 @@ def test_hsdp_that_runs_as_fsdp_differs_in_degree_and_groups() -> None:
     assert {"degree", "groups"} <= told
 
 
-def test_two_runs_alike_have_no_difference_and_cost_is_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def timed(*seconds: float) -> Trial:
+    trial = FSDP
+    for rank in trial.ranks:
+        for step, each in enumerate(seconds, start=1):
+            trial = with_step(trial, rank, step, seconds=each)
+    return trial
+
+
+def test_two_runs_alike_have_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = compare(stored(tmp_path / "a", {"fsdp": FSDP}), stored(tmp_path / "b", {"fsdp": FSDP}), capsys)
-    assert code == 0
-    assert said == [
-        f"{tmp_path}/a -> {tmp_path}/b: 1 case, none of them differ",
-        "",
-        "cost, which is no structure; on CPU it measures no speed:",
-        "  fsdp  step time x 1.00",
-    ]
+    assert (code, said) == (0, [f"{tmp_path}/a -> {tmp_path}/b: 1 case, none of them differ"])
+
+
+@pytest.mark.parametrize(("steps", "within"), [((1.0, 1.4), True), ((2.0, 2.2), False)])
+def test_what_cases_take_is_told_though_every_check_holds_and_is_no_difference(
+    steps: tuple[float, ...], within: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = stored(tmp_path / "a", {"fsdp": timed(9.0, 1.0, 1.2), "also": FSDP})
+    assert (
+        main(["compare", "--json", str(one), str(stored(tmp_path / "b", {"fsdp": timed(9.0, *steps), "also": FSDP}))])
+        == 0
+    )
+    fsdp, also = valid(capsys.readouterr().out, "comparison")["cases"]
+    (shift,) = fsdp["figures"]
+    assert (shift["kind"], shift["within"], shift["spread"]) == ("step time", within, [[1.0, 1.2], [*steps]])
+    assert (shift["one"], shift["other"]) == (1.1, pytest.approx(sum(steps) / 2))
+    assert "figures" not in also
 
 
 def test_another_dtype_is_told_with_its_bytes_though_every_check_holds_and_once_for_all_cases(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from literal_nights import nights, run
 from harness.cli import main
 from harness.report import outcome as outcomes
 from harness.report.outcome import Outcome
-from harness.run.changes import State, changes, differs, grown
+from harness.report.page import html
+from harness.run.changes import State, changes, curves, differs, grown, shrunk
 from harness.run.history import runs_in, series
-from harness.run.history_text import bisect_command, lapsed, lines, told
+from harness.run.history_text import as_document, bisect_command, lapsed, lines, told
 from harness.run.merged import merged
 from harness.run.page import page_of
 from harness.run.verdicts import RecordedRun
@@ -129,10 +131,53 @@ def test_bytes_that_grew_are_told_and_seconds_only_on_gpus_beyond_those_of_sever
     assert more(*three, night(4, 1.1, 100, "H200")) == more(*three, night(4, 1.2, 100, "H100")) == []
 
 
+def test_what_shrank_is_told_and_an_axis_where_the_sum_hides_it() -> None:
+    def night(number: int, **moved: float) -> RecordedRun:
+        over = {f"bytes moved over {axis}": size for axis, size in moved.items()}
+        return run(number, case("PASS", measures={"bytes moved": sum(moved.values()), **over}))
+
+    def changed(*runs: RecordedRun) -> list[list[tuple[str, float, float]]]:
+        found = nights(*runs)
+        return [[(one.measure, one.was, one.now) for one in of(found)] for of in (grown, shrunk)]
+
+    first = night(1, tp=10, dp=30)
+    assert changed(first, night(2, tp=10, dp=20)) == [[], [("bytes moved", 40, 30)]]
+    assert changed(first, night(2, tp=20, dp=20)) == [
+        [("bytes moved over tp", 10, 20)],
+        [("bytes moved over dp", 30, 20)],
+    ]
+    assert changed(first, first) == [[], []]
+
+
+def test_measures_that_vary_are_curves_the_largest_change_of_the_last_night_first() -> None:
+    def night(number: int, seconds: float, held: float, verdict: str = "PASS") -> RecordedRun:
+        taken = {"seconds blocked over tp": seconds, "bytes held": held, "bytes moved": 8.0}
+        return run(number, case(verdict, measures=taken))
+
+    found = nights(night(1, 1.0, 100), night(2, 9.0, 300, "FAIL"), night(3, 1.1, 100), night(4, 1.2, 200))
+    assert [(one.measure, one.values) for one in curves(found)] == [
+        ("bytes held", (100, None, 100, 200)),
+        ("seconds blocked over tp", (1.0, None, 1.1, 1.2)),
+    ]
+    assert as_document(told(found, [], DAY))["curves"] == curves(found)
+    assert [one.measure for one in shrunk(found)] == [] and [one.measure for one in grown(found)] == ["bytes held"]
+
+
 def test_a_page_shows_earlier_runs_of_the_same_trainer_and_device_alone(tmp_path: Path) -> None:
     now, before, other = run(3, case("PASS")), run(1, case("FAIL")), run(2, case("PASS"), trainer="mine.py")
     page = page_of([now], [], [before, other, now], tmp_path / "page.html")
     assert {name: [one.letter for one in past] for name, past in page.past.items()} == {"hsdp": ["F"]}
+
+
+def test_a_page_has_the_measures_that_changed_from_night_to_night(tmp_path: Path) -> None:
+    held = [run(number, case("PASS", measures={"bytes held": size})) for number, size in enumerate((8e6, 8e6, 4e6))]
+    other = run(3, case("PASS", measures={"bytes held": 1e6}), trainer="mine.py")
+    page = page_of(held[-1:], [], [*held, other], tmp_path / "page.html")
+    assert [(one.case, one.measure, one.cells) for one in page.trends] == [
+        ("hsdp", "bytes held", ("8 MB", "8 MB", "4 MB"))
+    ]
+    assert page_of(held[:1], [], [], tmp_path / "page.html").trends == []
+    assert '<svg class="spark"' in html(page) and 'spark"' not in html(replace(page, trends=[]))
 
 
 # ---- quarantine

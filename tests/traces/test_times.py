@@ -6,11 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from literal_traces import GPU, Rank, ddp_step, save_job
+from literal_traces import GPU, Rank, ddp_step, fsdp_step, save_job
 
+from harness.cli.trace_report import plan_of
+from harness.evidence.keys import ranks_of
+from harness.plan.figures.step_time import MACHINES
+from harness.report.trace_times import time_rows
 from harness.traces.job import job_of
 from harness.traces.kineto import load_trace
-from harness.traces.times import Times, times_of
+from harness.traces.times import Times, times_of, with_links
 
 
 def times(folder: Path) -> Times:
@@ -63,6 +67,23 @@ def test_what_computation_hides_is_not_exposed(tmp_path: Path) -> None:
 def test_of_a_rank_alone_nothing_is_said_of_waiting(tmp_path: Path) -> None:
     found = times(save_job(tmp_path / "t", ddp_step, world=2, shards=1, ranks=[1]))
     assert (found.compared, [one.waited for one in found.took]) == (0, [None])
+
+
+def test_links_are_those_within_a_node_where_every_group_is(tmp_path: Path) -> None:
+    found = times(save_job(tmp_path / "t", fsdp_step("shard", "replicate"), world=16, shards=8))
+    machine = MACHINES["H100"]
+    by_size = {len(ranks_of(one.groups[0])): one.link for one in with_links(found, machine, 8).took}
+    assert by_size == {8: machine.within, 2: machine.across, 16: machine.across}
+    assert {one.link for one in with_links(found, machine, 4).took} == {machine.across}
+    assert {one.link for one in found.took} == {None}
+
+
+def test_a_bubble_is_compared_where_a_plan_is_known_and_has_a_pipeline(tmp_path: Path) -> None:
+    found = times(save_job(tmp_path / "t", ddp_step, world=2, shards=1))
+    flat, piped = (plan_of(name, 2) for name in ("llama3_8b_512", "llama3_405b_16384"))
+    labels = [{label for label, _ in time_rows(found, case)} for case in (None, flat, piped)]
+    assert [("bubble" in of) for of in labels] == [False, False, True]
+    assert plan_of("pp=2,dp_shard=8", 16) is None and plan_of("accelerate.yaml", 16) is None
 
 
 def test_traces_without_kernels_have_no_times(tmp_path: Path) -> None:
