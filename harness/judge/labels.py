@@ -1,7 +1,7 @@
 """The labels that a microbatch's loss was computed from, laid as its samples lie.
 
 A trainer may compute its loss in several calls, each from a part of the rows or of the positions. It may leave out the tokens
-that do not count. How labels were cut is not recorded: the way that fits best is taken.
+that do not count, or whole chunks of them. How labels were cut is not recorded: the way that fits best is taken.
 """
 
 from __future__ import annotations
@@ -33,6 +33,25 @@ def _ways(labels: np.ndarray, chunks: tuple[int, ...], own: np.ndarray) -> Itera
         yield _spread(labels, own, [own != IGNORED])
         columns = np.array_split(np.arange(own.shape[1]), max(len(chunks), 1))
         yield _spread(labels, own, [(own != IGNORED) & np.isin(np.arange(own.shape[1]), at) for at in columns])
+    elif labels.size < own.size:
+        pieces = np.split(labels, np.cumsum(chunks)[:-1])
+        for rows in (own, own.reshape(1, -1)):
+            if (laid := _chunks_left_out(pieces, rows)) is not None:
+                yield laid.reshape(own.shape)
+
+
+def _chunks_left_out(pieces: list[np.ndarray], own: np.ndarray) -> np.ndarray | None:
+    """Lay right labels of some positions, in order, where those that are missing do not count; None if they are not so."""
+    laid, at = np.full_like(own, IGNORED), 0
+    for piece in pieces:
+        if piece.size % len(own):
+            return None
+        chunk = piece.reshape(len(own), -1)
+        starts = range(at, own.shape[1] - chunk.shape[1] + 1)
+        start = next((one for one in starts if np.array_equal(own[:, one : one + chunk.shape[1]], chunk)), own.shape[1])
+        at = start + chunk.shape[1]
+        laid[:, start:at] = chunk[:, : own.shape[1] - start]
+    return laid if np.array_equal(laid, own) else None
 
 
 def _spread(labels: np.ndarray, own: np.ndarray, masks: list[np.ndarray]) -> np.ndarray:
