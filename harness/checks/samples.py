@@ -70,7 +70,9 @@ def _wrong_positions(trial: Trial, step: int) -> list[Finding]:
 
 def _strangers(received: dict[int, list[int | None]], step: int) -> list[Finding]:
     return [
-        Finding.at(rank, 0, ids.count(None), step=step, quantity="rows of tokens that are no sample of the recipe")
+        Finding.at(
+            rank, 0, ids.count(None), step=step, quantity="rows of tokens that are no sample of the recipe's steps"
+        )
         for rank, ids in received.items()
         if None in ids
     ]

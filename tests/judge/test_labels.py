@@ -62,3 +62,7 @@ def test_chunks_in_which_no_label_counts_may_be_left_out(seen: Microbatch) -> No
 def test_a_chunk_in_which_a_label_counts_may_not() -> None:
     assert laid_out(part([-100, -100, -100, 4, 3, -100], 6), MASKED) is None
     assert laid_out(part([-100, 0, 3, -100, -100, 6, -100, 7], 4, 4), MASKED) is None
+
+
+def test_labels_without_the_first_position_are_no_chunks() -> None:
+    assert laid_out(part([-100, -100, 4, -100, 6, -100, 3, -100, -100, 7]), MASKED) is None
