@@ -60,6 +60,23 @@ def output_detached(model: nn.Module, step: int) -> None:
         put_instead(model.output, lambda original, x, weight: original(x, weight.detach()))
 
 
+def passing_back(names: Iterable[str], factor: float, steps: Iterable[int]) -> Alter:
+    """Return what multiplies the gradients that come back to the outputs of these modules in these steps."""
+    outputs, of, now = [*names], {*steps}, [0]
+
+    def scaled(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if output.requires_grad and now[0] in of:
+            output.register_hook(lambda gradient: gradient * factor)
+
+    def alter(model: nn.Module, step: int) -> None:
+        now[0] = step
+        if step == 1:
+            for module in map(model.get_submodule, outputs):
+                module.register_forward_hook(scaled)
+
+    return alter
+
+
 def transposed(names: Iterable[str]) -> Alteration:
     """Return what makes these matrices of a block multiply from the left."""
 

@@ -24,7 +24,7 @@ from harness.evidence.step import Microbatch
 from harness.evidence.summary import Summary
 from harness.evidence.text import positions_text, ranks_text
 from harness.judge.finding import Finding, Value
-from harness.judge.labels import IGNORED, laid_out
+from harness.judge.labels import laid_out
 from harness.judge.observed import together
 from harness.judge.received_samples import positions_received, received_samples, rows_of, rows_received
 from harness.judge.result import Result, Verdict, not_applicable, verdict_of
@@ -70,7 +70,9 @@ def _wrong_positions(trial: Trial, step: int) -> list[Finding]:
 
 def _strangers(received: dict[int, list[int | None]], step: int) -> list[Finding]:
     return [
-        Finding.at(rank, 0, ids.count(None), step=step, quantity="rows of tokens that are no sample of the recipe")
+        Finding.at(
+            rank, 0, ids.count(None), step=step, quantity="rows of tokens that are no sample of the recipe's steps"
+        )
         for rank, ids in received.items()
         if None in ids
     ]
@@ -147,8 +149,12 @@ def misshapen_labels(trial: Trial, step: int) -> list[Finding]:
         received = [part.tokens.size for part in parts_of(trial, trial.feeder(rank), step) if part.tokens is not None]
         losses = [part for part in parts_of(trial, rank, step) if part.loss_sum is not None]
         seen = [0 if part.labels is None else part.labels.size for part in losses]
-        own = [None if labels is None else int((labels != IGNORED).sum()) for labels in _own_labels(trial, rank, step)]
-        whole = [size in (tokens, counted) for size, tokens, counted in zip(seen, received, own, strict=False)]
+        own = _own_labels(trial, rank, step)
+        whole = [
+            part.labels is not None
+            and (part.labels.size == size or (of is not None and laid_out(part, of) is not None))
+            for part, size, of in zip(losses, received, own, strict=False)
+        ]
         if seen and not (len(seen) == len(received) and all(whole)):
             what: dict[str, Any] = {
                 "step": step,

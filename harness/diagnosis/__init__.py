@@ -22,6 +22,7 @@ from harness.diagnosis.facts import layers_lost, not_finite, not_trained, observ
 from harness.diagnosis.fed import other_samples
 from harness.diagnosis.frozen import adapters_scaled, not_frozen
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
+from harness.diagnosis.passed_back import multiples_passed_back
 from harness.diagnosis.piece_weights import sums_of_pieces
 from harness.diagnosis.received import other_positions
 from harness.diagnosis.recipe import wrong_recipe
@@ -53,6 +54,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     other_positions,
     sums_of_whole_gradients,
     lacks_the_outputs_part,
+    multiples_passed_back,
 )
 COSTLY: tuple[Suspects, ...] = (sums_of_pieces, another_tensor)
 """Suspects that compute models to propose something."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from harness.checks.export import exported, roundings, same, wrong
+from harness.checks.export import exported, held_differently, roundings, same, wrong
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, seen
 from harness.diagnosis.words import finding_line
 from harness.judge.exports import FUSED, Arrays, export_of, weights_of
@@ -25,8 +25,9 @@ def wrong_exports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     held = exported(trial) if "export" in broken else None
     if not held:
         return
-    off = roundings(trial)
+    off, open_ = roundings(trial), held_differently(trial)
     odd = wrong(held, export_of(trial.case, weights_of(trial, trial.case.steps[-1])), off)
+    odd = [name for name in odd if name not in open_]
     found: dict[str, tuple[Details, np.ndarray]] = {}
     for details, values in _on_record(trial):
         for name in (name for name in odd if name not in found):

@@ -20,7 +20,7 @@ from harness.checks.samples import misshapen_labels, parts_of, wrong_labels
 from harness.diagnosis.assume import another_case, another_feature
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import Broken, Hypothesis, no_reference
-from harness.diagnosis.received import Rows, own_labels, received, shift_of, trained_on, wrong_positions
+from harness.diagnosis.received import Rows, of_share, own_labels, received, shifted, trained_on, wrong_positions
 from harness.diagnosis.words import on_ranks, rank_words
 from harness.evidence.text import positions_text
 from harness.judge.losses import global_loss
@@ -267,11 +267,12 @@ def _data_of(trial: Trial) -> Dataset | None:
 def _dealt(trial: Trial, step: int, ranks: tuple[int, ...]) -> tuple[str, int, bool] | None:
     """Return how the data set's samples were ordered and dealt to these dp ranks, where in its share each reads on, and
     whether that is the usual way."""
-    if trial.case.dims.cp > 1 or (data := _data_of(trial)) is None:  # a cp rank's rows are pieces
+    rows = {rank: of_share(trial, rank, step) for rank in ranks}
+    if None in rows.values() or (data := _data_of(trial)) is None:
         return None
-    length, received_of = trial.case.seq_len(step), rows_received(trial, step)
+    length = trial.case.seq_len(step)
     index = {data[at][0][:length].numpy().tobytes(): at for at in range(len(data))}
-    drawn = {rank: [index.get(row.tobytes()) for row in received_of[rank]] for rank in ranks}
+    drawn = {rank: [index.get(row.tobytes()) for row in own.tokens] for rank, own in rows.items() if own}
     own = trial.case.training.global_batch // len(trial.one_rank_per_share())
     for text, usual, deal in _deals(trial, len(data)):
         begun = set()
@@ -329,12 +330,9 @@ def _labels(trial: Trial, step: int) -> Cause | None:
     if not wrong and not lost:
         return None
     rows = received(trial, step)
-    if rows is not None:
-        counted = np.flatnonzero((rows.labels >= 0).any(axis=0))
-        unpadded = rows.labels[:, : counted[-1] + 1 if counted.size else 0]
-        if by := shift_of(unpadded, own_labels(trial, rows.tokens)):
-            text = f"labels are shifted by {by + 1} tokens, not by 1"
-            return Cause("labels shifted", text, details=(("by", by),))
+    if rows is not None and (by := shifted(trial, step, rows)):
+        text = f"labels are shifted by {by + 1} tokens, not by 1"
+        return Cause("labels shifted", text, details=(("by", by),))
     if not wrong:
         return Cause("labels lost", "the loss is computed from too few or too many labels", finding=lost[0])
     once = [

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from harness.diagnosis.contributions import Number, Reading, norm_of_all, scaled
 from harness.diagnosis.differences import first_wrong_step, seen_gradients, wrong_pairs
 from harness.diagnosis.factors import factor_text, times_text
 from harness.diagnosis.hypothesis import Broken, Hypothesis
-from harness.diagnosis.pieces import Fit, Pieces, Weights, assuming, fit_of
+from harness.diagnosis.pieces import Fit, Pieces, Weights, assuming, chunks_of_the_loss, fit_of
 from harness.diagnosis.words import Arrays, Pair, groups_text, where_text
 from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer
@@ -44,7 +44,7 @@ def sums_of_pieces(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if step is None or scaled_alike(trial, step) or not (pieces := Pieces(trial)).known:
         return
     gradients = pieces.gradients(step)
-    fit = fit_of(trial, pieces, gradients, step)
+    fit = fit_of(trial, pieces, gradients, step) or _fit_of_chunks(trial, step)
     if fit is None:
         yield from _exchanged(trial, pieces, gradients, step)
         return
@@ -52,6 +52,13 @@ def sums_of_pieces(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     for reading in found or _of_no_rule(fit):
         yield from reading.hypotheses(trial, step)
     yield from _clipped_while_adding_up(fit)
+
+
+def _fit_of_chunks(trial: Trial, step: int) -> Fit | None:
+    if (chunks := chunks_of_the_loss(trial, step)) == 1:
+        return None
+    pieces = Pieces(trial, chunks)
+    return fit_of(trial, pieces, pieces.gradients(step), step)
 
 
 def _reading(fit: Fit, cause: Cause, weights: Weights, fitted: int = 1, number: Number | None = None) -> Reading:
@@ -105,17 +112,28 @@ def _of_no_rule(fit: Fit) -> Iterator[Reading]:
 
 # ---- means that are taken in the wrong place
 
-Unit = tuple[str, tuple[str, ...], int]
-"""What may divide by its own tokens: a name, ranks at one place along these axes, each so many samples at a time."""
+
+class Unit(NamedTuple):
+    """What may divide by its own tokens."""
+
+    name: str
+    axes: tuple[str, ...]
+    """It is at one place along these axes."""
+    samples: int
+    """How many of a rank's are one."""
+    chunk: bool = False
+    """Whether each chunk of the loss is one."""
 
 
-def _units(trial: Trial) -> Iterator[Unit]:
+def _units(trial: Trial, chunks: int) -> Iterator[Unit]:
     passes, size, axes = trial.case.passes, trial.case.local_batch, _axes(trial)
     for some in _choices(axes):
-        yield f"{' and '.join(some)} rank", some, size * passes
+        yield Unit(f"{' and '.join(some)} rank", some, size * passes)
     for some in dict.fromkeys(((), axes)) if passes > 1 else ():
-        yield "microbatch" + " of each rank" * bool(some), some, size
-    yield "sample", tuple(axis for axis in axes if axis != "cp"), 1
+        yield Unit("microbatch" + " of each rank" * bool(some), some, size)
+    yield Unit("sample", tuple(axis for axis in axes if axis != "cp"), 1)
+    if chunks > 1:
+        yield Unit("chunk of each microbatch", axes, size, chunk=True)
 
 
 def _axes(trial: Trial) -> tuple[str, ...]:
@@ -123,37 +141,51 @@ def _axes(trial: Trial) -> tuple[str, ...]:
     return tuple(axis for axis in ("dp_shard", "dp_replicate", "cp") if getattr(trial.case.dims, axis) > 1)
 
 
+def _numbers(pieces: Pieces, unit: Unit) -> np.ndarray:
+    """Return the number of each piece's unit."""
+    rows = np.column_stack([pieces.places(unit.axes), pieces.row // unit.samples, pieces.chunk * unit.chunk])
+    return np.unique(rows, axis=0, return_inverse=True)[1].ravel()
+
+
 def _averaged_locally(fit: Fit) -> Iterator[Reading]:
-    """Read means per unit: each divides by its own number of valid tokens, and these means are averaged, or summed."""
-    trial, pieces, found = fit.trial, fit.pieces, dict[bytes, tuple[list[Unit], np.ndarray]]()
-    for unit in _units(trial):
-        rows = np.column_stack([pieces.places(unit[1]), pieces.row // unit[2]])
-        of = np.unique(rows, axis=0, return_inverse=True)[1].ravel()
-        table = np.stack([_if_averaged(pieces, of, 1, step, 0) for step in trial.case.steps])
-        if not fit.same(table, 1.0):  # else it changes nothing
-            found.setdefault(table.tobytes(), ([], of))[0].append(unit)
-    for alike, of in found.values():
-        names, axes, count = tuple(name for name, _, _ in alike), alike[0][1], len({*of.tolist()})
-        none, usual = partial(_if_averaged, pieces, of, 0), partial(_if_averaged, pieces, of, 1)
+    """Read means per unit: each divides by its own number of valid tokens, and these means are averaged, or summed; of all
+    units, or of those of one microbatch, which counts by its tokens."""
+    trial, pieces, found = fit.trial, fit.pieces, dict[bytes, tuple[list[Unit], np.ndarray, np.ndarray]]()
+    everything, size = np.zeros(len(pieces.all), dtype=int), trial.case.local_batch
+    for unit in _units(trial, pieces.chunks):
+        of = _numbers(pieces, unit)
+        within = [everything, *[_numbers(pieces, Unit("", _axes(trial), size))] * unit.chunk]
+        for whole in within:
+            table = np.stack([_if_averaged(pieces, of, whole, 1, step, 0) for step in trial.case.steps])
+            if not fit.same(table, 1.0):  # else it changes nothing
+                found.setdefault(table.tobytes(), ([], of, whole))[0].append(unit)
+    for alike, of, whole in found.values():
+        names, axes, parts = tuple(unit.name for unit in alike), alike[0].axes, len({*whole.tolist()})
+        none, usual = partial(_if_averaged, pieces, of, whole, 0), partial(_if_averaged, pieces, of, whole, 1)
+        count = len({*of.tolist()}) // parts
         if (times := fit.factor(none, usual, (1, count))) is None:
             continue
         text = f"the loss is averaged per {' or '.join(names)}"
         hint = "each divides by its own number of valid tokens" + ", which is not summed" * (times == count)
+        hint += ", and microbatches count by their tokens" * (parts > 1)
         hint += f"; gradients are {times_text(times)} that{factor_text(trial, times)}" * (times not in (1, count))
         cause = Cause(
             "averaged locally", text, hint=hint, details=(("units", names), ("axes", axes), ("factor", times))
         )
-        whole = alike[0][2] == trial.case.local_batch * trial.case.passes
-        number = partial(_divided_by_own, trial, axes, 1 if times == count else count) if whole else None
-        weights = partial(_if_averaged, pieces, of, times)
+        of_rank = alike[0].samples == trial.case.local_batch * trial.case.passes and not alike[0].chunk
+        number = partial(_divided_by_own, trial, axes, 1 if times == count else count) if of_rank else None
+        weights = partial(_if_averaged, pieces, of, whole, times)
         yield _reading(fit, cause, weights, 1 + (times not in (1, count)), number)
 
 
-def _if_averaged(pieces: Pieces, units: np.ndarray, times: float, step: int, rank: int) -> np.ndarray:
-    """Return how often pieces count then. units: by piece, the number of its unit."""
+def _if_averaged(
+    pieces: Pieces, units: np.ndarray, whole: np.ndarray, times: float, step: int, rank: int
+) -> np.ndarray:
+    """Return how often pieces count then. units, whole: by piece, the number of its unit, and of what these are a part of."""
     tokens = pieces.tokens(step)
-    own = np.bincount(units, tokens)
-    return np.asarray(times * (tokens.sum() / (len(own) * np.maximum(own, 1)))[units])
+    own, of_whole = np.bincount(units, tokens), np.bincount(whole, tokens)
+    count = np.array([len({*units[whole == one].tolist()}) for one in range(len(of_whole))])
+    return np.asarray(times * (of_whole / count)[whole] / np.maximum(own, 1)[units])
 
 
 def _divided_by_own(trial: Trial, axes: Sequence[str], units: int, rank: int, step: int, right: float) -> float:
@@ -232,7 +264,7 @@ def _clipped_while_adding_up(fit: Fit) -> Iterator[Hypothesis]:
     if once or fit.alike is None or not fit.same(fit.alike[last], 1.0):
         return
     of = defaultdict[tuple[int, int], list[int]](list)
-    for number, (rank, _, place) in enumerate(pieces.all):
+    for number, (rank, _, place, _) in enumerate(pieces.all):
         of[rank, place].append(number)
     whose = [("", [[*range(len(pieces.all))]]), ("each rank clips its own before they are reduced", [*of.values()])]
     for (hint, chains), twice in itertools.product(whose[: len(of)], (False, True)):

@@ -1,6 +1,7 @@
 """A gradient is a sum over what ranks received: how often each piece of it counts on each rank, fitted and assumed.
 
-A piece is one sample on one data-parallel share, or the part of it that a cp rank receives. The gradients of pieces in the
+A piece is one sample on one data-parallel share, or the part of it that a cp rank receives, or one chunk of positions of it
+where the loss is computed in chunks. The gradients of pieces in the
 first wrong step are those of the reference, whose parameters are still right there.
 """
 
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from harness.checks.samples import parts_of
 from harness.diagnosis import assume
 from harness.diagnosis.apart import clipping_apart
 from harness.diagnosis.differences import seen_gradients, wrong_pairs
@@ -37,13 +39,15 @@ ENTRIES = 128  # of each parameter, that weights are fitted to
 class Pieces:
     """The pieces of a trial, which tokens of a step each is, and its gradient."""
 
-    def __init__(self, trial: Trial) -> None:
-        self.trial, self._masks = trial, dict[tuple[int, int], np.ndarray]()
+    def __init__(self, trial: Trial, chunks: int = 1) -> None:
+        self.trial, self.chunks, self._masks = trial, chunks, dict[tuple[int, int], np.ndarray]()
         self._shares = {step: shares_of_samples(trial, step) for step in trial.case.steps}
-        shares, cp = self._shares[trial.first_step], range(trial.case.dims.cp)
-        self.all = tuple((rank, row, place) for rank, ids in shares.items() for row in range(len(ids)) for place in cp)
-        """(the rank that stands for the share, the sample's number in it, the cp rank that receives it)"""
-        self.row = np.array([row for _, row, _ in self.all])
+        shares, parts = self._shares[trial.first_step], [*np.ndindex(trial.case.dims.cp, chunks)]
+        rows = [(rank, row) for rank, ids in shares.items() for row in range(len(ids))]
+        self.all = tuple((*row, *part) for row in rows for part in parts)
+        """(the rank that stands for the share, the sample's number in it, the cp rank that receives it, the chunk)"""
+        self.row = np.array([row for _, row, _, _ in self.all])
+        self.chunk = np.array([chunk for _, _, _, chunk in self.all])
         self.microbatch = self.row // trial.case.local_batch
 
     @functools.cached_property
@@ -56,18 +60,20 @@ class Pieces:
 
     def places(self, axes: Sequence[str]) -> np.ndarray:
         """Return where each piece is received, along these axes. int [pieces, axes]"""
-        at = [coordinate(self.trial.case.dims, rank) | {"cp": place} for rank, _, place in self.all]
+        at = [coordinate(self.trial.case.dims, rank) | {"cp": place} for rank, _, place, _ in self.all]
         return np.array([[place[axis] for axis in axes] for place in at], dtype=int).reshape(len(at), len(axes))
 
     def mask(self, number: int, step: int) -> np.ndarray:
         """Return 1 for each token of a piece. float64 [global_batch, seq_len of the step]"""
         if (number, step) not in self._masks:
-            trial, length, (rank, row, place) = self.trial, self.trial.case.seq_len(step), self.all[number]
+            trial, length, (rank, row, place, chunk) = self.trial, self.trial.case.seq_len(step), self.all[number]
             batch = trial.reference.samples[step - 1]
             of_step = self._shares.get(step)  # nothing of an earlier launch, where all count alike
-            at = batch.index(of_step[rank][row]) if of_step else number // trial.case.dims.cp
+            at = batch.index(of_step[rank][row]) if of_step else number // (trial.case.dims.cp * self.chunks)
             counts = self._masks[number, step] = np.zeros((len(batch), length))
-            counts[at, positions(trial.case, place * trial.case.dims.tp, length)] = 1.0
+            of_rank = positions(trial.case, place * trial.case.dims.tp, length)
+            width = -(-len(of_rank) // self.chunks)
+            counts[at, of_rank[chunk * width : (chunk + 1) * width]] = 1.0
         return self._masks[number, step]
 
     def tokens(self, step: int) -> np.ndarray:
@@ -95,6 +101,16 @@ class Pieces:
         first, owners = replace(self.trial, reference=until), (0,) * len(self.all)
         assume.apart(first, {}, [{}], owners=owners, shares=shares, reduce=reduce)
         return seen
+
+
+def chunks_of_the_loss(trial: Trial, step: int) -> int:
+    """Return into how many chunks of positions the losses of a step were cut, 1 where they were not or others than positions.
+    Chunks in which no label counts may have been left out."""
+    seen = [part for rank in trial.last_stages() for part in parts_of(trial, rank, step) if part.chunks]
+    widths = {-(-size // trial.case.local_batch) for part in seen for size in part.chunks}
+    length = len(positions(trial.case, 0, trial.case.seq_len(step)))
+    even = all(size % trial.case.local_batch == 0 for part in seen for size in part.chunks)
+    return -(-length // max(widths)) if widths and even else 1
 
 
 # ---- what is fitted
@@ -194,7 +210,7 @@ def assuming(trial: Trial, pieces: Pieces, fqns: Sequence[str], weights: Weights
     replica = {rank: coordinate(trial.case.dims, rank)["dp_replicate"] for rank in ranks}
     copies = dict.fromkeys(ranks, 0) if alike else replica
     columns, found = np.concatenate([*table.values()]), dict[tuple[int, bytes], list[int]]()
-    for number, (rank, _, _) in enumerate(pieces.all):  # pieces that count alike everywhere are computed together
+    for number, (rank, *_) in enumerate(pieces.all):  # pieces that count alike everywhere are computed together
         found.setdefault((copies[rank], columns[:, number].tobytes()), []).append(number)
     firsts, before = [numbers[0] for numbers in found.values()], dict[int, list[Arrays]]()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,9 @@ from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
 from harness.plan.stages import layers_of_stage, positions
 
+FARTHEST = 4
+"""Places by which labels may be shifted."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -34,7 +37,7 @@ class Rows:
 
 def received(trial: Trial, step: int) -> Rows | None:
     """The rows of all data-parallel shares, each put together from its cp ranks; None where they do not make up rows."""
-    parts = [_of_share(trial, rank, step) for rank in trial.one_rank_per_share()]
+    parts = [of_share(trial, rank, step) for rank in trial.one_rank_per_share()]
     known = [part for part in parts if part is not None]
     if not known or len(known) < len(parts):
         return None
@@ -42,7 +45,8 @@ def received(trial: Trial, step: int) -> Rows | None:
     return Rows(tokens, labels, all(part.whole for part in known))
 
 
-def _of_share(trial: Trial, rank: int, step: int) -> Rows | None:
+def of_share(trial: Trial, rank: int, step: int) -> Rows | None:
+    """Return the rows of one data-parallel share, put together from its cp ranks; None where they do not make up rows."""
     length = trial.case.seq_len(step)
     pieces = {}
     for peer in trial.plan.peers(rank, "cp"):
@@ -109,13 +113,39 @@ def _columns(part: Microbatch, samples: int) -> Iterator[np.ndarray]:
 
 
 def shift_of(labels: np.ndarray, own: np.ndarray) -> int | None:
-    """Return how many places (at most 4) labels are shifted to later tokens: 0 for right ones, of however many positions."""
+    """Return how many places labels are shifted to later tokens: 0 for right ones, of however many positions."""
     width = own.shape[1]
-    for by in sorted(range(-4, 5), key=abs):
+    for by in sorted(range(-FARTHEST, FARTHEST + 1), key=abs):
         first, last = max(0, -by), min(labels.shape[1], width - by)
         if last - first >= width // 2 and np.array_equal(labels[:, first:last], own[:, first + by : last + by]):
             return by
     return None
+
+
+def shifted(trial: Trial, step: int, rows: Rows) -> int:
+    """Return how many places labels that count are shifted to later tokens, in rows or in the part of each cp rank; 0 where
+    they are not shifted so."""
+    length, own = trial.case.seq_len(step), own_labels(trial, rows.tokens)
+    nexts = np.where(own >= 0, own, np.append(rows.tokens[:, 1:], own[:, -1:], axis=1))
+    cut = [positions(trial.case, place * trial.case.dims.tp, length) for place in range(trial.case.dims.cp)]
+    for parts in ([np.arange(length)], cut):
+        pieces = [(rows.labels[:, at], nexts[:, at]) for at in parts]
+        found = (by for by in sorted(range(-FARTHEST, FARTHEST + 1), key=abs) if _are_shifted(pieces, by))
+        if (by := next(found, None)) is not None:
+            return by
+    return 0
+
+
+def _are_shifted(pieces: Sequence[tuple[np.ndarray, np.ndarray]], by: int) -> bool:
+    """Say whether all labels that count, and half of them at least, are the tokens so many places after the next one."""
+    same, counted = list[np.ndarray](), 0
+    for labels, nexts in pieces:
+        first, last = max(0, -by), labels.shape[1] - max(0, by)
+        seen, wanted = labels[:, first:last], nexts[:, first + by : last + by]
+        same.append((seen == wanted)[(seen >= 0) & (wanted >= 0)])
+        counted += int((labels >= 0).sum())
+    alike = np.concatenate(same)
+    return bool(alike.all()) and 0 < counted <= 2 * len(alike)
 
 
 def trained_on(trial: Trial, by_step: dict[int, Rows], counted: dict[int, float] | None = None) -> Trial:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from checked import findings
 from diagnosed import kinds, proven
-from literal import TINY, judged, tiny_case, trial_of, with_rank
+from literal import TINY, judged, tiny_case, trial_of, with_rank, with_value
 
 from harness.evidence.exported import ExportedTensor, as_exported
 from harness.judge.exports import export_of, halves, merged, weights_of
@@ -72,6 +72,19 @@ def test_a_tensor_that_lacks_and_one_that_nobody_asked_for_are_found() -> None:
         ("x.weight", "(8, 8)"),
     ]
     assert kinds(odd) == ("wrong export",)
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_a_tensor_of_which_replicas_hold_different_values_is_not_judged(held: int) -> None:
+    trial = trial_of(tiny_case("ddp_2", export="hf", model=MODEL))
+    trial = with_value(trial, 1, 3, "parameters", W1, lambda value: value + 1)
+    of_rank = with_rank(trial, 0, steps=trial.ranks[held].steps)
+    export = export_of(trial.case, {**weights_of(trial, 3), W1: of_rank.ranks[0].steps[-1].parameters[W1]})
+    exported = {name: ExportedTensor(str(one.dtype), one) for name, one in export.items()}
+    result = judged("export", with_rank(trial, 0, exported=exported))
+    assert (result.verdict, result.examined) == (Verdict.UNKNOWN, 11)
+    odd = exported | {Q: ExportedTensor(str(export[Q].dtype), export[Q] + 1)}
+    assert [one.name for one in findings("export", with_rank(trial, 0, exported=odd))] == [Q]
 
 
 def test_a_tied_output_may_be_left_out() -> None:

@@ -183,6 +183,17 @@ def test_a_sampler_that_deals_out_to_more_ranks_than_read(ran: Ran, step: int, k
     assert cause is not None and cause.kind == kind and "one of 4" in data_of(cause, "order")[1]
 
 
+def test_a_sampler_that_deals_out_to_cp_ranks_too(ran: Ran) -> None:
+    trial = ran(case_of(ParallelDims(dp_shard=2, cp=2), training=replace(RECIPE, seq_len=32)))
+    data, length, order = build_dataset(trial.case.training, trial.case.model), trial.case.seq_len(1), order_of(trial)
+    for rank in trial.ranks:
+        at = positions(trial.case, rank, length)
+        rows = np.stack([data[index][0].numpy()[:length][at] for index in order[rank // 2 :: 4][: 8 // 2]])
+        trial = altered(trial, "tokens", lambda own, rows=rows: rows, [rank])
+    cause = wrong_samples(trial)
+    assert cause is not None and cause.kind == "samples dealt otherwise" and "one of 4" in data_of(cause, "order")[1]
+
+
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
 def test_ranks_that_read_on_too_far_in_their_own_share(ran: Ran, ranks: tuple[int, ...], step: int) -> None:
@@ -257,6 +268,22 @@ def test_labels_that_are_shifted_before_they_are_cut_over_cp() -> None:
     for rank, part in enumerate(parts):
         trial = with_step(trial, rank, 1, microbatches=(replace(part, labels=moved[:, 8 * rank : 8 * rank + 8]),))
     assert data_of(cause_of(trial), "by") == ("labels shifted", 1)
+
+
+def test_labels_that_are_shifted_in_the_part_of_each_cp_rank() -> None:
+    assert data_of(cause_of(altered(CP, "labels", lambda labels: labels[:, 1:])), "by") == ("labels shifted", 1)
+
+
+def test_tokens_that_are_their_own_labels_are_not_shifted(ran: Ran) -> None:
+    trial = ran(case_of())
+    for rank, record, _ in list(trial.steps()):
+        parts = tuple(
+            replace(part, labels=np.where(part.labels >= 0, part.tokens, IGNORED))
+            for part in record.microbatches
+            if part.labels is not None and part.tokens is not None
+        )
+        trial = with_step(trial, rank, record.step, microbatches=parts)
+    assert data_of(cause_of(trial), "by") == ("labels shifted", -1)
 
 
 def test_labels_that_are_too_few_are_known_by_their_shift_or_their_number() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ from harness.diagnosis.piece_weights import sums_of_pieces
 from harness.diagnosis.words import Arrays
 from harness.judge.contents import take
 from harness.judge.trial import Trial
-from harness.reference.spellings import output_detached
+from harness.reference.spellings import output_detached, passing_back
 from harness.spec.dims import ParallelDims
 
 WQ = "layers.0.attention.wq.weight"
@@ -192,3 +194,35 @@ def test_a_tied_weight_that_lacks_the_outputs_part_is_proven(ran: Ran) -> None:
     found = diagnosed(ran(case, altered=output_detached))
     assert found.kinds == ("tied weight without the output's part",)
     assert {"gradients", "loss"} <= {*found.causes[0].explains}
+
+
+def in_chunks(trial: Trial, width: int) -> Trial:
+    """Losses are computed in chunks of so many positions."""
+    for rank, record, _ in list(trial.steps()):
+        parts = []
+        for part in record.microbatches:
+            assert part.labels is not None
+            chunks = [part.labels[:, at : at + width].ravel() for at in range(0, part.labels.shape[1], width)]
+            sizes = tuple(chunk.size for chunk in chunks)
+            parts.append(replace(part, labels=np.concatenate(chunks), chunks=sizes))
+        trial = with_step(trial, rank, record.step, microbatches=tuple(parts))
+    return trial
+
+
+def test_a_loss_whose_chunks_are_averaged_by_themselves_is_named(ran: Ran) -> None:
+    case = case_of()
+    half = case.training.global_batch // 2
+
+    def batch(step: int, usual: Any) -> Any:
+        counts = np.ones(usual.labels.shape)
+        for first, at in itertools.product((0, half), (0, 4)):
+            rows, chunk = slice(first, first + half), slice(at, at + 4)
+            valid = usual.labels[rows] >= 0
+            counts[rows, chunk] = valid.sum() / (2 * max(valid[:, chunk].sum(), 1))
+        return replace(usual, counts=counts)
+
+    trial = in_chunks(ran(case, batch=batch), 4)
+    (cause,) = diagnosed(trial).causes
+    assert cause.kind == "averaged locally" and dict(cause.details)["units"] == ("chunk of each microbatch",)
+    scaled = in_chunks(ran(case, altered=passing_back(("norm",), 3.0, (1, 2, 3))), 4)
+    assert diagnosed(scaled).kinds == ("gradients scaled",)

@@ -36,8 +36,8 @@ def at(trial: Trial, pieces: Pieces, step: int) -> list[tuple[list[int], list[in
 def test_a_piece_is_a_sample_of_a_share_or_what_a_cp_rank_receives_of_it() -> None:
     trial = trial_of(tiny_case(ParallelDims(dp_shard=2, cp=2, tp=2), SIXTEEN))
     pieces = Pieces(trial)
-    assert pieces.all[:3] == ((0, 0, 0), (0, 0, 1), (0, 1, 0)) and len(pieces.all) == 16
-    assert pieces.all[8] == (4, 0, 0) and pieces.known
+    assert pieces.all[:3] == ((0, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0)) and len(pieces.all) == 16
+    assert pieces.all[8] == (4, 0, 0, 0) and pieces.known
     for step in (1, 2):
         wanted = [
             ([row], positions(trial.case, 2 * place, trial.case.seq_len(step)).tolist())
@@ -46,6 +46,14 @@ def test_a_piece_is_a_sample_of_a_share_or_what_a_cp_rank_receives_of_it() -> No
         ]
         assert at(trial, pieces, step) == [(rows, sorted(places)) for rows, places in wanted]
     assert trial.case.seq_len(2) < trial.case.seq_len(1)
+
+
+def test_a_piece_may_be_a_chunk_of_what_a_cp_rank_receives() -> None:
+    trial = trial_of(tiny_case(ParallelDims(dp_shard=2, cp=2), SIXTEEN, cp_load_balance=False))
+    pieces = Pieces(trial, 2)
+    assert pieces.all[:5] == ((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0), (0, 0, 1, 1), (0, 1, 0, 0))
+    four = [[*range(first, first + 4)] for first in (0, 4, 8, 12)]
+    assert at(trial, pieces, 1) == [([row], places) for row in range(8) for places in four]
 
 
 def test_a_piece_is_where_its_sample_stands_in_the_batch_of_each_step() -> None:

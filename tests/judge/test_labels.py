@@ -40,3 +40,29 @@ def test_a_label_that_is_wrong_stays_wrong() -> None:
 def test_labels_that_are_lost_fit_nowhere() -> None:
     assert laid_out(part([1, 2, -100, 4], 2, 2), OWN) is None
     assert laid_out(part([1, 2, 4, 5]), OWN) is None
+
+
+MASKED = np.array([[-100, -100, -100, 4, -100, 6], [-100, -100, 3, -100, -100, 7]])
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        part([-100, 4, 3, -100, -100, 6, -100, 7], 4, 4),  # two positions of both rows each, without the first two
+        part([-100, 4, -100, 6, 3, -100, -100, 7]),  # the same in one call
+        part([-100, 4, -100, 6, 3, -100, -100, 7], 4, 4),  # four of the rows, one behind the other
+    ],
+    ids=lambda seen: f"{seen.labels.tolist()} in {seen.chunks}",
+)
+def test_chunks_in_which_no_label_counts_may_be_left_out(seen: Microbatch) -> None:
+    laid = laid_out(seen, MASKED)
+    assert laid is not None and laid.tolist() == MASKED.tolist()
+
+
+def test_a_chunk_in_which_a_label_counts_may_not() -> None:
+    assert laid_out(part([-100, -100, -100, 4, 3, -100], 6), MASKED) is None
+    assert laid_out(part([-100, 0, 3, -100, -100, 6, -100, 7], 4, 4), MASKED) is None
+
+
+def test_labels_without_the_first_position_are_no_chunks() -> None:
+    assert laid_out(part([-100, -100, 4, -100, 6, -100, 3, -100, -100, 7]), MASKED) is None

@@ -264,7 +264,7 @@ def test_rows_of_no_sample_are_counted_by_rank() -> None:
         return with_step(trial, rank, 2, microbatches=parts)
 
     told = judged("samples", garbled(trial_of(tiny_case("fsdp_2", ADAMW)), 1))
-    expected = like(1, 0, 4, step=2, quantity="rows of tokens that are no sample of the recipe")
+    expected = like(1, 0, 4, step=2, quantity="rows of tokens that are no sample of the recipe's steps")
     assert expected in told.findings
 
 

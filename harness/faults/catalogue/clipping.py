@@ -68,6 +68,21 @@ def displayed_norm_is_local(original: Any, parameters: Any, *rest: Any) -> float
     return norm
 
 
+@fault(
+    breaks="gradients are clipped by the norm of the rank's own shards, which is also reported",
+    bug="of the family of C02: baidu-baige/LoongForge #152, hiyouga/LlamaFactory #10640",
+    case="fsdp_4",
+    caught_by="grad_norm update",
+    named="clipped by another norm",
+)
+@partial(op.instead, ".clip:clip_gradients")
+def clipped_by_the_norm_of_own_shards(original: Any, parameters: Any, max_norm: float, *_: Any) -> float:
+    norm = _own_norm(parameters)
+    for parameter in parameters:
+        parameter.grad.to_local().mul_(min(1.0, max_norm / (norm + 1e-6)))
+    return norm
+
+
 # ---- clipping
 
 

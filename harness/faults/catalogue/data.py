@@ -130,3 +130,16 @@ labels_shifted_in_the_loss_again = fault(
         ".trainer:token_loss", logits=lambda logits: logits[:, :-1], labels=lambda labels: labels[:, 1:]
     ),
 )
+
+
+@fault(
+    breaks="the labels of packed documents are not shifted: each token is its own label",
+    bug="of the family of K03: NVIDIA/Megatron-LM #5682, the packed path of fine-tuning",
+    case="fsdp_2_documents",
+    caught_by="samples loss gradients",
+    named="labels shifted",
+)
+@partial(op.change_result, "harness.reference.data:TokenDataset.__getitem__")
+def tokens_are_their_own_labels(sample: Any) -> Any:
+    tokens, labels = sample
+    return tokens, tokens.where(labels >= 0, labels)

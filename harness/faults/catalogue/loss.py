@@ -144,6 +144,21 @@ def last_chunk_of_the_loss_lost(original: Any, logits: Any, labels: Any) -> Any:
     return sum(original(*part) for part in parts[:-1])
 
 
+@fault(
+    breaks="the loss in chunks has the value of the mean of all tokens, and the gradient of the mean of the chunks' means",
+    bug="of the family of L01: deepspeedai/DeepSpeed #8587, TiledLoss",
+    case="fsdp_2",
+    caught_by="gradients grad_norm",
+    named="averaged locally",
+)
+@partial(op.instead, ".trainer:token_loss")
+def chunks_averaged_in_backward(original: Any, logits: Any, labels: Any) -> Any:
+    parts, total = list(zip(logits.chunk(4, dim=1), labels.chunk(4, dim=1), strict=True)), int((labels >= 0).sum())
+    counts = [int((part >= 0).sum()) for _, part in parts]
+    shares = [total / (4 * count) if count else 0.0 for count in counts]
+    return sum(op.gradient_scaled(original(*p), share) for p, share in zip(parts, shares, strict=True) if share)
+
+
 # ---- what is reported
 
 

@@ -20,6 +20,26 @@ reduced_in_bfloat16 = fault(
 )
 
 
+def _in_bfloat16(original: Any, parameter: Any, gradient: Any) -> Any:
+    import torch
+
+    return original(parameter, gradient.to(torch.bfloat16)).to(gradient.dtype)
+
+
+norms_summed_over_tp_in_bfloat16 = fault(
+    breaks="norms' gradients are summed over tp in bfloat16, before the cast to the float32 that was requested",
+    bug="of the family of N01 pytorch #190626: FSDP2's own sum over tp, as torch up to 2.14 does it without accumulation",
+    case="fsdp_2_tp_2_accum_bf16",
+    caught_by="traffic",
+    named="traffic of no plan",
+    does=op.instead(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._get_grad_inner_tensor",
+        _in_bfloat16,
+        when=lambda _, gradient: any(placement.is_partial() for placement in getattr(gradient, "placements", ())),
+    ),
+)
+
+
 def _logits_in_float32(original: Any, module: Any, **told: Any) -> Any:
     import torch
 

@@ -99,6 +99,20 @@ norm_gradients_averaged_over_tp = fault(
     named="gradients scaled",
     does=_norm_gradients_labelled(average=True),
 )
+whole_gradient_labelled_a_share = fault(
+    breaks="backward labels a whole gradient a share behind an output that was summed over tp, and adds it up once more",
+    bug="of the family of T03: pytorch #172932, to_local and from_local of a Partial output",
+    case="tp_2",
+    caught_by="gradients grad_norm",
+    named="gradients scaled",
+    does=op.after_call(  # tp is 2
+        APPLY,
+        lambda model, *_: [
+            layer.attention.register_forward_hook(lambda _, inputs, output: op.gradient_scaled(output, 2))
+            for layer in model.layers.values()
+        ],
+    ),
+)
 residual_summed_over_tp = fault(
     breaks="the residual is added on each tp rank before the sum over tp, so that it counts tp times",
     bug="T08 pytorch/torchtitan #4245: an addend inside the region that is summed",

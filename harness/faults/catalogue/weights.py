@@ -104,3 +104,11 @@ tied_weight_is_a_copy = fault(
     named="tied weight without the output's part",
     does=op.change_argument("harness.reference.model:TiedOutput.forward", weight=lambda weight: weight.detach()),
 )
+embeddings_part_of_a_tied_weight_lost = fault(
+    breaks="of a weight that is used twice, the reduced gradient has one use's part alone, the output's",
+    bug="of the family of G13: deepspeedai/DeepSpeed #8224, a submodule that is used more than once a step",
+    case="fsdp_2_tied",
+    caught_by="gradients grad_norm",
+    named="lost in backward",
+    does=op.change_argument("torch.nn.functional:embedding", weight=lambda weight: weight.detach()),
+)
