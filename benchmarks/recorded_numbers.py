@@ -142,6 +142,8 @@ def main() -> None:
             continue
         try:
             trial = load_trial(folder)
+            if trial.run.unreadable:
+                raise EvidenceError(next(iter(trial.run.unreadable.values())))
             if trial.saved or not trial.reference.steps or trial.case.training.quantize:
                 continue
             one = added_up([reference_of(trial)])
