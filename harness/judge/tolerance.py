@@ -74,7 +74,7 @@ SMALLEST_MISTAKE = 1e-8
 FACTOR = 4.0
 FIT_FACTOR = 5.0  # of a parameter's best-fitting factor
 FIRST_FACTOR = 2.0  # of the distance of a parameter's whole gradient in step 1, if nothing is quantized
-UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9}
+UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8}
 
 
 class NoBound(ArithmeticError):
