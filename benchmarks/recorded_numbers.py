@@ -68,6 +68,7 @@ def reference_of(trial: Trial) -> RankSketches:
         tokens=tokens,
         norms={step.step: step.grad_norm for step in reference.steps if clips},
         rates={step.step: step.lr for step in reference.steps},
+        optimizers=(trial.case.training.optimizer,),
         computes_in=trial.case.training.compute_dtype or "",
     )
 
@@ -93,6 +94,7 @@ def rank_of(trial: Trial, evidence: RankEvidence) -> RankSketches:
         tokens=tokens,
         norms={s.step: s.grad_norm for s in evidence.steps if s.grad_norm is not None},
         rates={s.step: s.lr for s in evidence.steps if s.lr is not None},
+        optimizers=(trial.case.training.optimizer,),
     )
 
 

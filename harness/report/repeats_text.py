@@ -17,12 +17,12 @@ def repeats_text(repeats: Mapping[str, Any]) -> str:
     times, failed = len(verdicts), verdicts.count(Verdict.FAIL)
     unjudged = sum(verdict in (Verdict.UNKNOWN, "ERROR") for verdict in verdicts)
     if failed == unjudged == 0:
-        text = f"it failed once in {times + 1} runs: it depends on timing or on the hardware"
+        text = f"it failed once in {times + 1} runs: it depends on timing, hardware or random numbers without a seed"
     elif failed == times:
         text = f"made again: it fails in {times} of {times}" + f", otherwise in {times - alike}" * (alike < times)
     else:
         text = f"made again: it fails in {failed} of {times}" + f", {unjudged} could not be judged" * bool(unjudged)
-        text += "; it depends on timing or on the hardware" * (failed + unjudged < times)
+        text += "; it depends on timing, hardware or random numbers without a seed" * (failed + unjudged < times)
     text += f"; they first differ in {_place(repeats['differs'])}" if "differs" in repeats else ""
     return text + f"; evidence of all: {', '.join(repeats['folders'])}" * (failed < times)
 
