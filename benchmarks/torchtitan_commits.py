@@ -190,9 +190,9 @@ def line(month: str, torch: str, names: tuple[str, ...], rows: list[Row]) -> str
     )
     else_found = "; ".join(f"{text} ({count})" if len(rows) > 1 else text for text, count in others.items())
     who = f"{rows[0].commit}, {rows[0].date}" if len(rows) == 1 else str(len(rows))
-    asked = {CASES: "the six", OF_MONTHS: "of months"}.get(names) or ", ".join(names)
+    asked = [text for text, cases in (("the six", CASES), ("of months", OF_MONTHS)) if {*cases} <= {*names}]
     counts = (sum(row.passes for row in rows), sum(row.unexplained for row in rows))
-    return f"| {' | '.join(map(str, (month, torch, who, asked, *counts, else_found)))} |".replace("  ", " ")
+    return f"| {' | '.join(map(str, (month, torch, who, ", ".join(asked), *counts, else_found)))} |".replace("  ", " ")
 
 
 def main() -> None:
