@@ -191,8 +191,9 @@ def line(month: str, torch: str, names: tuple[str, ...], rows: list[Row]) -> str
     else_found = "; ".join(f"{text} ({count})" if len(rows) > 1 else text for text, count in others.items())
     who = f"{rows[0].commit}, {rows[0].date}" if len(rows) == 1 else str(len(rows))
     asked = [text for text, cases in (("the six", CASES), ("of months", OF_MONTHS)) if {*cases} <= {*names}]
-    counts = (sum(row.passes for row in rows), sum(row.unexplained for row in rows))
-    return f"| {' | '.join(map(str, (month, torch, who, ", ".join(asked), *counts, else_found)))} |".replace("  ", " ")
+    counts = (str(sum(row.passes for row in rows)), str(sum(row.unexplained for row in rows)))
+    cells = (month, torch, who, ", ".join(asked), *counts, else_found)
+    return f"| {' | '.join(cells)} |".replace("  ", " ")
 
 
 def main() -> None:
