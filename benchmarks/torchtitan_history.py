@@ -210,8 +210,8 @@ def selections(rows: Mapping[str, Sides]) -> Iterator[str]:
     found = [(one, case, sides.selected, sides.ran) for one, case, sides in asked if sides.selected]
     missed = sum(not why[case] for _, case, why, _ in found)
     others = [bool(why[name]) for _, case, why, _ in found for name in why if name != case]
-    yield f"`--changed` misses {missed} of {len(found)}. In {sum(ran > 0 for *_, ran in found)} the case ran a function whose body"
-    yield "changed, which is reason enough to select it."
+    yield f"`--changed` misses {missed} of {len(found)}. In {sum(ran > 0 for *_, ran in found)}, the case ran a function"
+    yield "whose body changed, which is reason enough to select it."
     yield f"It leaves out {others.count(False)} of {len(others)} other cases."
     yield ""
     yield "| where it comes in | case that shows it | why it is selected | changed functions that it ran | left out |"
