@@ -25,7 +25,9 @@ from torchtitan_commits import Found, found
 from torchtitan_fixes import BREAKS, FIXES, NOT_RUN, Change
 
 from harness import ROOT, trainers
+from harness.affected.maps import CaseMap, file_of
 from harness.affected.selecting import affected
+from harness.affected.sources import between
 from harness.bisect.commits import bisect, clone, git
 from harness.evidence.store import write_text
 from harness.judge.result import Verdict
@@ -40,6 +42,7 @@ STORED = Path(__file__).with_suffix(".json")
 PAGE = ROOT / "docs" / "results" / "torchtitan_history.md"
 DECOYS = ("hsdp_2x2", "tp_2")
 BEGIN, END = "<!-- table: benchmarks/torchtitan_history.py -->\n", "<!-- end of table -->\n"
+SELECTED = "<!-- table: benchmarks/torchtitan_history.py --changed -->\n"
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Sides:
     bisected: Bisected | None = None
     selected: Mapping[str, str] | None = None
     """By case, first the bug's, why --changed selects it; empty where it does not."""
+    ran: int = 0
+    """How many of the functions that changed the bug's case ran."""
 
     def shows(self, change: Change) -> bool:
         wrong, right = (self.after, self.before) if change.breaks else (self.before, self.after)
@@ -114,8 +119,8 @@ def bisected(repo: Path, change: Change, out: Path) -> Bisected:
     return Bisected(first, len({one.commit for one in found.judged}), round(found.seconds))
 
 
-def selected(repo: Path, change: Change, out: Path) -> dict[str, str]:
-    """Return why each case is selected where the bug comes in, empty if it is not. A fix is taken back for that.
+def selected(repo: Path, change: Change, out: Path) -> tuple[dict[str, str], int]:
+    """Return `Sides.selected` and `Sides.ran` where the bug comes in. A fix is taken back for that.
 
     The map is of the commit without the bug, and has the case that shows the bug, and two others.
     """
@@ -131,7 +136,9 @@ def selected(repo: Path, change: Change, out: Path) -> dict[str, str]:
         asked = [case for case in cases if found(case, options).verdict != "not asked"]
         git(checkout, "checkout", "--quiet", "--detach", with_bug)
         why = affected(asked, base, trainer, trainers.load(trainer).name, folder).why
-        return {case.name: why.get(case.name, "") for case in asked}
+        one, changed = CaseMap.of(file_of(folder, cases[0].name)), between(checkout, base, None).functions
+        ran = sum(len(names & one.functions.get(file, frozenset())) for file, names in changed.items())
+        return {case.name: why.get(case.name, "") for case in asked}, ran
 
 
 def stored() -> dict[str, Sides]:
@@ -140,9 +147,9 @@ def stored() -> dict[str, Sides]:
     return {key: sides_of(one) for key, one in records.items()}
 
 
-def sides_of(record: Mapping[str, Mapping[str, Any]]) -> Sides:
+def sides_of(record: Mapping[str, Any]) -> Sides:
     found = Bisected(**record["bisected"]) if record["bisected"] else None
-    return Sides(Found(**record["before"]), Found(**record["after"]), found, record.get("selected"))
+    return Sides(Found(**record["before"]), Found(**record["after"]), found, record["selected"], record["ran"])
 
 
 def keep(change: Change, sides: Sides) -> None:
@@ -150,7 +157,9 @@ def keep(change: Change, sides: Sides) -> None:
     rows = {one.key: known[one.key] for one in (*FIXES, *BREAKS) if one.key in known}
     write_text(STORED, json.dumps({key: asdict(one) for key, one in rows.items()}, indent=1) + "\n")
     head, _, rest = PAGE.read_text().partition(BEGIN)
-    write_text(PAGE, head + BEGIN + "\n".join(tables(rows)) + "\n" + END + rest.partition(END)[2])
+    text = head + BEGIN + "\n".join(tables(rows)) + "\n" + END + rest.partition(END)[2]
+    head, _, rest = text.partition(SELECTED)
+    write_text(PAGE, head + SELECTED + "\n".join(selections(rows)) + END + rest.partition(END)[2])
 
 
 def tables(rows: Mapping[str, Sides]) -> Iterator[str]:
@@ -158,7 +167,6 @@ def tables(rows: Mapping[str, Sides]) -> Iterator[str]:
     yield from table("fix", "FAIL before and PASS after", FIXES, rows)
     yield from table("what broke it", "PASS before and FAIL after", BREAKS, rows)
     yield from origins(rows)
-    yield from selections(rows)
     yield from ("| not judged | what was wrong | why |", "|---|---|---|")
     for change in (*FIXES, *BREAKS):
         sides = rows.get(change.key)
@@ -197,17 +205,21 @@ def origins(rows: Mapping[str, Sides]) -> Iterator[str]:
 
 
 def selections(rows: Mapping[str, Sides]) -> Iterator[str]:
-    """Return what --changed selects."""
-    looked = [(one, rows[one.key].selected) for one in (*FIXES, *BREAKS) if one.key in rows]
-    asked = [(one, case_of(one).name, chosen) for one, chosen in looked if chosen]
-    missed = sum(not chosen[case] for _, case, chosen in asked)
-    others = [why for _, case, chosen in asked for name, why in chosen.items() if name != case]
-    left = sum(not why for why in others)
-    yield f"Of {len(asked)} asked of `--changed` {missed} are missed; of {len(others)} other cases {left} are left out."
-    yield from ("", "| where it comes in | case that shows it | why it is selected | left out |", "|---|---|---|---|")
-    for one, case, chosen in asked:
-        left_out = ", ".join(f"`{name}`" for name, why in chosen.items() if not why)
-        yield f"| {'' if one.breaks else 'before '}{one.name} | `{case}` | {chosen[case] or 'MISSED'} | {left_out} |"
+    """Return what --changed selects where a bug comes in: by a fix that is taken back, or by what broke it."""
+    asked = [(one, case_of(one).name, rows[one.key]) for one in (*FIXES, *BREAKS) if one.key in rows]
+    found = [(one, case, sides.selected, sides.ran) for one, case, sides in asked if sides.selected]
+    missed = sum(not why[case] for _, case, why, _ in found)
+    others = [bool(why[name]) for _, case, why, _ in found for name in why if name != case]
+    yield f"`--changed` misses {missed} of {len(found)}. In {sum(ran > 0 for *_, ran in found)}, the case ran a function"
+    yield "whose body changed, which is reason enough to select it."
+    yield f"It leaves out {others.count(False)} of {len(others)} other cases."
+    yield ""
+    yield "| where it comes in | case that shows it | why it is selected | changed functions that it ran | left out |"
+    yield "|---|---|---|---|---|"
+    for one, case, why, ran in found:
+        left_out = ", ".join(f"`{name}`" for name, reason in why.items() if not reason)
+        first = "" if one.breaks else "before "
+        yield f"| {first}{one.name} | `{case}` | {why[case] or 'MISSED'} | {ran} | {left_out} |"
     yield ""
 
 
@@ -236,7 +248,7 @@ def by_both_sides(repo: Path, change: Change, out: Path) -> bool:
     """Whether it is as it should be. What bisecting and selecting found before is kept."""
     known, sides = stored().get(change.key), judged(repo, change, out)
     if known:
-        sides = dataclasses.replace(sides, bisected=known.bisected, selected=known.selected)
+        sides = dataclasses.replace(known, before=sides.before, after=sides.after)
     keep(change, sides)
     print(row(change, sides), flush=True)
     return not sides.judged or sides.shows(change)
@@ -252,8 +264,8 @@ def by_bisecting(repo: Path, change: Change, out: Path) -> bool:
 
 def by_selecting(repo: Path, change: Change, out: Path) -> bool:
     """Return whether the case that shows it is selected. Both sides have been judged before."""
-    found = selected(repo, change, out)
-    keep(change, dataclasses.replace(stored()[change.key], selected=found))
+    found, ran = selected(repo, change, out)
+    keep(change, dataclasses.replace(stored()[change.key], selected=found, ran=ran))
     print(f"{change.name}: {found}", flush=True)
     return bool(found[case_of(change).name])
 

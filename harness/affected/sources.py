@@ -12,7 +12,7 @@ from harness.spec.case import CaseError
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 PROSE = (".md", ".rst", ".png", ".svg", ".jpg", ".gif")
-PROSE_PLACES = (".github/", ".ci/", "LICENSE", "CODEOWNERS", ".gitignore")
+PROSE_PLACES = (".github/", ".ci/", "LICENSE", "CODEOWNERS", ".gitignore", ".gitattributes", ".pre-commit-config.yaml")
 """What no rank reads."""
 COMPILERS = {"jit", "njit", "script", "kernel"}
 """Last names of decorators that read a function's source, as triton.jit and torch.jit.script do: it is never called."""
