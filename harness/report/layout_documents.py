@@ -112,7 +112,7 @@ def plan(case: Case, plan: Plan, gpu: str, set_aside: Sequence[str] = ()) -> dic
 
 
 def layouts(asked: Mapping[str, Any], fits: Fitting) -> dict[str, Any]:
-    """Return the layouts that fit, best first, with what their estimates are made of. asked: what was asked for."""
+    """Return the layouts that fit, best first, with what their estimates are made of. asked: the request."""
     return {
         **asked,
         "looked": fits.looked,
