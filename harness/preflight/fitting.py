@@ -74,7 +74,9 @@ def fitting(wanted: Wanted) -> Fitting:
             unlisted[case.name] = f"needs {most.reserved / 1e9:.1f} GB, by the estimate"
     best = sorted(found, key=lambda fit: (fit.time.seconds, fit.most.reserved))
     names = {place: fit.case.name for place, fit in enumerate(best) if fit.case in own}
-    return Fitting(tuple(best), len(looked), names, unlisted)
+    placed = {fit.case.dims: place for place, fit in reversed([*enumerate(best)])}
+    degrees = {case.name: placed[case.dims] for case in own if case.dims in placed}
+    return Fitting(tuple(best), len(looked), names, unlisted, degrees)
 
 
 def traits_of(case: Case) -> TrainerTraits:

@@ -17,13 +17,13 @@ HEAD = (
 def fitting_text(fits: Fitting) -> str:
     """Return the best layouts, a row each, those that were published, and how times are estimated."""
     found, looked, names = fits.found, fits.looked, fits.published
-    unlisted = [f"not on this list: {name} {why}" for name, why in fits.unlisted.items()]
+    unlisted = [f"not on this list: {name} {why}{_degrees(fits, name)}" for name, why in fits.unlisted.items()]
     if not found:
         text = f"0 of {looked} layouts fit: more GPUs, more memory of each, or shorter samples are needed"
         return "\n".join([text, *(line for each in unlisted for line in wrapped(each, "", "  "))])
     shown = [place for place in range(len(found)) if place < SHOWN or place in names]
     rows = [HEAD, *(_row(place, found[place]) for place in shown)]
-    known = [f"{place + 1} is {name}{_how(found[place].case)}" for place, name in names.items()]
+    known = [f"{place + 1} is {name}{_how(found[place].case)}{_degrees(fits, name)}" for place, name in names.items()]
     first = found[0].case.training
     of = f", of {first.global_batch:,} samples of {first.seq_len:,} tokens a step"
     spent = f"computing attains {COMPUTES:.0%} of the peak and links {SENDS:.0%} of theirs"
@@ -35,6 +35,12 @@ def fitting_text(fits: Fitting) -> str:
     )
     lines = [f"{len(found)} of {looked} layouts fit{of}", "", *columns(rows), ""]
     return "\n".join([*lines, *(line for text in (*known, *unlisted, how) for line in wrapped(text, "", "  "))])
+
+
+def _degrees(fits: Fitting, name: str) -> str:
+    """Say where its degrees stand at their best, if that is another place."""
+    place = fits.degrees.get(name)
+    return "" if place is None or fits.published.get(place) == name else f"; {place + 1} has its degrees"
 
 
 def _how(case: Case) -> str:

@@ -119,6 +119,7 @@ def layouts(asked: Mapping[str, Any], fits: Fitting) -> dict[str, Any]:
         "attained": {"computing": COMPUTES, "links": SENDS},
         "layouts": [_fit(fit, fits.published.get(place)) for place, fit in enumerate(fits.found)],
         "unlisted": [{"name": name, "why": why} for name, why in fits.unlisted.items()],
+        "degrees": fits.degrees,
     }
 
 

@@ -80,6 +80,9 @@ def test_a_published_layout_with_its_own_schedule_is_at_its_own_place() -> None:
     fits = fitting(Wanted(PRESETS["405B"], world=512, memory=96e9, nodes_of=8, batch=256))
     names = {name: fits.found[place].case.stages_per_rank for place, name in fits.published.items()}
     assert names == {"torchtitan_405b_512": 1, "torchtitan_405b_512_interleaved": 2}
+    (best,) = set(fits.degrees.values())
+    assert fits.found[best].case.dims == fits.found[min(fits.published)].case.dims
+    assert best < min(fits.published)
 
 
 def test_float8_halves_linear_layers_alone_and_changes_nothing_where_a_gpu_has_none() -> None:

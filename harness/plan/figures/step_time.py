@@ -106,6 +106,8 @@ class Fitting:
     """Place among those that fit -> the name of a layout that was published."""
     unlisted: Mapping[str, str]
     """Name of a published layout of this model and number of GPUs that is not among them -> why."""
+    degrees: Mapping[str, int]
+    """Name of a published layout of this request -> the best place of its degrees, whatever else differs."""
 
 
 def bubble_of(case: Case) -> float:
