@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from harness.cli.options import BadInput, add_cases, case_of, positive_int
+from harness.preflight.fitting import traits_of
 from harness.preflight.request import Asked, Request
 from harness.spec import case_files
 from harness.spec.case import Case
@@ -48,7 +49,9 @@ def layout_case(args: argparse.Namespace) -> Asked:
     if args.case:
         if unused := [key for key in KEYS if getattr(args, key) is not None]:
             raise BadInput(f"--{unused[0].replace('_', '-')} is of --dims, and {args.case} is a CASE")
-        return Asked(case=_published(args) or case_of(args), traits=USUAL, set_aside=())
+        published = _published(args)
+        traits = traits_of(published) if published else USUAL
+        return Asked(case=published or case_of(args), traits=traits, set_aside=())
     return Request(**{key: getattr(args, key) for key in KEYS}).asked()
 
 

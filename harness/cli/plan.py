@@ -9,15 +9,14 @@ from typing import Any
 from harness.cli.answer import answer
 from harness.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.cli.layout_options import KEYS, add_layout, layout_case
-from harness.cli.options import BadInput, add_command, no_document, positive_int
+from harness.cli.options import BadInput, add_command, positive_int
 from harness.plan.figures.rank_bytes import GPUS
 from harness.plan.figures.step_time import MACHINES
 from harness.plan.make_plan import make_plan
-from harness.preflight.fitting import Wanted, fitting, published
+from harness.preflight.fitting import Wanted, fitting
 from harness.reference.config import PRESETS
 from harness.report import layout_documents
 from harness.report.fitting_text import fitting_text
-from harness.report.output import say
 from harness.report.plan_text import plan_text
 
 LISTED = ("world", "model", "seq", "batch")
@@ -46,16 +45,22 @@ def command(args: argparse.Namespace) -> int:
 
 def list_fitting(args: argparse.Namespace) -> int:
     """Print the layouts that fit; 2 where none does. Raises BadInput."""
-    no_document(args, "a list of layouts")
     if unused := [key for key in KEYS if key not in LISTED and getattr(args, key) is not None]:
         raise BadInput(f"--{unused[0].replace('_', '-')} is of one layout: leave it out, or give --dims")
     if args.model not in PRESETS:
         raise BadInput(f"--model {args.model!r}: choose one of {', '.join(PRESETS)}")
     memory = 1e9 * (gigabytes(args.gpu_memory) if args.gpu_memory else GPUS[args.gpu])
     size = (PRESETS[args.model], args.world, memory, args.nodes_of or 8)
-    found, looked = fitting(Wanted(*size, seq=args.seq, batch=args.batch, machine=MACHINES[args.gpu]))
-    say(fitting_text(found, looked, published(found)))
-    return PASSED if found else NOT_JUDGED
+    fits = fitting(Wanted(*size, seq=args.seq, batch=args.batch, machine=MACHINES[args.gpu]))
+    asked = {
+        "model": args.model,
+        "world": args.world,
+        "gpu": args.gpu,
+        "memory": memory,
+        "nodes_of": args.nodes_of or 8,
+    }
+    answer(args, "layouts", lambda: layout_documents.layouts(asked, fits), fitting_text(fits))
+    return PASSED if fits.found else NOT_JUDGED
 
 
 def gigabytes(text: str) -> float:

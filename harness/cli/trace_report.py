@@ -78,12 +78,12 @@ def plan_of(layout: str, world: int) -> Case | None:
         return None
 
 
-def write_times(file: Path, title: str, told: str, timeline: Timeline | None, *, kernels: bool) -> None:
-    """Write a page for a browser. told: the report as text."""
+def write_times(file: Path, title: str, text: str, timeline: Timeline | None, *, kernels: bool) -> None:
+    """Write a page for a browser. text: of the report."""
     from harness.report.page import html  # jinja2 takes a twentieth of a second
     from harness.report.timeline_page import page_of_times
 
-    write_text(file, html(page_of_times(title, told, timeline, kernels=kernels)))
+    write_text(file, html(page_of_times(title, text, timeline, kernels=kernels)))
     say(file)
 
 

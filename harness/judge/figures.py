@@ -20,6 +20,8 @@ STEP, MEMORY, TRAFFIC, WAITS, EXPOSED = "step time", "memory", "traffic", "block
 OF_AXES = (TRAFFIC, WAITS, EXPOSED)
 """Kinds of which nothing was there where a job has others of the kind and not this one."""
 BYTES, TIME = "bytes", "seconds"
+CHANCE = 20
+"""Chance alone may separate the steps of one in so many pairs of jobs."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,15 @@ class Shift:
     other: float
     """Value in the other."""
     within: bool | None
-    """Whether the values of their steps overlap; None where one of them has a single step, so that nothing shows the noise."""
+    """Whether the values of their steps overlap; None where they do not, and steps are too few to show the noise."""
     spread: tuple[tuple[float, float], tuple[float, float]]
     """Least and most of both, over their steps."""
 
     @property
-    def size(self) -> float:
-        """Return how large the change is, whichever way it goes; infinity where either is 0."""
-        return abs(math.log(self.other / self.one)) if self.one and self.other else math.inf
+    def order(self) -> tuple[int, float, float]:
+        """Return what it is sorted by: what noise cannot be comes first, and then the larger change, whichever way it goes."""
+        size = abs(math.log(self.other / self.one)) if self.one and self.other else math.inf
+        return (False, None, True).index(self.within), -size, -max(self.one, self.other)
 
 
 def by_name(found: Iterable[Figure]) -> Figures:
@@ -138,9 +141,7 @@ def shifts(one: Figures, other: Figures) -> list[Shift]:
         a, b = pair
         if a is not None and b is not None and a.values != b.values:
             found.append(_shift(a, b))
-    return sorted(
-        found, key=lambda shift: (shift.within is True, -shift.size, shift.kind, -max(shift.one, shift.other))
-    )
+    return sorted(found, key=lambda shift: shift.order)
 
 
 def _nothing(key: tuple[str, str], there: Figures) -> Figure | None:
@@ -153,5 +154,11 @@ def _shift(one: Figure, other: Figure) -> Shift:
     spread = ((min(one.values), max(one.values)), (min(other.values), max(other.values)))
     overlap = spread[0][0] <= spread[1][1] and spread[1][0] <= spread[0][1]
     exact = one.unit == BYTES or not (one.value and other.value)
-    within = False if exact else overlap if min(len(one.values), len(other.values)) > 1 else None
+    several = min(len(one.values), len(other.values)) > 1
+    within = False if exact else several and overlap or (None if _by_chance(one, other) else False)
     return Shift(one.kind, one.of, one.unit, one.value, other.value, within, spread)
+
+
+def _by_chance(one: Figure, other: Figure) -> bool:
+    """Return whether chance alone would separate one of CHANCE such pairs of jobs, or more."""
+    return math.comb(len(one.values) + len(other.values), len(one.values)) <= 2 * CHANCE

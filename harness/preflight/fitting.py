@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from harness.plan.figures.rank_bytes import rank_bytes
-from harness.plan.figures.step_time import MACHINES, Fit, Machine, bubble_of, step_time
+from harness.plan.figures.step_time import MACHINES, Fit, Fitting, Machine, bubble_of, step_time
 from harness.plan.make_plan import make_plan
 from harness.plan.slices import BYTES
 from harness.preflight.draft import LENGTH, Draft
@@ -19,7 +19,7 @@ from harness.spec import case_files
 from harness.spec.case import Case, CaseError, to_json
 from harness.spec.dims import ParallelDims
 from harness.spec.loading import built_case, load_all
-from harness.spec.traits import USUAL
+from harness.spec.traits import MEGATRON, USUAL, TrainerTraits
 
 CHECKPOINTING = ("none", "op", "full")
 STAGES = (1, 2, 4)
@@ -50,24 +50,54 @@ class Wanted:
     """Speeds of a GPU and of its links."""
 
 
-def fitting(wanted: Wanted) -> tuple[list[Fit], int]:
-    """Return the layouts that fit, best first, and how many were looked at. Raises CaseError where there is none to look at."""
-    looked = list(_cases(wanted))
+def fitting(wanted: Wanted) -> Fitting:
+    """Return the layouts that fit, those that were published among them. Raises CaseError where there is none to look at."""
+    own, unlisted = _known(wanted)
+    looked = [*own, *(case for case in _cases(wanted) if not any(_same(case, one) for one in own))]
     if not looked:
         raise CaseError(
             f"--world {wanted.world}: no layout divides a batch of {_batch(wanted)} over these ranks: --batch N"
         )
     found = []
     for case in looked:
-        if _least(case) < wanted.memory:
-            plan = make_plan(case, USUAL)
-            ranks = [kind[0] for kind in kinds_of(plan)]
-            most = max((rank_bytes(case, plan, rank) for rank in ranks), key=lambda one: one.reserved)
-            if most.reserved <= wanted.memory:
-                how = (wanted.machine, wanted.nodes_of, bubble_of(case))
-                times = (step_time(case, plan, rank, *how) for rank in ranks)
-                found.append(Fit(case, most, max(times, key=lambda one: one.seconds)))
-    return sorted(found, key=lambda fit: (fit.time.seconds, fit.most.reserved)), len(looked)
+        named = case in own
+        if not named and _least(case) >= wanted.memory:
+            continue
+        plan = make_plan(case, traits_of(case))
+        ranks = [kind[0] for kind in kinds_of(plan)]
+        most = max((rank_bytes(case, plan, rank) for rank in ranks), key=lambda one: one.reserved)
+        if most.reserved <= wanted.memory:
+            how = (wanted.machine, wanted.nodes_of, bubble_of(case))
+            times = (step_time(case, plan, rank, *how) for rank in ranks)
+            found.append(Fit(case, most, max(times, key=lambda one: one.seconds)))
+        elif named:
+            unlisted[case.name] = f"needs {most.reserved / 1e9:.1f} GB, by the estimate"
+    best = sorted(found, key=lambda fit: (fit.time.seconds, fit.most.reserved))
+    names = {place: fit.case.name for place, fit in enumerate(best) if fit.case in own}
+    placed = {fit.case.dims: place for place, fit in reversed([*enumerate(best)])}
+    degrees = {case.name: placed[case.dims] for case in own if case.dims in placed}
+    return Fitting(tuple(best), len(looked), names, unlisted, degrees)
+
+
+def traits_of(case: Case) -> TrainerTraits:
+    """Return what is chosen by the trainers that published layouts with ZeRO 1 are of, and else what is usual."""
+    return MEGATRON if case.wrapper == "zero1" else USUAL
+
+
+def _known(wanted: Wanted) -> tuple[list[Case], dict[str, str]]:
+    """Return the published layouts of this request, and why others of this model and number of GPUs are of another one."""
+    mine = [one for one in _published() if (one.model, one.dims.world_size) == (wanted.model, wanted.world)]
+    size = (_batch(wanted), wanted.seq or LENGTH)
+    others = {one.name: one.training for one in mine if (one.training.global_batch, one.training.seq_len) != size}
+    told = {
+        name: f"has {of.global_batch:,} samples of {of.seq_len:,} tokens: --batch {of.global_batch} --seq {of.seq_len}"
+        for name, of in others.items()
+    }
+    return [one for one in mine if one.name not in others], told
+
+
+def _same(one: Case, other: Case) -> bool:
+    return (one.dims, one.features, one.training) == (other.dims, other.features, other.training)
 
 
 def _batch(wanted: Wanted) -> int:
@@ -114,19 +144,6 @@ def _least(case: Case) -> float:
     """Return the bytes that a rank keeps of its share of the model, at the least."""
     numbers = sum(math.prod(shape) for shape in case.model.parameter_shapes().values())
     return 4 * BYTES[case.training.dtype] * numbers / (case.dims.tp * case.dims.pp * case.shards)
-
-
-def published(found: Sequence[Fit]) -> dict[int, str]:
-    """Return, by place, the names of those that were published, each at its best place."""
-    places = {name: place for place, fit in reversed([*enumerate(found)]) if (name := _name(fit.case))}
-    return {place: name for name, place in places.items()}
-
-
-def _name(case: Case) -> str:
-    """Return the name of the published layout that has this model, these degrees, length and batch; empty if none has."""
-    known = ((one.model, one.dims, one.training.seq_len, one.training.global_batch) for one in _published())
-    mine = (case.model, case.dims, case.training.seq_len, case.training.global_batch)
-    return next((one.name for one, found in zip(_published(), known, strict=True) if found == mine), "")
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def shifted(moved: Sequence[tuple[str, Shift]], where: str = "") -> list[str]:
     texts = [f"within the spread of its steps: {_noise(*each)}" for each in noise[:MOST]]
     texts += [f"and {len(noise) - MOST} more within it"] * (len(noise) > MOST)
     if any(each.within is None for _, each in clear):
-        texts.append("*: a single step, so that nothing shows the noise")
+        texts.append("*: too few steps to show the noise")
     texts += [text for kind, text in MEANING.items() if any(each.kind == kind for _, each in moved)]
     return ["", f"{title}:", *table, *(line for text in texts for line in wrapped(text, "  ", "    "))]
 

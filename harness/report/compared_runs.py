@@ -53,6 +53,6 @@ def _alike(cases: Sequence[ComparedCase]) -> dict[tuple[Difference, ...], list[s
 def _moved(cases: Sequence[ComparedCase], *, on_gpus: bool) -> list[str]:
     """Return the table of all cases. A case with other verdicts or structure comes with its figures like the others."""
     found = [(each.case, shift) for each in cases for shift in each.figures]
-    found.sort(key=lambda one: (one[1].within is True, -one[1].size))
+    found.sort(key=lambda one: one[1].order)
     timed = any(shift.unit == TIME for _, shift in found)
     return shifted(found, "on CPU seconds measure no speed" if timed and not on_gpus else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness.judge.result import Diagnosis, Result
@@ -10,6 +10,7 @@ from harness.judge.stored_recording import Recording
 from harness.judge.structure import costs, structure
 from harness.plan.figures.pipeline_time import matmul_operations, other_schedules, pipeline_time
 from harness.plan.figures.rank_bytes import RankBytes, rank_bytes
+from harness.plan.figures.step_time import COMPUTES, SENDS, Fit, Fitting
 from harness.plan.plan import Plan
 from harness.report.as_data import as_data
 from harness.report.cause_text import diagnosis_line
@@ -107,6 +108,35 @@ def plan(case: Case, plan: Plan, gpu: str, set_aside: Sequence[str] = ()) -> dic
         "kinds": [_kind(case, plan, ranks) for ranks in kinds_of(plan)],
         "slices": _slices(plan) if plan.dims.world_size <= MOST_RANKS else [],
         **figures(case, plan, gpu),
+    }
+
+
+def layouts(asked: Mapping[str, Any], fits: Fitting) -> dict[str, Any]:
+    """Return the layouts that fit, best first, with what their estimates are made of. asked: the request."""
+    return {
+        **asked,
+        "looked": fits.looked,
+        "attained": {"computing": COMPUTES, "links": SENDS},
+        "layouts": [_fit(fit, fits.published.get(place)) for place, fit in enumerate(fits.found)],
+        "unlisted": [{"name": name, "why": why} for name, why in fits.unlisted.items()],
+        "degrees": fits.degrees,
+    }
+
+
+def _fit(fit: Fit, name: str | None) -> dict[str, Any]:
+    case, time = fit.case, fit.time
+    parts = {"computing": time.computing, "bubble": time.bubble, "waited": time.waited, "exposed": time.exposed}
+    return {
+        "published": name,
+        "dims": case.dims,
+        "samples": case.training.global_batch,
+        "tokens": case.training.seq_len,
+        "features": case.features,
+        "bytes": _bytes(fit.most),
+        "seconds": time.seconds,
+        "parts": parts,
+        "utilization": time.utilization,
+        "seconds_in_float8": time.in_float8.seconds,
     }
 
 

@@ -21,7 +21,7 @@ from harness.traces.times import Times
 def trace_page(
     job: TracedJob, judged: Sequence[str], times: Times | None, case: Case | None = None, gpu: str = ""
 ) -> str:
-    """judged: what checks say. times: None where traces have no kernels of collectives. case, gpu: as of `time_rows`."""
+    """judged: what checks say. times: None where traces have no kernels of collectives."""
     recording = job.recording
     title = f"{recording.directory}: traces of {len(job.ranks)} of {recording.world} ranks"
     return "\n".join(

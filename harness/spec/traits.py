@@ -140,6 +140,8 @@ class TrainerTraits:
 
 USUAL = TrainerTraits()
 """Of a trainer that says nothing."""
+MEGATRON = TrainerTraits(master_weights=True, cp_heads="key_value")
+"""Of Megatron in bfloat16, as far as a plan asks."""
 
 
 def settled(case: Case, traits: Mapping[str, TrainerTraits]) -> Case:

@@ -239,6 +239,11 @@ def test_two_recordings_of_one_training(tmp_path: Path, answer: Answer) -> None:
     assert (code, said["verdict"], said["cause"]["kind"]) == (1, "FAIL", "gradients scaled")
 
 
+def test_layouts_that_fit(answer: Answer) -> None:
+    code, said = answer("layouts", "plan", "--model", "8B", "--world", "16", "--gpu-memory", "80")
+    assert (code, said["world"], said["layouts"][0]["dims"]["tp"] in (1, 2, 4, 8)) == (0, 16, True)
+
+
 def test_snapshots_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:
     monkeypatch.chdir(tmp_path)
     kept = structure(recording())

@@ -65,14 +65,14 @@ def test_a_verdict_keeps_the_time_in_calls_by_axis() -> None:
 
 def test_what_differs_comes_by_its_size_and_what_is_within_the_spread_of_steps_last() -> None:
     one = of_figures(
-        Figure(STEP, "slowest rank", (1.0, 1.2)),
+        Figure(STEP, "slowest rank", (1.0, 1.2, 1.1, 1.2)),
         Figure(EXPOSED, "all_gather", (0.1, 0.2, 0.3)),
         Figure(TRAFFIC, "all_gather", (100.0,)),
         Figure(TRAFFIC, "all_reduce", (50.0,)),
         Figure(MEMORY, "peak", (7.0,)),
     )
     other = of_figures(
-        Figure(STEP, "slowest rank", (1.3, 1.5)),
+        Figure(STEP, "slowest rank", (1.3, 1.5, 1.4, 1.3)),
         Figure(EXPOSED, "all_gather", (0.3, 0.9, 0.9)),
         Figure(TRAFFIC, "all_gather", (200.0,)),
         Figure(MEMORY, "peak", (7.0,)),
@@ -86,7 +86,13 @@ def test_what_differs_comes_by_its_size_and_what_is_within_the_spread_of_steps_l
     assert shifts(one, one) == []
 
 
-def test_one_step_shows_no_noise_and_what_a_job_does_not_show_is_not_compared() -> None:
-    one, other = of_figures(Figure(STEP, "slowest rank", (1.0,))), of_figures(Figure(STEP, "slowest rank", (1.5, 1.6)))
-    assert [shift.within for shift in shifts(one, other)] == [None]
+@pytest.mark.parametrize(("steps", "within"), [(1, None), (2, None), (3, None), (4, False)])
+def test_few_steps_show_no_noise(steps: int, within: bool | None) -> None:
+    """With four steps each, chance alone separates one of 35 pairs."""
+    one, other = (of_figures(Figure(STEP, "slowest rank", (value,) * steps)) for value in (1.0, 1.5))
+    assert [shift.within for shift in shifts(one, other)] == [within]
+
+
+def test_what_a_job_does_not_show_is_not_compared() -> None:
+    one = of_figures(Figure(STEP, "slowest rank", (1.0,)))
     assert shifts(one, of_figures(Figure(MEMORY, "peak", (7.0,)), Figure(EXPOSED, "all_gather", (0.5,)))) == []

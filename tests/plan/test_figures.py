@@ -21,6 +21,7 @@ from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
 from harness.spec.loading import find_case, load_all
+from harness.spec.traits import MEGATRON
 
 
 def layout(name: str) -> Case:
@@ -42,6 +43,14 @@ def test_of_an_uneven_vocabulary_the_last_rank_holds_less_and_pads_as_much() -> 
     case = tiny_case("fsdp_2", model=UNEVEN)
     first, last = (rank_bytes(case, make_plan(case), rank) for rank in (0, 1))
     assert first.padding == 0 and last.parameters + last.padding // 2 == first.parameters > last.parameters
+
+
+def test_zero_1_adds_microbatches_up_in_the_gradients_that_it_keeps() -> None:
+    case = layout("megatron_8b_8")
+    held = rank_bytes(case, make_plan(case, MEGATRON), 0)
+    numbers = 8_030_261_248
+    assert (held.parameters, held.gradients, held.optimizer) == (2 * numbers, 4 * numbers, 3 * 4 * numbers // 8)
+    assert (held.gathered, held.unreduced) == (0, 0)
 
 
 def test_sgd_has_no_state_and_ddp_a_copy_of_all_gradients_in_buckets() -> None:

@@ -27,7 +27,7 @@ def on_ranks(world_size: int, entry: str, folder: Path, **options: Any) -> list[
 
 
 def test_a_rank_that_waits_for_a_late_one_is_blocked_by_as_much(tmp_path: Path) -> None:
-    """A wait that another call comes before is nobody's."""
+    """A wait is not counted if another call comes before it."""
     late, waits = on_ranks(2, "late_rank", tmp_path)
     assert [one["began"] for one in waits] == sorted(one["began"] for one in waits)
     assert all(one["blocked"] > 0.2 for one in waits[:2])

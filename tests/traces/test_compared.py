@@ -47,7 +47,10 @@ def test_hsdp_that_became_fsdp_is_told_with_what_moved(tmp_path: Path, compare: 
 
 
 def test_communication_that_is_no_longer_hidden_is_told_and_is_no_structure(tmp_path: Path, compare: Any) -> None:
-    jobs = [save_job(tmp_path / str(n), hidden(computes), world=2, shards=1) for n, computes in enumerate((31.0, 16.0))]
+    jobs = [
+        save_job(tmp_path / str(n), hidden(computes), world=2, shards=1, steps=4)
+        for n, computes in enumerate((31.0, 16.0))
+    ]
     code, document = compare(*jobs)
     (one,) = document["figures"]
     assert (code, document["differences"], one["kind"]) == (0, [], "exposed")

@@ -77,10 +77,16 @@ def _ready(case: Case, action: schedule.Action, done: dict[tuple[int, str, int],
 def matmul_operations(case: Case, stage: int) -> float:
     """Return the additions and multiplications of a token's forward pass on all tp ranks; half of attention is masked."""
     model = case.model
-    kv = model.n_kv_heads * model.head_dim
-    block = 2 * model.dim * (2 * model.dim + 2 * kv + 3 * model.ffn_dim) + 2 * model.dim * case.training.seq_len
+    attention = 2 * model.dim * case.training.seq_len * len(layers_of_stage(case, stage))
     output = 2 * model.dim * model.vocab_size if stage == case.n_stages - 1 else 0
-    return len(layers_of_stage(case, stage)) * block + output
+    return linear_operations(case, stage) + attention + output
+
+
+def linear_operations(case: Case, stage: int) -> float:
+    """Return those of the linear layers of its blocks."""
+    model = case.model
+    kv = model.n_kv_heads * model.head_dim
+    return len(layers_of_stage(case, stage)) * 2 * model.dim * (2 * model.dim + 2 * kv + 3 * model.ffn_dim)
 
 
 def other_schedules(case: Case) -> Iterator[tuple[str, PipelineTime]]:

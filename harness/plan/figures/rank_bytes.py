@@ -144,10 +144,10 @@ def _gathered(case: Case, plan: Plan, rank: int) -> int:
 
 def _unreduced(case: Case, plan: Plan, rank: int) -> int:
     """If several backwards add up before a reduction, whole gradients are kept, in the dtype of the reduction. If not,
-    those of two units are kept, as computed. DDP's buckets are a copy of all."""
+    those of two units are kept, as computed. DDP's buckets are a copy of all. ZeRO-1 adds up in the gradients that it keeps."""
     if case.wrapper in ("ddp", "replicate"):
         return plan.gradient_bytes.get(rank, plan.parameter_bytes[rank])[1]
-    if plan.shards == 1 and (case.wrapper is None or case.wrapper == "zero1"):
+    if case.wrapper == "zero1" or (plan.shards == 1 and case.wrapper is None):
         return 0
     computed, features = case.training.compute_dtype or case.training.dtype, case.features
     if case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync is True):

@@ -6,10 +6,11 @@ that they send. Data parallel sends while blocks compute, and is waited for beyo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from harness.plan.figures.links import traffic_by_axis
-from harness.plan.figures.pipeline_time import matmul_operations, pipeline_time
+from harness.plan.figures.pipeline_time import linear_operations, matmul_operations, pipeline_time
 from harness.plan.figures.rank_bytes import RankBytes
 from harness.plan.plan import Plan
 from harness.plan.stages import stages_of_rank
@@ -26,10 +27,12 @@ class Machine:
     """Bytes per second that it sends to GPUs of its node."""
     across: float
     """Bytes per second that it sends to other nodes, with a network card for each GPU."""
+    float8: float = 2.0
+    """How many times as fast a matmul in float8 is."""
 
 
 MACHINES = {
-    "A100": Machine(312e12, 300e9, 25e9),
+    "A100": Machine(312e12, 300e9, 25e9, float8=1.0),
     "H100": Machine(989e12, 450e9, 50e9),
     "H200": Machine(989e12, 450e9, 50e9),
     "B200": Machine(2250e12, 900e9, 50e9),
@@ -51,14 +54,27 @@ class StepTime:
     """Idle time of the busiest rank of a pipeline."""
     waited: float
     """Communication of tp, cp and pp."""
-    exposed: float
-    """Communication of data parallel beyond what computing hides."""
+    data: float
+    """Communication of data parallel, which computing may hide."""
     useful: float
     """Matmuls and attention alone, at the GPU's peak."""
+    spared: float
+    """What of computing float8 spares, if the linear layers of blocks run in it."""
+
+    @property
+    def exposed(self) -> float:
+        """Return the communication of data parallel beyond what computing hides."""
+        return max(0.0, self.data - self.computing)
 
     @property
     def seconds(self) -> float:
         return self.computing + self.bubble + self.waited + self.exposed
+
+    @property
+    def in_float8(self) -> StepTime:
+        """Return the same with linear layers in float8, which send as much."""
+        computing = self.computing - self.spared
+        return replace(self, computing=computing, bubble=self.bubble * computing / self.computing, spared=0.0)
 
     @property
     def utilization(self) -> float:
@@ -78,6 +94,22 @@ class Fit:
     """Estimated time of the kind of ranks that takes longest."""
 
 
+@dataclass(frozen=True)
+class Fitting:
+    """The layouts of one request."""
+
+    found: tuple[Fit, ...]
+    """Those that fit, best first."""
+    looked: int
+    """How many were looked at."""
+    published: Mapping[int, str]
+    """Place among those that fit -> the name of a layout that was published."""
+    unlisted: Mapping[str, str]
+    """Name of a published layout of this model and number of GPUs that is not among them -> why."""
+    degrees: Mapping[str, int]
+    """Name of a published layout of this request -> the best place of its degrees, whatever else differs."""
+
+
 def bubble_of(case: Case) -> float:
     """Return how long the busiest rank of a pipeline is idle, as a part of what it computes."""
     return pipeline_time(case).bubble if case.dims.pp > 1 else 0.0
@@ -86,11 +118,13 @@ def bubble_of(case: Case) -> float:
 def step_time(case: Case, plan: Plan, rank: int, machine: Machine, gpus_per_node: int, bubble: float) -> StepTime:
     """rank: one of the kind that is asked about. bubble: of the case (`bubble_of`)."""
     tokens = case.training.global_batch // case.dims.dp * case.training.seq_len
-    operations = sum(matmul_operations(case, stage) for stage in stages_of_rank(case, rank))
-    once = operations * tokens / (case.dims.tp * case.dims.cp) / machine.peak
-    computing = once * (3 + AGAIN[case.features.activation_checkpointing]) / COMPUTES
+    stages, each = stages_of_rank(case, rank), tokens / (case.dims.tp * case.dims.cp) / machine.peak
+    once = sum(matmul_operations(case, stage) for stage in stages) * each
+    passes = (3 + AGAIN[case.features.activation_checkpointing]) / COMPUTES
+    spared = sum(linear_operations(case, stage) for stage in stages) * each * passes * (1 - 1 / machine.float8)
+    computing = once * passes
     took = {"waited": 0.0, "hidden": 0.0}
     for axis in traffic_by_axis(plan, rank, gpus_per_node=gpus_per_node):
         speed = machine.within if axis.nodes == 1 else machine.across
         took["waited" if axis.axis in WAITED else "hidden"] += axis.sent / (speed * SENDS)
-    return StepTime(computing, computing * bubble, took["waited"], max(0.0, took["hidden"] - computing), 3 * once)
+    return StepTime(computing, computing * bubble, took["waited"], took["hidden"], 3 * once, spared)
