@@ -124,8 +124,8 @@ def shift_of(labels: np.ndarray, own: np.ndarray) -> int | None:
 
 
 def shifted(trial: Trial, step: int, rows: Rows) -> int:
-    """Return how many places labels that count are shifted to later tokens, in rows or in the part of each cp rank; 0 where
-    they are not shifted so."""
+    """Return how many places labels that count are shifted to later tokens. They may be so in whole rows, or in each cp
+    rank's part. It is 0 where they are not."""
     length, own = trial.case.seq_len(step), own_labels(trial, rows.tokens)
     nexts = np.where(own >= 0, own, np.append(rows.tokens[:, 1:], own[:, -1:], axis=1))
     cut = [positions(trial.case, place * trial.case.dims.tp, length) for place in range(trial.case.dims.cp)]
