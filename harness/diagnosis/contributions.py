@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -65,13 +65,16 @@ class Reading:
     fitted: int = 1
     number: Number | None = None
     """What ranks may report then."""
+    only: Sequence[int] = ()
+    """The steps in which it shows by itself; empty where that is not known."""
 
     def hypotheses(self, trial: Trial, step: int) -> Iterator[Hypothesis]:
         """Suppose it from a step on, and in it alone; with the loss that ranks report, where that follows from it."""
         few = len(self.fqns) < len(trial.plan.shapes)
         where, details = f" {in_parameters(trial, self.fqns)}" * few, (("parameters", tuple(self.fqns)),) * few
         reported, number = reported_of(trial, "reported_loss") if self.number else None, self.number
-        for when, steps, more in spans(trial, step):
+        some = [(f" in steps {', '.join(map(str, self.only))}", [*self.only], 1)] * bool(self.only)
+        for when, steps, more in (*spans(trial, step), *some):
             more_details = (*self.cause.details, *details, ("steps", tuple(steps)))
             cause = replace(self.cause, where=(where + when).strip(), details=more_details)
             found = Hypothesis(cause, self.assume(steps), self.fitted + more)
@@ -189,7 +192,18 @@ def _scaled(trial: Trial, factors: Mapping[str, float], step: int) -> Iterator[R
         hint = text.removeprefix(": ")
         number = (lambda rank, at, right, by=by: factor * by(at) * right) if everywhere and factor else None
         cause = Cause(KIND, _scaled_text(factor), hint=hint, details=(details, ("named", hint)))
-        yield Reading(cause, [*factors], in_steps(partial(_times, factors, by)), 1 + (factor is None), number)
+        only = _zero_steps(trial, factors) if factor == 0 else ()
+        yield Reading(cause, [*factors], in_steps(partial(_times, factors, by)), 1 + (factor is None), number, only)
+
+
+def _zero_steps(trial: Trial, fqns: Collection[str]) -> tuple[int, ...]:
+    """Return the steps in which these gradients are zero on all ranks, where these are several."""
+    steps = [step for step in trial.case.steps if not any(np.any(g) for g in _seen(trial, fqns, step))]
+    return tuple(steps) if len(steps) > 1 else ()
+
+
+def _seen(trial: Trial, fqns: Collection[str], step: int) -> Iterator[np.ndarray]:
+    return (g for rank in trial.ranks for fqn, g in seen_gradients(trial, rank, step).items() if fqn in fqns)
 
 
 def _relative(by: ByStep, factor: float, step: int) -> float:

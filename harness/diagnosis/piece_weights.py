@@ -148,8 +148,8 @@ def _numbers(pieces: Pieces, unit: Unit) -> np.ndarray:
 
 
 def _averaged_locally(fit: Fit) -> Iterator[Reading]:
-    """Read means per unit: each divides by its own number of valid tokens, and these means are averaged, or summed; of all
-    units, or of those of one microbatch, which counts by its tokens."""
+    """Read means per unit: each divides by its own number of valid tokens, and these means are averaged, or summed. They are
+    those of all units, or of a microbatch, which then counts by its tokens."""
     trial, pieces, found = fit.trial, fit.pieces, dict[bytes, tuple[list[Unit], np.ndarray, np.ndarray]]()
     everything, size = np.zeros(len(pieces.all), dtype=int), trial.case.local_batch
     for unit in _units(trial, pieces.chunks):

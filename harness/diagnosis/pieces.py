@@ -1,8 +1,8 @@
 """A gradient is a sum over what ranks received: how often each piece of it counts on each rank, fitted and assumed.
 
-A piece is one sample on one data-parallel share, or the part of it that a cp rank receives, or one chunk of positions of it
-where the loss is computed in chunks. The gradients of pieces in the
-first wrong step are those of the reference, whose parameters are still right there.
+A piece is one sample on one data-parallel share, or the part of it that a cp rank receives. Where the loss is computed in
+chunks of positions, each chunk is one. The gradients of pieces in the first wrong step are those of the reference, whose
+parameters are still right there.
 """
 
 from __future__ import annotations

@@ -90,8 +90,9 @@ def _labels_seen(trial: Trial, feeder: int, step: int, own: np.ndarray) -> tuple
 
 def seen_labels(part: Microbatch, own: np.ndarray) -> np.ndarray | None:
     """[samples, positions], IGNORED where there is none; None where labels lie in no way that is known. Wrong ones may be
-    right ones of other positions, of fewer if need be."""
-    if (laid := laid_out(part, own)) is not None and np.array_equal(laid, own):
+    right ones of other positions, of fewer if need be, and so may those without some positions that do not count."""
+    laid, size = laid_out(part, own), 0 if part.labels is None else part.labels.size
+    if laid is not None and np.array_equal(laid, own) and size in (own.size, (own != IGNORED).sum()):
         return laid
     for columns in _columns(part, len(own)):
         if columns.shape[1] <= own.shape[1] and shift_of(columns, own) is not None:
@@ -123,8 +124,8 @@ def shift_of(labels: np.ndarray, own: np.ndarray) -> int | None:
 
 
 def shifted(trial: Trial, step: int, rows: Rows) -> int:
-    """Return how many places labels that count are shifted to later tokens, in rows or in the part of each cp rank; 0 where
-    they are not shifted so."""
+    """Return how many places labels that count are shifted to later tokens. They may be so in whole rows, or in each cp
+    rank's part. It is 0 where they are not."""
     length, own = trial.case.seq_len(step), own_labels(trial, rows.tokens)
     nexts = np.where(own >= 0, own, np.append(rows.tokens[:, 1:], own[:, -1:], axis=1))
     cut = [positions(trial.case, place * trial.case.dims.tp, length) for place in range(trial.case.dims.cp)]

@@ -276,6 +276,13 @@ def norms(trial: Trial) -> Iterator[Source]:
         each = [partial(norm_of, trial, fqns=fqns) for fqns in parts]
         yield (("added up over", name),), lambda r, s, each=each: math.fsum(one(r, s) for one in each)  # type: ignore[misc]
     yield (("to the power of", 2),), lambda rank, step: norm_of(trial, rank, step) ** 2
+    for fqn, (more, how) in itertools.product(trial.plan.shapes, ((1, "counted twice"), (-1, "left out"))):
+        yield (("with", f"{fqn} {how}"),), partial(_norm_with, trial, fqn, more)
+
+
+def _norm_with(trial: Trial, fqn: str, more: int, rank: int, step: int) -> float:
+    """Return the global norm with the square of one parameter's own norm added so many times more."""
+    return math.sqrt(max(0.0, norm_of(trial, rank, step) ** 2 + more * norm_of(trial, rank, step, fqns={fqn}) ** 2))
 
 
 def groupings(trial: Trial) -> dict[str, list[set[str]]]:

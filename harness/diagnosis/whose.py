@@ -228,10 +228,12 @@ def another_tensor(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         found[at] = one
     if not found or all(one.is_scaled for one in found.values()):
         return
+    backs = {one.relation.source.back for one in found.values() if one.relation.source}
     for when, steps, more in spans(trial, step):
+        if steps == [1] and any(backs):  # zeros of one step alone are nobody's
+            continue
         cause = _cause(trial, found, step, when)
         yield Hypothesis(cause, partial(_assuming, found=found, steps=steps), 1 + more)
-    backs = {one.relation.source.back for one in found.values() if one.relation.source}
     if any(backs) and step < trial.case.steps[-1]:
         cause = _cause(trial, found, step, f" {from_step(trial, step)}, and stay so")
         cause = replace(cause, details=(*cause.details, ("stay", True)))

@@ -33,7 +33,7 @@ def _ways(labels: np.ndarray, chunks: tuple[int, ...], own: np.ndarray) -> Itera
         yield _spread(labels, own, [own != IGNORED])
         columns = np.array_split(np.arange(own.shape[1]), max(len(chunks), 1))
         yield _spread(labels, own, [(own != IGNORED) & np.isin(np.arange(own.shape[1]), at) for at in columns])
-    elif labels.size < own.size:
+    if labels.size < own.size:
         pieces = np.split(labels, np.cumsum(chunks)[:-1])
         for rows in (own, own.reshape(1, -1)):
             if (laid := _chunks_left_out(pieces, rows)) is not None:
@@ -41,22 +41,17 @@ def _ways(labels: np.ndarray, chunks: tuple[int, ...], own: np.ndarray) -> Itera
 
 
 def _chunks_left_out(pieces: list[np.ndarray], own: np.ndarray) -> np.ndarray | None:
-    """Lay the right labels of some chunks of positions, where none of the others counts; None if they are not so.
-
-    Chunks have one width, but for the last one: labels that are shifted are no chunk.
-    """
-    laid, at, length = np.full_like(own, IGNORED), 0, own.shape[1]
-    chunks = [piece.reshape(len(own), -1) for piece in pieces if piece.size % len(own) == 0]
-    starts = list[int]()
-    for chunk in chunks:
-        width = chunk.shape[1]
-        fits = (one for one in range(at, length - width + 1) if np.array_equal(own[:, one : one + width], chunk))
-        starts.append(next(fits, length))
-        at = starts[-1] + width
-        laid[:, starts[-1] : at] = chunk[:, : length - starts[-1]]
-    wide = max((chunk.shape[1] for chunk in chunks), default=length)
-    even = any(all(start % width == 0 for start in starts) for width in range(wide, length))
-    return laid if even and np.array_equal(laid, own) else None
+    """Lay right labels of some positions, in order, where those that are missing do not count; None if they are not so."""
+    laid, at = np.full_like(own, IGNORED), 0
+    for piece in pieces:
+        if piece.size % len(own):
+            return None
+        chunk = piece.reshape(len(own), -1)
+        starts = range(at, own.shape[1] - chunk.shape[1] + 1)
+        start = next((one for one in starts if np.array_equal(own[:, one : one + chunk.shape[1]], chunk)), own.shape[1])
+        at = start + chunk.shape[1]
+        laid[:, start:at] = chunk[:, : own.shape[1] - start]
+    return laid if np.array_equal(laid, own) else None
 
 
 def _spread(labels: np.ndarray, own: np.ndarray, masks: list[np.ndarray]) -> np.ndarray:

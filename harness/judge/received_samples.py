@@ -31,10 +31,12 @@ def rows_received(trial: Trial, step: int) -> dict[int, list[np.ndarray]]:
 
 
 def rows_of(trial: Trial, rank: int, step: int, at: np.ndarray | None = None) -> dict[bytes, int]:
-    """The sample id by the tokens at these positions, by default at those that this rank is to receive."""
-    reference = trial.reference
+    """The sample id by the tokens at these positions, by default at those that this rank is to receive. Where samples have the
+    same tokens there, it is one of this step's."""
+    reference, own = trial.reference, {*trial.reference.samples[step - 1]}
     at = positions(trial.case, rank, trial.case.seq_len(step)) if at is None else at
-    return {row[at].tobytes(): id_ for id_, row in zip(reference.sample_ids, reference.tokens, strict=True)}
+    rows = sorted(zip(reference.sample_ids, reference.tokens, strict=True), key=lambda sample: sample[0] in own)
+    return {row[at].tobytes(): id_ for id_, row in rows}
 
 
 def positions_received(trial: Trial, rank: int, step: int) -> np.ndarray | None:

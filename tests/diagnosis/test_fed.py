@@ -22,6 +22,7 @@ from harness.diagnosis.received import Rows, other_positions, seen_labels, shift
 from harness.diagnosis.received import received as rows_of
 from harness.evidence.step import Microbatch
 from harness.judge.losses import global_loss
+from harness.judge.received_samples import received_samples
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
@@ -130,6 +131,15 @@ def test_what_is_lost_is_lost_from_the_divisor_as_well_or_for_one_choice_more_is
             shown = with_step(shown, rank, step.step, reported_loss=loss)
         found = list(other_samples(shown, {"samples": judged("samples", shown)}))
         assert [(one.fitted, one.seen, one.given) for one in found] == [(1, seen, ("samples",)), (2, (), ("samples",))]
+
+
+def test_rows_with_the_same_tokens_at_the_places_of_a_cp_rank_are_the_steps_own() -> None:
+    trial = trial_of(tiny_case(ParallelDims(cp=2), LENGTH_16, cp_load_balance=False))
+    tokens, (own, *_), other = trial.reference.tokens.copy(), trial.reference.samples[0], trial.reference.samples[1][0]
+    rows = [trial.reference.sample_ids.index(id_) for id_ in (own, other)]
+    tokens[rows[1], 8:] = tokens[rows[0], 8:]
+    trial = replace(trial, reference=replace(trial.reference, tokens=tokens))
+    assert received_samples(trial, 1)[1] == received_samples(trial, 1)[0] == [*trial.reference.samples[0]]
 
 
 # ---- how a data set's samples are dealt

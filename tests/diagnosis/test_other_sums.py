@@ -196,6 +196,16 @@ def test_a_tied_weight_that_lacks_the_outputs_part_is_proven(ran: Ran) -> None:
     assert {"gradients", "loss"} <= {*found.causes[0].explains}
 
 
+@pytest.mark.parametrize("steps", [(1, 2), (2, 3), (1, 3)])
+def test_gradients_that_are_zero_in_some_steps_are_nothing_else(ran: Ran, steps: tuple[int, ...]) -> None:
+    def zero(step: int, own: Arrays) -> Arrays:
+        return {fqn: np.zeros_like(g) for fqn, g in own.items()} if step in steps else own
+
+    (cause,) = diagnosed(ran(case_of(), gradients=zero)).causes
+    found = dict(cause.details)
+    assert (cause.kind, found["factor"], found["steps"]) == ("gradients scaled", 0.0, steps)
+
+
 def in_chunks(trial: Trial, width: int) -> Trial:
     """Losses are computed in chunks of so many positions."""
     for rank, record, _ in list(trial.steps()):

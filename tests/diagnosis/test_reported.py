@@ -271,6 +271,8 @@ def test_norms_are_of_the_gradients_that_their_details_say(dtype: type) -> None:
         ("of", "embedding and output"): length(*(of[fqn] for fqn in ends)),
         ("without", "embedding and output"): length(*(of[fqn] for fqn in of if fqn not in ends)),
         ("to the power of", 2): length(*of.values()) ** 2,
+        ("with", "norm.weight counted twice"): length(*of.values(), of["norm.weight"]),
+        ("with", "output.weight left out"): length(*(of[fqn] for fqn in of if fqn != "output.weight")),
     }
     found = {details[0]: number for details, number in norms(trial)}
     for detail, value in wanted.items():

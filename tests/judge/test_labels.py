@@ -59,10 +59,15 @@ def test_chunks_in_which_no_label_counts_may_be_left_out(seen: Microbatch) -> No
     assert laid is not None and laid.tolist() == MASKED.tolist()
 
 
+def test_chunks_that_hold_as_many_labels_as_count_in_all_are_no_labels_that_count_alone() -> None:
+    own = np.array([[-100, -100, 3, -100], [-100, -100, 4, 5]])
+    laid = laid_out(part([3, 4, -100, 5], 2, 2), own)
+    assert laid is not None and laid.tolist() == own.tolist()
+    own = np.array([[-100, -100, 3, -100], [-100, 2, 4, 5]])
+    laid = laid_out(part([-100, 2, 3, 4, -100, 5], 2, 2, 2), own)
+    assert laid is not None and laid.tolist() == own.tolist()
+
+
 def test_a_chunk_in_which_a_label_counts_may_not() -> None:
     assert laid_out(part([-100, -100, -100, 4, 3, -100], 6), MASKED) is None
     assert laid_out(part([-100, 0, 3, -100, -100, 6, -100, 7], 4, 4), MASKED) is None
-
-
-def test_labels_without_the_first_position_are_no_chunks() -> None:
-    assert laid_out(part([-100, -100, 4, -100, 6, -100, 3, -100, -100, 7]), MASKED) is None
