@@ -38,9 +38,8 @@ def _drawn(timeline: Timeline, *, kernels: bool) -> Section:
             rows.append((f"{rank} {lane}", [bar for each in longest for bar in _bars(each)]))
     what = "A bar is a kernel." if kernels else "A bar is a call, for as long as it blocked the thread that trains."
     left = f" Of {counted(len(timeline.ranks), 'rank')} these {len(ranks)}." if len(ranks) < len(timeline.ranks) else ""
-    below = (
-        f"{what} Hatched: another rank had not come yet. The row is {amount('seconds', timeline.length)} long.{left}"
-    )
+    hatched = " Hatched: another rank had not come yet." if timeline.compared else ""
+    below = f"{what}{hatched} The row is {amount('seconds', timeline.length)} long.{left}"
     title = f"Step {timeline.step}; {timeline.clock}"
     drawing = Drawing(title, lanes(title, rows, timeline.length), below)
     return Section("Where the time of a step went", False, drawings=(drawing,), wide=True)
