@@ -135,7 +135,7 @@ def selected(repo: Path, change: Change, out: Path) -> dict[str, str]:
 
 
 def stored() -> dict[str, Sides]:
-    """By commit and case."""
+    """Return what is stored, by commit and case."""
     records = json.loads(STORED.read_text()) if STORED.exists() else {}
     return {key: sides_of(one) for key, one in records.items()}
 
@@ -154,7 +154,7 @@ def keep(change: Change, sides: Sides) -> None:
 
 
 def tables(rows: Mapping[str, Sides]) -> Iterator[str]:
-    """Of fixes, of what made them necessary, and of what was not judged."""
+    """Yield the tables of fixes, of what made them necessary, and of what was not judged."""
     yield from table("fix", "FAIL before and PASS after", FIXES, rows)
     yield from table("what broke it", "PASS before and FAIL after", BREAKS, rows)
     yield from origins(rows)
@@ -233,7 +233,7 @@ def main() -> None:
 
 
 def by_both_sides(repo: Path, change: Change, out: Path) -> bool:
-    """Whether it is as it should be. What bisecting and selecting found before is kept."""
+    """Judge both sides; return whether they show what the change claims. What bisecting and selecting found before is kept."""
     known, sides = stored().get(change.key), judged(repo, change, out)
     if known:
         sides = dataclasses.replace(sides, bisected=known.bisected, selected=known.selected)
