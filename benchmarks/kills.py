@@ -7,10 +7,13 @@ processes being killed.
     python benchmarks/kills.py harness --times 10 --server resident
     python benchmarks/kills.py resident --times 10
 
-The first argument says what gets a random signal at a random moment of its life. ranks: a random rank of a random case, all in
-one harness. server, harness: the rank server of a separate `harness run`, or that command itself. resident: the resident
-process, which must not harm the command under way. Linux only: it looks into /proc. A kill of a process that had already ended
-is not counted, and another is drawn.
+The first argument says what gets a random signal at a random moment of its life:
+
+    ranks              a random rank of a random case, all in one harness
+    server, harness    the rank server of a separate `harness run`, or that command itself
+    resident           the resident process, which must not harm the command under way
+
+Linux only: it looks into /proc. A kill of a process that had already ended is not counted, and another is drawn.
 """
 
 from __future__ import annotations

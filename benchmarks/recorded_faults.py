@@ -103,12 +103,12 @@ def _digest(value: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Noticed:
-    """broken: checks, and what the page calls odd. unknown: checks that could not be judged. said: all of it, as data."""
+    """What a recording shows of one fault."""
 
-    broken: tuple[str, ...]
-    unknown: tuple[str, ...]
+    broken: tuple[str, ...]  # failed checks, and labels of what the page calls anomalous
+    unknown: tuple[str, ...]  # checks that could not be judged
     cause: str
-    said: dict[str, Any]
+    said: dict[str, Any]  # all of it, as data
 
 
 def noticed(folder: Path) -> Noticed:
