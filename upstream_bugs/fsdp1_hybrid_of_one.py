@@ -1,7 +1,7 @@
 """FSDP1 with HYBRID_SHARD over shard groups of one rank reduces no gradients (torch 2.13).
 
 Groups of one shard nothing, so FSDP1 takes NO_SHARD in place of HYBRID_SHARD, and says so. NO_SHARD all-reduces over the shard
-group, which is that one rank. Nothing runs over the replicate group. So each rank trains a separate model, by half of its own
+group, which is that one rank. Nothing runs over the replicate group. So each rank trains a separate model, by half of its
 gradient. It happens by a mesh of [ranks, 1], and without a mesh on one device a node. Reported as pytorch #154888 and verl
 #7493.
 
