@@ -1,10 +1,10 @@
-"""What one flipped bit leads to: is it caught, are step and rank located, and is it told as a mistake of the code?
+"""What one flipped bit leads to: is it caught, are step and rank located, and is it reported as a mistake of the code?
 
     python benchmarks/bit_flips.py [--flips 1000] [--seed 1] [CASE ..]
 
-Each run flips one bit of one number, once: of what a matmul returned on one rank, or of what a collective left there. Each is
-compared with a run without the flip, as `harness matrix` compares what fails with what it makes again. A flip that moves no
-gradient and no loss by more than SEEN times its largest entry is beyond what any check can see, and is counted apart.
+Each run flips one bit of one number, once. The number is in what a matmul returned on one rank, or in what a collective left
+there. Each is compared with a run without the flip, as `harness matrix` compares what fails with what it makes again. No check
+can see a flip that moves no gradient and no loss by more than SEEN times its largest entry. Such flips are counted separately.
 """
 
 from __future__ import annotations

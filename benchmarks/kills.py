@@ -7,10 +7,13 @@ processes being killed.
     python benchmarks/kills.py harness --times 10 --server resident
     python benchmarks/kills.py resident --times 10
 
-ranks: in one harness, of a random case a random rank gets a random signal at a random moment of its life. server, harness: a
-`harness run` of its own, whose rank server or which itself gets one. resident: the process that stays after commands gets one,
-which must not harm the command under way. Linux only: it looks into /proc. A kill that came when the process had already ended
-counts for nothing and is drawn again.
+The first argument says what gets a random signal at a random moment of its life:
+
+    ranks              a random rank of a random case, all in one harness
+    server, harness    the rank server of a separate `harness run`, or that command itself
+    resident           the resident process, which must not harm the command under way
+
+Linux only: it looks into /proc. A kill of a process that had already ended is not counted, and another is drawn.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ def kill_ranks(times: int, draw: random.Random, out: Path, jobs: int) -> Iterato
 
 
 def lifetime(case: Case, out: Path) -> float:
-    """Seconds that its ranks live when nobody disturbs them, the reference not counted."""
+    """Return the seconds that its ranks live without any kill, the reference not counted."""
     run_case(case, Options(out=out))
     return run_case(case, Options(out=out)).seconds
 

@@ -2,8 +2,8 @@
 
     python benchmarks/launchers.py [--only hsdp_2x8 ...] [--sgd] [--trainer torchtitan] [--cases FOLDER] [--dtype float32]
 
-Each case is run by both, one after the other, so a machine that drifts drifts for both. Evidence, checks and verdicts are
-the same; what differs is how the ranks come to life. Prints seconds for every case, the sum of each, and the ratio.
+Both run each case, one after the other, so a drift of the machine affects both. Evidence, checks and verdicts are the same;
+what differs is how the ranks come to life. Prints seconds for every case, the sum of each, and the ratio.
 """
 
 from __future__ import annotations

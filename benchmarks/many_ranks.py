@@ -111,7 +111,7 @@ def record(rank: int, dims: ParallelDims, odd: int | None) -> RankRecord:
 
 
 def summary_like(first: Summary, rank: int, dims: ParallelDims) -> Summary:
-    """That of another rank of the same stage, without its record being made: what differs between them is here."""
+    """Return the summary of another rank of the same stage, by changing what differs between them. No record is made."""
     at = coordinate(dims, rank)
     axes = [axis for axis in AXES if getattr(dims, axis) > 1]
     ours, theirs = ({axis: line(dims, one, axis) for axis in axes} for one in (first.rank, rank))
@@ -135,8 +135,8 @@ def summary_like(first: Summary, rank: int, dims: ParallelDims) -> Summary:
 
 
 def write(dims: ParallelDims, folder: Path, odd: int | None) -> int:
-    """Bytes of all files. Behind its own summary each rank has the record of the first of its stage, which is the one that is
-    read of ranks that are alike; the odd rank and the members of its groups have their own."""
+    """Return the bytes of all files. Behind its own summary each rank has the record of its stage's first rank, the only one
+    that is read of ranks that are alike. The rank of --odd and the members of its groups have their own records."""
     record_file(folder, 0).parent.mkdir(parents=True)
     for ranks in rank_grid(dims).reshape(dims.pp, -1).tolist():
         one = record(ranks[0], dims, None)

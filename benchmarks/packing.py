@@ -3,9 +3,9 @@
     python benchmarks/packing.py pretended --slots 8 --tier default
     python benchmarks/packing.py cases -k "ddp or tp_2"
 
-pretended: the ranks of every selected case sleep on pretended GPUs, for seconds drawn by --seed: what is measured is taking and
-giving back, order and gaps, through the same launches. cases: real ones, on this machine's cores, with -j 1 and as packed; the
-reference is there before.
+pretended: the ranks of every selected case sleep on pretended GPUs, for seconds drawn by --seed. The launches are the real
+ones, so taking and giving back slots, order and gaps are measured. cases: real ones, on this machine's cores, with -j 1 and as
+packed; the reference is there before.
 """
 
 from __future__ import annotations

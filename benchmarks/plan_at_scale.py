@@ -1,7 +1,8 @@
 """Seconds and memory of plans of thousands of ranks: `python -m benchmarks.plan_at_scale`. Its output is in docs/preflight.md.
 
-Each layout of layouts/ in a process of its own: all fields of all ranks. Then 512 ranks side by side in one process: with kinds
-of ranks, and with each rank a kind of its own, which is what a plan costs that looks at every rank.
+It plans all fields of all ranks of each layout of layouts/, in a separate process. Then it plans 512 ranks twice in one
+process: once by kinds of ranks, once with every rank as a separate kind. The latter is the cost of a plan that looks at every
+rank.
 """
 
 from __future__ import annotations

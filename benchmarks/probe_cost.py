@@ -1,10 +1,10 @@
 """What the probe costs a training step: the same trainer, with and without it in turn, in one run.
 
     python benchmarks/probe_cost.py [--ranks 2] [--rounds 5] [--trainer torchtitan]
-    python benchmarks/probe_cost.py --unfrozen               ranks that torchrun starts: nobody froze Python's objects
+    python benchmarks/probe_cost.py --unfrozen               ranks that torchrun starts, without freezing Python's objects
     python benchmarks/probe_cost.py --device cuda --case FILE.yaml::NAME     a model and dims of one's own
 
-Blocks of steps alternate (without, with, without, ...) in the same processes, so a machine that drifts drifts for both.
+Blocks of steps alternate (without, with, without, ...) in the same processes, so a drift of the machine affects both.
 Prints the median step of each, the median of the ratios of neighbouring blocks, and the CPU seconds in which the probe begins.
 """
 

@@ -1,7 +1,8 @@
 """What it costs to prove a cause, beside what judging costs: `python -m benchmarks.proving FOLDER...`.
 
-Each folder is the evidence of one case that failed. It is judged without a diagnosis, and then diagnosed, in one process:
-seconds of its CPU, for which it matters little what else the machine does, and their ratio, which other machines have as well.
+Each folder is the evidence of one case that failed. It is judged without a diagnosis, and then diagnosed, in one process.
+Prints the CPU seconds of both, which depend little on what else the machine does, and their ratio, which is about the same on
+other machines.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What recording costs a training step, one that is not recorded and one that is: `python -m benchmarks.record_cost`.
 
-Two processes train the same network, one of them with the recorder, and take their steps by turns on one core: whatever else
-the machine does meanwhile befalls neighbouring steps alike. CPU time of all threads is counted. A step makes some hundreds of
-calls of modules and a dozen collectives, of a group of one rank, so that nothing is waited for. Prints the median of the ratios
-of neighbouring steps, and between which ratios half of them lie; then the same of two processes without the recorder.
+Two processes train the same network, one of them with the recorder, and take their steps by turns on one core. So whatever else
+the machine does affects neighbouring steps alike. CPU time of all threads is counted. A step makes some hundreds of calls of
+modules and a dozen collectives, of a group of one rank, so that nothing is waited for. Prints the median of the ratios of
+neighbouring steps, and between which ratios half of them lie; then the same of two processes without the recorder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FEW = 12
 
 
 def train() -> None:
-    """In a process of its own: takes a step for each line that comes in, and prints the milliseconds of CPU."""
+    """Take a step for each line that comes in, and print the milliseconds of CPU. Runs in a separate process."""
     import torch
     import torch.distributed as dist
     from torch import nn

@@ -3,9 +3,9 @@
     python -m benchmarks.recorded_faults OUT [-k WORDS] [--json FILE]
 
 OUT is a folder that `harness faults --out OUT` wrote. What its ranks left is cut down to what a recording has of a rank: no
-values, no recipe and no reference, digests of parameters and of inputs. Those checks judge it that judge a recording, told the
-degrees of the case and nothing else. Faults count that change structure: that break, in the matrix, a check that is judged of
-recordings as well. FILE gets the verdicts. Starts no ranks.
+values, no recipe and no reference, digests of parameters and of inputs. The checks that judge recordings then judge it, with
+the case's degrees as its layout. A fault counts if it changes structure: in the matrix it breaks a check that also judges
+recordings. FILE gets the verdicts. Starts no ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ADAMW = "AdamW(betas (0.9, 0.95), weight_decay 0.1, amsgrad False)"
 
 
 def record_of(case: Case, run: Run, rank: int) -> RankRecord:
-    """As the recorder would have left it. A rank of which nothing came back has none."""
+    """Return the record that the recorder would have left. A rank of which nothing came back has none."""
     evidence, end = run.ranks[rank], next(one for one in run.exits if one.rank == rank)
     ended = {"ok": "ok", "raised": "raised"}.get(end.how, "")
     steps = tuple(_recorded(step) for step in evidence.steps)
@@ -62,7 +62,7 @@ def record_of(case: Case, run: Run, rank: int) -> RankRecord:
 
 
 def _cut(evidence: RankEvidence) -> RankEvidence:
-    """Without what the matrix sees besides."""
+    """Return the evidence without what only the matrix sees."""
     bare = tuple(
         dataclasses.replace(t, value=without_values(t.value.shape, str(t.value.dtype))) for t in evidence.parameters
     )
@@ -103,16 +103,16 @@ def _digest(value: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Noticed:
-    """broken: checks, and what the page calls odd. unknown: checks that could not be judged. said: all of it, as data."""
+    """What a recording shows of one fault."""
 
-    broken: tuple[str, ...]
-    unknown: tuple[str, ...]
+    broken: tuple[str, ...]  # failed checks, and labels of what the page calls anomalous
+    unknown: tuple[str, ...]  # checks that could not be judged
     cause: str
-    said: dict[str, Any]
+    said: dict[str, Any]  # all of it, as data
 
 
 def noticed(folder: Path) -> Noticed:
-    """Of the last launch of a case that has several."""
+    """Judge the last launch of the case."""
     case, _ = load_case(folder)
     name, launched = list(case.launches.items())[-1]
     run = load_run(folder / name)

@@ -1,7 +1,7 @@
 """Correct jobs with the habits of real trainers, recorded: `python -m benchmarks.recorded_habits [-k WORDS] [--json FILE]`.
 
-Nothing odd may be said of any of them, and with the layout that they have no check may fail. Ranks are forked from one process
-that the recorder was brought into as into any other; each job leaves a recording of its own. FILE gets the verdicts.
+The page may call nothing in them anomalous, and with their own layout no check may fail. Ranks are forked from one process into
+which the recorder was injected as usual. Each job leaves its own recording. FILE gets the verdicts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ JOBS: dict[str, tuple[str, Job]] = {}
 
 
 def job(layout: str) -> Callable[[Job], Job]:
-    """By what it does, the layout that it has."""
+    """Register a job under its function's name, with its layout."""
 
     def added(function: Job) -> Job:
         JOBS[function.__name__] = (layout, function)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.recorded_numbers OUT [-k WORDS]
 
-OUT is a folder that `harness faults --out OUT` wrote. What its ranks left is cut down to what the recorder leaves of numbers:
-sketches of the slices that ranks hold, rows of samples, rates and the norm that gradients are clipped by. The reference is the
-first recording. Faults count that break `gradients` or `update` in the matrix. Starts no ranks.
+OUT is a folder that `harness faults --out OUT` wrote. What its ranks left is cut down to the numbers that the recorder leaves.
+They are sketches of slices, rows of samples, rates, and the norm by which gradients are clipped. The reference is the first
+recording. Faults count that break `gradients` or `update` in the matrix. Starts no ranks.
 """
 
 from __future__ import annotations

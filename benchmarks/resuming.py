@@ -3,10 +3,10 @@
     python benchmarks/resuming.py --times 20 --shards 3
     python benchmarks/resuming.py --times 1 --cases 300 --kills 10 --longest 40
 
-Each time a matrix of small cases, in so many shards, is killed (SIGKILL) and resumed until all parts came to their end; then
-they are merged. Every other time it is killed at the moment in which a line of verdicts.jsonl appears. It looks at the lines of
-that file, and at the folders of cases, at processes and at the temporary folder; and it takes all slots, which nobody may have
-kept. Linux only: it looks into /proc.
+Each time a matrix of small cases, in so many shards, is killed (SIGKILL) and resumed until every shard has ended. Then they are
+merged. Every other time it is killed at the moment in which a line of verdicts.jsonl appears. It looks at the lines of that
+file, the folders of cases, processes, and the temporary folder. It also takes all slots, because none may still be held. Linux
+only: it looks into /proc.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from harness.run import verdicts
 from harness.run.merged import merged, problems
 
 SMALL = "why: small, model: {n_layers: 1}, training: {steps: 1}"
-PATIENCE = 3600.0  # seconds that the last of the runs, which nobody kills, may take
+PATIENCE = 3600.0  # seconds that the last of the runs, without a kill, may take
 
 
 def cases_of(names: list[str]) -> str:
@@ -40,7 +40,7 @@ def cases_of(names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Moment:
-    """Of a kill: seconds after the start, or as soon as that many bytes more are in verdicts.jsonl."""
+    """The moment of a kill: seconds after the start, or as soon as verdicts.jsonl has grown by that many bytes."""
 
     seconds: float = PATIENCE
     more: int = 10**9
@@ -64,7 +64,7 @@ def killed(arguments: list[str], where: Path, out: str, moment: Moment) -> bool:
 
 
 def environment(where: Path) -> dict[str, str]:
-    """Return one of its own, so with a resident process of its own."""
+    """Return a separate environment, so the matrix uses a separate resident process."""
     folders = {"HARNESS_SLOTS_FOLDER": "slots", "TMPDIR": "temporary", "XDG_RUNTIME_DIR": "runtime"}
     own = {name: str(where / folder) for name, folder in folders.items()}
     return {**os.environ, "PYTHONPATH": str(ROOT), "HARNESS_SLOTS": "4", **own}
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cases", type=int, default=8)
     parser.add_argument("--kills", type=int, default=3, help="at most, of each shard")
-    parser.add_argument("--longest", type=float, help="seconds to a kill; default what a run takes that nobody kills")
+    parser.add_argument("--longest", type=float, help="seconds to a kill; default: what a run without kills takes")
     args = parser.parse_args()
     draw, names = random.Random(args.seed), [f"case_{number}" for number in range(args.cases)]
     print(f"{args.times} runs of {args.cases} cases, seed {args.seed}", flush=True)

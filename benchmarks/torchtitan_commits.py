@@ -67,10 +67,10 @@ DEFECTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Found:
-    """What one case came to. told: of a FAIL or UNKNOWN the cause, of what was not requested the reason."""
+    """What one case came to."""
 
     verdict: str
-    told: str = ""
+    told: str = ""  # the cause of a FAIL or UNKNOWN, or the reason why the case was not requested
 
     def __str__(self) -> str:
         if self.verdict == Verdict.PASS:

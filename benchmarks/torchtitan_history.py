@@ -142,7 +142,7 @@ def selected(repo: Path, change: Change, out: Path) -> tuple[dict[str, str], int
 
 
 def stored() -> dict[str, Sides]:
-    """By commit and case."""
+    """Return what is stored, by commit and case."""
     records = json.loads(STORED.read_text()) if STORED.exists() else {}
     return {key: sides_of(one) for key, one in records.items()}
 
@@ -163,7 +163,7 @@ def keep(change: Change, sides: Sides) -> None:
 
 
 def tables(rows: Mapping[str, Sides]) -> Iterator[str]:
-    """Of fixes, of what made them necessary, and of what was not judged."""
+    """Yield the tables of fixes, of what made them necessary, and of what was not judged."""
     yield from table("fix", "FAIL before and PASS after", FIXES, rows)
     yield from table("what broke it", "PASS before and FAIL after", BREAKS, rows)
     yield from origins(rows)
@@ -245,7 +245,7 @@ def main() -> None:
 
 
 def by_both_sides(repo: Path, change: Change, out: Path) -> bool:
-    """Whether it is as it should be. What bisecting and selecting found before is kept."""
+    """Judge both sides; return whether they show what the change claims. What bisecting and selecting found before is kept."""
     known, sides = stored().get(change.key), judged(repo, change, out)
     if known:
         sides = dataclasses.replace(known, before=sides.before, after=sides.after)

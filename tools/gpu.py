@@ -6,8 +6,8 @@
     python -m tools.gpu --device cpu           the same without a GPU: how this file is tried where there is none
 
 Stages follow each other: one rank in float64, float32, TF32, bfloat16 and in 8 bits, one rank compiled, then several ranks on
-each GPU; at last programs: a model of 1B parameters with and without the recorder, the probe's cost on it, torchtitan, the
-catalogue of faults. benchmarks/gpu/DATE-GPU-torchVERSION/ keeps what can be committed:
+each GPU. At last it runs programs: a model of 1B parameters with and without the recorder, the probe's cost on it, torchtitan,
+the catalogue of faults. benchmarks/gpu/DATE-GPU-torchVERSION/ keeps what can be committed:
 
     machine.json      GPUs, driver, versions, packages that are there and that are not
     verdicts.jsonl    a line for each case of each stage: verdict, cause, seconds of launches and of steps, the allocator's peak
@@ -71,7 +71,7 @@ def plain(cases: Sequence[Case], dtype: str) -> list[Case]:
 
 
 def in_tf32(cases: Sequence[Case]) -> list[Case]:
-    """Those whose matmuls are in float32."""
+    """Return the cases whose matmuls are in float32, with TF32 on."""
     whole = [case for case in plain(cases, "float32") if not case.training.compute_dtype]
     return [dataclasses.replace(case, training=dataclasses.replace(case.training, tf32=True)) for case in whole]
 
@@ -179,7 +179,7 @@ def run_one(stage: Stage, case: Case, args: argparse.Namespace) -> dict[str, Any
 
 
 def options_for(stage: Stage, case: Case, args: argparse.Namespace) -> Options:
-    """Stages of different dtypes have cases of one name: each has a folder of its own."""
+    """Return a case's options. Each stage has a separate folder, because stages of different dtypes have cases of one name."""
     most = max(launched.dims.world_size for launched in case.launches.values())
     out = args.out / stage.name.replace(" ", "_")
     if args.device == "cpu":
@@ -216,7 +216,7 @@ def summarised(outcome: Outcome) -> dict[str, Any]:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Of the case's own launch: the median step, and the most that any rank's allocator held."""
+    """Return the median step of the case's own launch, and the most that any rank's allocator held."""
     try:
         ranks = load_run(folder).ranks.values()
     except (EvidenceError, OSError):
@@ -250,7 +250,7 @@ def tell(folder: Path, left: int) -> None:
 
 
 def table(found: Sequence[dict[str, Any]]) -> list[str]:
-    """By stage."""
+    """Return a table with a line for each stage."""
     lines = ["| stage | cases | verdicts | median step | most allocated | by |", "|---|---|---|---|---|---|"]
     for stage in STAGES:
         own = [record for record in found if record["stage"] == stage.name]

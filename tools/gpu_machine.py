@@ -75,7 +75,7 @@ def sharing(machine: dict[str, Any]) -> str:
 
 
 def label(machine: dict[str, Any]) -> str:
-    """Of a folder: NVIDIA-H200-torch2.11.0"""
+    """Return a folder's label, such as NVIDIA-H200-torch2.11.0."""
     kind = machine["gpus"][0].partition(",")[0] if machine["gpus"] else machine["device"]
     version = machine["torch"].partition("+")[0]
     return f"{re.sub(r'[^0-9A-Za-z.]+', '-', kind)}-torch{version}"

@@ -4,8 +4,8 @@
     make mutants MODULES=harness/checks/loss.py N=0   all mutants of one module
     make mutants MODULES='harness/diagnosis/*.py' FAULTS=out    what `harness faults --out out` stored must be named as before
 
-mutmut makes them (installed on demand, beside the environment). They are run here rather than by mutmut: the tests are
-collected once, each mutant is a fork in which only tests that reach the mutated function run, those first that killed its
+mutmut makes them (installed on demand, beside the environment). This file runs them, not mutmut: it collects the tests once,
+and each mutant is a fork. A fork runs only the tests that reach the mutated function. Tests come first that killed its
 neighbours, call more of its module and, above all, take less time. Mutants of a message's wording (a literal with a space in
 it) are left out: no verdict hangs on it. What survives is shown as a diff.
 """
@@ -175,7 +175,7 @@ class Runner:
         print(f"{len(items)} tests take {sum(self.seconds.values()):.0f} s", file=sys.stderr, flush=True)
 
     def _start(self, mutant: Mutant) -> int:
-        """A fork that tells through the returned pipe which test failed, or "survived"."""
+        """Fork; the returned pipe will hold the test that failed, or "survived"."""
         reading, writing = os.pipe()
         if os.fork():
             os.close(writing)

@@ -7,7 +7,7 @@
 
 The table lies in tests/safeguard/. It has verdicts, what was examined, kinds of causes, and where findings are; no wording and
 no measured number. Exit code 1: a verdict, a kind, a rank, a step or a parameter differs, or less is examined. 2: an entry of
-the table was not there to compare. What is new and what is examined besides is printed, and is no failure.
+the table was not there to compare. New entries, and more examined than before, are printed and are no failure.
 """
 
 from __future__ import annotations

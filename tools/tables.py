@@ -68,8 +68,8 @@ def options_table(cases: Sequence[Case]) -> str:
 
 
 def accept(measured: Sequence[Attempt], known: Sequence[Fault], stored: Path = ACCEPTED) -> str:
-    """Puts what was measured in the place of what is stored of the same faults; faults that are gone go from there. With
-    `--checks-only` weaker tests were not measured: what is stored of them stays."""
+    """Replace what is stored of the measured faults, and remove faults that are gone. `--checks-only` does not measure weaker
+    tests, so what is stored of them is kept."""
     before = {attempt.fault: attempt for attempt in accepted(stored)}
     now = before | {attempt.fault: _with_weaker(attempt, before.get(attempt.fault)) for attempt in measured}
     attempts = [(fault, now[fault.name]) for fault in known if fault.name in now]

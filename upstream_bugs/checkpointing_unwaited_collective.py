@@ -1,9 +1,9 @@
 """A checkpointed block whose recomputation ends at a collective leaks its result in every step (torch 2.11 to 2.15).
 
 Recomputation stops as soon as the last tensor that backward needs is saved again. Here that is a mask, drawn after a
-row-parallel product was reduced: the reduction is issued again, nobody uses its result, so nobody waits for it, and torch's
+row-parallel product was reduced. The reduction is issued again, but its result is not used, so nothing waits for it. torch's
 registry of functional collectives keeps it for ever. With `early_stop=False` the mask is applied, and that waits.
-pytorch/torchtitan #2763 tells of the same under full activation checkpointing.
+pytorch/torchtitan #2763 reports the same under full activation checkpointing.
 
 torchrun --nproc-per-node 2 upstream_bugs/checkpointing_unwaited_collective.py     exits with 1 while the bug is there
 """
@@ -31,7 +31,7 @@ class Masked(nn.Module):
 
 
 def unwaited(block: nn.Module, early_stop: bool) -> list[int]:
-    """After each step, how many more collectives than before the first one nobody has waited for."""
+    """Return, after each step, how many collectives since the first one have not been waited for."""
     before, found = _get_work_registry_size(), []
     for _ in range(STEPS):
         x = torch.randn(8, DIM, requires_grad=True)

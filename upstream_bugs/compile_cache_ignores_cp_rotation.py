@@ -2,7 +2,7 @@
 
 The ring of context parallel reads its rotation from a global (`_cp_options.rotate_method`) while a graph is traced. The key
 under which AOTAutograd keeps what it compiled does not contain it. So a job that asks for "allgather" runs "alltoall", if one
-with "alltoall" was compiled on this machine before. Two ranks each; the second job alone, with a folder of its own, is right.
+with "alltoall" was compiled on this machine before. Two ranks each; the second job alone, with a separate folder, is right.
 
     python upstream_bugs/compile_cache_ignores_cp_rotation.py    exit 1: torch has the bug; 0: it has not
 """

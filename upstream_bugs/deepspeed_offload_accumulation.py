@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO-2 with offload drops all microbatches of a step but the first and the last (#6550 to #7967; 0.19 is right).
 
-From c85c8703b (0.15.2) to 9d632f103 (0.19.0), which fixed it, what a microbatch adds to the gradients is copied to the host for
-the first one alone (`offload_optimizer`), so that with an accumulation of three the second is lost. ZeRO-1 is right, and so is
-an accumulation of two. The loss that is shown is right.
+With `offload_optimizer`, what a microbatch adds to the gradients is copied to the host for the first one alone. So with an
+accumulation of three the second is lost. It began with c85c8703b (0.15.2), and 9d632f103 (0.19.0) fixed it. ZeRO-1 is right,
+and so is an accumulation of two. The loss that is shown is right.
 
 torchrun --nproc-per-node 2 upstream_bugs/deepspeed_offload_accumulation.py     exits with 1 while the bug is there
 """

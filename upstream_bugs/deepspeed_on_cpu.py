@@ -53,7 +53,7 @@ def engine(stage: int, *, accumulation: int = 1, **zero: Any) -> Any:
 
 
 def norm_on_one_device(inputs: list[torch.Tensor]) -> float:
-    """Of the sum of the losses' gradients."""
+    """Return the norm of the sum of the losses' gradients."""
     whole = model()
     for each in inputs:
         whole(each).square().mean().backward()

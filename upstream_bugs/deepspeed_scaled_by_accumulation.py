@@ -1,4 +1,5 @@
-"""DeepSpeed 0.18.3 divides gradients by the accumulation where it is told not to (accelerate #3877; 0.18.4 is right).
+"""DeepSpeed 0.18.3 divides gradients by the accumulation although the caller asked it not to (accelerate #3877; 0.18.4 is
+right).
 
 `backward(loss, scale_wrt_gas=False)` is for a caller that has divided already, as transformers' Trainer does. 0.18.2 is right.
 The loss that is shown is right.

@@ -1,8 +1,8 @@
 """DeepSpeed: of two calls of engine.backward() before one engine.step(), ZeRO-1 and 2 drop the first, ZeRO-3 adds both up.
 
-With gradient_accumulation_steps 1 every backward is taken for a step's last, and what is there begins anew. That is not the
-documented loop (one `backward` and `step` a microbatch, or `set_gradient_accumulation_boundary`), and nothing warns: a
-hazard (0.19.8). Others met it: allenai/open-instruct #1498.
+With gradient_accumulation_steps 1 every backward is taken for a step's last, and what is there begins anew. The documented loop
+has one `backward` and `step` a microbatch, or `set_gradient_accumulation_boundary`. Nothing warns about this one: a hazard
+(0.19.8). Others met it: allenai/open-instruct #1498.
 
 torchrun --nproc-per-node 2 upstream_bugs/deepspeed_two_backwards.py     exits with 1 while stages differ
 """

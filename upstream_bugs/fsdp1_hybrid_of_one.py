@@ -1,9 +1,9 @@
 """FSDP1 with HYBRID_SHARD over shard groups of one rank reduces no gradients (torch 2.13).
 
-Groups of one shard nothing, so FSDP1 takes NO_SHARD in place of HYBRID_SHARD, and says so. NO_SHARD all-reduces over the
-shard group, which is that one rank; nothing runs over the replicate group, and each rank trains a model of its own, by half
-of its own gradient. It happens by a mesh of [ranks, 1], and without a mesh on one device a node. Reported as pytorch #154888
-and verl #7493.
+Groups of one shard nothing, so FSDP1 takes NO_SHARD in place of HYBRID_SHARD, and says so. NO_SHARD all-reduces over the shard
+group, which is that one rank. Nothing runs over the replicate group. So each rank trains a separate model, by half of its
+gradient. It happens by a mesh of [ranks, 1], and without a mesh on one device a node. Reported as pytorch #154888 and verl
+#7493.
 
 torchrun --nproc-per-node 2 upstream_bugs/fsdp1_hybrid_of_one.py     exits with 1 while the bug is there
 """
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 
 def gradient(strategy: ShardingStrategy, *shape: int) -> float:
-    """Of the weight of w * x, of which rank 0 receives x = 1 and rank 1 receives x = 3: their mean is 2."""
+    """Return the gradient of the weight of w * x. Rank 0 receives x = 1 and rank 1 receives x = 3: their mean is 2."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[: len(shape)])
     model = FullyShardedDataParallel(
         nn.Linear(1, 1, bias=False),

@@ -1,11 +1,11 @@
 """DDP that outlives its gloo group can hang the process when it is freed (torch 2.13).
 
-`destroy_process_group()` leaves DDP's reducer as the last owner of the group. As the reducer is freed, it frees the group while
-it holds the GIL, and the group's destructor joins its threads. One of these may be about to free the last all-reduce, with
-Python objects of the thread that issued it, and waits for the GIL. In gdb: one thread in take_gil under ~AsyncAllreduceWork
-under ProcessGroupGloo::runLoop, the main thread in std::thread::join under ~ProcessGroupGloo under ~Reducer. So ends a function
-that has DDP as a local variable, calls destroy_process_group() and returns.
-pytorch/pytorch #56297 tells of such destructors; #154976 gives up the GIL only where Python frees the group itself.
+`destroy_process_group()` leaves DDP's reducer as the last owner of the group. When the reducer is freed, it frees the group
+while it holds the GIL, and the group's destructor joins its threads. One of these may be about to free the last all-reduce,
+with Python objects of the thread that issued it, and waits for the GIL. In gdb: one thread in take_gil under
+~AsyncAllreduceWork under ProcessGroupGloo::runLoop, the main thread in std::thread::join under ~ProcessGroupGloo under
+~Reducer. So ends a function that has DDP as a local variable, calls destroy_process_group() and returns. pytorch/pytorch #56297
+describes such destructors; #154976 gives up the GIL only where Python frees the group itself.
 
 python upstream_bugs/gloo_group_freed_by_ddp.py     the watchdog ends it with 1 while the bug is there
 """

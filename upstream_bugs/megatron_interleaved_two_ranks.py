@@ -1,8 +1,8 @@
 """Megatron-core 0.16.1: the interleaved schedule on 2 pipeline ranks, as it comes, exchanges tensors between the wrong stages.
 
 Both neighbours of a rank are the same rank then. By default (`batch_p2p_comm`) a batch holds two sends to it, which are matched
-by their order: what is meant for the stage after is taken for what is meant for the one before. megatron.training refuses two
-ranks without `overlap_p2p_comm`; megatron.core, which others build on, says nothing. Megatron-LM #750 tells why.
+by their order. So what is meant for the next stage is taken for what is meant for the previous one. megatron.training refuses
+two ranks without `overlap_p2p_comm`; megatron.core, which others build on, says nothing. Megatron-LM #750 explains why.
 
 torchrun --nproc-per-node 2 upstream_bugs/megatron_interleaved_two_ranks.py     exits with 1 while it is so
 """
@@ -40,7 +40,7 @@ class Stage(MegatronModule):
 
 
 def outputs(**options: bool) -> list[float]:
-    """Of each microbatch, numbered from 0, what the last stage makes of its number."""
+    """Return, for each microbatch, numbered from 0, what the last stage makes of its number."""
     config = TransformerConfig(
         num_layers=4,
         hidden_size=8,

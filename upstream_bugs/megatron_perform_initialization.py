@@ -28,7 +28,7 @@ class Model(MegatronModule):
 
 
 def norm_of(perform: bool) -> float:
-    """Of one weight's gradient, of which rank 0 has 128 ones and rank 1 128 twos."""
+    """Return the norm of one weight's gradient, of which rank 0 has 128 ones and rank 1 has 128 twos."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=8,

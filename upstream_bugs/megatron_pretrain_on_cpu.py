@@ -1,8 +1,9 @@
 """Megatron-LM's own pretrain_gpt.py as it is, on a machine without accelerator: its loop, optimizer, schedule and mock data.
 
-Lent are what `harness/trainers/megatron/cpu.py` lends, and what megatron.training asks a GPU besides: whether there is one, its
-properties and memory; Triton, which it imports and does not call here; CUDA kernels, which nothing here uses. The compiler of
-small functions is off. The index helper of its data is the compiled one of the wheel, laid beside its source.
+What `harness/trainers/megatron/cpu.py` stubs is stubbed here too. So is what else megatron.training asks a GPU: whether there
+is one, its properties and memory. Triton, which it imports but does not call here, and CUDA kernels, which nothing here uses,
+are stubbed as well. The compiler of small functions is off. The index helper of its data is the compiled one of the wheel, laid
+beside its source.
 
 PYTHONPATH=CHECKOUT torchrun --nproc-per-node 2 upstream_bugs/megatron_pretrain_on_cpu.py tp=2 --sequence-parallel
 """

@@ -1,8 +1,8 @@
 """Megatron-core 0.16.1: where psutil is not installed, saving a distributed checkpoint never ends.
 
-Its writers are forked processes. Each asks psutil for the memory it has before it comes to the `try` in which it would tell its
-parent of an error: it dies with a traceback, and the parent waits for it to count down. `pip install megatron-core` does not
-install psutil. That it is not declared is reported of a fork (flagos-ai/Megatron-LM-FL #158).
+Its writers are forked processes. Each asks psutil for its memory before the `try` in which it would report an error to its
+parent. So it dies with a traceback, and the parent waits for it to count down. `pip install megatron-core` does not install
+psutil. A report on a fork says that the dependency is not declared (flagos-ai/Megatron-LM-FL #158).
 
 python upstream_bugs/megatron_save_without_psutil.py     exits with 1 while it is so, after 20 seconds of waiting
 """

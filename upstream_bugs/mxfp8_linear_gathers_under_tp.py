@@ -2,11 +2,11 @@
 
     python upstream_bugs/mxfp8_linear_gathers_under_tp.py          exit 1: torchao has the bug; 0: it has not
 
-Two ranks run one row-parallel layer, first as nn.Linear, then as torchao's Float8Linear and MXFP8Linear, and count
-collectives. Row-parallel work needs one in forward, the sum of the ranks' outputs; Float8Linear besides agrees on
-scales. MXFP8Linear gathers its input and its weight and sums nothing: the numbers are right, the point of tensor
-parallelism is lost. (Its blocks are made by a view of the dim that is cut, for which DTensor gathers the tensor; in
-backward column-parallel layers do the same.) torch 2.13.0, torchao 0.18.0.
+Two ranks run one row-parallel layer, first as nn.Linear, then as torchao's Float8Linear and MXFP8Linear, and count collectives.
+Row-parallel work needs one in forward, the sum of the ranks' outputs. Float8Linear also agrees on scales. MXFP8Linear gathers
+its input and its weight and sums nothing: the numbers are right, the point of tensor parallelism is lost. Its blocks are made
+by a view of the dim that is cut, for which DTensor gathers the tensor. In backward, column-parallel layers do the same. torch
+2.13.0, torchao 0.18.0.
 
 Trap: CommDebugMode does not see these gathers; the profiler does.
 """
@@ -39,7 +39,7 @@ def layers() -> dict[str, nn.Module]:
 
 
 def collectives(layer: nn.Module) -> dict[str, int]:
-    """Those of a forward pass, as functional operators."""
+    """Count the collectives of a forward pass, as functional operators."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         layer(torch.ones(32, 64))
     counts = {event.key.removeprefix("_c10d_functional::"): event.count for event in seen.key_averages()}

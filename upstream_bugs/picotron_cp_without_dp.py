@@ -1,7 +1,8 @@
-"""picotron with cp_size 2 and dp_size 1 never reduces gradients over the cp ranks, whose weights drift apart.
+"""picotron with cp_size 2 and dp_size 1 never reduces gradients over the cp ranks, so their weights diverge.
 
 What reduces them, over cp and dp together, is put around the model where dp_size is above 1 only. Expected: in every step both
-ranks hold the gradient that one device has, the mean of what they find. Found: each keeps that of its own part of the sequence.
+ranks hold the gradient that one device has, the mean of what they find. Found: each rank keeps the gradient of its part of the
+sequence.
 
 PYTHONPATH=CHECKOUT torchrun --nproc-per-node 2 upstream_bugs/picotron_cp_without_dp.py     exits with 1 if it is so
 """

@@ -1,7 +1,8 @@
 """picotron's own train.py as it is, where there is no accelerator, flash-attn, wandb and network.
 
-Lent are what its imports ask for and a CPU run does not call (flash_attn, wandb), its data (random tokens), its weights (random
-numbers in place of a download), the model's sizes, and two calls of CUDA that it makes on CPU, too. The rest is its own.
+Imports that a CPU run does not call (flash_attn, wandb) are stubbed, and so are two calls of CUDA that it makes on CPU, too.
+Its data are random tokens, its weights are random numbers instead of a download, and the model's sizes are set here. The rest
+is its own.
 
 PYTHONPATH=CHECKOUT torchrun --nproc-per-node 2 upstream_bugs/picotron_on_cpu.py dp=2     trains for three steps
 """
@@ -96,7 +97,7 @@ def lend() -> None:
     os.environ["FLASH_ATTEN"] = "0"
     torch.cuda.synchronize = lambda *_: None
     transformers.AutoConfig.from_pretrained = lambda *_: types.SimpleNamespace(**SIZES)
-    import picotron.checkpoint  # after what it imports is lent
+    import picotron.checkpoint  # after what it imports is stubbed
     import picotron.utils
 
     picotron.checkpoint.init_model_with_materialized_weights = own_weights

@@ -1,7 +1,7 @@
 """picotron trains in float32 with rotary tables that were rounded to bfloat16.
 
-Their type is read from a variable of the environment, DTYPE, that train.py never sets, and bfloat16 where there is none; the
-type of the run is chosen elsewhere, float32 on CPU and on GPUs without bfloat16. Expected: tables of the run's type.
+Their type is read from the environment variable DTYPE, which train.py never sets; without it, the type is bfloat16. The run's
+type is chosen elsewhere: float32 on CPU and on GPUs without bfloat16. Expected: tables of the run's type.
 
 PYTHONPATH=CHECKOUT torchrun --nproc-per-node 1 upstream_bugs/picotron_rotary_tables.py     exits with 1 if it is so
 """

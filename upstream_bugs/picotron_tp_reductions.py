@@ -1,7 +1,7 @@
 """picotron's tensor parallel reduces the gradient of one input once per matmul: three times for q, k, v, twice for gate and up.
 
-Of a block backward needs two all-reduces, for what attention and feed-forward read, and of the output one. Sums of gradients
-may be reduced once; the result is right, and 11 are issued where 5 do: a waste, of 2.2 times the bytes with two blocks.
+Backward needs two all-reduces a block, for what attention and feed-forward read, and one for the output. Sums of gradients may
+be reduced once; the result is right, and 11 are issued where 5 do: a waste, of 2.2 times the bytes with two blocks.
 
 PYTHONPATH=CHECKOUT torchrun --nproc-per-node 2 upstream_bugs/picotron_tp_reductions.py     exits with 1 if it is so
 """

@@ -14,7 +14,7 @@ import torch
 
 
 def lent(*args: Any, **_: Any) -> Any:
-    """As a decorator, with or without options, it leaves the function alone."""
+    """Return the decorated function unchanged; also works with options."""
     return args[0] if len(args) == 1 and callable(args[0]) else lent
 
 
@@ -26,7 +26,7 @@ class Lent(ModuleType):
 
 
 class Triton(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Kernels that nobody calls here."""
+    """Stubs for Triton's kernels, which nothing calls here."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         wanted = name.partition(".")[0] == "triton"

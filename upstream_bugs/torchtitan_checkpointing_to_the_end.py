@@ -1,8 +1,8 @@
 """torchtitan 0.3.0 recomputes whole blocks under full activation checkpointing, their last product included.
 
-FullAC passes early_stop=False to torch's checkpoint. No gradient needs what a block's last product (w2) makes, only what it
-is made of, so that torch by default stops before it: one product in seven is done for nothing, and with tensor parallel the
-sum of its parts over the ranks as well. The numbers are right.
+FullAC passes early_stop=False to torch's checkpoint. No gradient needs the result of a block's last product (w2), only its
+inputs, so torch by default stops before it. Here one product in seven is done for nothing, and with tensor parallel the sum of
+its parts over the ranks as well. The numbers are right.
 
 python upstream_bugs/torchtitan_checkpointing_to_the_end.py     exits with 1 while it is so
 """

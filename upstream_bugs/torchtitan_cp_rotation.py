@@ -40,7 +40,7 @@ def attend_on_cpu(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 
 def cut(model: Any, tokens: torch.Tensor, mesh: Any, method: str) -> tuple[Any, Any, dict[str, Any]]:
-    """(a context to run the model in, its tokens, what else it is told)"""
+    """Return a context to run the model in, its tokens, and its other arguments."""
     utils = importlib.import_module("torchtitan.distributed.utils")
     with contextlib.suppress(ImportError):
         cp = importlib.import_module("torchtitan.distributed.context_parallel")

@@ -1,7 +1,7 @@
 """torchtitan from #2963 to #3159 (2026-04-27 to 05-17) reports one data rank's share of the loss under dp x tp.
 
-Where tensor parallel leaves logits apart, the loss is a DTensor over tp, and `dist_sum(loss, mesh)` adds it up over tp only,
-not over the data ranks of the mesh that it is given: each shows its own part of the mean. The training is right.
+Where tensor parallel leaves logits sharded, the loss is a DTensor over tp. `dist_sum(loss, mesh)` then adds it up over tp only,
+not over the data ranks of its mesh. So each data rank shows its own part of the mean. The training is right.
 
 PYTHONPATH=CHECKOUT torchrun --nproc-per-node 4 upstream_bugs/torchtitan_displayed_loss.py     exits with 1 if it is so
 """

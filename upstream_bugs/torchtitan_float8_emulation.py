@@ -1,8 +1,8 @@
 """torchtitan 0.3.0 emulates float8 with another recipe than is requested: one scale a tensor, for "rowwise" too.
 
 On machines without 8-bit matmuls Float8LinearConverter.Config(emulate=True) stands in for them in tests. It makes torchao's
-configuration of the recipe, then another one in its place, `Float8LinearConfig(emulate=True)`, whose recipe is torchao's
-default. Nothing says so: what is logged is the recipe that was requested.
+configuration of the recipe, then replaces it by `Float8LinearConfig(emulate=True)`, whose recipe is torchao's default. Nothing
+says so: what is logged is the recipe that was requested.
 
 python upstream_bugs/torchtitan_float8_emulation.py     one process; exits with 1 while it is so
 """
@@ -18,7 +18,7 @@ OPERANDS = ("cast_config_input", "cast_config_weight", "cast_config_grad_output"
 
 
 def scales(recipe: str) -> list[str]:
-    """Of forward's input and weight, and backward's gradient."""
+    """Return the granularity of the scales of forward's input and weight, and of backward's gradient."""
     made = Float8LinearConverter(Float8LinearConverter.Config(recipe_name=recipe, emulate=True))
     return [getattr(made.torchao_config, operand).scaling_granularity.name for operand in OPERANDS]
 

@@ -17,7 +17,7 @@ from torchtitan_accumulation_reduces_every_microbatch import configured
 
 
 def reported(backend: str) -> float:
-    """By the first step of the same weights on the same tokens."""
+    """Return the loss that the first step reports, of the same weights on the same tokens."""
     config = configured()
     config.parallelism.spmd_backend = backend
     config.parallelism.data_parallel_replicate_degree = config.parallelism.data_parallel_shard_degree = 2

@@ -4,8 +4,8 @@
     labels     up to 0.2.1: ranks with unequally many valid labels average their losses as if they had equally many
     pipeline   0.2.2: gradients are those of the loss's sum, which is divided by the valid tokens after the backward passes
 
-The model is its Llama 3, parallelized by its `parallelize_llama`; loss and backward are the lines of its train.py, under a
-pipeline its schedule's one step. `pipeline` is for 0.2.0 and later.
+The model is its Llama 3, parallelized by its `parallelize_llama`. Loss and backward are the lines of its train.py; under a
+pipeline, they are one step of its schedule. `pipeline` is for 0.2.0 and later.
 
 PYTHONPATH=WHERE_IT_LIES torchrun --nproc-per-node 2 upstream_bugs/torchtitan_gradients.py replicas     exits with 1 if it is so
 """
@@ -91,7 +91,8 @@ def parallelized(
 
 
 def backward(titan: SimpleNamespace, model: Any, tokens: Tensor, labels: Tensor, valid: int) -> None:
-    """As train.py has it: up to 0.2.1 the loss function's mean, in 0.2.2 its sum over the valid tokens of all ranks."""
+    """Run backward as train.py does: up to 0.2.1 from the loss function's mean, in 0.2.2 from its sum over the valid tokens of
+    all ranks."""
     loss = titan.loss.cross_entropy_loss(model(tokens), labels)
     if hasattr(titan.loss, "IGNORE_INDEX"):
         loss = loss / valid
@@ -110,8 +111,8 @@ def whole(gradient: Tensor) -> Tensor:
 
 
 def ratio_of_gradients(titan: SimpleNamespace, replicate: int, shard: int, pp: int, hidden: int) -> float:
-    """Of the norm of the first attention_norm's here, to that of one device with all samples. hidden: labels of the first
-    sample that do not count."""
+    """Return the norm of the first attention_norm's gradient here, divided by the norm on one device with all samples. hidden:
+    how many labels of the first sample do not count."""
     rank = dist.get_rank()
     model, one = parallelized(titan, replicate, shard, pp)
     torch.manual_seed(1)
@@ -131,7 +132,7 @@ def ratio_of_gradients(titan: SimpleNamespace, replicate: int, shard: int, pp: i
 
 
 def without_premultiplied_sum() -> None:
-    """gloo has none; FSDP2 divides apart on devices of this type."""
+    """Make FSDP2 divide separately, as on devices without a premultiplied sum. gloo has none."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
     original = _fsdp_collectives._get_gradient_divide_factors

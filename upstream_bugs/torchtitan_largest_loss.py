@@ -1,8 +1,8 @@
 """torchtitan 0.3.0 reports a largest loss that is below the mean, under context parallel.
 
-`Trainer.train_step` divides each rank's part of the loss by the rank's own valid tokens, which it counts before context
-parallel cuts sequences: each of two cp ranks divides the loss of its half by the tokens of both. Here the parts are given, to
-each rank half of a mean of 6.0, so that both means, and the larger one, are 6.0. The training is right, and so is the mean.
+`Trainer.train_step` divides each rank's part of the loss by the rank's own valid tokens. It counts them before context parallel
+cuts sequences. So each of two cp ranks divides the loss of its half by the tokens of both. Here the parts are given, to each
+rank half of a mean of 6.0, so that both means, and the larger one, are 6.0. The training is right, and so is the mean.
 
 torchrun --nproc-per-node 2 upstream_bugs/torchtitan_largest_loss.py     exits with 1 while it is so
 """

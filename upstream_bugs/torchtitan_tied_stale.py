@@ -1,8 +1,8 @@
 """torchtitan with its default backend trains on old rows of a tied embedding that the data ranks do not divide evenly.
 
-Since #4085 (2026-08-18) each parameter is distributed by spmd_types, as one of its own, after the weights were tied; FSDP2 then
-notes two entries, and `init_states` ties them again. Where the rows do not divide, each entry pads its slice into memory of its
-own. The optimizer changes the slice of one entry; the other one goes on gathering what its memory held at the start.
+Since #4085 (2026-08-18) spmd_types distributes each parameter separately, after the weights were tied. FSDP2 then notes two
+entries, and `init_states` ties them again. Where the rows do not divide, each entry pads its slice into separate memory. The
+optimizer changes the slice of one entry; the other one goes on gathering what its memory held at the start.
 
 torchrun --nproc-per-node 2 upstream_bugs/torchtitan_tied_stale.py [ROWS]     exits with 1 while it is so (torch 2.15)
 """

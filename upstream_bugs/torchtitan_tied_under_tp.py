@@ -1,8 +1,8 @@
 """torchtitan 0.3.0 gathers and reduces a tied embedding twice under FSDP x tensor parallel, and keeps two of its gradients.
 
-Its models tie tok_embeddings.weight to lm_head.weight as they are built. Tensor parallel then makes each a parameter of its
-own, FSDP2 notes two of them, and `init_states` ties them again: two entries of FSDP2 are one tensor, gathered for each and
-its gradient reduced for each, which add up to the right one. Without tensor parallel it is one entry.
+Its models tie tok_embeddings.weight to lm_head.weight as they are built. Tensor parallel then makes each a separate parameter,
+FSDP2 notes two of them, and `init_states` ties them again. So two entries of FSDP2 are one tensor. It is gathered, and its
+gradient reduced, for each entry; the two gradients add up to the right one. Without tensor parallel it is one entry.
 
 torchrun --nproc-per-node 4 upstream_bugs/torchtitan_tied_under_tp.py     exits with 1 while it is so
 """

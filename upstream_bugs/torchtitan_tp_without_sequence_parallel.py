@@ -1,10 +1,10 @@
 """torchtitan 0.3.0 with tensor parallel and without sequence parallel moves 2.85 times what backward needs.
 
-parallelism.enable_sequence_parallel False, spmd_backend partial_dtensor. A residual stream that every tp rank holds whole
-needs one sum over tp a crossing, as often in backward as in forward: that is what torch's own ColwiseParallel and
-RowwiseParallel do, where a rank's tensor becomes a DTensor. torchtitan turns a Replicate input of column-parallel products
-into Replicate, which has no backward, so nothing says that its gradient is to be summed there: each product of backward
-that meets it sums, scatters or gathers it for itself. The numbers are right.
+parallelism.enable_sequence_parallel False, spmd_backend partial_dtensor. A residual stream that every tp rank holds whole needs
+one sum over tp a crossing, as often in backward as in forward. torch's own ColwiseParallel and RowwiseParallel do that, where a
+rank's tensor becomes a DTensor. torchtitan turns a Replicate input of column-parallel products into Replicate, which has no
+backward. So nothing says that its gradient is to be summed there, and each product of backward that meets it sums, scatters or
+gathers it separately. The numbers are right.
 
 torchrun --nproc-per-node 2 upstream_bugs/torchtitan_tp_without_sequence_parallel.py     exits with 1 while it is so
 """

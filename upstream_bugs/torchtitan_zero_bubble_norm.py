@@ -1,8 +1,8 @@
 """torchtitan 0.3.0 does not train the final norm of a pipeline with a zero-bubble schedule: its gradient is lost.
 
-Its default loss applies the output itself, in chunks, and frees final norm and output behind it (`lm_head.reshard()`); FSDP2 is
-around them also where there is nothing to shard. A schedule that computes the gradients of weights later then asks for those of
-the parameters that the module has by now, which are not those that forward used. Cross entropy at once frees nothing.
+Its default loss applies the output itself, in chunks, and then frees final norm and output (`lm_head.reshard()`). FSDP2 wraps
+them even if there is nothing to shard. A schedule that computes the gradients of weights later then asks for those of the
+parameters that the module holds by now. Forward used other ones. Cross entropy at once frees nothing.
 
 torchrun --nproc-per-node 2 upstream_bugs/torchtitan_zero_bubble_norm.py             exits with 1 while it is so
 torchrun --nproc-per-node 2 upstream_bugs/torchtitan_zero_bubble_norm.py at_once     with cross entropy at once: exits with 0

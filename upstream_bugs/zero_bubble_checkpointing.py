@@ -1,8 +1,8 @@
 """Zero-bubble schedules compute a checkpointed block again for every group of its weights (torch 2.11 to 2.13).
 
-The second half of a backward calls torch.autograd.grad for each group of weights that share an intermediate, and every
-such call enters the checkpointed block anew, which computes all of it again. Gradients are right, but activation
-checkpointing costs many forwards a microbatch where a whole backward (1F1B) costs one.
+The second half of a backward calls torch.autograd.grad for each group of weights that share an intermediate. Every such call
+enters the checkpointed block anew, which computes all of it again. Gradients are right, but activation checkpointing costs many
+forwards a microbatch where a whole backward (1F1B) costs one.
 
 torchrun --nproc-per-node 2 upstream_bugs/zero_bubble_checkpointing.py     exits with 1 while the bug is there
 """

@@ -1,8 +1,8 @@
 """Zero-bubble schedules do not reduce gradients of stages wrapped in DDP (torch 2.11 to 2.13).
 
 DDP reduces from hooks of gradient accumulation in backward. The halves of a split backward compute gradients by
-torch.autograd.grad and add them to .grad by hand, so no hook runs, but on the first stage; replicas drift apart. No error
-is raised. With whole backwards (1F1B) the same program is right.
+torch.autograd.grad and add them to .grad by hand. So no hook runs except on the first stage, and replicas diverge. No error is
+raised. With whole backwards (1F1B) the same program is right.
 
 torchrun --nproc-per-node 4 upstream_bugs/zero_bubble_ddp.py     exits with 1 while the bug is there
 """

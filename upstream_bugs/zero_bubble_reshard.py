@@ -1,7 +1,7 @@
 """Zero-bubble schedules lose gradients of FSDP2 parameters that are resharded after forward (torch 2.11 to 2.13).
 
 A backward is halved: I differentiates the input, W the weights. If a forward of another microbatch comes between the two,
-reshard_after_forward=True frees the gathered parameters there, and W's gradients go to tensors that nobody reduces. With
+reshard_after_forward=True frees the gathered parameters there, and W's gradients go to tensors that are never reduced. With
 reshard_after_forward=False, or a schedule with whole backwards, all is right. No error is raised.
 
 torchrun --nproc-per-node 4 upstream_bugs/zero_bubble_reshard.py     exits with 1 while the bug is there
@@ -32,7 +32,8 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def gradients(reshard: bool) -> list[Tensor | None]:
-    """Of this rank's two stages, whole, after one pass of the schedule over two FSDP ranks with equal data."""
+    """Return the whole gradients of this rank's two stages, after one pass of the schedule over two FSDP ranks with equal
+    data."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     rank, stages = mesh.get_local_rank("pp"), []
     for index in (rank, rank + 2):

@@ -2,8 +2,8 @@
 
 It is seen in one step: of tp and cp in forward or backward, of pp anywhere. Where all that moves may be of another axis, it is
 UNKNOWN: gradients are summed over replicas, FSDP gathers over its shards, and DDP shares buffers. For a declared case the plan
-states how much of that there is. Where nothing says what ranks hold, as in traces, every rank also gathers or scatters over
-exactly its shards, and sums in backward over exactly its replicas, in one step at least.
+states how much of that there is. If nothing shows what ranks hold, as in traces, one more thing must be seen in at least one
+step. Every rank gathers or scatters over exactly its shards, and sums in backward over exactly its replicas.
 """
 
 from __future__ import annotations

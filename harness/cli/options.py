@@ -193,7 +193,8 @@ def usual() -> Usual:
 
 
 def which_trainer(args: argparse.Namespace) -> list[str]:
-    """Return a line on the trainer that was judged, for who has one and typed none, and one on a torch that nobody tried."""
+    """Return a line on the trainer that was judged, if configuration or folder chose it, and one on a torch that is not among
+    those tried."""
     found = Usual(args.trainer) if args.trainer else usual()
     because = f"judged was {shown(found.name)}, {found.because}" if found.because else ""
     return [line for line in (because, releases.untested(importlib.metadata.version("torch"))) if line]

@@ -66,7 +66,7 @@ class Trial:
 
     @property
     def holds_told(self) -> bool:
-        """Whether something else than traffic tells what ranks hold."""
+        """Whether something other than traffic shows what ranks hold."""
         return any(word in self.provided for word in ("claims", "slices", "contents"))
 
     def of_step(self, step: int) -> Trial:

@@ -215,7 +215,7 @@ BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: t
 
 @torch.no_grad()
 def bits_of(tensors: Any) -> torch.Tensor | int:
-    """Return the sum of tensors' elements, read as integers: int64 [] on their device, where nobody waits for it."""
+    """Return the sum of tensors' elements, read as integers: int64 [] on their device, without waiting for it."""
     dense = [each for each in tensors_in(tensors) if each.layout is torch.strided and each.numel()]
     return sum((each.contiguous().view(BY_SIZE[each.element_size()]).sum() for each in dense), start=0)
 

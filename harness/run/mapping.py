@@ -53,7 +53,8 @@ def keep_map(case: Case, options: Options, place: Path, folder: Path, judgement:
 
 @functools.cache
 def as_imported(root: Path, modules: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    """Return what runs while a separate process imports modules: ranks find them imported by the rank server.
+    """Return what runs while modules are imported, in a separate process: the rank server has imported them before its ranks
+    start.
 
     modules: with their files. If they cannot be imported there, any of their functions may have run.
     """
