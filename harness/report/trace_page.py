@@ -21,7 +21,10 @@ from harness.traces.times import Times
 def trace_page(
     job: TracedJob, judged: Sequence[str], times: Times | None, case: Case | None = None, gpu: str = ""
 ) -> str:
-    """judged: what checks say. times: None where traces have no kernels of collectives."""
+    """Return the page of a job's traces.
+
+    judged: what checks say. times: None where traces have no kernels of collectives.
+    """
     recording = job.recording
     title = f"{recording.directory}: traces of {len(job.ranks)} of {recording.world} ranks"
     return "\n".join(
