@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ class Difference:
 
 
 PASSED_EARLY, PASSED = "what is passed in forward", "what is passed in backward"
-ORDER = ("samples", PASSED_EARLY, "losses", PASSED, "gradients", "parameters after the step", "optimizer state")
+AFTER = ("parameters after the step", "optimizer state", "reported loss")
+ORDER = ("samples", PASSED_EARLY, "losses", PASSED, "gradients", "gradient norm", *AFTER)
 """A step comes to them in this order."""
 EARLY = ("forward", "pipeline")
 
@@ -76,17 +78,26 @@ def _of_rank(one: RankEvidence, other: RankEvidence) -> Iterator[_Found]:
 def differing(one: StepEvidence, other: StepEvidence) -> Iterator[tuple[str, str]]:
     """Yield the kind of number and the name of what differs between two evidences of one step on one rank."""
     if len(one.microbatches) != len(other.microbatches):
-        yield "samples", "number of microbatches"
+        yield "samples", "microbatches, whose number differs"
     for number, (mine, theirs) in enumerate(zip(one.microbatches, other.microbatches, strict=False)):
         if not (_equal(mine.tokens, theirs.tokens) and _equal(mine.labels, theirs.labels)):
             yield "samples", f"microbatch {number}"
-        if mine.loss_sum != theirs.loss_sum:
+        if not _same(mine.loss_sum, theirs.loss_sum):
             yield "losses", f"microbatch {number}"
     yield from (("gradients", fqn) for fqn in _unequal(one.gradients, other.gradients))
+    if not _same(one.grad_norm, other.grad_norm):
+        yield "gradient norm", "as reported"
     yield from (("parameters after the step", fqn) for fqn in _unequal(one.parameters, other.parameters))
     for fqn in one.optimizer_state.keys() & other.optimizer_state.keys():
         states = one.optimizer_state[fqn], other.optimizer_state[fqn]
         yield from (("optimizer state", f"{fqn}, {key}") for key in _unequal(*states))
+
+    if not _same(one.reported_loss, other.reported_loss):
+        yield "reported loss", "of the step"
+
+
+def _same(one: float | None, other: float | None) -> bool:
+    return one == other or (one is not None and other is not None and math.isnan(one) and math.isnan(other))
 
 
 def _unequal(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> Iterator[str]:

@@ -56,7 +56,7 @@ class CallTimes:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Add to the last call of this thread. What waits within a call, as a group of the trainer's own may, is in its time."""
+        """Add to the last call of this thread. A wait within a call, as a trainer's own group may have, is in its time."""
         if getattr(self._thread, "calls", False):
             yield
             return
