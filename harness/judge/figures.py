@@ -153,7 +153,7 @@ def _nothing(key: tuple[str, str], there: Figures) -> Figure | None:
 def _shift(one: Figure, other: Figure) -> Shift:
     spread = ((min(one.values), max(one.values)), (min(other.values), max(other.values)))
     overlap = spread[0][0] <= spread[1][1] and spread[1][0] <= spread[0][1]
-    exact = one.unit == BYTES or not (one.value and other.value)
+    exact = one.unit == BYTES or bool(one.value) != bool(other.value)  # where both are 0, most steps have none
     several = min(len(one.values), len(other.values)) > 1
     within = False if exact else several and overlap or (None if _by_chance(one, other) else False)
     return Shift(one.kind, one.of, one.unit, one.value, other.value, within, spread)

@@ -96,3 +96,8 @@ def test_few_steps_show_no_noise(steps: int, within: bool | None) -> None:
 def test_what_a_job_does_not_show_is_not_compared() -> None:
     one = of_figures(Figure(STEP, "slowest rank", (1.0,)))
     assert shifts(one, of_figures(Figure(MEMORY, "peak", (7.0,)), Figure(EXPOSED, "all_gather", (0.5,)))) == []
+
+
+def test_calls_of_few_steps_alone_whose_middle_one_is_none_are_within_the_spread() -> None:
+    one, other = (of_figures(Figure(WAITS, "broadcast", (0.0, 0.0, 0.0, seconds))) for seconds in (0.1, 0.2))
+    assert [(each.one, each.other, each.within) for each in shifts(one, other)] == [(0.0, 0.0, True)]

@@ -43,7 +43,10 @@ def loss(trial: Trial) -> Trial:
         (lambda t: gradient(gradient(t, 0)), Difference(3, "gradients", (WQ,), (0, 1))),
         (lambda t: loss(gradient(t)), Difference(2, "losses", ("microbatch 0",), (0,))),
         (lambda t: loss(gradient(t, step=1)), Difference(1, "gradients", (WQ,), (1,))),
-        (lambda t: with_step(t, 1, 2, microbatches=()), Difference(2, "samples", ("microbatches, whose number differs",), (1,))),
+        (
+            lambda t: with_step(t, 1, 2, microbatches=()),
+            Difference(2, "samples", ("microbatches, whose number differs",), (1,)),
+        ),
         (
             lambda t: with_step(t, 0, 2, grad_norm=9.0, reported_loss=9.0),
             Difference(2, "gradient norm", ("as reported",), (0,)),
