@@ -15,6 +15,8 @@ from harness.spec.traits import TrainerTraits
 
 T = TypeVar("T")
 Shapes = Mapping[str, tuple[int, ...]]
+Cut = tuple[tuple[int, ...], int | None, int]
+"""Shape of a parameter, the dim that tp cuts and the one that FSDP cuts."""
 
 
 class PerRank(Mapping[int, T]):
@@ -81,19 +83,22 @@ def kinds_of_ranks(
     """
     shards = dims.shards
     cuts = traits.measured.cut_dims
-    some = {held.kinds[rank]: _one_of_each_shape(held[rank], cuts) for rank in held.firsts()}
-    every = _one_of_each_shape({fqn: shape for shapes in some.values() for fqn, shape in shapes.items()}, cuts)
+    chosen: list[dict[Cut, str]] = []
+    alike = {held.kinds[rank]: _place_of(_one_of_each(held[rank], cuts), chosen) for rank in held.firsts()}
+    whole = _place_of({cut: fqn for of in chosen for cut, fqn in of.items()}, chosen)
 
     @functools.cache
-    def sizes(pp: int | None, tp: int, degree: int, index: int) -> tuple[int, ...]:
-        chosen = every if pp is None else some[pp]
+    def sizes(of: int, tp: int, degree: int, index: int) -> tuple[int, ...]:
         places = (dims.tp, tp), (degree, index)
-        return tuple(numel(slice_of(fqn, shape, *places, cuts.get(fqn, 0))) for fqn, shape in chosen.items())
+        return tuple(numel(slice_of(fqn, shape, *places, cut_dim)) for (shape, _, cut_dim), fqn in chosen[of].items())
 
     @functools.cache
+    def parts(of: int, tp: int, shard: int, degrees: tuple[int, ...]) -> Hashable:
+        """Stages in the middle of a model have parameters of the same shapes."""
+        return sizes(whole, tp, 1, 0), *(sizes(of, tp, degree, shard % degree) for degree in (shards, *degrees))
+
     def kind(place: Place, degrees: tuple[int, ...]) -> Hashable:
-        parts = (sizes(place.pp, place.tp, degree, place.shard % degree) for degree in (shards, *degrees))
-        return (place.pp, sizes(None, place.tp, 1, 0), *parts)
+        return place.pp, parts(alike[place.pp], place.tp, place.shard, degrees)
 
     degrees = PerRank(units.kinds, lambda rank: tuple(sorted({unit.degree for unit in units[rank]})))
     return numbered({rank: (units.kinds[rank], kind(place, degrees[rank])) for rank, place in places.items()})
@@ -105,7 +110,16 @@ def numbered(kinds: Mapping[int, Hashable]) -> dict[int, int]:
     return {rank: numbers.setdefault(kind, len(numbers)) for rank, kind in kinds.items()}
 
 
-def _one_of_each_shape(shapes: Shapes, cuts: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Parameters of one shape that tp and FSDP cut along the same dims have equal slices."""
-    kinds = {(shape, tp_dim(fqn), cuts.get(fqn, 0)): fqn for fqn, shape in shapes.items()}
-    return {fqn: shapes[fqn] for fqn in kinds.values()}
+def _place_of(one: dict[Cut, str], known: list[dict[Cut, str]]) -> int:
+    """Return where this stands among the known ones, which it joins if it is new. Names of layers do not count."""
+    same = (place for place, other in enumerate(known) if other.keys() == one.keys())
+    if (place := next(same, None)) is None:
+        known.append(one)
+        return len(known) - 1
+    return place
+
+
+def _one_of_each(shapes: Shapes, cuts: Mapping[str, int]) -> dict[Cut, str]:
+    """Return one name for each way of cutting a shape: parameters of one shape that tp and FSDP cut along the same dims have
+    equal slices."""
+    return {(shape, tp_dim(fqn), cuts.get(fqn, 0)): fqn for fqn, shape in shapes.items()}
