@@ -173,7 +173,9 @@ def positive_int(text: str) -> int:
 
 def count(text: str) -> int:
     """Return a whole number from 0."""
-    return int(text) if int(text) == 0 else positive_int(text)
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0, got {text}")
+    return int(text)
 
 
 # ---- what it means
