@@ -30,7 +30,8 @@ def matrix(cases: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
         monkeypatch.setattr("harness.run.matrix.run_case", judged)
         ran.clear()
         capsys.readouterr()
-        code = main(["matrix", "--launcher", "torchrun", "-j", "1", *where, *arguments])
+        once = [] if "--again" in arguments else ["--again", "0"]
+        code = main(["matrix", "--launcher", "torchrun", "-j", "1", *where, *once, *arguments])
         told = capsys.readouterr()
         return code, "".join(sorted(ran)), told.out + told.err
 
@@ -60,6 +61,13 @@ def test_after_so_many_failures_no_other_case_begins_and_the_rest_is_resumed(mat
     assert (code, rest) == (1, "bcd")
     assert verdicts(told) == {"a": "FAIL", "b": "PASS", "c": "PASS", "d": "PASS"}
     assert matrix("--resume")[:2] == (1, "")  # nothing is left to run
+
+
+@pytest.mark.parametrize(("times", "ran"), [("0", "abcd"), ("1", "abbcd"), ("2", "abbbcd")])
+def test_what_fails_is_made_again(matrix: Any, times: str, ran: str) -> None:
+    code, made, told = matrix("--again", times, broken="b")
+    assert (code, made) == (1, ran)
+    assert (f"fails in {times} of {times}" in told) == (times != "0")
 
 
 def test_the_last_that_failed_are_run_again(matrix: Any) -> None:
