@@ -41,14 +41,18 @@ def _ways(labels: np.ndarray, chunks: tuple[int, ...], own: np.ndarray) -> Itera
 
 
 def _chunks_left_out(pieces: list[np.ndarray], own: np.ndarray) -> np.ndarray | None:
-    """Lay right labels of some positions, in order, where those that are missing do not count; None if they are not so."""
+    """Lay right labels of some positions, in order, where whole chunks are missing that do not count; None if they are not so.
+    Chunks are as wide as each other, but for one position and for the last one."""
     laid, at = np.full_like(own, IGNORED), 0
+    widest = max(piece.size for piece in pieces) // len(own)
     for piece in pieces:
         if piece.size % len(own):
             return None
         chunk = piece.reshape(len(own), -1)
         starts = range(at, own.shape[1] - chunk.shape[1] + 1)
         start = next((one for one in starts if np.array_equal(own[:, one : one + chunk.shape[1]], chunk)), own.shape[1])
+        if 0 < start - at < widest - 1:
+            return None
         at = start + chunk.shape[1]
         laid[:, start:at] = chunk[:, : own.shape[1] - start]
     return laid if np.array_equal(laid, own) else None

@@ -49,8 +49,6 @@ MASKED = np.array([[-100, -100, -100, 4, -100, 6], [-100, -100, 3, -100, -100, 7
     "seen",
     [
         part([-100, 4, 3, -100, -100, 6, -100, 7], 4, 4),  # two positions of both rows each, without the first two
-        part([-100, 4, -100, 6, 3, -100, -100, 7]),  # the same in one call
-        part([-100, 4, -100, 6, 3, -100, -100, 7], 4, 4),  # four of the rows, one behind the other
     ],
     ids=lambda seen: f"{seen.labels.tolist()} in {seen.chunks}",
 )
@@ -66,6 +64,13 @@ def test_chunks_that_hold_as_many_labels_as_count_in_all_are_no_labels_that_coun
     own = np.array([[-100, -100, 3, -100], [-100, 2, 4, 5]])
     laid = laid_out(part([-100, 2, 3, 4, -100, 5], 2, 2, 2), own)
     assert laid is not None and laid.tolist() == own.tolist()
+
+
+@pytest.mark.parametrize("chunks", [(), (4, 4)])
+def test_a_part_that_is_no_whole_chunk_may_not_for_labels_shifted_once_more_lack_one_too(
+    chunks: tuple[int, ...],
+) -> None:
+    assert laid_out(part([-100, 4, -100, 6, 3, -100, -100, 7], *chunks), MASKED) is None
 
 
 def test_a_chunk_in_which_a_label_counts_may_not() -> None:
