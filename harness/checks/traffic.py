@@ -63,6 +63,7 @@ def check(trial: Trial) -> Result:
             wanted = planned(trial, rank, step)
             optional = planned(trial, rank, step, optional_only=True)
             seen = observed(trial, evidence, step)
+            inside = sum(optional[key] for key in optional if seen.get(key, 0) == wanted[key])
             # What may be missing or added is made equal to the plan first: the rest is compared to the byte.
             seen |= {key: wanted[key] for key in optional if seen.get(key, 0) == wanted[key] - optional[key]}
             seen |= _by_evaluation(trial, rank, step, wanted, seen)
@@ -73,7 +74,7 @@ def check(trial: Trial) -> Result:
             within = {key for key, most in _allowed(trial, rank).items() if 0 < extra[key] <= most}
             seen |= {key: wanted.get(key, 0) for key in within}
             findings += _compare(trial, rank, step, wanted, seen)
-            findings += _outside(trial, rank, step) + _lacking_outside(trial, rank, step)
+            findings += _outside(trial, rank, step, inside) + _lacking_outside(trial, rank, step)
             findings += _integers(trial, rank, step)
             findings += _waiting(trial, evidence, step)
     return verdict_of("traffic", findings, examined, note=_allowances_text(trial, used))
@@ -154,10 +155,11 @@ def _of_buffers(trial: Trial, rank: int, wanted: dict[Key, int], seen: dict[Key,
     ]
 
 
-def _outside(trial: Trial, rank: int, step: int) -> list[Finding]:
+def _outside(trial: Trial, rank: int, step: int, inside: int) -> list[Finding]:
+    """inside: bytes that may move there or in a pass, and moved in a pass."""
     seen, allowed = observed_outside(trial.ranks[rank], step), _allowed(trial, rank)
     moved = sum(max(count - allowed.get(key, 0), 0) for key, count in seen.items())
-    most = trial.plan.outside_bytes[rank] + sum(planned_outside(trial, rank, step).values())
+    most = trial.plan.outside_bytes[rank] + sum(planned_outside(trial, rank, step).values()) - inside
     if moved <= most:
         return []
     what: dict[str, Any] = {"step": step, "kind": "collective", "quantity": MOVED, "phase": OUTSIDE, "unit": "bytes"}

@@ -19,7 +19,7 @@ from literal import (
 from harness.evidence.records import BACKGROUND, Collective
 from harness.evidence.summary import issued
 from harness.judge.result import Verdict
-from harness.judge.traffic import observed
+from harness.judge.traffic import observed, observed_outside
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.spec.dims import ParallelDims
@@ -114,6 +114,17 @@ def test_norm_gradients_may_be_reduced_outside_of_backward() -> None:
     drop = dropping("all_reduce", "backward")
     trial = with_every_rank(trial_of(tiny_case("tp_2")), lambda t, rank: with_collectives(t, rank, drop))
     assert judged("traffic", trial).verdict == Verdict.PASS
+
+
+def test_norm_gradients_are_reduced_in_backward_or_outside_of_it_and_not_twice() -> None:
+    plain = trial_of(tiny_case("tp_2"))
+    others = sum(observed_outside(plain.ranks[0], 1).values())
+    rest = Collective("all_reduce", (0, 1), "tp", "float64", plain.plan.outside_bytes[0] - others, "other", 1, 99)
+    twice = with_rank(plain, 0, collectives=(*plain.ranks[0].collectives, rest))
+    (finding,) = findings("traffic", twice)
+    assert (finding.rank, finding.step, finding.phase, finding.axis) == (0, 1, "outside", "")
+    assert finding.observed == finding.expected.most + 3 * 4 * 8  # the sums of three norms
+    assert judged("traffic", with_collectives(twice, 0, dropping("all_reduce", "backward"))).verdict == Verdict.PASS
 
 
 def broadcasting(trial: Trial, sizes: list[int], step: int = 3, **changes: Any) -> Verdict:

@@ -58,13 +58,13 @@ def _has_shares(parameter: Any) -> bool:
     return any(placement.is_partial() for placement in getattr(parameter.grad, "placements", ()))
 
 
-def _averaged_over_tp(parameters: Any) -> None:
+def _averaged_over_tp(gradients: Any) -> None:
     import torch.distributed as dist
 
-    for parameter in parameters:
-        mesh = parameter.device_mesh
-        dist.all_reduce(parameter.grad.to_local(), group=mesh.get_group("tp"))
-        parameter.grad.to_local().div_(mesh["tp"].size())
+    for gradient in gradients:
+        mesh = gradient.device_mesh
+        dist.all_reduce(gradient.to_local(), group=mesh.get_group("tp"))
+        gradient.to_local().div_(mesh["tp"].size())
 
 
 gradient_of_the_head_labelled_whole = fault(
@@ -129,7 +129,20 @@ gradients_averaged_over_the_world = fault(
     case="fsdp_2_tp_2",
     caught_by="gradients grad_norm traffic",
     named="slices mixed",
-    does=op.after_call(".parallelize:settle_gradients", lambda parameters: _averaged_over_tp(parameters)),
+    does=op.after_call(
+        ".parallelize:settle_gradients", lambda parameters: _averaged_over_tp(one.grad for one in parameters)
+    ),
+)
+norm_gradients_summed_once_more_over_tp = fault(
+    breaks="gradients of norm weights, which FSDP2 has summed over tp, are summed over tp again and divided by its degree",
+    bug="of the family of T02 EleutherAI/gpt-neox #1259: the numbers are right, and the traffic is paid twice",
+    case="fsdp_2_tp_2",
+    caught_by="traffic",
+    named="traffic of no plan",
+    does=op.after_call(
+        ".parallelize:settle_gradients",
+        lambda parameters: _averaged_over_tp(one.grad for one in parameters if one.ndim == 1),
+    ),
 )
 gathered_logits_reduced_in_backward = fault(
     breaks="backward of the gathered logits sums over tp a gradient that every rank has whole, so it is tp times too large",

@@ -37,13 +37,14 @@ def flows_of_rank(case: Case, traits: TrainerTraits, rank: int, length: int, uni
 
 def outside_bytes(case: Case, traits: TrainerTraits, rank: int, flows: Iterable[Flow]) -> int:
     """Each parameter has a norm on each axis, and each rank eight numbers (losses, counts). The sums over tp of a loss that is
-    computed outside of forward count, too. So do the optional flows, and what Muon's owners of matrices get and send."""
+    computed outside of forward count, too, and those of a batch that is evaluated. So do the optional flows, and what Muon's
+    owners of matrices get and send."""
     dims, training = case.dims, case.training
     axes = sum(getattr(dims, axis) > 1 for axis in AXES)
     numbers = len(parameter_shapes(case.model)) * axes + 8 * dims.world_size
     last = case.n_stages - 1 in stages_of_rank(case, rank)
     apart = dims.tp > 1 and case.features.loss_parallel and last and not traits.loss_in_forward
-    losses = loss_bytes(case, training.seq_len) if apart else 0
+    losses = loss_bytes(case, training.seq_len) * (1 + bool(case.features.validate_every)) if apart else 0
     besides = sum(flow.bytes for flow in flows if flow.optional)
     return numbers * BYTES["float64"] + losses + besides + owners_bytes(case, traits, rank)
 
