@@ -61,6 +61,9 @@ DEFECTS: dict[str, tuple[str, ...]] = {
     "the largest loss reported is below the mean (#2206 to #2314)": ("the reported largest loss is wrong",),
     "a sum over tp is lost behind the loss in chunks (#2937 to #3412)": ("backward moves less than planned over tp",),
     "a docstring without its end: nothing is imported (#3578 to #3580)": ("unterminated string literal",),
+    "a loss that is a DTensor is reported without the data ranks' sum (#2963 to #2937)": (
+        "the loss is reported not reduced over dp_shard",
+    ),
     "cp names heads as what it cuts (#2963 to #3681)": ("invalid gradient at index 0",),
 }
 """torchtitan's, with what began and what ended each -> parts of the cause by which it is known, today and in what is stored."""
