@@ -110,7 +110,8 @@ def rescaled(sizes: ModelConfig) -> dict[str, Any]:
 def of_one_layer(llama3: Any, case: Case) -> Any:
     """torchtitan's own debug model, made smaller. Its attention is SDPA."""
     sizes = case.model
-    config = copy.deepcopy(llama3.llama3_configs["debugmodel"])
+    debug = llama3.llama3_configs["debugmodel"]
+    config = debug() if inspect.isfunction(debug) else copy.deepcopy(debug)  # it makes one since 2026-04-03
     put(config, dim=sizes.dim, n_layers=sizes.n_layers, vocab_size=sizes.vocab_size, norm_eps=sizes.norm_eps)
     put(config.layer, norm_eps=sizes.norm_eps)
     put(config.layer.attention, n_heads=sizes.n_heads, n_kv_heads=sizes.n_kv_heads)
@@ -119,4 +120,6 @@ def of_one_layer(llama3: Any, case: Case) -> Any:
     for part in (config, config.layer):
         for name in ("norm", "attention_norm", "ffn_norm"):
             put(getattr(part, name, None), eps=sizes.norm_eps)
+    if hasattr(llama3, "expand_layer_configs"):
+        llama3.expand_layer_configs(config)
     return config
