@@ -111,7 +111,7 @@ def of_one_layer(llama3: Any, case: Case) -> Any:
     """torchtitan's own debug model, made smaller. Its attention is SDPA."""
     sizes = case.model
     debug = llama3.llama3_configs["debugmodel"]
-    config = debug() if inspect.isfunction(debug) else copy.deepcopy(debug)  # it makes one since 2026-04-03
+    config = debug() if inspect.isfunction(debug) else copy.deepcopy(debug)  # a function makes it since 2026-04-03
     put(config, dim=sizes.dim, n_layers=sizes.n_layers, vocab_size=sizes.vocab_size, norm_eps=sizes.norm_eps)
     put(config.layer, norm_eps=sizes.norm_eps)
     put(config.layer.attention, n_heads=sizes.n_heads, n_kv_heads=sizes.n_kv_heads)
