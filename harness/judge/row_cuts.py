@@ -36,9 +36,11 @@ def _of_line(case: Case, line: Mapping[int, RankEvidence]) -> dict[int, tuple[St
         steps = dict(zip(line, seen, strict=True))
         length = case.seq_len(seen[0].step)
         parts = _parts(case, {rank: step.microbatches for rank, step in steps.items()}, length)
+        whole = _parts(case, {rank: step.evaluated for rank, step in steps.items()}, case.training.seq_len)
         at = _arrays(case, {rank: step.positions for rank, step in steps.items()}, length)
         for rank, step in steps.items():
-            found[rank].append(replace(step, microbatches=parts[rank], positions=at[rank]))
+            evaluated = whole[rank]
+            found[rank].append(replace(step, microbatches=parts[rank], positions=at[rank], evaluated=evaluated))
     return {rank: tuple(steps) for rank, steps in found.items()}
 
 

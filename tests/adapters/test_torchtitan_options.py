@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness import trainers
+from harness.evidence.numbers import VALIDATION
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.trainers import Metrics
@@ -58,6 +59,17 @@ def test_the_loss_of_validation_is_the_next_steps() -> None:
     processor.log_validation(loss=4.5, step=1)
     processor.log(2, 4.0, 4.1, 0.5)
     assert told == [Metrics(1, 5.0, 0.5, None, 6.0), Metrics(2, 4.5, 0.5, None)]
+
+
+def test_the_loss_of_a_validation_that_a_case_requests_is_a_number_of_its_own() -> None:
+    told: list[Metrics] = []
+    processor = SimpleNamespace(log=lambda *_: None, log_validation=lambda *_: None)
+    note_processor(processor, told, apart=True)
+    processor.log(1, 5.0, 6.0, 0.5)
+    processor.log_validation(loss=4.5, step=1)
+    processor.log(2, 4.0, 4.1, 0.5)
+    assert [one.loss for one in told] == [5.0, 4.0]
+    assert [{number.of: number.value for number in one.numbers.values()} for one in told] == [{VALIDATION: 4.5}, {}]
 
 
 def test_a_largest_loss_that_is_known_to_be_wrong_is_not_judged_and_that_is_said(release: Path) -> None:

@@ -37,7 +37,8 @@ def cut_as_rows(trial: Trial) -> Trial:
             parts.append(replace(part, tokens=recut(rank, tokens), labels=recut(rank, labels)))
         rows = len(parts[0].tokens)
         at = {peer: np.tile(positions(case, peer, length), (rows, 1)) for peer in line}
-        return replace(steps[rank], microbatches=tuple(parts), positions=(recut(rank, at),))
+        whole = tuple(parts)  # and again in passes that train nothing
+        return replace(steps[rank], microbatches=whole, evaluated=whole, positions=(recut(rank, at),))
 
     ranks = {
         rank: replace(trial.ranks[rank], steps=tuple(step_of(rank, index) for index in range(len(case.steps))))
@@ -59,6 +60,14 @@ def test_rows_that_are_cut_rightly_pass_the_checks_of_data(rows: Trial) -> None:
         "samples": Verdict.PASS,
         "positions": Verdict.PASS,
     }
+
+
+def test_passes_that_train_nothing_are_recut_like_those_that_train(rows: Trial) -> None:
+    for evidence in by_sample(rows).ranks.values():
+        for step in evidence.steps:
+            for trained, evaluated in zip(step.microbatches, step.evaluated, strict=True):
+                assert trained.tokens is not None and evaluated.tokens is not None
+                assert trained.tokens.tolist() == evaluated.tokens.tolist()
 
 
 def test_what_is_wrong_stays_wrong(rows: Trial) -> None:

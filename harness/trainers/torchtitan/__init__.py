@@ -54,7 +54,7 @@ class Torchtitan(Adapter):
 
     options: other options of torchtitan, as its users give them: {"metrics.log_freq": 2}; None leaves one as torchtitan has it
     where the case would say. With one of `lr_scheduler` its own learning rates are under test, and the case says `rates`.
-    With validation on, it is of the samples of the step that comes next, and its loss is judged as that step's.
+    With validation on by these, it is of the samples of the step that comes next, and its loss is judged as that step's.
     """
 
     where: str | None = None  # a checkout, a folder that holds the package, or None for the installed one

@@ -97,7 +97,8 @@ class AheadOf:
 
     case: Case
     inputs: type[Samples]
-    infinite: bool = True
+    infinite: bool = True  # its name is `repeat` since 2026-08
+    repeat: bool = True
     loaders: dict[int, Ahead] = dataclasses.field(default_factory=dict)
 
     def build(self, *, dp_world_size: int, dp_rank: int, **_: Any) -> Ahead:

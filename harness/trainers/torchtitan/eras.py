@@ -13,7 +13,7 @@ from harness.spec.traits import TrainerTraits
 
 MODEL = ("name", "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "norm_eps", "rope_theta")
 DATA_AND_LOGS = ("datasets", "torchdata.stateful_dataloader", "torch.utils.tensorboard")
-NEVER_ASKED = ("async_save", "validate_every", "export", "muon")  # whether a version has them or not
+NEVER_ASKED = ("export", "muon")  # whether a version has them or not
 COMPILERS = ("torch._inductor.compile_fx", "torch.nn.attention.varlen", "spmd_types", "tyro", "tokenizers")
 
 
@@ -40,6 +40,7 @@ class Era:
     shapes_by_example: bool = False  # a pipeline's stages get what they exchange as tensors that need no gradient
     model: tuple[str, ...] = MODEL
     resumes: bool = False  # checkpoints can be requested of it
+    dist_muon: bool = False  # since 2026-08-13, its Muon is DistMuon
     # keys of options that it has, and this adapter does not pass on; what is neither listed nor there, it has not
     unasked: tuple[str, ...] = ("compile", "async_tp", "quantize", "document_mask", "cpu_offload")
     preload: tuple[str, ...] = DATA_AND_LOGS  # packages that it imports
@@ -47,6 +48,8 @@ class Era:
 
     def without(self, key: str) -> str:
         """Why what a case requests by this key is not done."""
+        if key == "muon" and self.dist_muon:
+            return f"the DistMuon of {self.name} refuses all but CUDA devices, where this adapter was never run"
         if key in NEVER_ASKED:
             return f"this adapter does not pass that on to {self.name}"
         if key in self.unasked:
@@ -114,6 +117,8 @@ TRAINER_CONFIG = Era(
         "cpu_offload": (True,),
         "activation_checkpointing": ("none", "full", "op"),
         "accumulation": tuple(range(1, 65)),
+        "validate_every": tuple(range(1, 65)),
+        "async_save": (True,),
         "defer_sync": (False,),
         "reshard_after_forward": ("always", "never"),
         "reduce_dtype": ("float32", "bfloat16", "float64"),
@@ -144,7 +149,6 @@ TRAINER_CONFIG_OF_BATCHES = dataclasses.replace(
     features=TRAINER_CONFIG.features | {"wrapper": ("fsdp2", "replicate")},
     training=MAIN_FUNCTION.training,
     model=MODEL,
-    resumes=False,
     replicates_by="replicate",
     wraps_alone=False,
     unasked=("async_tp", "quantize"),

@@ -33,7 +33,6 @@ USUAL = {
     "metrics.enable_tensorboard": False,
     "metrics.enable_color_printing": False,
     "metrics.disable_color_printing": True,
-    "checkpoint.enable_checkpoint": False,
     "comm.trace_buf_size": 0,
 }
 OF_OLD = {"1F1B": "1f1b", "GPipe": "gpipe"}  # names until 2024-10-09; since then any letters will do
@@ -101,6 +100,8 @@ def given(case: Case) -> dict[str, Any]:
         **options.under("experimental", degrees),
         "activation_checkpoint.mode": recompute,
         "activation_checkpoint.selective_ac_option": which,
+        **options.under("checkpoint", options.checkpoint(case)),
+        "checkpoint.enable_checkpoint": False,  # its name until 2025-08, when no resume was asked of it
         **USUAL,
     }
 

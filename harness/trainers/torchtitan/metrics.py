@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from harness.evidence.numbers import VALIDATION, Number
 from harness.trainers import Metrics
 
 
@@ -27,14 +29,20 @@ def note_logger(logger: Any, metrics: list[Metrics], shows: Callable[[], bool]) 
 
 
 def note_processor(
-    processor: Any, metrics: list[Metrics], shows: Callable[[], bool] = lambda: True, *, tells_largest: bool = True
+    processor: Any,
+    metrics: list[Metrics],
+    shows: Callable[[], bool] = lambda: True,
+    *,
+    tells_largest: bool = True,
+    apart: bool = False,
 ) -> Any:
     """The same metrics processor, whose values are noted. Versions without a gradient norm log none.
 
     shows: whether this rank knows the loss, when it comes to it; ranks without the last stage of a pipeline show -1.
     tells_largest: False where the largest loss is known to be wrong.
+    apart: the loss of a validation is a number of its own; if not, it is judged as the loss of the step that comes next.
     """
-    original, validated = processor.log, note_validation(processor)
+    original, validated = processor.log, {}
 
     def log(step: int, average: float, largest: float, *norm: Any, **extra: Any) -> None:
         rate = (extra.get("extra_metrics") or {}).get("lr")
@@ -44,19 +52,24 @@ def note_processor(
         metrics.append(Metrics(step, loss, norm[0] if norm else None, rate, most if tells_largest else None))
         original(step, average, largest, *norm, **extra)
 
+    def note(loss: float, step: int) -> None:
+        if not apart:
+            validated[step + 1] = loss
+        elif shows() and metrics and metrics[-1].step == step:
+            metrics[-1] = dataclasses.replace(metrics[-1], numbers={VALIDATION: Number(loss, of=VALIDATION)})
+
     processor.log = log
+    note_validation(processor, note)
     return processor
 
 
-def note_validation(processor: Any) -> dict[int, float]:
-    """The loss of each validation, by the step after it, whose samples and weights it is of."""
-    validated: dict[int, float] = {}
+def note_validation(processor: Any, note: Callable[[float, int], None]) -> None:
+    """Note the loss of each validation, with the step that it follows."""
     original = getattr(processor, "log_validation", None)
 
     def log_validation(loss: float, step: int, *args: Any, **kwargs: Any) -> None:
-        validated[step + 1] = float(loss)
+        note(float(loss), step)
         original(loss, step, *args, **kwargs)  # type: ignore[misc]
 
     if original is not None:
         processor.log_validation = log_validation
-    return validated

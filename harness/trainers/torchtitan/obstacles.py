@@ -27,8 +27,6 @@ def obstacles(case: Case, era: Era, traits: TrainerTraits, *, types: bool = Fals
     yield from _without_option(case, era)
     if (case.resume or case.last_step) and not era.resumes:
         yield f"resume: this adapter does not let {era.name} write checkpoints"
-    if case.saves_after:
-        yield f"resume: {era.name} leaves its loop at the last step it is configured for, and does not enter it again"
 
 
 def _of_layout(case: Case, era: Era, *, types: bool) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,16 @@ def parallelism(case: Case) -> dict[str, Any]:
         "pipeline_parallel_schedule": features.schedule,
         "pipeline_parallel_microbatch_size": case.local_batch,
         "fsdp_reshard_after_forward": features.reshard_after_forward,
+    }
+
+
+def checkpoint(case: Case) -> dict[str, Any]:
+    """Return the options of the section `checkpoint`: it saves only where it is told to, and finds nothing to load."""
+    return {
+        "enable": bool(case.resume or case.last_step),
+        "load_only": True,  # but for `save`
+        "async_mode": "async" if case.features.async_save else "disabled",
+        "folder": f"none_of_{os.getpid()}",
     }
 
 

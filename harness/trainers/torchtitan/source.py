@@ -68,6 +68,8 @@ CHANGES = (
         for file in ("parallelisms/pipelining_utils.py", "parallelisms/pipeline.py", "distributed/pipeline.py")
     ),
     *(Change(file, syntax.a_name("local_avg_loss"), {"largest_of_whole": True}) for file in ("train.py", "trainer.py")),
+    Change("distributed/flex_shard/dist_muon.py", syntax.a_class("DistMuon"), {"dist_muon": True}),
+    Change("components/checkpoint.py", syntax.an_attribute("load_only"), {"resumes": True}),
     Change("hf_datasets/text_datasets.py", syntax.a_key("positions"), {"gives_positions": True}),
     Change("config_manager.py", syntax.an_option("--experimental.context_parallel_degree"), {"axes": AXES}),
     Change(
@@ -221,6 +223,8 @@ def why_whole(case: Case, era: Era) -> str:
         return "FSDP2 reduces the one weight's gradient for the output and again for the embedding"
     if case.dims.pp > 1 and case.dims.world_size > case.dims.pp:
         return "FSDP2 gathers and reduces what it uses once a microbatch of a pipeline, which is not planned"
+    if case.features.validate_every:
+        return "what an evaluated batch calls and gathers in chunks is not planned"
     if case.dims.pp > 1 and case.features.schedule in ZERO_BUBBLE:
         return "what FSDP2 frees behind it gets no gradient where a schedule computes weights' gradients later"
     return ""

@@ -22,24 +22,29 @@ class TitanTrainer:
     def __init__(self, trainer: Any, case: Case, source: Source) -> None:
         self.model_parts: list[nn.Module] = trainer.model_parts
         self.metrics: list[Metrics] = []
-        self._trainer, self._case = trainer, case
+        self._trainer = trainer
         metrics.note_processor(
             trainer.metrics_processor,
             self.metrics,
             lambda: getattr(trainer, "pp_has_last_stage", True),
             tells_largest=not why_not_largest(case, source.era),
+            apart=bool(case.features.validate_every),
         )
 
     def train(self, last_step: int) -> None:
-        """Its loop ends after the last step that it was configured for."""
-        if last_step != self._case.training.steps:
-            self._trainer.config.training.steps = last_step
+        """Its loop ends after the last step that it was configured for, and goes on from there where it is entered again."""
+        configuration = getattr(self._trainer, "config", None) or self._trainer.job_config
+        configuration.training.steps = last_step
         self._trainer.train()
 
     def save(self, folder: Path) -> object:
+        """Save as its loop does after a step. What goes on then saves no other step."""
         checkpointer = self._trainer.checkpointer
+        usual = checkpointer.folder
         checkpointer.folder, checkpointer.load_only, checkpointer.interval = str(folder), False, 1
-        return checkpointer.save(self._trainer.step)
+        checkpointer.save(self._trainer.step)
+        checkpointer.folder, checkpointer.load_only = usual, True
+        return getattr(checkpointer, "save_future", None)
 
     def resume(self, folder: Path) -> None:
         """Load as `train` does it, which then finds nothing in the folder that it is left with."""

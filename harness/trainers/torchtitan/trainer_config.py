@@ -62,7 +62,7 @@ def configuration(case: Case, source: Source) -> Any:
     config.optimizer = optimizer.configured(case)
     inputs = fed(era)
     config.dataloader = Built(lambda dp_world_size, dp_rank, **_: inputs(case, dp_world_size, dp_rank, lambda: None))
-    if source.options.get("validator.enable"):
+    if source.options.get("validator.enable") or case.features.validate_every:
         config.validator.dataloader = AheadOf(case, inputs)
     config.tokenizer = Built(None)
     for name, value in given(case).items():
@@ -139,10 +139,10 @@ def given(case: Case) -> dict[str, Any]:
         **options.under("training", options.training(case) | tokens),
         **options.under("parallelism", options.parallelism(case) | pipeline),
         "metrics.log_freq": 1,
-        "checkpoint.enable": bool(case.resume or case.last_step),
-        "checkpoint.load_only": True,  # but for `save`
-        "checkpoint.folder": f"none_of_{os.getpid()}",
-        "validator.enable": False,
+        **options.under("checkpoint", options.checkpoint(case)),
+        "validator.enable": bool(case.features.validate_every),
+        "validator.freq": case.features.validate_every or 1,
+        "validator.steps": 1,
         "comm.trace_buf_size": 0,
         "debug.enable_structured_logging": False,
     }
