@@ -42,7 +42,8 @@ def note_processor(
     tells_largest: False where the largest loss is known to be wrong.
     apart: the loss of a validation is a number of its own; if not, it is judged as the loss of the step that comes next.
     """
-    original, validated = processor.log, {}
+    original = processor.log
+    validated: dict[int, float] = {}
 
     def log(step: int, average: float, largest: float, *norm: Any, **extra: Any) -> None:
         rate = (extra.get("extra_metrics") or {}).get("lr")
