@@ -46,27 +46,87 @@ TOUCHED = [f"torchtitan/{part}" for part in ("distributed", "models/llama3", "co
 STORED = Path(__file__).with_suffix(".json")
 PAGE = ROOT / "docs" / "results" / "torchtitan_commits.md"
 
-DEFECTS: dict[str, tuple[str, ...]] = {
-    "gradients are clipped by the norm of one stage (to #649)": (
-        "gradients are clipped by a norm not reduced over pp",
-        "each rank clips by the norm of its own shards",
+@dataclass(frozen=True)
+class Defect:
+    """A known one of torchtitan's."""
+
+    name: str
+    """What is wrong, with the pull requests that brought and ended it."""
+    words: tuple[str, ...]
+    """Parts of the cause by which it is known, today and in what is stored."""
+    until: str
+    """Date of the commit that ended it: a later one with the same words is not known."""
+    since: str = ""
+    """Date of the commit that brought it, where that is known."""
+
+
+DEFECTS = (
+    Defect(
+        "gradients are clipped by the norm of one stage (to #649)",
+        ("gradients are clipped by a norm not reduced over pp", "each rank clips by the norm of its own shards"),
+        until="2024-11-16",
     ),
-    "cp without data ranks looks for a mesh that is not there (to #683)": ("Valid mesh_dim_names are ['cp']",),
-    "cp without data ranks has no FSDP (#683 to #685)": ("every cp rank holds whole parameters",),
-    "the reported loss is not averaged over cp (to #761)": ("the loss is reported not reduced over cp",),
-    "a pipeline's gradients are never divided (#2206 to #2937)": (
-        "512 times what they should be",
-        "272 times what they should be",  # by the labels that count where not all do
+    Defect(
+        "cp without data ranks looks for a mesh that is not there (to #683)",
+        ("Valid mesh_dim_names are ['cp']",),
+        until="2024-11-28",
     ),
-    "the largest loss reported is below the mean (#2206 to #2314)": ("the reported largest loss is wrong",),
-    "a sum over tp is lost behind the loss in chunks (#2937 to #3412)": ("backward moves less than planned over tp",),
-    "a docstring without its end: nothing is imported (#3578 to #3580)": ("unterminated string literal",),
-    "a loss that is a DTensor is reported without the data ranks' sum (#2963 to #2937)": (
-        "the loss is reported not reduced over dp_shard",
+    Defect(
+        "cp without data ranks has no FSDP (#683 to #685)",
+        ("every cp rank holds whole parameters",),
+        until="2024-12-11",
+        since="2024-11-28",
     ),
-    "cp names heads as what it cuts (#2963 to #3681)": ("invalid gradient at index 0",),
-}
-"""torchtitan's, with what began and what ended each -> parts of the cause by which it is known, today and in what is stored."""
+    Defect(
+        "the reported loss is not averaged over cp (to #761)",
+        ("the loss is reported not reduced over cp",),
+        until="2024-12-26",
+    ),
+    Defect(
+        "each rank's or microbatch's mean, whatever number of labels counts (to #2206)",
+        ("the loss is averaged per",),
+        until="2026-01-25",
+    ),
+    Defect(
+        "a pipeline's gradients are never divided (#2206 to #2937)",
+        (
+            "512 times what they should be",
+            "272 times what they should be",  # by the labels that count where not all do
+        ),
+        until="2026-04-27",
+        since="2026-01-25",
+    ),
+    Defect(
+        "the largest loss reported is below the mean (#2206 to #2314)",
+        ("the reported largest loss is wrong",),
+        until="2026-02-03",
+        since="2026-01-25",
+    ),
+    Defect(
+        "a sum over tp is lost behind the loss in chunks (#2937 to #3412)",
+        ("backward moves less than planned over tp",),
+        until="2026-05-21",
+        since="2026-04-27",
+    ),
+    Defect(
+        "a docstring without its end: nothing is imported (#3578 to #3580)",
+        ("unterminated string literal",),
+        until="2026-06-08",
+        since="2026-06-08",
+    ),
+    Defect(
+        "a loss that is a DTensor is reported without the data ranks' sum (#2963 to #2937)",
+        ("the loss is reported not reduced over dp_shard",),
+        until="2026-04-27",
+        since="2026-04-27",
+    ),
+    Defect(
+        "cp names heads as what it cuts (#2963 to #3681)",
+        ("invalid gradient at index 0",),
+        until="2026-06-16",
+        since="2026-04-27",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -77,13 +137,18 @@ class Found:
     told: str = ""  # the cause of a FAIL or UNKNOWN, or the reason why the case was not requested
 
     def __str__(self) -> str:
+        return self.on("")
+
+    def on(self, date: str) -> str:
+        """Return what to tell of a commit of this date; without one no defect is known."""
         if self.verdict == Verdict.PASS:
             return "PASS"
-        return f"{self.verdict}: {self.defect or self.told}"
+        return f"{self.verdict}: {self.defect(date) or self.told}"
 
-    @property
-    def defect(self) -> str:
-        return next((defect for defect, known in DEFECTS.items() if any(words in self.told for words in known)), "")
+    def defect(self, date: str) -> str:
+        """Return the known defect of a commit of this date that this is; empty where it is none."""
+        at_that_time = (one for one in DEFECTS if one.since <= date <= one.until)
+        return next((one.name for one in at_that_time if any(words in self.told for words in one.words)), "")
 
 
 @dataclass(frozen=True)
@@ -97,7 +162,7 @@ class Row:
 
     @property
     def unexplained(self) -> bool:
-        return any(told.verdict in ("FAIL", "UNKNOWN") and not told.defect for told in self.found.values())
+        return any(told.verdict in ("FAIL", "UNKNOWN") and not told.defect(self.date) for told in self.found.values())
 
     @property
     def passes(self) -> bool:
@@ -190,7 +255,7 @@ def page(rows: list[Row]) -> Iterator[str]:
 
 def line(month: str, torch: str, names: tuple[str, ...], rows: list[Row]) -> str:
     others = Counter(
-        f"`{case}` {told}" for row in rows for case, told in row.found.items() if told.verdict not in ("PASS", "XFAIL")
+        f"`{case}` {told.on(row.date)}" for row in rows for case, told in row.found.items() if told.verdict not in ("PASS", "XFAIL")
     )
     else_found = "; ".join(f"{text} ({count})" if len(rows) > 1 else text for text, count in others.items())
     who = f"{rows[0].commit}, {rows[0].date}" if len(rows) == 1 else str(len(rows))
@@ -217,7 +282,7 @@ def main() -> None:
         if (chosen.again or not any(row.has(commit, cases) for row in rows)) and time.monotonic() < until:
             row = judged(chosen.repo, commit, cases, chosen.out)
             rows = keep(row)
-            print(commit, {case: str(told) for case, told in row.found.items()}, flush=True)
+            print(commit, {case: told.on(row.date) for case, told in row.found.items()}, flush=True)
     sys.exit(1 if any(row.unexplained for row in rows) else 0)
 
 
