@@ -46,6 +46,7 @@ TOUCHED = [f"torchtitan/{part}" for part in ("distributed", "models/llama3", "co
 STORED = Path(__file__).with_suffix(".json")
 PAGE = ROOT / "docs" / "results" / "torchtitan_commits.md"
 
+
 @dataclass(frozen=True)
 class Defect:
     """A known one of torchtitan's."""
@@ -255,7 +256,10 @@ def page(rows: list[Row]) -> Iterator[str]:
 
 def line(month: str, torch: str, names: tuple[str, ...], rows: list[Row]) -> str:
     others = Counter(
-        f"`{case}` {told.on(row.date)}" for row in rows for case, told in row.found.items() if told.verdict not in ("PASS", "XFAIL")
+        f"`{case}` {told.on(row.date)}"
+        for row in rows
+        for case, told in row.found.items()
+        if told.verdict not in ("PASS", "XFAIL")
     )
     else_found = "; ".join(f"{text} ({count})" if len(rows) > 1 else text for text, count in others.items())
     who = f"{rows[0].commit}, {rows[0].date}" if len(rows) == 1 else str(len(rows))

@@ -379,11 +379,6 @@ def test_a_bisecting_script_gets_the_code_that_the_document_says(cases: Any, ans
     assert (code, said["exit"]) == (125, 125)
 
 
-def test_words_of_another_command_ask_for_nothing(tmp_path: Path, capsys: Any) -> None:
-    assert main(["record", "-o", str(tmp_path), "--no-such", "--", "python", "--json"]) == 2
-    assert capsys.readouterr().out == ""
-
-
 def test_report_of_traces_and_of_dumps(answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own analyzer is not run here."""
     folder = save_job(tmp_path / "traces", ddp_step, world=2, shards=1)
