@@ -201,6 +201,7 @@ def judged(repo: Path, commit: str, cases: Iterable[str], out: Path) -> Row:
         options = Options(out=out / commit, trainer=trainers.spec("torchtitan", str(checkout)), timeout=240.0)
         known = load_all()
         told = {name: found(find_case(name, known), options) for name in cases}
+        told = {name: Found(one.verdict, one.told.replace(f"{checkout}/", "")) for name, one in told.items()}
         return Row(commit, date, importlib.metadata.version("torch").partition("+")[0], told)
 
 

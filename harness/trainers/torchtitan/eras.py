@@ -13,7 +13,7 @@ from harness.spec.traits import TrainerTraits
 
 MODEL = ("name", "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "norm_eps", "rope_theta")
 DATA_AND_LOGS = ("datasets", "torchdata.stateful_dataloader", "torch.utils.tensorboard")
-NEVER_ASKED = ("export", "muon")  # whether a version has them or not
+NEVER_ASKED = ("muon",)  # whether a version has them or not
 COMPILERS = ("torch._inductor.compile_fx", "torch.nn.attention.varlen", "spmd_types", "tyro", "tokenizers")
 
 
@@ -119,6 +119,7 @@ TRAINER_CONFIG = Era(
         "accumulation": tuple(range(1, 65)),
         "validate_every": tuple(range(1, 65)),
         "async_save": (True,),
+        "export": ("hf",),
         "defer_sync": (False,),
         "reshard_after_forward": ("always", "never"),
         "reduce_dtype": ("float32", "bfloat16", "float64"),

@@ -60,6 +60,8 @@ def _of_layout(case: Case, era: Era, *, types: bool) -> Iterator[str]:
 
 
 def _of_features(case: Case, era: Era) -> Iterator[str]:
+    if case.features.validate_every and case.dims.pp > 1:
+        yield f"validate_every with pp {case.dims.pp}: torch's schedules keep an evaluated batch's outputs until the next step"
     if case.features.compile and "compile" not in era.unasked:
         yield f"compile: {era.name} casts to float32 within what it compiles, where this adapter keeps no float64"
 

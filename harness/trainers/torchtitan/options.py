@@ -45,7 +45,7 @@ def parallelism(case: Case) -> dict[str, Any]:
 def checkpoint(case: Case) -> dict[str, Any]:
     """Return the options of the section `checkpoint`: it saves only where it is told to, and finds nothing to load."""
     return {
-        "enable": bool(case.resume or case.last_step),
+        "enable": bool(case.resume or case.last_step or case.features.export),
         "load_only": True,  # but for `save`
         "async_mode": "async" if case.features.async_save else "disabled",
         "folder": f"none_of_{os.getpid()}",

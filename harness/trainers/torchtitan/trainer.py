@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from harness.spec.case import Case
@@ -45,6 +47,17 @@ class TitanTrainer:
         checkpointer.save(self._trainer.step)
         checkpointer.folder, checkpointer.load_only = usual, True
         return getattr(checkpointer, "save_future", None)
+
+    def export(self, folder: Path) -> None:
+        """Save as its loop does after the last step, under Hugging Face's names. What it puts together of ranks' slices is kept."""
+        checkpointer = self._trainer.checkpointer
+        checkpointer.folder, checkpointer.load_only = str(folder), False
+        checkpointer.last_save_in_hf = checkpointer.last_save_model_only = True
+        checkpointer.save(self._trainer.step, last_step=True)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for slices in folder.rglob("sharded"):
+                shutil.rmtree(slices)
 
     def resume(self, folder: Path) -> None:
         """Load as `train` does it, which then finds nothing in the folder that it is left with."""
