@@ -49,7 +49,7 @@ class TitanTrainer:
         return getattr(checkpointer, "save_future", None)
 
     def export(self, folder: Path) -> None:
-        """Save as its loop does after the last step, under Hugging Face's names. What it puts together of ranks' slices is kept."""
+        """Save as its loop does after the last step, under Hugging Face's names, and keep what it put together."""
         checkpointer = self._trainer.checkpointer
         checkpointer.folder, checkpointer.load_only = str(folder), False
         checkpointer.last_save_in_hf = checkpointer.last_save_model_only = True
