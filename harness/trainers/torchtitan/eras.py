@@ -13,7 +13,7 @@ from harness.spec.traits import TrainerTraits
 
 MODEL = ("name", "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "norm_eps", "rope_theta")
 DATA_AND_LOGS = ("datasets", "torchdata.stateful_dataloader", "torch.utils.tensorboard")
-NEVER_ASKED = ("muon",)  # whether a version has them or not
+NOT_PASSED_ON = ("async_save", "validate_every", "export", "muon")  # but by eras that list them
 COMPILERS = ("torch._inductor.compile_fx", "torch.nn.attention.varlen", "spmd_types", "tyro", "tokenizers")
 
 
@@ -50,7 +50,7 @@ class Era:
         """Why what a case requests by this key is not done."""
         if key == "muon" and self.dist_muon:
             return f"the DistMuon of {self.name} refuses all but CUDA devices, where this adapter was never run"
-        if key in NEVER_ASKED:
+        if key in NOT_PASSED_ON:
             return f"this adapter does not pass that on to {self.name}"
         if key in self.unasked:
             return f"{self.name} has such an option, which this adapter does not pass on"
