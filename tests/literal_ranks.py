@@ -178,7 +178,7 @@ def _activity(case: Case) -> Activity:
     recomputed = ("layers.0", "layers.0.ffn_norm") if kind in ("full", "op") and not compiled else ()
     calls |= {Call("backward", fqn): passes for fqn in recomputed}
     again = {"full": 6, "op": 3}.get(kind, 0)
-    backward = (16 + again) * passes - products_left_out(case, [0], output=True)
+    backward = (16 + again) * passes - products_left_out(case, [0], outputs=1)
     matmuls = {Matmul("forward", dtype): 8 * passes, Matmul("backward", dtype): backward}
     attention = {Attention("forward", "attention"): passes}
     attention |= {Attention("backward", "attention_backward"): passes} if differentiated_layers(case, [0]) else {}

@@ -184,13 +184,12 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     wanted = trial.case.training.compute_dtype or trial.case.training.dtype
     note = policies.of_matmuls(trial.ranks[rank], wanted, forward)
     yield expect(DTYPE, wanted, " and ".join(sorted(forward | backward)) or None, note=note)
-    again = products_again(trial, rank, step)
+    again, outputs = products_again(trial, rank, step), output_layer.applied(trial, rank)
     if again is None:
-        outputs = output_layer.applied(trial, rank)
         wanted = f"equally many in every block, and {outputs} of the output (trait loss_chunks)"
         yield expect("matmuls in forward", wanted, forward.total())
     else:
-        frozen = products_left_out(trial.case, layers_of(trial, rank), output=bool(output_layer.applied(trial, rank)))
+        frozen = products_left_out(trial.case, layers_of(trial, rank), outputs=outputs // trial.case.passes)
         seen = backward.total() - 2 * forward.total() + frozen
         beside = 0 if projects_inside(trial, rank, step) else matmuls_beside(step)
         right = seen in {again + times * beside for times in (0, 2, 3)}  # the loss's: at once, later, or again

@@ -67,18 +67,17 @@ def differentiated_layers(case: Case, layers: Sequence[int]) -> int:
     return sum(into[f"layers.{layer}.attention.wo"] for layer in layers)
 
 
-def products_left_out(case: Case, layers: Sequence[int], *, output: bool) -> int:
+def products_left_out(case: Case, layers: Sequence[int], *, outputs: int) -> int:
     """Return how many matmuls fewer than two for each of forward's a step's backward has: those of frozen weights' gradients,
-    and of inputs without one."""
+    and of inputs without one. outputs: how often a pass applies the output layer, such as once for each chunk of a loss."""
     model, training, count = case.model, case.training, 0
     into = gradients_of_activations(model, training).into
-    mine = (*(f"layers.{layer}." for layer in layers), *(["output"] if output else []))
+    mine = (*(f"layers.{layer}." for layer in layers), *(["output"] if outputs else []))
     for module in (module for module in into if module.startswith(mine)):
         tied = module == "output" and model.tied_embeddings
         weight = "tok_embeddings.weight" if tied else f"{module}.weight"
-        count += (
-            (not into[module]) + (not trains(training, weight)) + _of_adapter(model, training, module, into[module])
-        )
+        left = (not into[module]) + (not trains(training, weight)) + _of_adapter(model, training, module, into[module])
+        count += left * (outputs if module == "output" else 1)
     return case.passes * count
 
 

@@ -87,11 +87,11 @@ def test_a_rank_keeps_gradients_and_state_of_what_is_trained() -> None:
     ],
 )
 def test_matmuls_that_backward_leaves_out(trainable: tuple[str, ...], left: int) -> None:
-    assert products_left_out(tiny_case("single", replace(ADAMW, trainable=trainable)), [0], output=True) == left
+    assert products_left_out(tiny_case("single", replace(ADAMW, trainable=trainable)), [0], outputs=1) == left
 
 
 def test_matmuls_of_adapters() -> None:
     """The input of wq has no gradient: both of wq are left out and one of A. wo lacks its weight's, wk and wv lack both.
     The weights of feed-forward and output lack four."""
     case = tiny_case("single", replace(ADAMW, trainable=ADAPTERS), model=LORA)
-    assert products_left_out(case, [0], output=True) == (2 + 1) + 1 + 4 + 4
+    assert products_left_out(case, [0], outputs=1) == (2 + 1) + 1 + 4 + 4

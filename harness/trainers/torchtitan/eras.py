@@ -40,6 +40,7 @@ class Era:
     shapes_by_example: bool = False  # a pipeline's stages get what they exchange as tensors that need no gradient
     model: tuple[str, ...] = MODEL
     resumes: bool = False  # checkpoints can be requested of it
+    adapts: bool = False  # since 2026-06-24, beside its adapters of low rank all else is frozen
     dist_muon: bool = False  # since 2026-08-13, its Muon is DistMuon
     # keys of options that it has, and this adapter does not pass on; what is neither listed nor there, it has not
     unasked: tuple[str, ...] = ("compile", "async_tp", "quantize", "document_mask", "cpu_offload")

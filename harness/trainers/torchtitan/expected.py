@@ -20,6 +20,12 @@ TIED = ExpectedFailure(
     named="other units",
 )
 TIED_AND_SHARDED = dataclasses.replace(TIED, checks="memory placements reshard traffic")
+ADAPTERS_LOST = ExpectedFailure(
+    because="torchtitan's names for Hugging Face leave out what is of no name there: adapters, which nothing merges",
+    script="upstream_bugs/torchtitan_lora_export.py",
+    checks="export",
+    named="wrong export",
+)
 STALE = dataclasses.replace(
     TIED_AND_SHARDED,
     because="FSDP2 notes a weight twice that torchtitan unties and ties again; the copy that pads its slice is never updated",
@@ -37,6 +43,8 @@ def expected_failure(case: Case, era: Era, *, types: bool) -> ExpectedFailure | 
 
 
 def _of_launch(case: Case, era: Era, *, types: bool) -> ExpectedFailure | None:
+    if case.model.lora is not None and case.features.export:
+        return ADAPTERS_LOST
     if not era.fed_microbatches or (case.dims.tp == 1 and not types):
         return None
     if types and case.model.tied_embeddings and case.model.vocab_size % case.shards:

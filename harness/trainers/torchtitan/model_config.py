@@ -32,7 +32,20 @@ def sized(case: Case, *, masked: bool) -> Any:
     """torchtitan's configuration of a Llama of the case's sizes."""
     from torchtitan.models import llama3
 
-    return of_layers(llama3, case, masked) if hasattr(llama3, "_build_llama3_layers") else of_one_layer(llama3, case)
+    if not hasattr(llama3, "_build_llama3_layers"):
+        return of_one_layer(llama3, case)
+    return adapted(of_layers(llama3, case, masked), case)
+
+
+def adapted(config: Any, case: Case) -> Any:
+    """Return it with torchtitan's own adapters of low rank, where the case has them: all else is frozen."""
+    if (lora := case.model.lora) is None:
+        return config
+    from torchtitan.components.lora import LoRAConverter
+
+    targets = [*lora.targets, *(["wkv"] if "wv" in lora.targets else [])]  # one configuration is of both wk and wv
+    asked = LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=targets)
+    return LoRAConverter(asked).convert(config)
 
 
 def of_layers(llama3: Any, case: Case, masked: bool) -> Any:

@@ -12,6 +12,8 @@ from harness.spec.features import Features
 from harness.spec.traits import OBSERVED, TrainerTraits, with_choices
 from harness.trainers.torchtitan.eras import Era
 
+ADAPTERS = ("*.lora_?.weight",)
+"""What is trained beside adapters, in the words of `trainable`: nothing else."""
 MASK_BLOCK = 128
 """Tokens of a block of FlexAttention's masks, of which each cp rank gets whole ones (torch 2.15)."""
 
@@ -83,6 +85,9 @@ def _of_microbatches(case: Case, era: Era) -> Iterator[str]:
 
 
 def _of_model(case: Case, era: Era) -> Iterator[str]:
+    lora = case.model.lora
+    if era.adapts and lora is not None and ("wk" in lora.targets) != ("wv" in lora.targets):
+        yield f"lora targets {', '.join(lora.targets)}: {era.name} adapts wk and wv together"
     tied = case.model.tied_embeddings and "tied_embeddings" in era.model
     if tied and case.dims.pp > 1:
         yield f"tied_embeddings with pp: {era.name} refuses that"
@@ -94,11 +99,14 @@ def _without_option(case: Case, era: Era) -> Iterator[str]:
         own = (era.traits.fsdp_units, OBSERVED) if key == "fsdp_units" else ()
         if value not in (*era.features.get(key, ()), *own):
             yield f"{key} {value}: {era.without(key)}"
+    adapters_alone = era.adapts and case.model.lora is not None and case.training.trainable == ADAPTERS
     for key, value in _unusual(case.training, TrainingConfig()):
+        if key == "trainable" and adapters_alone:
+            continue
         if key not in era.training or value == "muon":
             yield f"{key} {value}: {era.without('muon' if value == 'muon' else key)}"
     for key, value in _unusual(case.model, ModelConfig()):
-        if key not in era.model:
+        if key not in era.model and not (key == "lora" and adapters_alone):
             yield f"{key} {value}: the model of {era.without(key)}"
 
 

@@ -68,6 +68,7 @@ CHANGES = (
         for file in ("parallelisms/pipelining_utils.py", "parallelisms/pipeline.py", "distributed/pipeline.py")
     ),
     *(Change(file, syntax.a_name("local_avg_loss"), {"largest_of_whole": True}) for file in ("train.py", "trainer.py")),
+    Change("components/lora.py", syntax.a_function("_make_frozen_config", "cfg"), {"adapts": True}),
     Change("distributed/flex_shard/dist_muon.py", syntax.a_class("DistMuon"), {"dist_muon": True}),
     Change("components/checkpoint.py", syntax.an_attribute("load_only"), {"resumes": True}),
     Change("hf_datasets/text_datasets.py", syntax.a_key("positions"), {"gives_positions": True}),
