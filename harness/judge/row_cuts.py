@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.evidence.records import RankEvidence
+from harness.evidence.records import RankEvidence, Run
 from harness.evidence.step import Microbatch, StepEvidence
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
@@ -22,12 +22,17 @@ def by_sample(trial: Trial) -> Trial:
     """Return the trial with tokens, labels and positions where a plan expects them; the same for other trainers."""
     if trial.case.dims.cp == 1 or not trial.traits.cp_cuts_rows:
         return trial
-    ranks = dict(trial.ranks)
+    repeat = None if trial.repeat is None else _recut_run(trial, trial.repeat)
+    return replace(trial, run=_recut_run(trial, trial.run), repeat=repeat)
+
+
+def _recut_run(trial: Trial, run: Run) -> Run:
+    ranks = dict(run.ranks)
     for line in trial.plan.groups["cp"]:
         if all(rank in ranks for rank in line):
             for rank, steps in _of_line(trial.case, {rank: ranks[rank] for rank in line}).items():
                 ranks[rank] = replace(ranks[rank], steps=steps)
-    return replace(trial, run=replace(trial.run, ranks=ranks))
+    return replace(run, ranks=ranks)
 
 
 def _of_line(case: Case, line: Mapping[int, RankEvidence]) -> dict[int, tuple[StepEvidence, ...]]:

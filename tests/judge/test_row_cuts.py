@@ -70,6 +70,11 @@ def test_passes_that_train_nothing_are_recut_like_those_that_train(rows: Trial) 
                 assert trained.tokens.tolist() == evaluated.tokens.tolist()
 
 
+def test_the_repeat_of_a_case_is_recut_as_its_run_is(rows: Trial) -> None:
+    twice = by_sample(replace(rows, case=replace(rows.case, runs=2), repeat=rows.run))
+    assert judged("determinism", twice).verdict == Verdict.PASS
+
+
 def test_what_is_wrong_stays_wrong(rows: Trial) -> None:
     first = rows.ranks[0]
     step = first.steps[0]
