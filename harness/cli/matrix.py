@@ -16,6 +16,7 @@ from harness.cli.exit_codes import NOT_JUDGED, PASSED, code_of, worst
 from harness.cli.interrupt import abandon
 from harness.cli.options import (
     BadInput,
+    add_again,
     add_cases,
     add_command,
     add_how_to_run,
@@ -23,7 +24,6 @@ from harness.cli.options import (
     add_recipe,
     add_selection,
     cases_of,
-    count,
     no_document,
     options_of,
     positive_int,
@@ -67,7 +67,7 @@ def add(commands: Any) -> None:
         "--all", action="store_true", help="only list every pair of options, with its case or its reason"
     )
     add_parts(parser)
-    add_again(parser)
+    add_again(parser, usual=1)
     parser.add_argument(
         "--on", metavar="ray[://HOST:PORT]", help="on the nodes of a Ray cluster, which have the harness installed"
     )
@@ -102,16 +102,6 @@ def add_parts(parser: argparse.ArgumentParser) -> None:
     add_map(part)
     part.add_argument("--last-failed", action="store_true", help="those not green in the last run in OUT")
     part.add_argument("--max-failures", type=positive_int, metavar="N", help="begin no other case after N failures")
-
-
-def add_again(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--again",
-        type=count,
-        default=1,
-        metavar="N",
-        help="make a failing case again N times, in fresh ranks, to see whether it always fails; default 1",
-    )
 
 
 def add_map(parser: argparse._ActionsContainer) -> None:

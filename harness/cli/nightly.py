@@ -23,6 +23,7 @@ from harness.cli.exit_codes import NOT_JUDGED, PASSED, worst
 from harness.cli.history_report import code
 from harness.cli.options import (
     BadInput,
+    add_again,
     add_cases,
     add_command,
     add_how_to_run,
@@ -77,7 +78,7 @@ def add(commands: Any) -> None:
     matrix.add_tier(parser)
     add_jobs(parser, "cases at a time at most; default as many as slots allow")
     add_recipe(parser)
-    matrix.add_again(parser)
+    add_again(parser, usual=1)
     matrix.add_map(parser)
     add_how_to_run(parser)
 

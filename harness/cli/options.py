@@ -167,6 +167,12 @@ def seconds(text: str) -> float:
     return value
 
 
+def add_again(parser: argparse._ActionsContainer, *, usual: int) -> None:
+    """Let a person say how often a failing case is made again, in fresh ranks; `usual` times where it is not said."""
+    what = f"make a failing case again N times, in fresh ranks, to see whether it always fails; default {usual}"
+    parser.add_argument("--again", type=count, default=usual, metavar="N", help=what)
+
+
 def positive_int(text: str) -> int:
     return int(positive(str(int(text))))
 

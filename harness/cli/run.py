@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from harness.cli.completion import case_names
 from harness.cli.exit_codes import NOT_JUDGED, PASSED, exit_code
 from harness.cli.options import (
     BadInput,
+    add_again,
     add_cases,
     add_command,
     add_how_to_run,
@@ -23,14 +26,20 @@ from harness.cli.options import (
     options_of,
     which_trainer,
 )
+from harness.judge.judgement import Judgement
 from harness.launch.torchrun import join
 from harness.record.injection import requested_ranks
 from harness.report.documents import case_here
+from harness.report.outcome import Outcome, judged
 from harness.report.output import complain, say
 from harness.report.progress import stages
 from harness.report.text import case_report
+from harness.run.again import Again
 from harness.run.folders import folder_of
+from harness.run.matrix import attempt
+from harness.run.options import Options
 from harness.run.run_case import run_case
+from harness.spec.case import Case
 from harness.spec.variants import in_dtype, reseeded
 
 FIRST_NODE = 600.0  # seconds in which the first node begins the launch; it may run the reference before
@@ -48,6 +57,7 @@ def add(commands: Any) -> None:
         "--bisect", action="store_true", help="exit 125 where nothing could be judged, for `git bisect run`"
     )
     add_recipe(parser)
+    add_again(parser, usual=0)
     what = "; without CASE: show those that stay, end them, or end-all of other environments"
     how = add_how_to_run(parser, rank_servers.ALL, what)
     how.add_argument(
@@ -93,5 +103,17 @@ def _run(args: argparse.Namespace) -> int:
         say(f"on every other node: harness run --join {shlex.quote(str(folder_of(case, options)))}", to=sys.stderr)
     with stages(case.name, sys.stderr) as stage:
         judgement = run_case(case, options, stage)
-    answer(args, "case", case_here(judgement), case_report(judgement), *which_trainer(args))
+        again = functools.partial(attempt, how=functools.partial(run_case, stage=stage))
+        outcome = with_repeats(judgement, options, args.again, again)
+    data, text = case_here(judgement), outcome.report or case_report(judgement)
+    if outcome.repeats:
+        data |= {"repeats": outcome.repeats, "cause": outcome.cause, "diagnosis": outcome.diagnosis or None}
+    answer(args, "case", data, text, *which_trainer(args))
     return exit_code(judgement)
+
+
+def with_repeats(first: Judgement, options: Options, times: int, make: Callable[[Case, Options], Outcome]) -> Outcome:
+    """Return what became of a case that was made, and of a failing one when it was made again so many times."""
+    return Again(times).outcome(
+        first.case, options, lambda case, each: judged(first) if each is options else make(case, each)
+    )

@@ -54,10 +54,17 @@ def _with_repeats(first: Outcome, repeats: dict[str, Any]) -> Outcome:
     """Return the outcome with what became of it again. A mistake of the code would show each time; so what did not fail again
     has no other cause."""
     text, verdicts = repeats_text(repeats), repeats["verdicts"]
-    head, *lines = first.report.splitlines()
-    told = dataclasses.replace(first, repeats=repeats, report="\n".join([head, *wrapped(text, "  "), *lines]))
     once = Verdict.FAIL not in verdicts and any(verdict in GREEN for verdict in verdicts)
+    head, *lines = _without_cause(first) if once else first.report.splitlines()
+    told = dataclasses.replace(first, repeats=repeats, report="\n".join([head, *wrapped(text, "  "), *lines]))
     return dataclasses.replace(told, cause=text, diagnosis={}) if once else told
+
+
+def _without_cause(outcome: Outcome) -> list[str]:
+    """Return the lines of its report, but those before the first empty one, which are about the cause."""
+    lines = outcome.report.splitlines()
+    rest = lines[lines.index("") :] if "" in lines else []
+    return [f"{outcome.verdict} {outcome.case}", f"  again             {outcome.again}", *rest]
 
 
 def _told(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
+import pytest
 import torch
 
-from harness.probe import live_tensors
+from harness.probe import MANY, Probe, live_tensors
 
 
 def shapes() -> list[tuple[int, ...]]:
@@ -34,3 +36,17 @@ def test_what_a_local_variable_or_a_list_holds_is_kept() -> None:
     local, listed = torch.ones(3, 1223), [torch.ones(3, 1229)]
     assert {(3, 1223), (3, 1229)} <= set(shapes())
     del local, listed
+
+
+@pytest.mark.parametrize(("objects", "looked_through"), [(10, True), (2 * MANY, False)])
+def test_many_old_objects_are_looked_through_before_and_after_a_probe_but_not_by_it(
+    objects: int, looked_through: bool
+) -> None:
+    old: list[list[object]] = [[] for _ in range(objects)]
+    gc.collect()
+    probe = Probe(0, 1)
+    found = []
+    for done in (probe.install, probe.remove):
+        done()
+        found.append(any(thing is old for thing in gc.get_objects(generation=2)))
+    assert found == [looked_through, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from harness.cli import main
 from harness.judge.twice import PASSED
 from harness.report.outcome import Outcome
 from harness.report.progress import Progress
@@ -20,7 +22,8 @@ from harness.run.options import Options
 from harness.spec.case import Case
 from harness.spec.loading import from_json
 
-BAD = Outcome("a", "FAIL", cause="gradients scaled", diagnosis={"kinds": ["gradients scaled"]}, report="FAIL a\n  rest")
+BAD = Outcome("a", "FAIL", cause="gradients scaled", diagnosis={"kinds": ["gradients scaled"]})
+BAD = replace(BAD, report="FAIL a  gradients scaled\n  proof\n\n  checks")
 GOOD, OPEN, OTHER = replace(BAD, verdict="PASS"), replace(BAD, verdict="UNKNOWN"), replace(BAD, cause="other")
 
 
@@ -53,7 +56,8 @@ def test_a_cause_is_told_of_what_fails_again_alone(further: list[Outcome], alike
     assert found.repeats["alike"] == alike
     assert found.repeats["folders"][:2] == ["nowhere/a", "nowhere/a+again_1"]
     assert (found.cause != BAD.cause, found.diagnosis == {}) == (once, once)
-    assert found.report.splitlines()[0] == "FAIL a" and repeats_text(found.repeats)[:20] in found.report
+    assert repeats_text(found.repeats)[:20] in found.report and found.report.endswith("\n\n  checks")
+    assert ("gradients scaled" in found.report, "proof" in found.report) == (not once, not once)
 
 
 def test_what_is_green_or_undecided_or_has_a_fault_is_not_made_again() -> None:
@@ -93,6 +97,20 @@ class Once(Llama3):
 
 adapter = Once()
 """
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_one_case_is_made_again_in_fresh_ranks_and_its_report_names_no_cause(
+    times: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, out = tmp_path / "once.py", tmp_path / "out"
+    trainer.write_text(ONCE)
+    words = ["run", "fsdp_2", "--trainer", str(trainer), "--out", str(out), "--json"]
+    assert main([*words, "--again", str(times)] if times else words) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "FAIL"
+    assert (found.get("repeats", {}).get("verdicts", []), "diagnosis" not in found) == (["PASS"] * times, bool(times))
+    assert {"gradients", "grad_norm"} <= {each["check"] for each in found["results"] if each["verdict"] == "FAIL"}
 
 
 def test_a_gradient_that_goes_wrong_once_on_one_rank_is_located_there(tmp_path: Path) -> None:
