@@ -1,0 +1,106 @@
+"""A gradient is another tensor: of the step before, of another parameter, rounded, or with its rows in other places.
+
+No search knows one of these. They show whether diagnosis compares what is wrong with all that is on record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from harness.faults import fault
+from harness.faults import operators as op
+
+BACKWARD = ".trainer:Trainer.forward_backward"
+STEP = ".trainer:Trainer.optimizer_step"
+Gradients = dict[str, Any]
+
+
+def _local_gradients(trainer: Any) -> Gradients:
+    """Return what this rank holds of each gradient, by the name of its parameter."""
+    found = {
+        name.removeprefix("module."): parameter.grad
+        for part in trainer.model_parts
+        for name, parameter in part.named_parameters()
+    }
+    return {name: getattr(gradient, "_local_tensor", gradient) for name, gradient in found.items()}
+
+
+def _behind_backward(change: Callable[[Gradients], None]) -> op.Operator:
+    def changed(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = original(trainer, *args, **kwargs)
+        change(_local_gradients(trainer))
+        return loss
+
+    return op.instead(BACKWARD, changed)
+
+
+def _late() -> Callable[[Gradients], None]:
+    kept: Gradients = {}
+
+    def late(gradients: Gradients) -> None:
+        held = gradients["layers.1.ffn_norm.weight"]
+        now = held.clone()
+        held.copy_(kept.get("last", now))
+        kept["last"] = now
+
+    return late
+
+
+def _swapped(gradients: Gradients) -> None:
+    keys, values = (gradients[f"layers.0.attention.{name}.weight"] for name in ("wk", "wv"))
+    kept = keys.clone()
+    keys.copy_(values)
+    values.copy_(kept)
+
+
+def _rounded(gradients: Gradients) -> None:
+    for gradient in gradients.values():
+        gradient.copy_(gradient.bfloat16())
+
+
+def _moved(gradients: Gradients) -> None:
+    held = gradients["tok_embeddings.weight"]
+    held.copy_(held.roll(1, 0))
+
+
+gradient_of_the_step_before = fault(
+    breaks="one parameter's gradient comes a step late, as where a step does not wait for what is still reduced",
+    bug="G-class a tensor in place of another",
+    case="ddp_2",
+    caught_by="gradients grad_norm",
+    named="another tensor",
+    does=_behind_backward(_late()),
+)
+gradients_of_two_matrices_swapped = fault(
+    breaks="two gradients of one shape are handed back to each other's parameter, as by a wrong place in a flat buffer",
+    bug="G-class a tensor in place of another",
+    case="fsdp_2",
+    caught_by="gradients",
+    named="another tensor",
+    does=_behind_backward(_swapped),
+)
+gradients_through_bfloat16 = fault(
+    breaks="all gradients pass through bfloat16 in a float64 recipe, behind the reduction",
+    bug="G-class a tensor in place of another",
+    case="fsdp_2",
+    caught_by="gradients",
+    named="another tensor",
+    does=_behind_backward(_rounded),
+)
+embedding_gradient_a_row_off = fault(
+    breaks="each row of the embedding's gradient is added to the next token's",
+    bug="G-class a tensor in place of another",
+    case="ddp_2",
+    caught_by="gradients",
+    named="another tensor",
+    does=_behind_backward(_moved),
+)
+matrices_moved_by_each_others_gradients = fault(
+    breaks="the optimizer takes two parameters' gradients for each other's, behind clipping",
+    bug="G-class a tensor in place of another",
+    case="fsdp_2",
+    caught_by="update",
+    named="another tensor",
+    does=op.before_call(STEP, lambda trainer: _swapped(_local_gradients(trainer))),
+)
