@@ -14,13 +14,20 @@ from collections.abc import Sequence
 
 from harness.checks import judge
 from harness.diagnosis.backward import random_state_not_restored, rounding, wrong_backward
-from harness.diagnosis.by_hand import lines_to_write
 from harness.diagnosis.contributions import lacks_the_outputs_part, sums_of_whole_gradients
+from harness.diagnosis.declarable import lines_to_write
 from harness.diagnosis.engine import explain
 from harness.diagnosis.exported import odd_exports, wrong_exports
-from harness.diagnosis.facts import layers_lost, not_finite, not_trained, observed, process_failed
+from harness.diagnosis.facts import (
+    adapters_scaled,
+    layers_lost,
+    not_finite,
+    not_frozen,
+    not_trained,
+    observed,
+    process_failed,
+)
 from harness.diagnosis.fed import other_samples
-from harness.diagnosis.frozen import adapters_scaled, not_frozen
 from harness.diagnosis.hypothesis import Facts, Suspects, as_seen
 from harness.diagnosis.passed_back import multiples_passed_back
 from harness.diagnosis.piece_weights import sums_of_pieces

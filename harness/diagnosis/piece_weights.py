@@ -17,7 +17,7 @@ import numpy as np
 
 from harness.checks.update import observed_norm
 from harness.diagnosis import assume
-from harness.diagnosis.apart import clipping_apart, summed, train_apart
+from harness.diagnosis.assume import clipping_apart, summed, train_apart
 from harness.diagnosis.backward import silent_axes
 from harness.diagnosis.contributions import Number, Reading, norm_of_all, scaled_alike
 from harness.diagnosis.differences import first_wrong_step, seen_gradients, wrong_pairs

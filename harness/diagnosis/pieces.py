@@ -17,7 +17,7 @@ import numpy as np
 
 from harness.checks.samples import parts_of
 from harness.diagnosis import assume
-from harness.diagnosis.apart import clipping_apart
+from harness.diagnosis.assume import clipping_apart
 from harness.diagnosis.differences import seen_gradients, wrong_pairs
 from harness.diagnosis.words import Arrays, in_order
 from harness.judge.contents import take

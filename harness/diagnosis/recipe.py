@@ -20,7 +20,7 @@ import numpy as np
 
 from harness.checks import update
 from harness.diagnosis import assume
-from harness.diagnosis.apart import replicas_differ, train_apart
+from harness.diagnosis.assume import replicas_differ, train_apart
 from harness.diagnosis.differences import replicas_agree
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.reported import READ

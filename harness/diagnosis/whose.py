@@ -17,8 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from harness.diagnosis.apart import clipping_apart, summed, train_apart
-from harness.diagnosis.assume import another_reference
+from harness.diagnosis.assume import another_reference, clipping_apart, summed, train_apart
 from harness.diagnosis.differences import first_wrong_step, seen_gradients, spans, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.words import Arrays, Pair, from_step, in_order, where_text

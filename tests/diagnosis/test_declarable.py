@@ -10,7 +10,7 @@ from literal import judged, tiny_case, trial_of, with_collectives, with_every_ra
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
-from harness.diagnosis.by_hand import IN_BACKWARD, lines_to_write
+from harness.diagnosis.declarable import IN_BACKWARD, lines_to_write
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.report.cause_text import evidence_rows
