@@ -131,8 +131,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         b, s, _ = x.shape
-        heads = (b, s, -1, self.config.head_dim)
-        q, k, v = self.wq(x).view(heads), self.wk(x).view(heads), self.wv(x).view(heads)
+        heads = (-1, self.config.head_dim)
+        q, k, v = (project(x).unflatten(-1, heads) for project in (self.wq, self.wk, self.wv))
         angles = self.angles(torch.arange(s, device=q.device) if positions is None else positions, at_least_float32(q))
         q, k = self.turn(q, angles), self.turn(k, angles)
         repeats = q.shape[2] // k.shape[2]  # query heads per key head; head i reads key head i // repeats

@@ -21,6 +21,7 @@ from typing import Any
 from harness.evidence.step import Attention, QuantizedMatmul, StepEvidence
 from harness.judge import compiled_code, output_layer, policies
 from harness.judge.finding import Finding, Limit, Value
+from harness.judge.received_samples import sizes_wanted
 from harness.judge.result import Result, verdict_of
 from harness.judge.trial import Trial
 from harness.plan.frozen import differentiated_layers, products_left_out
@@ -209,19 +210,16 @@ FUSED, ATTENDED, ATTENDED_AGAIN = Attention("forward", "attention"), "attention 
 def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     """Each layer's, in each step: one that falls back to matmuls leaves too few kernels, and batched matmuls instead."""
     seen, case = step.activity.attention, trial.case
-    again = case.passes * parts_attended(trial, rank) * len(recomputed_layers(case, rank))
-    again = 0 if case.features.activation_checkpointing == "op" else again
-    expect = partial(_expect, rank, step=step.step)
-    yield expect(ATTENDED, fused_in_forward(trial, rank), seen.get(FUSED, 0))
+    if not any(sizes_wanted(trial, rank, step.step)):  # torch calls no kernel
+        return
+    parts, expect = case.passes * parts_attended(trial, rank), partial(_expect, rank, step=step.step)
+    again = 0 if case.features.activation_checkpointing == "op" else parts * len(recomputed_layers(case, rank))
+    yield expect(ATTENDED, parts * len(layers_of(trial, rank)), seen.get(FUSED, 0))
     yield expect(ATTENDED_AGAIN, again, seen.get(Attention("backward", "attention"), 0))
-    backward = case.passes * parts_attended(trial, rank) * differentiated_layers(case, layers_of(trial, rank))
+    backward = parts * differentiated_layers(case, layers_of(trial, rank))
     yield expect("attention's gradients", backward, seen.get(Attention("backward", "attention_backward"), 0))
     batched, most = batched_in_training(trial, step), case.passes * len(trial.plan.stages[rank])
     yield None if batched <= most else expect("batched matmuls", Limit(most=most), batched)
-
-
-def fused_in_forward(trial: Trial, rank: int) -> int:
-    return trial.case.passes * parts_attended(trial, rank) * len(layers_of(trial, rank))
 
 
 def batched_matmuls(step: StepEvidence, phases: Collection[str] = ()) -> int:

@@ -26,7 +26,7 @@ from harness.evidence.text import positions_text, ranks_text
 from harness.judge.finding import Finding, Value
 from harness.judge.labels import laid_out
 from harness.judge.observed import together
-from harness.judge.received_samples import positions_received, received_samples, rows_of, rows_received
+from harness.judge.received_samples import positions_received, received_samples, rows_of, rows_received, sizes_wanted
 from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
@@ -128,16 +128,13 @@ def _twins(trial: Trial, received: dict[int, list[int | None]]) -> tuple[int, ..
 
 def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
     """Accumulation must leave a trace: the same batch in one piece gives the same gradient."""
-    case = trial.case.at(step)
-    wanted = [case.local_batch] * case.passes
     findings = []
     for rank in trial.first_stages():
+        wanted = sizes_wanted(trial, rank, step)
         for record in trial.ranks[rank].steps:
-            sizes = [len(part.tokens) for part in record.microbatches if part.tokens is not None]
+            sizes = tuple(len(part.tokens) for part in record.microbatches if part.tokens is not None)
             if record.step == step and sizes != wanted:
-                findings.append(
-                    Finding.at(rank, tuple(wanted), tuple(sizes), step=step, quantity="samples of each microbatch")
-                )
+                findings.append(Finding.at(rank, wanted, sizes, step=step, quantity="samples of each microbatch"))
     return findings
 
 

@@ -24,7 +24,13 @@ from harness.diagnosis.received import Rows, of_share, own_labels, received, shi
 from harness.diagnosis.words import on_ranks, rank_words
 from harness.evidence.text import positions_text
 from harness.judge.losses import global_loss
-from harness.judge.received_samples import positions_received, received_samples, rows_received, shares_of_samples
+from harness.judge.received_samples import (
+    positions_received,
+    received_samples,
+    rows_received,
+    shares_of_samples,
+    sizes_wanted,
+)
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
@@ -308,15 +314,11 @@ def _deals(trial: Trial, size: int) -> Iterator[tuple[str, bool, Callable[[int],
 
 
 def _microbatches(trial: Trial, step: int) -> Cause | None:
-    case = trial.case.at(step)
-    wanted = [case.local_batch] * case.passes
     for rank in received_samples(trial, step):
-        sizes = [len(part.tokens) for part in parts_of(trial, rank, step) if part.tokens is not None]
-        if sizes != wanted:
-            text = f"accumulation: rank {rank} ran microbatches of {sizes} samples in step {step}"
-            return Cause(
-                "microbatches", text, expected=f"{wanted}", details=(("ranks", (rank,)), ("sizes", tuple(sizes)))
-            )
+        sizes = tuple(len(part.tokens) for part in parts_of(trial, rank, step) if part.tokens is not None)
+        if sizes != (wanted := sizes_wanted(trial, rank, step)):
+            text = f"accumulation: rank {rank} ran microbatches of {[*sizes]} samples in step {step}"
+            return Cause("microbatches", text, expected=f"{[*wanted]}", details=(("ranks", (rank,)), ("sizes", sizes)))
     return None
 
 

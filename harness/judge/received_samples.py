@@ -7,7 +7,14 @@ from dataclasses import replace
 import numpy as np
 
 from harness.judge.trial import Trial
+from harness.plan.grid import coordinate
 from harness.plan.stages import positions
+
+
+def sizes_wanted(trial: Trial, rank: int, step: int) -> tuple[int, ...]:
+    """Return how many samples each microbatch of a rank should have."""
+    place = coordinate(trial.case.dims, rank)
+    return trial.case.sizes_at(step, place["dp_replicate"] * trial.case.dims.dp_shard + place["dp_shard"])
 
 
 def received_samples(trial: Trial, step: int) -> dict[int, list[int | None]]:

@@ -200,6 +200,13 @@ class Case:
             self, training=training, features=dataclasses.replace(self.features, accumulation=max(1, whole))
         )
 
+    def sizes_at(self, step: int, share: int) -> tuple[int, ...]:
+        """Return how many samples each microbatch of a step has on a data rank, counted from 0. Where the last batch is not
+        divided evenly, the first ranks have one more, and some may have none."""
+        of = self.at(step)
+        total, ranks = of.training.global_batch, of.dims.dp
+        return (len(range(share, total, ranks)),) if total % ranks else (of.local_batch,) * of.passes
+
     @property
     def noise_key(self) -> str:
         """Under which the reference's noise is kept: how gradients are added over ranks, and whether matmuls are rounded

@@ -130,12 +130,18 @@ def _validate_trainable(case: Case, where: str) -> None:
 
 
 def _validate_last_batch(case: Case, where: str) -> None:
-    """Its samples are whole microbatches on each rank, or one smaller microbatch."""
+    """Its samples are whole microbatches on each rank, or one smaller microbatch; some ranks may have more than others, or
+    none, where data is all that ranks divide."""
     last, ranks = case.training.last_batch, case.dims.dp
     if last is None:
         return
     each = last // ranks
-    if last % ranks or (each > case.local_batch and each % case.local_batch):
+    if last % ranks and case.features.accumulation == 1:
+        if ranks < case.dims.world_size:
+            raise CaseError(
+                f"{where}: last_batch {last} is not divisible by {ranks} data ranks, and other axes are above 1"
+            )
+    elif last % ranks or (each > case.local_batch and each % case.local_batch):
         raise CaseError(
             f"{where}: last_batch {last} over {ranks} data ranks: neither one microbatch of at most {case.local_batch}"
             f" samples a rank, nor several of {case.local_batch}"

@@ -163,6 +163,8 @@ WRONG_LINES = {
     "training: {last_batch: 16}": "training: last_batch 16: above 0 and below global_batch 16 is wanted",
     "dims: {dp_shard: 2}\nfeatures: {accumulation: 2}\ntraining: {last_batch: 12}": "last_batch 12 over 2 data ranks: neither"
     " one microbatch of at most 4 samples a rank, nor several of 4",
+    "dims: {dp_shard: 2, tp: 2}\ntraining: {last_batch: 5}": "last_batch 5 is not divisible by 2 data ranks, and other axes are"
+    " above 1",
     "dims: {pp: 2}\ntraining: {last_batch: 8}": "last_batch with pp 2: a schedule always cuts a batch in as many parts",
     "features: {async_save: true}": "async_save is of a launch that saves, an entry of `resume`; leave it out",
     "resume: [{after: 1, until: 9}]": "resume: until 9 is beyond the 3 steps of the recipe",

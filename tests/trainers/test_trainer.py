@@ -195,6 +195,18 @@ class Numbers:
         return torch.tensor([index]), torch.tensor([index])
 
 
+@pytest.mark.parametrize(("last", "sizes"), [(1, [1, 0, 0, 0]), (5, [2, 1, 1, 1]), (8, [2, 2, 2, 2])])
+def test_the_end_of_the_data_is_dealt_without_repeating_or_dropping_samples(last: int, sizes: list[int]) -> None:
+    recipe = TrainingConfig(steps=2, global_batch=16, last_batch=last)
+    case = Case("any", "a test", ParallelDims(dp_replicate=2, dp_shard=2), training=recipe)
+    ranks = [data.Microbatches(case, dp_rank) for dp_rank in range(4)]
+    steps = [[rank.step() for rank in ranks] for _ in range(2)]
+    assert [[len(tokens) for tokens, _ in batches] for batches in steps[1]] == [[size] for size in sizes]
+    assert [case.sizes_at(2, share) for share in range(4)] == [(size,) for size in sizes]
+    rows = [row for step in steps for batches in step for tokens, _ in batches for row in tokens.tolist()]
+    assert sorted(rows) == sorted(data.build_dataset(recipe, case.model)[at][0].tolist() for at in range(16 + last))
+
+
 @pytest.mark.parametrize("dims", [ParallelDims(), ParallelDims(dp_replicate=2, dp_shard=4), ParallelDims(dp_shard=2)])
 @pytest.mark.parametrize("first", [0, 2, 3])
 def test_a_steps_samples_over_dp_are_one_slice_of_the_order_also_after_an_epoch_and_a_resume(

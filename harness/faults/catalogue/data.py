@@ -13,6 +13,20 @@ SAMPLER = "torch.utils.data:DistributedSampler.__init__"
 BATCHES = ".data:Microbatches.step"
 
 
+def _filled_up(original: Any, sampler: Any) -> Any:
+    from harness.reference.data import epoch_order
+
+    order = epoch_order(len(sampler.dataset), sampler.seed + sampler.epoch).tolist()
+    order += order[: -len(order) % sampler.num_replicas]
+    return iter(order[sampler.rank :: sampler.num_replicas])
+
+
+def _kept(original: Any, loader: Any, length: int | None = None) -> Any:
+    batches = original(loader, length)
+    loader.kept = batches[-1]
+    return batches
+
+
 dp_ranks_shuffle_differently = fault(
     breaks="each dp rank shuffles with another seed before it takes every n-th sample",
     bug="D01 huggingface/accelerate #2694, issue #2268",
@@ -112,6 +126,24 @@ def one_batch_for_all_microbatches(original: Any, self: Any, length: int | None 
     return [batches[0]] * len(batches)
 
 
+end_of_the_data_filled_up = fault(
+    breaks="the sampler repeats samples of the epoch where ranks do not divide its end, as torch's does if nothing is dropped",
+    bug="D-class: the end of an epoch, which ranks do not divide",
+    case="fsdp_4_last_batch_of_two",
+    caught_by="samples loss gradients",
+    named="data position",
+    does=op.instead(".data:ResumableSampler.mine", _filled_up),
+)
+last_batch_again_where_data_ended = fault(
+    breaks="a rank whose data has ended trains on its last batch again, so that no rank waits",
+    bug="D-class: the end of an epoch, which ranks do not divide",
+    case="fsdp_4_last_batch_of_two",
+    caught_by="samples loss gradients",
+    named="data position",
+    does=op.together(
+        op.instead(BATCHES, _kept), op.instead(".data:Microbatches.nothing", lambda original, loader: loader.kept)
+    ),
+)
 sampler_of_the_world = fault(
     breaks="the sampler deals the samples out to all ranks of the world, tp's among them, and is read by dp ranks",
     bug="D-class: num_replicas is the world's size",

@@ -17,12 +17,21 @@ from harness.spec.case import Case
 
 
 class ResumableSampler(DistributedSampler):
-    """Begins an epoch at this rank's sample number `start` instead of 0, without reading what lies before."""
+    """Begins an epoch at this rank's sample number `start` instead of 0, without reading what lies before.
+
+    Where ranks do not divide an epoch, torch's sampler drops its end or repeats samples. This one leaves some ranks less."""
 
     start = 0
 
     def __iter__(self) -> Iterator[int]:
-        return itertools.islice(super().__iter__(), self.start, None)
+        return itertools.islice(self.mine(), self.start, None)
+
+    def mine(self) -> Iterator[int]:
+        size = len(self.dataset)
+        if size % self.num_replicas == 0:
+            return super().__iter__()
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+        return iter(order[self.rank :: self.num_replicas])
 
 
 def build_loader(dataset: Any, case: Case, dp_rank: int) -> DataLoader:
@@ -66,8 +75,12 @@ class Microbatches:
         if self.samples % len(self.dataset) == 0:
             self.seek(self.samples)
         self.samples += min(self.case.training.global_batch, len(self.dataset) - self.samples % len(self.dataset))
-        whole = list(itertools.islice(self.iterator, self.case.features.accumulation))
+        whole = list(itertools.islice(self.iterator, self.case.features.accumulation)) or [self.nothing()]
         return [(tokens[:, :length], labels[:, :length]) for tokens, labels in whole]
+
+    def nothing(self) -> tuple[Tensor, Tensor]:
+        """A batch without samples, so that a rank that has none takes part in all communication of the step."""
+        return (torch.zeros(0, self.case.training.seq_len, dtype=torch.int64),) * 2
 
     def epochs(self) -> float:
         """How often the data was drawn, up to now."""

@@ -207,7 +207,10 @@ def whole(value: Tensor) -> Tensor:
 
 
 def count_tokens(microbatches: list[Microbatch], case: Case) -> int:
-    """All tokens of the step, those without a label included: every rank along dp and cp has as many others."""
+    """All tokens of the step, those without a label included: every rank along dp and cp has as many others, but for a last
+    batch that is not divided evenly. case: as it is in this step."""
+    if case.training.global_batch % case.dims.dp:
+        return case.training.global_batch * microbatches[0].tokens.shape[1]
     return sum(part.tokens.numel() for part in microbatches) * case.dims.dp * case.dims.cp
 
 
@@ -305,7 +308,8 @@ class Trainer:
             for tokens, labels in self.microbatches.step(self.case.seq_len(self.step + 1))
         ]
         valid_tokens = count_valid(microbatches, self.mesh, self.device)
-        self.tokens, self.own_valid_tokens = count_tokens(microbatches, self.case), own_valid_tokens(microbatches)
+        self.tokens = count_tokens(microbatches, self.case.at(self.step + 1))
+        self.own_valid_tokens = own_valid_tokens(microbatches)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for part in self.model_parts:
