@@ -1,4 +1,4 @@
-"""Whose value is it? Which tensor on record a wrong one is: as it is, scaled, rounded, transposed or with its rows moved.
+"""Whose value is it? Which tensor on record a wrong one is: as it is, scaled, rounded, transposed or with rows moved.
 
 A wrong tensor, or its wrong rows, is compared with the right one, changed in one way. It is also compared with other tensors on
 record: of another parameter, another rank, an earlier step, the weights. The answer must fit everything that is wrong in the
@@ -79,15 +79,15 @@ class Relation:
         times = "" if math.isclose(self.factor, 1) else f"{number_text(self.factor)} times "
         change = f", {self.change}" * bool(self.change)
         if self.source is None:
-            return f"{times}the right one{change}"
-        return f"{'the right one and ' * self.added}{times}{_source_words(self.source, fqn, part)}{change}"
+            return f"{times}the right ones{change}"
+        return f"{'the right ones and ' * self.added}{times}{_source_words(self.source, fqn, part)}{change}"
 
 
 def _source_words(source: Source, fqn: str, part: Slice) -> str:
     own = "the same parameter" if source.fqn == fqn else source.fqn
     own += " as another rank holds it" * (source.fqn == fqn and source.part != part)
     when = {0: "", 1: " of the step before"}.get(source.back, f" of {source.back} steps before")
-    return f"the {source.what} of {own}{when}"
+    return f"{'those' if source.what == 'gradient' else f'the {source.what}'} of {own}{when}"
 
 
 # ---- one tensor
@@ -327,7 +327,7 @@ def _cause(trial: Trial, found: Mapping[Pair, Wrong], step: int, when: str) -> C
     for at, one in sorted(found.items(), key=lambda item: item[1].is_scaled):
         alike.setdefault(one.words(at[1]), []).append(at)
     (text, pairs), *others = alike.items()
-    hint = f"{others[0][0]} {where_text(trial, others[0][1])}" if others else ""
+    hint = f"besides, {others[0][0]} {where_text(trial, others[0][1])}" if others else ""
     relation, part = found[pairs[0]].relation, found[pairs[0]].part
     source = relation.source or Source("gradient", pairs[0][1], part)
     details = (

@@ -76,7 +76,7 @@ FSDP, FOUR = trial_of(tiny_case("fsdp_2")), fsdp_4()
     [
         (every(FSDP, lambda value: value + 1), ""),
         (dict.fromkeys((WQ, W1), lambda value: through(np.float32, value)), "rounded to float32"),
-        ({WO: lambda value: 2**0.5 * value, W1: lambda value: 2**0.5 * value}, "1.41421 times the right one"),
+        ({WO: lambda value: 2**0.5 * value, W1: lambda value: 2**0.5 * value}, "1.41421 times the right ones"),
         ({NORM: lambda value: 0 * value + 1}, "all 1"),
         ({WO: lambda value: FSDP.reference.weights[WQ]}, WQ),
         ({WQ: lambda value: value.T}, "transposed"),
@@ -259,7 +259,7 @@ CHANGED = "parameters changed over the checkpoint"
         (lambda held: {f: through(np.float32, v) for f, v in held.items()}, CHANGED, "are", "rounded to float32"),
         (lambda held: {WEIGHT: held[WEIGHT].T}, CHANGED, "are", "transposed"),
         (lambda held: {WEIGHT: held[WEIGHT][::-1]}, CHANGED, "are", "its rows in another order"),
-        (lambda held: {f: 1.5 * v for f, v in held.items()}, CHANGED, "are", "1.5 times the right one"),
+        (lambda held: {f: 1.5 * v for f, v in held.items()}, CHANGED, "are", "1.5 times the right ones"),
         (lambda held: {W1: held[W1] + 1}, CHANGED, "are", ""),
         (lambda held: {W1: last_bit(held[W1])}, CHANGED, "are", ""),
         (lambda held: {W1: 0 * held[W1]}, CHANGED, "are", "all 0"),

@@ -93,7 +93,7 @@ class Otherwise:
         (lambda own, before: {W1: own[W1] + 0.5 * before[W1]}, 2, {"back": 1, "factor": 0.5, "added": True}),
         (lambda own, before: {W1: halves(own[W1])}, 1, {"source": W1, "another rank's": True}),
         (lambda own, before: {fqn: halves(value) for fqn, value in own.items()}, 1, {"another rank's": True}),
-        (lambda own, before: {W1: np.roll(own[W1], 1, axis=0)}, 1, {"change": "its rows moved by 1"}),
+        (lambda own, before: {W1: np.roll(own[W1], 1, axis=0)}, 1, {"change": "rows moved by 1"}),
         (lambda own, before: {W1: np.roll(own[W1], 2, axis=1)}, 2, {"change": "its columns moved by 2"}),
         (lambda own, before: {NORM: np.roll(own[NORM], 1)}, 1, {"change": "its entries moved by 1"}),
         (lambda own, before: {WQ: heads(own[WQ])}, 1, {"change": "its rows in another order"}),
@@ -178,7 +178,7 @@ def seen_by(layout: str, change: OfRank, *, noise: float = 0.0) -> Trial:
 ONE_RANK: list[tuple[str, OfRank, dict[str, Any]]] = [
     ("ddp_2", lambda rank, own: {W1: own[W3]} if rank else {}, {"source": W3, "ranks": (1,)}),
     ("ddp_2", lambda rank, own: {W1: own[W1].T} if rank else {}, {"change": "transposed", "ranks": (1,)}),
-    ("ddp_2", lambda rank, own: {W1: np.roll(own[W1], 1, 0)} if rank else {}, {"change": "its rows moved by 1"}),
+    ("ddp_2", lambda rank, own: {W1: np.roll(own[W1], 1, 0)} if rank else {}, {"change": "rows moved by 1"}),
     ("ddp_2", lambda rank, own: {W1: rows(own[W1], 0)} if rank else {}, {"factor": 0.0, "ranks": (1,)}),
     ("ddp_2", lambda rank, own: {W1: own[W3] if rank else own[W2]}, {"source": W2, "ranks": (0,)}),
     ("hsdp_2x2", lambda rank, own: {W1: own[W3]} if rank == 3 else {}, {"source": W3, "ranks": (3,)}),
