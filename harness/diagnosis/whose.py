@@ -155,7 +155,7 @@ def _order(value: np.ndarray, wanted: np.ndarray, close: float) -> np.ndarray | 
 def _moved(order: np.ndarray, name: str) -> str:
     by = int(-order[0] % len(order))
     cyclic = np.array_equal(order, np.roll(np.arange(len(order)), by))
-    return f"its {name} moved by {by}" if cyclic else f"its {name} in another order"
+    return f"{name} moved by {by}" if cyclic else f"{name} in another order"
 
 
 def to_bfloat16(value: np.ndarray) -> np.ndarray:

@@ -258,7 +258,7 @@ CHANGED = "parameters changed over the checkpoint"
     [
         (lambda held: {f: through(np.float32, v) for f, v in held.items()}, CHANGED, "are", "rounded to float32"),
         (lambda held: {WEIGHT: held[WEIGHT].T}, CHANGED, "are", "transposed"),
-        (lambda held: {WEIGHT: held[WEIGHT][::-1]}, CHANGED, "are", "its rows in another order"),
+        (lambda held: {WEIGHT: held[WEIGHT][::-1]}, CHANGED, "are", "rows in another order"),
         (lambda held: {f: 1.5 * v for f, v in held.items()}, CHANGED, "are", "1.5 times the right ones"),
         (lambda held: {W1: held[W1] + 1}, CHANGED, "are", ""),
         (lambda held: {W1: last_bit(held[W1])}, CHANGED, "are", ""),

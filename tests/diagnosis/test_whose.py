@@ -96,7 +96,7 @@ class Otherwise:
         (lambda own, before: {W1: np.roll(own[W1], 1, axis=0)}, 1, {"change": "rows moved by 1"}),
         (lambda own, before: {W1: np.roll(own[W1], 2, axis=1)}, 2, {"change": "its columns moved by 2"}),
         (lambda own, before: {NORM: np.roll(own[NORM], 1)}, 1, {"change": "its entries moved by 1"}),
-        (lambda own, before: {WQ: heads(own[WQ])}, 1, {"change": "its rows in another order"}),
+        (lambda own, before: {WQ: heads(own[WQ])}, 1, {"change": "rows in another order"}),
         (lambda own, before: {WQ: own[WQ].T}, 1, {"change": "transposed"}),
         (lambda own, before: {W1: to_bfloat16(own[W1])}, 1, {"change": "rounded to bfloat16"}),
         (lambda own, before: {f: to_bfloat16(g) for f, g in own.items()}, 1, {"change": "rounded to bfloat16"}),
