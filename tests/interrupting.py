@@ -37,7 +37,7 @@ def interrupt(
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what a shell's background jobs ignore
+        preexec_fn=lambda: signal.signal(by, signal.SIG_DFL),  # a shell's background jobs ignore SIGINT, nohup's SIGHUP
     )
     try:
         assert eventually(when, seconds=100)
