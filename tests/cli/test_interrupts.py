@@ -32,7 +32,7 @@ def test_ctrl_c_pressed_several_times_in_a_run_leaves_no_process_and_no_tracebac
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_ends_a_command_lets_it_remove_its_temporary_folders(by: signal.Signals, tmp_path: Path) -> None:
     before = {number: signal.getsignal(number) for number in ENDS}
-    signal.signal(by, signal.SIG_DFL)  # nohup ignores SIGHUP
+    signal.signal(by, ENDS[by])  # nohup ignores SIGHUP
     try:
         with pytest.raises(KeyboardInterrupt), one_interrupt(), tempfile.TemporaryDirectory(dir=tmp_path):
             os.kill(os.getpid(), by)
