@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from caused import cause_of, data_of
-from diagnosed import broken, dims, fsdp_4, received
-from literal import ADAMW, EIGHT, judged, tiny_case, trial_of, with_step, with_step_1_gradients, without_step
+from diagnosed import dims, fsdp_4, received
+from literal import ADAMW, judged, tiny_case, trial_of, with_step, with_step_1_gradients, without_step
 from literal_ranks import microbatch_of
 from resuming import FSDP_4, resumed
 from trained import RECIPE, Ran, _ran, case_of, reference  # noqa: F401
@@ -18,12 +18,11 @@ from trained import RECIPE, Ran, _ran, case_of, reference  # noqa: F401
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.fed import other_samples, wrong_samples
-from harness.diagnosis.received import Rows, other_positions, seen_labels, shift_of, trained_on, wrong_positions
+from harness.diagnosis.received import Rows, seen_labels, shift_of, trained_on, wrong_positions
 from harness.diagnosis.received import received as rows_of
 from harness.evidence.step import Microbatch
 from harness.judge.losses import global_loss
 from harness.judge.received_samples import received_samples
-from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
 from harness.reference.data import build_dataset, sample_order
@@ -355,45 +354,6 @@ def test_samples_that_are_known_keep_their_numbers_and_others_get_the_next(ran: 
     twice = np.vstack([rows.tokens[:1], rows.tokens[:1]])
     labels = np.vstack([rows.labels[:1], np.roll(rows.labels[:1], 1)])
     assert len({*trained_on(trial, {1: Rows(twice, labels)}).reference.samples[0]}) == 2
-
-
-# ---- positions
-
-
-def told(trial: Trial, rank: int, at: np.ndarray, steps: Sequence[int] = (1, 2, 3)) -> Trial:
-    for step in steps:
-        trial = with_step(trial, rank, step, positions=(at,))
-    return trial
-
-
-SHORT = trial_of(tiny_case(ParallelDims(cp=2), EIGHT, cp_load_balance=False))
-VARYING = trial_of(tiny_case(ParallelDims(cp=2), replace(LENGTH_16, variable_length=True), cp_load_balance=False))
-
-
-@pytest.mark.parametrize(
-    ("trial", "ranks", "first"),
-    [
-        (told(SHORT, 1, np.arange(4)), (1,), 0),
-        (told(told(SHORT, 0, np.arange(1, 5)), 1, np.arange(5, 9)), (0, 1), 1),
-        (told(VARYING, 1, np.arange(8, 12), [2]), (1,), 8),
-    ],
-)
-def test_positions_that_are_not_those_of_the_tokens(trial: Trial, ranks: tuple[int, ...], first: int) -> None:
-    assert judged("positions", trial).verdict is Verdict.FAIL
-    cause = wrong_positions(trial)
-    assert cause is not None and data_of(cause, "ranks", "first") == ("positions", ranks, first)
-    assert cause_of(trial).kind == "positions"
-
-
-def test_the_model_is_assumed_to_turn_by_the_positions_that_it_was_given(ran: Ran) -> None:
-    trial = told(ran(case_of(ParallelDims(cp=2), cp_load_balance=False)), 1, np.arange(4))
-    (one,) = other_positions(trial, broken("positions"))
-    assert one.assume is not None
-    assumed = one.assume(trial)
-    assert assumed.reference.steps[0].loss != trial.reference.steps[0].loss
-    assert not list(other_positions(SHORT, broken("positions")))
-    assert cause_of(trial).kind == "positions"  # and right numbers are not explained by them
-    assert "loss" not in cause_of(trial).explains
 
 
 def test_right_samples_have_no_cause() -> None:
