@@ -137,11 +137,8 @@ class Found:
     verdict: str
     told: str = ""  # the cause of a FAIL or UNKNOWN, or the reason why the case was not requested
 
-    def __str__(self) -> str:
-        return self.on("")
-
     def on(self, date: str) -> str:
-        """Return what to tell of a commit of this date; without one no defect is known."""
+        """Return what to tell of a commit of this date."""
         if self.verdict == Verdict.PASS:
             return "PASS"
         return f"{self.verdict}: {self.defect(date) or self.told}"

@@ -64,7 +64,7 @@ def test_the_loss_of_validation_is_the_next_steps() -> None:
 def test_the_loss_of_a_validation_that_a_case_requests_is_a_number_of_its_own() -> None:
     told: list[Metrics] = []
     processor = SimpleNamespace(log=lambda *_: None, log_validation=lambda *_: None)
-    note_processor(processor, told, apart=True)
+    note_processor(processor, told, separately=True)
     processor.log(1, 5.0, 6.0, 0.5)
     processor.log_validation(loss=4.5, step=1)
     processor.log(2, 4.0, 4.1, 0.5)

@@ -207,8 +207,9 @@ def whole(value: Tensor) -> Tensor:
 
 
 def count_tokens(microbatches: list[Microbatch], case: Case) -> int:
-    """All tokens of the step, those without a label included: every rank along dp and cp has as many others, but for a last
-    batch that is not divided evenly. case: as it is in this step."""
+    """All tokens of the step, those without a label included. case: as it is in this step.
+
+    Every rank along dp and cp has as many, but for a last batch that is not divided evenly."""
     if case.training.global_batch % case.dims.dp:
         return case.training.global_batch * microbatches[0].tokens.shape[1]
     return sum(part.tokens.numel() for part in microbatches) * case.dims.dp * case.dims.cp

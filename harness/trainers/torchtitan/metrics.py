@@ -34,13 +34,13 @@ def note_processor(
     shows: Callable[[], bool] = lambda: True,
     *,
     tells_largest: bool = True,
-    apart: bool = False,
+    separately: bool = False,
 ) -> Any:
     """The same metrics processor, whose values are noted. Versions without a gradient norm log none.
 
     shows: whether this rank knows the loss, when it comes to it; ranks without the last stage of a pipeline show -1.
     tells_largest: False where the largest loss is known to be wrong.
-    apart: the loss of a validation is a number of its own; if not, it is judged as the loss of the step that comes next.
+    separately: the loss of a validation is one more number; if not, it is judged as the loss of the step that comes next.
     """
     original = processor.log
     validated: dict[int, float] = {}
@@ -54,7 +54,7 @@ def note_processor(
         original(step, average, largest, *norm, **extra)
 
     def note(loss: float, step: int) -> None:
-        if not apart:
+        if not separately:
             validated[step + 1] = loss
         elif shows() and metrics and metrics[-1].step == step:
             metrics[-1] = dataclasses.replace(metrics[-1], numbers={VALIDATION: Number(loss, of=VALIDATION)})

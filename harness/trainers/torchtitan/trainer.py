@@ -30,7 +30,7 @@ class TitanTrainer:
             self.metrics,
             lambda: getattr(trainer, "pp_has_last_stage", True),
             tells_largest=not why_not_largest(case, source.era),
-            apart=bool(case.features.validate_every),
+            separately=bool(case.features.validate_every),
         )
 
     def train(self, last_step: int) -> None:
