@@ -60,7 +60,8 @@ def _trained(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
                     if kind == "collective":
                         dist.Work.unbox(result[-1]).wait()
                     _flip(args[0] if kind == "collective" else result, wanted)
-                    Path(wanted["told"]).write_text(str(trainer.step + 1), encoding="utf-8")
+                    step = len(trainer.metrics) + 1  # trainer.step is that already where the loss is reduced
+                    Path(wanted["told"]).write_text(str(step), encoding="utf-8")
             return result
 
     def _flip(result: Any, wanted: Any) -> None:
