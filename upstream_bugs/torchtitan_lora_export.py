@@ -1,8 +1,8 @@
 """torchtitan exports a model under Hugging Face's names without its adapters, neither merged nor beside, and says nothing.
 
-Llama3StateDictAdapter.to_hf goes over the names of a checkpoint and leaves out a name of a block that it does not know. Those
-of `lora_a` and `lora_b` are such. `checkpoint.last_save_in_hf` saves what it returns, which are the only weights that the last
-step leaves then. They are the frozen ones that training began with.
+Llama3StateDictAdapter.to_hf goes over the names of a checkpoint and leaves out a name of a block that it does not know. Names
+with `lora_a` and `lora_b` are unknown to it. `checkpoint.last_save_in_hf` saves what it returns, which are the only weights
+that the last step leaves then. They are the frozen ones that training began with.
 
 python upstream_bugs/torchtitan_lora_export.py     one process; exits with 1 while it is so
 """
