@@ -1,171 +1,112 @@
-"""Which faults of the catalogue two recordings notice by numbers alone, without an adapter.
+"""Which faults of the catalogue two recordings notice, without an adapter: run as scripts under `harness record --same-as`.
 
     python -m benchmarks.recorded_numbers OUT [-k WORDS]
 
-OUT is a folder that `harness faults --out OUT` wrote. What its ranks left is cut down to the numbers that the recorder leaves.
-They are sketches of slices, rows of samples, rates, and the norm by which gradients are clipped. The reference is the first
-recording. Faults count that break `gradients` or `update` in the matrix. Starts no ranks.
+Faults count that break `gradients` or `update` in the matrix. The first recording is of one process that accumulates over
+passes of one sample each; it is made once for each model and recipe. Left out are cases that resume a checkpoint or compute in
+8 bits. The first cause of each comparison is printed, and that of the matrix. What OUT has is not recorded again.
 """
 
 from __future__ import annotations
 
 import argparse
-import zlib
+import dataclasses
+import hashlib
+import json
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import torch
-
-from harness.diagnosis.sketched import cause_of
-from harness.evidence.records import RankEvidence
-from harness.evidence.sketches import GRADIENT, WEIGHTS, Box, RankSketches, Sketch, place_text
-from harness.evidence.store import EvidenceError
-from harness.faults.attempt import accepted
-from harness.judge.result import Verdict
-from harness.judge.same_training import compared
-from harness.judge.sketched import added_up
-from harness.judge.stored_trial import load_trial
-from harness.judge.trial import Trial
-from harness.plan.slices import Slice
-from harness.record.boxes import boxes_of_dims, rows_of_interval
-from harness.record.sketching import Sketcher
-from harness.report.cause_text import cause_line
+from harness.faults import load_fault
+from harness.faults.attempt import Attempt, accepted
+from harness.spec.case import Case, to_json
+from harness.spec.dims import ParallelDims
+from harness.spec.features import Features
+from harness.spec.loading import from_json, load_all
 
 OF_NUMBERS = {"gradients", "update"}
-SKETCHER = Sketcher()
+SECONDS = 300
 
 
-def reference_of(trial: Trial) -> RankSketches:
-    """Return what one device would have left."""
-    reference, shapes = trial.reference, {fqn: value.shape for fqn, value in trial.reference.weights.items()}
-    found = [_sketch(0, WEIGHTS, fqn, value, _whole(value.shape)) for fqn, value in reference.weights.items()]
-    for step in reference.steps:
-        of_step = {GRADIENT: step.gradients, WEIGHTS: step.parameters}
-        found += [
-            _sketch(step.step, kind, fqn, v, _whole(v.shape)) for kind, of in of_step.items() for fqn, v in of.items()
-        ]
-    at = {id_: place for place, id_ in enumerate(reference.sample_ids)}
-    rows = {
-        step: Counter(
-            _row(reference.tokens[at[id_]][: trial.case.seq_len(step)]) for id_ in reference.samples[step - 1]
-        )
-        for step in trial.case.steps
-    }
-    tokens = {
-        step: _tokens([reference.tokens[at[i]][: trial.case.seq_len(step)] for i in reference.samples[step - 1]])
-        for step in rows
-    }
-    clips = trial.case.training.max_norm is not None
-    return RankSketches(
-        0,
-        1,
-        shapes=shapes,
-        dtypes=dict.fromkeys(shapes, trial.case.training.dtype),
-        sketches=tuple(found),
-        rows={step: dict(of) for step, of in rows.items()},
-        tokens=tokens,
-        norms={step.step: step.grad_norm for step in reference.steps if clips},
-        rates={step.step: step.lr for step in reference.steps},
-        optimizers=(trial.case.training.optimizer,),
-        computes_in=trial.case.training.compute_dtype or "",
-    )
+def job(file: Path, fault: str) -> None:
+    """Train as a script does, which knows nothing of the harness but its trainer."""
+    from harness.trainers.llama3 import adapter
+
+    case = from_json(json.loads(file.read_text(encoding="utf-8")))
+    if fault:
+        load_fault(fault).apply(lambda: None)
+    try:
+        adapter.start(case, None, "cpu").train(case.training.steps)
+    finally:
+        adapter.stop()
 
 
-def rank_of(trial: Trial, evidence: RankEvidence) -> RankSketches:
-    """Return what the recorder would have left of a rank."""
-    rank, shapes = evidence.rank, {fqn: value.shape for fqn, value in trial.reference.weights.items()}
-    held = {one.fqn: one.value for one in evidence.parameters}
-    found = [*_sketches(trial, rank, 0, WEIGHTS, held)]
-    rows, tokens = dict[int, dict[int, int]](), dict[int, int]()
-    for step in evidence.steps:
-        found += [*_sketches(trial, rank, step.step, GRADIENT, step.gradients)]
-        found += [*_sketches(trial, rank, step.step, WEIGHTS, step.parameters)]
-        fed = [row for part in step.microbatches if part.tokens is not None for row in part.tokens]
-        if fed:
-            rows[step.step], tokens[step.step] = dict(Counter(map(_row, fed))), _tokens(fed)
-    return RankSketches(
-        rank,
-        trial.case.dims.world_size,
-        shapes={fqn: shapes[fqn] for fqn in held if fqn in shapes},
-        sketches=tuple(found),
-        rows=rows,
-        tokens=tokens,
-        norms={s.step: s.grad_norm for s in evidence.steps if s.grad_norm is not None},
-        rates={s.step: s.lr for s in evidence.steps if s.lr is not None},
-        optimizers=(trial.case.training.optimizer,),
-    )
+def alone(case: Case) -> Case:
+    """Return the same training in one process, a sample a pass."""
+    features = Features(accumulation=case.training.global_batch)
+    return dataclasses.replace(case, name="alone", dims=ParallelDims(), features=features, runs=1)
 
 
-def _sketches(trial: Trial, rank: int, step: int, kind: str, values: dict[str, np.ndarray]) -> Iterator[Sketch]:
-    """Yield those of slices whose place is known."""
-    for fqn, value in values.items():
-        part = trial.slice_of(rank, fqn) or trial.plan.slices[rank].get(fqn)
-        boxes = () if part is None else _boxes(part, trial.reference.weights[fqn].shape)
-        if sum(np.prod(box.size) for box in boxes) == value.size:
-            yield _sketch(step, kind, fqn, value, boxes)
+def recorded(folder: Path, case: Case, fault: str = "", same_as: Path | None = None) -> None:
+    """Record one job."""
+    if (folder / "recording.json").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder.with_suffix(".json")
+    file.write_text(json.dumps(to_json(case)), encoding="utf-8")
+    ranks = case.dims.world_size
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *start, "-m", "benchmarks.recorded_numbers", "--job", str(file), fault]
+    beside = ["--same-as", str(same_as)] if same_as else []
+    words = [sys.executable, "-m", "harness", "record", *beside, "-o", str(folder), "--", *command]
+    log = folder.with_suffix(".log")
+    with log.open("w", encoding="utf-8") as out:
+        subprocess.run(words, stdout=out, stderr=out, timeout=SECONDS, check=False)
 
 
-def _boxes(part: Slice, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    if len(part) == 1 and len(shape) > 1:
-        return rows_of_interval(shape, *part[0])
-    return boxes_of_dims(shape, [(interval,) for interval in part])
-
-
-def _whole(shape: tuple[int, ...]) -> tuple[Box, ...]:
-    return boxes_of_dims(shape, [((0, size),) for size in shape])
-
-
-def _sketch(step: int, kind: str, fqn: str, value: np.ndarray, boxes: tuple[Box, ...]) -> Sketch:
-    flat = torch.from_numpy(np.array(value)).reshape(-1)
-    squares, *sums = SKETCHER.sketch(flat, fqn, boxes).tolist()
-    return Sketch(step, kind, fqn, place_text(boxes), value.size, squares, np.array(sums))
-
-
-def _row(tokens: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(tokens, np.int64).tobytes())
-
-
-def _tokens(rows: list[np.ndarray]) -> int:
-    return sum(int(token) * int(token) for row in rows for token in row)
+def compared(one: Path, other: Path) -> dict[str, Any]:
+    words = [sys.executable, "-m", "harness", "compare", "--json", str(one), str(other)]
+    return json.loads(subprocess.run(words, capture_output=True, text=True, check=False).stdout)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("-k", default="", help="a part of the folder's name")
+    parser.add_argument("-k", default="", help="a part of CASE+FAULT")
     args = parser.parse_args()
-    attempts, count = {f"{one.case}+{one.fault}": one for one in accepted()}, Counter[str]()
-    for folder in sorted(args.out.iterdir()):
-        attempt = attempts.get(folder.name)
-        right = "+" not in folder.name and (folder / "case.json").exists()
-        if args.k not in folder.name or not (right or (attempt and OF_NUMBERS & {*attempt.broken})):
-            continue
-        try:
-            trial = load_trial(folder)
-            if trial.run.unreadable:
-                raise EvidenceError(next(iter(trial.run.unreadable.values())))
-            if trial.saved or not trial.reference.steps or trial.case.training.quantize:
-                continue
-            one = added_up([reference_of(trial)])
-            other = added_up([rank_of(trial, evidence) for evidence in trial.ranks.values()])
-        except EvidenceError:
-            count["unread"] += 1
-            continue
-        found = compared(one, other)
-        cause = cause_of(one, other, found)
-        word = str(found.verdict) if right else f"fault {found.verdict}"
-        count[word] += 1
-        if attempt is not None and cause is not None:
-            count["named alike"] += cause.kind in attempt.kinds
-        if (attempt is not None) or found.verdict is not Verdict.PASS:
-            broken = " ".join(r.check for r in found.results if r.verdict is Verdict.FAIL)
-            notes = " ".join(f"{r.check}: {r.note}" for r in found.results if r.verdict is Verdict.UNKNOWN)
-            print(f"{word:14} {folder.name}: {broken or notes}", flush=True)
-            print(f"    here   {cause_line(cause) if cause else ''}\n    matrix {attempt.cause if attempt else ''}")
+    cases, count = {case.name: case for case in load_all()}, Counter[str]()
+    references: dict[str, Path] = {}
+    for attempt in accepted():
+        case, name = cases[attempt.case], f"{attempt.case}+{attempt.fault}"
+        if args.k in name and OF_NUMBERS & {*attempt.broken} and not (case.resume or case.training.quantize):
+            one = alone(case)
+            key = hashlib.sha256(json.dumps(to_json(one), sort_keys=True).encode()).hexdigest()[:12]
+            if key not in references:
+                references[key] = args.out / key
+                recorded(references[key], one)
+            count[_noticed(args.out / name, references[key], case, attempt)] += 1
     print(dict(count))
 
 
+def _noticed(folder: Path, reference: Path, case: Case, attempt: Attempt) -> str:
+    """Record a fault and say what is told of it. Return the verdict, and whether the cause is of a kind of the matrix's."""
+    try:
+        recorded(folder, case, attempt.fault, reference)
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    found = compared(reference, folder)
+    cause = found.get("cause") or {}
+    alike = cause.get("kind") in attempt.kinds
+    word = f"{found.get('verdict', 'nothing')}{', named alike' * alike}"
+    print(f"{word:24} {folder.name}\n    here   {cause.get('kind', '')}: {found.get('text', '')}", flush=True)
+    print(f"    matrix {', '.join(attempt.kinds)}: {attempt.cause}", flush=True)
+    return word
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--job"]:
+        job(Path(sys.argv[2]), *sys.argv[3:] or [""])
+    else:
+        main()

@@ -1,9 +1,9 @@
 """What one rank of a recorded job leaves of numbers: sketches of its slices of gradients, weights and optimizer state.
 
-A sketch of a tensor is 32 sums of its elements, each with a sign. Bucket and sign follow from the parameter's name and the
-element's index in the whole tensor. So the sketches of slices add up to the sketch of the whole, whatever the layout. The
-length of the difference of two sketches estimates the distance of two tensors. This is a count sketch (Charikar, Chen and
-Farach-Colton, 2002); buckets follow from row and column separately (Pham and Pagh, 2013).
+A sketch of a tensor is 32 sums of its elements, each with a sign. Bucket and sign follow from the element's index in the whole
+tensor. So the sketches of slices add up to the sketch of the whole, whatever the layout, and those of tensors of one shape can
+be compared. The length of the difference of two sketches estimates the distance of two tensors. This is a count sketch
+(Charikar, Chen and Farach-Colton, 2002); buckets follow from row and column separately (Pham and Pagh, 2013).
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from harness.evidence.whole_file import whole_file
 
 BUCKETS = 32
 """Sums of a sketch."""
-FORMAT = 1
+FORMAT = 2
 WEIGHTS, GRADIENT = "weights", "gradient"
 """Kinds of tensors; an optimizer's state has the optimizer's own keys."""
+AFTER_PASS = "gradient after pass "
+"""With the number of a pass from 1, the kind of what was accumulated until then."""
 MOST = 400_000_000  # bytes of one rank's file
 HEAD = struct.Struct("<8sI")
 MAGIC = b"sketches"
@@ -39,7 +41,7 @@ class Sketch:
     step: int
     """Training step; 0 before the first one."""
     kind: str
-    """"weights" after the step, "gradient" that the optimizer received, or a key of the optimizer's state."""
+    """"weights" after the step, "gradient" that the optimizer received, AFTER_PASS, or a key of the optimizer's state."""
     fqn: str
     """Name of the parameter."""
     place: str
@@ -68,8 +70,8 @@ class RankSketches:
     """Parameter -> its dtype."""
     sketches: tuple[Sketch, ...] = ()
     """The sketches of all recorded steps."""
-    rows: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Step -> digest of a row of samples: how often the rank was fed it."""
+    passes: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """Step -> for each pass that trained, digests of the rows of samples that the rank was fed."""
     tokens: dict[int, int] = field(default_factory=dict)
     """Step -> one number for all tokens that the rank was fed, in whatever order; none of inputs that are no integers."""
     norms: dict[int, float] = field(default_factory=dict)
@@ -115,11 +117,11 @@ def save_sketches(path: Path, of: RankSketches) -> None:
 
 
 PLAIN = (
-    *("rank", "world", "launch", "shapes", "dtypes", "rows", "tokens", "norms", "rates", "optimizers"),
+    *("rank", "world", "launch", "shapes", "dtypes", "passes", "tokens", "norms", "rates", "optimizers"),
     *("computes_in", "noise", "plain", "unplaced", "bare"),
 )
 """Fields that JSON keeps."""
-OF_STEPS = ("rows", "tokens", "norms", "rates")
+OF_STEPS = ("passes", "tokens", "norms", "rates")
 
 
 def _is_exact(kind: str, dtype: str) -> bool:
@@ -164,8 +166,8 @@ def _unpacked(data: bytes) -> RankSketches:
     )
     plain: dict[str, Any] = {name: head[name] for name in PLAIN if name in head}
     plain |= {name: _by_step(plain[name]) for name in OF_STEPS}
-    plain["rows"] = {step: {int(row): count for row, count in of.items()} for step, of in plain["rows"].items()}
-    plain["bare"] = {int(row): bare for row, bare in head.get("bare", {}).items()}  # older files have none
+    plain["passes"] = {step: tuple(map(tuple, of)) for step, of in plain["passes"].items()}
+    plain["bare"] = {int(row): bare for row, bare in head["bare"].items()}
     plain["shapes"] = {fqn: tuple(shape) for fqn, shape in plain["shapes"].items()}
     return RankSketches(
         **plain | {"sketches": sketches, **{name: tuple(plain[name]) for name in ("optimizers", "plain")}}

@@ -9,6 +9,7 @@ of the first command with its weights altered by one rounding.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ from harness.judge.sketched import Key, Numbers, Whole, missing_ranks, of_finite
 
 CHECKS = ("initial_weights", "samples", "recipe", "gradients", "grad_norm", "optimizer_state", "update")
 """What is judged, in the order in which one follows from the other."""
+
+
+SETTING = re.compile(r"(betas|momentum|weight_decay|amsgrad) (.*?)(?=, (?:betas|momentum|weight_decay|amsgrad) |\)$)")
+"""Name and value of a setting, in the words in which the recorder tells an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -205,9 +210,8 @@ def _recipe(one: Numbers, other: Numbers, steps: list[int]) -> Result:
         return Result("recipe", Verdict.UNKNOWN, note="no step of an optimizer was seen in one of the recordings")
     findings = []
     if {*map(_settings, one.optimizers)} != {*map(_settings, other.optimizers)}:
-        texts = (", ".join(sorted(of.optimizers)) for of in (one, other))
-        expected, observed = texts
-        findings.append(Finding(kind="setting", name="optimizer", expected=expected, observed=observed))
+        name, expected, observed = _other_setting(one.optimizers, other.optimizers)
+        findings.append(Finding(kind="setting", name=name, expected=expected, observed=observed))
     for step in steps:
         rates = [of.rates.get(step, ()) for of in (one, other)]
         if all(rates) and {*rates[0]} != {*rates[1]}:
@@ -220,6 +224,17 @@ def _settings(optimizer: str) -> str:
     """Return class and settings, without the optimizer that contains it, such as ZeRO's."""
     kind, _, settings = optimizer.partition("(")
     return f"{kind.partition(' in ')[0]}({settings}"
+
+
+def _other_setting(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str, str]:
+    """Return the one setting that differs, and both its values; all of both optimizers where more does."""
+    mine, theirs = (dict(SETTING.findall(_settings(of[0]))) for of in (one, other))
+    classes = {_settings(text).partition("(")[0] for text in (*one, *other)}
+    odd = [name for name in mine if mine[name] != theirs.get(name)]
+    if len(one) == len(other) == len(classes) == len(odd) == 1 and mine.keys() == theirs.keys():
+        return odd[0], mine[odd[0]], theirs[odd[0]]
+    expected, observed = (", ".join(sorted(of)) for of in (one, other))
+    return "optimizer", expected, observed
 
 
 # ---- what comes of it

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from harness.evidence.sketches import BUCKETS, WEIGHTS, RankSketches, Sketch, boxes_of
+from harness.evidence.sketches import AFTER_PASS, BUCKETS, WEIGHTS, RankSketches, Sketch, boxes_of
 from harness.evidence.text import counted, names_text, ranks_text
 
 CELLS = 1 << 22
@@ -80,6 +80,10 @@ class Numbers:
     """Dtype by one rounding of which first weights were altered; empty if they were not."""
     bare: Mapping[int, int] = field(default_factory=dict)
     """By digest of a row, that of the row without the equal tokens that it ends with."""
+    passes: Mapping[int, Mapping[int, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
+    """Step and rank -> for each pass, digests of the rows that the rank was fed."""
+    after_pass: Mapping[tuple[int, int], Mapping[str, np.ndarray]] = field(default_factory=dict)
+    """Step and number of a pass from 1 -> by parameter, the sketch of what was accumulated until then."""
 
     @property
     def steps(self) -> list[int]:
@@ -106,7 +110,8 @@ class _Total:
         self.whole = dict[Key, Whole]()
         self.places: dict[Key, dict[str, int]] = defaultdict(dict)
         self.firsts = dict[tuple[Key, str], tuple[int, Sketch]]()
-        self.fed: dict[int, list[tuple[bool, dict[int, int]]]] = defaultdict(list)
+        self.fed: dict[int, dict[int, tuple[bool, tuple[tuple[int, ...], ...]]]] = defaultdict(dict)
+        self.after_pass: dict[tuple[int, int], dict[str, np.ndarray]] = defaultdict(dict)
         self.tokens, self.norms = defaultdict[int, list[int]](list), defaultdict[int, dict[int, float]](dict)
         self.bare = dict[int, int]()
         self.rates, self.optimizers = defaultdict[int, set[float]](set), dict[str, None]()
@@ -123,8 +128,8 @@ class _Total:
         self.dtypes |= one.dtypes
         self.optimizers |= dict.fromkeys(one.optimizers)
         self.bare |= one.bare
-        for step, rows in one.rows.items():
-            self.fed[step].append((step in one.tokens, rows))
+        for step, passes in one.passes.items():
+            self.fed[step][one.rank] = step in one.tokens, passes
         for step, number in one.tokens.items():
             self.tokens[step].append(number)
         for step, norm in one.norms.items():
@@ -132,7 +137,11 @@ class _Total:
         for step, rate in one.rates.items():
             self.rates[step].add(rate)
         for sketch in one.sketches:
-            self._add(one.rank, sketch)
+            if sketch.kind.startswith(AFTER_PASS):
+                number = int(sketch.kind.removeprefix(AFTER_PASS))
+                self.after_pass[sketch.step, number][sketch.fqn] = sketch.sums
+            else:
+                self._add(one.rank, sketch)
 
     def _add(self, rank: int, sketch: Sketch) -> None:
         """Add a slice that no rank had yet; compare one that another rank had."""
@@ -170,7 +179,7 @@ class _Total:
             dtypes=self.dtypes,
             whole=whole,
             unknown=unknown,
-            rows={step: _rows_of(of) for step, of in self.fed.items()},
+            rows={step: _rows_of([*of.values()]) for step, of in self.fed.items()},
             tokens={step: tuple(of) for step, of in self.tokens.items()},
             norms=self.norms,
             rates={step: tuple(sorted(of)) for step, of in self.rates.items()},
@@ -178,16 +187,16 @@ class _Total:
             computes_in=self.computes_in,
             noise=self.noise,
             bare=self.bare,
+            passes={step: {rank: fed for rank, (_, fed) in of.items()} for step, of in self.fed.items()},
+            after_pass=self.after_pass,
         )
 
 
-def _rows_of(fed: list[tuple[bool, dict[int, int]]]) -> Counter[int]:
+def _rows_of(fed: list[tuple[bool, tuple[tuple[int, ...], ...]]]) -> Counter[int]:
     """Return how often each row was fed. Later stages of a pipeline are fed no integers, as the first one is."""
     integers = any(is_integer for is_integer, _ in fed)
-    total = Counter[int]()
-    for is_integer, rows in fed:
-        total.update(rows if is_integer == integers else {})
-    return total
+    kept = (passes for is_integer, passes in fed if is_integer == integers)
+    return Counter(itertools.chain.from_iterable(itertools.chain.from_iterable(kept)))
 
 
 def _why_not_whole(fqn: str, shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, int]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,19 +17,22 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from harness.evidence.sketches import GRADIENT, WEIGHTS, RankSketches, Sketch
+from harness.evidence.sketches import AFTER_PASS, GRADIENT, WEIGHTS, RankSketches, Sketch
 from harness.probe.clock import Account, Clock
 from harness.probe.structure import local
 from harness.probe.values import CLIP_FUNCTIONS
 from harness.record.boxes import Held, Sharded, held_parameters, of_dtensor
 from harness.record.compiling import not_compiled
 from harness.record.digests import row_digests, token_sum
+from harness.record.place import place_of
 from harness.record.sketching import Sketcher, alter, width_of
 
 ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 """By dtype, the distance of 1 from the next larger number."""
 WRAPPERS = 16
 """Wrappers of one function that are looked through."""
+MOST_PASSES = 64
+"""Passes of a step after which accumulated gradients are looked at."""
 MOST_SAMPLES = 32
 """Digests of single samples that are kept of a step."""
 Timed = Callable[..., Any]
@@ -139,14 +142,23 @@ class Numbers:
                 alter(tensor, held.fqn, held.boxes, width_of(held.shape), ROUNDING[own])
                 self._note(0, WEIGHTS, held, held.owner)
 
-    def pass_begins(self, inputs: torch.Tensor | None) -> None:
+    def pass_begins(self, parts: Sequence[nn.Module], inputs: torch.Tensor | None) -> None:
         """Look at the samples of a pass; gradients that come now are other ones. Whether it trains shows later.
         Trap: a pipeline calls its stages once to see shapes; that is of step 0."""
         self._fresh.clear()
+        self._note_accumulated(parts)
         if inputs is not None and inputs.dim() >= 2:
             integers = not (inputs.is_floating_point() or inputs.is_complex())
             tokens = token_sum(inputs) if integers else None
             self.fed.append(Fed(self.clock.account, row_digests(inputs), tokens))
+
+    def _note_accumulated(self, parts: Sequence[nn.Module]) -> None:
+        """Look at what earlier passes of the step left in gradients, where one process trains and no reduction changes it."""
+        passes = sum(one.account.step == self.clock.step for one in self.fed) if self.clock.step else 0
+        if 0 < passes < MOST_PASSES and place_of()[1] == 1:
+            for held in self._all(parts):
+                if held.owner.grad is not None:
+                    self._note(self.clock.step, f"{AFTER_PASS}{passes}", held, held.owner.grad)
 
     def _all(self, parts: Sequence[nn.Module]) -> list[Held]:
         """Return what this rank holds, looked for once a step."""
@@ -188,7 +200,7 @@ class Numbers:
         if held.why:
             self.unplaced[held.fqn] = held.why
         elif values.is_floating_point():
-            self.found[step, kind, held.fqn] = held, self.sketcher.sketch(values, held.fqn, held.boxes)
+            self.found[step, kind, held.fqn] = held, self.sketcher.sketch(values, held.boxes)
 
     # ---- what is left behind
 
@@ -209,12 +221,12 @@ class Numbers:
             for ((step, kind, fqn), (held, _)), sums in zip(self.found.items(), read, strict=True)
         ]
         norms = {step: float(norm) for step, norm in self.norms.items()}
-        rows, tokens, bare = defaultdict[int, Counter[int]](Counter), dict[int, int](), dict[int, int]()
+        passes, tokens, bare = defaultdict[int, list[tuple[int, ...]]](list), dict[int, int](), dict[int, int]()
         for one in self.fed:
             step = one.account.step
             if step and one.account.kind == "training":
                 whole, without_end = one.rows.tolist()
-                rows[step].update(whole)
+                passes[step].append(tuple(whole))
                 bare |= zip(whole, without_end, strict=True)
                 if one.tokens is not None:
                     tokens[step] = (tokens.get(step, 0) + int(one.tokens)) % 2**64
@@ -225,7 +237,7 @@ class Numbers:
             shapes=self.shapes,
             dtypes=self.dtypes,
             sketches=tuple(sketches),
-            rows={step: dict(of) for step, of in rows.items()},
+            passes={step: tuple(of) for step, of in passes.items()},
             tokens=tokens,
             norms=norms,
             rates=self.rates,

@@ -171,7 +171,7 @@ class Seen:
             dtype = str(inputs[0].dtype).removeprefix("torch.")
             step.fed.append((self._clock.account, [*map(digest, inputs)], tuple(inputs[0].shape), dtype))
         if in_training and self.reads_contents:
-            self.numbers.pass_begins(inputs[0] if inputs else None)
+            self.numbers.pass_begins(self.parts, inputs[0] if inputs else None)
 
     def pass_ends(self, part: nn.Module) -> None:
         if self._clock.account.kind != "evaluation":

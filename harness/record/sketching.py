@@ -20,11 +20,14 @@ KEPT = 1 << 22
 """Numbers of rows and columns whose buckets are kept, of 16 bytes each."""
 
 
+SEEDS = 0x5851F42D4C957F, 0x14057B7EF767814
+"""What rows and columns are hashed with, of all parameters alike."""
+
+
 @functools.lru_cache(maxsize=1 << 14)
-def seeds(fqn: str) -> tuple[int, int]:
-    """Return what rows and columns of a parameter are hashed with."""
-    digest = hashlib.sha256(fqn.encode()).digest()
-    return int.from_bytes(digest[:7], "big"), int.from_bytes(digest[8:15], "big")
+def seed(fqn: str) -> int:
+    """Return what the noise of a parameter is drawn by."""
+    return int.from_bytes(hashlib.sha256(fqn.encode()).digest()[:7], "big")
 
 
 class Sketcher:
@@ -41,7 +44,7 @@ class Sketcher:
         return 16 * self._numbers
 
     @torch.no_grad()
-    def sketch(self, values: torch.Tensor, fqn: str, boxes: Sequence[Box]) -> torch.Tensor:
+    def sketch(self, values: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
         """Return the sum of squares and the sketch of a slice. values: its elements in a row. float64 [1 + BUCKETS]"""
         total = torch.zeros(BUCKETS, BUCKETS, dtype=torch.float64, device=values.device)
         squares = torch.zeros((), dtype=torch.float64, device=values.device)
@@ -50,8 +53,8 @@ class Sketcher:
             rows, columns = box.size
             matrix = values[begin : begin + rows * columns].view(rows, columns)
             begin += rows * columns
-            of_rows = self._buckets(fqn, box.rows, 0, values.device)
-            of_columns = self._buckets(fqn, box.columns, 1, values.device)
+            of_rows = self._buckets(box.rows, 0, values.device)
+            of_columns = self._buckets(box.columns, 1, values.device)
             for left in range(0, columns, WIDEST):
                 some = slice(left, left + WIDEST)
                 squares += _add(total, matrix[:, some], of_rows, tuple(each[some] for each in of_columns))
@@ -67,13 +70,13 @@ class Sketcher:
         return self._fold[device]
 
     def _buckets(
-        self, fqn: str, intervals: tuple[tuple[int, int], ...], axis: int, device: torch.device
+        self, intervals: tuple[tuple[int, int], ...], axis: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return bucket and sign of each row or column. int64 [n], float64 [n]"""
-        key = (fqn, intervals, axis, device)
+        key = (intervals, axis, device)
         if key in self._known:
             return self._known[key]
-        hashed = mixed(_numbers(intervals, device) + seeds(fqn)[axis])
+        hashed = mixed(_numbers(intervals, device) + SEEDS[axis])
         found = hashed & (BUCKETS - 1), (((hashed >> 13) & 1) * 2 - 1).double()
         if self._numbers + len(hashed) <= KEPT:
             self._numbers += len(hashed)
@@ -133,7 +136,7 @@ def alter(values: torch.Tensor, fqn: str, boxes: Sequence[Box], width: int, rela
         each = max(1, CHUNK // max(len(columns), 1))
         for first in range(0, len(rows), each):
             at = rows[first : first + each, None] * width + columns
-            share = (mixed(at + sum(seeds(fqn))) >> 11).double() / 2.0**52  # from -1 to 1
+            share = (mixed(at + seed(fqn)) >> 11).double() / 2.0**52  # from -1 to 1
             part = values[begin : begin + at.numel()].view(at.shape)
             part.add_((part.double() * share * relative).to(part.dtype))
             begin += at.numel()

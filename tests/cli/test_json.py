@@ -231,7 +231,7 @@ def test_two_recordings_of_one_training(tmp_path: Path, answer: Answer) -> None:
         found = [Sketch(step, WEIGHTS, "w", place, 4, 1.0, sums + 1e-3 * step) for step in (0, 1)]
         found.append(Sketch(1, GRADIENT, "w", place, 4, 1.0, times * sums))
         left = RankSketches(
-            0, 1, shapes={"w": (2, 2)}, dtypes={"w": "float32"}, sketches=tuple(found), rows={1: {7: 1}}
+            0, 1, shapes={"w": (2, 2)}, dtypes={"w": "float32"}, sketches=tuple(found), passes={1: ((7,),)}
         )
         save_sketches(sketch_file(tmp_path / name, 0), left)
         (tmp_path / name / "recording.json").write_text(json.dumps({"code": 0, "same_as": "one"}))

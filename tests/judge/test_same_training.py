@@ -3,80 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from literal_numbers import FQNS, RIGHT, SHAPES, STEPS, Change, numbers, of, rank, sums_of, told
 
 from harness.diagnosis.sketched import cause_of
-from harness.evidence.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, Sketch
+from harness.evidence.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches
 from harness.judge.result import Verdict
 from harness.judge.same_training import CHECKS, compared, why_no_noise
 from harness.judge.sketched import Key, Numbers, added_up
 
-FQNS = ("layers.0.norm", "layers.0.up", "output")
-SHAPES = {"layers.0.norm": (4,), "layers.0.up": (8, 4), "output": (16, 4)}
-STEPS = (1, 2, 3)
-Change = Callable[[int, str, str, np.ndarray], np.ndarray]
-"""(step, kind, fqn, sums) -> other sums."""
-
-
-def sums_of(step: int, kind: str, fqn: str) -> np.ndarray:
-    """The same for every rank and recording."""
-    seed = [step if kind != WEIGHTS else 100, len(kind), FQNS.index(fqn)]
-    drawn = np.random.default_rng(seed).standard_normal(BUCKETS)
-    return drawn + 1e-3 * step * sums_of(step, "exp_avg", fqn) if kind == WEIGHTS else drawn
-
-
-def rank(
-    number: int = 0, world: int = 1, change: Change = lambda step, kind, fqn, sums: sums, **more: Any
-) -> RankSketches:
-    """One that holds every parameter whole."""
-    found = []
-    for step in (0, *STEPS):
-        for kind in (WEIGHTS, GRADIENT, "exp_avg") if step else (WEIGHTS,):
-            for fqn in FQNS:
-                shape = SHAPES[fqn]
-                rows, columns = shape[0], int(np.prod(shape[1:]))
-                sums = change(step, kind, fqn, sums_of(step, kind, fqn))
-                place = f"0:{rows}|0:{columns}"
-                found.append(Sketch(step, kind, fqn, place, rows * columns, float(np.sum(sums**2)), sums))
-    usual: dict[str, Any] = {
-        "shapes": SHAPES,
-        "dtypes": dict.fromkeys(FQNS, "float32"),
-        "rows": {step: {10 * step + row: 1 for row in range(4)} for step in STEPS},
-        "tokens": dict.fromkeys(STEPS, 7),
-        "rates": dict.fromkeys(STEPS, 0.1),
-        "optimizers": ("AdamW(betas (0.9, 0.95))",),
-        "plain": FQNS,
-    }
-    return RankSketches(number, world, sketches=tuple(found), **usual | more)
-
-
-def numbers(change: Change = lambda step, kind, fqn, sums: sums, **more: Any) -> Numbers:
-    return added_up([rank(change=change, **more)])
-
-
-RIGHT = numbers()
-
 
 def verdicts(other: Numbers, noise: Numbers | None = None) -> dict[str, Verdict]:
     return {result.check: result.verdict for result in compared(RIGHT, other, noise).results}
-
-
-def told(other: Numbers) -> tuple[str, dict[str, Any]]:
-    cause = cause_of(RIGHT, other, compared(RIGHT, other))
-    assert cause is not None
-    return cause.kind, {"check": cause.explains[0], **dict(cause.details)}
-
-
-def of(kind: str, factor: float, fqn: str = "", since: int = 1) -> Change:
-    def change(step: int, of_kind: str, name: str, sums: np.ndarray) -> np.ndarray:
-        return factor * sums if (of_kind, step >= since) == (kind, True) and name.startswith(fqn) else sums
-
-    return change
 
 
 def test_equal_numbers_pass_every_check_that_has_an_object() -> None:
@@ -88,14 +31,21 @@ def test_equal_numbers_pass_every_check_that_has_an_object() -> None:
 
 
 PADDED = numbers(
-    rows={step: {1000 + 10 * step + row: 1 for row in range(4)} for step in STEPS},
+    passes={step: (tuple(1000 + 10 * step + row for row in range(4)),) for step in STEPS},
     bare={1000 + 10 * step + row: 10 * step + row for step in STEPS for row in range(4)},
     tokens=dict.fromkeys(STEPS, 8),
 )
-TWICE = numbers(rows={step: {10 * step: 2, 10 * step + 1: 2} for step in STEPS}, tokens=dict.fromkeys(STEPS, 8))
-UNEVEN = numbers(rows={step: {10 * step: 2, 10 * step + 1: 3} for step in STEPS}, tokens=dict.fromkeys(STEPS, 8))
-NEXT = {step: {10 * (step + 1) + row: 1 for row in range(4)} for step in STEPS}
-OF_NEXT_STEP = numbers(rows=NEXT, tokens=dict.fromkeys(STEPS, 8))
+TWICE = numbers(
+    passes={step: ((10 * step, 10 * step, 10 * step + 1, 10 * step + 1),) for step in STEPS},
+    tokens=dict.fromkeys(STEPS, 8),
+)
+UNEVEN = numbers(
+    passes={step: (tuple(10 * step + n for n in (0, 0, 1, 1, 1)),) for step in STEPS}, tokens=dict.fromkeys(STEPS, 8)
+)
+ONE_OF_FOUR = numbers(passes={step: ((10 * step,),) for step in STEPS}, tokens=dict.fromkeys(STEPS, 8))
+ONE_TWICE = numbers(passes={step: ((10 * step,), (10 * step,)) for step in STEPS}, tokens=dict.fromkeys(STEPS, 8))
+NEXT = {step: (tuple(10 * (step + 1) + row for row in range(4)),) for step in STEPS}
+OF_NEXT_STEP = numbers(passes=NEXT, tokens=dict.fromkeys(STEPS, 8))
 
 
 def test_a_job_of_which_no_step_of_an_optimizer_was_seen_has_no_other_recipe() -> None:
@@ -118,9 +68,12 @@ def test_rows_that_are_padded_in_one_recording_alone_are_the_same() -> None:
         (numbers(of(WEIGHTS, 2.0, since=0)), "other initial weights", {"parameters": FQNS}),
         (numbers(rates=dict.fromkeys(STEPS, 0.2)), "learning rate", {"check": "recipe"}),
         (numbers(optimizers=("SGD(momentum 0)",)), "another recipe", {"check": "recipe"}),
+        (numbers(optimizers=("AdamW(betas (0.9, 0.999))",)), "beta2", {"check": "recipe"}),
         (TWICE, "same samples", {"step": 1}),
         (UNEVEN, "samples dealt otherwise", {"step": 1}),
         (OF_NEXT_STEP, "data position", {"step": 1, "of_step": 2}),
+        (ONE_OF_FOUR, "samples lost", {"step": 1}),
+        (ONE_TWICE, "microbatches repeated", {"ranks": (0,)}),
     ],
 )  # fmt: skip
 def test_what_differs_first_is_the_cause(other: Numbers, kind: str, details: dict[str, Any]) -> None:
@@ -149,10 +102,10 @@ def test_ranks_that_keep_their_own_gradients_are_named_where_their_mean_is_right
 
         return change
 
-    other = added_up([rank(0, 2, own(1.0), rows={}), rank(1, 2, own(-1.0))])
+    other = added_up([rank(0, 2, own(1.0), passes={}), rank(1, 2, own(-1.0))])
     kind, details = told(other)
     assert (kind, details["ranks"]) == ("gradients not reduced", (0, 1))
-    third = added_up([rank(0, 2, own(1.0), rows={}), rank(1, 2, own(0.5))])
+    third = added_up([rank(0, 2, own(1.0), passes={}), rank(1, 2, own(0.5))])
     assert told(third)[0] == "not explained"
 
 

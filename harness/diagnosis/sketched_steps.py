@@ -1,0 +1,141 @@
+"""What an optimizer makes of gradients that are right, where two recordings differ in it.
+
+An average of gradients is linear in them, as sketches are. In step 1 it is the gradient times what clipping multiplies it by,
+and times a number of the optimizer's settings. What decay adds is a multiple of the weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from harness.diagnosis.sketched_gradients import in_words
+from harness.evidence.sketches import GRADIENT, WEIGHTS
+from harness.evidence.text import names_text, number_text, ranks_text
+from harness.judge.result import Cause, Result
+from harness.judge.same_training import Comparison
+from harness.judge.sketch_distances import OF_UPDATES, Difference, apart
+from harness.judge.sketched import Key, Numbers
+
+MOST_DECAY = 0.2
+"""Part of the weights that weight decay takes in a step at most."""
+STILL = 1e-12
+"""Square of an update, relative to the first recording's, that is none."""
+AVERAGES = ("exp_avg", "momentum_buffer")
+"""Keys of averages of gradients in an optimizer's state."""
+FEW = 3
+BETA1 = re.compile(r"betas \(([0-9.]+),")
+
+
+def other_norm(one: Numbers, other: Numbers, found: Comparison, result: Result) -> Cause:
+    finding = result.findings[0]
+    ranks = sorted({rank for of in result.findings for rank in of.ranks})
+    text = "gradients are clipped by another norm than that of all gradients"
+    where, details = f"on ranks {ranks_text(ranks)}", (("step", finding.step), ("ranks", tuple(ranks)))
+    return Cause("clipped by another norm", text, where, finding=finding, details=details)
+
+
+def stepped_otherwise(one: Numbers, other: Numbers, found: Comparison, result: Result) -> Cause:
+    """What the optimizer makes of gradients that are right."""
+    step = min((finding.step or 0 for finding in result.findings), default=0)
+    of_step = (
+        finding.name for finding in result.findings if finding.kind == "parameter" and (finding.step or 0) == step
+    )
+    names = list(dict.fromkeys(of_step))
+    kinds = [d for d in found.differences if d.is_wrong and d.key[0] == step and d.key[1] != GRADIENT]
+    of_state = [d for d in kinds if d.key[1] != OF_UPDATES] if result.check == "optimizer_state" else kinds
+    if cause := _clipped(one, other, of_state) or _decayed(one, other, of_state):
+        return replace(cause, where=cause.where or in_words(names, one), details=(*cause.details, ("step", step)))
+    fits = [d.fit for d in of_state if d.key[1] == of_state[0].key[1] and math.isfinite(d.fit)] if of_state else []
+    what = "optimizer's state" if result.check == "optimizer_state" else "update"
+    text = f"the {what} is wrong {in_words(names, one)}" + f" from step {step} on" * (step > 1)
+    text += ", gradients before clipping are right"
+    hint = ""
+    if fits and np.ptp(fits) <= 2 * max(d.bound for d in of_state):
+        factor = number_text(float(np.median(fits)), 4)
+        hint = f"{of_state[0].key[1]} is {factor} times the first recording's"
+    details = (("place", what), ("step", step), ("parameters", tuple(names)))
+    if of_state and all(d.key[1] == OF_UPDATES and abs(d.distance**2 - 1 + 2 * d.fit) < STILL for d in of_state):
+        text = f"the optimizer has no effect in step {step}"
+        return Cause("not stepped", text, in_words(names, one), details=details)
+    return Cause("not explained", text, hint=hint, details=details)
+
+
+def _decayed(one: Numbers, other: Numbers, wrong: Sequence[Difference]) -> Cause | None:
+    """What is wrong, an update or an average of gradients, has a multiple of the weights besides."""
+    kind = wrong[0].key[1] if wrong else ""
+    wanted = [((d.key[0] - 1, WEIGHTS, d.key[2]), d) for d in wrong if d.key[1] == kind]
+    if not wanted or any(before not in of.whole for before, _ in wanted for of in (one, other)):
+        return None
+
+    def sums(of: Numbers, before: Key, d: Difference) -> np.ndarray:
+        step, _, fqn = d.key
+        added = kind == OF_UPDATES
+        return of.whole[step, WEIGHTS, fqn].sums - of.whole[before].sums if added else of.whole[d.key].sums
+
+    found = [(sums(one, *at), sums(other, *at), one.whole[at[0]].sums, at[1].bound) for at in wanted]
+    off, held = (
+        np.concatenate(of) for of in zip(*((theirs - mine, held) for mine, theirs, held, _ in found), strict=True)
+    )
+    times = float(off @ held / (held @ held or 1.0))
+    if abs(times) > MOST_DECAY or not all(
+        apart(mine + times * held, theirs)[0] <= bound for mine, theirs, held, bound in found
+    ):
+        return None
+    much = f"{number_text(times, 4)} times the weights besides"
+    if kind == OF_UPDATES:
+        return Cause(
+            "weight decay", f"weights decay otherwise: what the step adds has {much}", details=(("times", times),)
+        )
+    text = f"weight decay is added to gradients: {kind} has {much}"
+    return Cause("weight decay in the gradients", text, details=(("times", times),))
+
+
+def _clipped(one: Numbers, other: Numbers, wrong: Sequence[Difference]) -> Cause | None:
+    """In step 1 averages are other multiples of gradients, which are the same."""
+    keys = [d.key for d in wrong if d.key[0] == 1 and d.key[1] in AVERAGES]
+    if not keys or any((1, GRADIENT, key[2]) not in of.whole for key in keys for of in (one, other)):
+        return None
+    found: dict[str, tuple[float, float]] = {}
+    for key in keys:
+        gradient, bound = one.whole[1, GRADIENT, key[2]].sums, next(d.bound for d in wrong if d.key == key)
+        averages = [of.whole[key].sums for of in (one, other)]
+        times = [apart(gradient, average)[1] / _taken(of) for average, of in zip(averages, (one, other), strict=True)]
+        for average, of, multiple in zip(averages, (one, other), times, strict=True):
+            if not apart(multiple * _taken(of) * gradient, average)[0] <= bound:
+                return None
+        found[key[2]] = times[0], times[1]
+    return _clipped_otherwise(one, found, max(d.bound for d in wrong))
+
+
+def _taken(of: Numbers) -> float:
+    """Return how much of a gradient is in an average at first, by the optimizer's settings."""
+    beta = BETA1.search(" ".join(of.optimizers))
+    return 1 - float(beta[1]) if beta else 1.0
+
+
+def _clipped_otherwise(one: Numbers, found: dict[str, tuple[float, float]], bound: float) -> Cause | None:
+    """found: parameter -> what gradients are multiplied by in either recording, after they were seen."""
+    by: dict[str, list[str]] = {}
+    for fqn, (_, seen) in found.items():
+        by.setdefault(number_text(seen, 4), []).append(fqn)
+    right, seen = next(iter(found.values()))
+    details = (("expected", right), ("factors", tuple(theirs for _, theirs in found.values())))
+    where, wanted = in_words([*found], one), f", the first recording's by {number_text(right, 4)}"
+    if len(by) > 1:
+        each = ", ".join(f"{factor} ({names_text(tuple(fqns))})" for factor, fqns in [*by.items()][:FEW])
+        text = f"clipping multiplies gradients by different factors{wanted}: {each}" + ", .." * (len(by) > FEW)
+        return Cause("clipped by another norm", text, where, details=details)
+    if math.isclose(seen, 1, rel_tol=bound) and right < 1:
+        return Cause(
+            "clipping left out",
+            f"gradients are not clipped; the first recording's are, by {number_text(right, 4)}",
+            where,
+            details=details,
+        )
+    kind = "clipping enlarges gradients" if seen > 1 else "clipped by another norm"
+    return Cause(kind, f"clipping multiplies gradients by {number_text(seen, 4)}{wanted}", where, details=details)
