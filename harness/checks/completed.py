@@ -140,7 +140,7 @@ def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
     steps = [step.step for step in evidence.steps]
     wanted = list(trial.case.steps)
     if steps != wanted:
-        findings.append(Finding.at(evidence.rank, tuple(wanted), tuple(steps), quantity="steps"))
+        findings.append(Finding.at(evidence.rank, tuple(wanted), tuple(steps), quantity="optimizer steps"))
     held = {tensor.fqn for tensor in evidence.parameters}
     wanted_here = set(trial.plan.slices.get(evidence.rank, {}))
     findings += _inventory(partial(Finding.at, evidence.rank, quantity="value at the start"), wanted_here, held)

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from harness.checks import judge
-from harness.diagnosis.backward import random_state_not_restored, rounding, wrong_backward
+from harness.diagnosis.backward import coarse, random_state_not_restored, rounding, wrong_backward
 from harness.diagnosis.contributions import lacks_the_outputs_part, sums_of_whole_gradients
 from harness.diagnosis.declarable import lines_to_write
 from harness.diagnosis.engine import explain
@@ -75,6 +75,7 @@ FACTS: tuple[Facts, ...] = (
     as_seen(changed_weights),
     facts_of_structure,
     rounding,
+    coarse,
     random_state_not_restored,
     wrong_backward,
     odd_reports,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from harness.diagnosis.differences import (
+    NUMBERS,
     consequences,
     distance,
     expected_gradient,
@@ -64,7 +65,9 @@ def wrong_backward(trial: Trial, broken: Broken) -> Iterator[Fact]:
         yield from filter(None, (reduced, exchange))
         if exchange or not other:
             return
-    rest = (fact for look in (_norms_not_summed, _lost_before) if (fact := look(trial, wrong, step)))
+    rest = (
+        fact for look in (_norms_not_summed, _whole_not_reduced, _lost_before) if (fact := look(trial, wrong, step))
+    )
     yield from itertools.islice(rest, 1)
 
 
@@ -171,10 +174,34 @@ def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None
     return Fact(Cause("norms not summed", observed, where, hint=hint), consequences(trial, step), NOT_TESTED)
 
 
+def _whole_not_reduced(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
+    """What ranks hold whole, though it should be cut: each has the gradient of its own samples, whose mean is the right one."""
+    held = {fqn for _, fqn, _ in wrong_parts(trial)}
+    fqns = [fqn for fqn in in_order(trial, (fqn for _, fqn in wrong)) if fqn in held]
+    right = trial.reference_step(step).gradients
+    for axis in ("dp_replicate", "dp_shard", "cp") if fqns else ():
+        groups = trial.plan.groups.get(axis, ())
+        own = [
+            (fqn, [seen_gradients(trial, rank, step).get(fqn) for rank in group]) for group in groups for fqn in fqns
+        ]
+        if own and all(_mean_is(values, right[fqn]) for fqn, values in own):
+            text = f"gradients are not reduced over {axis}"
+            cause = Cause("gradients not reduced", text, in_parameters(trial, fqns), details=(("axes", (axis,)),))
+            return Fact(cause, consequences(trial, step), NOT_TESTED)
+    return None
+
+
+def _mean_is(values: Sequence[np.ndarray | None], right: np.ndarray) -> bool:
+    whole = [one for one in values if one is not None and one.shape == right.shape]
+    return len(whole) == len(values) and relative_difference(np.mean(whole, axis=0), right) <= 1e-9
+
+
 def _lost_before(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     """Right down to some place that backward passes, wrong in all that it reaches later, and less was moved than planned. The
     place alone is no cause."""
     bad = {fqn for _, fqn in wrong}
+    if bad & {fqn for _, fqn, _ in wrong_parts(trial)}:
+        return None
     right = sorted((fqn for fqn in trial.plan.shapes if fqn not in bad), key=depth)
     if not right or loss_off(trial, step) or not max(map(depth, bad)) < depth(right[0]):
         return None
@@ -206,6 +233,51 @@ def _less_than_planned(trial: Trial, step: int) -> str:
     short = (axis_of(trial, key[0]) for key, size in least.items() if seen.get(key, 0) < size)
     axes = " and ".join(dict.fromkeys(short))
     return f"backward moves less than planned over {axes}" if axes else ""
+
+
+FORMATS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+"""Formats of which numbers can be recognised, with half the distance of 1 from the next larger one."""
+ENTRIES = 100
+"""Numbers other than zero that must all be of a format, at least."""
+
+
+def coarse(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Numbers that should have more digits are all ones of a coarser format: gradients that fail, or an optimizer's state."""
+    if trial.case.training.compute_dtype or trial.case.training.quantize or not {"gradients", "update"} & {*broken}:
+        return
+    step = first_wrong_step(trial) if "gradients" in broken else None
+    wrong = wrong_pairs(trial, step) if step else []
+    values = [seen_gradients(trial, rank, step)[fqn] for rank, fqn in wrong] if step else []
+    if step and (form := _format_of(values)):
+        where, details = where_text(trial, wrong), (("format", form), ("step", step))
+        cause = Cause("rounded", f"gradients of step {step} are all numbers of {form}", where, details=details)
+        yield Fact(cause, consequences(trial, step))
+    state: dict[str, list[np.ndarray]] = {}
+    for evidence in trial.ranks.values() if "update" in broken else ():
+        for of in evidence.steps[-1].optimizer_state.values():
+            for key, value in of.items():
+                state.setdefault(key, []).append(value)
+    for key, held in state.items():
+        if form := _format_of(held):
+            cause = Cause(
+                "rounded", f"{key} of the optimizer holds only numbers of {form}", details=(("format", form),)
+            )
+            follow = {*NUMBERS, "reported_loss"} if step is None or step > trial.first_step else {"update"}
+            yield Fact(cause, tuple(check for check in follow if check in broken))
+
+
+def _format_of(values: Sequence[np.ndarray]) -> str:
+    """Return the coarsest format that all numbers are of, though their own is finer; empty if there is none."""
+    if not values or not all(one.dtype.kind == "f" for one in values):
+        return ""
+    every = np.concatenate([one[one != 0].reshape(-1) for one in values]).astype(np.float64)
+    finest = max(np.finfo(one.dtype).nmant for one in values)
+    for name, unit in FORMATS.items():
+        mantissa, _ = np.frexp(every)
+        digits = mantissa / unit
+        if len(every) >= ENTRIES and unit > 2.0 ** -(finest + 1) and (digits == np.round(digits)).all():
+            return name
+    return ""
 
 
 def random_state_not_restored(trial: Trial, broken: Broken) -> Iterator[Fact]:

@@ -223,10 +223,11 @@ def _foreign(trial: Trial, step: int) -> Cause | None:
         text = f"dp ranks draw overlapping samples{when}: some rows are received by two of them in these steps"
         return Cause("samples overlap", text, details=(("ranks", odd),))
     if unknown:
-        text = (
-            f"rows received{when}{on_ranks(trial, odd)} are none of the recipe's {len(trial.reference.samples)} steps"
-        )
-        return Cause("samples of no step", text, hint=_parts_of_samples(trial, step, odd), details=(("ranks", odd),))
+        by, received = _parts_of_samples(trial, step, odd), f"rows received{when}{on_ranks(trial, odd)} are"
+        text = f"{received} none of the recipe's {len(trial.reference.samples)} steps"
+        if by:
+            text = f"{received} the step's samples from token {by} on (counted from 0)"
+        return Cause("samples of no step", text, details=(("ranks", odd), ("from_token", by)))
     known = [id_ for rank in odd for id_ in shares[rank] if id_ not in wanted]
     others = tuple(n for n, ids in enumerate(trial.reference.samples, 1) if {*ids} & {*known})
     text = (
@@ -245,16 +246,16 @@ def _share_rows(trial: Trial) -> bool:
     return len(set(planned)) == len(planned) and overlap
 
 
-def _parts_of_samples(trial: Trial, step: int, ranks: tuple[int, ...]) -> str:
-    """Say how many tokens into the step's samples all rows begin; empty where they do not."""
+def _parts_of_samples(trial: Trial, step: int, ranks: tuple[int, ...]) -> int:
+    """Return how many tokens into the step's samples all rows begin; 0 where they do not. Half of a row at least is known."""
     ids, length = trial.reference.samples[step - 1], trial.case.seq_len(step)
     samples = [trial.reference.tokens[trial.reference.sample_ids.index(id_)] for id_ in ids]
     rows = [row for rank in ranks for row in rows_received(trial, step)[rank]]
-    for by in range(1, length // 2):
-        firsts = {sample[by:length].tobytes() for sample in samples}
-        if all(row[: length - by].tobytes() in firsts for row in rows):
-            return f"they are the step's samples from token {by} on (counted from 0)"
-    return ""
+    for by in range(1, len(samples[0]) - length // 2):
+        known = {sample[by : by + length].tobytes() for sample in samples}
+        if all(row[: len(samples[0]) - by].tobytes() in known for row in rows):
+            return by
+    return 0
 
 
 def _data_of(trial: Trial) -> Dataset | None:

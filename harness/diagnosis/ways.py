@@ -20,6 +20,7 @@ from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 from harness.plan.frozen import has_frozen
+from harness.reference.config import TrainingConfig
 
 Norms = Mapping[int, float]
 """Step -> norm."""
@@ -59,8 +60,13 @@ def algorithms(trial: Trial, norms: Norms) -> Iterator[Way]:
     if decay:
         cause = Cause("weight decay", "weight decay is not multiplied by the learning rate")
         recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
-        over = lambda step, fqn: replace(recipes[fqn], weight_decay=recipes[fqn].weight_decay / (usual[step] or 1.0))  # noqa: E731
+        over = partial(_decayed_by, recipes, {step: 1 / (lr or 1.0) for step, lr in usual.items()})
         yield Way(cause, AssumedOptimizer(recipe=over))
+        cause = Cause("weight decay", "weight decay is multiplied by the peak rate, not by the step's")
+        by_peak = partial(
+            _decayed_by, recipes, {step: trial.case.training.lr / (lr or 1.0) for step, lr in usual.items()}
+        )
+        yield Way(cause, AssumedOptimizer(recipe=by_peak))
     if decay and has_frozen(trial.case):
         cause = Cause("weight decay", "frozen parameters are decayed", details=(("frozen", True),))
         yield Way(cause, AssumedOptimizer(decays_frozen=True))
@@ -79,6 +85,12 @@ def algorithms(trial: Trial, norms: Norms) -> Iterator[Way]:
         text = f"SGD has {'Nesterov ' * nesterov}momentum {by}"
         share = lambda ago, by=by, more=nesterov: by ** (ago + more) + more * (ago == 0)  # noqa: E731
         yield history(Cause("momentum", text, "", "none", details=details), share, decayed=True, copies=1)
+
+
+def _decayed_by(
+    recipes: Mapping[str, TrainingConfig], times: Mapping[int, float], step: int, fqn: str
+) -> TrainingConfig:
+    return replace(recipes[fqn], weight_decay=recipes[fqn].weight_decay * times[step])
 
 
 def slices_apart(trial: Trial) -> Iterator[Way]:

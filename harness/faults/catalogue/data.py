@@ -175,3 +175,15 @@ labels_shifted_in_the_loss_again = fault(
 def tokens_are_their_own_labels(sample: Any) -> Any:
     tokens, labels = sample
     return tokens, tokens.where(labels >= 0, labels)
+
+
+@fault(
+    breaks="samples that are too long lose their first tokens, not their last ones",
+    bug="E-class: a tokenizer that truncates on the left",
+    case="fsdp_2_variable_length",
+    caught_by="samples",
+    named="samples of no step",
+)
+@partial(op.instead, BATCHES)
+def cut_on_the_left(original: Any, batches: Any, length: int | None = None) -> Any:
+    return [(tokens[:, -(length or 0) :], labels[:, -(length or 0) :]) for tokens, labels in original(batches, None)]

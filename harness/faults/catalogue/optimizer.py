@@ -146,3 +146,18 @@ overflow_goes_into_the_weights = fault(
     named="not finite",
     does=op.scale_result(".trainer:scaled", float("inf")),
 )
+
+
+@fault(
+    breaks="weight decay is multiplied by the peak of the schedule, not by the step's rate",
+    bug="E-class: decoupled decay that does not follow the schedule",
+    case="fsdp_2",
+    caught_by="update",
+    named="weight decay",
+)
+@partial(op.before_call, ".trainer:Trainer.optimizer_step")
+def decays_at_the_peak_rate(trainer: Any) -> None:
+    for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups):
+        decay = group["weight_decay"]
+        for weight in group["params"]:
+            weight.detach().mul_((1 - group["initial_lr"] * decay) / (1 - group["lr"] * decay))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 from harness.faults import fault
@@ -110,3 +111,33 @@ rotary_angles_and_tables_in_bfloat16 = fault(
         lambda original, attention, positions, like: original(attention, positions, like.bfloat16()),
     ),
 )
+
+
+@fault(
+    breaks="the optimizer keeps its second moment in bfloat16",
+    bug="E-class: optimizer state in low precision, rounded to the nearest number",
+    case="float32_fsdp_2",
+    caught_by="update",
+    named="rounded",
+)
+@partial(op.after_call, ".trainer:Trainer.optimizer_step")
+def second_moment_in_bfloat16(trainer: Any) -> None:
+    for state in (state for optimizer in trainer.optimizers for state in optimizer.state.values()):
+        moment = getattr(state["exp_avg_sq"], "_local_tensor", state["exp_avg_sq"])
+        moment.copy_(moment.bfloat16())
+
+
+@fault(
+    breaks="DDP casts gradients to float16 to reduce them, by a communication hook that was left registered",
+    bug="E-class: torch's fp16_compress_hook",
+    case="float32_ddp",
+    caught_by="gradients features traffic",
+    named="rounded",
+)
+@partial(op.instead, ".parallelize:apply_ddp")
+def gradients_reduced_in_float16(original: Any, *args: Any) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model = original(*args)
+    model.register_comm_hook(None, fp16_compress_hook)
+    return model
