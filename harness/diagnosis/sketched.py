@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from harness.diagnosis.sketched_gradients import gradients_cause, in_words
 from harness.diagnosis.sketched_steps import other_norm, stepped_otherwise
+from harness.evidence.sketches import WEIGHTS
 from harness.evidence.text import ranks_text
 from harness.judge.result import Cause, Result, Verdict
 from harness.judge.same_training import Comparison, without_padding
-from harness.judge.sketched import Numbers
+from harness.judge.sketched import Numbers, missing_ranks
 
+FEW = 3
 KINDS = {
     "learning rate": "learning rate",
     "weight_decay": "weight decay",
@@ -36,10 +39,41 @@ def cause_of(one: Numbers, other: Numbers, found: Comparison) -> Cause | None:
         "optimizer_state": stepped_otherwise,
         "update": stepped_otherwise,
     }
+    if lost := _untrained(one, other):
+        return replace(lost, explains=tuple(result.check for result in failed))
     first = min(failed, key=lambda result: (_first_step(result), [*looks].index(result.check)))
     cause = looks[first.check](one, other, found, first)
     later = [result.check for result in failed if result is not first and _first_step(result) >= _first_step(first)]
     return replace(cause, explains=(first.check, *later))
+
+
+def _untrained(one: Numbers, other: Numbers) -> Cause | None:
+    """Parameters that the second recording lacks, or never steps on; None where it has some under other names, or a rank left
+    nothing."""
+    lost = tuple(fqn for fqn in one.shapes if fqn not in other.shapes)
+    if {*other.shapes} - {*one.shapes} or missing_ranks(other):
+        return None
+    layers = sorted({*map(_layer, one.shapes)} - {*map(_layer, other.shapes)} - {""})
+    if layers and all(_layer(fqn) in layers for fqn in lost):
+        return Cause("layers lost", f"no rank trains {', '.join(layers)}", details=(("layers", tuple(layers)),))
+    if lost:
+        return Cause("incomplete", f"no rank trains {_some(lost)}", details=(("parameters", lost),))
+    step = min(other.steps, default=0)
+    stepped, wanted = ({fqn for s, kind, fqn in of.whole if (s, kind) == (step, WEIGHTS)} for of in (other, one))
+    still = tuple(fqn for fqn in one.shapes if fqn in wanted - stepped and (step, WEIGHTS, fqn) not in other.unknown)
+    if not step or not stepped or not still:
+        return None
+    return Cause("incomplete", f"no optimizer steps on {_some(still)}", details=(("step", step), ("parameters", still)))
+
+
+def _some(fqns: Sequence[str]) -> str:
+    return ", ".join(fqns[:FEW]) + f" and {len(fqns) - FEW} more" * (len(fqns) > FEW)
+
+
+def _layer(fqn: str) -> str:
+    """Return the name of the numbered module that a parameter is in; empty if there is none."""
+    words = fqn.split(".")
+    return ".".join(words[: next((at + 1 for at, word in enumerate(words) if word.isdigit()), 0)])
 
 
 def _first_step(result: Result) -> int:

@@ -23,6 +23,8 @@ from harness.judge.sketched import Numbers
 
 FLOAT32 = 1e-6
 """What arithmetic in float32 rounds of a float64 gradient at most, relative to its norm."""
+CLEAR = 4.0
+"""Times its bound that a distance is no noise."""
 FEW = 3
 Sums = Callable[[Difference], "np.ndarray | None"]
 """What the second recording's sketch would be."""
@@ -94,12 +96,7 @@ def in_words(names: Sequence[str], numbers: Numbers) -> str:
 
 
 def _plain_to_see(one: Numbers, other: Numbers, step: int, none: Sequence[str], names: Sequence[str]) -> Cause | None:
-    """Parameters that no rank has, gradients that are not there, and numbers that are not finite."""
-    lost, new = [fqn for fqn in one.shapes if fqn not in other.shapes], {*other.shapes} - {*one.shapes}
-    layers = sorted({layer for fqn in lost if (layer := _layer(fqn))})
-    if layers and not new and all(map(_layer, lost)) and not {*layers} & {*map(_layer, other.shapes)}:
-        text = f"{', '.join(layers)} {'is' if len(layers) == 1 else 'are'} on no rank"
-        return Cause("layers lost", text, details=(("layers", tuple(layers)),))
+    """Gradients that are not there, and numbers that are not finite."""
     odd = [
         fqn for fqn in names if (whole := other.whole.get((step, GRADIENT, fqn))) and not math.isfinite(whole.length)
     ]
@@ -108,12 +105,6 @@ def _plain_to_see(one: Numbers, other: Numbers, step: int, none: Sequence[str], 
     if none and {*none} == {*names}:
         return Cause("incomplete", f"no gradient comes in step {step}", in_words(names, one))
     return None
-
-
-def _layer(fqn: str) -> str:
-    """Return the name of the numbered module that a parameter is in; empty if there is none."""
-    words = fqn.split(".")
-    return ".".join(words[: next((at + 1 for at, word in enumerate(words) if word.isdigit()), 0)])
 
 
 # ---- what gradients may be
@@ -153,8 +144,8 @@ def _scaled(wrong: Wrong) -> Iterator[Way]:
 
 
 def _scaled_apart(wrong: Wrong) -> Iterator[Way]:
-    """A factor for each parameter."""
-    if not all(math.isfinite(d.fit) for d in wrong.differences):
+    """A factor for each parameter, where that says far more than noise does."""
+    if not all(math.isfinite(d.fit) and d.distance > CLEAR * d.bound for d in wrong.differences):
         return
     factors = {d.key: _plain(d.fit, d.bound) for d in wrong.differences}
     of: dict[str, list[str]] = {}

@@ -15,7 +15,7 @@ import numpy as np
 
 from harness.diagnosis.sketched_gradients import in_words
 from harness.evidence.sketches import GRADIENT, WEIGHTS
-from harness.evidence.text import names_text, number_text, ranks_text
+from harness.evidence.text import number_text, ranks_text
 from harness.judge.result import Cause, Result
 from harness.judge.same_training import Comparison
 from harness.judge.sketch_distances import OF_UPDATES, Difference, apart
@@ -27,7 +27,6 @@ STILL = 1e-12
 """Square of an update, relative to the first recording's, that is none."""
 AVERAGES = ("exp_avg", "momentum_buffer")
 """Keys of averages of gradients in an optimizer's state."""
-FEW = 3
 BETA1 = re.compile(r"betas \(([0-9.]+),")
 
 
@@ -48,6 +47,12 @@ def stepped_otherwise(one: Numbers, other: Numbers, found: Comparison, result: R
     names = list(dict.fromkeys(of_step))
     kinds = [d for d in found.differences if d.is_wrong and d.key[0] == step and d.key[1] != GRADIENT]
     of_state = [d for d in kinds if d.key[1] != OF_UPDATES] if result.check == "optimizer_state" else kinds
+    moved = {d.key[2]: d for d in kinds if d.key[1] == OF_UPDATES}
+    if moved and all(abs(d.distance**2 - 1 + 2 * d.fit) < STILL for d in moved.values()):
+        details = (("place", "update"), ("step", step), ("parameters", tuple(moved)))
+        return Cause(
+            "not stepped", f"the optimizer has no effect in step {step}", in_words([*moved], one), details=details
+        )
     if cause := _clipped(one, other, of_state) or _decayed(one, other, of_state):
         return replace(cause, where=cause.where or in_words(names, one), details=(*cause.details, ("step", step)))
     fits = [d.fit for d in of_state if d.key[1] == of_state[0].key[1] and math.isfinite(d.fit)] if of_state else []
@@ -59,9 +64,6 @@ def stepped_otherwise(one: Numbers, other: Numbers, found: Comparison, result: R
         factor = number_text(float(np.median(fits)), 4)
         hint = f"{of_state[0].key[1]} is {factor} times the first recording's"
     details = (("place", what), ("step", step), ("parameters", tuple(names)))
-    if of_state and all(d.key[1] == OF_UPDATES and abs(d.distance**2 - 1 + 2 * d.fit) < STILL for d in of_state):
-        text = f"the optimizer has no effect in step {step}"
-        return Cause("not stepped", text, in_words(names, one), details=details)
     return Cause("not explained", text, hint=hint, details=details)
 
 
@@ -120,17 +122,17 @@ def _taken(of: Numbers) -> float:
 
 def _clipped_otherwise(one: Numbers, found: dict[str, tuple[float, float]], bound: float) -> Cause | None:
     """found: parameter -> what gradients are multiplied by in either recording, after they were seen."""
-    by: dict[str, list[str]] = {}
-    for fqn, (_, seen) in found.items():
-        by.setdefault(number_text(seen, 4), []).append(fqn)
+    factors = [theirs for _, theirs in found.values()]
+    alike = max(factors) - min(factors) <= 2 * bound * max(factors)
     right, seen = next(iter(found.values()))
-    details = (("expected", right), ("factors", tuple(theirs for _, theirs in found.values())))
+    details = (("expected", right), ("factors", tuple(factors)))
     where, wanted = in_words([*found], one), f", the first recording's by {number_text(right, 4)}"
-    if len(by) > 1:
-        each = ", ".join(f"{factor} ({names_text(tuple(fqns))})" for factor, fqns in [*by.items()][:FEW])
-        text = f"clipping multiplies gradients by different factors{wanted}: {each}" + ", .." * (len(by) > FEW)
+    if not alike:
+        text = (
+            f"clipping multiplies gradients by {number_text(min(factors), 4)} to {number_text(max(factors), 4)}{wanted}"
+        )
         return Cause("clipped by another norm", text, where, details=details)
-    if math.isclose(seen, 1, rel_tol=bound) and right < 1:
+    if math.isclose(seen, 1, rel_tol=min(bound, 0.01)) and right < 1:
         return Cause(
             "clipping left out",
             f"gradients are not clipped; the first recording's are, by {number_text(right, 4)}",

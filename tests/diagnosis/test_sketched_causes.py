@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from literal_numbers import ALIKE, FQNS, STEPS, numbers, rank, sums_of, told
+from literal_numbers import ALIKE, FQNS, RIGHT, STEPS, numbers, rank, sums_of, told
 
 from harness.diagnosis.sketched import cause_of
 from harness.evidence.sketches import AFTER_PASS, BUCKETS, GRADIENT, WEIGHTS, RankSketches, Sketch
@@ -131,3 +131,17 @@ def test_averages_of_gradients_show_what_clipping_did(by: dict[str, float], kind
     assert cause is not None
     details = dict(cause.details)
     assert (cause.kind, details["expected"], len(details["factors"])) == (kind, pytest.approx(0.4), parameters)
+
+
+@pytest.mark.parametrize(
+    ("gone", "kind"), [(("output",), "incomplete"), (("layers.1.up",), "layers lost"), (("layers.0.up",), "incomplete")]
+)
+def test_parameters_that_no_rank_trains_are_the_cause(gone: tuple[str, ...], kind: str) -> None:
+    whole = numbers(lambda step, of, fqn, sums: 0.5 * sums if of == GRADIENT else sums)
+    kept = {key: one for key, one in whole.whole.items() if key[2] not in gone}
+    other = replace(whole, whole=kept, shapes={fqn: of for fqn, of in whole.shapes.items() if fqn not in gone})
+    cause = cause_of(RIGHT, other, compared(RIGHT, other))
+    assert cause is not None and cause.kind == kind
+    missing = replace(other, world=2)
+    cause = cause_of(RIGHT, missing, compared(RIGHT, missing))
+    assert cause is not None and cause.kind == "gradients scaled"
