@@ -3,8 +3,9 @@
     python -m benchmarks.recorded_numbers OUT [-k WORDS]
 
 Faults count that break `gradients` or `update` in the matrix. The first recording is of one process that accumulates over
-passes of one sample each; it is made once for each model and recipe. Left out are cases that resume a checkpoint or compute in
-8 bits. The first cause of each comparison is printed, and that of the matrix. What OUT has is not recorded again.
+passes of one sample each; it is made once for each model and recipe. Left out are cases that resume a checkpoint, compute in 8
+bits, or cast by FSDP2, which one process cannot. The first cause of each comparison is printed, and that of the matrix.
+What OUT has is not recorded again.
 """
 
 from __future__ import annotations
@@ -80,7 +81,12 @@ def main() -> None:
     references: dict[str, Path] = {}
     for attempt in accepted():
         case, name = cases[attempt.case], f"{attempt.case}+{attempt.fault}"
-        if args.k in name and OF_NUMBERS & {*attempt.broken} and not (case.resume or case.training.quantize):
+        recipe = case.training
+        if (
+            args.k in name
+            and OF_NUMBERS & {*attempt.broken}
+            and not (case.resume or recipe.quantize or recipe.compute_dtype)
+        ):
             one = alone(case)
             key = hashlib.sha256(json.dumps(to_json(one), sort_keys=True).encode()).hexdigest()[:12]
             if key not in references:

@@ -351,12 +351,15 @@ def _labels(trial: Trial, step: int) -> Cause | None:
 
 def _labels_words(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, int, int]]], rows: Rows | None) -> str:
     labels = [label for of_rank in wrong.values() for label in of_rank]
+    masked = all(label < 0 for _, label, _ in labels)
     if _at_the_ends(trial, step, wrong):
-        return "each is the last of a cp rank's part"
+        return "each is the last of a cp rank's part" + ", and masked" * masked
     if lost := _untrained(trial, step, tuple(wrong)):
         return f"none of microbatch{'es' * (len(lost) > 1)} {positions_text(np.array(lost))} is trained on"
-    if all(label < 0 for _, label, _ in labels):
-        return "masked, but should be trained on"
+    if masked:
+        tokens = {own for _, _, own in labels}
+        same = f"; each is token {min(tokens)}" * (len(tokens) == 1 < len(labels))
+        return f"masked, but should be trained on{same}"
     if all(own < 0 for _, _, own in labels):
         return "trained on, but should be masked"
     if rows is not None and rows.whole:

@@ -126,7 +126,8 @@ def _clipped_otherwise(one: Numbers, found: dict[str, tuple[float, float]], boun
     alike = max(factors) - min(factors) <= 2 * bound * max(factors)
     right, seen = next(iter(found.values()))
     details = (("expected", right), ("factors", tuple(factors)))
-    where, wanted = in_words([*found], one), f", the first recording's by {number_text(right, 4)}"
+    digits = next(n for n in (4, 8, 17) if n > 8 or number_text(right, n) != number_text(seen, n))
+    where, wanted = in_words([*found], one), f", the first recording's by {number_text(right, digits)}"
     if not alike:
         text = (
             f"clipping multiplies gradients by {number_text(min(factors), 4)} to {number_text(max(factors), 4)}{wanted}"
@@ -140,4 +141,4 @@ def _clipped_otherwise(one: Numbers, found: dict[str, tuple[float, float]], boun
             details=details,
         )
     kind = "clipping enlarges gradients" if seen > 1 else "clipped by another norm"
-    return Cause(kind, f"clipping multiplies gradients by {number_text(seen, 4)}{wanted}", where, details=details)
+    return Cause(kind, f"clipping multiplies gradients by {number_text(seen, digits)}{wanted}", where, details=details)

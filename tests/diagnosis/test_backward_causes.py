@@ -28,6 +28,7 @@ from noisy import with_noise
 
 from harness.diagnosis.backward import (
     OF_ATTENTION,
+    coarse,
     depth,
     random_state_not_restored,
     rounding,
@@ -250,6 +251,16 @@ def test_only_what_float32_rounds_in_the_first_step_is_rounding() -> None:
     wrong = off_by(3e-6), with_loss(rounded, 1, 1 + 2e-6), with_loss(rounded, 3, math.nan), with_noise(rounded)
     for trial in (*wrong, with_loss(TIED, 1, 1 + 2e-7), off_by(3e-8, 2)):
         assert list(rounding(trial, broken("gradients"))) == []
+
+
+@pytest.mark.parametrize(("form", "named"), [("float16", "float16"), ("float32", "float32"), ("float64", "")])
+def test_gradients_that_are_all_numbers_of_a_coarser_format_are_rounded(form: str, named: str) -> None:
+    def rounded(rank: int, fqn: str) -> np.ndarray:
+        return (1.001 * reference_gradient(TIED, fqn)).astype(form).astype(np.float64)
+
+    found = list(coarse(with_step_1_gradients(TIED, rounded), broken("gradients")))
+    assert [dict(fact.cause.details)["format"] for fact in found] == [named] * bool(named)
+    assert list(coarse(TIED, broken("gradients"))) == []
 
 
 # ---- nothing else is said
