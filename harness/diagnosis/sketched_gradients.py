@@ -116,7 +116,11 @@ def _not_reduced(wrong: Wrong, ranks: Sequence[int]) -> Iterator[Way]:
         if all(_mean_is(wrong.other, d, factor * wrong.right(d)) for d in wrong.differences):
             text = f"gradients are not reduced over ranks {ranks_text([*ranks])}: each keeps its own"
             hint = f"their {'mean' if factor == 1 else 'sum'} is the first recording's" if factor <= 1 else ""
-            yield Cause("gradients not reduced", text, hint=hint, details=(("ranks", tuple(ranks)),)), wrong.seen
+            details = (("ranks", tuple(ranks)),)
+            if 0 < factor < 1 and all("norm" in d.key[2] for d in wrong.differences):
+                text = f"gradients of norm weights are not summed over ranks {ranks_text([*ranks])}"
+                yield Cause("norms not summed", text, details=details), wrong.seen
+            yield Cause("gradients not reduced", text, hint=hint, details=details), wrong.seen
 
 
 def _mean_is(other: Numbers, difference: Difference, wanted: np.ndarray) -> bool:

@@ -6,6 +6,7 @@ recording's gradient is then a sum of these, each so many times. The rows that r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -77,7 +78,7 @@ def _groups(other: Numbers, step: int, rows: Sequence[tuple[int, ...]], name: st
 
 
 Reading = tuple[str, dict[Group, float]]
-"""What is one group, and the weight of each."""
+"""What is one group, and the weight of each; infinite where it has no label that counts, of which any weight is right."""
 
 
 def _readings(
@@ -92,13 +93,14 @@ def _readings(
             for group in of
         }
         if all(not weights or np.ptp(weights) <= 2 * close for weights in at.values()):
-            yield name, {group: float(np.mean(weights)) for group, weights in at.items() if weights}
+            yield name, {group: float(np.mean(weights)) if weights else math.inf for group, weights in at.items()}
 
 
 def _cause(readings: Sequence[Reading], every: np.ndarray, close: float) -> Cause:
     """Where the inverses of weights have the mean 1, each group's mean was taken, and the mean of these."""
     for name, weights in readings:
-        numbers = np.array([*weights.values()])
+        numbers = np.array([weight for weight in weights.values() if math.isfinite(weight)])
+        share = sum(1 / number for number in numbers if number) / len(weights)
         lost = [group for group, weight in weights.items() if abs(weight) <= close]
         details = (("units", name), ("weights", tuple(numbers.tolist())))
         if lost and len(lost) < len(weights):
@@ -106,12 +108,13 @@ def _cause(readings: Sequence[Reading], every: np.ndarray, close: float) -> Caus
             text = f"{name} {which} does not contribute to the gradient" if len(lost) == 1 else ""
             text = text or f"of {len(weights)} ({name}), {len(lost)} do not contribute to the gradient: {which}"
             return Cause("unequal contributions", text, hint=_weights_text(numbers), details=details)
-        if not lost and abs(np.mean(1 / numbers) - 1) <= close < abs(np.mean(numbers) - 1) / TIMES:
+        if not lost and abs(share - 1) <= close < np.var(numbers) / TIMES:
             text = f"the loss is averaged per {name}, and then over these: {len(weights)} of unequal size count alike"
             return Cause("averaged locally", text, hint=_weights_text(numbers), details=details)
     name, numbers = "sample", every
     if readings:
-        name, numbers = readings[0][0], np.array([*readings[0][1].values()])
+        name = readings[0][0]
+        numbers = np.array([weight for weight in readings[0][1].values() if math.isfinite(weight)])
     details = (("units", name), ("weights", tuple(numbers.tolist())))
     return Cause(
         "unequal contributions", f"gradients count unequally by {name}", hint=_weights_text(numbers), details=details

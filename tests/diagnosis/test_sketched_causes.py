@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,19 +62,39 @@ PARTS = [{fqn: 0.5 * sums_of(20 + number, GRADIENT, fqn) for fqn in FQNS} for nu
 """What each pass of the first recording adds to the gradient of step 1."""
 
 
-def in_passes() -> Numbers:
+def passes_of(parts: list[dict[str, np.ndarray]]) -> Numbers:
     """One process that accumulates over four passes of a sample each."""
     one, found = rank(), list[Sketch]()
     for sketch in one.sketches:
         if (sketch.step, sketch.kind) == (1, GRADIENT):
-            sums = np.cumsum([part[sketch.fqn] for part in PARTS], axis=0)
+            sums = np.cumsum([part[sketch.fqn] for part in parts], axis=0)
             found += [replace(sketch, kind=f"{AFTER_PASS}{number}", sums=of) for number, of in enumerate(sums[:-1], 1)]
             sketch = replace(sketch, sums=sums[-1])
         found.append(sketch)
     return added_up([replace(one, sketches=tuple(found), passes={step: ROWS[step] for step in STEPS})])
 
 
+def reduced_of(weights: Sequence[float], parts: list[dict[str, np.ndarray]], ranks: int) -> Numbers:
+    """Ranks that are fed equal shares of the samples, one a microbatch, and have the reduced gradient."""
+
+    def of(number: int) -> RankSketches:
+        whole, share = rank(number, ranks), 4 // ranks
+        sums = {fqn: sum(w * part[fqn] for w, part in zip(weights, parts, strict=True)) for fqn in FQNS}
+        own = [replace(s, sums=sums[s.fqn]) if (s.step, s.kind) == (1, GRADIENT) else s for s in whole.sketches]
+        fed = {step: rows[share * number : share * (number + 1)] for step, rows in ROWS.items()}
+        return replace(whole, sketches=tuple(own), passes=fed)
+
+    return added_up([of(number) for number in range(ranks)])
+
+
 ROWS = {step: tuple((10 * step + row,) for row in range(4)) for step in STEPS}
+
+
+def test_a_rank_without_labels_is_one_of_those_that_a_mean_is_taken_of() -> None:
+    empty = {fqn: np.zeros(BUCKETS) for fqn in FQNS}
+    one, both = passes_of([*PARTS[:3], empty]), reduced_of((0.6, 0.6, 1.5, 9.0), [*PARTS[:3], empty], ranks=4)
+    cause = cause_of(one, both, compared(one, both))
+    assert cause is not None and (cause.kind, dict(cause.details)["units"]) == ("averaged locally", "rank")
 
 
 @pytest.mark.parametrize(
@@ -88,15 +108,7 @@ ROWS = {step: tuple((10 * step + row,) for row in range(4)) for step in STEPS}
     ],
 )
 def test_passes_that_count_unequally_are_told_by_whose_they_are(weights: list[float], kind: str, units: str) -> None:
-    def other(number: int) -> RankSketches:
-        """Rank 0 is fed the first two samples, rank 1 the others, one a microbatch; both have the reduced gradient."""
-        whole = rank(number, 2)
-        sums = {fqn: sum(w * part[fqn] for w, part in zip(weights, PARTS, strict=True)) for fqn in FQNS}
-        own = [replace(s, sums=sums[s.fqn]) if (s.step, s.kind) == (1, GRADIENT) else s for s in whole.sketches]
-        fed = {step: rows[2 * number : 2 * number + 2] for step, rows in ROWS.items()}
-        return replace(whole, sketches=tuple(own), passes=fed)
-
-    one, both = in_passes(), added_up([other(0), other(1)])
+    one, both = passes_of(PARTS), reduced_of(weights, PARTS, ranks=2)
     cause = cause_of(one, both, compared(one, both))
     assert cause is not None
     assert (cause.kind, dict(cause.details)["units"]) == (kind, units)
