@@ -46,6 +46,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="plain tensors of which each rank along AXIS of --layout holds a part of DIM",
     )
 
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=0,
+        metavar="N",
+        help="sketch N blocks of rows of each gradient, in both recordings, so that wrong rows are found",
+    )
+
 
 def add_comparison(parser: argparse.ArgumentParser) -> None:
     """Add what `compare` takes."""
@@ -65,6 +73,10 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     found = {injection.NOISE: args.noise} if args.noise else {}
     if args.same_as is not None:
         load_recording(args.same_as)  # before the command trains to its end
+    if args.rows < 0:
+        raise BadInput(f"--rows {args.rows}: a number of blocks, such as 16")
+    if args.rows:
+        found[injection.ROWS] = str(args.rows)
     if args.sharded:
         found[injection.SHARDED] = json.dumps(_declared(args))
     return found

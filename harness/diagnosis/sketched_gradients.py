@@ -18,7 +18,7 @@ from harness.evidence.sketches import GRADIENT
 from harness.evidence.text import names_text, number_text, ranks_text
 from harness.judge.result import Cause, Result
 from harness.judge.same_training import Comparison
-from harness.judge.sketch_distances import Difference, apart
+from harness.judge.sketch_distances import Difference, apart, wrong_rows
 from harness.judge.sketched import Numbers
 
 FLOAT32 = 1e-6
@@ -82,6 +82,8 @@ def gradients_cause(one: Numbers, other: Numbers, found: Comparison, result: Res
                 return replace(cause, where=cause.where or where, details=(*cause.details, *details))
         if not ranks and (rounded := _rounded(wrong)):
             return replace(rounded, where=where, details=(*rounded.details, *details))
+    if len(differences) == 1 == len(names) and (rows := wrong_rows(one, other, differences[0])):
+        where += f", {rows}"
     text = f"gradients are wrong from step {step} on" if step > 1 else "gradients are wrong"
     if ranks:
         text += f", and ranks {ranks_text(ranks)} have different ones of the same slice"

@@ -29,6 +29,8 @@ WEIGHTS, GRADIENT = "weights", "gradient"
 """Kinds of tensors; an optimizer's state has the optimizer's own keys."""
 AFTER_PASS = "gradient after pass "
 """With the number of a pass from 1, the kind of what was accumulated until then."""
+BY_ROWS = "gradient rows "
+"""With an interval of rows, as in 0:16, the kind of a part of a gradient."""
 MOST = 400_000_000  # bytes of one rank's file
 HEAD = struct.Struct("<8sI")
 MAGIC = b"sketches"
@@ -41,7 +43,7 @@ class Sketch:
     step: int
     """Training step; 0 before the first one."""
     kind: str
-    """"weights" after the step, "gradient" that the optimizer received, AFTER_PASS, or a key of the optimizer's state."""
+    """"weights" after the step, "gradient" that the optimizer received or a part of it, or a key of the optimizer's state."""
     fqn: str
     """Name of the parameter."""
     place: str

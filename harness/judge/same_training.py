@@ -29,6 +29,7 @@ from harness.judge.sketch_distances import (
     distances,
     is_too_fine,
     shows_no_jump,
+    wrong_rows,
 )
 from harness.judge.sketched import Key, Numbers, Whole, missing_ranks, of_finite, of_shapes, why_unknown
 
@@ -243,7 +244,14 @@ def _other_setting(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, s
 def _judged(name: str, one: Numbers, other: Numbers, found: list[Difference], kind: str, steps: list[int]) -> Result:
     """One check of tensors. kind: of which tensors; empty: of an optimizer's state."""
     findings = [
-        _finding(d.key, d.distance, Bound(d.bound), QUANTITIES.get(d.key[1], d.key[1]), fit=d.fit)
+        _finding(
+            d.key,
+            d.distance,
+            Bound(d.bound),
+            QUANTITIES.get(d.key[1], d.key[1]),
+            fit=d.fit,
+            rows=wrong_rows(one, other, d),
+        )
         for d in found
         if d.is_wrong
     ]
@@ -347,10 +355,18 @@ def _norms(one: Numbers, other: Numbers, bounds: Bounds, steps: list[int]) -> Re
 
 
 def _finding(
-    key: Key, distance: float, bound: Bound | None, quantity: str, *, fit: float = math.nan, ranks: tuple[int, ...] = ()
+    key: Key,
+    distance: float,
+    bound: Bound | None,
+    quantity: str,
+    *,
+    fit: float = math.nan,
+    ranks: tuple[int, ...] = (),
+    rows: str = "",
 ) -> Finding:
     step, _, fqn = key
     note = f"{number_text(fit, 4)} times as large by best fit" if math.isfinite(fit) and abs(fit - 1) > 0.01 else ""
+    note = ", ".join(filter(None, (rows, note)))
     return Finding(
         ranks=ranks,
         step=step or None,

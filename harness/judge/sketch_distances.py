@@ -175,3 +175,20 @@ def apart(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
     if length == 0:
         return (0.0 if off == 0 else math.inf), math.nan
     return off / length, float(one @ other) / length**2
+
+
+def wrong_rows(one: Numbers, other: Numbers, wrong: Difference) -> str:
+    """Return in which rows a gradient is wrong; empty where blocks of rows were not recorded, or it is so in all."""
+    step, kind, fqn = wrong.key
+    mine, theirs = ({} if kind != GRADIENT else of.by_rows.get((step, fqn), {}) for of in (one, other))
+    if not mine or mine.keys() != theirs.keys():
+        return ""
+    most = wrong.bound * one.whole[wrong.key].length
+    found = [tuple(map(int, rows.split(":"))) for rows in mine if not np.linalg.norm(theirs[rows] - mine[rows]) <= most]
+    if len(found) == len(mine):
+        return ""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(found):
+        begin = joined.pop()[0] if joined and joined[-1][1] == start else start
+        joined.append((begin, stop))
+    return f"in rows {', '.join(f'{start}:{stop}' for start, stop in joined)}" if joined else ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from harness.evidence.sketches import AFTER_PASS, BUCKETS, WEIGHTS, RankSketches, Sketch, boxes_of
+from harness.evidence.sketches import AFTER_PASS, BUCKETS, BY_ROWS, WEIGHTS, RankSketches, Sketch, boxes_of
 from harness.evidence.text import counted, names_text, ranks_text
 
 CELLS = 1 << 22
@@ -84,6 +84,8 @@ class Numbers:
     """Step and rank -> for each pass, digests of the rows that the rank was fed."""
     after_pass: Mapping[tuple[int, int], Mapping[str, np.ndarray]] = field(default_factory=dict)
     """Step and number of a pass from 1 -> by parameter, the sketch of what was accumulated until then."""
+    by_rows: Mapping[tuple[int, str], Mapping[str, np.ndarray]] = field(default_factory=dict)
+    """Step and parameter -> the sketches of its gradient's blocks of rows, such as 0:16."""
 
     @property
     def steps(self) -> list[int]:
@@ -167,8 +169,11 @@ class _Total:
             if first is not None and first.replicas:
                 self.why.setdefault(fqn, UNCLAIMED)
         whole, unknown = dict[Key, Whole](), {(0, WEIGHTS, fqn): why for fqn, why in self.why.items()}
+        by_rows: dict[tuple[int, str], dict[str, np.ndarray]] = defaultdict(dict)
         for key, one in self.whole.items():
-            if why := self.why.get(key[2]) or _why_not_whole(key[2], self.shapes, self.places[key]):
+            if key[1].startswith(BY_ROWS):
+                by_rows[key[0], key[2]][key[1].removeprefix(BY_ROWS)] = one.sums
+            elif why := self.why.get(key[2]) or _why_not_whole(key[2], self.shapes, self.places[key]):
                 unknown[key] = why
             else:
                 whole[key] = one
@@ -189,6 +194,7 @@ class _Total:
             bare=self.bare,
             passes={step: {rank: fed for rank, (_, fed) in of.items()} for step, of in self.fed.items()},
             after_pass=self.after_pass,
+            by_rows=by_rows,
         )
 
 

@@ -60,6 +60,24 @@ class Held:
         return flat if self.span is None else flat[slice(*self.span)]
 
 
+def rows_between(
+    values: torch.Tensor, boxes: Iterable[Box], start: int, stop: int
+) -> tuple[list[torch.Tensor], list[Box]]:
+    """Return elements in these rows of the whole parameter, and where they are. values: those of all boxes, in a row."""
+    taken, where, begin = list[torch.Tensor](), list[Box](), 0
+    for box in boxes:
+        rows, columns = box.size
+        matrix, at = values[begin : begin + rows * columns].view(rows, columns), 0
+        for low, high in box.rows:
+            first, end = max(low, start), min(high, stop)
+            if first < end:
+                taken.append(matrix[at + first - low : at + end - low].reshape(-1))
+                where.append(Box(((first, end),), box.columns))
+            at += high - low
+        begin += rows * columns
+    return taken, where
+
+
 def held_parameters(parts: Sequence[nn.Module], sharded: Iterable[Sharded] = ()) -> Iterator[Held]:
     """Yield each trainable parameter of models once. sharded: what somebody declared of plain tensors."""
     flat, seen = dict(_of_fsdp1(parts)), set[int]()

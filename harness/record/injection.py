@@ -24,7 +24,7 @@ from harness.evidence.store import EvidenceError
 
 LAUNCH = "HARNESS_RECORD_LAUNCH"
 """The id of this recording, in the environment of its processes: what each leaves carries it."""
-NOISE, SHARDED = "HARNESS_RECORD_NOISE", "HARNESS_RECORD_SHARDED"
+NOISE, SHARDED, ROWS = "HARNESS_RECORD_NOISE", "HARNESS_RECORD_SHARDED", "HARNESS_RECORD_ROWS"
 """By one rounding of which dtype first weights are altered, and what is declared of plain tensors; in its environment."""
 BY = "HARNESS_RECORD_BY"
 """The module that hears of a process's imports, where it is another than the recorder; in its environment."""

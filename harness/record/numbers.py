@@ -7,7 +7,9 @@ after each forward pass: whoever clips or steps next uses them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +19,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from harness.evidence.sketches import AFTER_PASS, GRADIENT, WEIGHTS, RankSketches, Sketch
+from harness.evidence.sketches import AFTER_PASS, BY_ROWS, GRADIENT, WEIGHTS, RankSketches, Sketch
 from harness.probe.clock import Account, Clock
 from harness.probe.structure import local
 from harness.probe.values import CLIP_FUNCTIONS
-from harness.record.boxes import Held, Sharded, held_parameters, of_dtensor
+from harness.record.boxes import Held, Sharded, held_parameters, of_dtensor, rows_between
 from harness.record.compiling import not_compiled
 from harness.record.digests import row_digests, token_sum
 from harness.record.place import place_of
@@ -61,6 +63,8 @@ class Numbers:
     """Dtype by one rounding of which first weights are altered; "compute": of the forward pass; empty: they are not."""
     sharded: tuple[Sharded, ...] = ()
     """What the person who records declared of plain tensors."""
+    blocks: int = 0
+    """Blocks of rows of which each gradient's are sketched one by one; 0 for none."""
     sketcher: Sketcher = field(default_factory=Sketcher)
     found: dict[Key, tuple[Held, torch.Tensor]] = field(default_factory=dict)
     fed: list[Fed] = field(default_factory=list)
@@ -201,6 +205,21 @@ class Numbers:
             self.unplaced[held.fqn] = held.why
         elif values.is_floating_point():
             self.found[step, kind, held.fqn] = held, self.sketcher.sketch(values, held.boxes)
+            if kind == GRADIENT and self.blocks and not held.addend:
+                self._note_rows(step, held, values)
+
+    def _note_rows(self, step: int, held: Held, values: torch.Tensor) -> None:
+        """Sketch a gradient's blocks of rows."""
+        total = held.shape[0] if held.shape else 1
+        edges = [total * number // self.blocks for number in range(self.blocks + 1)]
+        for start, stop in itertools.pairwise(dict.fromkeys(edges)):
+            taken, boxes = rows_between(values, held.boxes, start, stop)
+            if taken:
+                part = dataclasses.replace(held, boxes=tuple(boxes))
+                self.found[step, f"{BY_ROWS}{start}:{stop}", held.fqn] = (
+                    part,
+                    self.sketcher.sketch(torch.cat(taken), boxes),
+                )
 
     # ---- what is left behind
 

@@ -74,6 +74,7 @@ class Recorder:
             self.clock,
             os.environ.get("HARNESS_RECORD_NOISE", ""),
             sharded_here(os.environ.get("HARNESS_RECORD_SHARDED", "")),
+            int(os.environ.get("HARNESS_RECORD_ROWS", "0")),
         )
         self.seen = Seen(self.clock, self.collectives, self.pipeline, lambda: self.own, self.numbers)
         self.drawn = Drawn()

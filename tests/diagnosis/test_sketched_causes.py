@@ -11,7 +11,7 @@ import pytest
 from literal_numbers import ALIKE, FQNS, RIGHT, STEPS, numbers, rank, sums_of, told
 
 from harness.diagnosis.sketched import cause_of
-from harness.evidence.sketches import AFTER_PASS, BUCKETS, GRADIENT, WEIGHTS, RankSketches, Sketch
+from harness.evidence.sketches import AFTER_PASS, BUCKETS, BY_ROWS, GRADIENT, WEIGHTS, RankSketches, Sketch
 from harness.judge.same_training import compared
 from harness.judge.sketched import Numbers, added_up
 
@@ -157,3 +157,22 @@ def test_parameters_that_no_rank_trains_are_the_cause(gone: tuple[str, ...], kin
     missing = replace(other, world=2)
     cause = cause_of(RIGHT, missing, compared(RIGHT, missing))
     assert cause is not None and cause.kind == "gradients scaled"
+
+
+def test_blocks_of_rows_show_which_rows_of_a_gradient_are_wrong() -> None:
+    def by_rows(times: float) -> Numbers:
+        one, found = rank(), list[Sketch]()
+        for sketch in one.sketches:
+            parts = {
+                at: (times if at == "4:8" and sketch.fqn == "output" else 1) * 0.5 * sketch.sums
+                for at in ("0:4", "4:8")
+            }
+            if sketch.kind == GRADIENT:
+                found += [replace(sketch, kind=f"{BY_ROWS}{at}", place=at, sums=sums) for at, sums in parts.items()]
+                sketch = replace(sketch, sums=sum(parts.values()))
+            found.append(sketch)
+        return added_up([replace(one, sketches=tuple(found))])
+
+    one, other = by_rows(1), by_rows(3)
+    (result,) = (result for result in compared(one, other).results if result.check == "gradients")
+    assert {finding.note.partition(",")[0] for finding in result.findings} == {"in rows 4:8"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.evidence.sketches import BUCKETS, Box, boxes_of, place_text
-from harness.record.boxes import _chunk, boxes_of_dims, rows_of_interval
+from harness.record.boxes import _chunk, boxes_of_dims, rows_between, rows_of_interval
 from harness.record.sketching import Sketcher, alter, width_of
 
 SHAPES = [(7,), (6, 4), (5, 3, 2), ()]
@@ -105,3 +105,20 @@ def test_what_is_kept_of_rows_and_columns_is_bounded() -> None:
     sketcher.sketch(torch.ones(12), whole((3, 4)))
     sketcher.sketch(torch.ones(12), whole((3, 4)))
     assert sketcher.kept_bytes == 16 * (3 + 4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_of_slices_add_up_to_those_of_the_whole(shape: tuple[int, ...]) -> None:
+    tensor, sketcher = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3)), Sketcher()
+    size = shape[0] if shape else 1
+    for start, stop in ((0, size // 2), (size // 2, size)):
+        some, boxes = rows_between(tensor.reshape(-1), whole(shape), start, stop)
+        full = sketcher.sketch(torch.cat(some), boxes) if some else torch.zeros(1 + BUCKETS, dtype=torch.float64)
+        assert math.isclose(float(full[0]), float(tensor.reshape(size, -1)[start:stop].square().sum()), abs_tol=1e-12)
+        for slices in cuts(shape):
+            total = torch.zeros(1 + BUCKETS, dtype=torch.float64)
+            for of in slices:
+                part = torch.cat([taken(tensor, box) for box in of]) if of else torch.empty(0)
+                own, where = rows_between(part.double(), of, start, stop)
+                total += sketcher.sketch(torch.cat(own), where) if own else 0
+            assert torch.allclose(total, full, rtol=1e-12, atol=1e-12)
