@@ -212,7 +212,7 @@ class Llama(nn.Module):
 
     positions: int64 [s] or [b, s], where each column sits in the whole sequence; None means 0 .. s-1. documents: int64
     [b, s], which document of its row each token is in; None means that attention looks past separators. On a pipeline
-    stage without tok_embeddings, `tokens` is the previous stage's activations. mask_seed: dropout's masks are drawn anew
+    stage that is not the first, `tokens` is the previous stage's activations. mask_seed: dropout's masks are drawn anew
     from it in every forward pass, so all microbatches of a step have the same; see `seed_masks`.
     """
 
@@ -232,7 +232,9 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         if self.config.dropout:
             torch.manual_seed(self.mask_seed)
-        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)  # [b, s, dim]
+        x = tokens  # [b, s, dim] of a stage that is not the first, which may have the embedding for its output
+        if self.tok_embeddings is not None and not tokens.is_floating_point():
+            x = self.tok_embeddings(tokens)
         for layer in self.layers.values():
             x = layer(x, positions, documents)
         x = x if self.norm is None else self.norm(x)

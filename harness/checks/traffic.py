@@ -1,7 +1,8 @@
 """In every step each rank moves, per axis and purpose, exactly the bytes that the plan says, and no others.
 
 Bytes are counted on unsharded tensors, so bucketing does not matter. Traffic outside forward and backward (losses, norms,
-counts) has an upper bound; what ZeRO and Muon gather there has a lower bound. Integers inside them have an upper bound, too.
+counts) has an upper bound. What ZeRO and Muon gather there, and the gradients of a tied weight that two stages add up, have a
+lower bound. Integers inside them have an upper bound, too.
 DDP agrees on parameters and buckets in the first two steps, and with find_unused_parameters in every step on which were used.
 Before a forward pass DDP may broadcast its module's buffers, exactly these bytes, once for every pass at most.
 Inside of a pass no rank waits at a barrier.
@@ -34,7 +35,7 @@ from harness.judge.traffic import (
 from harness.judge.trial import Trial
 from harness.judge.units_seen import untold_units
 from harness.plan.slices import BYTES
-from harness.plan.traffic.flow import OUTSIDE
+from harness.plan.traffic.flow import OUTSIDE, TIED
 from harness.plan.traffic.muon import MATRICES
 from harness.spec.allowance import said
 
@@ -47,7 +48,8 @@ WITHOUT_DATA = "without data"
 IN_ANOTHER_DTYPE = "in another dtype"
 LACKING = "of updated parameters"
 """Of what ZeRO gathers behind its optimizer."""
-LACKING_MATRICES = "of matrices that Muon orthogonalises"
+LACKING_OF = {MATRICES: "of matrices that Muon orthogonalises", TIED: "of the gradients of a tied weight"}
+"""Of other roles."""
 
 
 def check(trial: Trial) -> Result:
@@ -173,17 +175,19 @@ def _outside_words(trial: Trial, rank: int, seen: dict[Key, int]) -> str:
 
 
 def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
-    """What ZeRO gathers behind its optimizer, and Muon in its own, is moved there, whatever else is."""
-    seen = observed_outside(trial.ranks[rank], step)
+    """What ZeRO gathers behind its optimizer, and Muon in its own, is moved there, whatever else is. So are the gradients of a
+    tied weight over two stages."""
+    wanted = planned_outside(trial, rank, step)
+    seen = observed_outside(trial.ranks[rank], step, pairs={key[0] for key, _ in wanted})
     return [
         Finding.at(
             rank,
             Limit(least=least),
             seen.get(key, 0),
             step=step,
-            **of_collective(trial, key) | {"quantity": LACKING_MATRICES if role == MATRICES else LACKING},
+            **of_collective(trial, key) | {"quantity": LACKING_OF.get(role, LACKING)},
         )
-        for (key, role), least in planned_outside(trial, rank, step).items()
+        for (key, role), least in wanted.items()
         if seen.get(key, 0) < least
     ]
 

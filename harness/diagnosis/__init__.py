@@ -40,6 +40,7 @@ from harness.diagnosis.started import changed_weights, other_weights, resumed_ot
 from harness.diagnosis.structure_facts import facts as facts_of_structure
 from harness.diagnosis.structure_facts import fsdp2_switches
 from harness.diagnosis.telling import HARMLESS, broken_elsewhere, told, what_weaker_tests_say
+from harness.diagnosis.tied import copies_trained_apart
 from harness.diagnosis.whose import another_tensor
 from harness.judge.result import Diagnosis, Result, Verdict, one_cause
 from harness.judge.trial import Trial, launch_label
@@ -61,6 +62,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     other_positions,
     sums_of_whole_gradients,
     lacks_the_outputs_part,
+    copies_trained_apart,
     multiples_passed_back,
 )
 COSTLY: tuple[Suspects, ...] = (sums_of_pieces, another_tensor)

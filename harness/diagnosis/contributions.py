@@ -37,6 +37,7 @@ from harness.judge.contents import take
 from harness.judge.result import Cause
 from harness.judge.tolerance import NoBound, clip_coefficient
 from harness.judge.trial import Trial
+from harness.plan.grid import tied_axis
 from harness.reference.distance import best_fit
 
 if TYPE_CHECKING:
@@ -226,7 +227,8 @@ def _name(trial: Trial, factors: Mapping[str, float]) -> str:
         kinds = {fqn: number_text(one, 4) for fqn, one in factors.items()}
         of = {kind: [fqn for fqn in kinds if kinds[fqn] == kind] for kind in sorted({*kinds.values()})[:FEW]}
         return ", ".join(f"{kind} ({some(fqns, 1)})" for kind, fqns in of.items())
-    if trial.case.model.tied_embeddings and [*factors] == [TIED] and math.isclose(factor, 2, rel_tol=1e-6):
+    whole = trial.case.model.tied_embeddings and not tied_axis(trial.case)
+    if whole and [*factors] == [TIED] and math.isclose(factor, 2, rel_tol=1e-6):
         return "it counts for the embedding and again for the output, which share it"
     return factor_text(trial, factor, len(factors) == len(trial.plan.shapes)) if trial.case.exact else ""
 

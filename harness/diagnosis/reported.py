@@ -26,7 +26,7 @@ from harness.judge.reporting import Read, silences
 from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
-from harness.plan.grid import coordinate, groups
+from harness.plan.grid import coordinate, groups, tied_axis
 from harness.plan.slices import tp_dim
 from harness.plan.stages import parameters_of_stage
 from harness.spec.dims import AXES
@@ -129,9 +129,28 @@ def on_record(trial: Trial, check: str, rank: int, step: int) -> float | None:
         return _loss(trial, {rank: [*trial.ranks]}, None, False, 1.0, rank, step) if record else None
     if record is None or not any(one.gradients for _, one in trial.own_steps() if one.step == step):
         return None
+    if _copies_differ(trial, step):
+        return None
     place = coordinate(trial.case.dims, rank)["dp_replicate"]
     replica = [one for one in sorted(trial.ranks) if coordinate(trial.case.dims, one)["dp_replicate"] == place]
     return observed_norm(trial, step, (rank, *replica, *sorted(trial.ranks)))  # its own numbers first
+
+
+def _copies_differ(trial: Trial, step: int) -> bool:
+    """Whether two stages have other gradients of one tied weight: then nothing says which of both counts in the norm."""
+    seen = {rank: record.gradients for rank, record in trial.own_steps() if record.step == step}
+    pairs = ((seen.get(one, {}), seen.get(other, {})) for one, *_, other in _ends(trial))
+    return any(
+        a[fqn].shape == b[fqn].shape and not np.allclose(a[fqn], b[fqn], rtol=1e-6, atol=0)
+        for a, b in pairs
+        for fqn in a.keys() & b.keys()
+    )
+
+
+def _ends(trial: Trial) -> tuple[tuple[int, ...], ...]:
+    """The ranks of first and last stage that share a weight."""
+    axis = tied_axis(trial.case)
+    return trial.plan.groups[axis] if axis else ()
 
 
 # ---- the table of sources

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 from harness.evidence.records import Collective, RankEvidence
@@ -36,12 +37,14 @@ def planned_outside(trial: Trial, rank: int, step: int) -> dict[tuple[Key, str],
     return {(_key(trial, rank, flow), flow.role): flow.bytes for flow in flows}
 
 
-def observed_outside(evidence: RankEvidence, step: int) -> dict[Key, int]:
-    """All that a rank issued there, integers among it."""
+def observed_outside(evidence: RankEvidence, step: int, pairs: Collection[tuple[int, ...]] = ()) -> dict[Key, int]:
+    """All that a rank issued there, integers among it. pairs: groups of two ranks, of which one sends to the other, whatever
+    group carries it."""
     totals: dict[Key, int] = defaultdict(int)
     for call in evidence.collectives:
         if call.step == step and call.phase in ("optimizer", "other") and len(call.ranks) > 1:
-            totals[call.ranks, call.op, OUTSIDE] += call.bytes
+            both = () if call.peer is None else (min(evidence.rank, call.peer), max(evidence.rank, call.peer))
+            totals[both if both in pairs else call.ranks, call.op, OUTSIDE] += call.bytes
     return dict(totals)
 
 

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from harness.reference.config import trains
 from harness.spec.case import Case
 from harness.spec.dims import AXES, ParallelDims
 from harness.spec.measured import Unit
+from harness.spec.schedule import V_SHAPED
 
 
 def rank_grid(dims: ParallelDims) -> np.ndarray:
@@ -39,10 +41,25 @@ def groups_by_axis(case: Case, units: Iterable[list[Unit]]) -> dict[str, tuple[t
         found["dp_shard_cp"] = groups(dims, "dp_shard", "cp")
     if case.replicate_axis == "dp_replicate_cp":
         found["dp_replicate_cp"] = groups(dims, "dp_replicate", "cp")
+    if tied_axis(case) == ENDS:
+        found[ENDS] = tuple((line[0], line[-1]) for line in found["pp"])
     for degree in sorted({unit.degree for mine in units for unit in mine}):
         if (axis := gathered_over(case, degree)) not in (shard_axis(case.data_dims), ""):
             found[axis] = _post_forward_groups(found[shard_axis(case.data_dims)], degree)
     return found
+
+
+ENDS = "pp_ends"
+"""Axis of the first and the last rank of each pipeline. Ranks between them are in none of its groups."""
+
+
+def tied_axis(case: Case) -> str:
+    """The axis over which the copies of a tied embedding lie, of which the gradients are summed; empty where a rank has both
+    stages, or nothing is summed."""
+    sums = case.model.tied_embeddings and trains(case.training, "tok_embeddings.weight")
+    if case.dims.pp == 1 or not sums or case.features.schedule in V_SHAPED:
+        return ""
+    return ENDS if case.dims.pp > 2 else "pp"
 
 
 def gathered_over(case: Case, degree: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from harness.plan.slices import FlatUnit, Slice, tp_dim
-from harness.plan.traffic.flow import Flow
+from harness.plan.traffic.flow import TIED, Flow
 from harness.spec.dims import ParallelDims
 from harness.spec.measured import Observed
 from harness.spec.traits import USUAL, TrainerTraits
@@ -111,10 +111,11 @@ class Plan:
         flows = self.last_flows[rank] if step == self.steps[-1] else flows
         due = (flow for flow in flows if not (flow.later if step == self.steps[0] else flow.first))
         due = (flow for flow in due if not flow.last or step == self.steps[-1])
-        return tuple(flow for flow in due if flow.role != "gradients" or (flow.axis, step) not in self.unreduced)
+        return tuple(f for f in due if f.role not in ("gradients", TIED) or (f.axis, step) not in self.unreduced)
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
-        return next(group for group in self.groups[axis] if rank in group)
+        """Its ranks along that axis; the rank alone where it is in no group of it."""
+        return next((group for group in self.groups[axis] if rank in group), (rank,))
 
     def peers(self, rank: int, axis: str) -> tuple[int, ...]:
         """The same, but of a rank alone where the axis has degree 1."""

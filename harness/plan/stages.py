@@ -38,12 +38,13 @@ def layers_of_stage(case: Case, stage: int) -> range:
 
 
 def parameters_of_stage(case: Case, stage: int) -> list[str]:
-    """The embedding is with the first stage's layers, the final norm and the output with the last one's."""
+    """The embedding is with the first stage's layers, the final norm and the output with the last one's. A tied embedding is
+    the output as well: of it both stages have a copy."""
     if case.n_stages == 1:
         return list(parameter_shapes(case.model))
     prefixes = [f"layers.{layer}." for layer in layers_of_stage(case, stage)]
     prefixes += ["tok_embeddings."] if stage == 0 else []
-    prefixes += ["norm.", "output."] if stage == case.n_stages - 1 else []
+    prefixes += ["norm.", "tok_embeddings." if case.model.tied_embeddings else "output."] * (stage == case.n_stages - 1)
     return [fqn for fqn in parameter_shapes(case.model) if fqn.startswith(tuple(prefixes))]
 
 

@@ -68,10 +68,11 @@ def output_weight(case: Case) -> str:
 
 def fsdp2_units(case: Case) -> list[tuple[str, ...]]:
     """The units "apart", each wrapped separately, in forward's order: embedding, each block, norm with output. A tied
-    embedding is in the last."""
+    embedding is in the last; in a pipeline it is by itself."""
     names = list(case.model.parameter_shapes())
     blocks = [tuple(n for n in names if n.startswith(f"layers.{layer}.")) for layer in range(case.model.n_layers)]
-    last = ("norm.weight", output_weight(case))
+    alone = case.model.tied_embeddings and case.dims.pp > 1
+    last = ("norm.weight",) if alone else ("norm.weight", output_weight(case))
     if not {*last} <= {*names}:
         return [tuple(names)]  # a model without a policy
     first = tuple(name for name in ("tok_embeddings.weight",) if name not in last)

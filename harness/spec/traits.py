@@ -22,6 +22,7 @@ CHOICES = {
     "cp_heads": ("query", "key_value"),
     "attention": (None, "fused"),
     "zero_reduces_by": ("reduce_scatter", "all_reduce"),
+    "tied_reduces_by": ("all_reduce", "send"),
 }
 
 
@@ -97,6 +98,9 @@ class TrainerTraits:
     """Whether ZeRO's optimizer steps on a retained copy of the rank's part of the parameters."""
     muon_owner: bool = False
     """Whether Muon has one owner for each matrix, which orthogonalises it for all ranks, instead of every rank gathering it."""
+    tied_reduces_by: str = "all_reduce"
+    """Operator that sums the gradients of a tied weight over first and last stage: all_reduce, or "send", by which each gets
+    the other's."""
     rates: tuple[float, ...] | None = None
     """Learning rate of each step, if the trainer keeps its own schedule, which then is not tested; None otherwise."""
     expected_failure: ExpectedFailure | None = None

@@ -178,10 +178,6 @@ def _validate_features(case: Case, where: str) -> None:
         raise CaseError(f"{where}: shards_over_cp false means something with wrapper fsdp2, cp and dp_shard above 1")
     _validate_zero(case, where)
     _validate_wrapper_options(case, where)
-    if dims.pp > 1 and case.model.tied_embeddings:
-        raise CaseError(
-            f"{where}: tied_embeddings with pp {dims.pp}: first and last stage would have to share a weight"
-        )
     numbers = features.schedule, dims.pp, case.stages_per_rank, case.microbatches
     if dims.pp > 1 and (reason := schedule.refusal(*numbers)):
         raise CaseError(f"{where}: {reason}")

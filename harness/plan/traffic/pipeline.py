@@ -1,13 +1,15 @@
-"""Traffic of pipeline parallelism: activations and their gradients between stages."""
+"""Traffic of pipeline parallelism: activations and their gradients between stages; gradients of a tied embedding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from harness.plan.slices import BYTES
+from harness.plan.grid import shard_place, tied_axis, tp_place
+from harness.plan.slices import BYTES, numel, parameter_shapes, slice_of
 from harness.plan.stages import stages_of_rank
-from harness.plan.traffic.flow import Flow
+from harness.plan.traffic.flow import OUTSIDE, TIED, Flow
 from harness.spec.case import Case
+from harness.spec.traits import TrainerTraits
 
 
 def pipeline_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
@@ -23,3 +25,15 @@ def pipeline_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
     if dims.pp > 1:
         yield Flow("pp", "activations and their gradients", "send", "pipeline", moved)
         yield Flow("pp", "activations and their gradients", "recv", "pipeline", moved)
+
+
+def tied_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
+    """Each rank's slice of the gradient, once a step. Over the data ranks it is reduced before: the sums commute."""
+    axis, fqn = tied_axis(case), "tok_embeddings.weight"
+    if not axis or not {0, case.n_stages - 1} & {*stages_of_rank(case, rank)}:
+        return
+    place = shard_place(case.data_dims, rank) if case.shards > 1 else (1, 0)
+    held = slice_of(fqn, parameter_shapes(case.model)[fqn], tp_place(case.dims, rank), place)
+    size = numel(held) * BYTES[case.training.dtype]
+    for op in ("send", "recv") if traits.tied_reduces_by == "send" else ("all_reduce",):
+        yield Flow(axis, TIED, op, OUTSIDE, size)

@@ -10,7 +10,7 @@ from harness.plan.traffic.context_parallel import context_parallel_flows
 from harness.plan.traffic.data_parallel import data_parallel_flows, pipelined_data_parallel_flows
 from harness.plan.traffic.flow import Flow
 from harness.plan.traffic.muon import muon_flows, owners_bytes
-from harness.plan.traffic.pipeline import pipeline_flows
+from harness.plan.traffic.pipeline import pipeline_flows, tied_flows
 from harness.plan.traffic.recomputation import recomputed_flows
 from harness.plan.traffic.tensor_parallel import loss_bytes, scale_flows, tensor_parallel_flows
 from harness.spec.case import Case
@@ -30,6 +30,7 @@ def flows_of_rank(case: Case, traits: TrainerTraits, rank: int, length: int, uni
         *context_parallel_flows(case, traits, rank, length),
         *recomputed_flows(case, traits, rank, length),
         *pipeline_flows(case, rank, length),
+        *tied_flows(case, traits, rank),
         *muon_flows(case, traits, rank),
     )
     return tuple(flow for flow in flows if flow.bytes)

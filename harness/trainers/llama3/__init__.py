@@ -6,6 +6,7 @@ The model is reference/model.py, unmodified; parallelism is applied from outside
     recompute.py     activation checkpointing and torch.compile
     context.py       context parallel: attention over the ranks that share a sequence
     pipeline.py      the model in stages, and torch's schedules that run them
+    tied.py          an embedding that is the output's weight, on the first and on the last stage
     data.py          which samples this rank reads
     quantize.py      matmuls in 8 bits
     recipe.py        optimizer and learning rate
@@ -203,6 +204,8 @@ def _limits_of_pipelines(case: Case) -> Iterator[str]:
         yield f"schedule {features.schedule} before torch 2.13: a stage sends to its neighbour on its own rank, gloo cannot"
     if case.model.dropout:
         yield f"dropout with pp {dims.pp}: its seed is set before every forward, and torch's schedules run those"
+    if case.model.tied_embeddings and features.schedule in V_SHAPED and case.wrapper is not None:
+        yield f"tied_embeddings with schedule {features.schedule} and wrapper {case.wrapper}: two wrappers for one weight"
     if case.wrapper == "replicate":
         yield f"wrapper replicate with pp {dims.pp}: torch's stages hold back the reductions of DDP and FSDP2 only"
     if isinstance(features.reshard_after_forward, int):

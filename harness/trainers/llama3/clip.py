@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,20 +19,26 @@ Layout = tuple[DeviceMesh | None, tuple[Placement, ...]]
 
 
 def clip_gradients(
-    parameters: list[nn.Parameter], max_norm: float | None, groups: Iterable[dist.ProcessGroup] = ()
+    parameters: list[nn.Parameter],
+    max_norm: float | None,
+    groups: Iterable[dist.ProcessGroup] = (),
+    copies: Collection[nn.Parameter] = (),
 ) -> float:
     """Scale gradients by min(1, max_norm / (norm + 1e-6)), in place; None leaves them. Returns the norm before that.
 
     groups: of ranks that hold other elements without a DTensor saying so: other stages of a pipeline, other parts of what
-    FSDP1 has flattened. (FSDP1's own clip_grad_norm_ knows no float64.)
+    FSDP1 has flattened. (FSDP1's own clip_grad_norm_ knows no float64.) copies: parameters whose gradient is that of one on
+    another rank, which counts it.
     """
-    families = by_layout([parameter for parameter in parameters if parameter.grad is not None])
-    squares = torch.stack([sum_of_squares(family, *layout) for layout, family in families.items()]).sum()
+    given, known = [parameter for parameter in parameters if parameter.grad is not None], {*map(id, copies)}
+    families = by_layout([parameter for parameter in given if id(parameter) not in known])
+    none = at_least_float32(torch.zeros((), dtype=parameters[0].dtype, device=parameters[0].device))
+    squares = torch.stack([sum_of_squares(family, *layout) for layout, family in families.items()] or [none]).sum()
     for group in groups:
         dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     if max_norm is not None:
-        parts: list[Any] = [Part(gradient) for family in families.values() for gradient in local_gradients(family)]
+        parts: list[Any] = [Part(gradient) for gradient in local_gradients(given)]
         torch.nn.utils.clip_grads_with_norm_(parts, max_norm, norm, foreach=False)
     return norm.item()
 

@@ -227,7 +227,8 @@ def layer_plan(features: Features) -> dict[str, ParallelStyle]:
 def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
     """Units: tok_embeddings; each block; norm with output, which backward needs first. The root must come last.
 
-    Tied embeddings go into the last unit: the output reads the embedding's weight, which must be whole then.
+    Tied embeddings go into the last unit: the output reads the embedding's weight, which must be whole then. In a pipeline
+    they are a unit of their own. Trap: the last stage never calls the module, so no unit but the root's is gathered for it.
     """
     policy, reshard = mixed_precision(case), case.features.reshard_after_forward
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if case.features.cpu_offload else OffloadPolicy()
@@ -238,12 +239,16 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
     after_last = reshard if isinstance(reshard, int) else reshard == "always"
     units: list[nn.Module | None] = [*model.layers.values()]
     last: list[nn.Module | None] = [model.norm, model.output]
-    (last if case.model.tied_embeddings else units).insert(0, model.tok_embeddings)
+    if case.model.tied_embeddings and case.dims.pp == 1:
+        last.insert(0, model.tok_embeddings)
+    elif not case.model.tied_embeddings or model.output is None:
+        units.insert(0, model.tok_embeddings)
     for unit in present(units):
         fully_shard(unit, reshard_after_forward=after_most, **everywhere)
     if together := present(last):
         fully_shard(together, reshard_after_forward=after_last, **everywhere)
-    fully_shard(model, **everywhere)
+    keeps_tied = case.model.tied_embeddings and case.dims.pp > 1
+    fully_shard(model, reshard_after_forward=after_most if keeps_tied else None, **everywhere)
 
 
 def present(modules: list[nn.Module | None]) -> list[nn.Module]:

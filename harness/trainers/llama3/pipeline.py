@@ -1,6 +1,6 @@
 """Pipeline parallel: the model cut into stages, and torch's schedules that run them.
 
-A rank holds one model part a stage, each with the reference's names; a part without tok_embeddings is given activations.
+A rank holds one model part a stage, each with the reference's names; a part that is not the first is given activations.
 Every rank reads its batch: the first stage needs its tokens, the last its labels, all of them the number of valid tokens.
 """
 
@@ -37,7 +37,7 @@ def stages_here(case: Case, mesh: DeviceMesh | None) -> list[int]:
 
 def cut(model: Llama, stage: int, case: Case) -> None:
     """Leave of a whole model what the stage holds. The first stages take the layers that are left over; of the layers that are
-    dealt out, the first and last few may stand for embedding and output."""
+    dealt out, the first and last few may stand for embedding and output. A tied embedding is in both (tied.py)."""
     n_stages, features = case.n_stages, case.features
     if n_stages == 1:
         return
@@ -46,7 +46,7 @@ def cut(model: Llama, stage: int, case: Case) -> None:
     for index in range(len(model.layers)):
         if index not in mine:
             del model.layers[str(index)]
-    if stage > 0:
+    if stage > 0 and not (case.model.tied_embeddings and stage == n_stages - 1):
         model.tok_embeddings = None
     if stage < n_stages - 1:
         model.norm = model.output = None

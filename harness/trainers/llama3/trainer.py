@@ -35,6 +35,7 @@ from harness.trainers.llama3 import (
     quantize,
     recipe,
     recompute,
+    tied,
 )
 from harness.trainers.support import process_group
 from harness.trainers.support.weights import load_weights
@@ -85,7 +86,10 @@ def join(case: Case, device: str) -> torch.device:
 
 def build_parts(case: Case, mesh: DeviceMesh | None, weights: Path | None, device: torch.device) -> list[nn.Module]:
     """One model for each pipeline stage of this rank; without a pipeline that is the whole model."""
-    return [build_model(case, mesh, weights, device, stage) for stage in pipeline.stages_here(case, mesh)]
+    stages = pipeline.stages_here(case, mesh)
+    parts = [build_model(case, mesh, weights, device, stage) for stage in stages]
+    tied.share(parts, stages, case)
+    return parts
 
 
 def build_model(
@@ -261,7 +265,9 @@ class Trainer:
         self.model_parts = build_parts(case, self.mesh, weights, device)
         self.loss = PipelineLoss(case, device)
         self.schedule = pipeline.build_schedule(self.model_parts, self.loss, case, self.mesh, device)
+        self.ends = tied.group_of_ends(case, self.mesh)
         self.optimizers = [recipe.build_optimizer(part, case.training) for part in self.model_parts]
+        tied.step_once(self.optimizers)
         self.schedulers = [recipe.build_scheduler(optimizer, case.training) for optimizer in self.optimizers]
         rank = parallelize.data_parallel_rank(self.mesh)
         self.microbatches = (batches or data.Microbatches)(case, rank)
@@ -316,9 +322,9 @@ class Trainer:
         for part in self.model_parts:
             seed_masks(part, self.case.training.seed, self.step + 1)
         loss_sum = self.forward_backward(microbatches, valid_tokens)
-        parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
         groups = [pipeline.group_of(self.mesh), parallelize.flat_group(self.mesh, self.case)]
-        grad_norm = clip.clip_gradients(parameters, self.case.training.max_norm, filter(None, groups))
+        copies = tied.copies(self.model_parts, self.ends)
+        grad_norm = clip.clip_gradients(self.parameters(), self.case.training.max_norm, filter(None, groups), copies)
         lr = self.optimizer_step()
         self.step += 1
         self.tokens_seen += self.tokens
@@ -333,8 +339,13 @@ class Trainer:
         total = run_pipeline(
             self.schedule, self.loss, microbatches, case=self.case, mesh=self.mesh, valid_tokens=valid_tokens
         )
-        parallelize.settle_gradients([parameter for part in self.model_parts for parameter in part.parameters()])
+        parallelize.settle_gradients(self.parameters())
+        tied.sum_gradients(self.model_parts, self.ends)
         return total
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return those of all parts, each once."""
+        return list(dict.fromkeys(parameter for part in self.model_parts for parameter in part.parameters()))
 
     def optimizer_step(self) -> float:
         """Returns the learning rate this step was made with."""

@@ -1,0 +1,87 @@
+"""A tied embedding of which two stages of a pipeline have a copy each, that train separately.
+
+The reference is trained with an output of its own that starts as the embedding does: ranks of the last stage are judged by
+that one, all others by the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from harness.diagnosis.assume import retrain
+from harness.diagnosis.contributions import TIED
+from harness.diagnosis.differences import first_wrong_step, wrong_pairs
+from harness.diagnosis.hypothesis import Broken, Hypothesis
+from harness.diagnosis.words import Arrays
+from harness.judge.assumed import AssumedOptimizer
+from harness.judge.result import Cause
+from harness.judge.tolerance import clip_coefficient
+from harness.judge.trial import Trial
+from harness.plan.grid import tied_axis
+from harness.reference.record import ReferenceRun, ReferenceStep
+
+T = TypeVar("T")
+OUTPUT = "output.weight"
+COUNTED = {"": (OUTPUT,), "the norm counts the last stage's copy alone": (TIED,), "the norm counts both copies": ()}
+"""What the norm may count of two copies, in words, and what it then leaves out."""
+
+
+def copies_trained_apart(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Suppose that nothing adds up their gradients, from the first step on."""
+    axis = tied_axis(trial.case)
+    if not axis or "gradients" not in broken or first_wrong_step(trial) != 1 or trial.assumption.references:
+        return
+    if {fqn for _, fqn in wrong_pairs(trial, 1)} != {TIED} or {*trial.assumption.reference}:
+        return
+    text = (
+        f"the gradients of {TIED} are not summed over first and last stage: each steps its copy by that of its own use"
+    )
+    for hint, left_out in COUNTED.items():
+        cause = Cause("gradients not reduced", text, hint=hint, details=(("axes", (axis,)), ("parameters", (TIED,))))
+        yield Hypothesis(cause, partial(_apart, axis=axis, left_out=left_out), fitted=1 + bool(hint))
+
+
+def _apart(trial: Trial, axis: str, left_out: tuple[str, ...]) -> Trial:
+    limit, model = trial.case.training.max_norm, replace(trial.case.model, tied_embeddings=False)
+
+    def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
+        clip = clip_coefficient(_norm(gradients, left_out), limit)
+        return {fqn: (clip * g).astype(g.dtype) for fqn, g in gradients.items()}
+
+    both = replace(trial.reference, weights={**trial.reference.weights, OUTPUT: trial.reference.weights[TIED]})
+    ran = retrain(model, trial.case.training, both, given=given, **trial.order_of_entries)
+    norms = {step.step: _norm(step.gradients, left_out) for step in ran.steps}
+    first, last = (_one_copy(trial.reference, ran, norms, fqn) for fqn in (TIED, OUTPUT))
+
+    def clipped(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
+        return clip_coefficient(norms[step], limit) * gradient
+
+    left = frozenset((axis, step) for step in trial.case.steps)
+    moved = replace(trial, reference=first, plan=replace(trial.plan, unreduced=trial.plan.unreduced | left))
+    return moved.assuming(
+        AssumedOptimizer(given=clipped), references=dict.fromkeys(trial.last_stages(), last), apart=True
+    )
+
+
+def _norm(gradients: Arrays, left_out: tuple[str, ...]) -> float:
+    squares = (float(np.sum(np.square(g, dtype=np.float64))) for fqn, g in gradients.items() if fqn not in left_out)
+    return float(np.sqrt(sum(squares)))
+
+
+def _one_copy(reference: ReferenceRun, ran: ReferenceRun, norms: dict[int, float], fqn: str) -> ReferenceRun:
+    """Return the run as a rank sees it that has this copy of the weight, under the embedding's name."""
+
+    def of(values: dict[str, T]) -> dict[str, T]:
+        return {name: values[fqn if name == TIED else name] for name in reference.weights if name in values}
+
+    def step(one: ReferenceStep) -> ReferenceStep:
+        gradients, parameters, state = of(one.gradients), of(one.parameters), of(one.optimizer_state)
+        norm = norms[one.step]
+        return replace(one, grad_norm=norm, gradients=gradients, parameters=parameters, optimizer_state=state)
+
+    return replace(ran, weights=reference.weights, steps=tuple(map(step, ran.steps)))
