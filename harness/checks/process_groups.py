@@ -11,6 +11,7 @@ from harness.evidence.text import ranks_text
 from harness.judge.finding import Finding
 from harness.judge.result import Result, not_applicable, verdict_of
 from harness.judge.trial import Trial
+from harness.plan.grid import ENDS
 
 STAGE = "structure"
 NEEDS = frozenset({"structure", "groups", "members"})
@@ -37,10 +38,11 @@ def check(trial: Trial) -> Result:
 
 
 def _axes_in_use(trial: Trial) -> list[str]:
-    """Nothing runs over dp_shard or dp_replicate by itself where it is folded with cp."""
+    """Nothing runs over dp_shard or dp_replicate by itself where it is folded with cp. Two ranks that send need no group."""
     plan = trial.plan
-    folded = {axis.removesuffix("_cp") for axis in (plan.shard_axis, plan.replicate_axis) if axis.endswith("_cp")}
-    return [axis for axis in plan.groups if axis not in folded]
+    unused = {axis.removesuffix("_cp") for axis in (plan.shard_axis, plan.replicate_axis) if axis.endswith("_cp")}
+    unused |= {ENDS} if trial.traits.tied_reduces_by == "send" else set()
+    return [axis for axis in plan.groups if axis not in unused]
 
 
 def _disagreements(trial: Trial) -> list[Finding]:

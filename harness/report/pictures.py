@@ -51,9 +51,11 @@ def draw(trial: Trial, path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=12, wrap=True)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.2, 1))
     fqn = shown_parameter(trial)
-    planned = {rank: trial.plan.slices[rank][fqn] for rank in trial.ranks}
+    planned = {rank: slices[fqn] for rank in trial.ranks if fqn in (slices := trial.plan.slices[rank])}
     _draw_holdings(figure.add_subplot(grid[0, 0]), trial, fqn, planned, f"requested: {fqn}, by rank")
-    held = {rank: trial.holdings[rank].get(fqn) for rank in trial.ranks}
+    held = {
+        rank: trial.holdings[rank].get(fqn) for rank in trial.ranks if rank in planned or fqn in trial.holdings[rank]
+    }
     _draw_holdings(figure.add_subplot(grid[0, 1]), trial, fqn, held, f"observed: bytes of {fqn}, by rank")
     _draw_groups(figure.add_subplot(grid[1, 0]), trial)
     _draw_losses(figure.add_subplot(grid[1, 1]), trial)

@@ -9,6 +9,7 @@ from harness.judge.traffic import axis_of, is_traffic
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
 from harness.plan.slices import Slice
+from harness.plan.traffic.flow import OUTSIDE
 
 
 def shown_parameter(trial: Trial) -> str:
@@ -69,6 +70,8 @@ def used_groups(trial: Trial) -> list[UsedGroup]:
     optional, moved = dict.fromkeys(requested, 0), dict[tuple[int, ...], int]()
     for rank, evidence in trial.ranks.items():
         for flow in trial.plan.flows_of(rank, step):
+            if flow.phase == OUTSIDE:
+                continue
             group = trial.plan.group_of(rank, flow.axis)
             requested[group] += flow.bytes
             optional[group] += flow.bytes * flow.optional

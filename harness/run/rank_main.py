@@ -32,6 +32,7 @@ from harness.spec.case import Case
 from harness.spec.loading import from_json
 from harness.trainers import StartedTrainer
 from harness.trainers.support import checkpoints as checkpoints_of_case
+from harness.trainers.support.names import with_tied_output
 
 if TYPE_CHECKING:
     from harness.probe import Probe
@@ -128,8 +129,9 @@ def in_the_references_words(
         reports_every=adapter.reports_every,
         settings=evidence.settings | dict(adapter.settings),
     )
-    own = {adapter.fqn(name): start for name, start in starts.items()}
-    return apart(renamed(told, adapter.fqn), _fused(adapter, case), own)
+    fqn = with_tied_output(case, adapter.fqn)
+    own = {fqn(name): start for name, start in starts.items()}
+    return apart(renamed(told, fqn), _fused(adapter, case), own)
 
 
 def _fused(adapter: trainers.Adapter, case: Case) -> dict[str, tuple[Block, ...]]:

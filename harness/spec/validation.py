@@ -196,6 +196,11 @@ def _validate_zero(case: Case, where: str) -> None:
     if case.model.vocab_size % case.dims.tp:
         sizes = f"vocab_size {case.model.vocab_size} is not divisible by tp {case.dims.tp}"
         raise CaseError(f"{where}: wrapper {case.wrapper!r}: {sizes}: vectors of unequal ranks are not planned")
+    if case.dims.pp > 1 and case.model.tied_embeddings:
+        sizes = f"tied_embeddings with pp {case.dims.pp}"
+        raise CaseError(
+            f"{where}: wrapper {case.wrapper!r}: {sizes}: a weight in the vectors of two stages is not planned"
+        )
     if case.wrapper != "zero1" and not case.features.defer_sync:
         raise CaseError(f"{where}: defer_sync false: {case.wrapper} reduces after each microbatch anyway; leave it out")
 

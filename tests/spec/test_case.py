@@ -228,6 +228,8 @@ WRONG_LINES = {
     "dims: {dp_shard: 2}\nfeatures: {wrapper: ddp}": "wrapper 'ddp' shards nothing, but dp_shard 2",
     "dims: {dp_replicate: 2}\nfeatures: {reshard_after_forward: never}": "reshard_after_forward is FSDP's, and this case"
     " has wrapper ddp; leave it out",
+    "dims: {pp: 2, dp_shard: 2}\nmodel: {tied_embeddings: true}\nfeatures: {wrapper: zero1}": "wrapper 'zero1':"
+    " tied_embeddings with pp 2: a weight in the vectors of two stages is not planned",
     "dims: {pp: 2}\nfeatures: {stages_per_rank: 2}\nmodel: {n_layers: 4}": "schedule 1F1B has one stage a rank, requested"
     " stages_per_rank 2",
     "dims: {dp_replicate: 2}\nfeatures: {accumulation: 2, defer_sync: all_reduce}": "defer_sync all_reduce is of HSDP: it takes"

@@ -168,8 +168,6 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield f"optimizer {case.training.optimizer}: its distributed optimizer steps by Adam alone"
     if dims.pp > 1 and case.features.accumulation > 1:
         yield f"accumulation with pp {dims.pp}: Megatron's schedules accumulate over microbatches alone"
-    if dims.pp > 1 and model.tied_embeddings:
-        yield f"tied_embeddings with pp {dims.pp}: the last stage's copy has a name that this adapter takes for the output's"
     if model.n_layers % case.n_stages:
         yield f"{model.n_layers} layers in {case.n_stages} stages: Megatron deals out equally many"
     if case.stages_per_rank > 1 and case.microbatches % dims.pp:

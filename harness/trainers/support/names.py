@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from harness.spec.case import Case
+from harness.spec.schedule import V_SHAPED
+
+EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 
 
 def pairs(text: str) -> dict[str, str]:
@@ -26,6 +29,14 @@ def renamed(name: str, table: Mapping[str, str]) -> str:
         found.append(table.get(key, key))
         parts = parts[key.count(".") + 1 :]
     return ".".join(filter(None, found))
+
+
+def with_tied_output(case: Case, fqn: Callable[[str], str]) -> Callable[[str], str]:
+    """Return an adapter's `fqn` for parameters of a pipeline's stages: where embeddings are tied, the last stage's output is a
+    copy of the embedding's weight, whatever its module is called. A V puts both on one rank, which needs no copy."""
+    if case.dims.pp == 1 or not case.model.tied_embeddings or case.features.schedule in V_SHAPED:
+        return fqn
+    return lambda name: EMBEDDING if (own := fqn(name)) == OUTPUT else own
 
 
 def in_one(case: Case, *told: str) -> dict[str, tuple[str, ...]]:

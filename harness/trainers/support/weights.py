@@ -20,6 +20,7 @@ from harness.probe.structure import local
 from harness.probe.without_memory import is_without_memory
 from harness.reference.model import initial_weights
 from harness.spec.case import Case
+from harness.trainers.support.names import with_tied_output
 
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 
@@ -70,6 +71,7 @@ def load_weights(
     rank's part of a whole tensor where the trainer's own layers divide it, and no DTensor says how: see `tensor_parallel`.
     """
     problems: list[str] = []
+    fqn = with_tied_output(case, fqn)
     parameters = {plain(name): parameter for part in parts for name, parameter in part.named_parameters()}
     alone = any(is_without_memory(local(parameter)) for parameter in parameters.values())
     full = _shapes_alone(case) if alone else read_weights(weights, case)

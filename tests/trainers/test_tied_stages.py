@@ -1,0 +1,41 @@
+"""Tied embeddings over pipeline stages, on real ranks: ways to keep two copies alike, and what is said where they part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness import ROOT
+from harness.faults import fault
+from harness.faults import operators as op
+from harness.judge.result import Verdict
+from harness.run.options import Options
+from harness.run.run_case import run_case
+from harness.spec.loading import find_case, load_all
+
+SENDING = str(ROOT / "tests" / "tied_by_send.py")
+
+
+def made(does: op.Operator) -> object:
+    return fault(breaks="a test", bug="none", case="pp_2_tied", caught_by="gradients", named="", does=does)
+
+
+never_summed = op.skip_call(".tied:sum_gradients")
+counted_twice = made(op.together(never_summed, op.change_argument(".clip:clip_gradients", copies=lambda _: ())))
+
+
+@pytest.mark.parametrize("name", ["pp_2_tied", "pp_4_tied", "pp_2_fsdp_2_tied"])
+def test_gradients_that_stages_send_each_other_are_as_good_as_their_sum(tmp_path: Path, name: str) -> None:
+    judgement = run_case(find_case(name, load_all()), Options(out=tmp_path, trainer=SENDING))
+    assert judgement.verdict is Verdict.PASS, judgement.diagnosis
+
+
+def test_copies_that_train_apart_are_named_whatever_the_norm_counts_of_them(tmp_path: Path) -> None:
+    options = Options(out=tmp_path, fault=f"{__file__}:counted_twice")
+    judgement = run_case(find_case("pp_2_tied", load_all()), options)
+    assert judgement.verdict is Verdict.FAIL and judgement.diagnosis is not None
+    (cause,) = judgement.diagnosis.causes
+    assert (cause.kind, cause.hint) == ("gradients not reduced", "the norm counts both copies")
+    failed = {result.check for result in judgement.results if result.verdict is Verdict.FAIL}
+    assert {*cause.explains} == failed >= {"gradients", "traffic", "grad_norm"}
