@@ -1,7 +1,7 @@
 """A tied embedding of which two stages of a pipeline have a copy each, that train separately.
 
-The reference is trained with an output of its own that starts as the embedding does: ranks of the last stage are judged by
-that one, all others by the embedding.
+The reference is trained with a separate output that starts as the embedding does. Ranks of the last stage are judged by the
+output, all others by the embedding.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ def copies_trained_apart(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         return
     if {fqn for _, fqn in wrong_pairs(trial, 1)} != {TIED} or {*trial.assumption.reference}:
         return
-    text = (
-        f"the gradients of {TIED} are not summed over first and last stage: each steps its copy by that of its own use"
-    )
+    text = f"the gradients of {TIED} are not summed over first and last stage: each steps its copy by its own gradient"
     for hint, left_out in COUNTED.items():
         cause = Cause("gradients not reduced", text, hint=hint, details=(("axes", (axis,)), ("parameters", (TIED,))))
         yield Hypothesis(cause, partial(_apart, axis=axis, left_out=left_out), fitted=1 + bool(hint))

@@ -2,9 +2,10 @@
 
 The rank grid is arange(world_size) reshaped to the degrees, outermost axis first (pp, dp_replicate, dp_shard, cp, tp).
 Groups are its lines. "dp_shard_cp" is dp_shard and cp folded into one, over which FSDP shards if both are there.
-"dp_replicate_cp" is folded likewise, and DDP reduces over it. A pipeline deals out the layers, so that a rank holds only its
-stages' parameters. Tensor parallel cuts a parameter along one dim, data-parallel sharding then cuts dim 0 of what is left. Both
-cut as torch.chunk does: equal chunks of ceil(n / parts), the last ones shorter or empty.
+"dp_replicate_cp" is folded likewise, and DDP reduces over it. "pp_ends" is the first and the last rank of a pipeline, which
+share a tied embedding. A pipeline deals out the layers, so that a rank holds only its stages' parameters. Tensor parallel cuts
+a parameter along one dim, data-parallel sharding then cuts dim 0 of what is left. Both cut as torch.chunk does: equal chunks of
+ceil(n / parts), the last ones shorter or empty.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def plan_of(dims: ParallelDims, traits: TrainerTraits | None = None, **changes: 
 
 
 def sums(plan: Plan) -> dict[int, list[tuple[str, str, str, int]]]:
-    """By rank, what moves for the tied weight."""
+    """Return, by rank, what moves for the tied weight."""
     of = {r: [(f.axis, f.op, f.phase, f.bytes) for f in plan.flows[r] if f.role == TIED] for r in plan.flows}
     return {rank: flows for rank, flows in of.items() if flows}
 

@@ -10,7 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from literal import SGD, tiny_case, trial_of, with_collectives, with_parameter, with_step, with_value, without_rank
+from literal import (
+    ADAMW,
+    SGD,
+    tiny_case,
+    trial_of,
+    with_collectives,
+    with_parameter,
+    with_step,
+    with_value,
+    without_rank,
+)
 
 from harness.cli import main
 from harness.judge.measures import OUTSIDE_THE_PLAN
@@ -20,7 +30,7 @@ from harness.report.drawings import Drawn, drawn
 from harness.report.outcome import Outcome
 from harness.report.page import Page, Past, Shown, html, measured
 from harness.report.pictures import group_label
-from harness.report.shown import AS_REQUESTED, UsedGroup
+from harness.report.shown import AS_REQUESTED, UsedGroup, used_groups
 from harness.report.svg import LETTER, Strip, strips
 from harness.run import verdicts
 from harness.run.options import Options
@@ -226,6 +236,11 @@ def test_a_picture_never_says_0_of_bytes_that_were_requested() -> None:
     group = UsedGroup((0, 2), "dp_replicate", 1_051_000, 0, 0)
     assert {"0 B", "requested 1.051 MB"} <= set(re.split(r"  |, ", group_label(group)))
     assert "0 B" not in group_label(replace(group, moved=12))
+
+
+def test_bytes_that_are_planned_outside_of_passes_are_none_of_those_that_are_drawn() -> None:
+    muon = trial_of(tiny_case("fsdp_2", replace(ADAMW, optimizer="muon")))
+    assert {group.word for group in used_groups(muon)} == {AS_REQUESTED}
 
 
 def test_the_least_is_named_only_of_gpus_among_cases_of_as_many_ranks() -> None:

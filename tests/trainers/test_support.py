@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.utils.data import DataLoader
 
-from harness.reference.config import TrainingConfig
+from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.data import build_dataset
 from harness.spec.case import Case
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
 from harness.trainers.support import process_group
-from harness.trainers.support.names import pairs, renamed
+from harness.trainers.support.names import pairs, renamed, with_tied_output
 from harness.trainers.support.samples import RecipeStream, rank_samples
 from harness.trainers.support.training_function import TrainingFunction
 
@@ -27,6 +27,23 @@ def test_names_are_told_part_by_part_and_others_stay() -> None:
     table = pairs("blocks=layers q=attention.wq")
     assert renamed("blocks.0.q.weight", table) == "layers.0.attention.wq.weight"
     assert renamed("q_norm.weight", table) == "q_norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("pp", "tied", "schedule", "of_output"),
+    [
+        (2, True, "1F1B", "tok_embeddings.weight"),
+        (2, False, "1F1B", "output.weight"),
+        (1, True, "1F1B", "output.weight"),
+        (2, True, "ZBVZeroBubble", "output.weight"),
+    ],
+)
+def test_a_tied_output_of_a_last_stage_is_the_embedding(pp: int, tied: bool, schedule: str, of_output: str) -> None:
+    model, features = ModelConfig(tied_embeddings=tied), Features(schedule=schedule)
+    fqn = with_tied_output(
+        Case("any", "-", ParallelDims(pp=pp), model, features=features), lambda name: f"{name}.weight"
+    )
+    assert [fqn(name) for name in ("output", "norm")] == [of_output, "norm.weight"]
 
 
 @pytest.mark.parametrize(("step", "length"), [(1, 32), (2, 16)])

@@ -10,6 +10,7 @@ from harness import ROOT
 from harness.faults import fault
 from harness.faults import operators as op
 from harness.judge.result import Verdict
+from harness.report.pictures import draw_judged
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.loading import find_case, load_all
@@ -29,6 +30,7 @@ counted_twice = made(op.together(never_summed, op.change_argument(".clip:clip_gr
 def test_gradients_that_stages_send_each_other_are_as_good_as_their_sum(tmp_path: Path, name: str) -> None:
     judgement = run_case(find_case(name, load_all()), Options(out=tmp_path, trainer=SENDING))
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
+    assert draw_judged(judgement).is_file()  # a rank of another stage lacks the parameter that is shown
 
 
 def test_copies_that_train_apart_are_named_whatever_the_norm_counts_of_them(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Tied embeddings in a pipeline: the first stage has the embedding, the last one a copy of it, which is its output.
 
-Both copies start equal. When backward has ended, each has the gradient of its own use. The sum over both ranks is the
-weight's gradient, so that both optimizers take the same step. A V-shaped schedule puts both stages on one rank, which has
-one weight.
+Both copies start equal. When backward has ended, one has the embedding's part of the gradient, the other one the output's.
+The sum over both ranks is the weight's gradient, so that both optimizers take the same step. A V-shaped schedule puts both
+stages on one rank, which has one weight.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def renamed(name: str, table: Mapping[str, str]) -> str:
 
 
 def with_tied_output(case: Case, fqn: Callable[[str], str]) -> Callable[[str], str]:
-    """Return an adapter's `fqn` for parameters of a pipeline's stages: where embeddings are tied, the last stage's output is a
-    copy of the embedding's weight, whatever its module is called. A V puts both on one rank, which needs no copy."""
+    """Return an adapter's `fqn`, by which a tied output of a pipeline's last stage is the embedding's weight, whatever its
+    module is called. A V puts both ends on one rank, which needs no copy."""
     if case.dims.pp == 1 or not case.model.tied_embeddings or case.features.schedule in V_SHAPED:
         return fqn
     return lambda name: EMBEDDING if (own := fqn(name)) == OUTPUT else own
