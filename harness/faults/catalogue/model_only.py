@@ -28,7 +28,7 @@ def _all_restored(original: Any, parts: Any, checkpoint: Path) -> None:
 
 optimizer_restored_although_new = fault(
     breaks="fine-tuning begins with the moments and the counter of the checkpoint's optimizer",
-    bug="EleutherAI/gpt-neox #429: optimizer states are loaded although finetune is set",
+    bug="S18 EleutherAI/gpt-neox #429: optimizer states are loaded although finetune is set",
     case=STARTS,
     caught_by="resume update",
     named="optimizer state kept",
@@ -38,7 +38,7 @@ optimizer_restored_although_new = fault(
 
 @fault(
     breaks="fine-tuning goes on with the schedule of the checkpoint, and has no warm-up",
-    bug="deepspeedai/DeepSpeedExamples #114: with --finetune the learning rate's schedule is not reset",
+    bug="S20 deepspeedai/DeepSpeedExamples #114: with --finetune the learning rate's schedule is not reset",
     case=STARTS,
     caught_by="resume update",
     named="schedule goes on",
@@ -52,7 +52,7 @@ def schedule_goes_on_although_new(trainer: Any, folder: Path) -> None:
 
 @fault(
     breaks="fine-tuning reads its data from where the checkpoint was",
-    bug="of the family of modelscope/ms-swift #9099: counters of the base model's checkpoint are taken over",
+    bug="of the family of S21: what counts is taken over from the base model's checkpoint",
     case=STARTS,
     caught_by="resume samples loss gradients",
     named="data position",
@@ -64,10 +64,10 @@ def data_goes_on_although_new(trainer: Any, folder: Path) -> None:
 
 @fault(
     breaks="the number of the checkpoint's step is taken over, so that fine-tuning ends that many steps too early",
-    bug="modelscope/ms-swift #9099: iterations are not reset where only the base model is loaded",
+    bug="S21 modelscope/ms-swift #9099: iterations are not reset where only the base model is loaded",
     case=STARTS,
     caught_by="completed",
-    named="not explained",
+    named="incomplete",
 )
 @partial(op.after_call, RESUME)
 def step_counter_taken_over(trainer: Any, folder: Path) -> None:
@@ -103,7 +103,7 @@ def _masters_left(build: Callable[..., Any], model: Any, *args: Any, **kwargs: A
 
 masters_left_at_initial_weights = fault(
     breaks="the optimizer steps its own copies of the parameters, which were made before the weights were loaded",
-    bug="NVIDIA/Megatron-LM #174, databricks/megablocks #80: the first update brings the random weights back",
+    bug="S19 NVIDIA/Megatron-LM #174, databricks/megablocks #80: the first update brings the random weights back",
     case=STARTS,
     caught_by="update loss gradients",
     named="not explained",
