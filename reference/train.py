@@ -32,39 +32,37 @@ def train(
     weights: Mapping[str, np.ndarray] | None = None,
     steps: int | None = None,
     noise: Sequence[str] = (),
+    model_of: int | None = None,
 ) -> ReferenceRun:
     """Train from `weights` (by default the seed's) and tell all. `steps` stops early; the schedule is still the recipe's.
 
-    noise: which kinds to measure, as config.noise_key spells them; each takes sixteen times as long again.
+    noise: which kinds to measure, as config.noise_key spells them; each takes sixteen times as long again. model_of: train up
+    to this step first, and then anew from those weights alone, of which all is told. Repeats that measure noise do both.
     """
     dataset = build_dataset(training, model_config)
     weights = initial_weights(model_config, training.seed) if weights is None else weights
     model = _built(weights, model_config, training, device)
     steps = training.steps if steps is None else steps
     samples = tuple(step_samples(training, len(dataset), step) for step in range(1, steps + 1))
-    start = by_fqn(model)
     batches = [
         cut(*batch(dataset, ids, device), step_length(training, step)) for step, ids in enumerate(samples, start=1)
     ]
-    worker = Worker(model, training, quantized_modules(model_config))
-    inputs = _inputs(worker, batches[0][0], training)
+    before, worker = batches[: model_of or 0], Worker(model, training, quantized_modules(model_config))
     with float32_matmuls(training):
+        _train_steps(model, worker, before, training)
+        start, inputs = by_fqn(model), _inputs(worker, batches[0][0], training)
         trained = _train_steps(model, worker, batches, training)
 
     def repeat(order: Order) -> tuple[ReferenceStep, ...]:
         again = _built(weights, model_config, training, device)
-        return _train_steps(again, Worker(again, training, quantized_modules(model_config)), batches, training, order)
+        worker = Worker(again, training, quantized_modules(model_config))
+        _train_steps(again, worker, before, training, order)
+        return _train_steps(again, worker, batches, training, order)
 
     with float32_matmuls(training):
         spread = {key: measure(trained, map(repeat, noise_orders(key, training))) for key in noise}
-    return ReferenceRun(
-        weights=start,
-        steps=trained,
-        environment=_environment(device),
-        noise=spread,
-        **_of_samples(dataset, samples),
-        inputs=inputs,
-    )
+    told = {"environment": _environment(device), "noise": spread, "inputs": inputs, **_of_samples(dataset, samples)}
+    return ReferenceRun(start, trained, **told)
 
 
 def _built(weights: Mapping[str, np.ndarray], config: ModelConfig, training: TrainingConfig, device: str) -> nn.Module:

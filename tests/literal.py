@@ -78,7 +78,8 @@ def trial_of(requested: Case, ran: Case | None = None, *, traits: TrainerTraits 
     world = ran.dims.world_size
     own = make_plan(ran)
     oracle = flattened_reference(reference, own.columns) if own.flat else reference
-    ranks = {rank: rank_evidence(requested, ran, rank, oracle) for rank in range(world)}
+    seed = oracle if ran.model_of is None else reference_of(ran.from_the_seed)
+    ranks = {rank: rank_evidence(requested, ran, rank, oracle, seed) for rank in range(world)}
     exits = tuple(Exit(rank, "ok", 0) for rank in range(world))
     run = Run("run", world, exits, ranks, checkpoint=checkpoint_of(ran, reference))
     repeat = run if requested.runs > 1 else None

@@ -33,14 +33,17 @@ SETTINGS = {
 }
 
 
-def rank_evidence(requested: Case, ran: Case, rank: int, reference: ReferenceRun) -> RankEvidence:
-    plan = make_plan(ran)
+def rank_evidence(
+    requested: Case, ran: Case, rank: int, reference: ReferenceRun, seed: ReferenceRun | None = None
+) -> RankEvidence:
+    """seed: the reference that begins with the weights that the trainer is built with; None: it is the one of the launch."""
+    plan, seed = make_plan(ran), (seed or reference).weights
     part = {fqn: held_part(part) for fqn, part in plan.slices[rank].items()}
     cut = {fqn: held_part(part) for fqn, part in (plan.gradient_slices or plan.slices)[rank].items()}
     return RankEvidence(
         rank=rank,
         world_size=ran.dims.world_size,
-        parameters=tuple(_tensor(ran, fqn, full, full[part[fqn]]) for fqn, full in reference.weights.items()),
+        parameters=tuple(_tensor(ran, fqn, full, full[part[fqn]]) for fqn, full in seed.items()),
         groups=_groups(requested, ran, rank),
         collectives=_collectives(ran, rank),
         steps=tuple(_step(ran, rank, step, reference, part, cut) for step in reference.steps if step.step in ran.steps),
@@ -48,7 +51,7 @@ def rank_evidence(requested: Case, ran: Case, rank: int, reference: ReferenceRun
         compiler={"graphs": 2} if ran.features.compile else {},
         held=(),
         settings=SETTINGS,
-        resumed=_resumed(reference.steps[ran.steps.start - 2], part) if ran.resume else None,
+        resumed=_resumed(ran, reference, part) if ran.resume else None,
     )
 
 
@@ -64,7 +67,10 @@ def checkpoint_of(case: Case, reference: ReferenceRun) -> Checkpoint | None:
     return Checkpoint((*tensors, SavedTensor("step", "", (), "float32", 1)), {"samples": 100})
 
 
-def _resumed(step: ReferenceStep, part: Any) -> Resumed:
+def _resumed(ran: Case, reference: ReferenceRun, part: Any) -> Resumed:
+    if ran.model_of is not None:
+        return Resumed({fqn: full[part[fqn]] for fqn, full in reference.weights.items()}, {})
+    step = reference.steps[ran.steps.start - 2]
     return Resumed({fqn: full[part[fqn]].copy() for fqn, full in step.parameters.items()}, _state(step, part))
 
 

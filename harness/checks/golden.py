@@ -23,7 +23,8 @@ def check(trial: Trial) -> Result:
         )
     if trial.golden is None:
         return Result("golden", Verdict.UNKNOWN, note=trial.golden_problem)
-    bounds = tolerance.bounds(trial.case, trial.reference, trial.golden.noise.get(trial.case.golden_noise_key))
+    noise = trial.golden.noise.get(trial.case.golden_noise_key)
+    bounds = tolerance.bounds(trial.case, trial.reference, noise, before=trial.steps_before)
     steps = trial.reference.steps
     findings = []
     if len(trial.golden.losses) != len(steps):

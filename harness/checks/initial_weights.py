@@ -17,7 +17,7 @@ NEEDS = frozenset({"reference", "values"})
 
 def check(trial: Trial) -> Result:
     findings, examined = [], 0
-    for fqn, full in trial.reference.weights.items():
+    for fqn, full in trial.seed_weights.items():
         covered = np.zeros(full.shape, bool)
         for rank, held in sorted(trial.holdings.items()):
             part = held.get(fqn)

@@ -107,7 +107,7 @@ def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Fi
 
 def _another_slice(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
     """Yield the claims that a slice is another one, with other contents, where it is the one that the plan puts there."""
-    full = trial.reference.weights.get(tensor.fqn)
+    full = trial.seed_weights.get(tensor.fqn)
     if trial.plan.flat or full is None or len(tensor.global_shape) != full.ndim:
         return []  # of a part of a flattened vector no mesh claims which
     held, claim = trial.holdings[rank].get(tensor.fqn), claimed_slice(rank, tensor)

@@ -1,7 +1,8 @@
 """A resumed rank continues, bit for bit, from what was saved: its slices of parameters and optimizer state, rate, samples.
 
 What the earlier launch held after its last step is put together from all its ranks, by the slices that each really held.
-It is then cut anew for the layout that resumes. The earlier launches are judged by all checks themselves.
+It is then cut anew for the layout that resumes. The earlier launches are judged by all checks themselves. A start from weights
+alone takes the parameters, bit for bit; its optimizer has no state or zeros, its rates and samples are those of step 1.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ def check(trial: Trial) -> Result:
         return Result("resume", Verdict.UNKNOWN, note="a rank did not record what it held after resuming")
     if set(trial.saved[-1].ranks) != set(trial.saved[-1].plan.slices):
         return Result("resume", Verdict.UNKNOWN, note="the launch that saved left no complete evidence")
-    wanted = saved_state(trial.saved[-1])
+    wanted = taken_over(trial)
     findings: list[Finding] = []
     examined = 0
     for rank in sorted(trial.ranks):
         held = held_state(trial, rank)
         examined += len(held)
         findings += _wrong_tensors(trial, rank, wanted, held)
+        findings += [_not_new(trial, rank, key, held[key]) for key in kept_state(trial, rank)]
     findings += [*_wrong_rates(trial), *_wrong_samples(trial)]
     return verdict_of("resume", findings, examined)
 
@@ -55,6 +57,12 @@ def check(trial: Trial) -> Result:
 def saved_state(launch: Trial) -> dict[Key, np.ndarray]:
     """Whole tensors after the step that a launch saved; the elements that no rank held are NaN."""
     return state_after(launch, launch.case.saved_step or launch.case.steps[-1])
+
+
+def taken_over(trial: Trial) -> dict[Key, np.ndarray]:
+    """What of the saved state this launch goes on from: all of it, or the parameters alone."""
+    saved = saved_state(trial.saved[-1])
+    return saved if trial.case.model_of is None else {key: v for key, v in saved.items() if key[0] == PARAMETER}
 
 
 def state_after(launch: Trial, step: int) -> dict[Key, np.ndarray]:
@@ -119,6 +127,26 @@ def wrong_keys(trial: Trial, rank: int, wanted: dict[Key, np.ndarray]) -> list[K
     ]
 
 
+def kept_state(trial: Trial, rank: int) -> list[Key]:
+    """What the optimizer of a rank that starts from weights alone has, and a new one has not: numbers other than zero."""
+    if trial.case.model_of is None:
+        return []
+    return [key for key, value in held_state(trial, rank).items() if key[0] != PARAMETER and value.any()]
+
+
+def _not_new(trial: Trial, rank: int, key: Key, held: np.ndarray) -> Finding:
+    name, fqn = key
+    what: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": name, "note": "as the first step begins"}
+    if not held.ndim:
+        return Finding.at(rank, 0.0, float(held), **what)
+    part, saved = trial.slice_of(rank, fqn), saved_state(trial.saved[-1]).get(key)
+    of_saved = saved is not None and part is not None and same(held, wanted_part(trial, rank, key, saved))
+    what["note"] += f", what was saved after step {trial.case.model_of}" * of_saved
+    return Finding.at(
+        rank, "none, or zeros", int(np.count_nonzero(held)), unit=f"of {held.size} entries not zero", **what
+    )
+
+
 def same(held: np.ndarray | None, wanted: np.ndarray) -> bool:
     return held is not None and held.shape == wanted.shape and held.tobytes() == wanted.tobytes()
 
@@ -126,7 +154,7 @@ def same(held: np.ndarray | None, wanted: np.ndarray) -> bool:
 def _wrong_tensors(
     trial: Trial, rank: int, wanted: dict[Key, np.ndarray], held: dict[Key, np.ndarray]
 ) -> Iterator[Finding]:
-    after = trial.case.steps.start - 1
+    after = trial.saved[-1].case.saved_step
     for key in wrong_keys(trial, rank, wanted):
         name, fqn = key
         expected, found, unit = _difference(held.get(key), wanted_part(trial, rank, key, wanted[key]))
@@ -155,7 +183,8 @@ def _difference(held: np.ndarray | None, wanted: np.ndarray) -> tuple[Value, Val
 
 
 def _wrong_rates(trial: Trial) -> Iterator[Finding]:
-    """The schedule goes on: in every step since, for the optimizer's own rate hides a scheduler that starts anew for one."""
+    """The schedule goes on, or is at its start: in every step since, for the optimizer's own rate hides for one step where a
+    scheduler is."""
     for rank, step, reference in trial.steps():
         if step.lr is None or not math.isclose(step.lr, reference.lr, rel_tol=1e-12):
             yield Finding.at(rank, reference.lr, step.lr, step=step.step, quantity="learning rate")

@@ -44,7 +44,7 @@ def command(args: argparse.Namespace) -> int:
             no_document(args, f"--{option}")
     every = cases_of(args)
     chosen = matching(every, args.expression)
-    recipes = {golden.recipe_name(case): case for case in chosen}
+    recipes = {golden.recipe_name(of): of for case in chosen for of in golden.references(case)}
     options = Options(out=args.out)
     if args.plot:
         return _margins(chosen, options)
@@ -63,7 +63,7 @@ def command(args: argparse.Namespace) -> int:
 
 def _unused(every: Sequence[Case]) -> list[str]:
     stored = {path for folder in {golden.home(case) for case in every} for path in folder.glob("*.json")}
-    unused = sorted(stored - {golden.path_of(case) for case in every})
+    unused = sorted(stored - {golden.path_of(of) for case in every for of in golden.references(case)})
     return [f"{path.name}: no case uses it; delete it" for path in unused]
 
 
@@ -83,7 +83,8 @@ def _margins(cases: Sequence[Case], options: Options) -> int:
 
 def _noise_keys(recipe: str, cases: Sequence[Case]) -> list[str]:
     """What the golden must hold for all cases of its recipe to be judged."""
-    users = [case for case in cases if golden.recipe_name(case) == recipe and not case.exact]
+    every = [of for case in cases for of in golden.references(case)]
+    users = [case for case in every if golden.recipe_name(case) == recipe and not case.exact]
     return list(dict.fromkeys(key for case in users for key in (case.noise_key, case.golden_noise_key)))
 
 
@@ -99,11 +100,17 @@ def _lines(file: str, result: Result) -> list[str]:
 
 def _against_golden(case: Case, options: Options) -> Result:
     """The check `golden`, which looks at no rank."""
+    return run_check("golden", golden_check.check, _trial(case, options))
+
+
+def _trial(case: Case, options: Options) -> Trial:
+    """Return what the check needs, without any rank."""
     reference = load(reference_folder(case, options, ()) / "reference.npz", ReferenceRun)
     accepted, problem = None, ""
     try:
         accepted = golden.load(case)
     except GoldenError as error:
         problem = str(error)
-    trial = Trial(case, make_plan(case), Run("", 0, (), {}), reference, golden=accepted, golden_problem=problem)
-    return run_check("golden", golden_check.check, trial)
+    saved = tuple(_trial(of, options) for of in golden.references(case)[:-1])
+    plan, run = make_plan(case), Run("", 0, (), {})
+    return Trial(case, plan, run, reference, golden=accepted, golden_problem=problem, saved=saved)

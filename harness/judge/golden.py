@@ -1,6 +1,6 @@
 """The reference's own curves, reviewed in git: they guard the reference over time. Render, compare, accept.
 
-A golden belongs to a recipe (model and training), whatever the layout of the cases that use it.
+A golden belongs to a recipe (model, training and what weights it starts from), whatever the layout of the cases that use it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,14 @@ class Golden:
 
 def recipe(case: Case) -> dict[str, Any]:
     """What differs from the defaults, so that a new option leaves the goldens of recipes without it alone."""
-    return {"model": _chosen(case.model, ModelConfig()), "training": _chosen(case.training, TrainingConfig())}
+    chosen = {"model": _chosen(case.model, ModelConfig()), "training": _chosen(case.training, TrainingConfig())}
+    return chosen | ({"model_of": case.model_of} if case.model_of is not None else {})
+
+
+def references(case: Case) -> list[Case]:
+    """Return a launch for each reference that the case is judged by, the last one's last: one that starts from weights alone
+    has a reference of its own."""
+    return [case] if case.model_of is None else [case.from_the_seed, case]
 
 
 def _chosen(config: Any, default: Any) -> dict[str, Any]:

@@ -24,15 +24,11 @@ T = TypeVar("T")
 def load_trial(folder: Path) -> Trial:
     """Raises EvidenceError if the folder is not one that `harness run` wrote."""
     case, chosen = load_case(folder)
-    accepted, problem = None, ""
-    try:
-        accepted = golden.load(case)
-    except golden.GoldenError as error:
-        problem = str(error)
-    reference = load(folder / "reference.npz", ReferenceRun)
+    references = {of.model_of: (_reference(folder, of), *_golden(of)) for of in golden.references(case)}
     trials: list[Trial] = []
     for name, launched in case.launches.items():
         run = load_run(folder / name)
+        reference, accepted, problem = references[launched.model_of]
         trial = Trial(
             case=launched,
             plan=make_plan(launched, chosen[name]),
@@ -45,6 +41,23 @@ def load_trial(folder: Path) -> Trial:
         )
         trials.append(by_sample(flattened(trial)))
     return trials[-1]
+
+
+def reference_file(launched: Case) -> str:
+    """Return the name of the file of a launch's reference, in the folder of the case."""
+    return "reference.npz" if launched.model_of is None else "reference_model_only.npz"
+
+
+def _reference(folder: Path, launched: Case) -> ReferenceRun:
+    return load(folder / reference_file(launched), ReferenceRun)
+
+
+def _golden(launched: Case) -> tuple[golden.Golden | None, str]:
+    """Return what is accepted, or why there is nothing."""
+    try:
+        return golden.load(launched), ""
+    except golden.GoldenError as error:
+        return None, str(error)
 
 
 def load_case(folder: Path) -> tuple[Case, dict[str, TrainerTraits]]:

@@ -115,9 +115,15 @@ def gamma(case: Case, products_per_layer: int) -> float:
     return LAMBDA * math.sqrt(depth * longest) * UNIT_ROUNDOFF[training.dtype]
 
 
-def bounds(case: Case, reference: ReferenceRun, noise: Noise | None = None) -> Bounds:
-    """The bounds of every step of a run of this recipe; noise: the reference's own, for all but the exact tier."""
-    return derived_bounds(case, reference) if case.exact else measured_bounds(case, noise)
+def bounds(
+    case: Case, reference: ReferenceRun, noise: Noise | None = None, *, before: tuple[ReferenceStep, ...] = ()
+) -> Bounds:
+    """The bounds of every step of a run of this recipe.
+
+    noise: the reference's own, for all but the exact tier. before: the steps that trained the weights it starts from, whose
+    roundings it inherits; measured noise has them.
+    """
+    return derived_bounds(case, reference, before) if case.exact else measured_bounds(case, noise)
 
 
 def measured_bounds(case: Case, noise: Noise | None) -> Bounds:
@@ -147,22 +153,25 @@ def distance_factor(case: Case, step: int) -> float:
     return FIRST_FACTOR if step == 1 and not case.training.quantize else FACTOR
 
 
-def derived_bounds(case: Case, reference: ReferenceRun) -> Bounds:
+def derived_bounds(case: Case, reference: ReferenceRun, before: tuple[ReferenceStep, ...] = ()) -> Bounds:
     """Bounds of a float64 recipe. Raises NoBound where rounding alone would explain more than the smallest mistake."""
-    loss, gradient = _derived(case, reference)
+    loss, gradient = _derived(case, reference, before)
     if not all(map(math.isfinite, (*loss.values(), *gradient.values()))):
         raise NoBound("the reference's own path has a NaN or an infinite number")
     if max(*loss.values(), *gradient.values()) >= SMALLEST_MISTAKE:
-        raise NoBound(_too_blunt(case, reference, loss, gradient))
+        raise NoBound(_too_blunt(case, reference, loss, gradient, before))
     return Bounds(loss, gradient, gradient)
 
 
-def _derived(case: Case, reference: ReferenceRun) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the bounds of loss and gradients, by step."""
+def _derived(
+    case: Case, reference: ReferenceRun, before: tuple[ReferenceStep, ...] = ()
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Return the bounds of loss and gradients, by step. What steps before it moved by rounding drifts on."""
     forward, both = gamma(case, 7), gamma(case, 21)
     loss, gradient = {}, {}
     loss_drift = gradient_drift = 0.0
-    for step, following in zip(reference.steps, (*reference.steps[1:], None), strict=True):
+    steps = (*before, *reference.steps)
+    for step, following in zip(steps, (*steps[1:], None), strict=True):
         loss[step.step] = forward + loss_drift
         gradient[step.step] = both + gradient_drift
         if following is not None:
@@ -172,25 +181,31 @@ def _derived(case: Case, reference: ReferenceRun) -> tuple[dict[int, float], dic
     return loss, gradient
 
 
-def _too_blunt(case: Case, reference: ReferenceRun, loss: dict[int, float], gradient: dict[int, float]) -> str:
+def _too_blunt(
+    case: Case,
+    reference: ReferenceRun,
+    loss: dict[int, float],
+    gradient: dict[int, float],
+    before: tuple[ReferenceStep, ...],
+) -> str:
     """Where rounding reaches the smallest mistakes, and what would keep it away from them."""
     most = {step: max(loss[step], gradient[step]) for step in loss}
     sharp = [step for step in most if most[step] < SMALLEST_MISTAKE]
     text = f"rounding alone explains {max(most.values()):.1e} by step {max(most)}, and mistakes start at {SMALLEST_MISTAKE:.0e}"
     ways = [f"`steps: {max(sharp)}` ({most[max(sharp)]:.1e})"] if sharp else []
-    if case.training.optimizer == "adamw" and (eps := _sharp_eps(case, reference)):
+    if case.training.optimizer == "adamw" and (eps := _sharp_eps(case, reference, before)):
         ways.append(f"a larger `eps: {eps:.0e}` (AdamW divides noise by sqrt(v) + eps, now {case.training.eps:.0e})")
     ways.append("`--dtype float32`, whose bounds are measured rather than derived")
     return f"{text}; what helps: {', or '.join(ways)}"
 
 
-def _sharp_eps(case: Case, reference: ReferenceRun) -> float | None:
+def _sharp_eps(case: Case, reference: ReferenceRun, before: tuple[ReferenceStep, ...]) -> float | None:
     """The smallest power of ten with which the bounds on this path would be sharp."""
     for eps in (10.0**n for n in range(-12, 0)):
         other = dataclasses.replace(case, training=dataclasses.replace(case.training, eps=eps))
         if (
             eps > case.training.eps
-            and max(max(numbers.values()) for numbers in _derived(other, reference)) < SMALLEST_MISTAKE
+            and max(max(numbers.values()) for numbers in _derived(other, reference, before)) < SMALLEST_MISTAKE
         ):
             return eps
     return None

@@ -43,7 +43,8 @@ class Trial:
     run: Run
     """What the ranks of this launch left."""
     reference: ReferenceRun
-    """The same training on one device, in all steps: it never stopped. Empty for a recording and for ranks alone."""
+    """The same training on one device, in all steps: it never stopped. If the launch starts from weights alone, it begins
+    with those of the earlier reference. Empty for a recording and for ranks alone."""
     repeat: Run | None = None
     """The second run of the same launch; None where the case requests one."""
     golden: Golden | None = None
@@ -112,7 +113,19 @@ class Trial:
     def bounds(self) -> Bounds:
         """How close is close, by step. Raises tolerance.NoBound."""
         noise = self.reference.noise or (self.golden.noise if self.golden else {})
-        return tolerance.bounds(self.case, self.reference, noise.get(self.traits.noise_key(self.case)))
+        measured = noise.get(self.traits.noise_key(self.case))
+        return tolerance.bounds(self.case, self.reference, measured, before=self.steps_before)
+
+    @property
+    def steps_before(self) -> tuple[ReferenceStep, ...]:
+        """The steps of the earlier reference up to the weights that this launch starts from; none for all other launches."""
+        after = self.case.model_of
+        return () if after is None else self.saved[-1].reference.steps[:after]
+
+    @property
+    def seed_weights(self) -> dict[str, np.ndarray]:
+        """What a trainer is built with, before it reads a checkpoint."""
+        return (*self.saved, self)[0].reference.weights
 
     @property
     def traits(self) -> TrainerTraits:
@@ -139,7 +152,7 @@ class Trial:
     def _holdings_of(self, rank: int, evidence: RankEvidence) -> dict[str, Slice | None]:
         held: dict[str, Slice | None] = {}
         for tensor in evidence.parameters:
-            full = self.reference.weights.get(tensor.fqn)
+            full = self.seed_weights.get(tensor.fqn)
             guess = self.plan.slices[rank].get(tensor.fqn)
             held[tensor.fqn] = None if full is None else locate(tensor.value, full, guess)
             if held[tensor.fqn] is None and self._began_resumed(evidence) and tensor.fqn in self.saved_weights:

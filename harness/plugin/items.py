@@ -112,6 +112,9 @@ def tier_mark(tier: str) -> str:
 
 
 def accept_golden(case: Case, options: Options) -> str:
-    """Rewrites the golden and says what changed. Raises GoldenError in CI."""
-    reference = load(reference_folder(case, options) / "reference.npz", ReferenceRun)
-    return f"{golden.accept(case, reference)}\naccepted, not a pass: review `{golden.review_command(case)}`"
+    """Rewrites the case's goldens and says what changed. Raises GoldenError in CI."""
+    said = [
+        golden.accept(of, load(reference_folder(of, options) / "reference.npz", ReferenceRun))
+        for of in golden.references(case)
+    ]
+    return "\n".join([*said, f"accepted, not a pass: review `{golden.review_command(case)}`"])

@@ -38,7 +38,9 @@ def plan_text(case: Case, plan: Plan, gpu: str = "H100", *, set_aside: Sequence[
     parts += wrapped(case.why, "  ")
     parts += [line for text in _unusual(case) for line in wrapped(text, "  ", "    ")]
     parts += wrapped(f"not planned: {', '.join(set_aside)}", "  ", "    ") if set_aside else []
-    parts += [f"  resumes what {saved.dims} saved after step {saved.after}" for saved in case.resume]
+    for saved in case.resume:
+        taken = "starts from the weights that" if saved.model_only else "resumes what"
+        parts.append(f"  {taken} {saved.dims} saved after step {saved.after}")
     parts += _each_rank(plan) if plan.dims.world_size <= MOST_RANKS else ["", "groups", *groups_lines(plan)]
     return "\n".join([*parts, *_costs(case, plan, gpu)])
 

@@ -81,16 +81,18 @@ def launch_all(case: Case, folder: Path, weights: Path, options: Options, stage:
 
 def reported_losses(case: Case, options: Options, folder: Path, *, steps: int) -> tuple[float, ...]:
     """What rank 0 reports in the last steps of a longer run of the case without the probe, resumed like the case. If two
-    launches train a step, the first one's loss counts. Nothing if a rank failed."""
+    launches train a step, the first one's loss counts; of one that starts from weights alone, its own count. Nothing if a rank
+    failed."""
     most = max(steps, case.training.steps) if case.resume and case.resume[-1].after >= steps else steps
     longer = replace(case, training=replace(case.training, steps=most))
-    weights = reference_folder(case, options) / "weights.npz"
+    weights = reference_folder(case.from_the_seed, options) / "weights.npz"
     losses: dict[int, float] = {}
     for name, launched in longer.launches.items():
         exits = _launch_ranks(launched, folder / name, weights, options, entry=UNWATCHED_ENTRY)
         if any(exit.how != "ok" for exit in exits):
             return ()
-        losses = dict(read_json(folder / name / "losses.json")) | losses
+        before = losses if launched.model_of is None else {}
+        losses = dict(read_json(folder / name / "losses.json")) | before
     return tuple(losses[step] for step in sorted(losses)[-steps:])
 
 

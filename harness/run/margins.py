@@ -108,7 +108,7 @@ def _distances(trial: Trial) -> Distances:
 def _of_mistake(trial: Trial, reference: ReferenceRun, make: Callable[[Case], Any]) -> Distances:
     case = trial.case
     with make(case):
-        wrong = train.train(case.model, case.training).steps
+        wrong = train.train(case.model, case.training, model_of=case.model_of).steps
     by_step = {one.step: measure((right,), [(one,)]) for right, one in zip(reference.steps, wrong, strict=True)}
     found = {name: [getattr(one, name)[0] for one in by_step.values()] for name in NUMBERS[:3]}
     return found | {"parameter": [_excess(trial.bounds, step, one) for step, one in by_step.items()]}

@@ -209,7 +209,7 @@ def reference(options: dict[str, Any]) -> None:
     from harness.reference.train import train
 
     case, directory = from_json(options["case"]), Path(options["directory"])
-    trained = train(case.model, case.training, options["device"], noise=options["noise"])
+    trained = train(case.model, case.training, options["device"], noise=options["noise"], model_of=case.model_of)
     partial = directory / ".weights.partial.npz"
     np.savez(partial, **trained.weights)  # type: ignore[arg-type]
     os.replace(partial, directory / "weights.npz")

@@ -6,6 +6,7 @@ One folder holds all that is known of one run of a case and can be judged anywhe
     traits.json      what the trainer chose in each launch, as its adapter declares it or as it was measured.
     reference.npz    the reference       repeat/      the second launch, where the case requests one.
     report.txt       what was found      verdict.json the same, for programs.
+    reference_model_only.npz             that of a last launch that starts from weights alone.
     saved_1 ..       earlier launches, each with what its checkpoint holds (checkpoint.npz).
     checkpoint/      what they saved, kept only if the case does not pass.
 """
@@ -20,9 +21,11 @@ from pathlib import Path
 
 from harness import trainers
 from harness.evidence.store import CASE_FILE, load, save, write_text
+from harness.judge import golden
 from harness.judge.judgement import Judgement
 from harness.judge.order import reordered_reference
 from harness.judge.result import Verdict
+from harness.judge.stored_trial import reference_file
 from harness.plan.make_plan import make_plan
 from harness.reference.record import ReferenceRun
 from harness.report.stored import store_report
@@ -71,11 +74,12 @@ def make(case: Case, options: Options, stage: Stage = lambda _: None) -> Path:
     for name, launched in case.launches.items():
         make_plan(launched, chosen[name])
     stage("reference on one device")
-    cached = reference_folder(case, options)
+    cached = {reference_file(launched): reference_folder(launched, options) for launched in golden.references(case)}
     folder = fresh_folder(place)
     write_text(folder / CASE_FILE, json.dumps(requested.to_json(case), indent=1))
-    _place_reference(case, cached / "reference.npz", folder / "reference.npz", options)
-    launch_all(case, folder, cached / "weights.npz", options, stage)
+    for name, of in cached.items():
+        _place_reference(case, of / "reference.npz", folder / name, options)
+    launch_all(case, folder, cached[reference_file(case.from_the_seed)] / "weights.npz", options, stage)
     write_measured(case, folder, chosen)
     return folder
 

@@ -20,7 +20,8 @@ def unsupported(case: Case, options: Options) -> str | None:
     """Why the case cannot run here: the trainer's reason, or the machine's."""
     adapter = trainers.load(options.trainer)
     for name, launched in case.launches.items():
-        if reason := other_dtype(launched, adapter) or adapter.unsupported(launched) or cut_fused(launched, adapter):
+        reason = other_dtype(launched, adapter) or adapter.unsupported(launched) or cut_fused(launched, adapter)
+        if reason := reason or _continues_all(launched, adapter):
             return reason if name == "run" else f"{name}: {reason}"
     if case.resume and options.torchrun_args:
         return "resume means several launches, and other nodes join one (--torchrun-args); run it on one node"
@@ -47,6 +48,13 @@ def other_dtype(case: Case, adapter: trainers.Adapter) -> str | None:
         return None
     known = " and ".join(adapter.dtypes)
     return f"dtype {case.training.dtype}: {adapter.name} computes in {known} only; add --dtype {adapter.dtypes[0]}"
+
+
+def _continues_all(case: Case, adapter: trainers.Adapter) -> str | None:
+    """Return why a trainer cannot start from a checkpoint's weights alone; None if it can or need not."""
+    if case.model_of is None or adapter.starts_from_weights:
+        return None
+    return f"resume: model_only: the adapter of {adapter.name} has no starts_from_weights, it continues all of a checkpoint"
 
 
 def cut_fused(case: Case, adapter: trainers.Adapter) -> str | None:

@@ -51,6 +51,8 @@ class Saved:
     """Step that it went on to before it was lost; None if it ended with the checkpoint."""
     cut_short: bool = False
     """Whether it was lost while it saved once more, after step `until`. That checkpoint is incomplete: its index is missing."""
+    model_only: bool = False
+    """Whether the later launch reads the weights alone. Its optimizer, schedule and data begin anew, and so do its steps."""
 
     def __post_init__(self) -> None:
         if self.after < 1:
@@ -99,8 +101,21 @@ class Case:
 
     @property
     def steps(self) -> range:
-        """The steps that this launch trains, counted from 1 as if it were the first."""
-        return range(self.resume[-1].after + 1 if self.resume else 1, (self.last_step or self.training.steps) + 1)
+        """The steps that this launch trains, counted on from the launch that it continues. A start from weights alone counts
+        from 1."""
+        first = self.resume[-1].after + 1 if self.resume and self.model_of is None else 1
+        return range(first, (self.last_step or self.training.steps) + 1)
+
+    @property
+    def model_of(self) -> int | None:
+        """After which step of an earlier launch the weights were saved that this one starts from, which takes nothing else from
+        it; None for all other launches."""
+        return self.resume[-1].after if self.resume and self.resume[-1].model_only else None
+
+    @property
+    def from_the_seed(self) -> Case:
+        """The first launch, whose weights are the seed's."""
+        return next(iter(self.launches.values()))
 
     @property
     def saved_step(self) -> int | None:

@@ -17,16 +17,18 @@ LESS_LAYERS = ("first_stage_less_layers", "last_stage_less_layers")
 
 def validate_resume(case: Case, where: str) -> None:
     """Each launch has something to train, and each of them is a case that could be run by itself."""
+    if any(saved.model_only for saved in case.resume[:-1]):
+        raise CaseError(f"{where}: resume: model_only is about the last launch; only the last entry may have it")
     ends = [0, *(saved.after for saved in case.resume), case.last_step or case.training.steps]
+    ends = ends if case.model_of is None else ends[:-1]
     if any(end <= begin for begin, end in itertools.pairwise(ends)):
         raise CaseError(
             f"{where}: resume: launches end after steps {', '.join(map(str, ends[1:]))}; each must train at least one step"
         )
     for saved in case.resume:
-        if (saved.until or 0) > case.training.steps:
-            raise CaseError(
-                f"{where}: resume: until {saved.until} is beyond the {case.training.steps} steps of the recipe"
-            )
+        key, last = ("until", saved.until) if saved.until else ("after", saved.after)
+        if last > case.training.steps:
+            raise CaseError(f"{where}: resume: {key} {last} is beyond the {case.training.steps} steps of the recipe")
     for name, launch in list(case.launches.items())[:-1]:
         validate(launch, None, f"{where}: resume: {name}")
 

@@ -138,6 +138,9 @@ class Adapter(Protocol):
     """Switches of torch that the trainer sets on purpose, as harness/probe/settings.py names them: {"threads": "4"}."""
     reports_every: int = 1
     """The trainer reports in steps that this number divides (log_freq), and may report in others."""
+    starts_from_weights: bool = False
+    """Whether `resume` can read the weights alone, as a case with `model_only` requests (`case.model_of`): the optimizer, the
+    schedule, the data and the count of steps are then new."""
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
     """What it can compute in. A case in another one is refused, and `--dtype` turns all cases into one of these."""
     backends: tuple[str, ...] = ("nccl",)

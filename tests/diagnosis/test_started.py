@@ -27,7 +27,8 @@ from trained import RECIPE, Ran, _ran, case_of, reference  # noqa: F401
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.hypothesis import Hypothesis
-from harness.diagnosis.started import changed_weights, observed_weights, other_weights, resumed_otherwise
+from harness.diagnosis.resumed import resumed_otherwise
+from harness.diagnosis.started import changed_weights, observed_weights, other_weights
 from harness.evidence.records import HeldTensor
 from harness.judge.contents import take
 from harness.judge.result import Verdict

@@ -150,7 +150,7 @@ WRONG_LINES = {
     "resume: [{dims: {tp: 2}}]": "resume: entry 1: 'after' is missing: the step after which that launch saves",
     "resume: [{after: 0}]": "resume: entry 1: after must be at least 1, got 0",
     "resume: [{after: 1, dim: {tp: 2}}]": "resume: entry 1: unknown key 'dim'; did you mean 'dims'?;"
-    " known: after, dims, features, until, cut_short",
+    " known: after, dims, features, until, cut_short, model_only",
     "resume: [{after: 3}]": "resume: launches end after steps 3, 3; each must train at least one step",
     "resume: [{after: 2}, {after: 1}]": "resume: launches end after steps 2, 1, 3; each must train at least one step",
     "resume: [{after: 1, dims: {tp: 16}}]": "resume: saved_1: n_heads 8 is not divisible by tp 16;"
@@ -158,6 +158,9 @@ WRONG_LINES = {
     "resume: [{after: 2, until: 2}]": "resume: entry 1: until must be above after 2, got 2",
     "resume: [{after: 2, cut_short: true}]": "resume: entry 1: cut_short is about a save after step `until`, which is not"
     " given",
+    "resume: [{after: 1, model_only: true}, {after: 2}]": "resume: model_only is about the last launch; only the last entry"
+    " may have it",
+    "resume: [{after: 4, model_only: true}]": "resume: after 4 is beyond the 3 steps of the recipe",
     "cut_short: true": "'cut_short' is not written in a case; for a checkpoint, `resume: [{after: STEP, dims: ..}]` lists"
     " the launches before it",
     "training: {last_batch: 16}": "training: last_batch 16: above 0 and below global_batch 16 is wanted",

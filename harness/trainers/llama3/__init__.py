@@ -51,6 +51,7 @@ class Llama3(Adapter):
     preload: tuple[str, ...] = ()
     reports: tuple[str, ...] = ("loss", "grad_norm", "lr")
     backends: tuple[str, ...] = ("nccl", "gloo")
+    starts_from_weights: bool = True
 
     def traits(self, case: Case) -> TrainerTraits:
         gathers = case.dims.cp > 1 and case.training.document_mask

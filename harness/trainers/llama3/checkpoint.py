@@ -70,11 +70,24 @@ def resume(parts: Sequence[Part], checkpoint: Path) -> Counters:
     state = state_of(parts, Counters(step=0, samples=0))
     read(state, checkpoint)
     for part in parts:
-        own = {fqn: state["model"][fqn] for fqn in get_model_state_dict(part.model)}
-        set_model_state_dict(part.model, own, options=StateDictOptions(strict=True))
+        set_model(part, state["model"])
         set_optimizer_state_dict(part.model, part.optimizer, state["optimizer"], options=OPTIONS)
         continue_schedule(part.scheduler, state["step"])
     return Counters(state["step"], state["samples"])
+
+
+def load_model(parts: Sequence[Part], checkpoint: Path) -> None:
+    """Give the parts the weights of this checkpoint, and leave all else new. Called and raises as `resume`."""
+    state = {"model": model_of(parts)}
+    read(state, checkpoint)
+    for part in parts:
+        set_model(part, state["model"])
+
+
+def set_model(part: Part, model: dict[str, Any]) -> None:
+    """Take the part's own of all that was read."""
+    own = {fqn: model[fqn] for fqn in get_model_state_dict(part.model)}
+    set_model_state_dict(part.model, own, options=StateDictOptions(strict=True))
 
 
 def read(state: dict[str, Any], checkpoint: Path) -> None:
@@ -110,9 +123,12 @@ def latest(folder: Path) -> Path:
 
 def state_of(parts: Sequence[Part], counters: Counters) -> dict[str, Any]:
     """Tensors are the parts' own, not copies: dcp.load writes into them."""
-    model: dict[str, Any] = {}
     optimizer_state: dict[str, Any] = {}
     for part in parts:
-        model |= get_model_state_dict(part.model)
         optimizer_state |= get_optimizer_state_dict(part.model, part.optimizer, options=OPTIONS)
-    return {"model": model, "optimizer": optimizer_state, **counters._asdict()}
+    return {"model": model_of(parts), "optimizer": optimizer_state, **counters._asdict()}
+
+
+def model_of(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return the parameters of all parts by name."""
+    return {fqn: value for part in parts for fqn, value in get_model_state_dict(part.model).items()}

@@ -304,7 +304,10 @@ class Trainer:
         export.export(self.model_parts[0], self.case, folder)
 
     def resume(self, folder: Path) -> None:
-        """From the latest complete checkpoint. Raises ValueError if there is none."""
+        """From the latest complete checkpoint, or from its weights alone. Raises ValueError if there is none."""
+        if self.case.model_of is not None:
+            checkpoint.load_model(self.parts(), checkpoint.latest(folder))
+            return
         self.step, samples = checkpoint.resume(self.parts(), checkpoint.latest(folder))
         self.microbatches.seek(samples)
         self.tokens_seen = sum(map(self.case.seq_len, range(1, self.step + 1))) * self.case.training.global_batch
