@@ -196,7 +196,9 @@ def _gathered(trial: Trial, norms: dict[int, float], rank: int, step: StepEviden
 
 def _start(trial: Trial, evidence: RankEvidence, fqn: str) -> _State:
     """Averages begin at zero, or where the checkpoint left them, whatever that is: the check `resume` judges that."""
-    value = trial.stepped_part(evidence.rank, fqn, trial.start_of(evidence.rank)[fqn])
+    begun = trial.assumption.optimizer.begun
+    value = begun(evidence.rank, fqn) if begun else trial.start_of(evidence.rank)[fqn]
+    value = trial.stepped_part(evidence.rank, fqn, value)
     held = evidence.resumed.optimizer_state.get(fqn, {}) if evidence.resumed else {}
     value = value.astype(np.float64)
     average = "momentum_buffer" if rule_of(recipe_of(trial, fqn), fqn) == "muon" else "exp_avg"

@@ -36,7 +36,7 @@ from harness.diagnosis.recipe import wrong_recipe
 from harness.diagnosis.reported import odd_reports, wrong_reports
 from harness.diagnosis.reported_numbers import odd_numbers, wrong_numbers
 from harness.diagnosis.request import neighbours
-from harness.diagnosis.resumed import resumed_otherwise
+from harness.diagnosis.resumed import copies_not_loaded, resumed_otherwise
 from harness.diagnosis.started import changed_weights, other_weights
 from harness.diagnosis.structure_facts import facts as facts_of_structure
 from harness.diagnosis.structure_facts import fsdp2_switches
@@ -53,6 +53,7 @@ SUSPECTS: tuple[Suspects, ...] = (
     adapters_scaled,
     neighbours,
     resumed_otherwise,
+    copies_not_loaded,
     changed_weights,
     wrong_recipe,
     wrong_reports,

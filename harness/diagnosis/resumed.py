@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.checks import update
 from harness.checks.resume import (
     PARAMETER,
     Key,
@@ -167,8 +168,8 @@ def _exchanged(trial: Trial, places: Places) -> tuple[str, str] | None:
 
 
 def _schedule(trial: Trial) -> Cause | None:
-    """From some step on every rate is the one that the step had as many steps after the beginning as this is after resuming. Of
-    a start from weights alone it is the other way round."""
+    """From some step on every rate is the one that the step had as many steps after the beginning as this is after resuming. If
+    the launch starts from weights alone, it is the other way round."""
     if trial.case.model_of is not None:
         return _schedule_goes_on(trial, trial.case.model_of)
     rates, saved = {step.step: step.lr for step in trial.reference.steps}, trial.case.steps.start - 1
@@ -179,6 +180,50 @@ def _schedule(trial: Trial) -> Cause | None:
     text = f"the schedule restarts after resuming: the learning rate of step {step} is that of step {step - saved}"
     details = (("step", step), ("of_step", step - saved))
     return Cause("schedule starts anew", text, expected=number_text(rates[step]), details=details)
+
+
+def copies_not_loaded(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """The optimizer steps copies of the parameters that are those of another moment, and the model gets what it makes of them.
+    After its first step, all are nearer to those of that moment than to what was loaded."""
+    if not trial.saved or "update" not in broken or any(one.resumed is None for one in trial.ranks.values()):
+        return
+    for moment, state in _moments(trial):
+        if all(_nearer(trial, rank, state) for rank in trial.ranks):
+            text = f"the first step after loading is made from other parameters than were loaded: from those {moment}"
+            cause = Cause("copies not loaded", text, details=(("moment", moment),))
+            yield Hypothesis(cause, partial(_stepped_from, state), 1, (finding_line(broken["update"]),))
+            return
+
+
+def _nearer(trial: Trial, rank: int, state: State) -> bool:
+    first, held = trial.ranks[rank].steps[0].parameters, held_state(trial, rank)
+    for fqn, left in first.items():
+        key = (PARAMETER, fqn)
+        if key not in state or key not in held or not left.size:
+            continue
+        other = wanted_part(trial, rank, key, state[key])
+        if other.shape != left.shape or held[key].shape != left.shape:
+            return False
+        if not np.linalg.norm(left - other) < np.linalg.norm(left - held[key]):
+            return False
+    return bool(first)
+
+
+def _stepped_from(state: State, trial: Trial) -> Trial:
+    """Assume it: decay apart, an optimizer adds what does not depend on the value."""
+    first, loaded = trial.case.steps.start, _held_together(trial)
+
+    def left(step: int, parameters: Arrays) -> Arrays:
+        return {f: value + moved(f) for f, value in parameters.items()} if step == first else parameters
+
+    def moved(fqn: str) -> np.ndarray:
+        decay = trial.reference_step(first).lr * update.recipe_of(trial, fqn, first).weight_decay
+        return (state[PARAMETER, fqn] - loaded[PARAMETER, fqn]) * (1 - decay)
+
+    def begun(rank: int, fqn: str) -> np.ndarray:
+        return wanted_part(trial, rank, (PARAMETER, fqn), state[PARAMETER, fqn])
+
+    return another_optimizer(trial, AssumedOptimizer(begun=begun), left=left)
 
 
 def _schedule_goes_on(trial: Trial, after: int) -> Cause | None:

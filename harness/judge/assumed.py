@@ -24,6 +24,8 @@ class AssumedOptimizer:
     """(step, fqn) -> the recipe."""
     counter: Callable[[int, str], int] | None = None
     """(step, fqn) -> the steps taken, for its bias correction."""
+    begun: Callable[[int, str], np.ndarray] | None = None
+    """(rank, fqn) -> the value that its first step is made from, of the rank's slice."""
     amsgrad: bool = False
     """Whether it divides by the largest second moment so far, and keeps that."""
     lost: Callable[[int, int, str], bool] | None = None

@@ -11,7 +11,7 @@ from harness.cli import main
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
 from harness.report.cause_text import diagnosis_line
-from harness.run.options import Options
+from harness.run.options import Options, Unsupported
 from harness.run.run_case import run_case
 from harness.spec.loading import load_all
 from harness.trainers.support import checkpoints
@@ -19,11 +19,14 @@ from harness.trainers.support import checkpoints
 FLAGS = '''
     p.add_argument("--resume", default="")
     p.add_argument("--save-to", default="")
+    p.add_argument("--finetune", action="store_true")
     p.add_argument("--stop-after", type=int, default=0)
     p.add_argument("--log-every"'''
 RESUMES = """
     state = {"model": State(model, opt)}
-    first = load(state, a.resume) if a.resume else 0
+    first = load(state, a.resume) if a.resume and not a.finetune else 0
+    if a.finetune:
+        dcp.load({"model": {"model": get_model_state_dict(model)}}, checkpoint_id=f"{a.resume}/step_2")
     for _ in range(first):
         next(loader)
     for step in range(first, a.stop_after or a.max_steps):
@@ -62,7 +65,7 @@ def main():
 IMPORTS = """
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 """
 SCRIPT = (
@@ -78,6 +81,14 @@ defaults:
   model: {norm_eps: 1.0e-6}
 cases:
   two_to_two: {dims: {dp_shard: 2}, resume: [{after: 2, dims: {dp_shard: 2}}], why: a test}
+"""
+
+
+FINETUNES = """
+
+usual = adapter.arguments
+adapter.arguments = lambda case, device: [*usual(case, device), *(["--finetune"] if case.model_of else [])]
+adapter.starts_from_weights = True
 """
 
 
@@ -112,6 +123,29 @@ def test_a_script_that_resumes_by_a_flag_is_judged_like_any_that_resumes(folder:
     assert found.pop("golden") is Verdict.UNKNOWN  # nobody has accepted it
     assert set(found.values()) == {Verdict.PASS}
     assert {"resume", "checkpoint", "initial_weights", "shard_contents", "traffic"} <= set(found)
+
+
+def started_from_weights(more: str) -> dict[str, Verdict]:
+    """more: what stands below the adapter."""
+    Path("cases/first.yaml").write_text(CASES.replace("{after: 2,", "{after: 2, model_only: true,"))
+    adapter = Path("train_adapter.py")
+    adapter.write_text(adapter.read_text() + more)
+    return verdicts(judged(Path.cwd()))
+
+
+def test_a_script_that_can_start_from_weights_alone_passes(folder: Path) -> None:
+    found = started_from_weights(FINETUNES)
+    assert found.pop("golden") is Verdict.UNKNOWN
+    assert set(found.values()) == {Verdict.PASS}
+
+
+def test_one_whose_flag_does_so_but_is_not_given_breaks_resume(folder: Path) -> None:
+    assert started_from_weights("\n\nadapter.starts_from_weights = True\n")["completed"] is Verdict.FAIL
+
+
+def test_a_start_from_weights_alone_is_refused_where_the_adapter_does_not_say_that_it_can(folder: Path) -> None:
+    with pytest.raises(Unsupported, match="has no starts_from_weights"):
+        started_from_weights("")
 
 
 def test_one_that_does_not_restore_its_optimizer_breaks_resume(folder: Path) -> None:

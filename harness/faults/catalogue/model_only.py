@@ -106,6 +106,6 @@ masters_left_at_initial_weights = fault(
     bug="S19 NVIDIA/Megatron-LM #174, databricks/megablocks #80: the first update brings the random weights back",
     case=STARTS,
     caught_by="update loss gradients",
-    named="not explained",
+    named="copies not loaded",
     does=op.instead(".recipe:build_optimizer", _masters_left),
 )
