@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -213,11 +213,21 @@ _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect
 BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-@torch.no_grad()
+SUMMED_AT_ONCE = 2**18
+"""Elements in the host's memory. torch first makes int64 of all that it sums: much of it would leave the caches."""
+
+
 def bits_of(tensors: Any) -> torch.Tensor | int:
     """Return the sum of tensors' elements, read as integers: int64 [] on their device, without waiting for it."""
     dense = [each for each in tensors_in(tensors) if each.layout is torch.strided and each.numel()]
-    return sum((each.contiguous().view(BY_SIZE[each.element_size()]).sum() for each in dense), start=0)
+    words = [each.detach().contiguous().view(BY_SIZE[each.element_size()]) for each in dense]
+    sums = [part.sum() for each in words for part in _cut(each)]
+    return sums[0] if len(sums) == 1 else sum(sums, start=0)
+
+
+def _cut(words: torch.Tensor) -> Iterable[torch.Tensor]:
+    at_once = words.numel() <= SUMMED_AT_ONCE or words.device.type != "cpu"
+    return (words,) if at_once else words.reshape(-1).split(SUMMED_AT_ONCE)
 
 
 def members(group: dist.ProcessGroup) -> tuple[int, ...]:
