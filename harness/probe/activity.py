@@ -50,7 +50,7 @@ class ActivityRecorder:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._accounts: dict[Account, Activity] = {}
+        self._accounts: dict[Account, Activity] = defaultdict(Activity)
         self._nobodys = Account(0)
         self._measured: list[tuple[Account, str, Copy, int]] = []
         self._states: dict[tuple[int, str], set[int]] = defaultdict(set)
@@ -103,7 +103,7 @@ class ActivityRecorder:
         return self._nobodys if between else self._clock.account
 
     def _now(self) -> Activity:
-        return self._accounts.setdefault(self._account(), Activity())
+        return self._accounts[self._account()]
 
     def _product(self, factor: int, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         self.multiplied(args[factor])

@@ -136,12 +136,13 @@ class CollectiveRecorder:
     def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
         group = _group_of(args)
         self.keep(group)
-        if not places_of(group):
+        places = places_of(group)
+        if not places:
             self.own.unplaced(op, group, payload)
             return
         self.own.passed()
         passed = 0 if self._passed is None or op not in GIVEN else bits_of(args[GIVEN[op]])
-        self.note(op, payload, group, _peer(op, args, group), _root(op, args, group), passed)
+        self.note(op, payload, group, _peer(op, args, group), _root(op, args, group), passed, tuple(sorted(places)))
 
     def _called_directly(self, call: Call, group: dist.ProcessGroup) -> None:
         """A method of its backend was, or of a Python class that is registered."""
@@ -174,9 +175,11 @@ class CollectiveRecorder:
         peer: int | None = None,
         root: int | None = None,
         passed: torch.Tensor | int = 0,
+        ranks: tuple[int, ...] | None = None,
     ) -> None:
-        """payload: the unsharded tensor, or tensors. passed: the sum of the bits of what this rank passes."""
-        name, ranks = name_of(group), members(group)
+        """payload: the unsharded tensor, or tensors. passed: the sum of the bits of what this rank passes. ranks: the group's,
+        where the caller has them."""
+        name, ranks = name_of(group), members(group) if ranks is None else ranks
         tensors = list(tensors_in(payload))
         step, phase = self._where()
         phase = CHECKPOINT if phase in ("optimizer", "other") and saves_or_loads() else phase
