@@ -142,7 +142,8 @@ class CollectiveRecorder:
             return
         self.own.passed()
         passed = 0 if self._passed is None or op not in GIVEN else bits_of(args[GIVEN[op]])
-        self.note(op, payload, group, _peer(op, args, group), _root(op, args, group), passed, tuple(sorted(places)))
+        ends = _peer(op, args, group), _root(op, args, group)
+        self.note(op, payload, group, *ends, passed, ranks=tuple(sorted(places)))
 
     def _called_directly(self, call: Call, group: dist.ProcessGroup) -> None:
         """A method of its backend was, or of a Python class that is registered."""
@@ -175,6 +176,7 @@ class CollectiveRecorder:
         peer: int | None = None,
         root: int | None = None,
         passed: torch.Tensor | int = 0,
+        *,
         ranks: tuple[int, ...] | None = None,
     ) -> None:
         """payload: the unsharded tensor, or tensors. passed: the sum of the bits of what this rank passes. ranks: the group's,

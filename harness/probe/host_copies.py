@@ -54,6 +54,14 @@ def all_copied(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Copy]:
     return {name: found[name] if name in found else copied(part) for name, part in parts.items()}
 
 
+def all_cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, Copy]:
+    """Return copies where each tensor lies: on a device, to be copied from there if they are needed, or the host's."""
+    parts = {name: local(tensor) for name, tensor in tensors.items()}
+    clones = {name: part.clone() for name, part in parts.items() if lies_on_device(part)}
+    found = all_copied((name, part) for name, part in parts.items() if name not in clones)
+    return {name: clones.get(name, found.get(name)) for name in parts}
+
+
 def _joined(parts: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     """Return what `as_numpy` makes of each of these dense tensors of one dtype."""
     flat = [part.reshape(-1) for part in parts.values()]
