@@ -6,6 +6,8 @@
 
 Blocks of steps alternate (without, with, without, ...) in the same processes, so a drift of the machine affects both.
 Prints the median step of each, the median of the ratios of neighbouring blocks, and the CPU seconds in which the probe begins.
+In a job's first steps the probe also looks for what is kept; a long job pays for the later ones, which stand apart. Rank 0's
+CPU time includes that of its threads, and depends less than seconds do on what else runs on the machine.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from harness.launch import Job, default_server, launch
 from harness.spec.case import Case, to_json
 from harness.spec.loading import find_case, from_json, load_cases
 
-STEPS = 4  # a block; its first step is not counted
+FIRST, LATER = 4, 8  # steps of a block; the probe looks for what is kept between the first ones
+
+Seconds = tuple[float, float]
+"""Of one step: by the clock, and of CPU."""
 
 
 def measure(options: dict[str, Any]) -> None:
@@ -40,7 +45,7 @@ def measure(options: dict[str, Any]) -> None:
     adapter = trainers.load(options["trainer"])
     trainer = adapter.start(case, None, options["device"])
     step = stepping(trainer)
-    blocks: list[tuple[bool, list[float]]] = []
+    blocks: list[list[Seconds]] = []
     begins = []
     _block(step)  # warm-up
     for index in range(2 * options["rounds"]):
@@ -50,7 +55,7 @@ def measure(options: dict[str, Any]) -> None:
             probe.install()
             probe.attach(trainer.model_parts)
             begins.append(time.process_time() - began)
-        blocks.append((probe is not None, _block(step)))
+        blocks.append(_block(step))
         if probe:
             probe.remove()
     if os.environ["RANK"] == "0":
@@ -72,17 +77,17 @@ def stepping(trainer: Any) -> Callable[[], Any]:
     return step
 
 
-def _block(step: Callable[[], Any]) -> list[float]:
+def _block(step: Callable[[], Any]) -> list[Seconds]:
     import torch
 
     times = []
-    for _ in range(STEPS):
-        started = time.perf_counter()
+    for _ in range(FIRST + LATER):
+        started, began = time.perf_counter(), time.process_time()
         step()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return times[1:]
+        times.append((time.perf_counter() - started, time.process_time() - began))
+    return times
 
 
 def main() -> None:
@@ -110,16 +115,24 @@ def main() -> None:
         if failed:
             raise SystemExit(f"rank {failed[0].rank} {failed[0].how}: {failed[0].error}\n{failed[0].stack}")
         blocks, begins = json.loads(result.read_text(encoding="utf-8"))
-    without = [statistics.median(times) for probed, times in blocks if not probed]
-    probed = [statistics.median(times) for probed, times in blocks if probed]
-    ratios = [b / a for a, b in zip(without, probed, strict=True)]
-    print(f"{case.dims.world_size} ranks, {case.dims}, {chosen.rounds} pairs of blocks of {STEPS - 1} steps")
+    print(f"{case.dims.world_size} ranks, {case.dims}, {chosen.rounds} pairs of blocks of {FIRST + LATER} steps")
     tokens = case.training.global_batch * case.training.seq_len
-    print(f"tokens a second without the probe {tokens / statistics.median(without):,.0f}")
-    medians = statistics.median(without) * 1e3, statistics.median(probed) * 1e3
-    print("median step without the probe {:.1f} ms, with {:.1f} ms".format(*medians))
-    print(f"ratio with / without: median {statistics.median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f})")
+    seconds = statistics.median(wall for block in blocks[::2] for wall, _ in block)
+    print(f"tokens a second without the probe {tokens / seconds:,.0f}")
+    for name, steps in (("first", slice(FIRST)), ("later", slice(FIRST, None))):
+        for what, column in (("seconds", 0), ("CPU", 1)):
+            print(f"{name} steps, {what}:", told([[step[column] for step in block[steps]] for block in blocks]))
     print(f"CPU seconds in which the probe begins: median {statistics.median(begins):.3f}, at most {max(begins):.3f}")
+
+
+def told(blocks: list[list[float]]) -> str:
+    """blocks: without the probe and with it, in turn."""
+    without, probed = ([statistics.median(times) for times in blocks[start::2]] for start in (0, 1))
+    ratios = [b / a for a, b in zip(without, probed, strict=True)]
+    medians = (
+        f"median {statistics.median(without) * 1e3:.1f} ms, with the probe {statistics.median(probed) * 1e3:.1f} ms"
+    )
+    return f"{medians}; ratio {statistics.median(ratios):.3f}  ({min(ratios):.3f} to {max(ratios):.3f})"
 
 
 def usual(ranks: int) -> Case:

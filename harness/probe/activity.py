@@ -50,7 +50,7 @@ class ActivityRecorder:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._accounts: dict[Account, Activity] = {}
+        self._accounts: dict[Account, Activity] = defaultdict(Activity)
         self._nobodys = Account(0)
         self._measured: list[tuple[Account, str, Copy, int]] = []
         self._states: dict[tuple[int, str], set[int]] = defaultdict(set)
@@ -103,7 +103,7 @@ class ActivityRecorder:
         return self._nobodys if between else self._clock.account
 
     def _now(self) -> Activity:
-        return self._accounts.setdefault(self._account(), Activity())
+        return self._accounts[self._account()]
 
     def _product(self, factor: int, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         self.multiplied(args[factor])
@@ -114,7 +114,7 @@ class ActivityRecorder:
             if (where := self._clock.where()) != self._last:
                 self._last = where
                 self.on_phase()
-            _count(self._now().matmuls, Matmul(self._clock.phase(), str(first.dtype).removeprefix("torch.")))
+            _count(self._now().matmuls, Matmul(self._clock.phase(), dtype_name(first.dtype)))
 
     def _attend(self, kind: str, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         self.attended(kind, args[0])
@@ -162,6 +162,11 @@ class ActivityRecorder:
 
 
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _count(counts: dict[K, int], key: K, by: int = 1) -> None:

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from harness.probe.clock import Clock
-from harness.probe.host_copies import Copy, all_copied, all_read
-from harness.probe.structure import local
+from harness.probe.host_copies import Copy, all_cloned, all_read, copied
 
 ENGINE = "_engine_run_backward"
 """What Tensor.backward comes down to in torch.autograd, reductions by DDP and FSDP included."""
@@ -56,7 +55,8 @@ class BackwardRecorder:
 
     def __init__(self, clock: Clock, gradients: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._clock, self._gradients = clock, gradients
-        self._copies: dict[str, torch.Tensor] = {}
+        self._copies: dict[str, Copy] = {}
+        self._resolution: dict[str, float] = {}
         self._stop: Callable[[], None] | None = None
         self.needed, self.ended = True, 0  # whether torch's own clipping was not seen; how many passes have ended
 
@@ -74,15 +74,17 @@ class BackwardRecorder:
     def _end(self) -> None:
         self.ended += 1
         if self.needed:
-            self._copies = {fqn: local(gradient).clone() for fqn, gradient in self._gradients().items()}
+            gradients = self._gradients()
+            self._resolution = {fqn: torch.finfo(gradient.dtype).eps for fqn, gradient in gradients.items()}
+            self._copies = all_cloned(gradients)
 
     def drop(self) -> None:
         self._copies = {}
 
     def taken(self) -> Before:
         """What there was when backward ended; empty if nothing was copied."""
-        resolution = {fqn: torch.finfo(gradient.dtype).eps for fqn, gradient in self._copies.items()}
-        before = Before(all_copied(self._copies.items()), resolution)
+        copies = {fqn: copied(copy) if torch.is_tensor(copy) else copy for fqn, copy in self._copies.items()}
+        before = Before(copies, self._resolution if copies else {})
         self.drop()
         return before
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -136,12 +136,14 @@ class CollectiveRecorder:
     def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
         group = _group_of(args)
         self.keep(group)
-        if not places_of(group):
+        places = places_of(group)
+        if not places:
             self.own.unplaced(op, group, payload)
             return
         self.own.passed()
         passed = 0 if self._passed is None or op not in GIVEN else bits_of(args[GIVEN[op]])
-        self.note(op, payload, group, _peer(op, args, group), _root(op, args, group), passed)
+        ends = _peer(op, args, group), _root(op, args, group)
+        self.note(op, payload, group, *ends, passed, ranks=tuple(sorted(places)))
 
     def _called_directly(self, call: Call, group: dist.ProcessGroup) -> None:
         """A method of its backend was, or of a Python class that is registered."""
@@ -174,9 +176,12 @@ class CollectiveRecorder:
         peer: int | None = None,
         root: int | None = None,
         passed: torch.Tensor | int = 0,
+        *,
+        ranks: tuple[int, ...] | None = None,
     ) -> None:
-        """payload: the unsharded tensor, or tensors. passed: the sum of the bits of what this rank passes."""
-        name, ranks = name_of(group), members(group)
+        """payload: the unsharded tensor, or tensors. passed: the sum of the bits of what this rank passes. ranks: the group's,
+        where the caller has them."""
+        name, ranks = name_of(group), members(group) if ranks is None else ranks
         tensors = list(tensors_in(payload))
         step, phase = self._where()
         phase = CHECKPOINT if phase in ("optimizer", "other") and saves_or_loads() else phase
@@ -213,11 +218,21 @@ _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect
 BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-@torch.no_grad()
+SUMMED_AT_ONCE = 2**18
+"""Elements in the host's memory. torch first makes int64 of all that it sums: much of it would leave the caches."""
+
+
 def bits_of(tensors: Any) -> torch.Tensor | int:
     """Return the sum of tensors' elements, read as integers: int64 [] on their device, without waiting for it."""
     dense = [each for each in tensors_in(tensors) if each.layout is torch.strided and each.numel()]
-    return sum((each.contiguous().view(BY_SIZE[each.element_size()]).sum() for each in dense), start=0)
+    words = [each.detach().contiguous().view(BY_SIZE[each.element_size()]) for each in dense]
+    sums = [part.sum() for each in words for part in _cut(each)]
+    return sums[0] if len(sums) == 1 else sum(sums, start=0)
+
+
+def _cut(words: torch.Tensor) -> Iterable[torch.Tensor]:
+    at_once = words.numel() <= SUMMED_AT_ONCE or words.device.type != "cpu"
+    return (words,) if at_once else words.reshape(-1).split(SUMMED_AT_ONCE)
 
 
 def members(group: dist.ProcessGroup) -> tuple[int, ...]:

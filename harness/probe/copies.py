@@ -25,12 +25,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.probe.activity import _BELOW
 from harness.probe.clock import Clock
-from harness.probe.structure import fsdp2_groups, local, named_parameters
+from harness.probe.structure import fsdp2_groups, local, module_names, named_parameters
 from harness.probe.without_memory import is_computed, is_without_memory
 
 OWN = (__package__, "torch.distributed.fsdp", "torch.distributed._composable", "torch.distributed.utils")  # not counted
 AT_BEGIN = "before forward"  # beside the phases in which copies are made
 FINENESS = 16  # copies are counted to a 16th of all weights, so that one of many is not looked for each time
+PLAIN = (torch.Tensor, nn.Parameter)
+WRAPPED = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 class CopyRecorder:
@@ -112,15 +114,16 @@ class CopyRecorder:
         self._weights = {storage._cdata: StorageWeakRef(storage) for storage in weights}
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
-        known = type(tensor) in (torch.Tensor, nn.Parameter) or is_without_memory(tensor)
-        if not known or not is_computed(tensor):  # others are a compiler's
-            return False
-        return tensor.untyped_storage()._cdata in self._weights
+        if type(tensor) not in PLAIN and not (is_without_memory(tensor) and is_computed(tensor)):
+            return False  # a compiler's
+        return tensor.untyped_storage()._cdata in self._weights and is_computed(tensor)
 
     def _note(self, made: torch.Tensor, numel: int, dtype: torch.dtype, caller: types.FrameType | None) -> None:
+        if _module(caller).startswith(OWN):
+            return
         phase, storage = self._clock.phase(), StorageWeakRef(made.untyped_storage())
         computing = made.dtype != dtype and phase in ("forward", "backward", "pipeline")
-        if computing or storage in self._kept or _module(caller).startswith(OWN):
+        if computing or storage in self._kept:
             return
         size = numel * made.element_size()
         self._total += size - self._alive.get(storage, 0)
@@ -143,16 +146,15 @@ def _module(caller: types.FrameType | None) -> str:
 
 def _as_tensor(number: Any) -> torch.Tensor:
     """Wrap a number as torch does."""
-    dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-    return torch.scalar_tensor(number, dtype=dtypes[type(number)])
+    return torch.scalar_tensor(number, dtype=WRAPPED[type(number)])
 
 
 def weight_storages(parts: Iterable[nn.Module]) -> Iterator[torch.UntypedStorage]:
     """Where a process has weights: its own, and those that FSDP2 gathers, whose memory is emptied and filled again."""
     for part in parts:
-        for parameter in part.parameters():
+        for _, parameter in named_parameters([part]):
             yield local(parameter).untyped_storage()
-        for module in part.modules():
+        for module in module_names(part):
             for group in fsdp2_groups(module):
                 for held in group.fsdp_params:
                     yield held._sharded_param_data.untyped_storage()

@@ -7,17 +7,23 @@ that is freed meanwhile is reused in the same stream only, after the copy.
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 import numpy as np
 import torch
+from torch import nn
 
-from harness.probe.structure import as_numpy, local
+from harness.probe.structure import as_numpy, local, numpys
 
 Copy: TypeAlias = np.ndarray | torch.Tensor
 """numpy's where it can be read; a tensor where the device is still to be waited for."""
+
+TOGETHER = 2**20
+"""Bytes. From 4 MB on, numpy asks for huge pages: where memory is short, the process waits until there are some."""
 
 _pending: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
@@ -36,7 +42,39 @@ def copied(tensor: torch.Tensor) -> Copy:
 
 
 def all_copied(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Copy]:
-    return {name: copied(tensor) for name, tensor in tensors}
+    """Return copies by name. Those of one dtype in the host's memory are made by few calls, each into one array."""
+    parts = {name: local(tensor) for name, tensor in tensors}
+    together: dict[tuple[torch.dtype, int], dict[str, torch.Tensor]] = {}
+    before: Counter[torch.dtype] = Counter()
+    for name, part in parts.items():
+        if type(part) in (torch.Tensor, nn.Parameter) and part.layout is torch.strided and not lies_on_device(part):
+            together.setdefault((part.dtype, before[part.dtype] // TOGETHER), {})[name] = part
+            before[part.dtype] += part.numel() * part.element_size()
+    found = {name: copy for group in together.values() for name, copy in _joined(group).items()}
+    return {name: found[name] if name in found else copied(part) for name, part in parts.items()}
+
+
+def all_cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, Copy]:
+    """Return copies where each tensor lies: on a device, to be copied from there if they are needed, or the host's."""
+    parts = {name: local(tensor) for name, tensor in tensors.items()}
+    clones = {name: part.clone() for name, part in parts.items() if lies_on_device(part)}
+    found = all_copied((name, part) for name, part in parts.items() if name not in clones)
+    return {name: clones.get(name, found.get(name)) for name in parts}
+
+
+def _joined(parts: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Return what `as_numpy` makes of each of these dense tensors of one dtype."""
+    flat = [part.reshape(-1) for part in parts.values()]
+    whole = np.empty(sum(part.numel() for part in flat), numpys(flat[0].dtype))
+    if flat[0].dtype == torch.bfloat16:
+        torch.from_numpy(whole).copy_(torch.cat(flat))
+    else:
+        torch.cat(flat, out=torch.from_numpy(whole))
+    ends = itertools.accumulate(part.numel() for part in flat)
+    return {
+        name: whole[end - part.numel() : end].reshape(tuple(part.shape))
+        for (name, part), end in zip(parts.items(), ends, strict=True)
+    }
 
 
 def pending() -> list[torch.Tensor]:

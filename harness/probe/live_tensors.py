@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.evidence.records import HeldTensor
 from harness.probe.shards import noted, tensors_of
-from harness.probe.structure import fsdp2_groups, named_parameters
+from harness.probe.structure import flat_parameter, fsdp2_groups, named_parameters
 from harness.probe.without_memory import is_computed, place
 
 LET_GO = 0.1
@@ -75,7 +74,7 @@ def _accounted(parts: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> I
 def fsdp1_vectors(parts: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     """What FSDP1 gathers each unit into; whether evaluation left it there is recorded separately."""
     for module in (module for part in parts for module in part.modules()):
-        flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
+        flat = flat_parameter(module)
         if hasattr(flat, "_full_param_padded"):
             yield flat._full_param_padded
 

@@ -19,7 +19,15 @@ from harness.evidence.step import AfterEvaluation, AfterForward
 from harness.probe.clock import Account, Clock
 from harness.probe.hooks import Hook
 from harness.probe.shards import shards_of
-from harness.probe.structure import fqn_of, fsdp2_groups, joined, local, module_names, plain_fqn
+from harness.probe.structure import (
+    flat_parameter,
+    fsdp2_groups,
+    joined,
+    local,
+    module_names,
+    named_parameters,
+    plain_fqn,
+)
 from harness.probe.without_memory import place
 
 _installed: list[GatheredRecorder] = []
@@ -118,10 +126,10 @@ def _needed_yet(part: nn.Module) -> Iterator[str]:
 
 def _in_memory(part: nn.Module) -> Iterator[Found]:
     names = module_names(part)
-    for name, parameter in part.named_parameters():
+    for fqn, parameter in named_parameters([part]):
         tensor = local(parameter)
         if not is_traceable_wrapper_subclass(tensor):  # a quantized one has no storage itself
-            yield fqn_of(part, name), tensor.numel() * tensor.element_size(), tensor
+            yield fqn, tensor.numel() * tensor.element_size(), tensor
     if (shards := shards_of(part)) is not None:
         yield from ((name, held.numel() * held.element_size(), held) for name, held in shards.parameters())
     for module in names:
@@ -145,7 +153,7 @@ def _gathered(part: nn.Module) -> Iterator[str]:
 
 def _kept_by_fsdp1(module: nn.Module, names: dict[nn.Module, str]) -> Iterator[Found]:
     """The unit's whole vector, and the rank's part of it."""
-    flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
+    flat = flat_parameter(module)
     if hasattr(flat, "_full_param_padded"):
         whole = flat._full_param_padded
         for fqn, shape in zip(flat._fqns, flat._shapes, strict=True):

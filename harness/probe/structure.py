@@ -60,13 +60,40 @@ def fqn_of(part: nn.Module, name: str) -> str:
 
 
 def module_names(part: nn.Module) -> dict[nn.Module, str]:
-    return {module: fqn_of(part, name) for name, module in part.named_modules()}
+    """Return the modules in the order of named_modules(), which takes several times as long in each of many calls a step."""
+    found: dict[nn.Module, str] = {}
+    _add_names(part, _names.get(part, ""), found)
+    return found
+
+
+def _add_names(module: nn.Module, name: str, found: dict[nn.Module, str]) -> None:
+    found[module] = name
+    for key, child in module._modules.items():
+        if child is not None and child not in found:
+            _add_names(child, _within(name, key), found)
+
+
+def _within(module: str, key: str) -> str:
+    """Return the name of what this module has by this key."""
+    return module if key in WRAPPER_NAMES else joined(module, key)
 
 
 def named_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     for part in parts:
-        for name, parameter in part.named_parameters():
-            yield fqn_of(part, name), parameter
+        if type(part).named_parameters is nn.Module.named_parameters:
+            yield from _own_parameters(part)
+        else:  # FSDP1's class has its own
+            yield from ((fqn_of(part, name), parameter) for name, parameter in part.named_parameters())
+
+
+def _own_parameters(part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter once, by its first name."""
+    seen = set()
+    for module, name in module_names(part).items():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield _within(name, key), parameter
 
 
 def sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -104,14 +131,14 @@ def as_numpy(tensor: torch.Tensor) -> np.ndarray:
     A tensor without memory keeps its shape alone."""
     tensor = local(tensor)
     if is_without_memory(tensor):
-        return np.broadcast_to(np.zeros((), _numpys(tensor.dtype)), tuple(tensor.shape))
+        return np.broadcast_to(np.zeros((), numpys(tensor.dtype)), tuple(tensor.shape))
     tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-    found = np.empty(tuple(tensor.shape), _numpys(tensor.dtype))
+    found = np.empty(tuple(tensor.shape), numpys(tensor.dtype))
     torch.from_numpy(found).copy_(tensor)
     return found
 
 
-def _numpys(dtype: torch.dtype) -> np.dtype[Any]:
+def numpys(dtype: torch.dtype) -> np.dtype[Any]:
     return np.dtype("float32" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch."))
 
 
@@ -291,7 +318,7 @@ def _of_policy(group: Any, name: str) -> str:
 def _gathered_together(module: nn.Module, part: nn.Module) -> tuple[str, ...]:
     """The parameters of an FSDP unit; of another wrapper none."""
     names = module_names(part)
-    flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
+    flat = flat_parameter(module)
     if flat is not None:
         return tuple(joined(names[module], plain_fqn(fqn)) for fqn in flat._fqns)
     owners = [parameter._module_info for group in fsdp2_groups(module) for parameter in group.fsdp_params]
@@ -300,8 +327,21 @@ def _gathered_together(module: nn.Module, part: nn.Module) -> tuple[str, ...]:
 
 def fsdp2_groups(module: nn.Module) -> Iterator[Any]:
     """FSDP2 keeps one parameter group a module, in newer versions a list of them."""
-    get_state = getattr(module, "_get_fsdp_state", None)
+    get_state = attribute(module, "_get_fsdp_state")
     if get_state is not None:
         state = get_state()
         group = getattr(state, "_fsdp_param_group", None)
         yield from [group] if group is not None else getattr(state, "_fsdp_param_groups", ())
+
+
+def flat_parameter(module: nn.Module) -> Any:
+    """Return the vector of a unit of FSDP1; None for other modules."""
+    return getattr(attribute(module, "_handle"), "flat_param", None)
+
+
+def attribute(module: nn.Module, name: str) -> Any:
+    """Return an attribute that most modules lack, else None. getattr() takes microseconds to raise that it is missing."""
+    kind: Any = type(module)
+    if name in vars(module) or hasattr(kind, name) or kind.__getattr__ is not nn.Module.__getattr__:
+        return getattr(module, name, None)
+    return None

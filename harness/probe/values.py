@@ -154,8 +154,12 @@ class ValueRecorder:
             return
         add_states(self.resumed.optimizer_state, {f: optimizer.state.get(p, {}) for f, p in self._owned(optimizer)})
 
-    def _owned(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-        names = {id(parameter): fqn for fqn, parameter in sharded_parameters(self.parts)}
+    def _owned(
+        self, optimizer: Optimizer, shards: Iterable[tuple[str, torch.Tensor]] | None = None
+    ) -> list[tuple[str, nn.Parameter]]:
+        """shards: the present ones, where they were looked for already."""
+        found = sharded_parameters(self.parts) if shards is None else shards
+        names = {id(parameter): fqn for fqn, parameter in found}
         return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
 
     def _step(self, step: int | None = None) -> StepValues:
@@ -178,11 +182,12 @@ class ValueRecorder:
         if (step.gradients and not grown) or not self.parts:
             return
         step.clipped_after = self._backward.ended if clipped_next else None
-        step.gradients, step.before = all_copied(self._gradients().items()), self._backward.taken()
+        gradients = self._gradients()
+        step.gradients, step.before = all_copied(gradients.items()), self._backward.taken()
         if can_be_read(step.gradients) and can_be_read(step.before.gradients):
             step.compare()
         kept = [p.grad for _, p in named_parameters(self.parts)]  # whole ones also where shards are noted
-        step.memory["gradients"] = held_bytes([*kept, *self._gradients().values()])
+        step.memory["gradients"] = held_bytes([*kept, *gradients.values()])
 
     def _copy_own_gradients(self, optimizer: Optimizer) -> None:
         """An optimizer steps inside backward: only its own gradients are complete by then, and gone when backward ends."""
@@ -207,14 +212,11 @@ class ValueRecorder:
         if any(noted(self.parts)):
             return  # on vectors, of which parameters are made later: copy_update
         step = self._step()
-        owned = self._owned(optimizer)
-        frozen = [(fqn, p) for fqn, p in sharded_parameters(self.parts) if not p.requires_grad]  # maybe in no group
-        for fqn, parameter in (*owned, *frozen):
-            step.parameters[fqn] = copied(parameter)
-        held = (
-            *named_parameters(self.parts),
-            *sharded_parameters(self.parts),
-        )  # whole ones beside slices, where units stay gathered
+        shards = list(sharded_parameters(self.parts))
+        owned = self._owned(optimizer, shards)
+        frozen = [(fqn, p) for fqn, p in shards if not p.requires_grad]  # maybe in no group
+        step.parameters |= all_copied((*owned, *frozen))
+        held = (*named_parameters(self.parts), *shards)  # whole ones beside slices, where units stay gathered
         step.memory["parameters"] = held_bytes(p for _, p in held)
         states = [v for _, p in owned for v in optimizer.state.get(p, {}).values() if torch.is_tensor(v) and v.dim()]
         step.memory["optimizer_state"] = step.memory.get("optimizer_state", 0) + held_bytes(states)
@@ -228,7 +230,7 @@ class ValueRecorder:
         if number is not None:
             step.late, step.changed = True, {}
         held = dict(sharded_parameters(parts))
-        step.parameters |= {fqn: copied(parameter) for fqn, parameter in held.items()}
+        step.parameters |= all_copied(held.items())
         step.memory["parameters"] = held_bytes([*held.values(), *(p for _, p in named_parameters(parts))])
         states = (value for shards in noted(parts) for _, state in shards.state() for value in state.values())
         step.memory["optimizer_state"] = held_bytes(value for value in states if value.dim())
@@ -280,17 +282,18 @@ def same_bits(tensor: torch.Tensor, recorded: np.ndarray) -> bool:
     tensor = local(tensor)
     one, other = tensor.float() if tensor.dtype == torch.bfloat16 else tensor, torch.from_numpy(recorded)
     same_kind = one.shape == other.shape and one.dtype == other.dtype
-    return same_kind and torch.equal(_as_bytes(one), _as_bytes(other))
+    if not same_kind:
+        return False
+    flat, size = one.reshape(-1), one.element_size()
+    in_words = not (flat.numel() * size % 8 or flat.storage_offset() * size % 8)  # eight bytes are compared at once
+    kind = torch.int64 if in_words else torch.uint8
+    return torch.equal(_as_integers(flat, kind), _as_integers(other.reshape(-1), kind))
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _as_integers(flat: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     """Trap: FSDP1's views of no or one element may have stride 0, and torch 2.14 does not view those as another type."""
-    flat = tensor.reshape(-1)
-    return (
-        torch.empty(flat.shape, dtype=flat.dtype).copy_(flat).view(torch.uint8)
-        if flat.numel() < 2
-        else flat.view(torch.uint8)
-    )
+    few = flat.numel() < 2
+    return torch.empty(flat.shape, dtype=flat.dtype).copy_(flat).view(kind) if few else flat.view(kind)
 
 
 def tensors(state: dict[str, Any]) -> dict[str, Copy]:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.evidence.records import RankEvidence
 from harness.evidence.step import StepEvidence
 from harness.probe import Probe, host_copies, live_tensors, values
+from harness.probe.structure import as_numpy
 
 LABELS = torch.tensor([[1, 2, -100, 4], [5, -100, 6, 7]])
 WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "unique", "masked_select"}
@@ -140,3 +141,36 @@ def test_a_step_lasts_from_its_first_forward_pass_to_the_end_of_its_optimizer() 
     steps: tuple[StepEvidence, ...] = watched(False).steps
     assert all(step.seconds is not None and 0 < step.seconds < 60 for step in steps)
     assert [step.allocator for step in steps] == [None] * 3  # the host's memory has no such books
+
+
+def test_tensors_that_are_copied_together_are_what_each_is_alone():
+    wide = torch.randn(5000, 3)
+    given = {
+        "matrix": torch.randn(700, 700),
+        "bfloat16": torch.randn(2).bfloat16(),
+        "number": torch.tensor(3.0),
+        "empty": torch.zeros(0, 3),
+        "integers": torch.arange(5),
+        "transposed": torch.randn(4, 6).t(),
+        "column": wide[:, 1],
+        "parameter": nn.Parameter(torch.tensor([-0.0, float("nan")])),
+        "more bfloat16": torch.randn(800, 800).bfloat16(),
+        "float64": torch.randn(3).double(),
+        "large": torch.randn(1000, 1000),
+    }
+    found = host_copies.all_copied(given.items())
+    given["number"] += 1
+    assert found["number"] == 3.0
+    given["number"] -= 1
+    assert_same(found, {name: as_numpy(tensor) for name, tensor in given.items()})
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8])
+def test_one_bit_differs(count):
+    ones = torch.ones(count + 1, dtype=torch.float32)
+    assert values.same_bits(ones[1:], np.ones(count, np.float32))  # begins in the middle of eight bytes
+    other = np.ones(count, np.float32)
+    other.view(np.int32)[-1] ^= 1
+    assert not values.same_bits(ones[1:], other)
+    assert not values.same_bits(torch.zeros(count), -np.zeros(count, np.float32))
+    assert values.same_bits(torch.full((count,), float("nan")), np.full(count, float("nan"), np.float32))
