@@ -196,7 +196,8 @@ def copies_not_loaded(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _nearer(trial: Trial, rank: int, state: State) -> bool:
-    first, held = trial.ranks[rank].steps[0].parameters, held_state(trial, rank)
+    steps, held = trial.ranks[rank].steps, held_state(trial, rank)
+    first = steps[0].parameters if steps else {}
     for fqn, left in first.items():
         key = (PARAMETER, fqn)
         if key not in state or key not in held or not left.size:

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from caused import cause_of, data_of
 from checked import like
+from diagnosed import broken
 from literal import ADAMW, judged, tiny_case, trial_of, with_step
 from resuming import FSDP_4, TP_2, WEIGHT, everywhere
 
 from harness.checks import judge
+from harness.diagnosis.resumed import copies_not_loaded
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.spec.case import Saved
@@ -108,3 +110,20 @@ def test_its_bounds_hold_the_roundings_of_the_steps_before() -> None:
     assert len(trial.steps_before) == 2
     assert trial.bounds.loss[1] > alone.bounds.loss[1]
     assert trial.bounds.gradient[1] > alone.bounds.gradient[1]
+
+
+def test_a_first_step_that_is_made_from_the_weights_before_training_is_named() -> None:
+    trial = started(FSDP_4, FSDP_4)
+    rate, decay = trial.reference.steps[0].lr, trial.case.training.weight_decay
+    for rank, evidence in trial.ranks.items():
+        held = evidence.resumed
+        assert held is not None
+        seed = {one.fqn: one.value for one in evidence.parameters}
+        moved = {f: (seed[f] - held.parameters[f]) * (1 - rate * decay) for f in seed}
+        first = {f: value + moved[f] for f, value in evidence.steps[0].parameters.items()}
+        trial = with_step(trial, rank, 1, parameters=first)
+    assert "copies not loaded" in {one.cause.kind for one in copies_not_loaded(trial, broken("update"))}
+
+
+def test_a_first_step_from_what_was_loaded_is_not_named_so() -> None:
+    assert not list(copies_not_loaded(started(), broken("update")))
