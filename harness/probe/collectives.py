@@ -199,8 +199,7 @@ class CollectiveRecorder:
                 root=root,
             )
             self._sequence[lane] += 1
-            account = self._account()
-            if account is not None and account.kind == "undecided" and phase != BACKGROUND:
+            if (account := self._account()) and account.kind == "undecided" and phase != BACKGROUND:
                 self._undecided[len(self.records)] = account
             self.records.append(record)
             if self._passed is not None:
