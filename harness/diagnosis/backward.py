@@ -175,7 +175,7 @@ def _norms_not_summed(trial: Trial, wrong: list[Pair], step: int) -> Fact | None
 
 
 def _whole_not_reduced(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
-    """What ranks hold whole, though it should be cut: each has the gradient of its own samples, whose mean is the right one."""
+    """Name what ranks hold whole, though it should be cut, if the mean of their gradients is the right one."""
     held = {fqn for _, fqn, _ in wrong_parts(trial)}
     fqns = [fqn for fqn in in_order(trial, (fqn for _, fqn in wrong)) if fqn in held]
     right = trial.reference_step(step).gradients

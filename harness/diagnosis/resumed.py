@@ -211,7 +211,7 @@ def _nearer(trial: Trial, rank: int, state: State) -> bool:
 
 
 def _stepped_from(state: State, trial: Trial) -> Trial:
-    """Assume it: decay apart, an optimizer adds what does not depend on the value."""
+    """Assume it. Apart from decay, an optimizer adds what does not depend on the value."""
     first, loaded = trial.case.steps.start, _held_together(trial)
 
     def left(step: int, parameters: Arrays) -> Arrays:

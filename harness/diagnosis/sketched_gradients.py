@@ -1,8 +1,8 @@
 """What wrong gradients of a recording are, where sketches show it.
 
-Sketches are linear, so many wrong gradients are found without the tensors. Such a gradient is a multiple of the right one, that
-of another step or parameter, a sum of these, each rank's own part, or a sum in which passes count unequally. Its sketch is
-that sum of sketches, for all parameters alike.
+Sketches are linear, so many wrong gradients are found without the tensors. Such a gradient is a multiple of the right one, or
+that of another step or parameter. It is a sum of these, each rank's own part, or a sum in which passes count unequally. Its
+sketch is then the same sum of sketches, for all parameters alike.
 """
 
 from __future__ import annotations

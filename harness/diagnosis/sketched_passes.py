@@ -27,7 +27,8 @@ Group = int | tuple[int, int]
 def counted_otherwise(
     one: Numbers, other: Numbers, step: int, bound: float
 ) -> tuple[Cause, Mapping[str, np.ndarray]] | None:
-    """Return how passes count, and what sketches are then, by parameter; None where passes were not seen or not told apart."""
+    """Return how passes count, and what sketches are then, by parameter; None where passes were not seen, or cannot be
+    distinguished."""
     rows = one.passes.get(step, {}).get(0, ())
     fqns = [
         fqn for (at, kind, fqn) in one.whole if (at, kind) == (step, GRADIENT) and (step, GRADIENT, fqn) in other.whole

@@ -68,7 +68,7 @@ def stepped_otherwise(one: Numbers, other: Numbers, found: Comparison, result: R
 
 
 def _decayed(one: Numbers, other: Numbers, wrong: Sequence[Difference]) -> Cause | None:
-    """What is wrong, an update or an average of gradients, has a multiple of the weights besides."""
+    """An update or an average of gradients is wrong by a multiple of the weights."""
     kind = wrong[0].key[1] if wrong else ""
     wanted = [((d.key[0] - 1, WEIGHTS, d.key[2]), d) for d in wrong if d.key[1] == kind]
     if not wanted or any(before not in of.whole for before, _ in wanted for of in (one, other)):

@@ -42,7 +42,7 @@ def copied(tensor: torch.Tensor) -> Copy:
 
 
 def all_copied(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Copy]:
-    """Return copies by name. Those of one dtype in the host's memory are made by few calls, each into one array."""
+    """Return copies by name. Copies of one dtype in the host's memory are made by few calls, each into one array."""
     parts = {name: local(tensor) for name, tensor in tensors}
     together: dict[tuple[torch.dtype, int], dict[str, torch.Tensor]] = {}
     before: Counter[torch.dtype] = Counter()
