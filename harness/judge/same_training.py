@@ -333,7 +333,7 @@ def _norms(one: Numbers, other: Numbers, bounds: Bounds, steps: list[int]) -> Re
         if not seen or not other.norms.get(step) or not rule:
             continue
         keys = [key for key in one.whole if key[:2] == (step, GRADIENT)]
-        bound = max(bounds.of(key) for key in keys)
+        bound = bounds.of_norm(keys)
         if abs(next(iter(rule.values())) - wanted) > bound * wanted:
             return Result(
                 "grad_norm", Verdict.UNKNOWN, note="the first recording clips by another norm than all gradients'"
