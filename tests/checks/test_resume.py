@@ -242,7 +242,7 @@ def test_steps_of_before_the_checkpoint_are_not_asked_of_the_resumed_launch() ->
     assert [step.step for step in trial.ranks[0].steps] == [3]
     again = replace(trial.ranks[0].steps[0], step=2)
     result = judged("completed", with_rank(trial, 0, steps=(again, *trial.ranks[0].steps)))
-    assert result.findings == (like(0, (3,), (2, 3), quantity="steps"),)
+    assert result.findings == (like(0, (3,), (2, 3), quantity="optimizer steps"),)
 
 
 def test_launches_are_cases_of_their_own_layout_and_steps() -> None:
