@@ -112,7 +112,7 @@ def test_with_several_ranks_missing_the_first_are_named() -> None:
 def test_with_a_step_missing_on_one_rank_nothing_passes(step: int) -> None:
     results = {result.check: result for result in judge(without_step(trial_of(tiny_case("fsdp_2")), 1, step))}
     left = [number for number in (1, 2, 3) if number != step]
-    assert results["completed"].findings == (like(1, (1, 2, 3), tuple(left), quantity="steps"),)
+    assert results["completed"].findings == (like(1, (1, 2, 3), tuple(left), quantity="optimizer steps"),)
     for name in NAMES[1:]:
         assert results[name] == Result(
             name, Verdict.UNKNOWN, note=f"no evidence from rank 1 of step {step}; see `completed`"
