@@ -306,8 +306,8 @@ def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
     gradients = [distance(trial, rank, fqn, 1) for rank, fqn in wrong]
     losses = [loss_off(trial, step) or 0.0 for step in trial.case.steps]
     if wrong and all(off < FLOAT32 for off in (*losses, *gradients)):
-        observed = f"gradients are off by {max(gradients):.0e}"
-        where = where_text(trial, wrong) + f", the loss by {max(losses):.0e}" * any(losses)
+        observed = f"gradients of step 1 are off by up to {max(gradients):.0e}"
+        where = where_text(trial, wrong) + f", losses of all steps by {max(losses):.0e}" * any(losses)
         hint = "no more than arithmetic in float32 rounds, requested float64"
         place = first_wrong_input(trial)
         more: Lines = (("first seen", place_words(trial, place)),) if place.wrong else ()

@@ -262,7 +262,7 @@ def describe(issued: Issued) -> str:
     peer = "" if issued.peer is None else f" {'to' if issued.op == 'send' else 'from'} rank {issued.peer}"
     root = "" if issued.root is None else f"root {issued.root}"
     many = size(issued.bytes) + f" {issued.dtype}" * bool(issued.bytes and issued.dtype)
-    step = f"step {issued.step}" if issued.step >= 0 else ""
+    step = f"step {issued.step}" if issued.step > 0 else "outside of steps" * (issued.step == 0)
     about = ", ".join(filter(None, [step, issued.phase, root, many]))
     return f"{issued.op} #{issued.seq}{peer} of group {ranks_text(issued.ranks)} ({about})"
 
