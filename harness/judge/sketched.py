@@ -8,6 +8,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
@@ -177,6 +178,7 @@ class _Total:
                 unknown[key] = why
             else:
                 whole[key] = one
+        passes = {step: _fed(of) for step, of in self.fed.items()}
         return Numbers(
             world=self.world,
             ranks=tuple(sorted(self.seen)),
@@ -184,7 +186,7 @@ class _Total:
             dtypes=self.dtypes,
             whole=whole,
             unknown=unknown,
-            rows={step: _rows_of([*of.values()]) for step, of in self.fed.items()},
+            rows={step: Counter(chain(*chain(*of.values()))) for step, of in passes.items()},
             tokens={step: tuple(of) for step, of in self.tokens.items()},
             norms=self.norms,
             rates={step: tuple(sorted(of)) for step, of in self.rates.items()},
@@ -192,17 +194,16 @@ class _Total:
             computes_in=self.computes_in,
             noise=self.noise,
             bare=self.bare,
-            passes={step: {rank: fed for rank, (_, fed) in of.items()} for step, of in self.fed.items()},
+            passes=passes,
             after_pass=self.after_pass,
             by_rows=by_rows,
         )
 
 
-def _rows_of(fed: list[tuple[bool, tuple[tuple[int, ...], ...]]]) -> Counter[int]:
-    """Return how often each row was fed. Later stages of a pipeline are fed no integers, as the first one is."""
-    integers = any(is_integer for is_integer, _ in fed)
-    kept = (passes for is_integer, passes in fed if is_integer == integers)
-    return Counter(itertools.chain.from_iterable(itertools.chain.from_iterable(kept)))
+def _fed(of: Mapping[int, tuple[bool, tuple[tuple[int, ...], ...]]]) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """Return what ranks were fed. Later stages of a pipeline are fed no integers, as the first one is."""
+    integers = any(is_integer for is_integer, _ in of.values())
+    return {rank: passes for rank, (is_integer, passes) in of.items() if is_integer == integers}
 
 
 def _why_not_whole(fqn: str, shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, int]) -> str:

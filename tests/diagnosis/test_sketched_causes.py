@@ -176,3 +176,11 @@ def test_blocks_of_rows_show_which_rows_of_a_gradient_are_wrong() -> None:
     one, other = by_rows(1), by_rows(3)
     (result,) = (result for result in compared(one, other).results if result.check == "gradients")
     assert {finding.note.partition(",")[0] for finding in result.findings} == {"in rows 4:8"}
+
+
+def test_later_stages_of_a_pipeline_say_nothing_of_samples() -> None:
+    late = {step: (tuple(10 * (step + 1) + row for row in range(4)),) for step in STEPS}
+    hidden = {step: ((900 + step,),) for step in STEPS}
+    both = added_up([rank(0, 2, passes=late, tokens=dict.fromkeys(STEPS, 8)), rank(1, 2, passes=hidden, tokens={})])
+    cause = cause_of(RIGHT, both, compared(RIGHT, both))
+    assert cause is not None and (cause.kind, dict(cause.details)["of_step"]) == ("data position", 2)
