@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def _noticed(folder: Path, reference: Path, case: Case, attempt: Attempt) -> str:
-    """Record a fault and say what is told of it. Return the verdict, and whether the cause is of a kind of the matrix's."""
+    """Record a fault and print its cause. Return the verdict, and whether the cause is of a kind of the matrix's."""
     try:
         recorded(folder, case, attempt.fault, reference)
     except subprocess.TimeoutExpired:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.diagnosis.sketched_gradients import gradients_cause, in_words
+from harness.diagnosis.sketched_gradients import FEW, gradients_cause, in_words
 from harness.diagnosis.sketched_steps import other_norm, stepped_otherwise
+from harness.diagnosis.words import some
 from harness.evidence.sketches import WEIGHTS
 from harness.evidence.text import ranks_text
 from harness.judge.result import Cause, Result, Verdict
 from harness.judge.same_training import Comparison, without_padding
 from harness.judge.sketched import Numbers, missing_ranks
 
-FEW = 3
 KINDS = {
     "learning rate": "learning rate",
     "weight_decay": "weight decay",
@@ -57,17 +56,15 @@ def _untrained(one: Numbers, other: Numbers) -> Cause | None:
     if layers and all(_layer(fqn) in layers for fqn in lost):
         return Cause("layers lost", f"no rank trains {', '.join(layers)}", details=(("layers", tuple(layers)),))
     if lost:
-        return Cause("incomplete", f"no rank trains {_some(lost)}", details=(("parameters", lost),))
+        return Cause("incomplete", f"no rank trains {some(lost, FEW)}", details=(("parameters", lost),))
     step = min(other.steps, default=0)
     stepped, wanted = ({fqn for s, kind, fqn in of.whole if (s, kind) == (step, WEIGHTS)} for of in (other, one))
     still = tuple(fqn for fqn in one.shapes if fqn in wanted - stepped and (step, WEIGHTS, fqn) not in other.unknown)
     if not step or not stepped or not still:
         return None
-    return Cause("incomplete", f"no optimizer steps on {_some(still)}", details=(("step", step), ("parameters", still)))
-
-
-def _some(fqns: Sequence[str]) -> str:
-    return ", ".join(fqns[:FEW]) + f" and {len(fqns) - FEW} more" * (len(fqns) > FEW)
+    return Cause(
+        "incomplete", f"no optimizer steps on {some(still, FEW)}", details=(("step", step), ("parameters", still))
+    )
 
 
 def _layer(fqn: str) -> str:
@@ -115,11 +112,11 @@ def _samples(one: Numbers, other: Numbers, found: Comparison, result: Result) ->
     if theirs < mine and often == max(theirs.values()):
         text = f"{len({*mine} - {*theirs})} of {len(mine)} rows of step {step} are fed to no rank"
         return Cause("samples lost", text, details=details)
-    every = {row for rows in one.rows.values() for row in rows}
-    text = f"samples of step {step} are others than the first recording's"
     if twice := _fed_to_several(one, other):
         text = f"ranks draw overlapping samples: {twice} rows of these steps are fed to several of them"
         return Cause("samples overlap", text, details=details)
+    every = {row for rows in one.rows.values() for row in rows}
+    text = f"samples of step {step} are others than the first recording's"
     hint = "set the sampler's seed and the batch per rank so that both train on the same global batch"
     kind = "samples dealt otherwise" if {*theirs} <= every else "samples of no step"
     return Cause(kind, text, hint=hint, details=details)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from harness.diagnosis.sketched_passes import counted_otherwise
+from harness.diagnosis.words import some
 from harness.evidence.sketches import GRADIENT
 from harness.evidence.text import names_text, number_text, ranks_text
 from harness.judge.result import Cause, Result
@@ -93,8 +94,7 @@ def gradients_cause(one: Numbers, other: Numbers, found: Comparison, result: Res
 def in_words(names: Sequence[str], numbers: Numbers) -> str:
     if {*names} == {*numbers.shapes}:
         return "in every parameter"
-    more = f" and {len(names) - FEW} more" * (len(names) > FEW)
-    return f"in {len(names)} of {len(numbers.shapes)} parameters ({', '.join(names[:FEW])}{more})"
+    return f"in {len(names)} of {len(numbers.shapes)} parameters ({some(names, FEW)})"
 
 
 def _plain_to_see(one: Numbers, other: Numbers, step: int, none: Sequence[str], names: Sequence[str]) -> Cause | None:

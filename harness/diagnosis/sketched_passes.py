@@ -50,7 +50,8 @@ def counted_otherwise(
         return None
     sums = {fqn: sum(weight * of[fqn] for weight, of in zip(every, added, strict=True)) for fqn in fqns}
     groups = {name: _groups(other, step, rows, name) for name in ("rank", "microbatch", "microbatch of each rank")}
-    return _cause([*_readings(every, counts, close, groups)], every, close), sums  # type: ignore[return-value]
+    name = "sample" if all(len(of) == 1 for of in rows) else "pass of the first recording"
+    return _cause([*_readings(every, counts, close, groups), (name, dict(enumerate(every)))], close), sums  # type: ignore
 
 
 def _added(one: Numbers, step: int, passes: int, fqns: Sequence[str]) -> list[dict[str, np.ndarray]]:
@@ -97,10 +98,11 @@ def _readings(
             yield name, {group: float(np.mean(weights)) if weights else math.inf for group, weights in at.items()}
 
 
-def _cause(readings: Sequence[Reading], every: np.ndarray, close: float) -> Cause:
-    """Where the inverses of weights have the mean 1, each group's mean was taken, and the mean of these."""
-    for name, weights in readings:
-        numbers = np.array([weight for weight in weights.values() if math.isfinite(weight)])
+def _cause(readings: Sequence[Reading], close: float) -> Cause:
+    """Where the inverses of weights have the mean 1, each group's mean was taken, and the mean of these. The last reading has
+    each pass of the first recording alone."""
+    for name, weights in readings[:-1]:
+        numbers = _finite(weights)
         share = sum(1 / number for number in numbers if number) / len(weights)
         lost = [group for group, weight in weights.items() if abs(weight) <= close]
         details = (("units", name), ("weights", tuple(numbers.tolist())))
@@ -112,14 +114,14 @@ def _cause(readings: Sequence[Reading], every: np.ndarray, close: float) -> Caus
         if not lost and abs(share - 1) <= close < np.var(numbers) / TIMES:
             text = f"the loss is averaged per {name}, and then over these: {len(weights)} of unequal size count alike"
             return Cause("averaged locally", text, hint=_weights_text(numbers), details=details)
-    name, numbers = "sample", every
-    if readings:
-        name = readings[0][0]
-        numbers = np.array([weight for weight in readings[0][1].values() if math.isfinite(weight)])
-    details = (("units", name), ("weights", tuple(numbers.tolist())))
-    return Cause(
-        "unequal contributions", f"gradients count unequally by {name}", hint=_weights_text(numbers), details=details
-    )
+    name, weights = readings[0]
+    numbers = _finite(weights)
+    text, details = f"gradients count unequally by {name}", (("units", name), ("weights", tuple(numbers.tolist())))
+    return Cause("unequal contributions", text, hint=_weights_text(numbers), details=details)
+
+
+def _finite(weights: Mapping[Group, float]) -> np.ndarray:
+    return np.array([weight for weight in weights.values() if math.isfinite(weight)])
 
 
 def _group_text(name: str, group: Group) -> str:

@@ -99,46 +99,49 @@ def _decayed(one: Numbers, other: Numbers, wrong: Sequence[Difference]) -> Cause
 
 def _clipped(one: Numbers, other: Numbers, wrong: Sequence[Difference]) -> Cause | None:
     """In step 1 averages are other multiples of gradients, which are the same."""
-    keys = [d.key for d in wrong if d.key[0] == 1 and d.key[1] in AVERAGES]
-    if not keys or any((1, GRADIENT, key[2]) not in of.whole for key in keys for of in (one, other)):
-        return None
+    averages = [d for d in wrong if d.key[0] == 1 and d.key[1] in AVERAGES]
     found: dict[str, tuple[float, float]] = {}
-    for key in keys:
-        gradient, bound = one.whole[1, GRADIENT, key[2]].sums, next(d.bound for d in wrong if d.key == key)
-        averages = [of.whole[key].sums for of in (one, other)]
-        times = [apart(gradient, average)[1] / _taken(of) for average, of in zip(averages, (one, other), strict=True)]
-        for average, of, multiple in zip(averages, (one, other), times, strict=True):
-            if not apart(multiple * _taken(of) * gradient, average)[0] <= bound:
-                return None
-        found[key[2]] = times[0], times[1]
-    return _clipped_otherwise(one, found, max(d.bound for d in wrong))
+    for d in averages:
+        multiples = [_multiple(of, d) for of in (one, other)]
+        if None in multiples:
+            return None
+        found[d.key[2]] = multiples[0], multiples[1]  # type: ignore[assignment]
+    return _multiplied_otherwise(one, found, max(d.bound for d in averages)) if found else None
 
 
-def _taken(of: Numbers) -> float:
-    """Return how much of a gradient is in an average at first, by the optimizer's settings."""
-    beta = BETA1.search(" ".join(of.optimizers))
-    return 1 - float(beta[1]) if beta else 1.0
+def _multiple(of: Numbers, average: Difference) -> float | None:
+    """Return what a gradient was multiplied by before it came into its average; None where that is not known."""
+    _, kind, fqn = average.key
+    taken, gradient = _taken(of, kind), of.whole.get((1, GRADIENT, fqn))
+    if taken is None or gradient is None:
+        return None
+    multiple = apart(gradient.sums, of.whole[average.key].sums)[1]
+    is_so = apart(multiple * gradient.sums, of.whole[average.key].sums)[0] <= average.bound
+    return multiple / taken if is_so else None
 
 
-def _clipped_otherwise(one: Numbers, found: dict[str, tuple[float, float]], bound: float) -> Cause | None:
+def _taken(of: Numbers, kind: str) -> float | None:
+    """Return how much of a gradient is in an average at first; None where the optimizer's settings do not say."""
+    if len(of.optimizers) != 1:
+        return None
+    if kind == "momentum_buffer":
+        return 1.0 if of.optimizers[0].startswith("SGD(") else None
+    beta = BETA1.search(of.optimizers[0])
+    return 1 - float(beta[1]) if beta else None
+
+
+def _multiplied_otherwise(one: Numbers, found: dict[str, tuple[float, float]], bound: float) -> Cause:
     """found: parameter -> what gradients are multiplied by in either recording, after they were seen."""
     factors = [theirs for _, theirs in found.values()]
-    alike = max(factors) - min(factors) <= 2 * bound * max(factors)
     right, seen = next(iter(found.values()))
-    details = (("expected", right), ("factors", tuple(factors)))
     digits = next(n for n in (4, 8, 17) if n > 8 or number_text(right, n) != number_text(seen, n))
-    where, wanted = in_words([*found], one), f", the first recording's by {number_text(right, digits)}"
-    if not alike:
-        text = (
-            f"clipping multiplies gradients by {number_text(min(factors), 4)} to {number_text(max(factors), 4)}{wanted}"
-        )
-        return Cause("clipped by another norm", text, where, details=details)
-    if math.isclose(seen, 1, rel_tol=min(bound, 0.01)) and right < 1:
-        return Cause(
-            "clipping left out",
-            f"gradients are not clipped; the first recording's are, by {number_text(right, 4)}",
-            where,
-            details=details,
-        )
-    kind = "clipping enlarges gradients" if seen > 1 else "clipped by another norm"
-    return Cause(kind, f"clipping multiplies gradients by {number_text(seen, digits)}{wanted}", where, details=details)
+    details, where = (("expected", right), ("factors", tuple(factors))), in_words([*found], one)
+    kind, how = "clipped by another norm", f"multiplied by {number_text(seen, digits)}"
+    if max(factors) - min(factors) > 2 * bound * max(factors):
+        how = f"multiplied by {number_text(min(factors), 4)} to {number_text(max(factors), 4)}"
+    elif math.isclose(seen, 1, rel_tol=min(bound, 0.01)) and right < 1:
+        kind, how = "clipping left out", "as they are"
+    elif seen > 1:
+        kind = "clipping enlarges gradients"
+    text = f"gradients reach the optimizer {how}, the first recording's multiplied by {number_text(right, digits)}"
+    return Cause(kind, text, where, details=details)

@@ -333,11 +333,13 @@ def _norms(one: Numbers, other: Numbers, bounds: Bounds, steps: list[int]) -> Re
         if not seen or not other.norms.get(step) or not rule:
             continue
         keys = [key for key in one.whole if key[:2] == (step, GRADIENT)]
-        bound = bounds.of_norm(keys)
-        if abs(next(iter(rule.values())) - wanted) > bound * wanted:
-            return Result(
-                "grad_norm", Verdict.UNKNOWN, note="the first recording clips by another norm than all gradients'"
+        bound = max(bounds.of(key) for key in keys)
+        if (off := abs(next(iter(rule.values())) - wanted)) > bound * wanted:
+            note = f"the first recording's norm differs by {number_text(off / wanted, 2)} from that of its gradients: it clips"
+            note += (
+                " by another one, or torch rounds it, as on CPU in float32 where a parameter has millions of elements"
             )
+            return Result("grad_norm", Verdict.UNKNOWN, note=note)
         for rank, norm in sorted(other.norms[step].items()):
             examined, off = examined + 1, abs(norm - wanted) / (wanted or 1.0)
             largest = max(largest, off)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,8 +26,6 @@ LEAST = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1e-3, "float16": 2e-4}
 """Dtype -> a distance that is no mistake, whatever the noise: sums are added in another order."""
 USUAL = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 0.15, "float16": 0.05}
 """Dtype -> the bound of a distance where no noise was recorded."""
-OF_NORM = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-2, "float16": 2e-3}
-"""Dtype of parameters -> what rounding alone makes of the norm that clipping computes. Seen: 2.7e-5 in float32."""
 OF_SIGNS = 4.0
 """Times that bound of what a step adds: AdamW divides small gradients, whose signs rounding may turn, by their size."""
 EQUAL = 1e-6
@@ -102,10 +100,6 @@ class Bounds:
         if jumping is not None and jumping in self._jumps:
             own, times = self._jumps[jumping], OF_JUMPS if jumping[0] else TIMES
         return max(times * own, least)
-
-    def of_norm(self, keys: Iterable[Key]) -> float:
-        """Return the bound of the norm of these gradients."""
-        return max(max(self.of(key), OF_NORM.get(self._one.dtypes.get(key[2], ""), 1e-4)) for key in keys)
 
     def _jumping(self, key: Key) -> tuple[bool, str] | None:
         """Return as what a tensor has noise that jumps: an update of Muon's, or what follows of one; None where none does."""
