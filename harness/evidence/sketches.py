@@ -8,6 +8,7 @@ be compared. The length of the difference of two sketches estimates the distance
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 import zlib
@@ -193,12 +194,12 @@ class Box:
     columns: tuple[tuple[int, int], ...]
     """The same of columns, which count the elements of one row."""
 
-    @property
+    @functools.cached_property
     def size(self) -> tuple[int, int]:
         """Number of rows and of columns."""
         return tuple(sum(stop - start for start, stop in of) for of in (self.rows, self.columns))  # type: ignore[return-value]
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         return "|".join(",".join(f"{start}:{stop}" for start, stop in of) for of in (self.rows, self.columns))
 

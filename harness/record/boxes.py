@@ -7,6 +7,7 @@ reason is kept, and nothing is guessed.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,7 +51,7 @@ class Held:
     def place(self) -> str:
         return place_text(self.boxes, self.addend)
 
-    @property
+    @functools.cached_property
     def elements(self) -> int:
         return sum(math.prod(box.size) for box in self.boxes)
 

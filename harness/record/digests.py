@@ -6,12 +6,14 @@ Computed where the tensor lies, and not read: who reads it waits. Sums and produ
 from __future__ import annotations
 
 import functools
+import threading
 
 import torch
 
 from harness.probe.structure import local, stored
 
-CHUNK = 1 << 17  # elements at once, so that little memory is needed beside the tensor
+CHUNK = 1 << 17
+"""Elements that are looked at at once, so that little memory is needed beside the tensor."""
 FIRST, SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # no multiples of 2; they mix high bits with low ones
 BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -28,13 +30,44 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of all numbers, each times what belongs to its place. What a change adds up to is zero by chance alone."""
-    whole = _integers(tensor)
+    whole = _eight_bytes(_integers(tensor))
     total = torch.zeros((), dtype=torch.int64, device=whole.device)
     times = _times(whole.device)
     for number, start in enumerate(range(0, whole.numel(), CHUNK)):
-        part = whole[start : start + CHUNK].to(torch.int64, copy=True)  # or it would be the trainer's own
-        total += part.mul_(times[: part.numel()]).sum() * (2 * number + 1)
+        part = whole[start : start + CHUNK]
+        total += torch.mul(part, times[: part.numel()], out=room(torch.int64, part)).sum() * (2 * number + 1)
     return total
+
+
+class _Rooms(threading.local):
+    """Memory of this thread. Fresh one costs more than what is done with it."""
+
+    def __init__(self) -> None:
+        self.held: dict[torch.dtype, torch.Tensor] = {}
+
+
+_rooms = _Rooms()
+
+
+def room(dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """Return where a tensor of at most CHUNK elements can be copied to, until this thread asks again. Trap: streams of a device
+    would write there at once; there it is fresh."""
+    if like.device.type != "cpu":
+        return torch.empty(like.shape, dtype=dtype, device=like.device)
+    if dtype not in _rooms.held:
+        _rooms.held[dtype] = torch.empty(CHUNK, dtype=dtype)
+    return _rooms.held[dtype][: like.numel()].view(like.shape)
+
+
+def _eight_bytes(whole: torch.Tensor) -> torch.Tensor:
+    """Return eight bytes as one number, if their count allows it. Nothing else decides that, for equal bytes have equal
+    digests."""
+    each = 8 // whole.element_size()
+    if whole.numel() % each or each == 1:
+        return whole.to(torch.int64)
+    if whole.storage_offset() % each:
+        whole = whole.clone()
+    return whole.view(torch.int64)
 
 
 @functools.lru_cache(maxsize=8)
@@ -45,11 +78,13 @@ def _times(device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def not_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """bool []: whether any number of this rank's part is infinite or none."""
+    """bool []: whether any number of this rank's part is infinite or none. Trap: torch finds no extremes of float8."""
     held = local(tensor)
-    if not (held.is_floating_point() or held.is_complex()):
+    if not (held.is_floating_point() or held.is_complex()) or not held.numel():
         return torch.zeros((), dtype=torch.bool, device=held.device)
-    return ~torch.isfinite(held).all()
+    held = torch.view_as_real(held) if held.is_complex() else held
+    held = held.float() if held.element_size() == 1 else held
+    return ~torch.isfinite(torch.stack(torch.aminmax(held))).all()
 
 
 @torch.no_grad()

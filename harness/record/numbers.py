@@ -66,7 +66,8 @@ class Numbers:
     blocks: int = 0
     """Blocks of rows of which each gradient's are sketched one by one; 0 for none."""
     sketcher: Sketcher = field(default_factory=Sketcher)
-    found: dict[Key, tuple[Held, torch.Tensor]] = field(default_factory=dict)
+    found: dict[Key, tuple[Held, torch.Tensor] | Sketch] = field(default_factory=dict)
+    """What was looked at; once it is read, without the tensor."""
     fed: list[Fed] = field(default_factory=list)
     norms: dict[int, Any] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
@@ -232,13 +233,19 @@ class Numbers:
                 found[one.account.step].update(one.rows[0].tolist())
         return {step: tuple(sorted(of)[:MOST_SAMPLES]) for step, of in found.items()}
 
+    def _read(self) -> None:
+        """Read all that is new at once: each single one would be waited for."""
+        new = {key: one for key, one in self.found.items() if not isinstance(one, Sketch)}
+        if not new:
+            return
+        device = next(iter(new.values()))[1].device
+        read = torch.stack([sums.to(device) for _, sums in new.values()]).cpu().numpy()
+        for (key, (held, _)), sums in zip(new.items(), read, strict=True):
+            self.found[key] = Sketch(*key, held.place, held.elements, float(sums[0]), sums[1:])
+
     def left(self, rank: int, world: int, launch: str, optimizers: tuple[str, ...]) -> RankSketches:
         """Return all of it, read from where it lies."""
-        read = _read([sums for _, sums in self.found.values()])
-        sketches = [
-            Sketch(step, kind, fqn, held.place, held.elements, float(sums[0]), sums[1:])
-            for ((step, kind, fqn), (held, _)), sums in zip(self.found.items(), read, strict=True)
-        ]
+        self._read()
         norms = {step: float(norm) for step, norm in self.norms.items()}
         passes, tokens, bare = defaultdict[int, list[tuple[int, ...]]](list), dict[int, int](), dict[int, int]()
         for one in self.fed:
@@ -255,7 +262,7 @@ class Numbers:
             launch=launch,
             shapes=self.shapes,
             dtypes=self.dtypes,
-            sketches=tuple(sketches),
+            sketches=tuple(one for one in self.found.values() if isinstance(one, Sketch)),
             passes={step: tuple(of) for step, of in passes.items()},
             tokens=tokens,
             norms=norms,
@@ -267,14 +274,6 @@ class Numbers:
             unplaced=self.unplaced,
             bare=bare,
         )
-
-
-def _read(sums: Sequence[torch.Tensor]) -> Any:
-    """Return all at once as an array: each single one would be waited for."""
-    if not sums:
-        return []
-    device = sums[0].device
-    return torch.stack([one.to(device) for one in sums]).cpu().numpy()
 
 
 def _name(dtype: torch.dtype) -> str:

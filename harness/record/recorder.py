@@ -43,6 +43,9 @@ from harness.record.progress import Progress
 from harness.record.seen import Seen
 from harness.record.trace import TracedCollectives
 
+SELDOM = 20
+"""How many times as long as writing took has to pass before it is done again without need."""
+
 _recorder: Recorder | None = None
 
 
@@ -82,6 +85,7 @@ class Recorder:
         self.ended, self.failed, self.own = "", "", 0.0
         self._inside = self._leaving_join = False
         self._saved = True
+        self._recorded, self._written, self._took = 0, 0.0, 0.0
         self._mine: bool | None = None
         self._place: tuple[int, int] | None = None
 
@@ -218,7 +222,15 @@ class Recorder:
             self.seen.step_is_over()
             self._timed(self.seen.read_again)
             self._timed(self.seen.see_what_was_left)
-            self._timed(self.save)
+            if self._is_due():
+                self._timed(self.save)
+
+    def _is_due(self) -> bool:
+        """Whether to write after this step. All of before is written again, so it is done after the last one of some, after the
+        1st, 2nd, 4th and 8th and so on of them, and where the last time is long ago."""
+        self._recorded += self.clock.step in self.chosen
+        rare = self._recorded & (self._recorded - 1) and self.clock.step + 1 in self.chosen
+        return not rare or time.perf_counter() - self._written > SELDOM * self._took
 
     # ---- the end
 
@@ -259,6 +271,7 @@ class Recorder:
             self._mine, self.directory = folder is not None, folder or self.directory
         if not self._mine:
             return
+        began = time.perf_counter()
         try:
             record = self._record(rank, world)
             save_record(record_file(self.directory, rank), summary_of(record), record)
@@ -268,6 +281,8 @@ class Recorder:
             self.collectives.leave_beside(record_file(self.directory, rank), finished=bool(self.ended))
         except Exception as error:
             unsaved(self.directory, rank, f"the recording of rank {rank} cannot be written: {error!r}")
+        self._written = time.perf_counter()
+        self._took = self._written - began
 
     def _record(self, rank: int, world: int) -> RankRecord:
         return RankRecord(

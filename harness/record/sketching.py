@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import torch
 
 from harness.evidence.sketches import BUCKETS, Box
-from harness.record.digests import mixed
+from harness.record.digests import CHUNK, mixed, room
 
-CHUNK = 1 << 17
-"""Elements that are copied as float64 at once."""
 WIDEST = 1 << 16
 """Columns that are summed at once."""
-KEPT = 1 << 22
-"""Numbers of rows and columns whose buckets are kept, of 16 bytes each."""
+KEPT = 1 << 26
+"""Bytes of buckets that are kept."""
+SMALL = 1 << 12
+"""Elements of a slice whose buckets are kept one by one."""
 
 
 SEEDS = 0x5851F42D4C957F, 0x14057B7EF767814
@@ -35,17 +35,18 @@ class Sketcher:
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._numbers = 0
+        self._small: dict[tuple[Box, ...], torch.Tensor] = {}
+        self.kept_bytes = 0
+        """Of buckets; at most KEPT."""
         self._fold: dict[torch.device, torch.Tensor] = {}
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of what is kept; at most 16 * KEPT."""
-        return 16 * self._numbers
 
     @torch.no_grad()
     def sketch(self, values: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
         """Return the sum of squares and the sketch of a slice. values: its elements in a row. float64 [1 + BUCKETS]"""
+        if values.device.type == "cpu" and 0 < values.numel() <= SMALL:
+            each = values.double()
+            held = torch.zeros(2 * BUCKETS, dtype=torch.float64).index_add_(0, self._one_by_one(tuple(boxes)), each)
+            return torch.cat([torch.dot(each, each).view(1), held[:BUCKETS] - held[BUCKETS:]])
         total = torch.zeros(BUCKETS, BUCKETS, dtype=torch.float64, device=values.device)
         squares = torch.zeros((), dtype=torch.float64, device=values.device)
         begin = 0
@@ -61,6 +62,28 @@ class Sketcher:
         folded = torch.zeros(BUCKETS, dtype=torch.float64, device=values.device)
         folded.index_add_(0, self._folding(values.device), total.view(-1))
         return torch.cat([squares.view(1), folded])
+
+    def _one_by_one(self, boxes: tuple[Box, ...]) -> torch.Tensor:
+        """Return the bucket of each element of a small slice, BUCKETS more where its sign is negative. int64 [n]"""
+        if boxes in self._small:
+            return self._small[boxes]
+        cpu, found = torch.device("cpu"), []
+        for box in boxes:
+            (row, its_sign), (column, sign) = (
+                self._buckets(of, axis, cpu) for axis, of in enumerate((box.rows, box.columns))
+            )
+            negative = its_sign[:, None] * sign < 0
+            found.append(((row[:, None] + column) % BUCKETS + BUCKETS * negative).view(-1))
+        small = torch.cat(found)
+        if self._keeps(8 * len(small)):
+            self._small[boxes] = small
+        return small
+
+    def _keeps(self, size: int) -> bool:
+        """Return whether there is room for so many bytes, and take it."""
+        fits = self.kept_bytes + size <= KEPT
+        self.kept_bytes += size * fits
+        return fits
 
     def _folding(self, device: torch.device) -> torch.Tensor:
         """Return the bucket of each pair of a row's and a column's: their sum, modulo BUCKETS."""
@@ -78,8 +101,7 @@ class Sketcher:
             return self._known[key]
         hashed = mixed(_numbers(intervals, device) + SEEDS[axis])
         found = hashed & (BUCKETS - 1), (((hashed >> 13) & 1) * 2 - 1).double()
-        if self._numbers + len(hashed) <= KEPT:
-            self._numbers += len(hashed)
+        if self._keeps(16 * len(hashed)):
             self._known[key] = found
         return found
 
@@ -104,7 +126,8 @@ def _add(
     signed = bucket + BUCKETS * (sign < 0) if on_cpu else bucket
     for first in range(0, rows, each):
         some = slice(first, first + each)
-        part = matrix[some].double().contiguous()
+        taken = matrix[some]
+        part = room(torch.float64, taken).copy_(taken)
         flat = part.view(-1)
         squares += torch.dot(flat, flat)
         if on_cpu:
