@@ -81,6 +81,8 @@ class RankSketches:
     """Step -> the gradient norm that torch's clipping function returned last."""
     rates: dict[int, float] = field(default_factory=dict)
     """Step -> learning rate of the first group of the optimizer."""
+    norms_off: dict[int, float] = field(default_factory=dict)
+    """Step -> by which part torch's own norm of one gradient was off, at most. On CPU, that of millions of elements is."""
     optimizers: tuple[str, ...] = ()
     """Optimizers, each in one line."""
     computes_in: str = ""
@@ -120,11 +122,11 @@ def save_sketches(path: Path, of: RankSketches) -> None:
 
 
 PLAIN = (
-    *("rank", "world", "launch", "shapes", "dtypes", "passes", "tokens", "norms", "rates", "optimizers"),
+    *("rank", "world", "launch", "shapes", "dtypes", "passes", "tokens", "norms", "norms_off", "rates", "optimizers"),
     *("computes_in", "noise", "plain", "unplaced", "bare"),
 )
 """Fields that JSON keeps."""
-OF_STEPS = ("passes", "tokens", "norms", "rates")
+OF_STEPS = ("passes", "tokens", "norms", "norms_off", "rates")
 
 
 def _is_exact(kind: str, dtype: str) -> bool:
@@ -168,7 +170,7 @@ def _unpacked(data: bytes) -> RankSketches:
         for (step, kind, fqn, place, elements), square, is_exact in zip(table, squares, kinds, strict=True)
     )
     plain: dict[str, Any] = {name: head[name] for name in PLAIN if name in head}
-    plain |= {name: _by_step(plain[name]) for name in OF_STEPS}
+    plain |= {name: _by_step(plain.get(name, {})) for name in OF_STEPS}
     plain["passes"] = {step: tuple(map(tuple, of)) for step, of in plain["passes"].items()}
     plain["bare"] = {int(row): bare for row, bare in head["bare"].items()}
     plain["shapes"] = {fqn: tuple(shape) for fqn, shape in plain["shapes"].items()}

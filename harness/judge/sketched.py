@@ -71,6 +71,8 @@ class Numbers:
     """Step -> one number for all tokens of each rank that was fed any."""
     norms: Mapping[int, Mapping[int, float]]
     """Step and rank -> the norm that torch's clipping function returned."""
+    norms_off: Mapping[int, float]
+    """Step -> by which part torch's own norm of one rank's gradient was off, at most."""
     rates: Mapping[int, tuple[float, ...]]
     """Step -> the learning rates that ranks had."""
     optimizers: tuple[str, ...]
@@ -116,7 +118,7 @@ class _Total:
         self.fed: dict[int, dict[int, tuple[bool, tuple[tuple[int, ...], ...]]]] = defaultdict(dict)
         self.after_pass: dict[tuple[int, int], dict[str, np.ndarray]] = defaultdict(dict)
         self.tokens, self.norms = defaultdict[int, list[int]](list), defaultdict[int, dict[int, float]](dict)
-        self.bare = dict[int, int]()
+        self.bare, self.norms_off = dict[int, int](), dict[int, float]()
         self.rates, self.optimizers = defaultdict[int, set[float]](set), dict[str, None]()
 
     def add(self, one: RankSketches) -> None:
@@ -137,6 +139,8 @@ class _Total:
             self.tokens[step].append(number)
         for step, norm in one.norms.items():
             self.norms[step][one.rank] = norm
+        for step, off in one.norms_off.items():
+            self.norms_off[step] = max(off, self.norms_off.get(step, 0.0))
         for step, rate in one.rates.items():
             self.rates[step].add(rate)
         for sketch in one.sketches:
@@ -189,6 +193,7 @@ class _Total:
             rows={step: Counter(chain(*chain(*of.values()))) for step, of in passes.items()},
             tokens={step: tuple(of) for step, of in self.tokens.items()},
             norms=self.norms,
+            norms_off=self.norms_off,
             rates={step: tuple(sorted(of)) for step, of in self.rates.items()},
             optimizers=tuple(self.optimizers),
             computes_in=self.computes_in,

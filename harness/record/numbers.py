@@ -35,6 +35,8 @@ WRAPPERS = 16
 """Wrappers of one function that are looked through."""
 MOST_PASSES = 64
 """Passes of a step after which accumulated gradients are looked at."""
+MANY = 1 << 20
+"""Elements from which on torch's norm on CPU may be off by more than sums in another order are."""
 MOST_SAMPLES = 32
 """Digests of single samples that are kept of a step."""
 Timed = Callable[..., Any]
@@ -70,6 +72,7 @@ class Numbers:
     """What was looked at; once it is read, without the tensor."""
     fed: list[Fed] = field(default_factory=list)
     norms: dict[int, Any] = field(default_factory=dict)
+    norms_off: dict[int, float] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -112,6 +115,7 @@ class Numbers:
             if torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             timed(self.gradients, parts())
+            timed(self._note_norms_off, parts())
             norm = original(*args, **kwargs)
             timed(self._note_norm, norm)
             return norm
@@ -122,6 +126,15 @@ class Numbers:
         whole = torch.is_tensor(norm) and not any(p.is_partial() for p in getattr(norm, "placements", ()))
         if whole and local(norm).numel() == 1:
             self.norms[self.clock.step] = local(norm).clone()
+
+    def _note_norms_off(self, parts: Sequence[nn.Module]) -> None:
+        """Note how well torch's own norms, of which clipping makes the whole one, hold for these gradients."""
+        owners = {id(held.owner): local(held.owner.grad) for held in self._all(parts) if held.owner.grad is not None}
+        for gradient in owners.values():
+            if gradient.device.type == "cpu" and gradient.numel() > MANY and gradient.is_floating_point():
+                exact = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+                off = abs(float(torch.linalg.vector_norm(gradient)) - exact) / (exact or 1.0)
+                self.norms_off[self.clock.step] = max(off, self.norms_off.get(self.clock.step, 0.0))
 
     # ---- tensors
 
@@ -266,6 +279,7 @@ class Numbers:
             passes={step: tuple(of) for step, of in passes.items()},
             tokens=tokens,
             norms=norms,
+            norms_off=self.norms_off,
             rates=self.rates,
             optimizers=optimizers,
             computes_in=self.computes_in,

@@ -204,6 +204,20 @@ def with_nan(numbers: Numbers, *keys: Key) -> Numbers:
     return replace(numbers, whole={**numbers.whole, **broken})
 
 
+def test_a_norm_may_be_off_as_far_as_torch_rounds_it() -> None:
+    def norms(factor: float) -> Numbers:
+        squares = {step: sum(w.squares for k, w in RIGHT.whole.items() if k[:2] == (step, GRADIENT)) for step in STEPS}
+        return replace(RIGHT, norms={step: {0: factor * of**0.5} for step, of in squares.items()})
+
+    def verdict(one: Numbers, other: Numbers) -> Verdict:
+        return {r.check: r.verdict for r in compared(one, other).results}["grad_norm"]
+
+    rounded = replace(norms(0.995), norms_off=dict.fromkeys(STEPS, 0.005))
+    assert verdict(norms(1.0), rounded) is verdict(rounded, norms(1.0)) is Verdict.PASS
+    assert verdict(norms(1.0), norms(0.995)) is Verdict.FAIL
+    assert verdict(norms(1.0), replace(rounded, norms=norms(0.98).norms)) is Verdict.FAIL
+
+
 def test_nothing_is_judged_by_numbers_of_the_first_recording_that_are_not_finite() -> None:
     one = with_nan(RIGHT, *RIGHT.whole)
     found = compared(one, one)
