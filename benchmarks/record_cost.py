@@ -8,6 +8,7 @@ neighbouring steps, and between which ratios half of them lie; then the same of 
 
 from __future__ import annotations
 
+import copy
 import os
 import statistics
 import subprocess
@@ -20,28 +21,29 @@ from typing import IO
 
 from harness.record.injection import environment, fresh
 
-PAIRS, SKIPPED, BLOCKS, COLLECTIVES = 200, 10, 60, 12
+PAIRS, SKIPPED, COLLECTIVES = 200, 10, 12
+SIZES = {"15.8 million parameters": (60, 64), "4.0 million": (15, 256)}
+"""Blocks of 0.26 million parameters, and rows of a step, whose product is the same."""
 FEW = 12
-"""Steps that are recorded: what was recorded before is written again after each."""
+"""Steps that are recorded."""
 
 
-def train() -> None:
+def train(size: str) -> None:
     """Take a step for each line that comes in, and print the milliseconds of CPU. Runs in a separate process."""
     import torch
     import torch.distributed as dist
     from torch import nn
 
+    blocks, rows = SIZES[size]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-        blocks = [
-            nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.LayerNorm(256)) for _ in range(BLOCKS)
-        ]
-        model, number = nn.Sequential(*blocks), torch.zeros(1)
+        of_block = [nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256), nn.LayerNorm(256)]
+        model, number = nn.Sequential(*(copy.deepcopy(nn.Sequential(*of_block)) for _ in range(blocks))), torch.zeros(1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in sys.stdin:
             began = time.process_time()
-            model(torch.randn(64, 256)).square().mean().backward()
+            model(torch.randn(rows, 256)).square().mean().backward()
             for _ in range(COLLECTIVES):
                 dist.all_reduce(number)
             optimizer.step()
@@ -53,11 +55,11 @@ def train() -> None:
 class Training:
     """A process that trains, on request."""
 
-    def __init__(self, stack: ExitStack, *, steps: str = "") -> None:
+    def __init__(self, stack: ExitStack, size: str, *, steps: str = "") -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         fresh(folder / "out")
         told = environment(folder / "out", steps) if steps else None
-        words = [sys.executable, "-m", "benchmarks.record_cost", "train"]
+        words = [sys.executable, "-m", "benchmarks.record_cost", "train", size]
         self._process = subprocess.Popen(words, env=told, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         stack.callback(self._process.wait)
         stack.callback(_end_of(self._process.stdin).close)
@@ -83,23 +85,26 @@ def _pair(one: Training, other: Training, *, first: bool) -> tuple[float, float]
     return one.step(), taken
 
 
-def compare(what: str, steps: str = "", pairs: int = PAIRS) -> None:
+def compare(what: str, size: str, steps: str = "", pairs: int = PAIRS) -> None:
     """Print the median of the ratios of neighbouring steps. steps: what the second process records; empty: no recorder."""
     with ExitStack() as stack:
-        one, other = Training(stack), Training(stack, steps=steps)
+        one, other = Training(stack, size), Training(stack, size, steps=steps)
         taken = [_pair(one, other, first=number % 2 == 0) for number in range(SKIPPED + pairs)]
     ratios = [with_it / without for without, with_it in taken[SKIPPED:]]
     quarter, middle, rest = statistics.quantiles(ratios, n=4)
     step = statistics.median(without for without, _ in taken[SKIPPED:])
-    print(f"{what}: {middle:.3f} times a step of {step:.1f} ms, half of {pairs} between {quarter:.3f} and {rest:.3f}")
+    print(
+        f"{what}, {size}: {middle:.3f} times a step of {step:.1f} ms, half of {pairs} between {quarter:.3f} and {rest:.3f}"
+    )
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["train"]:
-        train()
+    if sys.argv[1:2] == ["train"]:
+        train(sys.argv[2])
     else:
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        compare("a step that is not recorded", "1-3")
-        compare("a recorded step", f"{SKIPPED + 1}-{SKIPPED + FEW}", FEW)
-        compare("without the recorder, as well")
+        for size in SIZES:
+            compare("a step that is not recorded", size, "1-3")
+            compare("a recorded step", size, f"{SKIPPED + 1}-{SKIPPED + FEW}", FEW)
+            compare("without the recorder, as well", size)

@@ -25,7 +25,7 @@ from harness.evidence.whole_file import whole_file
 
 BUCKETS = 32
 """Sums of a sketch."""
-FORMAT = 2
+FORMAT = 3
 WEIGHTS, GRADIENT = "weights", "gradient"
 """Kinds of tensors; an optimizer's state has the optimizer's own keys."""
 AFTER_PASS = "gradient after pass "
@@ -113,8 +113,12 @@ def save_sketches(path: Path, of: RankSketches) -> None:
     packed = zlib.compress(head, 1)
     exact: list[np.ndarray] = []
     rounded: list[np.ndarray] = []
+    before = _Before()
     for one in of.sketches:
-        (exact if _is_exact(one.kind, of.dtypes.get(one.fqn, "")) else rounded).append(one.sums)
+        if of.dtypes.get(one.fqn) == "float64":
+            exact.append(one.sums)
+        else:
+            rounded.append(before.added(one.kind, one.fqn, one.place, one.sums))
     with whole_file(path) as file:
         file.write(HEAD.pack(MAGIC, len(packed)) + packed)
         file.write(np.array([one.squares for one in of.sketches], "<f8").tobytes())
@@ -129,9 +133,25 @@ PLAIN = (
 OF_STEPS = ("passes", "tokens", "norms", "norms_off", "rates")
 
 
-def _is_exact(kind: str, dtype: str) -> bool:
-    """Whether sums are kept in float64: differences of weights between two steps are small, and so are all in float64."""
-    return kind == WEIGHTS or dtype == "float64"
+class _Before:
+    """Of weights after a step, what the step added is kept. float32 has room for that, and too little for the weights."""
+
+    def __init__(self) -> None:
+        self._weights: dict[tuple[str, str], np.ndarray] = {}
+
+    def added(self, kind: str, fqn: str, place: str, sums: np.ndarray) -> np.ndarray:
+        """Return what is kept. float32 [BUCKETS]"""
+        if kind != WEIGHTS:
+            return sums.astype(np.float32)
+        kept = (sums - self._weights.get((fqn, place), 0.0)).astype(np.float32)
+        self.whole(kind, fqn, place, kept.astype(np.float64))
+        return kept
+
+    def whole(self, kind: str, fqn: str, place: str, kept: np.ndarray) -> np.ndarray:
+        """The inverse, of what is kept as float64."""
+        if kind == WEIGHTS:
+            kept = self._weights[fqn, place] = kept + self._weights.get((fqn, place), 0.0)
+        return kept
 
 
 def load_sketches(path: Path) -> RankSketches | None:
@@ -159,23 +179,23 @@ def _unpacked(data: bytes) -> RankSketches:
     if head["format"] != FORMAT:
         raise EvidenceError
     names, table, dtypes = head["names"], head["table"], head["dtypes"]
-    kinds = [_is_exact(names[kind], dtypes.get(names[fqn], "")) for _, kind, fqn, _, _ in table]
+    kinds = [dtypes.get(names[fqn]) == "float64" for _, _, fqn, _, _ in table]
     at = HEAD.size + size
     squares, at = _read(data, at, "<f8", len(table)), at + 8 * len(table)
     exact, at = _read(data, at, "<f8", BUCKETS * sum(kinds)), at + 8 * BUCKETS * sum(kinds)
     rest = _read(data, at, "<f4", BUCKETS * (len(kinds) - sum(kinds))).astype(np.float64)
-    rows = iter(exact.reshape(-1, BUCKETS)), iter(rest.reshape(-1, BUCKETS))
-    sketches = tuple(
-        Sketch(step, names[kind], names[fqn], names[place], elements, float(square), next(rows[not is_exact]))
-        for (step, kind, fqn, place, elements), square, is_exact in zip(table, squares, kinds, strict=True)
-    )
+    wide, narrow, before, sketches = iter(exact.reshape(-1, BUCKETS)), iter(rest.reshape(-1, BUCKETS)), _Before(), []
+    for (step, *named, elements), square, is_exact in zip(table, squares.tolist(), kinds, strict=True):
+        kind, fqn, place = (names[at] for at in named)
+        sums = next(wide) if is_exact else before.whole(kind, fqn, place, next(narrow))
+        sketches.append(Sketch(step, kind, fqn, place, elements, square, sums))
     plain: dict[str, Any] = {name: head[name] for name in PLAIN if name in head}
     plain |= {name: _by_step(plain.get(name, {})) for name in OF_STEPS}
     plain["passes"] = {step: tuple(map(tuple, of)) for step, of in plain["passes"].items()}
     plain["bare"] = {int(row): bare for row, bare in head["bare"].items()}
     plain["shapes"] = {fqn: tuple(shape) for fqn, shape in plain["shapes"].items()}
     return RankSketches(
-        **plain | {"sketches": sketches, **{name: tuple(plain[name]) for name in ("optimizers", "plain")}}
+        **plain | {"sketches": tuple(sketches), **{name: tuple(plain[name]) for name in ("optimizers", "plain")}}
     )
 
 

@@ -114,7 +114,7 @@ class _Total:
         self.why: dict[str, str] = {}
         self.whole = dict[Key, Whole]()
         self.places: dict[Key, dict[str, int]] = defaultdict(dict)
-        self.firsts = dict[tuple[Key, str], tuple[int, Sketch]]()
+        self.firsts = dict[tuple[Key, str], tuple[int, np.ndarray]]()
         self.fed: dict[int, dict[int, tuple[bool, tuple[tuple[int, ...], ...]]]] = defaultdict(dict)
         self.after_pass: dict[tuple[int, int], dict[str, np.ndarray]] = defaultdict(dict)
         self.tokens, self.norms = defaultdict[int, list[int]](list), defaultdict[int, dict[int, float]](dict)
@@ -157,14 +157,14 @@ class _Total:
             total = self.whole[key] = Whole(np.zeros(BUCKETS))
         if sketch.place not in self.places[key]:
             self.places[key][sketch.place] = sketch.elements
-            self.firsts[key, sketch.place] = rank, sketch
+            self.firsts[key, sketch.place] = rank, sketch.sums
             total.sums += sketch.sums
             total.squares += sketch.squares
             return
         first_rank, first = self.firsts[key, sketch.place]
-        differ = np.linalg.norm(sketch.sums - first.sums) > SAME * max(float(np.linalg.norm(first.sums)), 1e-300)
+        differ = np.linalg.norm(sketch.sums - first) > SAME * max(float(np.linalg.norm(first)), 1e-300)
         if differ or sketch.place in total.replicas:
-            held = total.replicas.setdefault(sketch.place, [(first_rank, first.sums)])
+            held = total.replicas.setdefault(sketch.place, [(first_rank, first)])
             held.append((rank, sketch.sums))
 
     def numbers(self) -> Numbers:

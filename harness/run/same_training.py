@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +31,13 @@ def numbers_of(directory: Path) -> Numbers:
             if of is not None:
                 yield of
 
-    return added_up(read())
+    collects = gc.isenabled()
+    gc.disable()  # of many ranks, it would walk all that was read over and over
+    try:
+        return added_up(read())
+    finally:
+        if collects:
+            gc.enable()
 
 
 def judged_by(one: Path, other: Path, noise: Path | None = None) -> SameTraining:
