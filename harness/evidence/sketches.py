@@ -134,7 +134,7 @@ OF_STEPS = ("passes", "tokens", "norms", "norms_off", "rates")
 
 
 class _Before:
-    """Of weights after a step, what the step added is kept. float32 has room for that, and too little for the weights."""
+    """A file has what each step added to the weights. float32 has room for that, and too little for the weights."""
 
     def __init__(self) -> None:
         self._weights: dict[tuple[str, str], np.ndarray] = {}
