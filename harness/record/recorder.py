@@ -226,7 +226,7 @@ class Recorder:
                 self._timed(self.save)
 
     def _is_due(self) -> bool:
-        """Whether to write after this step. All of before is written again. So it is done after the 1st, 2nd, 4th, 8th and so on,
+        """Whether to write after this step. All of before is written again. So it is done after the 1st, 2nd, 4th, 8th step,
         after the last one of a span, and where the last time is long ago."""
         self._recorded += self.clock.step in self.chosen
         rare = self._recorded & (self._recorded - 1) and self.clock.step + 1 in self.chosen
