@@ -97,6 +97,7 @@ def record(args: argparse.Namespace, directory: Path, more: Mapping[str, str] = 
     told = {"launch": launch, "command": shlex.join(words), "code": code, "steps": steps}
     told["ranks"] = injection.requested_ranks(words)
     told["same_as"] = str(args.same_as.resolve()) if getattr(args, "same_as", None) else ""
+    told["after"] = getattr(args, "after", 0)
     write_text(directory / STARTED, json.dumps(told | {"nothing": _why(directory, words, code)}, indent=1))
     return code
 

@@ -62,7 +62,14 @@ def add_comparison(parser: argparse.ArgumentParser) -> None:
 
 
 def add_noise_of(parser: argparse.ArgumentParser) -> None:
-    """Add where noise is recorded."""
+    """Add where noise is recorded, and what was resumed."""
+    parser.add_argument(
+        "--after",
+        type=int,
+        default=0,
+        metavar="STEP",
+        help="the job went on from the checkpoint that A's job saved after this step",
+    )
     parser.add_argument(
         "--noise-of", type=Path, metavar="N", help=f"the recording of A's noise; default A{OF_A} where it is there"
     )
@@ -73,6 +80,10 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     found = {injection.NOISE: args.noise} if args.noise else {}
     if args.same_as is not None:
         load_recording(args.same_as)  # before the command trains to its end
+    if args.after < 0:
+        raise BadInput(f"--after {args.after}: a step of A, from whose checkpoint the job went on")
+    if args.after and args.same_as is None:
+        raise BadInput("--after: name the recording of the job that was not interrupted by --same-as")
     if args.rows < 0:
         raise BadInput(f"--rows {args.rows}: a number of blocks, such as 16")
     if args.rows:
@@ -106,7 +117,7 @@ def command(args: argparse.Namespace, out: Path, _: object = None) -> int:
 
 def is_judged_by(args: argparse.Namespace, other: Path) -> bool:
     """Return whether numbers are compared, not structure: if requested now, or when the second was recorded."""
-    return bool(args.numbers or args.noise_of or started(other).get("same_as"))
+    return bool(args.numbers or args.noise_of or args.after or started(other).get("same_as"))
 
 
 def answer_same_training(args: argparse.Namespace, one: Path, other: Path) -> int:
@@ -114,6 +125,6 @@ def answer_same_training(args: argparse.Namespace, one: Path, other: Path) -> in
     noise = args.noise_of
     if noise is None and os.path.isdir(beside := f"{one}{OF_A}"):
         noise = Path(beside)
-    found = judged_by(one, other, noise)
+    found = judged_by(one, other, noise, args.after or started(other).get("after", 0))
     answer(args, "same_training", lambda: as_document(found), same_training(found))
     return {Verdict.PASS: PASSED, Verdict.FAIL: BROKEN}.get(verdict_of(found), NOT_JUDGED)

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from harness.diagnosis.sketched_gradients import FEW, gradients_cause, in_words
+from harness.diagnosis.sketched_resumed import other_weights, schedule_again
 from harness.diagnosis.sketched_steps import other_norm, stepped_otherwise
 from harness.diagnosis.words import some
 from harness.evidence.sketches import WEIGHTS
@@ -86,7 +87,9 @@ def _names(result: Result, step: int) -> list[str]:
 
 
 def _weights(one: Numbers, other: Numbers, found: Comparison, result: Result) -> Cause:
-    names = _names(result, 0)
+    names = _names(result, one.after)
+    if one.after:
+        return other_weights(one, other, names)
     text = "training does not start from the first recording's weights"
     hint = "load the same checkpoint in both, or draw weights by a seed that does not depend on the rank"
     return Cause(
@@ -158,6 +161,8 @@ def _fed_to_several(one: Numbers, other: Numbers) -> int:
 
 def _recipe(one: Numbers, other: Numbers, found: Comparison, result: Result) -> Cause:
     finding = result.findings[0]
+    if finding.name == "learning rate" and (again := schedule_again(one, other)):
+        return again
     if finding.name == "betas":
         betas = (str(of).strip("()").split(", ") for of in (finding.expected, finding.observed))
         odd = [number for number, pair in enumerate(zip(*betas, strict=False), 1) if len({*pair}) > 1]

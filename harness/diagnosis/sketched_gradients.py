@@ -88,7 +88,19 @@ def gradients_cause(one: Numbers, other: Numbers, found: Comparison, result: Res
     text = f"gradients are wrong from step {step} on" if step > 1 else "gradients are wrong"
     if ranks:
         text += f", and ranks {ranks_text(ranks)} have different ones of the same slice"
+    if drawn := _drawn_otherwise(one, other, step):
+        kind = "random state not restored" if one.after else "not explained"
+        hint = f"forward passes draw random numbers, from generators that stand elsewhere on ranks {ranks_text(drawn)}"
+        return Cause(kind, text, where, hint=hint, details=(("place", "gradients"), ("ranks", tuple(drawn)), *details))
     return Cause("not explained", text, where, details=(("place", "gradients"), *details))
+
+
+def _drawn_otherwise(one: Numbers, other: Numbers, step: int) -> list[int]:
+    """Return ranks whose pass drew other random numbers than the first recording's; none where that has other ranks."""
+    mine, theirs = one.drawn.get(step, {}), other.drawn.get(step, {})
+    if mine.keys() != theirs.keys():
+        return []
+    return sorted(rank for rank, (begin, end) in theirs.items() if begin != end and begin != mine[rank][0])
 
 
 def in_words(names: Sequence[str], numbers: Numbers) -> str:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from harness.diagnosis.sketched_gradients import in_words
+from harness.diagnosis.sketched_resumed import AVERAGES, new_state
 from harness.evidence.sketches import GRADIENT, WEIGHTS
 from harness.evidence.text import number_text, ranks_text
 from harness.judge.result import Cause, Result
@@ -25,8 +26,6 @@ MOST_DECAY = 0.2
 """Part of the weights that weight decay takes in a step at most."""
 STILL = 1e-12
 """Square of an update, relative to the first recording's, that is none."""
-AVERAGES = ("exp_avg", "momentum_buffer")
-"""Keys of averages of gradients in an optimizer's state."""
 BETA1 = re.compile(r"betas \(([0-9.]+),")
 
 
@@ -53,6 +52,8 @@ def stepped_otherwise(one: Numbers, other: Numbers, found: Comparison, result: R
         return Cause(
             "not stepped", f"the optimizer has no effect in step {step}", in_words([*moved], one), details=details
         )
+    if cause := new_state(one, other, of_state):
+        return cause
     if cause := _clipped(one, other, of_state) or _decayed(one, other, of_state):
         return replace(cause, where=cause.where or in_words(names, one), details=(*cause.details, ("step", step)))
     fits = [d.fit for d in of_state if d.key[1] == of_state[0].key[1] and math.isfinite(d.fit)] if of_state else []

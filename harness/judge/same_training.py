@@ -55,6 +55,8 @@ class Comparison:
     """Where bounds are from, for a person."""
     steps: tuple[int, ...] = ()
     """Steps that both recorded."""
+    after: int = 0
+    """Step of the first recording that the second goes on from."""
     scale: Mapping[str, float] = field(default_factory=dict)
     """Kind -> the largest distance relative to its bound."""
 
@@ -118,7 +120,7 @@ def compared(one: Numbers, other: Numbers, noise: Numbers | None = None) -> Comp
     scale: dict[str, float] = {}
     for d in found:
         scale[d.key[1]] = max(scale.get(d.key[1], 0.0), d.distance / d.bound)
-    return Comparison(tuple(map(_honest, results)), tuple(found), bounds.how, tuple(steps), scale)
+    return Comparison(tuple(map(_honest, results)), tuple(found), bounds.how, tuple(steps), one.after, scale)
 
 
 def _honest(result: Result) -> Result:
@@ -139,14 +141,14 @@ def _differences(one: Numbers, other: Numbers, bounds: Bounds, steps: Iterable[i
 
 
 def _initial(one: Numbers, other: Numbers) -> Result:
-    keys = [(0, WEIGHTS, fqn) for fqn in {**one.shapes, **other.shapes}]
+    keys = [(one.after, WEIGHTS, fqn) for fqn in {**one.shapes, **other.shapes}]
     both = [key for key in keys if key in one.whole and key in other.whole]
     findings = []
     for key in both:
         distance, _ = apart(one.whole[key].sums, other.whole[key].sums)
         if not distance <= EQUAL:
-            findings.append(_finding(key, distance, Bound(EQUAL), "weights before training"))
-    findings += _replicas(other, WEIGHTS, [0])
+            findings.append(_finding(key, distance, Bound(EQUAL), "weights that training starts with"))
+    findings += _replicas(other, WEIGHTS, [one.after])
     return _doubted("initial_weights", findings, both, one, other, keys)
 
 
@@ -279,7 +281,7 @@ def _left_out(one: Numbers, other: Numbers, kind: str, steps: list[int]) -> Iter
     for step in steps if kind else ():
         mine, theirs = ({fqn for s, k, fqn in of.whole if (s, k) == (step, kind)} for of in (one, other))
         for fqn in (fqn for fqn in one.shapes if fqn in mine - theirs and theirs):
-            if (0, WEIGHTS, fqn) in other.whole and (step, kind, fqn) not in other.unknown:
+            if (other.after, WEIGHTS, fqn) in other.whole and (step, kind, fqn) not in other.unknown:
                 what = "gradient" if kind == GRADIENT else "what the step adds"
                 yield Finding(step=step, kind="parameter", name=fqn, quantity=what, expected="one", observed="none")
 
@@ -327,7 +329,7 @@ def _norms(one: Numbers, other: Numbers, bounds: Bounds, steps: list[int]) -> Re
     """What torch's clipping function returned, against the norm of the first recording's gradients."""
     findings, examined, largest = [], 0, 0.0
     for step in steps:
-        lost = [key for key in one.unknown if key[:2] in ((step, GRADIENT), (0, WEIGHTS))]
+        lost = [key for key in one.unknown if key[:2] in ((step, GRADIENT), (one.after, WEIGHTS))]
         if lost and one.norms.get(step):
             return Result("grad_norm", Verdict.UNKNOWN, note=why_unknown(one, lost))
         seen = [whole.squares for (at, kind, _), whole in one.whole.items() if (at, kind) == (step, GRADIENT)]

@@ -89,11 +89,15 @@ class Numbers:
     """Step and number of a pass from 1 -> by parameter, the sketch of what was accumulated until then."""
     by_rows: Mapping[tuple[int, str], Mapping[str, np.ndarray]] = field(default_factory=dict)
     """Step and parameter -> the sketches of its gradient's blocks of rows, such as 0:16."""
+    drawn: Mapping[int, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
+    """Step and rank -> digests of torch's generators before and after the step's first pass."""
+    after: int = 0
+    """Step that training starts after: 0, or the one whose checkpoint a job went on from. Earlier ones are not compared."""
 
     @property
     def steps(self) -> list[int]:
-        """Recorded steps, whether or not all of their tensors are known."""
-        return sorted({step for step, _, _ in (*self.whole, *self.unknown)} - {0})
+        """Recorded steps that are compared, whether or not all of their tensors are known."""
+        return sorted({step for step, _, _ in (*self.whole, *self.unknown) if step > self.after})
 
 
 def added_up(ranks: Iterable[RankSketches]) -> Numbers:
@@ -119,6 +123,7 @@ class _Total:
         self.after_pass: dict[tuple[int, int], dict[str, np.ndarray]] = defaultdict(dict)
         self.tokens, self.norms = defaultdict[int, list[int]](list), defaultdict[int, dict[int, float]](dict)
         self.bare, self.norms_off = dict[int, int](), dict[int, float]()
+        self.drawn = defaultdict[int, dict[int, tuple[int, int]]](dict)
         self.rates, self.optimizers = defaultdict[int, set[float]](set), dict[str, None]()
 
     def add(self, one: RankSketches) -> None:
@@ -139,6 +144,8 @@ class _Total:
             self.tokens[step].append(number)
         for step, norm in one.norms.items():
             self.norms[step][one.rank] = norm
+        for step, pair in one.drawn.items():
+            self.drawn[step][one.rank] = pair
         for step, off in one.norms_off.items():
             self.norms_off[step] = max(off, self.norms_off.get(step, 0.0))
         for step, rate in one.rates.items():
@@ -202,6 +209,7 @@ class _Total:
             passes=passes,
             after_pass=self.after_pass,
             by_rows=by_rows,
+            drawn=self.drawn,
         )
 
 

@@ -77,13 +77,14 @@ def same_training(tmp_path: Path) -> Callable[..., None]:
     """Record two commands of one training, the trusted one first, and fail where the second one differs.
 
     Both are what a person types: "python train.py", "torchrun --nproc-per-node 4 train.py --fsdp". noise: whether the first is
-    recorded once more with altered weights, for bounds. What could not be judged fails as well, with the reason.
+    recorded once more with altered weights, for bounds. after: the second one goes on from the checkpoint that the first one
+    saved after this step. What could not be judged fails as well, with the reason.
     """
 
-    def judge(trusted: str, other: str, *, noise: bool = True) -> None:
+    def judge(trusted: str, other: str, *, noise: bool = True, after: int = 0) -> None:
         from harness.plugin.same_training import judged
 
-        if failed := judged(tmp_path, trusted, other, noise=noise):
+        if failed := judged(tmp_path, trusted, other, noise=noise, after=after):
             pytest.fail(failed, pytrace=False)
 
     return judge

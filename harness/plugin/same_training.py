@@ -10,16 +10,18 @@ from pathlib import Path
 from harness.cli import main
 
 
-def judged(folder: Path, trusted: str, other: str, *, noise: bool) -> str:
+def judged(folder: Path, trusted: str, other: str, *, noise: bool, after: int = 0) -> str:
     """Return what to fail with; empty where both are the same training."""
     one = folder / "one"
-    before = [["-o", str(one), "--", *shlex.split(trusted)]]
-    before += [["--noise", "-o", f"{one}_noise", "--", *shlex.split(trusted)]] if noise else []
+    steps = ["--steps", f"1-{after + 3}"] if after else []
+    before = [[*steps, "-o", str(one), "--", *shlex.split(trusted)]]
+    before += [[*steps, "--noise", "-o", f"{one}_noise", "--", *shlex.split(trusted)]] if noise else []
     for words in before:
         code, text = _recorded(words)
         if code:
             return f"the trusted command, exit code {code}:\n{text}"
-    code, text = _recorded(["--same-as", str(one), "-o", str(folder / "other"), "--", *shlex.split(other)])
+    resumed = ["--after", str(after)] if after else []
+    code, text = _recorded(["--same-as", str(one), *resumed, "-o", str(folder / "other"), "--", *shlex.split(other)])
     return text if code else ""
 
 

@@ -124,6 +124,14 @@ def row_digests(tensor: torch.Tensor) -> torch.Tensor:
     return hashed.sum(1).expand(2, -1)
 
 
+def generators() -> torch.Tensor:
+    """int64 []: of the states of torch's generators that dropout draws from by default."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return torch.stack([digest(state) for state in states]).sum()
+
+
 @torch.no_grad()
 def token_sum(tensor: torch.Tensor) -> torch.Tensor:
     """int64 []: of all numbers of a batch, in whatever order they lie."""

@@ -25,7 +25,7 @@ from harness.probe.structure import local
 from harness.probe.values import CLIP_FUNCTIONS
 from harness.record.boxes import Held, Sharded, held_parameters, of_dtensor, rows_between
 from harness.record.compiling import not_compiled
-from harness.record.digests import row_digests, token_sum
+from harness.record.digests import generators, row_digests, token_sum
 from harness.record.place import place_of
 from harness.record.sketching import Sketcher, alter, width_of
 
@@ -44,7 +44,7 @@ Key = tuple[int, str, str]
 """Step, kind, fqn."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fed:
     """What a forward pass was called with."""
 
@@ -52,8 +52,12 @@ class Fed:
     """Its step, and whether the pass trains, once that is known."""
     rows: torch.Tensor
     """Two digests of each row of samples. int64 [2, rows]"""
+    generators: torch.Tensor
+    """A digest of torch's generators as it begins. int64 []"""
     tokens: torch.Tensor | None
     """One number for all tokens. int64 []; None where inputs are no integers"""
+    generators_after: torch.Tensor | None = None
+    """The same as it ends."""
 
 
 @dataclass
@@ -168,7 +172,11 @@ class Numbers:
         if inputs is not None and inputs.dim() >= 2:
             integers = not (inputs.is_floating_point() or inputs.is_complex())
             tokens = token_sum(inputs) if integers else None
-            self.fed.append(Fed(self.clock.account, row_digests(inputs), tokens))
+            self.fed.append(Fed(self.clock.account, row_digests(inputs), generators(), tokens))
+
+    def pass_ends(self) -> None:
+        if self.fed and self.fed[-1].generators_after is None:
+            self.fed[-1].generators_after = generators()
 
     def _note_accumulated(self, parts: Sequence[nn.Module]) -> None:
         """Look at what earlier passes of the step left in gradients, where one process trains and no reduction changes it."""
@@ -261,10 +269,13 @@ class Numbers:
         self._read()
         norms = {step: float(norm) for step, norm in self.norms.items()}
         passes, tokens, bare = defaultdict[int, list[tuple[int, ...]]](list), dict[int, int](), dict[int, int]()
+        drawn: dict[int, tuple[int, int]] = {}
         for one in self.fed:
             step = one.account.step
             if step and one.account.kind == "training":
                 whole, without_end = one.rows.tolist()
+                if one.generators_after is not None:
+                    drawn.setdefault(step, (int(one.generators), int(one.generators_after)))
                 passes[step].append(tuple(whole))
                 bare |= zip(whole, without_end, strict=True)
                 if one.tokens is not None:
@@ -287,6 +298,7 @@ class Numbers:
             plain=tuple(self.plain),
             unplaced=self.unplaced,
             bare=bare,
+            drawn=drawn,
         )
 
 

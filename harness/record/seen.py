@@ -178,6 +178,7 @@ class Seen:
             self._step().after.append((self._clock.account, after_forward(part, over=True)))
             self._note_settings()
             self._note_late(part)
+            self.numbers.pass_ends()
 
     def _step(self) -> Step:
         return self._steps.setdefault(self._clock.step, Step())

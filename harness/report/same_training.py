@@ -23,6 +23,8 @@ WORDS = {
     "optimizer_state": "state of the optimizer",
     "update": "what each step adds to the weights",
 }
+AFTER = "weights that it goes on from"
+"""Instead of those before training, of a resumed job."""
 WIDTH, COLUMNS, FEW = max(map(len, WORDS.values())) + 2, 100, 3
 """Columns of a check's name and of a line, and how many findings are shown."""
 
@@ -30,11 +32,12 @@ WIDTH, COLUMNS, FEW = max(map(len, WORDS.values())) + 2, 100, 3
 def same_training(found: SameTraining) -> str:
     """Return the verdict, its cause, and a line for each check; findings of the check that fails first."""
     steps = found.comparison.steps
-    of = f"{counted(len(steps), 'step')}, {counted(found.parameters, 'parameter')}"
+    after = f" after step {found.comparison.after}" * bool(found.comparison.after)
+    of = f"{counted(len(steps), 'step')}{after}, {counted(found.parameters, 'parameter')}"
     lines = [f"{verdict_of(found)}    {found.other} against {found.one}: {of}"]
     lines += wrapped(cause_line(found.cause), "  ", "  ") if found.cause is not None else []
     lines += wrapped(found.unproven, "  ", "  ") if found.unproven else []
-    lines += ["", *(line for result in found.comparison.results for line in _row(result))]
+    lines += ["", *(line for result in found.comparison.results for line in _row(result, found.comparison.after))]
     first = next((one for one in found.comparison.results if _is_first(found, one)), None)
     lines += ["", *findings_text(replace(first, findings=first.findings[:FEW]), "  ")] if first else []
     return "\n".join([*lines, "", *wrapped(f"bounds: {found.comparison.noise}", "", "  ")])
@@ -44,7 +47,7 @@ def _is_first(found: SameTraining, result: Result) -> bool:
     return bool(result.findings) and found.cause is not None and result.check == found.cause.explains[0]
 
 
-def _row(result: Result) -> list[str]:
+def _row(result: Result, after: int) -> list[str]:
     """Return a check's verdict, what it is about, and what was seen."""
     text = result.note
     if result.verdict is Verdict.FAIL:
@@ -52,7 +55,8 @@ def _row(result: Result) -> list[str]:
     elif result.verdict is Verdict.PASS and not text:
         apart = "" if result.largest is None else f", at most {result.largest:.1e} apart"
         text = f"{result.examined} compared{apart}"
-    head, space = f"  {result.verdict:<14} {WORDS[result.check]:<{WIDTH}}", 17 + WIDTH
+    words = AFTER if after and result.check == "initial_weights" else WORDS[result.check]
+    head, space = f"  {result.verdict:<14} {words:<{WIDTH}}", 17 + WIDTH
     first, *more = textwrap.wrap(text, max(COLUMNS - space, 30), break_long_words=False, break_on_hyphens=False)
     return [head + first, *(" " * space + line for line in more)]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from harness.diagnosis.sketched import cause_of
 from harness.evidence.sketches import RankSketches, load_sketches
 from harness.evidence.store import EvidenceError
+from harness.judge.going_on import going_on
 from harness.judge.same_training import SameTraining, compared, why_no_noise
 from harness.judge.sketched import Numbers, added_up
 from harness.judge.stored_recording import load_recording, started
@@ -40,10 +41,11 @@ def numbers_of(directory: Path) -> Numbers:
             gc.enable()
 
 
-def judged_by(one: Path, other: Path, noise: Path | None = None) -> SameTraining:
-    """Judge the second recording by the first. noise: a recording of the first command with altered weights.
+def judged_by(one: Path, other: Path, noise: Path | None = None, after: int = 0) -> SameTraining:
+    """Judge the second recording by the first. noise: a recording of the first command with altered weights. after:
+    step of the first from whose checkpoint the second went on; 0 for none.
 
-    Raises EvidenceError where one of them has no numbers, or the noise is not that of the first.
+    Raises EvidenceError where one of them has no numbers, the noise is not that of the first, or the step was not recorded.
     """
     mine, theirs = numbers_of(one), numbers_of(other)
     of_noise = numbers_of(noise) if noise is not None else None
@@ -53,6 +55,7 @@ def judged_by(one: Path, other: Path, noise: Path | None = None) -> SameTraining
         raise EvidenceError(
             f"{one}: its first weights were altered (--noise); give it by --noise-of, and a plain one as A"
         )
+    mine, theirs = going_on(mine, theirs, after)
     found = compared(mine, theirs, of_noise)
     return SameTraining(one, other, found, cause_of(mine, theirs, found), len(mine.shapes), _unproven(one, other))
 
