@@ -102,7 +102,7 @@ class ValueRecorder:
         self.steps: dict[int, StepValues] = {}
         self.parts: tuple[nn.Module, ...] = ()
         self.resumed: Resumed | None = None
-        self.optimizers: set[Optimizer] = set()
+        self.optimizers: dict[Optimizer, None] = {}
         self._clock = clock
         self._backward = BackwardRecorder(clock, self._gradients)
         self._hooks: list[Any] = []
@@ -208,7 +208,7 @@ class ValueRecorder:
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._clock.leave_optimizer()
-        self.optimizers.add(optimizer)
+        self.optimizers[optimizer] = None
         if any(noted(self.parts)):
             return  # on vectors, of which parameters are made later: copy_update
         step = self._step()
