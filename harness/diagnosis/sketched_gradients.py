@@ -88,19 +88,24 @@ def gradients_cause(one: Numbers, other: Numbers, found: Comparison, result: Res
     text = f"gradients are wrong from step {step} on" if step > 1 else "gradients are wrong"
     if ranks:
         text += f", and ranks {ranks_text(ranks)} have different ones of the same slice"
-    if drawn := _drawn_otherwise(one, other, step):
-        kind = "random state not restored" if one.after else "not explained"
-        hint = f"forward passes draw random numbers, from generators that stand elsewhere on ranks {ranks_text(drawn)}"
-        return Cause(kind, text, where, hint=hint, details=(("place", "gradients"), ("ranks", tuple(drawn)), *details))
-    return Cause("not explained", text, where, details=(("place", "gradients"), *details))
+    drawn, hint = _drawn_otherwise(one, other, step)
+    kind = "random state not restored" if drawn and one.after else "not explained"
+    details = (("place", "gradients"), *details, *((("ranks", drawn),) if drawn else ()))
+    return Cause(kind, text, where, hint=hint, details=details)
 
 
-def _drawn_otherwise(one: Numbers, other: Numbers, step: int) -> list[int]:
-    """Return ranks whose pass drew other random numbers than the first recording's; none where that has other ranks."""
+def _drawn_otherwise(one: Numbers, other: Numbers, step: int) -> tuple[tuple[int, ...], str]:
+    """Return ranks whose pass drew other random numbers than the same rank of the first recording, and a hint. None and empty
+    where passes draw none."""
     mine, theirs = one.drawn.get(step, {}), other.drawn.get(step, {})
+    drawing = [rank for rank, (begin, end) in theirs.items() if begin != end]
+    if not drawing or all(begin == end for begin, end in mine.values()):
+        return (), ""
+    hint = "forward passes draw random numbers, as dropout does"
     if mine.keys() != theirs.keys():
-        return []
-    return sorted(rank for rank, (begin, end) in theirs.items() if begin != end and begin != mine[rank][0])
+        return (), f"{hint}, and other ranks draw others: leave it out of both"
+    odd = tuple(sorted(rank for rank in drawing if theirs[rank][0] != mine[rank][0]))
+    return odd, f"{hint}, and generators stand elsewhere on ranks {ranks_text(odd)}" if odd else ""
 
 
 def in_words(names: Sequence[str], numbers: Numbers) -> str:

@@ -87,6 +87,14 @@ def test_random_states_are_restored_on_every_rank(
     assert dict(found["cause"]["details"])["ranks"] == [0, 1]
 
 
+def test_dropout_is_told_where_ranks_are_others(
+    with_dropout: Straight, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = resumed(with_dropout, tmp_path / "out", capsys, *JOB, "--dropout", "0.1")
+    assert (found["verdict"], found["cause"]["kind"]) == ("FAIL", "not explained")
+    assert "dropout" in found["cause"]["hint"]
+
+
 def test_what_a_job_resumed_has_to_be_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["record", "--after", "2", "-o", str(tmp_path / "out"), "--", *JOB]) == 2
     assert "--same-as" in capsys.readouterr().err and not (tmp_path / "out").exists()
