@@ -27,11 +27,16 @@ class Dropped(nn.Module):
         return self.dropout(self.model(x))
 
 
-def load(folder: str, forget: str, model: nn.Module, optimizer: Any, schedule: Any) -> int:
+def load(folder: str, forget: str, model: nn.Module, optimizer: Any, schedule: Any, scaler: Any) -> int:
     """Return after which step the checkpoint was saved."""
     before = {name: torch.clone(value) for name, value in model.state_dict().items()}
     weights, state = get_state_dict(model, optimizer)
-    extra: dict[str, Any] = {"step": 0, "schedule": schedule.state_dict(), "random": torch.get_rng_state()}
+    extra: dict[str, Any] = {
+        "step": 0,
+        "schedule": schedule.state_dict(),
+        "random": torch.get_rng_state(),
+        "scale": scaler.state_dict(),
+    }
     held = {"model": weights, "optimizer": state, **extra}
     dcp.load(held, checkpoint_id=folder)
     if forget == "layer":
@@ -43,6 +48,8 @@ def load(folder: str, forget: str, model: nn.Module, optimizer: Any, schedule: A
         optimizer.state.clear()
     if forget != "schedule":
         schedule.load_state_dict(held["schedule"])
+    if forget != "scale":
+        scaler.load_state_dict(held["scale"])
     if forget != "random":
         torch.set_rng_state(held["random"])
     return int(held["step"])
@@ -51,6 +58,7 @@ def load(folder: str, forget: str, model: nn.Module, optimizer: Any, schedule: A
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--scaled", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--save-after", type=int, default=0)
@@ -71,17 +79,20 @@ def main() -> None:
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    done = load(args.checkpoint, args.forget, model, optimizer, schedule) if args.resume else 0
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1, enabled=args.scaled)
+    done = load(args.checkpoint, args.forget, model, optimizer, schedule, scaler) if args.resume else 0
     for step in range(done + 1, args.steps + 1):
         draw = torch.Generator().manual_seed(step - done * (args.forget == "samples"))
         rows = torch.randint(0, WORDS, (BATCH, LENGTH + 1), generator=draw)[share::shares]
         optimizer.zero_grad()
-        loss_of(model(rows[:, :-1]), rows[:, 1:]).backward()
-        optimizer.step()
+        scaler.scale(loss_of(model(rows[:, :-1]), rows[:, 1:])).backward()
+        scaler.step(optimizer)
+        scaler.update()
         schedule.step()
         if step == args.save_after:
             weights, state = get_state_dict(model, optimizer)
             extra = {"step": step, "schedule": schedule.state_dict(), "random": torch.get_rng_state()}
+            extra |= {"scale": scaler.state_dict()}
             dcp.save({"model": weights, "optimizer": state, **extra}, checkpoint_id=args.checkpoint)
     dist.destroy_process_group() if args.fsdp else None
 

@@ -21,6 +21,7 @@ KINDS = {
     "amsgrad": "amsgrad",
     "momentum": "momentum",
     "optimizer": "another recipe",
+    "loss scale": "loss scale not restored",
 }
 """Kinds of causes by the setting that differs; averages of AdamW have their own."""
 

@@ -79,6 +79,8 @@ class RankSketches:
     """Step -> one number for all tokens that the rank was fed, in whatever order; none of inputs that are no integers."""
     norms: dict[int, float] = field(default_factory=dict)
     """Step -> the gradient norm that torch's clipping function returned last."""
+    scales: dict[int, float] = field(default_factory=dict)
+    """Step -> what torch's GradScaler multiplied the loss by."""
     rates: dict[int, float] = field(default_factory=dict)
     """Step -> learning rate of the first group of the optimizer."""
     norms_off: dict[int, float] = field(default_factory=dict)
@@ -128,11 +130,11 @@ def save_sketches(path: Path, of: RankSketches) -> None:
 
 
 PLAIN = (
-    *("rank", "world", "launch", "shapes", "dtypes", "passes", "tokens", "norms", "norms_off", "rates", "optimizers"),
-    *("computes_in", "noise", "plain", "unplaced", "bare", "drawn"),
+    *("rank", "world", "launch", "shapes", "dtypes", "passes", "tokens", "norms", "norms_off", "rates"),
+    *("scales", "optimizers", "computes_in", "noise", "plain", "unplaced", "bare", "drawn"),
 )
 """Fields that JSON keeps."""
-OF_STEPS = ("passes", "tokens", "norms", "norms_off", "rates", "drawn")
+OF_STEPS = ("passes", "tokens", "norms", "norms_off", "scales", "rates", "drawn")
 
 
 class _Before:

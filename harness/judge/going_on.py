@@ -42,6 +42,7 @@ def _shifted(of: Numbers, by: int) -> Numbers:
         tokens=_later(of.tokens, by),
         norms=_later(of.norms, by),
         norms_off=_later(of.norms_off, by),
+        scales=_later(of.scales, by),
         rates=_later(of.rates, by),
         passes=_later(of.passes, by),
         drawn=_later(of.drawn, by),

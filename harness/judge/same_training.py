@@ -210,7 +210,7 @@ def _is_multiple(one: Numbers, other: Numbers, step: int) -> bool:
 
 
 def _recipe(one: Numbers, other: Numbers, steps: list[int]) -> Result:
-    """Optimizers and their settings, and learning rates."""
+    """Optimizers and their settings, learning rates, and the scale with which a resumed job begins."""
     if not (one.optimizers and other.optimizers):
         return Result("recipe", Verdict.UNKNOWN, note="no step of an optimizer was seen in one of the recordings")
     findings = []
@@ -222,6 +222,9 @@ def _recipe(one: Numbers, other: Numbers, steps: list[int]) -> Result:
         if all(rates) and {*rates[0]} != {*rates[1]}:
             what = {"step": step, "kind": "setting", "name": "learning rate"}
             findings.append(Finding(**what, expected=rates[0][0], observed=rates[1][0]))  # type: ignore[arg-type]
+    if one.after and (step := one.after + 1) in one.scales and one.scales[step] != other.scales.get(step):
+        wanted, seen = one.scales[step], other.scales.get(step, "none")
+        findings.append(Finding(step=step, kind="setting", name="loss scale", expected=wanted, observed=seen))
     return verdict_of("recipe", findings, len(one.optimizers) + len(steps))
 
 

@@ -73,6 +73,8 @@ class Numbers:
     """Step and rank -> the norm that torch's clipping function returned."""
     norms_off: Mapping[int, float]
     """Step -> by which part torch's own norm of one rank's gradient was off, at most."""
+    scales: Mapping[int, float]
+    """Step -> what a loss scaler multiplied the loss by."""
     rates: Mapping[int, tuple[float, ...]]
     """Step -> the learning rates that ranks had."""
     optimizers: tuple[str, ...]
@@ -122,6 +124,7 @@ class _Total:
         self.fed: dict[int, dict[int, tuple[bool, tuple[tuple[int, ...], ...]]]] = defaultdict(dict)
         self.after_pass: dict[tuple[int, int], dict[str, np.ndarray]] = defaultdict(dict)
         self.tokens, self.norms = defaultdict[int, list[int]](list), defaultdict[int, dict[int, float]](dict)
+        self.scales = dict[int, float]()
         self.bare, self.norms_off = dict[int, int](), dict[int, float]()
         self.drawn = defaultdict[int, dict[int, tuple[int, int]]](dict)
         self.rates, self.optimizers = defaultdict[int, set[float]](set), dict[str, None]()
@@ -138,6 +141,7 @@ class _Total:
         self.dtypes |= one.dtypes
         self.optimizers |= dict.fromkeys(one.optimizers)
         self.bare |= one.bare
+        self.scales |= one.scales
         for step, passes in one.passes.items():
             self.fed[step][one.rank] = step in one.tokens, passes
         for step, number in one.tokens.items():
@@ -201,6 +205,7 @@ class _Total:
             tokens={step: tuple(of) for step, of in self.tokens.items()},
             norms=self.norms,
             norms_off=self.norms_off,
+            scales=self.scales,
             rates={step: tuple(sorted(of)) for step, of in self.rates.items()},
             optimizers=tuple(self.optimizers),
             computes_in=self.computes_in,

@@ -77,6 +77,7 @@ class Numbers:
     fed: list[Fed] = field(default_factory=list)
     norms: dict[int, Any] = field(default_factory=dict)
     norms_off: dict[int, float] = field(default_factory=dict)
+    scales: dict[int, torch.Tensor] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
@@ -95,6 +96,23 @@ class Numbers:
             if (original := getattr(owner, name, None)) is not None:
                 setattr(owner, name, self._seen(original, timed, parts))
         self._see_autocast(timed)
+        self._see_scaler(timed)
+
+    def _see_scaler(self, timed: Timed) -> None:
+        step = torch.amp.GradScaler.step
+
+        @not_compiled
+        @functools.wraps(step)
+        def stepped(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            timed(self._note_scale, scaler)
+            return step(scaler, *args, **kwargs)
+
+        torch.amp.GradScaler.step = stepped
+
+    def _note_scale(self, scaler: Any) -> None:
+        scale = getattr(scaler, "_scale", None)
+        if isinstance(scale, torch.Tensor):  # a scaler that is turned off has none
+            self.scales[self.clock.step] = scale.clone()
 
     def _see_autocast(self, timed: Timed) -> None:
         """A forward pass may enter autocast itself. It is seen then, after the first weights were altered."""
@@ -291,6 +309,7 @@ class Numbers:
             tokens=tokens,
             norms=norms,
             norms_off=self.norms_off,
+            scales={step: float(scale) for step, scale in self.scales.items()},
             rates=self.rates,
             optimizers=optimizers,
             computes_in=self.computes_in,

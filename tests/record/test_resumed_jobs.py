@@ -87,6 +87,13 @@ def test_random_states_are_restored_on_every_rank(
     assert dict(found["cause"]["details"])["ranks"] == [0, 1]
 
 
+def test_the_scale_of_the_loss_is_restored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scaled = straight(tmp_path, *JOB, "--scaled")
+    assert resumed(scaled, tmp_path / "right", capsys, *scaled.words)["verdict"] == "PASS"
+    found = resumed(scaled, tmp_path / "wrong", capsys, *scaled.words, forget="scale")
+    assert (found["verdict"], found["cause"]["kind"]) == ("FAIL", "loss scale not restored")
+
+
 def test_dropout_is_told_where_ranks_are_others(
     with_dropout: Straight, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
