@@ -89,6 +89,8 @@ class Numbers:
     """Step and number of a pass from 1 -> by parameter, the sketch of what was accumulated until then."""
     by_rows: Mapping[tuple[int, str], Mapping[str, np.ndarray]] = field(default_factory=dict)
     """Step and parameter -> the sketches of its gradient's blocks of rows, such as 0:16."""
+    rescaled: Mapping[int, float] = field(default_factory=dict)
+    """Step -> by what its gradients were divided, as clipping in one recording alone was seen in them."""
 
     @property
     def steps(self) -> list[int]:

@@ -30,7 +30,9 @@ WIDTH, COLUMNS, FEW = max(map(len, WORDS.values())) + 2, 100, 3
 def same_training(found: SameTraining) -> str:
     """Return the verdict, its cause, and a line for each check; findings of the check that fails first."""
     steps = found.comparison.steps
-    of = f"{counted(len(steps), 'step')}, {counted(found.parameters, 'parameter')}"
+    only = f" of {found.recorded}" if len(steps) < found.recorded else ""
+    of = f"{len(steps)}{only} step{'s' * ((found.recorded if only else len(steps)) != 1)}"
+    of += f", {counted(found.parameters, 'parameter')}"
     lines = [f"{verdict_of(found)}    {found.other} against {found.one}: {of}"]
     lines += wrapped(cause_line(found.cause), "  ", "  ") if found.cause is not None else []
     lines += wrapped(found.unproven, "  ", "  ") if found.unproven else []
