@@ -18,6 +18,7 @@ KINDS = {
     "learning rate": "learning rate",
     "weight_decay": "weight decay",
     "amsgrad": "amsgrad",
+    "eps": "eps",
     "momentum": "momentum",
     "optimizer": "another recipe",
 }

@@ -39,7 +39,9 @@ CHECKS = ("initial_weights", "samples", "recipe", "gradients", "grad_norm", "opt
 """What is judged, in the order in which one follows from the other."""
 
 
-SETTING = re.compile(r"(betas|momentum|weight_decay|amsgrad) (.*?)(?=, (?:betas|momentum|weight_decay|amsgrad) |\)$)")
+SETTING = re.compile(
+    r"(betas|momentum|eps|weight_decay|amsgrad) (.*?)(?=, (?:betas|momentum|eps|weight_decay|amsgrad) |\)$)"
+)
 """Name and value of a setting, in the words in which the recorder tells an optimizer."""
 
 
