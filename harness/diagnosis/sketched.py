@@ -19,6 +19,7 @@ KINDS = {
     "learning rate": "learning rate",
     "weight_decay": "weight decay",
     "amsgrad": "amsgrad",
+    "eps": "eps",
     "momentum": "momentum",
     "optimizer": "another recipe",
     "loss scale": "loss scale not restored",
@@ -44,6 +45,8 @@ def cause_of(one: Numbers, other: Numbers, found: Comparison) -> Cause | None:
         return replace(lost, explains=tuple(result.check for result in failed))
     first = min(failed, key=lambda result: (_first_step(result), [*looks].index(result.check)))
     cause = looks[first.check](one, other, found, first)
+    if cause.kind == "not explained":
+        cause = _trained_besides(one, other) or cause
     later = [result.check for result in failed if result is not first and _first_step(result) >= _first_step(first)]
     return replace(cause, explains=(first.check, *later))
 
@@ -67,6 +70,17 @@ def _untrained(one: Numbers, other: Numbers) -> Cause | None:
     return Cause(
         "incomplete", f"no optimizer steps on {some(still, FEW)}", details=(("step", step), ("parameters", still))
     )
+
+
+def _trained_besides(one: Numbers, other: Numbers) -> Cause | None:
+    """Parameters that the second recording steps on and the first one does not, where all of the first one's are in both."""
+    more, step = [fqn for fqn in other.shapes if fqn not in one.shapes], min(other.steps, default=0)
+    besides = tuple(fqn for fqn in more if (step, WEIGHTS, fqn) in other.whole)
+    if not besides or {*one.shapes} - {*other.shapes} or missing_ranks(one):
+        return None
+    text = f"{some(besides, FEW)}: trained here, and by the first recording not, or not under a name of its own"
+    details = (("step", step), ("parameters", besides))
+    return Cause("trained besides", text, hint="is it frozen there, or tied to another one?", details=details)
 
 
 def _layer(fqn: str) -> str:

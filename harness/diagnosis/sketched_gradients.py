@@ -15,7 +15,7 @@ import numpy as np
 
 from harness.diagnosis.sketched_passes import counted_otherwise
 from harness.diagnosis.words import some
-from harness.evidence.sketches import GRADIENT
+from harness.evidence.sketches import GRADIENT, WEIGHTS
 from harness.evidence.text import names_text, number_text, ranks_text
 from harness.judge.result import Cause, Result
 from harness.judge.same_training import Comparison
@@ -85,13 +85,17 @@ def gradients_cause(one: Numbers, other: Numbers, found: Comparison, result: Res
             return replace(rounded, where=where, details=(*rounded.details, *details))
     if len(differences) == 1 == len(names) and (rows := wrong_rows(one, other, differences[0])):
         where += f", {rows}"
-    text = f"gradients are wrong from step {step} on" if step > 1 else "gradients are wrong"
+    text = f"gradients, or weights before them, are wrong from step {step} on" if step > 1 else "gradients are wrong"
+    hint = ""
+    if step > 1 and not any(at and kind == WEIGHTS for at, kind, _ in other.whole):
+        hint = "no optimizer was seen to step on any of them"
     if ranks:
-        text += f", and ranks {ranks_text(ranks)} have different ones of the same slice"
-    drawn, hint = _drawn_otherwise(one, other, step)
+        unequal = list(dict.fromkeys(finding.name for finding in of_step if finding.ranks))
+        hint = f"ranks {ranks_text(ranks)} have different ones of the same slice {in_words(unequal, one)}"
+    drawn, why = _drawn_otherwise(one, other, step)
     kind = "random state not restored" if drawn and one.after else "not explained"
     details = (("place", "gradients"), *details, *((("ranks", drawn),) if drawn else ()))
-    return Cause(kind, text, where, hint=hint, details=details)
+    return Cause(kind, text, where, hint=hint or why, details=details)
 
 
 def _drawn_otherwise(one: Numbers, other: Numbers, step: int) -> tuple[tuple[int, ...], str]:

@@ -59,7 +59,7 @@ def stepped_otherwise(one: Numbers, other: Numbers, found: Comparison, result: R
     fits = [d.fit for d in of_state if d.key[1] == of_state[0].key[1] and math.isfinite(d.fit)] if of_state else []
     what = "optimizer's state" if result.check == "optimizer_state" else "update"
     text = f"the {what} is wrong {in_words(names, one)}" + f" from step {step} on" * (step > 1)
-    text += ", gradients before clipping are right"
+    text += ", gradients " + ("have one factor" if step in other.rescaled else "before clipping are right")
     hint = ""
     if fits and np.ptp(fits) <= 2 * max(d.bound for d in of_state):
         factor = number_text(float(np.median(fits)), 4)
@@ -100,6 +100,8 @@ def _decayed(one: Numbers, other: Numbers, wrong: Sequence[Difference]) -> Cause
 
 def _clipped(one: Numbers, other: Numbers, wrong: Sequence[Difference]) -> Cause | None:
     """In step 1 averages are other multiples of gradients, which are the same."""
+    if other.rescaled.get(1) and not one.norms.get(1):
+        return None  # the first recording's gradients are seen after clipping, so its factor is not known
     averages = [d for d in wrong if d.key[0] == 1 and d.key[1] in AVERAGES]
     found: dict[str, tuple[float, float]] = {}
     for d in averages:

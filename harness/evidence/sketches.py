@@ -25,7 +25,7 @@ from harness.evidence.whole_file import whole_file
 
 BUCKETS = 32
 """Sums of a sketch."""
-FORMAT = 3
+FORMAT = 4
 WEIGHTS, GRADIENT = "weights", "gradient"
 """Kinds of tensors; an optimizer's state has the optimizer's own keys."""
 AFTER_PASS = "gradient after pass "

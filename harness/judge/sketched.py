@@ -95,6 +95,8 @@ class Numbers:
     """Step and rank -> digests of torch's generators before and after the step's first pass."""
     after: int = 0
     """Step that training starts after: 0, or the one whose checkpoint a job went on from. Earlier ones are not compared."""
+    rescaled: Mapping[int, float] = field(default_factory=dict)
+    """Step -> by what its gradients were divided, as clipping in one recording alone was seen in them."""
 
     @property
     def steps(self) -> list[int]:

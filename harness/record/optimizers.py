@@ -121,7 +121,7 @@ def parameters_of(optimizer: Optimizer) -> set[int]:
 def settings_of(optimizer: Optimizer) -> dict[str, str]:
     """Each with the values that its groups of parameters have. Trap: from a checkpoint, a tuple may come back as a list."""
     found: dict[str, str] = {}
-    for key in ("betas", "momentum", "weight_decay", "amsgrad"):
+    for key in ("betas", "momentum", "eps", "weight_decay", "amsgrad"):
         told = [group[key] for group in optimizer.param_groups if key in group and not torch.is_tensor(group[key])]
         values = list(dict.fromkeys(str(tuple(one) if isinstance(one, list) else one) for one in told))
         more = [f"{len(values) - MOST} more"] * (len(values) > MOST)

@@ -32,8 +32,9 @@ WIDTH, COLUMNS, FEW = max(map(len, WORDS.values())) + 2, 100, 3
 def same_training(found: SameTraining) -> str:
     """Return the verdict, its cause, and a line for each check; findings of the check that fails first."""
     steps = found.comparison.steps
+    only, count = f" of {found.recorded}" * (len(steps) < found.recorded), max(len(steps), found.recorded)
     after = f" after step {found.comparison.after}" * bool(found.comparison.after)
-    of = f"{counted(len(steps), 'step')}{after}, {counted(found.parameters, 'parameter')}"
+    of = f"{len(steps)}{only} step{'s' * (count != 1)}{after}, {counted(found.parameters, 'parameter')}"
     lines = [f"{verdict_of(found)}    {found.other} against {found.one}: {of}"]
     lines += wrapped(cause_line(found.cause), "  ", "  ") if found.cause is not None else []
     lines += wrapped(found.unproven, "  ", "  ") if found.unproven else []

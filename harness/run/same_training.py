@@ -9,6 +9,7 @@ from pathlib import Path
 from harness.diagnosis.sketched import cause_of
 from harness.evidence.sketches import RankSketches, load_sketches
 from harness.evidence.store import EvidenceError
+from harness.judge.clipped_by_hand import unclipped
 from harness.judge.going_on import going_on
 from harness.judge.same_training import SameTraining, compared, why_no_noise
 from harness.judge.sketched import Numbers, added_up
@@ -20,7 +21,8 @@ def numbers_of(directory: Path) -> Numbers:
     files = sorted((directory / "ranks").glob("rank_*.sketches"))
     if not files:
         raise EvidenceError(
-            f"{directory}: no numbers were recorded; `harness record -o {directory} -- COMMAND` records them"
+            f"{directory}: no numbers were recorded; `harness record -o {directory} -- COMMAND` records them, of a command"
+            " that trains a torch model"
         )
     launch = started(directory).get("launch", "")
 
@@ -56,8 +58,10 @@ def judged_by(one: Path, other: Path, noise: Path | None = None, after: int = 0)
             f"{one}: its first weights were altered (--noise); give it by --noise-of, and a plain one as A"
         )
     mine, theirs = going_on(mine, theirs, after)
+    theirs = unclipped(mine, theirs, of_noise)
     found = compared(mine, theirs, of_noise)
-    return SameTraining(one, other, found, cause_of(mine, theirs, found), len(mine.shapes), _unproven(one, other))
+    cause, why = cause_of(mine, theirs, found), _unproven(one, other)
+    return SameTraining(one, other, found, cause, len(mine.shapes), len(mine.steps), why)
 
 
 def _unproven(one: Path, other: Path) -> str:

@@ -159,6 +159,30 @@ def test_parameters_that_no_rank_trains_are_the_cause(gone: tuple[str, ...], kin
     assert cause is not None and cause.kind == "gradients scaled"
 
 
+def test_a_parameter_that_is_trained_besides_explains_what_nothing_else_does() -> None:
+    other = changed(GRADIENT, lambda step, fqn: gradient_of(step, fqn) + (step > 1) * gradient_of(step + 5, fqn))
+    frozen = added_up(
+        [
+            replace(
+                one := rank(),
+                shapes={fqn: one.shapes[fqn] for fqn in FQNS[1:]},
+                sketches=tuple(sketch for sketch in one.sketches if sketch.fqn != FQNS[0]),
+            )
+        ]
+    )
+    cause = cause_of(frozen, other, compared(frozen, other))
+    assert cause is not None
+    assert (cause.kind, dict(cause.details)["parameters"]) == ("trained besides", FQNS[:1])
+    assert told(other)[0] == "not explained"
+
+
+def test_parameters_that_no_optimizer_was_seen_to_step_on_are_told_where_the_second_step_is_wrong() -> None:
+    other = changed(GRADIENT, lambda step, fqn: gradient_of(step, fqn) + (step > 1) * gradient_of(step + 5, fqn))
+    unseen = replace(other, whole={key: one for key, one in other.whole.items() if key[1] != WEIGHTS or not key[0]})
+    cause = cause_of(RIGHT, unseen, compared(RIGHT, unseen))
+    assert cause is not None and "no optimizer" in cause.hint
+
+
 def test_blocks_of_rows_show_which_rows_of_a_gradient_are_wrong() -> None:
     def by_rows(times: float) -> Numbers:
         one, found = rank(), list[Sketch]()

@@ -52,6 +52,15 @@ def test_a_job_of_which_no_step_of_an_optimizer_was_seen_has_no_other_recipe() -
     assert verdicts(numbers(optimizers=()))["recipe"] is Verdict.UNKNOWN
 
 
+def test_another_eps_is_a_setting_that_is_named() -> None:
+    one, other = (
+        numbers(optimizers=(f"AdamW(betas (0.9, 0.95), eps {eps}, amsgrad False)",)) for eps in (1e-08, 1e-05)
+    )
+    cause = cause_of(one, other, compared(one, other))
+    assert cause is not None and cause.finding is not None
+    assert (cause.kind, cause.finding.expected, cause.finding.observed) == ("eps", "1e-08", "1e-05")
+
+
 def test_rows_that_are_padded_in_one_recording_alone_are_the_same() -> None:
     assert verdicts(PADDED)["samples"] is Verdict.PASS
     assert verdicts(replace(PADDED, bare={}))["samples"] is Verdict.FAIL

@@ -99,7 +99,7 @@ def test_each_value_that_groups_of_parameters_have_is_told_and_that_a_schedule_c
             group["betas"] = betas
         seen.begins(optimizer)
         seen.ended(optimizer)
-    assert seen.texts == ("AdamW(betas (0.95, 0.999) at first, weight_decay 0.1 and 0.0, amsgrad False)",)
+    assert seen.texts == ("AdamW(betas (0.95, 0.999) at first, eps 1e-08, weight_decay 0.1 and 0.0, amsgrad False)",)
 
 
 def test_optimizers_that_step_one_after_the_other_are_two_whatever_raised_before() -> None:
@@ -176,4 +176,4 @@ def test_settings_that_come_back_from_a_checkpoint_as_lists_are_the_same() -> No
         optimizer.param_groups[0]["betas"] = betas
         seen.begins(optimizer)
         seen.ended(optimizer)
-    assert seen.texts == ("AdamW(betas (0.9, 0.999), weight_decay 0.01, amsgrad False)",)
+    assert seen.texts == ("AdamW(betas (0.9, 0.999), eps 1e-08, weight_decay 0.01, amsgrad False)",)
