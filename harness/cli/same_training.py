@@ -15,7 +15,7 @@ from harness.judge.stored_recording import load_recording, started
 from harness.plan.grid import coordinate
 from harness.record import injection
 from harness.report.same_training import as_document, same_training, verdict_of
-from harness.run.same_training import judged_by
+from harness.run.same_training import files_of, judged_by
 from harness.spec import layout
 from harness.spec.dims import AXES, ParallelDims
 
@@ -80,6 +80,7 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     found = {injection.NOISE: args.noise} if args.noise else {}
     if args.same_as is not None:
         load_recording(args.same_as)  # before the command trains to its end
+        files_of(args.same_as)
     if args.after < 0:
         raise BadInput(f"--after {args.after}: a step of A, from whose checkpoint the job went on")
     if args.after and args.same_as is None:

@@ -136,6 +136,7 @@ def _samples(one: Numbers, other: Numbers, found: Comparison, result: Result) ->
     every = {row for rows in one.rows.values() for row in rows}
     text = f"samples of step {step} are others than the first recording's"
     hint = "set the sampler's seed and the batch per rank so that both train on the same global batch"
+    hint = hint if step == found.steps[0] else f"both are fed the same ones up to step {step - 1}"
     kind = "samples dealt otherwise" if {*theirs} <= every else "samples of no step"
     return Cause(kind, text, hint=hint, details=details)
 

@@ -179,7 +179,15 @@ def _samples(one: Numbers, other: Numbers, steps: list[int]) -> Result:
         gone, new = sum((mine - theirs).values()), sum((theirs - mine).values())
         note = f"{gone} of {sum(mine.values())} rows are missing, {new} are others"
         findings.append(
-            Finding(step=step, kind="feature", name="samples", quantity="rows", note=note, expected="the same")
+            Finding(
+                step=step,
+                kind="feature",
+                name="samples",
+                quantity="rows",
+                note=note,
+                expected="the same",
+                observed="others",
+            )
         )
     return verdict_of("samples", findings, examined)
 

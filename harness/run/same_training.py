@@ -16,14 +16,21 @@ from harness.judge.sketched import Numbers, added_up
 from harness.judge.stored_recording import load_recording, started
 
 
-def numbers_of(directory: Path) -> Numbers:
-    """Return what all ranks left of numbers. Raises EvidenceError where there is none, or a rank's is of another recording."""
+def files_of(directory: Path) -> list[Path]:
+    """Return where ranks left numbers. Raises EvidenceError where none did, or the first one's cannot be read."""
     files = sorted((directory / "ranks").glob("rank_*.sketches"))
     if not files:
         raise EvidenceError(
             f"{directory}: no numbers were recorded; `harness record -o {directory} -- COMMAND` records them, of a command"
             " that trains a torch model"
         )
+    load_sketches(files[0])
+    return files
+
+
+def numbers_of(directory: Path) -> Numbers:
+    """Return what all ranks left of numbers. Raises EvidenceError where there is none, or a rank's is of another recording."""
+    files = files_of(directory)
     launch = started(directory).get("launch", "")
 
     def read() -> Iterator[RankSketches]:
