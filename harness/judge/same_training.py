@@ -95,8 +95,10 @@ def why_no_noise(one: Numbers, noise: Numbers) -> str:
         return "no matrix of Muon was rounded to bfloat16 otherwise than in the first: record it with --noise bfloat16"
     steps = sorted({*one.steps} & {*noise.steps})
     for result in (_samples(one, noise, steps), _recipe(one, noise, steps)):
+        if result.findings:
+            return f"it is not the same training: {result.check} differ"
         if result.verdict is not Verdict.PASS:
-            return f"it is not the same training: {result.check} {'differ' if result.findings else result.note}"
+            return f"whether it is the same training was not seen: {result.note}"
     if of_finite(noise).whole.keys() & of_finite(one).whole.keys() != of_finite(one).whole.keys() & noise.whole.keys():
         return "it has numbers that are not finite"
     return ""

@@ -25,7 +25,7 @@ from harness.probe.structure import local
 from harness.probe.values import CLIP_FUNCTIONS
 from harness.record.boxes import Held, Sharded, held_parameters, of_dtensor, rows_between
 from harness.record.compiling import not_compiled
-from harness.record.digests import row_digests, token_sum
+from harness.record.digests import packed_digests, row_digests, token_sum
 from harness.record.place import place_of
 from harness.record.sketching import Sketcher, alter, width_of
 
@@ -160,15 +160,22 @@ class Numbers:
                 alter(tensor, held.fqn, held.boxes, width_of(held.shape), ROUNDING[own])
                 self._note(0, WEIGHTS, held, held.owner)
 
-    def pass_begins(self, parts: Sequence[nn.Module], inputs: torch.Tensor | None) -> None:
+    def pass_begins(
+        self, parts: Sequence[nn.Module], inputs: torch.Tensor | None, begins: torch.Tensor | None = None
+    ) -> None:
         """Look at the samples of a pass; gradients that come now are other ones. Whether it trains shows later.
+        begins: where samples do that lie end to end in one row. bool [tokens]
         Trap: a pipeline calls its stages once to see shapes; that is of step 0."""
         self._fresh.clear()
         self._note_accumulated(parts)
-        if inputs is not None and inputs.dim() >= 2:
-            integers = not (inputs.is_floating_point() or inputs.is_complex())
+        if inputs is None or not inputs.dim():
+            return
+        integers = not (inputs.is_floating_point() or inputs.is_complex())
+        if integers or inputs.dim() >= 2:
             tokens = token_sum(inputs) if integers else None
-            self.fed.append(Fed(self.clock.account, row_digests(inputs), tokens))
+            whole = inputs if inputs.dim() >= 2 else inputs.unsqueeze(0)
+            rows = row_digests(whole) if begins is None or not integers else packed_digests(inputs, begins)
+            self.fed.append(Fed(self.clock.account, rows, tokens))
 
     def _note_accumulated(self, parts: Sequence[nn.Module]) -> None:
         """Look at what earlier passes of the step left in gradients, where one process trains and no reduction changes it."""
