@@ -35,7 +35,7 @@ WRAPPERS = 16
 """Wrappers of one function that are looked through."""
 MOST_PASSES = 64
 """Passes of a step after which accumulated gradients are looked at."""
-MANY = 1 << 20
+MANY = 1 << 12
 """Elements from which on torch's norm on CPU may be off by more than sums in another order are."""
 MOST_SAMPLES = 32
 """Digests of single samples that are kept of a step."""
