@@ -37,6 +37,8 @@ MOST_PASSES = 64
 """Passes of a step after which accumulated gradients are looked at."""
 MANY = 1 << 12
 """Elements from which on torch's norm on CPU may be off by more than sums in another order are."""
+CLIPS_BY_NORM, MAKES_NORM = "clip_grads_with_norm_", "get_total_norm"
+"""The function that is given a norm to clip by, and the one that makes a norm, of a rank's own gradients if these are plain."""
 MOST_SAMPLES = 32
 """Digests of single samples that are kept of a step."""
 Timed = Callable[..., Any]
@@ -89,7 +91,7 @@ class Numbers:
         owners = [(owner, name) for owner in (torch.nn.utils, torch.nn.utils.clip_grad) for name in CLIP_FUNCTIONS]
         for owner, name in (*owners, (FullyShardedDataParallel, "clip_grad_norm_")):
             if (original := getattr(owner, name, None)) is not None:
-                setattr(owner, name, self._seen(original, timed, parts))
+                setattr(owner, name, self._seen(original, name, timed, parts))
         self._see_autocast(timed)
 
     def _see_autocast(self, timed: Timed) -> None:
@@ -108,7 +110,9 @@ class Numbers:
     def _note_autocast(self, mode: Any) -> None:
         self.computes_in = _dtype_of(mode)
 
-    def _seen(self, original: Callable[..., Any], timed: Timed, parts: Callable[[], Sequence[nn.Module]]) -> Any:
+    def _seen(
+        self, original: Callable[..., Any], name: str, timed: Timed, parts: Callable[[], Sequence[nn.Module]]
+    ) -> Any:
         @not_compiled
         @functools.wraps(original)
         def seen(*args: Any, **kwargs: Any) -> Any:
@@ -116,9 +120,11 @@ class Numbers:
                 return original(*args, **kwargs)
             timed(self.gradients, parts())
             timed(self._note_norms_off, parts())
-            norm = original(*args, **kwargs)
-            timed(self._note_norm, norm)
-            return norm
+            returned = original(*args, **kwargs)
+            norm = _given_norm(*args, **kwargs) if name == CLIPS_BY_NORM else returned
+            if name != MAKES_NORM:
+                timed(self._note_norm, norm)
+            return returned
 
         return seen
 
@@ -295,6 +301,11 @@ class Numbers:
             unplaced=self.unplaced,
             bare=bare,
         )
+
+
+def _given_norm(parameters: Any = None, max_norm: Any = None, total_norm: Any = None, *_: Any, **__: Any) -> Any:
+    """Return the norm that torch's function is given, by its names of arguments."""
+    return total_norm
 
 
 def _name(dtype: torch.dtype) -> str:
