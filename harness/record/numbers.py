@@ -274,9 +274,13 @@ class Numbers:
         self._read()
         norms = {step: float(norm) for step, norm in self.norms.items()}
         passes, tokens, bare = defaultdict[int, list[tuple[int, ...]]](list), dict[int, int](), dict[int, int]()
+        with_tokens = {one.account.step for one in self.fed if one.tokens is not None}
         for one in self.fed:
             step = one.account.step
-            if step and one.account.kind == "training":
+            is_later_stage = (
+                one.tokens is None and step in with_tokens
+            )  # it is fed what a stage before it made of samples
+            if step and one.account.kind == "training" and not is_later_stage:
                 whole, without_end = one.rows.tolist()
                 passes[step].append(tuple(whole))
                 bare |= zip(whole, without_end, strict=True)
