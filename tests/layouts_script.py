@@ -134,6 +134,13 @@ def mistake(name: str, model: nn.Module, step: int) -> None:
             gradient[0] = 0
 
 
+def clip_by_joined_norm(parameters: list[nn.Parameter], largest: float) -> None:
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=False)
+    norm **= 2
+    dist.all_reduce(norm)
+    torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm**0.5, foreach=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layout", default="one")
@@ -142,6 +149,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--joined-norm", action="store_true")  # of all stages, as torchtitan makes it
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mistake", default="")
@@ -187,6 +195,8 @@ def main() -> None:
         if args.clip:
             if isinstance(model, FullyShardedDataParallel):
                 model.clip_grad_norm_(args.clip)
+            elif args.joined_norm:
+                clip_by_joined_norm([*model.parameters()], args.clip)
             else:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip, foreach=False)
         optimizer.step()

@@ -9,7 +9,6 @@ of the first command with its weights altered by one rounding.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from pathlib import Path
 from harness.evidence.sketches import GRADIENT, WEIGHTS
 from harness.evidence.text import names_text, number_text
 from harness.judge.finding import Bound, Finding
+from harness.judge.recorded_recipe import recipe
 from harness.judge.result import Cause, Result, Verdict, verdict_of
 from harness.judge.sketch_distances import (
     EQUAL,
@@ -37,12 +37,6 @@ NORMS_OFF = 2.0
 """How often what torch's own norm of one gradient was off by, at most, the norm of all may be off."""
 CHECKS = ("initial_weights", "samples", "recipe", "gradients", "grad_norm", "optimizer_state", "update")
 """What is judged, in the order in which one follows from the other."""
-
-
-SETTING = re.compile(
-    r"(betas|momentum|eps|weight_decay|amsgrad) (.*?)(?=, (?:betas|momentum|eps|weight_decay|amsgrad) |\)$)"
-)
-"""Name and value of a setting, in the words in which the recorder tells an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +94,11 @@ def why_no_noise(one: Numbers, noise: Numbers) -> str:
     if shows_no_jump(one, noise):
         return "no matrix of Muon was rounded to bfloat16 otherwise than in the first: record it with --noise bfloat16"
     steps = sorted({*one.steps} & {*noise.steps})
-    for result in (_samples(one, noise, steps), _recipe(one, noise, steps)):
+    for result in (_samples(one, noise, steps), recipe(one, noise, steps)):
+        if result.findings:
+            return f"it is not the same training: {result.check} differ"
         if result.verdict is not Verdict.PASS:
-            return f"it is not the same training: {result.check}{' differ' if result.findings else f': {result.note}'}"
+            return f"whether it is the same training was not seen: {result.note}"
     if of_finite(noise).whole.keys() & of_finite(one).whole.keys() != of_finite(one).whole.keys() & noise.whole.keys():
         return "it has numbers that are not finite"
     return ""
@@ -114,7 +110,7 @@ def compared(one: Numbers, other: Numbers, noise: Numbers | None = None) -> Comp
     steps = sorted({*one.steps} & {*other.steps})
     bounds = Bounds(one, noise)
     found = [*_differences(one, other, bounds, steps)]
-    results = [_initial(one, other), _samples(one, other, steps), _recipe(one, other, steps)]
+    results = [_initial(one, other), _samples(one, other, steps), recipe(one, other, steps)]
     results.append(_judged("gradients", one, other, [d for d in found if d.key[1] == GRADIENT], GRADIENT, steps))
     results.append(_norms(one, other, bounds, steps))
     state = [d for d in found if d.key[1] not in (GRADIENT, WEIGHTS, OF_UPDATES)]
@@ -219,42 +215,6 @@ def _is_multiple(one: Numbers, other: Numbers, step: int) -> bool:
     """Whether all tokens were fed several times, as tp ranks are fed the same."""
     mine, theirs = (_sum_of(of.tokens.get(step, ())) or 0 for of in (one, other))
     return any((mine * times - theirs) % 2**64 == 0 for times in range(1, max(other.world, 1) + 1))
-
-
-def _recipe(one: Numbers, other: Numbers, steps: list[int]) -> Result:
-    """Optimizers and their settings, learning rates, and the scale with which a resumed job begins."""
-    if not (one.optimizers and other.optimizers):
-        return Result("recipe", Verdict.UNKNOWN, note="no step of an optimizer was seen in one of the recordings")
-    findings = []
-    if {*map(_settings, one.optimizers)} != {*map(_settings, other.optimizers)}:
-        name, expected, observed = _other_setting(one.optimizers, other.optimizers)
-        findings.append(Finding(kind="setting", name=name, expected=expected, observed=observed))
-    for step in steps:
-        rates = [of.rates.get(step, ()) for of in (one, other)]
-        if all(rates) and {*rates[0]} != {*rates[1]}:
-            what = {"step": step, "kind": "setting", "name": "learning rate"}
-            findings.append(Finding(**what, expected=rates[0][0], observed=rates[1][0]))  # type: ignore[arg-type]
-    if one.after and (step := one.after + 1) in one.scales and one.scales[step] != other.scales.get(step):
-        wanted, seen = one.scales[step], other.scales.get(step, "none")
-        findings.append(Finding(step=step, kind="setting", name="loss scale", expected=wanted, observed=seen))
-    return verdict_of("recipe", findings, len(one.optimizers) + len(steps))
-
-
-def _settings(optimizer: str) -> str:
-    """Return class and settings, without the optimizer that contains it, such as ZeRO's."""
-    kind, _, settings = optimizer.partition("(")
-    return f"{kind.partition(' in ')[0]}({settings}"
-
-
-def _other_setting(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str, str]:
-    """Return the one setting that differs, and both its values; all of both optimizers where more does."""
-    mine, theirs = (dict(SETTING.findall(_settings(of[0]))) for of in (one, other))
-    classes = {_settings(text).partition("(")[0] for text in (*one, *other)}
-    odd = [name for name in mine if mine[name] != theirs.get(name)]
-    if len(one) == len(other) == len(classes) == len(odd) == 1 and mine.keys() == theirs.keys():
-        return odd[0], mine[odd[0]], theirs[odd[0]]
-    expected, observed = (", ".join(sorted(of)) for of in (one, other))
-    return "optimizer", expected, observed
 
 
 # ---- what comes of it

@@ -133,6 +133,22 @@ def generators() -> torch.Tensor:
 
 
 @torch.no_grad()
+def packed_digests(tokens: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+    """int64 [2, samples]: what row_digests makes of samples that lie end to end. begins: where they do. bool [tokens]"""
+    numbers = _integers(tokens).to(torch.int64)
+    first = begins.clone()
+    first[0] = True
+    start, row = first.nonzero().flatten(), first.cumsum(0) - 1
+    end = torch.cat([start[1:], start.new_tensor([len(numbers)])])
+    place = torch.arange(len(numbers), dtype=torch.int64, device=numbers.device) - start[row]
+    hashed = mixed(numbers + (place + 1) * FIRST)
+    differs = torch.where(numbers != numbers[end - 1][row], place, -1)
+    last = torch.full_like(start, -1).scatter_reduce_(0, row, differs, "amax")[row]  # that is not as the end is
+    kept = (hashed * (place <= last + 1), hashed * (place <= last))
+    return torch.stack([torch.zeros_like(start).index_add_(0, row, each) for each in kept])
+
+
+@torch.no_grad()
 def token_sum(tensor: torch.Tensor) -> torch.Tensor:
     """int64 []: of all numbers of a batch, in whatever order they lie."""
     return mixed(_integers(tensor).to(torch.int64) + SECOND).sum()

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-BESIDE = ("mask", "pos", "type_ids", "seqlens")
+POSITIONS = "pos"
+BESIDE = ("mask", POSITIONS, "type_ids", "seqlens")
 """What names of tensors have that are alike for all samples of one length."""
 
 LABELS = ("label", "target")
@@ -39,6 +40,26 @@ def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Te
         if len(found) == INPUTS:
             break
     return [*found.values(), *labels.values()][:INPUTS] or beside[:1]
+
+
+def begins_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: torch.Tensor) -> torch.Tensor | None:
+    """Return where samples begin that lie end to end in one row: where positions begin anew. bool [tokens]; None if a row is
+    a sample, or no positions are given."""
+    if samples.dim() > 2 or samples.numel() != samples.shape[-1:].numel() or not samples.numel():
+        return None
+    given = itertools.chain(
+        *(tensors_in(name, value) for name, value in (*(("", one) for one in args), *kwargs.items()))
+    )
+    positions = (
+        one.reshape(-1)
+        for name, one in given
+        if POSITIONS in name and _is_of_samples(one) and one.shape == samples.shape
+    )
+    for found in positions:
+        begins = found == 0
+        begins[1:] &= found[:-1] != 0  # positions of padding may all be 0
+        return begins
+    return None
 
 
 def _is_of_samples(tensor: torch.Tensor) -> bool:

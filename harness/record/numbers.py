@@ -25,7 +25,7 @@ from harness.probe.structure import local
 from harness.probe.values import CLIP_FUNCTIONS
 from harness.record.boxes import Held, Sharded, held_parameters, of_dtensor, rows_between
 from harness.record.compiling import not_compiled
-from harness.record.digests import generators, row_digests, token_sum
+from harness.record.digests import generators, packed_digests, row_digests, token_sum
 from harness.record.place import place_of
 from harness.record.sketching import Sketcher, alter, width_of
 
@@ -35,8 +35,10 @@ WRAPPERS = 16
 """Wrappers of one function that are looked through."""
 MOST_PASSES = 64
 """Passes of a step after which accumulated gradients are looked at."""
-MANY = 1 << 20
+MANY = 1 << 12
 """Elements from which on torch's norm on CPU may be off by more than sums in another order are."""
+CLIPS_BY_NORM, MAKES_NORM = "clip_grads_with_norm_", "get_total_norm"
+"""The function that is given a norm to clip by, and the one that makes a norm, of a rank's own gradients if these are plain."""
 MOST_SAMPLES = 32
 """Digests of single samples that are kept of a step."""
 Timed = Callable[..., Any]
@@ -94,7 +96,7 @@ class Numbers:
         owners = [(owner, name) for owner in (torch.nn.utils, torch.nn.utils.clip_grad) for name in CLIP_FUNCTIONS]
         for owner, name in (*owners, (FullyShardedDataParallel, "clip_grad_norm_")):
             if (original := getattr(owner, name, None)) is not None:
-                setattr(owner, name, self._seen(original, timed, parts))
+                setattr(owner, name, self._seen(original, name, timed, parts))
         self._see_autocast(timed)
         self._see_scaler(timed)
 
@@ -130,7 +132,9 @@ class Numbers:
     def _note_autocast(self, mode: Any) -> None:
         self.computes_in = _dtype_of(mode)
 
-    def _seen(self, original: Callable[..., Any], timed: Timed, parts: Callable[[], Sequence[nn.Module]]) -> Any:
+    def _seen(
+        self, original: Callable[..., Any], name: str, timed: Timed, parts: Callable[[], Sequence[nn.Module]]
+    ) -> Any:
         @not_compiled
         @functools.wraps(original)
         def seen(*args: Any, **kwargs: Any) -> Any:
@@ -138,9 +142,11 @@ class Numbers:
                 return original(*args, **kwargs)
             timed(self.gradients, parts())
             timed(self._note_norms_off, parts())
-            norm = original(*args, **kwargs)
-            timed(self._note_norm, norm)
-            return norm
+            returned = original(*args, **kwargs)
+            norm = _given_norm(*args, **kwargs) if name == CLIPS_BY_NORM else returned
+            if name != MAKES_NORM:
+                timed(self._note_norm, norm)
+            return returned
 
         return seen
 
@@ -182,15 +188,22 @@ class Numbers:
                 alter(tensor, held.fqn, held.boxes, width_of(held.shape), ROUNDING[own])
                 self._note(0, WEIGHTS, held, held.owner)
 
-    def pass_begins(self, parts: Sequence[nn.Module], inputs: torch.Tensor | None) -> None:
+    def pass_begins(
+        self, parts: Sequence[nn.Module], inputs: torch.Tensor | None, begins: torch.Tensor | None = None
+    ) -> None:
         """Look at the samples of a pass; gradients that come now are other ones. Whether it trains shows later.
+        begins: where samples do that lie end to end in one row. bool [tokens]
         Trap: a pipeline calls its stages once to see shapes; that is of step 0."""
         self._fresh.clear()
         self._note_accumulated(parts)
-        if inputs is not None and inputs.dim() >= 2:
-            integers = not (inputs.is_floating_point() or inputs.is_complex())
+        if inputs is None or not inputs.dim():
+            return
+        integers = not (inputs.is_floating_point() or inputs.is_complex())
+        if integers or inputs.dim() >= 2:
             tokens = token_sum(inputs) if integers else None
-            self.fed.append(Fed(self.clock.account, row_digests(inputs), generators(), tokens))
+            whole = inputs if inputs.dim() >= 2 else inputs.unsqueeze(0)
+            rows = row_digests(whole) if begins is None or not integers else packed_digests(inputs, begins)
+            self.fed.append(Fed(self.clock.account, rows, generators(), tokens))
 
     def pass_ends(self) -> None:
         if self.fed and self.fed[-1].generators_after is None:
@@ -288,9 +301,11 @@ class Numbers:
         norms = {step: float(norm) for step, norm in self.norms.items()}
         passes, tokens, bare = defaultdict[int, list[tuple[int, ...]]](list), dict[int, int](), dict[int, int]()
         drawn: dict[int, tuple[int, int]] = {}
+        with_tokens = {one.account.step for one in self.fed if one.tokens is not None}
         for one in self.fed:
             step = one.account.step
-            if step and one.account.kind == "training":
+            made_of_samples = one.tokens is None and step in with_tokens  # by a stage before it
+            if step and one.account.kind == "training" and not made_of_samples:
                 whole, without_end = one.rows.tolist()
                 if one.generators_after is not None:
                     drawn.setdefault(step, (int(one.generators), int(one.generators_after)))
@@ -319,6 +334,11 @@ class Numbers:
             bare=bare,
             drawn=drawn,
         )
+
+
+def _given_norm(parameters: Any = None, max_norm: Any = None, total_norm: Any = None, *_: Any, **__: Any) -> Any:
+    """Return the norm that torch's function is given, by its names of arguments."""
+    return total_norm
 
 
 def _name(dtype: torch.dtype) -> str:

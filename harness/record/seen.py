@@ -31,7 +31,7 @@ from harness.probe.settings import settings
 from harness.probe.structure import local, name_apart, named_parameters, sharded_parameters
 from harness.probe.values import held_bytes
 from harness.record.digests import constant, digest, not_finite
-from harness.record.inputs import inputs_of, tensors_in
+from harness.record.inputs import begins_of, inputs_of, tensors_in
 from harness.record.numbers import Numbers
 from harness.record.optimizers import Optimizers, gradient_bytes, parameters_of
 
@@ -171,7 +171,8 @@ class Seen:
             dtype = str(inputs[0].dtype).removeprefix("torch.")
             step.fed.append((self._clock.account, [*map(digest, inputs)], tuple(inputs[0].shape), dtype))
         if in_training and self.reads_contents:
-            self.numbers.pass_begins(self.parts, inputs[0] if inputs else None)
+            begins = begins_of(args, kwargs, inputs[0]) if inputs else None
+            self.numbers.pass_begins(self.parts, inputs[0] if inputs else None, begins)
 
     def pass_ends(self, part: nn.Module) -> None:
         if self._clock.account.kind != "evaluation":

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from literal import tiny_case
 
 from harness import trainers
 from harness.spec.dims import ParallelDims
-from harness.trainers.torchtitan import source, syntax
+from harness.trainers.torchtitan import cpu, source, syntax
 
 FSDP = ParallelDims(dp_shard=4)
 
@@ -70,3 +70,14 @@ def test_what_a_version_can_do_is_read_from_its_sources(middle: Path) -> None:
     units.write_text("fully_shard([model.norm, model.output])\n")
     assert adapter.unsupported(accumulating) is not None
     assert (adapter.reports, adapter.traits(tiny_case(FSDP)).fsdp_units) == (("loss", "grad_norm"), "apart")
+
+
+def test_a_package_that_is_installed_lends_no_module_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 asks triton for a module that few tritons have."""
+    lend = cpu.Lend(("triton", "grain"))
+    lent = lend.find_spec("grain")
+    assert lent is not None
+    monkeypatch.setitem(sys.modules, "grain", lend.create_module(lent))
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    assert lend.find_spec("grain.python") is not None
+    assert lend.find_spec("triton._torchtlx_default") is None

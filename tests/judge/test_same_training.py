@@ -199,7 +199,10 @@ def test_the_bound_is_the_noise_that_was_recorded() -> None:
 def test_noise_of_another_training_is_refused() -> None:
     assert why_no_noise(RIGHT, noisy(1e-2)) == ""
     assert "altered" in why_no_noise(RIGHT, RIGHT)
-    assert why_no_noise(RIGHT, replace(noisy(1e-2), rows={step: Counter({5: 1}) for step in STEPS}, tokens={}))
+    others = {step: Counter({5: 1}) for step in STEPS}
+    tokens = dict.fromkeys(STEPS, (1,))
+    assert "not the same training" in why_no_noise(RIGHT, replace(noisy(1e-2), rows=others, tokens=tokens))
+    assert "was not seen" in why_no_noise(RIGHT, replace(noisy(1e-2), rows={}, tokens={}))
 
 
 def test_a_number_that_is_not_finite_is_no_small_distance() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.record.digests import constant, digest, not_finite, row_digests
+from harness.record.digests import constant, digest, not_finite, packed_digests, row_digests
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 
@@ -65,3 +65,13 @@ def test_a_row_without_what_it_ends_with_is_that_row_before_it_was_padded() -> N
     longer = torch.cat([padded, torch.zeros(2, 3, dtype=rows.dtype)], 1)
     assert row_digests(longer).tolist() == row_digests(padded).tolist()
     assert len({*row_digests(rows).flatten().tolist()}) == 4
+
+
+def test_samples_that_lie_end_to_end_have_the_digests_of_rows() -> None:
+    rows = [torch.tensor([row]) for row in ([3, 1, 2, 2], [7], [4, 4, 4], [0, 5], [6, 6, 0, 0, 0])]
+    packed = torch.cat([row.flatten() for row in rows])
+    begins = torch.tensor([True, 0, 0, 0, True, True, 0, 0, True, 0, True, 0, 0, 0, 0]).bool()
+    expected = torch.cat([row_digests(row) for row in rows], 1)
+    assert packed_digests(packed, begins).tolist() == expected.tolist()
+    begins[0] = False  # as if the first sample began on another rank
+    assert packed_digests(packed, begins).tolist() == expected.tolist()

@@ -13,7 +13,7 @@ from torch import nn
 from harness.probe.clock import Clock
 from harness.probe.collectives import CollectiveRecorder
 from harness.probe.pipeline import PipelineRecorder
-from harness.record.inputs import INPUTS, inputs_of
+from harness.record.inputs import INPUTS, begins_of, inputs_of
 from harness.record.seen import Seen
 
 TOKENS, MASK, ROWS = torch.arange(4).reshape(1, 4), torch.ones(1, 4, dtype=torch.int64), torch.rand(1, 4)
@@ -51,6 +51,24 @@ def test_the_samples_are_the_first_tensor_that_is_no_mask_in_whatever_holds_it(a
 def test_where_there_is_only_a_mask_it_is_told_and_where_there_is_no_tensor_nothing_is() -> None:
     assert [id(one) for one in inputs_of(({"mask": MASK, "positions": ROWS},), {})] == [id(MASK)]
     assert inputs_of((HOLDS_ITSELF, {1: "a text"}, [1] * 100_000), {"use_cache": False}) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "positions", "begins"),
+    [
+        ((5,), torch.tensor([0, 1, 2, 0, 1]), [0, 3]),
+        ((1, 5), torch.tensor([[2, 3, 0, 1, 2]]), [2]),
+        ((5,), torch.tensor([0, 1, 2, 0, 0]), [0, 3]),  # padding
+        ((2, 5), torch.arange(5).expand(2, 5), None),
+        ((5,), torch.arange(3), None),
+        ((5,), None, None),
+    ],
+)
+def test_samples_in_one_row_begin_where_positions_do(
+    shape: tuple[int, ...], positions: torch.Tensor | None, begins: list[int] | None
+) -> None:
+    found = begins_of((torch.ones(shape, dtype=torch.int64),), {"more": {"positions": positions}}, torch.ones(shape))
+    assert begins == (None if found is None else found.nonzero().flatten().tolist())
 
 
 def test_a_model_that_is_called_with_a_batch_of_names_was_fed_its_tokens() -> None:

@@ -34,11 +34,11 @@ def recorded(trusted: Path, out: Path, capsys: pytest.CaptureFixture[str], ranks
     return json.loads(capsys.readouterr().out) | {"exit": code}
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("fsdp1_orig", 2), ("fsdp_tp_sp", 4)])
+@pytest.mark.parametrize(("layout", "ranks"), [("fsdp1_orig", 2), ("fsdp_tp_sp", 4), ("pp --joined-norm", 2)])
 def test_the_same_training_in_another_layout_passes(
     layout: str, ranks: int, trusted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = recorded(trusted, tmp_path / "other", capsys, ranks, "--layout", layout)
+    found = recorded(trusted, tmp_path / "other", capsys, ranks, "--layout", *layout.split())
     assert (found["verdict"], found["exit"], found["steps"], found["parameters"]) == ("PASS", 0, [1, 2, 3], 16)
     assert {result["verdict"] for result in found["results"]} == {"PASS"}
     assert "float32" in found["bounds"]

@@ -164,7 +164,9 @@ class Lend(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.names = names
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        wanted = name.partition(".")[0] in self.names
+        package = name.partition(".")[0]
+        installed = name != package and not isinstance(sys.modules.get(package), _Lent)  # has what it has, and no more
+        wanted = package in self.names and not installed
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if wanted else None
 
     def create_module(self, spec: Any) -> ModuleType:
