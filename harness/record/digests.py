@@ -51,11 +51,12 @@ _rooms = _Rooms()
 
 def room(dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """Return where a tensor of at most CHUNK elements can be copied to, until this thread asks again. Trap: streams of a device
-    would write there at once; there it is fresh."""
+    would write there at once; there it is fresh. Trap: what is made in inference mode cannot be written outside of it."""
     if like.device.type != "cpu":
         return torch.empty(like.shape, dtype=dtype, device=like.device)
     if dtype not in _rooms.held:
-        _rooms.held[dtype] = torch.empty(CHUNK, dtype=dtype)
+        with torch.inference_mode(False):
+            _rooms.held[dtype] = torch.empty(CHUNK, dtype=dtype)
     return _rooms.held[dtype][: like.numel()].view(like.shape)
 
 

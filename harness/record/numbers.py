@@ -86,6 +86,7 @@ class Numbers:
     plain: dict[str, None] = field(default_factory=dict)
     unplaced: dict[str, str] = field(default_factory=dict)
     computes_in: str = ""
+    _normed: tuple[int, int] = (-1, -1)
     _fresh: set[str] = field(default_factory=set)
     _held: tuple[int, list[Held]] = (-1, [])
     _altered: set[str] = field(default_factory=set)
@@ -156,7 +157,11 @@ class Numbers:
             self.norms[self.clock.step] = local(norm).clone()
 
     def _note_norms_off(self, parts: Sequence[nn.Module]) -> None:
-        """Note how well torch's own norms, of which clipping makes the whole one, hold for these gradients."""
+        """Note how well torch's own norms, of which clipping makes the whole one, hold for these gradients. Functions that clip
+        call one another."""
+        if self._normed == (self.clock.step, len(self.fed)):
+            return
+        self._normed = self.clock.step, len(self.fed)
         owners = {id(held.owner): local(held.owner.grad) for held in self._all(parts) if held.owner.grad is not None}
         for gradient in owners.values():
             if gradient.device.type == "cpu" and gradient.numel() > MANY and gradient.is_floating_point():

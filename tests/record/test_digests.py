@@ -75,3 +75,10 @@ def test_samples_that_lie_end_to_end_have_the_digests_of_rows() -> None:
     assert packed_digests(packed, begins).tolist() == expected.tolist()
     begins[0] = False  # as if the first sample began on another rank
     assert packed_digests(packed, begins).tolist() == expected.tolist()
+
+
+def test_what_was_looked_at_in_inference_mode_can_be_looked_at_again() -> None:
+    tensor = torch.randn(64)
+    with torch.inference_mode():
+        found = int(digest(tensor))
+    assert int(digest(tensor)) == found
