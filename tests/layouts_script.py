@@ -200,6 +200,10 @@ def main() -> None:
             else:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip, foreach=False)
         optimizer.step()
+        if args.mistake == "changed" and step == 2:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
     if distributed:
         dist.destroy_process_group()
 

@@ -83,6 +83,10 @@ def gradients_cause(one: Numbers, other: Numbers, found: Comparison, result: Res
                 return replace(cause, where=cause.where or where, details=(*cause.details, *details))
         if not ranks and (rounded := _rounded(wrong)):
             return replace(rounded, where=where, details=(*rounded.details, *details))
+    if (changed := other.changed.get(step)) and not one.changed.get(step):
+        text = f"weights are others as step {step} begins than they were after step {step - 1}"
+        told = (("step", step), ("parameters", changed))
+        return Cause("weights changed between steps", text, in_words(changed, one), details=told)
     if len(differences) == 1 == len(names) and (rows := wrong_rows(one, other, differences[0])):
         where += f", {rows}"
     text = f"gradients, or weights before them, are wrong from step {step} on" if step > 1 else "gradients are wrong"

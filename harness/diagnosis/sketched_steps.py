@@ -89,7 +89,7 @@ def _decayed(one: Numbers, other: Numbers, wrong: Sequence[Difference]) -> Cause
         apart(mine + times * held, theirs)[0] <= bound for mine, theirs, held, bound in found
     ):
         return None
-    much = f"{number_text(times, 4)} times the weights besides"
+    much = f"{number_text(times, 4)} times the weights in addition"
     if kind == OF_UPDATES:
         return Cause(
             "weight decay", f"weights decay otherwise: what the step adds has {much}", details=(("times", times),)

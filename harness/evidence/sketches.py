@@ -97,6 +97,8 @@ class RankSketches:
     """Parameter -> why it is not known which elements of it the rank holds."""
     bare: dict[int, int] = field(default_factory=dict)
     """Digest of a row -> that of the row without the equal tokens that it ends with."""
+    changed: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Step -> parameters that are others as it begins than they were after the step before."""
     drawn: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Step -> digests of torch's generators before and after its first pass that trained."""
 
@@ -131,10 +133,10 @@ def save_sketches(path: Path, of: RankSketches) -> None:
 
 PLAIN = (
     *("rank", "world", "launch", "shapes", "dtypes", "passes", "tokens", "norms", "norms_off", "rates"),
-    *("scales", "optimizers", "computes_in", "noise", "plain", "unplaced", "bare", "drawn"),
+    *("scales", "optimizers", "computes_in", "noise", "plain", "unplaced", "bare", "drawn", "changed"),
 )
 """Fields that JSON keeps."""
-OF_STEPS = ("passes", "tokens", "norms", "norms_off", "scales", "rates", "drawn")
+OF_STEPS = ("passes", "tokens", "norms", "norms_off", "scales", "rates", "drawn", "changed")
 
 
 class _Before:
@@ -196,7 +198,7 @@ def _unpacked(data: bytes) -> RankSketches:
     plain: dict[str, Any] = {name: head[name] for name in PLAIN if name in head}
     plain |= {name: _by_step(plain.get(name, {})) for name in OF_STEPS}
     plain["passes"] = {step: tuple(map(tuple, of)) for step, of in plain["passes"].items()}
-    plain["drawn"] = {step: tuple(pair) for step, pair in plain["drawn"].items()}
+    plain |= {name: {step: tuple(of) for step, of in plain[name].items()} for name in ("drawn", "changed")}
     plain["bare"] = {int(row): bare for row, bare in head["bare"].items()}
     plain["shapes"] = {fqn: tuple(shape) for fqn, shape in plain["shapes"].items()}
     return RankSketches(

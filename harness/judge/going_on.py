@@ -46,6 +46,7 @@ def _shifted(of: Numbers, by: int) -> Numbers:
         rates=_later(of.rates, by),
         passes=_later(of.passes, by),
         drawn=_later(of.drawn, by),
+        changed=_later(of.changed, by),
     )
 
 

@@ -91,6 +91,8 @@ class Numbers:
     """Step and number of a pass from 1 -> by parameter, the sketch of what was accumulated until then."""
     by_rows: Mapping[tuple[int, str], Mapping[str, np.ndarray]] = field(default_factory=dict)
     """Step and parameter -> the sketches of its gradient's blocks of rows, such as 0:16."""
+    changed: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """Step -> parameters that some rank has others of as it begins than after the step before."""
     drawn: Mapping[int, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
     """Step and rank -> digests of torch's generators before and after the step's first pass."""
     after: int = 0
@@ -126,7 +128,7 @@ class _Total:
         self.fed: dict[int, dict[int, tuple[bool, tuple[tuple[int, ...], ...]]]] = defaultdict(dict)
         self.after_pass: dict[tuple[int, int], dict[str, np.ndarray]] = defaultdict(dict)
         self.tokens, self.norms = defaultdict[int, list[int]](list), defaultdict[int, dict[int, float]](dict)
-        self.scales = dict[int, float]()
+        self.scales, self.changed = dict[int, float](), dict[int, tuple[str, ...]]()
         self.bare, self.norms_off = dict[int, int](), dict[int, float]()
         self.drawn = defaultdict[int, dict[int, tuple[int, int]]](dict)
         self.rates, self.optimizers = defaultdict[int, set[float]](set), dict[str, None]()
@@ -150,6 +152,8 @@ class _Total:
             self.tokens[step].append(number)
         for step, norm in one.norms.items():
             self.norms[step][one.rank] = norm
+        for step, names in one.changed.items():
+            self.changed[step] = tuple(dict.fromkeys((*self.changed.get(step, ()), *names)))
         for step, pair in one.drawn.items():
             self.drawn[step][one.rank] = pair
         for step, off in one.norms_off.items():
@@ -217,6 +221,7 @@ class _Total:
             after_pass=self.after_pass,
             by_rows=by_rows,
             drawn=self.drawn,
+            changed=self.changed,
         )
 
 

@@ -24,6 +24,7 @@ from harness.probe.clock import Account, Clock
 from harness.probe.structure import local
 from harness.probe.values import CLIP_FUNCTIONS
 from harness.record.boxes import Held, Sharded, held_parameters, of_dtensor, rows_between
+from harness.record.changed import Changed
 from harness.record.compiling import not_compiled
 from harness.record.digests import generators, packed_digests, row_digests, token_sum
 from harness.record.place import place_of
@@ -78,6 +79,7 @@ class Numbers:
     """What was looked at; once it is read, without the tensor."""
     fed: list[Fed] = field(default_factory=list)
     norms: dict[int, Any] = field(default_factory=dict)
+    changed: Changed = field(default_factory=Changed)
     norms_off: dict[int, float] = field(default_factory=dict)
     scales: dict[int, torch.Tensor] = field(default_factory=dict)
     rates: dict[int, float] = field(default_factory=dict)
@@ -338,6 +340,7 @@ class Numbers:
             unplaced=self.unplaced,
             bare=bare,
             drawn=drawn,
+            changed=self.changed.names,
         )
 
 

@@ -171,6 +171,8 @@ class Seen:
             dtype = str(inputs[0].dtype).removeprefix("torch.")
             step.fed.append((self._clock.account, [*map(digest, inputs)], tuple(inputs[0].shape), dtype))
         if in_training and self.reads_contents:
+            before = self._steps.get(self._clock.step - 1, Step())
+            self.numbers.changed.look(self._clock.step, self.parts, {} if before.read_late else before.digests)
             begins = begins_of(args, kwargs, inputs[0]) if inputs else None
             self.numbers.pass_begins(self.parts, inputs[0] if inputs else None, begins)
 

@@ -48,6 +48,7 @@ def test_the_same_training_in_another_layout_passes(
     ("mistake", "layout", "check", "kind"),
     [
         ("halved", "fsdp2", "gradients", "gradients scaled"),
+        ("changed", "fsdp2", "gradients", "weights changed between steps"),
         ("samples", "ddp", "samples", "same samples"),
         ("", "pp", "grad_norm", "clipped by another norm"),  # each stage clips by its own
     ],
@@ -66,5 +67,5 @@ def test_a_mistake_fails_and_is_found_where_it_is_made(
     cause = found["cause"]
     assert (cause["kind"], cause["explains"][0]) == (kind, check)
     details = dict(cause["details"])
-    assert details["step"] == (2 if mistake == "samples" else 1)
+    assert details["step"] == {"samples": 2, "changed": 3}.get(mistake, 1)
     assert details.get("factor") == (0.5 if mistake == "halved" else None)
