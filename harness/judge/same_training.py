@@ -141,6 +141,9 @@ def _differences(one: Numbers, other: Numbers, bounds: Bounds, steps: Iterable[i
 
 
 def _initial(one: Numbers, other: Numbers) -> Result:
+    if one.after and one.changed.get(one.after + 1):
+        note = f"the first recording's weights were changed after step {one.after}, and into what was not seen"
+        return Result("initial_weights", Verdict.UNKNOWN, note=note)
     keys = [(one.after, WEIGHTS, fqn) for fqn in {**one.shapes, **other.shapes}]
     both = [key for key in keys if key in one.whole and key in other.whole]
     findings = []

@@ -13,6 +13,7 @@ from literal_numbers import FQNS, RIGHT, SHAPES, STEPS, Change, numbers, of, ran
 
 from harness.diagnosis.sketched import cause_of
 from harness.evidence.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches
+from harness.judge.going_on import going_on
 from harness.judge.result import Verdict
 from harness.judge.same_training import CHECKS, compared, why_no_noise
 from harness.judge.sketched import Key, Numbers, added_up
@@ -228,6 +229,12 @@ def test_a_norm_may_be_off_as_far_as_torch_rounds_it() -> None:
     assert verdict(norms(1.0), rounded) is verdict(rounded, norms(1.0)) is Verdict.PASS
     assert verdict(norms(1.0), norms(0.995)) is Verdict.FAIL
     assert verdict(norms(1.0), replace(rounded, norms=norms(0.98).norms)) is Verdict.FAIL
+
+
+def test_weights_that_were_changed_after_a_save_do_not_judge_what_is_loaded() -> None:
+    one, other = going_on(replace(RIGHT, changed={3: ("output",)}), RIGHT, 2)
+    found = {r.check: r.verdict for r in compared(one, other).results}
+    assert found["initial_weights"] is Verdict.UNKNOWN
 
 
 def test_nothing_is_judged_by_numbers_of_the_first_recording_that_are_not_finite() -> None:
