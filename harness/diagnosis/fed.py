@@ -201,7 +201,7 @@ def _foreign(trial: Trial, step: int) -> Cause | None:
     odd = tuple(rank for rank, ids in shares.items() if {*ids} - wanted)
     if not odd:
         missing = wanted.difference(*shares.values())
-        text = f"{len(missing)} of {len(wanted)} samples are received by no rank{when}"
+        text = f"{len(missing)} of {len(wanted)} samples of step {step} are received by no rank in this step"
         return Cause("samples lost", text, details=(("samples", tuple(sorted(missing))),)) if missing else None
     steps = tuple(step_received(trial, shares[rank]) for rank in odd)
     if None not in steps and len({*steps}) == 1:

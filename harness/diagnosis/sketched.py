@@ -128,7 +128,8 @@ def _samples(one: Numbers, other: Numbers, found: Comparison, result: Result) ->
     if late := _of_another_step(one, other, step):
         return replace(late, details=(*late.details, *details))
     if theirs < mine and often == max(theirs.values()):
-        text = f"{len({*mine} - {*theirs})} of {len(mine)} rows of step {step} are fed to no rank"
+        lost, of_all = sum((mine - theirs).values()), sum(mine.values())
+        text = f"{lost} of {of_all} rows of step {step} are fed to no rank in this step"
         return Cause("samples lost", text, details=details)
     if twice := _fed_to_several(one, other):
         text = f"ranks draw overlapping samples: {twice} rows of these steps are fed to several of them"

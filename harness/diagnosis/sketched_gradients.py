@@ -141,13 +141,25 @@ def _not_reduced(wrong: Wrong, ranks: Sequence[int]) -> Iterator[Way]:
     """What ranks have of the same slice differs, and the mean of it is the right one, or a plain multiple."""
     for factor in (1.0, 1.0 / len(ranks), float(len(ranks))):
         if all(_mean_is(wrong.other, d, factor * wrong.right(d)) for d in wrong.differences):
-            text = f"gradients are not reduced over ranks {ranks_text([*ranks])}: each keeps its own"
+            text = f"gradients are not reduced over ranks {ranks_text([*ranks])}: "
+            alike = _alike(wrong)
+            text += f"{' '.join(map(ranks_text, alike))} have the same ones" if alike else "each keeps its own"
             hint = f"their {'mean' if factor == 1 else 'sum'} is the first recording's" if factor <= 1 else ""
-            details = (("ranks", tuple(ranks)),)
+            details = (("ranks", tuple(ranks)), ("alike", tuple(alike)))
             if 0 < factor < 1 and all("norm" in d.key[2] for d in wrong.differences):
                 text = f"gradients of norm weights are not summed over ranks {ranks_text([*ranks])}"
                 yield Cause("norms not summed", text, details=details), wrong.seen
             yield Cause("gradients not reduced", text, hint=hint, details=details), wrong.seen
+
+
+def _alike(wrong: Wrong) -> list[tuple[int, ...]]:
+    """Return ranks that hold the same slices and the same numbers of them; none if each has its own."""
+    alike: dict[int, set[int]] = {}
+    for held in (held for d in wrong.differences for held in wrong.other.whole[d.key].replicas.values()):
+        for rank, sums in held:
+            same = {one for one, theirs in held if apart(sums, theirs)[0] <= FLOAT32}
+            alike[rank] = alike.get(rank, same) & same
+    return sorted({tuple(sorted(of)) for of in alike.values() if len(of) > 1})
 
 
 def _mean_is(other: Numbers, difference: Difference, wanted: np.ndarray) -> bool:

@@ -124,7 +124,7 @@ class _Total:
         self.why: dict[str, str] = {}
         self.whole = dict[Key, Whole]()
         self.places: dict[Key, dict[str, int]] = defaultdict(dict)
-        self.firsts = dict[tuple[Key, str], tuple[int, np.ndarray]]()
+        self.firsts = dict[tuple[Key, str], tuple[list[int], np.ndarray]]()
         self.fed: dict[int, dict[int, tuple[bool, tuple[tuple[int, ...], ...]]]] = defaultdict(dict)
         self.after_pass: dict[tuple[int, int], dict[str, np.ndarray]] = defaultdict(dict)
         self.tokens, self.norms = defaultdict[int, list[int]](list), defaultdict[int, dict[int, float]](dict)
@@ -174,15 +174,17 @@ class _Total:
             total = self.whole[key] = Whole(np.zeros(BUCKETS))
         if sketch.place not in self.places[key]:
             self.places[key][sketch.place] = sketch.elements
-            self.firsts[key, sketch.place] = rank, sketch.sums
+            self.firsts[key, sketch.place] = [rank], sketch.sums
             total.sums += sketch.sums
             total.squares += sketch.squares
             return
-        first_rank, first = self.firsts[key, sketch.place]
+        alike, first = self.firsts[key, sketch.place]
         differ = np.linalg.norm(sketch.sums - first) > SAME * max(float(np.linalg.norm(first)), 1e-300)
         if differ or sketch.place in total.replicas:
-            held = total.replicas.setdefault(sketch.place, [(first_rank, first)])
+            held = total.replicas.setdefault(sketch.place, [(one, first) for one in alike])
             held.append((rank, sketch.sums))
+        else:
+            alike.append(rank)
 
     def numbers(self) -> Numbers:
         """Return whole tensors, and why others are not."""

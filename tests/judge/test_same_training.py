@@ -319,3 +319,15 @@ def test_without_noise_what_follows_of_muons_roundings_has_the_bound_of_bfloat16
     assert {one.key for one in compared(of_muon(), of_muon({1: 0.4})).differences if one.is_wrong} == {
         (1, "update", UP)
     }
+
+
+@pytest.mark.parametrize("pairs", [((0, 2), (1, 3)), ((0, 1), (2, 3))])
+def test_gradients_that_are_reduced_over_some_ranks_alone_are_told_so(pairs: tuple[tuple[int, ...], ...]) -> None:
+    def of(number: int) -> RankSketches:
+        sign = 1.0 if number in pairs[0] else -1.0
+        return rank(number, 4, lambda step, kind, fqn, sums: sums * (1 + 0.5 * sign * (kind == GRADIENT)))
+
+    other = added_up([of(number) for number in range(4)])
+    cause = cause_of(RIGHT, other, compared(RIGHT, other))
+    assert cause is not None and cause.kind == "gradients not reduced"
+    assert dict(cause.details)["alike"] == pairs
