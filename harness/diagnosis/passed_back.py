@@ -6,6 +6,7 @@ The place is that of the last parameters that are wrong, whose gradients are mul
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -42,6 +43,9 @@ def multiples_passed_back(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         modules = [fqn.removesuffix(".weight") for fqn in fqns]
         for when, steps, more in spans(trial, step):
             cause = _cause(trial, modules, factor, when, steps)
+            if tied:
+                text = f"the embeddings' part of the tied weight's gradient is missing{when}"
+                cause = replace(cause, observed=text)
             yield Hypothesis(cause, partial(_assuming, modules=modules, factor=factor, steps=steps), 2 + more)
 
 
