@@ -6,7 +6,6 @@ The place is that of the last parameters that are wrong, whose gradients are mul
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -43,9 +42,6 @@ def multiples_passed_back(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         modules = [fqn.removesuffix(".weight") for fqn in fqns]
         for when, steps, more in spans(trial, step):
             cause = _cause(trial, modules, factor, when, steps)
-            if tied:
-                text = f"the embeddings' part of the tied weight's gradient is missing{when}"
-                cause = replace(cause, observed=text)
             yield Hypothesis(cause, partial(_assuming, modules=modules, factor=factor, steps=steps), 2 + more)
 
 
@@ -67,7 +63,10 @@ def _cause(trial: Trial, modules: Sequence[str], factor: float, when: str, steps
     place = f"the outputs of {some(modules, 4)}{when}"
     details = (("modules", tuple(modules)), ("factor", factor), ("steps", tuple(steps)))
     if abs(factor) < ALIKE:
-        return Cause("lost in backward", f"no gradient comes back to {place}", details=details)
+        lost = f"no gradient comes back to {place}"
+        if {f"{module}.weight" for module in modules} == {TIED} and trial.case.model.tied_embeddings:
+            lost = f"the embeddings' part of the tied weight's gradient is missing{when}"  # behind them or in them
+        return Cause("lost in backward", lost, details=details)
     text = f"gradients that come back to {place} are {times_text(factor)} what they should be"
     return Cause(KIND, text, hint=factor_text(trial, factor, False).removeprefix(": "), details=details)
 

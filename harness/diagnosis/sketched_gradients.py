@@ -83,7 +83,8 @@ def gradients_cause(one: Numbers, other: Numbers, found: Comparison, result: Res
                 return replace(cause, where=cause.where or where, details=(*cause.details, *details))
         if not ranks and (rounded := _rounded(wrong)):
             return replace(rounded, where=where, details=(*rounded.details, *details))
-    if (changed := other.changed.get(step)) and not one.changed.get(step):
+    both_looked = any((at, kind) == (step - 1, WEIGHTS) for at, kind, _ in one.whole)
+    if both_looked and (changed := other.changed.get(step)) and not one.changed.get(step):
         text = f"weights are others as step {step} begins than they were after step {step - 1}"
         told = (("step", step), ("parameters", changed))
         return Cause("weights changed between steps", text, in_words(changed, one), details=told)

@@ -84,7 +84,7 @@ class RankSketches:
     rates: dict[int, float] = field(default_factory=dict)
     """Step -> learning rate of the first group of the optimizer."""
     norms_off: dict[int, float] = field(default_factory=dict)
-    """Step -> by which part torch's own norm of one gradient was off, at most. On CPU, that of millions of elements is."""
+    """Step -> by which part torch's own norm of one gradient was off, at most. On CPU, that of many elements is."""
     optimizers: tuple[str, ...] = ()
     """Optimizers, each in one line."""
     computes_in: str = ""
@@ -156,7 +156,9 @@ class _Before:
     def whole(self, kind: str, fqn: str, place: str, kept: np.ndarray) -> np.ndarray:
         """The inverse, of what is kept as float64."""
         if kind == WEIGHTS:
-            kept = self._weights[fqn, place] = kept + self._weights.get((fqn, place), 0.0)
+            kept = kept + self._weights.get((fqn, place), 0.0)
+            if np.isfinite(kept).all():  # or all later ones would not be, either
+                self._weights[fqn, place] = kept
         return kept
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from literal_numbers import FQNS, RIGHT, SHAPES, STEPS, Change, numbers, of, rank, sums_of, told
 
 from harness.diagnosis.sketched import cause_of
-from harness.evidence.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches
+from harness.evidence.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, load_sketches, save_sketches
 from harness.judge.going_on import going_on
 from harness.judge.result import Verdict
 from harness.judge.same_training import CHECKS, compared, why_no_noise
@@ -229,6 +230,17 @@ def test_a_norm_may_be_off_as_far_as_torch_rounds_it() -> None:
     assert verdict(norms(1.0), rounded) is verdict(rounded, norms(1.0)) is Verdict.PASS
     assert verdict(norms(1.0), norms(0.995)) is Verdict.FAIL
     assert verdict(norms(1.0), replace(rounded, norms=norms(0.98).norms)) is Verdict.FAIL
+
+
+def test_weights_that_are_finite_again_are_read_so(tmp_path: Path) -> None:
+    def odd(step: int, kind: str, fqn: str, sums: np.ndarray) -> np.ndarray:
+        return sums * np.nan if (step, kind) == (2, WEIGHTS) else sums
+
+    save_sketches(tmp_path / "one.sketches", rank(change=odd))
+    read = load_sketches(tmp_path / "one.sketches")
+    assert read is not None
+    bad = {one.step for one in read.sketches if not np.isfinite(one.sums).all()}
+    assert bad == {2}
 
 
 def test_weights_that_were_changed_after_a_save_do_not_judge_what_is_loaded() -> None:
