@@ -18,7 +18,6 @@ from literal_ranks import APART, checkpoint_of, held_part, rank_evidence
 from literal_reference import clip, optimize, recipe_of, reference_of, retrained
 
 from harness.checks import all_checks, run_check
-from harness.checks.update import observed_norm
 from harness.evidence.records import (
     Collective,
     Exit,
@@ -26,6 +25,7 @@ from harness.evidence.records import (
 )
 from harness.judge import golden
 from harness.judge.measured import measured
+from harness.judge.norms import norm_of
 from harness.judge.order import flattened, flattened_reference
 from harness.judge.result import Diagnosis, Result
 from harness.judge.trial import Trial
@@ -193,7 +193,7 @@ def with_updates_that_follow(trial: Trial) -> Trial:
     """What the optimizer makes, rank by rank, of the gradients that are there, clipped by the norm of those of its replica."""
     steps, training = range(1, trial.case.training.steps + 1), trial.case.training
     replicas = {rank: _replica(trial, rank) for rank in trial.ranks}
-    norms = {replica: [observed_norm(trial, step, replica) for step in steps] for replica in set(replicas.values())}
+    norms = {replica: [norm_of(trial, step, replica) for step in steps] for replica in set(replicas.values())}
     for rank, evidence in trial.ranks.items():
         starts, own = {tensor.fqn: tensor.value for tensor in evidence.parameters}, norms[replicas[rank]]
         for step in steps:

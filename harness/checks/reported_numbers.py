@@ -1,14 +1,17 @@
 """Every other number that a rank reports is what its meaning says: a count, rate, epoch or mean of what ranks really did.
 
 Tokens and samples are those that ranks received, steps those on record. A rate is a count over seconds that are handed over,
-too. A validation loss is that of the reference's model, by the weights that ranks held, of the batch that they validated on.
+too. A validation loss is that of the reference's model, by the weights that ranks held, of the batch that they validated on. A
+norm of parameters is that of what they held. Each rank hands over its own part of a mean. The check judges how ranks put the
+parts together, and by how many samples or tokens they divided.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from harness.evidence.numbers import COUNTS, VALIDATION, Number
+from harness.evidence.numbers import COUNTS, MEAN, NORM, VALIDATION, Number
 from harness.judge.finding import Bound, Finding
 from harness.judge.numbers import Book, NotOnRecord, requested
 from harness.judge.reporting import relative
@@ -58,11 +61,11 @@ def wanted(book: Book, rank: int, step: int, name: str, number: Number) -> float
     assumed = book.trial.assumption.reports.get(key(name))
     if assumed:
         return assumed(rank, step)
-    received = book.expected(rank, step, number)
-    if number.of not in COUNTS or relative(number.value, received) <= CLOSE:
+    received = book.expected(rank, step, name, number)
+    if number.of not in (*COUNTS, MEAN) or relative(number.value, received) <= CLOSE:
         return received
     try:
-        recipes = book.expected(rank, step, number, requested)
+        recipes = book.expected(rank, step, name, number, requested)
     except NotOnRecord:
         return received
     return recipes if relative(number.value, recipes) <= CLOSE else received
@@ -79,15 +82,22 @@ def quantity(name: str) -> str:
 
 
 def bound_of(trial: Trial, step: int, number: Number) -> Bound:
-    if number.of != VALIDATION:
-        return Bound(CLOSE)
-    return trial.bounds.of(trial.bounds.loss[step])
+    if number.of == VALIDATION:
+        return trial.bounds.of(trial.bounds.loss[step])
+    return Bound(CLOSE + _rounding(trial) * (number.of == NORM))
+
+
+def _rounding(trial: Trial) -> float:
+    """Relative to a norm, what a sum of all its squares in float32 loses: as if each addition were rounded at random."""
+    wide = trial.case.training.dtype == "float64"
+    return 0.0 if wide else UNIT_ROUNDOFF["float32"] * math.sqrt(sum(map(math.prod, trial.plan.shapes.values())))
 
 
 def _note(number: Number, expected: float) -> str:
     """Say how many times the right one it is, and what it means, in the words of Number."""
     ratio = f"ratio {number.value / expected:.6g}" if expected else ""
     over = f" over {', '.join(number.over)}" if number.over else " of this rank"
+    over = "" if number.of == NORM else over
     steps = "since step 1" if number.steps is None else f"of {number.steps} steps" if number.steps > 1 else ""
     divided = f"divided by {', '.join(number.divided_by)}" if number.divided_by else ""
     rate = f"in {number.seconds!r} s" if number.rate else ""

@@ -9,7 +9,7 @@ optimizer left must be, bit for bit, what the next step begins with, and what th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from harness.judge import tolerance
 from harness.judge.clipping import clipped_unseen
 from harness.judge.finding import Bound, Finding
 from harness.judge.muon import Matrices
+from harness.judge.norms import norm_of
 from harness.judge.result import Result, Verdict, verdict_of
 from harness.judge.trial import Trial
 from harness.reference.config import TrainingConfig, rule_of, trains
@@ -59,7 +60,7 @@ def holds(trial: Trial, norms: dict[int, float]) -> bool:
 
 def clipped_norms(trial: Trial) -> dict[int, float]:
     """Return, by step, the global norm for clipping; 0 where what was clipped was not seen."""
-    return {step: 0.0 if clipped_unseen(trial, step) else observed_norm(trial, step) for step in trial.case.steps}
+    return {step: 0.0 if clipped_unseen(trial, step) else norm_of(trial, step) for step in trial.case.steps}
 
 
 def mistakes(trial: Trial, norms: dict[int, float]) -> Iterator[Finding]:
@@ -98,21 +99,6 @@ def changed(trial: Trial) -> dict[int, list[tuple[int, str]]]:
 def _as_requested(trial: Trial, evidence: RankEvidence) -> list[StepEvidence]:
     """`completed` reports others."""
     return [step for step in evidence.steps if step.step in trial.case.steps]
-
-
-def observed_norm(trial: Trial, step: int, ranks: Sequence[int] | None = None) -> float:
-    """Global norm of the gradients seen (by these ranks), each element counted once: as the first that holds it has it."""
-    total: list[float] = []
-    counted = set()
-    for rank in sorted(trial.ranks) if ranks is None else ranks:
-        evidence = trial.ranks[rank]
-        for record in evidence.steps:
-            for fqn in record.gradients if record.step == step else ():
-                part = trial.gradient_slice_of(rank, fqn)
-                if (fqn, part) not in counted:
-                    counted.add((fqn, part))
-                    total.append(record.squares[fqn])
-    return math.sqrt(math.fsum(total))
 
 
 def recipe_of(trial: Trial, fqn: str, step: int = 1) -> TrainingConfig:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.checks.update import observed_norm
 from harness.diagnosis.assume import another_optimizer, another_reference
 from harness.diagnosis.differences import (
     expected_gradient,
@@ -34,6 +33,7 @@ from harness.evidence.text import number_text
 from harness.judge.assembly import misfits
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
+from harness.judge.norms import norm_of
 from harness.judge.result import Cause
 from harness.judge.tolerance import NoBound, clip_coefficient
 from harness.judge.trial import Trial
@@ -165,7 +165,7 @@ def _factors(trial: Trial, step: int) -> Iterator[dict[str, float]]:
         return
     wrong, whole = [one for one in every if not one.within], trial.plan.shapes
     if not wrong:
-        yield dict.fromkeys(whole, observed_norm(trial, step) / trial.reference_step(step).grad_norm)
+        yield dict.fromkeys(whole, norm_of(trial, step) / trial.reference_step(step).grad_norm)
         return
     off = in_order(trial, (one.fqn for one in wrong))
     mean = float(np.average([one.fit for one in wrong], weights=[one.fit_bound**-2.0 for one in wrong]))
@@ -249,7 +249,7 @@ def _in_the_loss(trial: Trial, since: int, factor: float) -> Hypothesis:
 def _unscaled_late(trial: Trial, factor: float) -> Hypothesis:
     """Suppose a loss scale that is taken out of gradients after clipping has seen them."""
     factor = float(round(factor)) if abs(factor - round(factor)) < 1e-4 * factor else factor
-    limit, norms = trial.case.training.max_norm, {step: observed_norm(trial, step) for step in trial.case.steps}
+    limit, norms = trial.case.training.max_norm, {step: norm_of(trial, step) for step in trial.case.steps}
 
     def given(step: int, gradients: Arrays, norm: float, parameters: object) -> Arrays:
         return {fqn: (clip_coefficient(norm, limit) / factor * g).astype(g.dtype) for fqn, g in gradients.items()}

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from harness.checks.update import observed_norm
 from harness.diagnosis import assume
 from harness.diagnosis.assume import clipping_apart, summed, train_apart
 from harness.diagnosis.backward import silent_axes
@@ -29,6 +28,7 @@ from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
 from harness.judge.losses import losses
+from harness.judge.norms import norm_of
 from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient, relative_difference
 from harness.judge.trial import Trial
@@ -300,7 +300,7 @@ def _clipping(pieces: Pieces, chains: Sequence[Sequence[int]], twice: bool, tria
     def by(norm: float) -> float:
         return clip_coefficient(norm, limit) * clip_coefficient(clipped(norm), limit)
 
-    norms = {step: observed_norm(trial, step) for step in trial.case.steps}
+    norms = {step: norm_of(trial, step) for step in trial.case.steps}
     given = {"given": lambda step, gradients, norm, _: {fqn: by(norm) * g for fqn, g in gradients.items()}}
     words, owners = [given if twice else {}], [0] * len(parts)
     other = assume.apart(trial, {}, words, owners=owners, shares=shares, reduce=reduce)

@@ -10,18 +10,20 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
 from harness.checks.reported_rate import CLOSE
-from harness.checks.update import observed_norm
 from harness.diagnosis.factors import factor_text, token_factors
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, seen
 from harness.diagnosis.words import finding_line, on_ranks
 from harness.evidence.text import number_text
+from harness.judge import norms as observed
 from harness.judge.losses import losses
+from harness.judge.norms import GRADIENTS
 from harness.judge.reporting import Read, silences
 from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
@@ -37,7 +39,6 @@ Source = tuple[tuple[tuple[str, object], ...], Number]
 """A number on record, and what it is: words and values."""
 Ranks = Mapping[int, Sequence[int]]
 """Rank -> those whose parts its number is made of."""
-Fqns = Collection[str] | None
 Shares = Callable[[int], tuple[float, float]]
 """(n) -> how often the total before the n-th step and its own number count."""
 
@@ -131,9 +132,7 @@ def on_record(trial: Trial, check: str, rank: int, step: int) -> float | None:
         return None
     if _copies_differ(trial, step):
         return None
-    place = coordinate(trial.case.dims, rank)["dp_replicate"]
-    replica = [one for one in sorted(trial.ranks) if coordinate(trial.case.dims, one)["dp_replicate"] == place]
-    return observed_norm(trial, step, (rank, *replica, *sorted(trial.ranks)))  # its own numbers first
+    return norm_of(trial, rank, step)
 
 
 def _copies_differ(trial: Trial, step: int) -> bool:
@@ -280,28 +279,58 @@ def _parts(trial: Trial, ranks: Sequence[int], rank: int, step: int) -> list[lis
     return [losses(trial, one, step) for one in ranks if places.get(one) == places[rank]]
 
 
-def norms(trial: Trial) -> Iterator[Source]:
-    """Yield norms of the gradients of some ranks or parameters, or norms that are counted in another way."""
-    yield from ((details, partial(norm_of, trial, ranks=ranks)) for details, ranks in sets_of_ranks(trial))
-    yield from (((("with replicas counted along", axis),), partial(norm_of, trial, again=axis)) for axis in AXES)
+def norms(trial: Trial, of: str = GRADIENTS) -> Iterator[Source]:
+    """Yield norms of the tensors of some ranks or parameters, or norms that are counted in another way."""
+    by = partial(norm_of, trial, of=of)
+    all_of_it = cache(by)
+    yield from ((details, partial(by, ranks=ranks)) for details, ranks in sets_of_ranks(trial))
+    yield from (((("with replicas counted along", axis),), partial(by, again=axis)) for axis in AXES)
     shapes, every = trial.case.model.parameter_shapes(), {*trial.plan.shapes}
     vectors = {fqn for fqn in every if len(shapes.get(fqn, ())) == 1}
     ends = {fqn for fqn in every if not fqn.startswith("layers.")} - vectors
     for name, some in (("norm weights", vectors), ("embedding and output", ends)):
-        yield (("of", name),), partial(norm_of, trial, fqns=some)
-        yield (("without", name),), partial(norm_of, trial, fqns=every - some)
-    yield from (((("of norm type", power),), partial(norm_of, trial, power=power)) for power in (1.0, math.inf))
+        yield (("of", name),), partial(by, fqns=some)
+        yield (("without", name),), partial(by, fqns=every - some)
+    yield from (((("of norm type", power),), partial(by, power=power)) for power in (1.0, math.inf))
     for name, parts in groupings(trial).items():
-        each = [partial(norm_of, trial, fqns=fqns) for fqns in parts]
+        each = [partial(by, fqns=fqns) for fqns in parts]
         yield (("added up over", name),), lambda r, s, each=each: math.fsum(one(r, s) for one in each)  # type: ignore[misc]
-    yield (("to the power of", 2),), lambda rank, step: norm_of(trial, rank, step) ** 2
-    for fqn, (more, how) in itertools.product(trial.plan.shapes, ((1, "counted twice"), (-1, "left out"))):
-        yield (("with", f"{fqn} {how}"),), partial(_norm_with, trial, fqn, more)
+    yield (("to the power of", 2),), lambda rank, step: by(rank, step) ** 2
+    for name, fqns in _families(trial).items():
+        whole = cache(partial(by, fqns=fqns))
+        yield (("with", f"{name} counted twice"),), partial(_changed, all_of_it, [(1, whole)])
+        yield (("with", f"{name} left out"),), partial(_changed, all_of_it, [(-1, whole)])
+        for how, ranks in _lacking(trial, fqns):
+            part = partial(by, fqns=fqns, ranks=ranks)
+            yield (("with", f"{name} {how}"),), partial(_changed, all_of_it, [(-1, whole), (1, part)])
 
 
-def _norm_with(trial: Trial, fqn: str, more: int, rank: int, step: int) -> float:
-    """Return the global norm with the square of one parameter's own norm added so many times more."""
-    return math.sqrt(max(0.0, norm_of(trial, rank, step) ** 2 + more * norm_of(trial, rank, step, fqns={fqn}) ** 2))
+def _families(trial: Trial) -> dict[str, set[str]]:
+    """Each parameter by itself, and those of one name in all layers."""
+    found = {fqn: {fqn} for fqn in trial.plan.shapes}
+    for fqn in trial.plan.shapes:
+        head, *rest = fqn.split(".")
+        if head == "layers":
+            found.setdefault(".".join([head, "*", *rest[1:]]), set()).add(fqn)
+    return found
+
+
+def _lacking(trial: Trial, fqns: Collection[str]) -> Iterator[tuple[str, Ranks]]:
+    """Yield the ranks whose parts a norm has, if it lacks those of others along an axis that cuts these parameters."""
+    slices = trial.plan.slices
+    for axis in ("dp_shard", "tp"):
+        lines = trial.plan.groups.get(axis, ())
+        if any(slices[rank].get(fqn) != slices[line[0]].get(fqn) for line in lines for rank in line for fqn in fqns):
+            along = [one for one in AXES if one != axis]
+            own = {rank: group for group in groups(trial.case.dims, *along) for rank in group}
+            yield f"not reduced over {axis}", own
+            yield f"counted on rank 0 of {axis} alone", dict.fromkeys(own, own[0])
+
+
+def _changed(by: Callable[..., float], terms: Sequence[tuple[int, Number]], rank: int, step: int) -> float:
+    """Return the norm with the squares of others added so many times."""
+    more = math.fsum(times * (one(rank, step) or 0.0) ** 2 for times, one in terms)
+    return math.sqrt(max(0.0, by(rank, step) ** 2 + more))
 
 
 def groupings(trial: Trial) -> dict[str, list[set[str]]]:
@@ -319,21 +348,6 @@ def groupings(trial: Trial) -> dict[str, list[set[str]]]:
     return found
 
 
-def norm_of(
-    trial: Trial, rank: int, step: int, ranks: Ranks | None = None, fqns: Fqns = None, again: str = "", power: float = 2
-) -> float:
-    """Each entry counted once, as the first rank has it; again: once for each place along that axis."""
-    found: dict[object, float] = {}
-    for one in ranks[rank] if ranks else sorted(trial.ranks):
-        place = coordinate(trial.case.dims, one).get(again)
-        for record in (record for record in trial.ranks[one].steps if record.step == step):
-            for fqn, gradient in record.gradients.items():
-                key = fqn, trial.gradient_slice_of(one, fqn), place
-                if key not in found and gradient.size and (fqns is None or fqn in fqns):
-                    found[key] = (
-                        record.squares[fqn]
-                        if power == 2
-                        else float(np.linalg.norm(gradient.ravel().astype(np.float64), power))
-                    )
-    total = max(found.values(), default=0.0) if power == math.inf else math.fsum(found.values())
-    return math.sqrt(total) if power == 2 else total
+def norm_of(trial: Trial, rank: int, step: int, ranks: Ranks | None = None, **how: Any) -> float:
+    """Return the norm of those ranks' slices as judge.norms has it, by default as this rank sees all."""
+    return observed.norm_of(trial, step, ranks[rank] if ranks else observed.nearest(trial, rank), **how)

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from harness.checks.reported_numbers import bound_of, key, wanted
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, seen
 from harness.diagnosis.reported import Number as ByStep
-from harness.diagnosis.reported import Reported, on_record, phrase
+from harness.diagnosis.reported import Reported, norms, on_record, phrase
 from harness.diagnosis.words import finding_line, on_ranks
-from harness.evidence.numbers import AXES, COUNTS, SPLIT, VALIDATION, Number
-from harness.judge.numbers import Book, NotOnRecord
+from harness.evidence.numbers import AXES, COUNTS, MEAN, NORM, SPLIT, VALIDATION, Number
+from harness.judge.norms import PARAMETERS
+from harness.judge.numbers import Book, NotOnRecord, place_of
 from harness.judge.reporting import relative
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
@@ -102,12 +103,15 @@ def _meanings(trial: Trial, one: Named) -> Iterator[tuple[Details, ByStep]]:
 def _other_meanings(trial: Trial, one: Named) -> Iterator[tuple[Details, ByStep]]:
     """The same number, had its meaning another field."""
     book, first = Book(trial), next(iter(one.meant.values()))
+    if first.of == NORM:
+        return
     present = [axis for axis in SPLIT if getattr(trial.case.dims, axis) > 1]
 
     def meaning(**fields: object) -> ByStep:
         def number(rank: int, step: int) -> float | None:
             try:
-                return book.expected(rank, step, dataclasses.replace(one.meant[rank, step], **fields))  # type: ignore[arg-type]
+                meant = dataclasses.replace(one.meant[rank, step], **fields)  # type: ignore[arg-type]
+                return book.expected(rank, step, one.name, meant)
             except NotOnRecord:
                 return None
 
@@ -125,6 +129,9 @@ def _other_meanings(trial: Trial, one: Named) -> Iterator[tuple[Details, ByStep]
     for steps, text in ((1, "this step alone"), (None, "all steps so far")):
         if steps != first.steps and first.of != VALIDATION:
             yield (("of", text),), meaning(steps=steps)
+    for per in (*COUNTS[:3], "") if first.of == MEAN else ():
+        if per != first.per:
+            yield (("as a mean over", per or "what ranks say that they count"),), meaning(per=per)
 
 
 def _others(trial: Trial, one: Named) -> Iterator[tuple[Details, ByStep]]:
@@ -135,21 +142,38 @@ def _others(trial: Trial, one: Named) -> Iterator[tuple[Details, ByStep]]:
             (("as that of 1 step", "before" if by < 0 else "later"),),
             lambda rank, step, by=by: right.get((rank, step + by)),  # type: ignore[misc]
         )
+    book = Book(trial)
+    if first.of == NORM:
+        yield (("as that of 1 step", "before"),), lambda rank, step: _norm(book, rank, step - 1)
+        yield from norms(trial, PARAMETERS)
+    if first.of in (VALIDATION, MEAN):
+        yield (("as a mean of means of", "ranks"),), lambda rank, step: _mean_of_means(book, step, one)
+        for only in (rank for rank, step in one.meant if step == one.reported.odd[0][1]):
+            yield (("as that of rank", only),), lambda _, step, only=only: _mean_of(book, only, step, one)  # type: ignore[misc]
     if first.of == VALIDATION:
-        book = Book(trial)
-        yield (("as a mean of means of", "ranks"),), lambda rank, step: _mean_of_means(book, rank, step, one)
         yield (("as the", "loss"),), lambda rank, step: on_record(trial, "reported_loss", rank, step)
 
 
-def _mean_of_means(book: Book, rank: int, step: int, one: Named) -> float | None:
-    """Return the mean of the means of all ranks, each over its own valid tokens."""
-    number = dataclasses.replace(one.meant[rank, step], over=())
+def _mean_of_means(book: Book, step: int, one: Named) -> float | None:
+    """Return the mean of the means of all ranks that have a part, each over its own; ranks along tp share one."""
+    means = {place_of(book.trial, rank): _mean_of(book, rank, step, one) for rank in sorted(book.trial.ranks)}
+    known = [mean for mean in means.values() if mean is not None and math.isfinite(mean)]
+    return math.fsum(known) / len(known) if known else None
+
+
+def _mean_of(book: Book, rank: int, step: int, one: Named) -> float | None:
+    """Return the mean of a rank's own part."""
     try:
-        means = [book.expected(other, step, number) for other in sorted(book.trial.ranks)]
+        return book.expected(rank, step, one.name, dataclasses.replace(one.meant[rank, step], over=()))
+    except (NotOnRecord, KeyError):
+        return None
+
+
+def _norm(book: Book, rank: int, step: int) -> float | None:
+    try:
+        return book.norm(rank, step)
     except NotOnRecord:
         return None
-    known = [mean for mean in means if math.isfinite(mean)]
-    return math.fsum(known) / len(known) if known else None
 
 
 def _multiples(trial: Trial, one: Named) -> Iterator[tuple[Details, ByStep]]:

@@ -10,8 +10,8 @@ SPLIT = ("dp_replicate", "dp_shard", "cp")
 """The axes along which ranks receive different tokens."""
 AXES = ("pp", *SPLIT, "tp")
 COUNTS = ("samples", "tokens", "valid tokens", "steps", "epochs")
-VALIDATION = "validation loss"
-MEANINGS = (*COUNTS, "epoch", VALIDATION)
+VALIDATION, NORM, MEAN = "validation loss", "parameter norm", "mean"
+MEANINGS = (*COUNTS, "epoch", VALIDATION, NORM, MEAN)
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Number:
     """The number that is shown."""
     of: str
     """What it counts: samples, tokens, valid tokens, steps, epochs (the recipe's samples over those of the data set); or
-    "epoch", the number from 0 of the step's; or "validation loss", the mean over valid tokens, after the step."""
+    "epoch", the number from 0 of the step's; or "validation loss", the mean over valid tokens, after the step; or "parameter
+    norm", the 2-norm of all parameters after the step; or "mean", of whatever `total` and `count` are of."""
     over: tuple[str, ...] = SPLIT
     """Axes over whose ranks it is put together, of dp_replicate, dp_shard and cp; along others it is the rank's own part."""
     steps: int | None = 1
@@ -41,6 +42,12 @@ class Number:
     """Of a validation loss: int64 [samples, positions], the rank's share before cp cuts it; None: what its passes received."""
     labels: np.ndarray | None = None
     """Labels of these tokens, -100 where one does not count."""
+    total: float | None = None
+    """Of a mean, the sum that this rank adds to it; None: the rank has no part in it, as one without the last stage."""
+    count: float | None = None
+    """Of a mean, how many this rank's sum is of; a share of a sample where cp cuts samples."""
+    per: str = ""
+    """What a mean is over, if these can be counted: samples, tokens or valid tokens. It is divided by those received."""
 
     def __post_init__(self) -> None:
         if self.of not in MEANINGS:
@@ -50,3 +57,5 @@ class Number:
                 raise ValueError(f"{key} {unknown[0]!r}: choose of {', '.join(known)}")
         if (self.tokens is None) != (self.labels is None):
             raise ValueError("tokens and labels of a validation loss are handed over together, or not at all")
+        if self.per and self.per not in COUNTS[:3]:
+            raise ValueError(f"per {self.per!r}: choose one of {', '.join(COUNTS[:3])}")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from harness.evidence.numbers import SPLIT, VALIDATION, Number
+from harness.evidence.numbers import MEAN, NORM, SPLIT, VALIDATION, Number
 from harness.evidence.step import Microbatch, StepEvidence
 from harness.judge.labels import IGNORED
+from harness.judge.norms import PARAMETERS, nearest, norm_of
 from harness.judge.received_samples import positions_received, received_samples
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
@@ -43,15 +44,17 @@ class Book:
     losses: dict[int, Mapping[Place, Part]] = field(default_factory=dict)
     """By step, what is known already of validation."""
 
-    def expected(self, rank: int, step: int, number: Number, count: Count | None = None) -> float:
-        """Return what a rank should report. count: `counted` by default, or `requested`. Raises NotOnRecord."""
+    def expected(self, rank: int, step: int, name: str, number: Number, count: Count | None = None) -> float:
+        """Return what a rank should report by that name. count: `counted` by default, or `requested`. Raises NotOnRecord."""
         if number.rate and not (number.seconds or 0) > 0:
             raise NotOnRecord("it is a rate, and its seconds are not handed over")
         degrees = [getattr(self.trial.case.dims, axis) for axis in number.divided_by]
         below = math.prod(degrees) * ((number.seconds or 1.0) if number.rate else 1.0)
-        return self._plain(rank, step, number, count or counted) * number.times / below
+        return self._plain(rank, step, name, number, count or counted) * number.times / below
 
-    def _plain(self, rank: int, step: int, number: Number, count: Count) -> float:
+    def _plain(self, rank: int, step: int, name: str, number: Number, count: Count) -> float:
+        if number.of == NORM:
+            return self.norm(rank, step)
         if number.of == VALIDATION:
             parts = _of_rank(self._validation(step), self.trial, rank, number.over)
             valid = sum(count for _, count in parts)
@@ -64,7 +67,20 @@ class Book:
         if number.of == "steps":
             return len(steps)
         own = self.trial.case.dims  # of another layout it is the number of all ranks
-        return sum(count(launch, one, rank if launch.case.dims == own else 0, number) for launch, one in steps)
+        where = [(launch, one, rank if launch.case.dims == own else 0) for launch, one in steps]
+        if number.of != MEAN:
+            return sum(count(*at, number) for at in where)
+        means = [part for at in where for part in parts_of_mean(*at, name, number)]
+        those = replace(number, of=number.per) if number.per else None
+        among = sum(count(*at, those) for at in where) if those else math.fsum(count for _, count in means)
+        return math.fsum(total for total, _ in means) / among if among else math.nan
+
+    def norm(self, rank: int, step: int) -> float:
+        """Return the 2-norm of all parameters after a step, as a rank sees it: replicas may differ. Raises NotOnRecord."""
+        held = {fqn for _, record in self.trial.own_steps() if record.step == step for fqn in record.parameters}
+        if held != self.trial.plan.shapes.keys():
+            raise NotOnRecord(f"parameters after step {step} are not all on record")
+        return norm_of(self.trial, step, nearest(self.trial, rank), of=PARAMETERS)
 
     def _validation(self, step: int) -> Mapping[Place, Part]:
         if step not in self.losses:
@@ -82,6 +98,20 @@ def _covered(trial: Trial, step: int, number: Number) -> Iterator[tuple[Trial, i
         if launch.case.dims != trial.case.dims and {*number.over} != {*SPLIT}:
             raise NotOnRecord(f"step {one} had another layout, in which no rank's part is this one's")
         yield launch, one
+
+
+def parts_of_mean(trial: Trial, step: int, rank: int, name: str, number: Number) -> list[tuple[float, float]]:
+    """Return the sums and counts that a rank's mean is put together of: one of each place, which tp ranks share. Raises
+    NotOnRecord."""
+    parts: dict[Place, tuple[float, float]] = {}
+    for one in (rank, *sorted(trial.ranks)):
+        shown = _record(trial, one, step).numbers.get(name)
+        if shown is not None and shown.total is not None and shown.count is not None:
+            parts.setdefault(place_of(trial, one), (shown.total, shown.count))
+    found = _of_rank(parts, trial, rank, number.over)
+    if not found:
+        raise NotOnRecord(f"total and count of step {step} are not handed over")
+    return found
 
 
 def counted(trial: Trial, step: int, rank: int, number: Number) -> int:

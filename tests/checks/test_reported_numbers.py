@@ -12,6 +12,7 @@ from diagnosed import kinds, proven
 from literal import EIGHT, judged, tiny_case, trial_of, with_step
 
 from harness.evidence.numbers import Number
+from harness.judge.norms import PARAMETERS, norm_of
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.spec.case import Saved
@@ -148,3 +149,75 @@ def test_a_count_since_the_beginning_goes_on_behind_a_checkpoint_of_another_layo
     assert (judged("reported_numbers", trial).verdict, judged("reported_numbers", trial).examined) == (Verdict.PASS, 4)
     only = with_step(trial, 3, 3, numbers={"n": Number(1, of="tokens", over=("dp_shard",), steps=None)})
     assert judged("reported_numbers", only).verdict is Verdict.UNKNOWN
+
+
+# ---- means and norms
+
+
+def length(trial: Trial, step: int, ranks: Any) -> float:
+    """Valid tokens per sample, of some ranks."""
+    rows = sum(len(part.tokens) for rank in ranks for part in trial.ranks[rank].steps[step - 1].microbatches)
+    return valid(trial, step, ranks) / rows
+
+
+def showing(trial: Trial, value: Any, per: str = "samples", more: float = 0.0) -> Trial:
+    """value: a mean of valid tokens per sample, by rank and step. more: what ranks count besides their samples."""
+    for rank, step in ((rank, step) for rank in trial.ranks for step in STEPS):
+        rows = sum(len(part.tokens) for part in trial.ranks[rank].steps[step - 1].microbatches)
+        own = {"total": valid(trial, step, [rank]), "count": rows / trial.case.dims.cp + more}
+        trial = with_step(trial, rank, step, numbers={"n": Number(value(rank, step), of="mean", per=per, **own)})
+    return trial
+
+
+def test_a_mean_is_that_of_all_parts_over_what_was_received() -> None:
+    for trial, cp in ((GRID, 1), (CP, 2)):
+        right = showing(trial, lambda _, step, of=trial, cp=cp: cp * length(of, step, of.ranks))
+        assert judged("reported_numbers", right).verdict is Verdict.PASS
+    padded = showing(GRID, lambda _, step: valid(GRID, step) / (len(GRID.ranks) + 8), more=1.0)
+    assert proven(padded) == (
+        "wrong report",
+        {"report": "n", "as a mean over": "what ranks say that they count"},
+    )
+    as_said = showing(GRID, lambda _, step: valid(GRID, step) / 12, per="", more=1.0)
+    assert judged("reported_numbers", as_said).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize(
+    ("value", "details"),
+    [
+        (lambda r, s: length(GRID, s, [0]), ("as that of rank", 0)),
+        (lambda r, s: length(GRID, s, [r]), ("not added up over", ("dp_replicate", "dp_shard"))),
+        (lambda r, s: valid(GRID, s) / tokens(GRID, s), ("as a mean over", "tokens")),
+    ],
+)
+def test_a_mean_of_something_else_is_named(value: Any, details: Any) -> None:
+    assert proven(showing(GRID, value)) == ("wrong report", {"report": "n", details[0]: details[1]})
+
+
+def test_a_mean_of_which_no_rank_hands_over_a_part_is_unknown() -> None:
+    assert judged("reported_numbers", reporting(GRID, lambda *_: 1.0, of="mean")).verdict is Verdict.UNKNOWN
+
+
+def norm(trial: Trial, step: int, fqns: Any = None, ranks: Any = None) -> float:
+    return norm_of(trial, step, ranks, fqns, of=PARAMETERS)
+
+
+def test_the_norm_of_parameters_is_that_of_all_that_ranks_hold() -> None:
+    weights = GRID.weights_after(2)
+    whole = sum(float(np.square(one, dtype=np.float64).sum()) for one in weights.values()) ** 0.5
+    assert norm(GRID, 2) == pytest.approx(whole, rel=1e-14)
+    shown = reporting(GRID, lambda rank, step: norm(GRID, step), of="parameter norm")
+    assert judged("reported_numbers", shown).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize(
+    ("value", "details"),
+    [
+        (lambda r, s: norm(GRID, s, ranks=[r, r ^ 2]), ("not reduced over", ("dp_shard",))),
+        (lambda r, s: norm(GRID, s, {*GRID.plan.shapes} - {"output.weight"}), ("with", "output.weight left out")),
+        (lambda r, s: norm(GRID, s) ** 2, ("to the power of", 2)),
+    ],
+)
+def test_another_norm_of_parameters_is_named(value: Any, details: Any) -> None:
+    named = proven(reporting(GRID, value, of="parameter norm"))
+    assert named == ("wrong report", {"report": "n", details[0]: details[1]})

@@ -14,8 +14,8 @@ from literal_reference import clip
 from test_recipe import LITTLE, LOW, Arrays, given, kind, named, proposed
 
 from harness.checks import judge
-from harness.checks.update import observed_norm
 from harness.diagnosis import diagnose
+from harness.judge.norms import norm_of
 from harness.plan.slices import tp_dim
 from harness.reference.config import TrainingConfig
 
@@ -95,7 +95,7 @@ def test_ranks_clip_by_a_norm_that_is_not_reduced_and_may_report_it(
     layout: str, axes: tuple[str, ...], peers: Callable[[int], tuple[int, ...]], reported: bool
 ) -> None:
     trial = trial_of(tiny_case(layout, LITTLE))
-    norms = {(r, s): observed_norm(trial, s, peers(r)) for r in trial.ranks for s in trial.case.steps}
+    norms = {(r, s): norm_of(trial, s, peers(r)) for r in trial.ranks for s in trial.case.steps}
     for rank in trial.ranks:
 
         def those(step: int, of: Arrays, norm: float, parameters: Arrays, rank: int = rank) -> Arrays:

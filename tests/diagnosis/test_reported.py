@@ -12,10 +12,10 @@ from literal import judged, tiny_case, trial_of, with_step
 from literal_reference import clip
 
 from harness.checks import judge
-from harness.checks.update import observed_norm
 from harness.diagnosis import diagnose
 from harness.diagnosis.engine import explain
 from harness.diagnosis.reported import norms, odd_reports, wrong_reports
+from harness.judge.norms import norm_of
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
@@ -167,7 +167,7 @@ def test_a_norm_that_is_not_reduced_over_axes(
     layout: str, axes: tuple[str, ...], peers: Callable[[int], tuple[int, ...]]
 ) -> None:
     trial = trial_of(tiny_case(layout))
-    wrong = shows(trial, NORM, lambda rank, step: observed_norm(trial, step, peers(rank)))
+    wrong = shows(trial, NORM, lambda rank, step: norm_of(trial, step, peers(rank)))
     assert whose(wrong, NORM) == {"not reduced over": axes}
 
 
@@ -273,6 +273,10 @@ def test_norms_are_of_the_gradients_that_their_details_say(dtype: type) -> None:
         ("to the power of", 2): length(*of.values()) ** 2,
         ("with", "norm.weight counted twice"): length(*of.values(), of["norm.weight"]),
         ("with", "output.weight left out"): length(*(of[fqn] for fqn in of if fqn != "output.weight")),
+        ("with", "layers.*.attention.wq.weight left out"): length(*(of[fqn] for fqn in of if ".wq." not in fqn)),
+        ("with", "output.weight counted on rank 0 of tp alone"): length(
+            *(of[fqn] if fqn != "output.weight" else np.split(of[fqn], 2)[0] for fqn in of)
+        ),
     }
     found = {details[0]: number for details, number in norms(trial)}
     for detail, value in wanted.items():

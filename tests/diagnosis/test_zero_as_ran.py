@@ -9,9 +9,9 @@ import pytest
 from diagnosed import broken, dims, kinds, proven
 from literal import ADAMW, UNEVEN, tiny_case, trial_of, with_every_rank, with_step
 
-from harness.checks.update import observed_norm
 from harness.diagnosis.recipe import wrong_recipe
 from harness.diagnosis.reported import norms
+from harness.judge.norms import norm_of
 from harness.judge.trial import Trial
 
 NINE = replace(ADAMW, global_batch=9)
@@ -43,7 +43,7 @@ def test_a_stage_that_ran_as_another_is_named(requested: str, ran: str) -> None:
 def test_a_norm_counts_replicas_again_only_along_axes_that_have_any(wrapper: str | None) -> None:
     trial = trial_of(tiny_case("fsdp_2_tp_2", wrapper=wrapper))
     counted = {d[0][1]: number(0, 1) for d, number in norms(trial) if d[0][0] == "with replicas counted along"}
-    assert {axis for axis, norm in counted.items() if not math.isclose(norm, observed_norm(trial, 1))} == {"tp"}
+    assert {axis for axis, norm in counted.items() if not math.isclose(norm, norm_of(trial, 1))} == {"tp"}
 
 
 def test_a_rate_is_named_by_the_part_that_each_rank_steps_on() -> None:

@@ -72,3 +72,66 @@ validation_loss_averaged_over_ranks = fault(
     named="wrong report",
     does=op.instead(".trainer:evaluated", _mean_of_means),
 )
+
+
+def _shown_as(change: Any) -> Any:
+    """What display returns, with some of it replaced. change: (trainer, what is shown) -> what is shown instead."""
+
+    def display(original: Any, trainer: Any, metrics: Any, seconds: float) -> Any:
+        shown = original(trainer, metrics, seconds)
+        return shown | change(trainer, shown)
+
+    return op.instead(".trainer:Trainer.display", display)
+
+
+def _mean_of_rank_0(trainer: Any, shown: Any) -> dict[str, float]:
+    import torch.distributed as dist
+
+    own = [trainer.own_valid_tokens / trainer.own_samples / trainer.case.dims.cp]
+    dist.broadcast_object_list(own)
+    return {"valid tokens per sample": own[0]}
+
+
+displayed_mean_is_that_of_rank_0 = fault(
+    breaks="a mean over all samples is shown as rank 0 has it of its own",
+    bug="hiyouga/LlamaFactory #10830: metrics of a distributed run describe rank 0 alone",
+    case="hsdp_2x2",
+    caught_by="reported_numbers",
+    named="wrong report",
+    does=_shown_as(_mean_of_rank_0),
+)
+
+
+def _mean_of_every_rank(trainer: Any, shown: Any) -> dict[str, float]:
+    import torch
+
+    from harness.trainers.llama3 import parallelize
+
+    own = torch.tensor(trainer.own_valid_tokens / trainer.own_samples, dtype=torch.float64)
+    return {"valid tokens per sample": float(parallelize.sum_over_data_ranks(own, trainer.mesh)) / trainer.case.dims.dp}
+
+
+displayed_mean_of_the_means_of_ranks = fault(
+    breaks="a mean over all samples is shown as the mean of the ranks' means, of which some are of fewer samples",
+    bug="huggingface/trl #7045: shown means where the last batch is not divided evenly",
+    case="ddp_2_last_batch_of_five",
+    caught_by="reported_numbers",
+    named="wrong report",
+    does=_shown_as(_mean_of_every_rank),
+)
+
+
+def _norm_of_own_shards(trainer: Any, shown: Any) -> dict[str, float]:
+    if "parameter norm" not in shown:
+        return {}
+    return {"parameter norm": sum(float(one.to_local().square().sum()) for one in trainer.parameters()) ** 0.5}
+
+
+displayed_parameter_norm_of_own_shards = fault(
+    breaks="the norm of the parameters that is shown is that of the shards that each rank holds",
+    bug="C02's kind, pytorch/torchtitan #766, in the norm of parameters",
+    case="fsdp_2",
+    caught_by="reported_numbers",
+    named="wrong report",
+    does=_shown_as(_norm_of_own_shards),
+)

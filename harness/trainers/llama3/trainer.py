@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from harness.reference.data import IGNORED
 from harness.reference.model import Llama, at_least_float32, seed_masks
 from harness.spec.case import Case
-from harness.trainers import Metrics, Number
+from harness.trainers import Metrics
 from harness.trainers.llama3 import (
     checkpoint,
     clip,
@@ -35,6 +35,7 @@ from harness.trainers.llama3 import (
     quantize,
     recipe,
     recompute,
+    shown_numbers,
     tied,
 )
 from harness.trainers.support import process_group
@@ -233,23 +234,6 @@ def mean_over_ranks(loss_sum: Tensor, valid_tokens: int, mesh: DeviceMesh | None
     return float(parallelize.sum_over_data_ranks(loss_sum, mesh)) / valid_tokens
 
 
-# ---- what is shown
-
-MEANINGS: dict[str, dict[str, Any]] = {
-    "tokens per second": {"of": "tokens", "rate": True},
-    "tokens seen": {"of": "tokens", "steps": None},
-    "own valid tokens": {"of": "valid tokens", "over": ()},
-    "epochs": {"of": "epochs", "steps": None},
-    "validation loss": {"of": "validation loss"},
-}
-
-
-def with_meanings(shown: dict[str, float], seconds: float, size: int) -> dict[str, Number]:
-    """Return each number that is shown with its meaning. seconds: those of the step. size: samples of the data."""
-    more: dict[str, dict[str, Any]] = {"tokens per second": {"seconds": seconds}, "epochs": {"data_size": size}}
-    return {name: Number(value, **MEANINGS[name], **more.get(name, {})) for name, value in shown.items()}
-
-
 # ---- the loop
 
 
@@ -288,7 +272,8 @@ class Trainer:
             metrics = self.train_step()
             seconds = time.perf_counter() - started
             shown = self.display(metrics, seconds) or {}
-            self.metrics.append(replace(metrics, numbers=with_meanings(shown, seconds, self.microbatches.size)))
+            more = self.handed_over(seconds)
+            self.metrics.append(replace(metrics, numbers=shown_numbers.with_meanings(shown, more)))
             if checkpoints and checkpoint_every and step % checkpoint_every == 0:
                 self.save(checkpoints)
 
@@ -313,11 +298,14 @@ class Trainer:
         self.tokens_seen = sum(map(self.case.seq_len, range(1, self.step + 1))) * self.case.training.global_batch
 
     def train_step(self) -> Metrics:
+        drawn = self.microbatches.samples
         microbatches = [
             sequence_part(tokens.to(self.device), labels.to(self.device), self.mesh, self.case)
             for tokens, labels in self.microbatches.step(self.case.seq_len(self.step + 1))
         ]
-        valid_tokens = count_valid(microbatches, self.mesh, self.device)
+        self.samples = self.microbatches.samples - drawn
+        self.own_samples = sum(len(part.tokens) for part in microbatches) / self.case.dims.cp
+        self.valid_tokens = valid_tokens = count_valid(microbatches, self.mesh, self.device)
         self.tokens = count_tokens(microbatches, self.case.at(self.step + 1))
         self.own_valid_tokens = own_valid_tokens(microbatches)
         for optimizer in self.optimizers:
@@ -325,9 +313,8 @@ class Trainer:
         for part in self.model_parts:
             seed_masks(part, self.case.training.seed, self.step + 1)
         loss_sum = self.forward_backward(microbatches, valid_tokens)
-        groups = [pipeline.group_of(self.mesh), parallelize.flat_group(self.mesh, self.case)]
         copies = tied.copies(self.model_parts, self.ends)
-        grad_norm = clip.clip_gradients(self.parameters(), self.case.training.max_norm, filter(None, groups), copies)
+        grad_norm = clip.clip_gradients(self.parameters(), self.case.training.max_norm, self.groups(), copies)
         lr = self.optimizer_step()
         self.step += 1
         self.tokens_seen += self.tokens
@@ -365,14 +352,18 @@ class Trainer:
         return evaluated(self.model_parts[0], parts, self.mesh, self.case)
 
     def display(self, metrics: Metrics, seconds: float) -> dict[str, float]:
-        """Return what is shown in addition to loss, norm and rate, by the names of MEANINGS."""
+        """Return what is shown in addition to loss, norm and rate, by the names of shown_numbers.MEANINGS. A norm of the
+        parameters is shown with the last step."""
         every = self.case.features.validate_every
         shown = {
             "tokens per second": self.tokens / seconds,
             "tokens seen": self.tokens_seen,
             "own valid tokens": self.own_valid_tokens,
+            "valid tokens per sample": self.valid_tokens / self.samples,
             "epochs": self.microbatches.epochs(),
         } | ({"validation loss": self.validate()} if every and metrics.step % every == 0 else {})
+        if metrics.step == self.case.training.steps:
+            shown |= {"parameter norm": self.parameter_norm()}
         if int(os.environ.get("RANK", 0)) == 0:
             print(
                 f"step {metrics.step}  loss {metrics.loss:.6f}  grad norm {metrics.grad_norm:.6f}  lr {metrics.lr:.3e}",
@@ -381,6 +372,26 @@ class Trainer:
                 flush=True,
             )
         return shown
+
+    def parameter_norm(self) -> float:
+        """Of those that optimizers step, which a unit that stays gathered does not show, and those that are frozen."""
+        stepped = [one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]]
+        every = dict.fromkeys([*stepped, *(one for one in self.parameters() if not one.requires_grad)])
+        copies = {*map(id, tied.copies(self.model_parts, self.ends))}
+        return shown_numbers.parameter_norm([one for one in every if id(one) not in copies], self.groups())
+
+    def handed_over(self, seconds: float) -> dict[str, dict[str, Any]]:
+        """Return what a number's meaning needs, by its name. seconds: those of the step."""
+        return {
+            "tokens per second": {"seconds": seconds},
+            "epochs": {"data_size": self.microbatches.size},
+            "valid tokens per sample": {"total": self.own_valid_tokens, "count": self.own_samples},
+        }
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Of ranks that hold other elements without a DTensor saying so."""
+        groups = [pipeline.group_of(self.mesh), parallelize.flat_group(self.mesh, self.case)]
+        return [group for group in groups if group is not None]
 
     def parts(self) -> list[checkpoint.Part]:
         return list(map(checkpoint.Part, self.model_parts, self.optimizers, self.schedulers))
