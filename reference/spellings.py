@@ -60,6 +60,12 @@ def output_detached(model: nn.Module, step: int) -> None:
         put_instead(model.output, lambda original, x, weight: original(x, weight.detach()))
 
 
+def evaluating(steps: Iterable[int]) -> Alter:
+    """Return what leaves the model in eval mode in these steps, so that dropout keeps everything."""
+    of = {*steps}
+    return lambda model, step: model.train(step not in of) and None
+
+
 def passing_back(names: Iterable[str], factor: float, steps: Iterable[int]) -> Alter:
     """Return what multiplies the gradients that come back to the outputs of these modules in these steps."""
     outputs, of, now = [*names], {*steps}, [0]

@@ -392,6 +392,6 @@ def _compiled_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
 
 
 def _random_numbers(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    wanted = "drawn" if trial.case.model.dropout else "none"
+    wanted = "drawn" if trial.case.model.dropout and step.step not in trial.assumption.undrawn else "none"
     drawn = "drawn" if step.activity.random.get("forward", 0) else "none"
     yield _expect(rank, "random numbers in forward", wanted, drawn, step=step.step)

@@ -7,6 +7,7 @@ from typing import Any
 
 from harness.judge.finding import Bound, Finding
 from harness.judge.losses import global_loss, losses
+from harness.judge.reporting import ratio_text
 from harness.judge.result import Result, Verdict, verdict_of
 from harness.judge.trial import Trial
 from harness.spec.trainer_spec import TrainerSpec
@@ -26,7 +27,7 @@ def check(trial: Trial) -> Result:
         difference = _relative(observed, step.loss)
         worst = max(worst, difference)
         if not difference <= bounds.loss[step.step]:
-            place: dict[str, Any] = {"step": step.step, "quantity": "loss", "note": f"off by {difference:.2e}"}
+            place: dict[str, Any] = {"step": step.step, "quantity": "loss", "note": ratio_text(observed, step.loss)}
             bound = bounds.of(bounds.loss[step.step])
             findings.append(Finding(**place, expected=step.loss, observed=observed, bound=bound))
         findings += _odd_peers(trial, step.step, bounds.loss[step.step])

@@ -12,7 +12,7 @@ from typing import Any
 
 from harness.evidence.step import StepEvidence
 from harness.judge.finding import Bound, Finding, Limit
-from harness.judge.reporting import below, judge_reports, relative
+from harness.judge.reporting import below, judge_reports, ratio_text, relative
 from harness.judge.result import Result, not_applicable
 from harness.judge.tolerance import UNIT_ROUNDOFF
 from harness.judge.trial import Trial
@@ -35,7 +35,7 @@ def check(trial: Trial) -> Result:
         difference = relative(shown, wanted)
         if difference <= bounds.loss[step.step]:
             return difference, _largest(rank, step, shown)
-        what: dict[str, Any] = {"step": step.step, "quantity": "reported loss", "note": f"off by {difference:.2e}"}
+        what: dict[str, Any] = {"step": step.step, "quantity": "reported loss", "note": ratio_text(shown, wanted)}
         return difference, Finding.at(rank, wanted, shown, bound=bounds.of(bounds.loss[step.step]), **what)
 
     return judge_reports(trial, "reported_loss", "loss", lambda step: step.reported_loss, compare)

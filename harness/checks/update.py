@@ -262,17 +262,24 @@ def _compare(
         return here(expected.shape, observed.shape, quantity="value", unit="shape")
     if bound is None:
         return _moved(here, observed, before)
-    wrong = ~(np.abs(observed - expected) <= bound)  # a NaN is wrong
+    wrong = ~_alike(observed, expected, bound)
     if not wrong.any():
         return None
     if np.array_equal(observed, before):
         return here("moved by the optimizer", "unchanged", quantity=MOVE)
-    at = np.unravel_index(np.argmax(np.abs(observed - expected) / np.maximum(bound, 1e-300)), observed.shape)
+    off = np.where(wrong, np.abs(observed - expected) / np.maximum(bound, 1e-300), -1.0)
+    at = np.unravel_index(np.argmax(off), observed.shape)
     moved, should = float(observed[at] - before[at]), float(expected[at] - before[at])
     ratio = moved / should if should else math.inf
     entry, some = tuple(map(int, at)), f"{int(wrong.sum())} of {wrong.size} entries wrong"
     note = f"entry {entry}, ratio {number_text(ratio, 10)}; {some}"
     return here(should, moved, quantity=MOVE, note=note, bound=Bound(float(bound[at])))
+
+
+def _alike(observed: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> np.ndarray:
+    """Entry by entry. What is made of gradients that are not finite is not finite: the check `finite` says that."""
+    same = (observed == expected) | (np.isnan(observed) & np.isnan(expected))
+    return same | (np.abs(observed - expected) <= bound)
 
 
 def _moved(here: Here, observed: np.ndarray, before: np.ndarray) -> Finding | None:
@@ -317,7 +324,7 @@ def _compare_moments(here: Here, trial: Trial, rule: str, seen: dict[str, np.nda
     for key, (expected, magnitude) in kept[rule].items():
         bound = 4 * tolerance.update_bound(trial.case, magnitude)
         held = seen.get(key)
-        if held is None or held.shape != expected.shape or not (np.abs(held - expected) <= bound).all():
+        if held is None or held.shape != expected.shape or not _alike(held, expected, bound).all():
             found = None if held is None else "another value"
             return here("the optimizer's average of the gradients seen", found, quantity=key)
     return None

@@ -341,3 +341,20 @@ def lacks_the_outputs_part(trial: Trial, broken: Broken) -> Iterator[Hypothesis]
         text = f"the gradient of the tied weight lacks the output's part: {TIED} has only the embedding's"
         cause = Cause("tied weight without the output's part", text)
         yield Hypothesis(cause, partial(another_reference, altered=output_detached))
+
+
+# ---- a model that trains in eval mode
+
+
+def lacks_dropout(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    step = first_wrong_step(trial) if "loss" in broken and trial.case.model.dropout else None
+    for when, steps, more in spans(trial, step) if step is not None else ():
+        cause = Cause("eval mode", f"the model trains without dropout{when}", hint="as in eval mode")
+        cause = replace(cause, details=(("steps", tuple(steps)),))
+        yield Hypothesis(cause, partial(_in_eval_mode, steps=steps), 1 + more)
+
+
+def _in_eval_mode(trial: Trial, steps: Sequence[int]) -> Trial:
+    from harness.reference.spellings import evaluating
+
+    return another_reference(trial, altered=evaluating(steps)).assuming(undrawn=frozenset(steps))

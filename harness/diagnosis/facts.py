@@ -251,7 +251,8 @@ def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
         later = ("finite", "reported_loss", "replica_agreement") + (*NUMBERS,) * (step < trial.case.steps[-1])
         follows = tuple(check for check in broken if check in {*checks[first], *later})
         if follows:
-            yield Fact(Cause("not finite", text, details=(("first", first), ("step", step))), follows)
+            cause = Cause("not finite", text, details=(("first", first), ("step", step)))
+            yield Fact(cause, follows, symptom=bool({"resume", "initial_weights"} & {*broken}))
         return
 
 

@@ -224,7 +224,9 @@ def _foreign(trial: Trial, step: int) -> Cause | None:
         return Cause("samples overlap", text, details=(("ranks", odd),))
     if unknown:
         by, received = _parts_of_samples(trial, step, odd), f"rows received{when}{on_ranks(trial, odd)} are"
-        text = f"{received} none of the recipe's {len(trial.reference.samples)} steps"
+        rows = [one for rank in odd for one in shares[rank]]
+        some = f"{rows.count(None)} of {len(rows)} " if any(one is not None for one in rows) else ""
+        text = f"{some}{received} none of the recipe's {len(trial.reference.samples)} steps"
         if by:
             text = f"{received} the step's samples from token {by} on (counted from 0)"
         return Cause("samples of no step", text, details=(("ranks", odd), ("from_token", by)))

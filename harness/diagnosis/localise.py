@@ -120,7 +120,7 @@ def _wrong_gradients(trial: Trial, step: int, wrong: list[Pair]) -> Cause:
     since = _since(trial, step, lambda other: bool(wrong_pairs(trial, other)))
     before = f"right in step {trial.first_step} and " * (bool(since) and _saw_gradients(trial, trial.first_step))
     largest = max(distance(trial, rank, fqn, step) for rank, fqn in wrong)
-    by = f" by up to {largest:.0e} of the largest entry" * (step == 1 and largest < math.inf)
+    by = f" by up to {largest:.1e} of the largest entry in step 1" * (step == 1 and largest < math.inf)
     ranks = sorted({rank for rank, _ in wrong})
     fqns = in_order(trial, (fqn for _, fqn in wrong))
     matches = f"; the loss of step {step} matches within {trial.bounds.loss[step]:.0e}"

@@ -20,6 +20,7 @@ from harness.checks.reported_rate import CLOSE
 from harness.diagnosis.factors import factor_text, token_factors
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, seen
 from harness.diagnosis.words import finding_line, on_ranks
+from harness.evidence.numbers import SPLIT
 from harness.evidence.text import number_text
 from harness.judge import norms as observed
 from harness.judge.losses import losses
@@ -240,9 +241,7 @@ def _losses(trial: Trial) -> Iterator[Source]:
     passes = trial.case.passes
     every = (), dict.fromkeys(trial.ranks, [*trial.ranks])
     numbers = (None, *(range(1, passes + 1) if passes > 1 else ()))
-    table = itertools.product(
-        (every, *sets_of_ranks(trial, ("dp_replicate", "dp_shard", "cp"))), numbers, (False, True)
-    )
+    table = itertools.product((every, *sets_of_ranks(trial, SPLIT)), numbers, (False, True))
     for (details, ranks), number, whole in table:
         more = (("of microbatch", number), ("over the tokens of", whole and "the step"))
         of = (*details, *(one for one in more if one[1]))
@@ -255,6 +254,10 @@ def _losses(trial: Trial) -> Iterator[Source]:
             yield (*of, *times), partial(_loss, trial, ranks, number, whole, factor)
     for of_each in ("ranks", "microbatches"):
         yield (("as a mean of means of", of_each),), partial(_mean_of_means, trial, of_each)
+    for ((_, axes),), _ in sets_of_ranks(trial, SPLIT):
+        if isinstance(axes, tuple):
+            yield (("as a mean of means along", axes),), partial(_means_along, trial, axes, False)
+            yield (("as a sum of means along", axes),), partial(_means_along, trial, axes, True)
 
 
 def _loss(
@@ -271,6 +274,17 @@ def _mean_of_means(trial: Trial, of: str, rank: int, step: int) -> float | None:
     seen = [[one] for parts in seen for one in parts] if of == "microbatches" else seen
     means = [math.fsum(s for s, _ in parts) / count for parts in seen if (count := sum(count for _, count in parts))]
     return math.fsum(means) / len(means) if means else None
+
+
+def _means_along(trial: Trial, axes: tuple[str, ...], summed: bool, rank: int, step: int) -> float | None:
+    """Each place along these axes has the mean of its own tokens; their sum or their mean."""
+    places = {one: coordinate(trial.case.dims, one) for one in trial.ranks}
+    members: dict[tuple[int, ...], list[int]] = {}
+    for one, place in places.items():
+        members.setdefault(tuple(place[axis] for axis in axes), []).append(one)
+    means = [_loss(trial, {rank: own}, None, False, 1.0, rank, step) for own in members.values()]
+    known = [mean for mean in means if mean is not None]
+    return math.fsum(known) / (1 if summed else len(known)) if len(known) == len(means) else None
 
 
 def _parts(trial: Trial, ranks: Sequence[int], rank: int, step: int) -> list[list[tuple[float, int]]]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from harness.checks.reported_numbers import bound_of, key, wanted
+from harness.checks.reported_numbers import bound_of, distance, key, wanted
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, seen
 from harness.diagnosis.reported import Number as ByStep
 from harness.diagnosis.reported import Reported, norms, on_record, phrase
@@ -19,7 +19,6 @@ from harness.diagnosis.words import finding_line, on_ranks
 from harness.evidence.numbers import AXES, COUNTS, MEAN, NORM, SPLIT, VALIDATION, Number
 from harness.judge.norms import PARAMETERS
 from harness.judge.numbers import Book, NotOnRecord, place_of
-from harness.judge.reporting import relative
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 
@@ -79,7 +78,7 @@ def _odd(trial: Trial) -> Iterator[Named]:
         odd = [
             at
             for at, value in right.items()
-            if not relative(shown[at], value) <= bound_of(trial, at[1], numbers[at]).number
+            if not distance(numbers[at], value) <= bound_of(trial, at[1], numbers[at]).number
         ]
         if odd:
             yield Named(name, Reported(key(name), shown, right, tuple(odd)), numbers)

@@ -5,6 +5,7 @@ The reference then goes on from what was seen, and the checks judge.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -95,7 +96,7 @@ def _parameters(trial: Trial, places: Places) -> Cause | None:
         text = f"parameters are not loaded from the checkpoint {where}: they are those {first}"
         return Cause("parameters not loaded", text, details=(("moment", first),))
     if pair := _exchanged(trial, places):
-        text = f"the checkpoint gives {pair[0]} the values of {pair[1]}"
+        text = f"after resuming, {pair[0]} has the values of {pair[1]}"
         return Cause("parameters exchanged", text, where, details=(("parameter", pair[0]), ("of", pair[1])))
     became = f"those {first}" if first else _became(trial, places)
     text = f"parameters after resuming are not those {requested}" + f", they are {became}" * bool(became)
@@ -154,16 +155,21 @@ def _holds(trial: Trial, places: Places, instead: State) -> bool:
 
 
 def _exchanged(trial: Trial, places: Places) -> tuple[str, str] | None:
-    """The first parameter of which all that is wrong is what was saved for another one."""
+    """The first parameter of which all that is wrong is what was saved for another one; or the first average of it, if its
+    averages are one another's."""
     saved = saved_state(trial.saved[-1])
-    fqns = in_order(trial, (key[1] for _, key in places))
-    for fqn in fqns:
+    for fqn in in_order(trial, (key[1] for _, key in places)):
         own = {(rank, key) for rank, key in places if key[1] == fqn}
-        for other in (other for other in trial.plan.shapes if other != fqn):
-            theirs = {(name, fqn): saved[name, other] for _, (name, _) in own if (name, other) in saved}
+        names = sorted({name for _, (name, _) in own})
+        moved = {(fqn, other): {name: (name, other) for name in names} for other in trial.plan.shapes if other != fqn}
+        kept = [name for name, of in saved if of == fqn]
+        for others in itertools.product(*([other for other in kept if other != name] for name in names)):
+            moved[names[0], others[0]] = {name: (other, fqn) for name, other in zip(names, others, strict=True)}
+        for pair, source in moved.items():
+            theirs = {(name, fqn): saved[key] for name, key in source.items() if key in saved}
             shapes = all(whole.shape == saved[key].shape and not is_constant(whole) for key, whole in theirs.items())
             if theirs and shapes and _holds(trial, own, theirs):
-                return fqn, other
+                return pair
     return None
 
 

@@ -58,6 +58,7 @@ def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnos
         said = {place: (), **said} if most or not said else said
     lines += [("not tried", text) for text in found.raised]
     lines += [("not searched further", found.ended)] * bool(found.ended)
+    lines = [line for line in dict.fromkeys(lines) if line[1] not in said]
     explained = _explained(found)
     causes = tuple(_with_extent(cause, explained.get(cause, found.left), results) for cause in said)
     return Diagnosis(causes, (*_assuming(found, results), *lines))

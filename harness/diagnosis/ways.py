@@ -80,11 +80,22 @@ def algorithms(trial: Trial, norms: Norms) -> Iterator[Way]:
     if adamw and begins:
         late = AssumedOptimizer(counter=lambda step, fqn: 10**9 + step)  # when nothing is left to correct
         yield Way(Cause("bias correction", "bias correction of the averages is missing", "", "Adam's"), late)
+        yield from _other_counters(trial)
     for by, nesterov in itertools.product((0.9, 0.95, 0.99, 0.8, 0.5), (0, 1)) if begins and sgd else ():
         details = (("momentum", by), ("nesterov", bool(nesterov)))
         text = f"SGD has {'Nesterov ' * nesterov}momentum {by}"
         share = lambda ago, by=by, more=nesterov: by ** (ago + more) + more * (ago == 0)  # noqa: E731
         yield history(Cause("momentum", text, "", "none", details=details), share, decayed=True, copies=1)
+
+
+def _other_counters(trial: Trial) -> Iterator[Way]:
+    """AdamW may count steps that it did not make, or the passes of an accumulation."""
+    numbers: dict[str, tuple[int, int]] = {f"begins {by} too high": (1, by) for by in (1, 2)}
+    numbers |= {"counts microbatches": (trial.case.passes, 0)} if trial.case.passes > 1 else {}
+    for how, (times, more) in numbers.items():
+        text = f"AdamW's step counter, by which it corrects its averages, {how}"
+        cause = Cause("bias correction", text, "", "1 in the first step", details=(("counter", how),))
+        yield Way(cause, AssumedOptimizer(counter=lambda step, fqn, times=times, more=more: times * step + more))  # type: ignore[misc]
 
 
 def _decayed_by(

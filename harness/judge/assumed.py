@@ -64,6 +64,8 @@ class Assumption:
     """Name of an exported tensor -> what it holds."""
     apart: bool = False
     """Whether ranks train separate copies, be it with one copy of the model."""
+    undrawn: frozenset[int] = frozenset()
+    """Steps in which forward passes draw no random numbers."""
 
     def and_besides(
         self,

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 
 from harness.evidence.step import StepEvidence
+from harness.evidence.text import number_text
 from harness.judge.finding import Finding
 from harness.judge.result import Result, not_applicable, verdict_of
 from harness.judge.trial import Trial
@@ -44,6 +45,12 @@ def relative(shown: float, wanted: float) -> float:
     if not math.isfinite(shown):
         return math.inf
     return abs(shown - wanted) / abs(wanted) if wanted else (0.0 if shown == 0 else math.inf)
+
+
+def ratio_text(shown: float, wanted: float) -> str:
+    """Return how many times what is wanted is shown; nothing where that is no number."""
+    ratio = shown / wanted if wanted else math.nan
+    return f"ratio {number_text(ratio, 10)}" if math.isfinite(ratio) else ""
 
 
 def below(mean: float, largest: float | None) -> float:

@@ -124,8 +124,10 @@ class Trial:
 
     @property
     def seed_weights(self) -> dict[str, np.ndarray]:
-        """What a trainer is built with, before it reads a checkpoint."""
-        return (*self.saved, self)[0].reference.weights
+        """What a trainer is built with, before it reads a checkpoint, in this launch's shapes."""
+        first, shapes = (*self.saved, self)[0].reference.weights, self.reference.weights
+        anew = any(one.case.model_of is not None for one in self.launches)
+        return {fqn: full.reshape(shapes[fqn].shape) for fqn, full in first.items()} if anew else shapes
 
     @property
     def traits(self) -> TrainerTraits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 
 from harness.evidence.text import bytes_text, ranks_text
@@ -105,6 +106,8 @@ def number(value: float, unit: str) -> str:
     if unit == "bytes":
         exact = f" ({value:.16g})" * (abs(value) >= 1000)
         return f"{bytes_text(value)}{exact}" if value else "nothing"
+    if unit in RELATIVE and not math.isfinite(value):
+        return "NaN or infinite"
     if unit in RELATIVE:
         return f"off by {value:.2e} {unit}"
     return f"{value!r} {unit}".strip()

@@ -32,7 +32,7 @@ from harness.diagnosis.piece_weights import sums_of_pieces
 from harness.diagnosis.words import Arrays
 from harness.judge.contents import take
 from harness.judge.trial import Trial
-from harness.reference.spellings import output_detached, passing_back
+from harness.reference.spellings import evaluating, output_detached, passing_back
 from harness.spec.dims import ParallelDims
 
 WQ = "layers.0.attention.wq.weight"
@@ -194,6 +194,18 @@ def test_a_tied_weight_that_lacks_the_outputs_part_is_proven(ran: Ran) -> None:
     found = diagnosed(ran(case, altered=output_detached))
     assert found.kinds == ("tied weight without the output's part",)
     assert {"gradients", "loss"} <= {*found.causes[0].explains}
+
+
+@pytest.mark.parametrize("steps", [(1, 2, 3), (2, 3), (2,)])
+def test_a_model_that_trains_in_eval_mode_is_proven(ran: Ran, steps: tuple[int, ...]) -> None:
+    case = case_of(model=replace(case_of().model, dropout=0.2))
+    trial = ran(case, altered=evaluating(steps))
+    assert diagnosed(trial).kinds == ("not explained",)  # whose masks were drawn all the same
+    for rank, step in ((rank, step) for rank in trial.ranks for step in steps):
+        drawn = trial.ranks[rank].steps[step - 1].activity
+        trial = with_step(trial, rank, step, activity=replace(drawn, random={}))
+    (cause,) = diagnosed(trial).causes
+    assert (cause.kind, dict(cause.details)) == ("eval mode", {"steps": steps})
 
 
 @pytest.mark.parametrize("steps", [(1, 2), (2, 3), (1, 3)])

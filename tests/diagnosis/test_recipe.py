@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from diagnosed import LOW_CLIP, NORM, broken, is_listed, trained_as
+from diagnosed import LOW_CLIP, NORM, broken, is_listed, proven, trained_as
 from literal import ADAMW, SGD, tiny_case, trained_otherwise, trial_of, with_step, with_value
 from literal_reference import clip
 from resuming import resumed
@@ -224,20 +224,25 @@ def test_an_optimizer_that_is_a_step_late() -> None:
     assert kind(trained_otherwise(trial_of(tiny_case("fsdp_2")), given=late)) == "one step late"
 
 
-def test_averages_that_are_not_corrected() -> None:
-    trial = trial_of(tiny_case("fsdp_2"))
+@pytest.mark.parametrize("details", [{}, {"counter": "begins 1 too high"}, {"counter": "counts microbatches"}])
+def test_averages_that_are_not_corrected_or_by_another_counter(details: dict[str, str]) -> None:
+    trial = trial_of(tiny_case("fsdp_2", accumulation=2))
     rates = [step.lr for step in trial.reference.steps]
+    counter = {"begins 1 too high": lambda step: step + 1, "counts microbatches": lambda step: 2 * step}
+    count = counter.get(details.get("counter", ""), lambda step: 10**9)
     for rank, evidence in trial.ranks.items():
         value, first, second = {t.fqn: t.value for t in evidence.parameters}, Arrays(), Arrays()
         for step in evidence.steps:
             by, rate = clip(trial.reference.steps[step.step - 1].grad_norm, ADAMW), rates[step.step - 1]
+            one, other = (1 - beta ** count(step.step) for beta in (0.9, 0.95))
             for fqn, g in step.gradients.items():
                 first[fqn] = 0.9 * first.get(fqn, 0.0) + 0.1 * by * g
                 second[fqn] = 0.95 * second.get(fqn, 0.0) + 0.05 * (by * g) ** 2
-                value[fqn] = value[fqn] * (1 - 0.1 * rate) - rate * first[fqn] / (np.sqrt(second[fqn]) + ADAMW.eps)
+                moved = first[fqn] / one / (np.sqrt(second[fqn] / other) + ADAMW.eps)
+                value[fqn] = value[fqn] * (1 - 0.1 * rate) - rate * moved
             kept = {fqn: {"exp_avg": first[fqn], "exp_avg_sq": second[fqn]} for fqn in first} if step.step == 3 else {}
             trial = with_step(trial, rank, step.step, parameters=dict(value), optimizer_state=kept)
-    assert kind(trial) == "bias correction"
+    assert proven(trial) == ("bias correction", details)
 
 
 def test_amsgrad_is_blamed_only_where_updates_are_wrong() -> None:

@@ -19,6 +19,7 @@ from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.spec.case import Saved
 from harness.spec.dims import ParallelDims
+from harness.spec.features import Features
 
 TWO_LAYERS = dataclasses.replace(TINY, n_layers=2)
 
@@ -129,3 +130,14 @@ def test_bytes_are_told_in_thousands(count: int, text: str) -> None:
 )
 def test_three_neighbours_are_told_as_a_range(ranks: list[int], text: str) -> None:
     assert ranks_text(ranks) == text
+
+
+@pytest.mark.parametrize(("before", "after"), [("fsdp2", "fsdp1"), ("fsdp1", "fsdp2")])
+def test_a_launch_whose_parameters_are_flat_continues_one_whose_are_not_and_the_other_way_round(
+    before: str, after: str
+) -> None:
+    shards = ParallelDims(dp_shard=2)
+    saved = Saved(2, shards, Features(wrapper=before))
+    trial = trial_of(tiny_case(shards, ADAMW, resume=(saved,), wrapper=after))
+    results = {result.check: result.verdict for result in judge(trial)}
+    assert [results[check] for check in ("initial_weights", "shard_contents", "resume")] == [Verdict.PASS] * 3

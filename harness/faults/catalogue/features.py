@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from harness.faults import Fired, fault, replace
@@ -88,3 +89,16 @@ def graph_break_in_attention(fired: Fired) -> None:
 
     replace(CausalAttention, "forward", make)
     op.instead("harness.reference.model:TransformerBlock.compile", _compiled_in_pieces)(fired)
+
+
+@fault(
+    breaks="the model is left in eval mode after the first step, as by an evaluation, and goes on without dropout",
+    bug="sgl-project/SpecForge #563: no train() behind the evaluation",
+    case="fsdp_2_dropout",
+    caught_by="features gradients",
+    named="eval mode",
+)
+@partial(op.before_call, ".trainer:Trainer.forward_backward", when=lambda trainer, *_: trainer.step > 0)
+def left_in_eval_mode(trainer: Any, *_: Any) -> None:
+    for part in trainer.model_parts:
+        part.eval()

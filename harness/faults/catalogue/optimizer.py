@@ -142,7 +142,7 @@ overflow_goes_into_the_weights = fault(
     breaks="a gradient that overflowed is not noticed before the optimizer uses it",
     bug="C11 pytorch/torchtitan #4226",
     case="fsdp_2",
-    caught_by="gradients update finite",
+    caught_by="gradients finite",
     named="not finite",
     does=op.scale_result(".trainer:scaled", float("inf")),
 )
@@ -161,3 +161,27 @@ def decays_at_the_peak_rate(trainer: Any) -> None:
         decay = group["weight_decay"]
         for weight in group["params"]:
             weight.detach().mul_((1 - group["initial_lr"] * decay) / (1 - group["lr"] * decay))
+
+
+@fault(
+    breaks="AdamW has made a step of zeros before the first one, so that its counter is one too high",
+    bug="NVIDIA/Megatron-LM #5976: the optimizer's state is made by a step that counts",
+    case="fsdp_2",
+    caught_by="update",
+    named="bias correction",
+)
+@partial(op.before_call, ".trainer:Trainer.optimizer_step", when=lambda trainer: trainer.step == 0)
+def state_is_made_by_a_step_that_counts(trainer: Any) -> None:
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    gradients = {one: one.grad.clone() for group in groups for one in group["params"]}
+    rates = [(group, group["lr"]) for group in groups]
+    for one in gradients:
+        one.grad.zero_()
+    for group, _ in rates:
+        group["lr"] = 0.0
+    for optimizer in trainer.optimizers:
+        optimizer.step()
+    for group, rate in rates:
+        group["lr"] = rate
+    for one, gradient in gradients.items():
+        one.grad.copy_(gradient)
