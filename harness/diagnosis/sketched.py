@@ -10,7 +10,8 @@ from harness.diagnosis.sketched_resumed import other_weights, schedule_again
 from harness.diagnosis.sketched_steps import other_norm, stepped_otherwise
 from harness.diagnosis.words import some
 from harness.evidence.sketches import WEIGHTS
-from harness.evidence.text import ranks_text
+from harness.evidence.text import number_text, ranks_text
+from harness.judge.recorded_recipe import SCALE
 from harness.judge.result import Cause, Result, Verdict
 from harness.judge.same_training import Comparison, without_padding
 from harness.judge.sketched import Numbers, missing_ranks
@@ -22,7 +23,7 @@ KINDS = {
     "eps": "eps",
     "momentum": "momentum",
     "optimizer": "another recipe",
-    "loss scale": "loss scale not restored",
+    SCALE: "loss scale not restored",
 }
 """Kinds of causes by the setting that differs; averages of AdamW have their own."""
 
@@ -43,12 +44,17 @@ def cause_of(one: Numbers, other: Numbers, found: Comparison) -> Cause | None:
     }
     if lost := _untrained(one, other):
         return replace(lost, explains=tuple(result.check for result in failed))
-    first = min(failed, key=lambda result: (_first_step(result), [*looks].index(result.check)))
+    first = min(failed, key=lambda result: (_first_step(result), not _of_scale(result), [*looks].index(result.check)))
     cause = looks[first.check](one, other, found, first)
     if cause.kind == "not explained":
         cause = _trained_besides(one, other) or cause
     later = [result.check for result in failed if result is not first and _first_step(result) >= _first_step(first)]
     return replace(cause, explains=(first.check, *later))
+
+
+def _of_scale(result: Result) -> bool:
+    """A scale that is too large leaves steps out: samples are those of other steps then, and gradients as well."""
+    return any(one.name == SCALE and one.step == _first_step(result) for one in result.findings)
 
 
 def _untrained(one: Numbers, other: Numbers) -> Cause | None:
@@ -184,4 +190,18 @@ def _recipe(one: Numbers, other: Numbers, found: Comparison, result: Result) -> 
         betas = (str(of).strip("()").split(", ") for of in (finding.expected, finding.observed))
         odd = [number for number, pair in enumerate(zip(*betas, strict=False), 1) if len({*pair}) > 1]
         return Cause(f"beta{odd[0]}" if len(odd) == 1 else KINDS["optimizer"], "", finding=finding)
+    if finding.name == SCALE:
+        return _other_scale(one, other, finding.step or 0)
     return Cause(KINDS[finding.name], "", finding=finding)
+
+
+def _other_scale(one: Numbers, other: Numbers, step: int) -> Cause:
+    wanted, seen = (of.scales.get(step, ()) for of in (one, other))
+    text = f"the loss of step {step} is scaled by {_numbers(seen)}, the first recording's by {_numbers(wanted)}"
+    kind = KINDS[SCALE] if one.after else "another recipe"
+    hint = "ranks have scales of their own" if len(seen) > len(wanted) else ""
+    return Cause(kind, text, hint=hint, details=(("step", step), ("scales", seen)))
+
+
+def _numbers(scales: tuple[float, ...]) -> str:
+    return " and ".join(map(number_text, scales)) or "nothing"

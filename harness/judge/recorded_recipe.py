@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
-from harness.judge.finding import Finding
+from harness.judge.finding import Finding, Value
 from harness.judge.result import Result, Verdict, verdict_of
 from harness.judge.sketched import Numbers
 
+SCALE = "loss scale"
+"""Name of a finding on what a loss scaler multiplied the loss by."""
 SETTING = re.compile(
     r"(betas|momentum|eps|weight_decay|amsgrad) (.*?)(?=, (?:betas|momentum|eps|weight_decay|amsgrad) |\)$)"
 )
@@ -15,7 +17,7 @@ SETTING = re.compile(
 
 
 def recipe(one: Numbers, other: Numbers, steps: list[int]) -> Result:
-    """Optimizers and their settings, learning rates, and the scale with which a resumed job begins."""
+    """Optimizers and their settings, learning rates, and scales of the loss."""
     if not (one.optimizers and other.optimizers):
         return Result("recipe", Verdict.UNKNOWN, note="no step of an optimizer was seen in one of the recordings")
     findings = []
@@ -27,10 +29,21 @@ def recipe(one: Numbers, other: Numbers, steps: list[int]) -> Result:
         if all(rates) and {*rates[0]} != {*rates[1]}:
             what = {"step": step, "kind": "setting", "name": "learning rate"}
             findings.append(Finding(**what, expected=rates[0][0], observed=rates[1][0]))  # type: ignore[arg-type]
-    if one.after and (step := one.after + 1) in one.scales and one.scales[step] != other.scales.get(step):
-        wanted, seen = one.scales[step], other.scales.get(step, "none")
-        findings.append(Finding(step=step, kind="setting", name="loss scale", expected=wanted, observed=seen))
+    findings += _scales(one, other, steps)
     return verdict_of("recipe", findings, len(one.optimizers) + len(steps))
+
+
+def _scales(one: Numbers, other: Numbers, steps: list[int]) -> list[Finding]:
+    """The first step whose loss is scaled otherwise. A resumed job begins with a scale if the first recording has one there."""
+    for step in steps:
+        wanted, seen = one.scales.get(step, ()), other.scales.get(step, ())
+        if wanted != seen and wanted and (seen or step == one.after + 1 > 1):
+            return [Finding(step=step, kind="setting", name=SCALE, expected=_one_of(wanted), observed=_one_of(seen))]
+    return []
+
+
+def _one_of(scales: tuple[float, ...]) -> Value:
+    return scales[0] if len(scales) == 1 else scales or "none"
 
 
 def _settings(optimizer: str) -> str:

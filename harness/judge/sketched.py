@@ -73,8 +73,8 @@ class Numbers:
     """Step and rank -> the norm that torch's clipping function returned."""
     norms_off: Mapping[int, float]
     """Step -> by which part torch's own norm of one rank's gradient was off, at most."""
-    scales: Mapping[int, float]
-    """Step -> what a loss scaler multiplied the loss by."""
+    scales: Mapping[int, tuple[float, ...]]
+    """Step -> what ranks' loss scalers multiplied the loss by."""
     rates: Mapping[int, tuple[float, ...]]
     """Step -> the learning rates that ranks had."""
     optimizers: tuple[str, ...]
@@ -128,7 +128,7 @@ class _Total:
         self.fed: dict[int, dict[int, tuple[bool, tuple[tuple[int, ...], ...]]]] = defaultdict(dict)
         self.after_pass: dict[tuple[int, int], dict[str, np.ndarray]] = defaultdict(dict)
         self.tokens, self.norms = defaultdict[int, list[int]](list), defaultdict[int, dict[int, float]](dict)
-        self.scales, self.changed = dict[int, float](), dict[int, tuple[str, ...]]()
+        self.scales, self.changed = defaultdict[int, set[float]](set), dict[int, tuple[str, ...]]()
         self.bare, self.norms_off = dict[int, int](), dict[int, float]()
         self.drawn = defaultdict[int, dict[int, tuple[int, int]]](dict)
         self.rates, self.optimizers = defaultdict[int, set[float]](set), dict[str, None]()
@@ -145,7 +145,8 @@ class _Total:
         self.dtypes |= one.dtypes
         self.optimizers |= dict.fromkeys(one.optimizers)
         self.bare |= one.bare
-        self.scales |= one.scales
+        for step, scale in one.scales.items():
+            self.scales[step].add(scale)
         for step, passes in one.passes.items():
             self.fed[step][one.rank] = step in one.tokens, passes
         for step, number in one.tokens.items():
@@ -213,7 +214,7 @@ class _Total:
             tokens={step: tuple(of) for step, of in self.tokens.items()},
             norms=self.norms,
             norms_off=self.norms_off,
-            scales=self.scales,
+            scales={step: tuple(sorted(of)) for step, of in self.scales.items()},
             rates={step: tuple(sorted(of)) for step, of in self.rates.items()},
             optimizers=tuple(self.optimizers),
             computes_in=self.computes_in,

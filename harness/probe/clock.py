@@ -34,7 +34,8 @@ BACKWARD = "torch.autograd"
 
 @dataclass(eq=False)
 class Account:
-    """What is seen is put down on the account of the moment. kind: "training", "evaluation", or "undecided" as yet."""
+    """What is seen is put down on the account of the moment. kind: "training", "evaluation",
+    "skipped", or "undecided" as yet."""
 
     step: int
     kind: str = "training"
@@ -168,6 +169,13 @@ class Clock:
         self.forward_depth -= 1
         if not self.forward_depth and not self.in_schedule:
             self.account = self.of_step
+
+    def skip(self) -> None:
+        """What was computed since the last step trains nothing, for a loss scaler leaves the optimizer's step out. The step
+        begins anew."""
+        if not self._step_is_over:
+            self.of_step.kind = "skipped"
+            self.account = self.of_last_pass = self.of_step = Account(self.step)
 
     # ---- passes of a pipeline's schedule
 

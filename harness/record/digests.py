@@ -111,7 +111,9 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 def row_digests(tensor: torch.Tensor) -> torch.Tensor:
     """int64 [2, rows]: two numbers for each row of a batch. The equal integers at a row's end may be padding, whose length
     depends on the batch. The first number counts one of them, and the second none."""
-    rows = tensor.detach().reshape(tensor.shape[0], -1)
+    rows = tensor.detach().flatten(1) if tensor.dim() > 1 else tensor.detach().unsqueeze(1)
+    if not rows.numel():
+        return torch.zeros(2, 0, dtype=torch.int64, device=rows.device)
     numbers = _integers(rows).reshape(rows.shape[0], -1).to(torch.int64)
     place = torch.arange(1, numbers.shape[1] + 1, dtype=torch.int64, device=numbers.device) * FIRST
     hashed = mixed(numbers + place)

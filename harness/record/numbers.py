@@ -28,6 +28,7 @@ from harness.record.changed import Changed
 from harness.record.compiling import not_compiled
 from harness.record.digests import generators, packed_digests, row_digests, token_sum
 from harness.record.place import place_of
+from harness.record.scalers import see_scalers
 from harness.record.sketching import Sketcher, alter, width_of
 
 ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-10}
@@ -101,23 +102,10 @@ class Numbers:
             if (original := getattr(owner, name, None)) is not None:
                 setattr(owner, name, self._seen(original, name, timed, parts))
         self._see_autocast(timed)
-        self._see_scaler(timed)
+        see_scalers(self.clock, lambda scale: timed(self._note_scale, scale))
 
-    def _see_scaler(self, timed: Timed) -> None:
-        step = torch.amp.GradScaler.step
-
-        @not_compiled
-        @functools.wraps(step)
-        def stepped(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            timed(self._note_scale, scaler)
-            return step(scaler, *args, **kwargs)
-
-        torch.amp.GradScaler.step = stepped
-
-    def _note_scale(self, scaler: Any) -> None:
-        scale = getattr(scaler, "_scale", None)
-        if isinstance(scale, torch.Tensor):  # a scaler that is turned off has none
-            self.scales[self.clock.step] = scale.clone()
+    def _note_scale(self, scale: torch.Tensor) -> None:
+        self.scales[self.clock.step] = scale.clone()
 
     def _see_autocast(self, timed: Timed) -> None:
         """A forward pass may enter autocast itself. It is seen then, after the first weights were altered."""

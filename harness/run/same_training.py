@@ -13,7 +13,7 @@ from harness.judge.clipped_by_hand import unclipped
 from harness.judge.going_on import going_on
 from harness.judge.same_training import SameTraining, compared, why_no_noise
 from harness.judge.sketched import Numbers, added_up
-from harness.judge.stored_recording import load_recording, started
+from harness.judge.stored_recording import load_recording, recorder_failed, started
 
 
 def files_of(directory: Path) -> list[Path]:
@@ -77,6 +77,8 @@ def _unproven(one: Path, other: Path) -> str:
         recording = load_recording(folder)
         if recording.code:
             return f"{folder}: its command ended with code {recording.code}"
+        if failed := recorder_failed(recording.summaries.values()):
+            return f"{folder}: {failed}"
         for rank, summary in sorted(recording.summaries.items()):
             if summary.left_out:
                 return f"{folder}: rank {rank} has a model that is not recorded: {summary.left_out[0]}"

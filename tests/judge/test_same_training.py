@@ -63,6 +63,18 @@ def test_another_eps_is_a_setting_that_is_named() -> None:
     assert (cause.kind, cause.finding.expected, cause.finding.observed) == ("eps", "1e-08", "1e-05")
 
 
+def test_a_scale_of_the_loss_is_told_before_the_samples_of_steps_that_it_left_out() -> None:
+    one = numbers(scales=dict.fromkeys(STEPS, 8.0))
+    other = replace(OF_NEXT_STEP, scales={1: (64.0,), 2: (8.0,)})
+    cause = cause_of(one, other, compared(one, other))
+    assert cause is not None and {"recipe", "samples"} <= {*cause.explains}
+    assert (cause.kind, dict(cause.details)) == ("another recipe", {"step": 1, "scales": (64.0,)})
+    apart = replace(one, scales={**one.scales, 2: (4.0, 8.0)})
+    told_apart = cause_of(one, apart, compared(one, apart))
+    assert told_apart is not None and dict(told_apart.details) == {"step": 2, "scales": (4.0, 8.0)}
+    assert cause_of(one, replace(one, scales={}), compared(one, replace(one, scales={}))) is None
+
+
 def test_rows_that_are_padded_in_one_recording_alone_are_the_same() -> None:
     assert verdicts(PADDED)["samples"] is Verdict.PASS
     assert verdicts(replace(PADDED, bare={}))["samples"] is Verdict.FAIL

@@ -82,3 +82,8 @@ def test_what_was_looked_at_in_inference_mode_can_be_looked_at_again() -> None:
     with torch.inference_mode():
         found = int(digest(tensor))
     assert int(digest(tensor)) == found
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (0,), (3, 0)])
+def test_a_batch_without_samples_has_no_rows(shape: tuple[int, ...]) -> None:
+    assert row_digests(torch.zeros(shape, dtype=torch.int64)).shape == (2, 0)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from harness.probe.clock import Account, Clock
 from harness.record.digests import row_digests
 from harness.record.numbers import Numbers
+from harness.record.scalers import see_scalers
 
 
 def test_a_norm_of_half_a_million_elements_is_measured() -> None:
@@ -35,3 +37,28 @@ def test_what_a_later_stage_of_the_same_rank_is_fed_is_no_sample() -> None:
     assert left.passes == {1: (tuple(row_digests(tokens)[0].tolist()),)}
     numbers.fed = numbers.fed[1:]
     assert len(numbers.left(0, 2, "", ()).passes[1][0]) == 2, "without tokens, rows of floats may be samples"
+
+
+def test_passes_of_a_step_that_a_loss_scaler_leaves_out_are_fed_nothing() -> None:
+    clock, model = Clock(), nn.Linear(2, 1)
+    numbers, scaler = Numbers(clock), torch.amp.GradScaler("cpu", init_scale=2.0)
+    optimizer, rows = torch.optim.SGD(model.parameters()), [torch.full((1, 2), value) for value in (torch.inf, 1.0)]
+    optimizer.register_step_pre_hook(lambda *_: clock.enter_optimizer())
+    optimizer.register_step_post_hook(lambda *_: clock.leave_optimizer())
+    kept = torch.amp.GradScaler.step, torch.amp.GradScaler.update, ShardedGradScaler.update
+    try:
+        see_scalers(clock, numbers._note_scale)
+        for row in rows:
+            clock.enter_forward()
+            numbers.pass_begins([], row)
+            loss = model(row).sum()
+            clock.leave_forward()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    finally:
+        torch.amp.GradScaler.step, torch.amp.GradScaler.update, ShardedGradScaler.update = kept
+    left = numbers.left(0, 1, "", ())
+    assert left.passes == {1: (tuple(row_digests(rows[1])[0].tolist()),)}
+    assert left.scales == {1: 1.0}
