@@ -98,12 +98,12 @@ def diagnose(
     costly: Sequence[Suspects] = COSTLY,
 ) -> Diagnosis | None:
     """None if no check fails. Never raises. If a case resumes, the first launch that fails a check is diagnosed. A launch that
-    only keeps or moves too much is passed over where `resume` fails, because it does not explain that."""
+    only keeps or moves too much is passed over where more than that fails later, because it does not explain it."""
     failed = [result for result in results if result.verdict is Verdict.FAIL]
     before = judge(trial.saved[-1]) if failed and trial.saved else []
     if before and (earlier := diagnose(trial.saved[-1], before, suspects, facts, costly)):
         harmless = {result.check for result in before if result.verdict is Verdict.FAIL} <= HARMLESS
-        if not (harmless and "resume" in {result.check for result in failed}):
+        if not (harmless and {result.check for result in failed} - HARMLESS):
             return dataclasses.replace(earlier, evidence=(*earlier.evidence, *broken_elsewhere(trial, failed, before)))
     broken = {result.check: result for result in failed if result.findings}
     if not broken:

@@ -22,7 +22,7 @@ from harness.diagnosis.assume import another_case, another_recipe, another_refer
 from harness.diagnosis.contributions import adding
 from harness.diagnosis.differences import NUMBERS, expected_gradient
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
-from harness.diagnosis.words import Arrays, finding_line, in_order, rank_words, some, traffic_lines
+from harness.diagnosis.words import Arrays, finding_line, in_order, rank_words, some, traffic_lines, where_text
 from harness.evidence.records import AT_WORK, Exit
 from harness.evidence.text import number_text
 from harness.judge.finding import Finding
@@ -238,14 +238,15 @@ def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
         records = [record for _, record in trial.own_steps() if record.step == step]
         losses = [part.loss_sum for record in records for part in record.microbatches if part.loss_sum is not None]
         stages = {
-            "the loss": all(map(math.isfinite, losses)),
-            "gradients": all(np.isfinite(g).all() for record in records for g in record.gradients.values()),
-            "parameters": all(np.isfinite(p).all() for record in records for p in record.parameters.values()),
+            "the loss": [] if all(map(math.isfinite, losses)) else [(-1, "")],
+            "gradients": _not_finite(trial, step, "gradients"),
+            "parameters": _not_finite(trial, step, "parameters"),
         }
-        if (first := next((name for name, finite in stages.items() if not finite), None)) is None:
+        if (first := next((name for name, places in stages.items() if places), None)) is None:
             continue
         text = f"{first} of step {step} {'is' if first == 'the loss' else 'are'} NaN or infinite"
-        before = [name for name, finite in stages.items() if finite]
+        text += f" {where_text(trial, stages[first])}" * (first != "the loss")
+        before = [name for name, places in stages.items() if not places]
         text += f", {' and '.join(before)} of it finite" * bool(before)
         checks = {"the loss": (*NUMBERS,), "gradients": (*NUMBERS - {"loss"},), "parameters": ("update", "finite")}
         later = ("finite", "reported_loss", "replica_agreement") + (*NUMBERS,) * (step < trial.case.steps[-1])
@@ -254,6 +255,13 @@ def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
             cause = Cause("not finite", text, details=(("first", first), ("step", step)))
             yield Fact(cause, follows, symptom=bool({"resume", "initial_weights"} & {*broken}))
         return
+
+
+def _not_finite(trial: Trial, step: int, kind: str) -> list[tuple[int, str]]:
+    """Ranks and parameters whose gradients, or which, hold a number that is not finite."""
+    records = ((rank, record) for rank, record in trial.own_steps() if record.step == step)
+    tensors = ((rank, fqn, value) for rank, record in records for fqn, value in getattr(record, kind).items())
+    return [(rank, fqn) for rank, fqn, value in tensors if not np.isfinite(value).all()]
 
 
 # ---- frozen parameters that are trained, and adapters that count more or less than they should

@@ -214,28 +214,31 @@ def _foreign(trial: Trial, step: int) -> Cause | None:
         if usual:
             own = (step - 1) * len(wanted) // len(shares)
             text = f"the data position is wrong{when}: it reads on at its share's sample {begun}, not {own}"
-            return Cause(
-                "data position", text, on_ranks(trial, odd).strip(), details=(("begins", begun), ("ranks", odd))
-            )
+            details = (("begins", begun), ("ranks", odd))
+            return Cause("data position", text, on_ranks(trial, odd).strip(), details=details)
         kind = "samples of no step" if unknown else "samples dealt otherwise"
         return Cause(kind, how, when.strip(), details=(("ranks", odd), ("order", how)))
     if unknown and _share_rows(trial):
         text = f"dp ranks draw overlapping samples{when}: some rows are received by two of them in these steps"
         return Cause("samples overlap", text, details=(("ranks", odd),))
     if unknown:
-        by, received = _parts_of_samples(trial, step, odd), f"rows received{when}{on_ranks(trial, odd)} are"
-        rows = [one for rank in odd for one in shares[rank]]
-        some = f"{rows.count(None)} of {len(rows)} " if any(one is not None for one in rows) else ""
-        text = f"{some}{received} none of the recipe's {len(trial.reference.samples)} steps"
-        if by:
-            text = f"{received} the step's samples from token {by} on (counted from 0)"
-        return Cause("samples of no step", text, details=(("ranks", odd), ("from_token", by)))
+        return _of_no_step(trial, step, odd)
     known = [id_ for rank in odd for id_ in shares[rank] if id_ not in wanted]
     others = tuple(n for n, ids in enumerate(trial.reference.samples, 1) if {*ids} & {*known})
-    text = (
-        f"{len(known)} of {len(wanted)} samples received in step {step} are those of step {', '.join(map(str, others))}"
-    )
+    of = ", ".join(map(str, others))
+    text = f"{len(known)} of {len(wanted)} samples received in step {step} are those of step {of}"
     return Cause("data position", text, on_ranks(trial, odd).strip(), details=(("of_step", others), ("ranks", odd)))
+
+
+def _of_no_step(trial: Trial, step: int, odd: tuple[int, ...]) -> Cause:
+    """Some rows of these ranks are no samples of the recipe's."""
+    by, received = _parts_of_samples(trial, step, odd), f"rows received{_when(trial, step)}{on_ranks(trial, odd)} are"
+    rows = [one for rank in odd for one in shares_of_samples(trial, step)[rank]]
+    some = f"{rows.count(None)} of {len(rows)} " if any(one is not None for one in rows) else ""
+    text = f"{some}{received} none of the recipe's {len(trial.reference.samples)} steps"
+    if by:
+        text = f"{received} the step's samples from token {by} on (counted from 0)"
+    return Cause("samples of no step", text, details=(("ranks", odd), ("from_token", by)))
 
 
 def _share_rows(trial: Trial) -> bool:

@@ -24,7 +24,16 @@ from harness.diagnosis.assume import replicas_differ, train_apart
 from harness.diagnosis.differences import replicas_agree
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.reported import READ
-from harness.diagnosis.ways import By, Way, algorithms, before_each, by_other_gradients, clippings, slices_apart
+from harness.diagnosis.ways import (
+    By,
+    Way,
+    algorithms,
+    before_each,
+    by_other_gradients,
+    clippings,
+    schedule_anew,
+    slices_apart,
+)
 from harness.diagnosis.words import Arrays, in_parameters, on_ranks, where_text
 from harness.evidence.records import RankEvidence
 from harness.evidence.text import number_text
@@ -70,13 +79,8 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if not wrong or not replicas_agree(trial, trial.first_step) or any(agrees(way) == 0 for way in seen):
         return
     explained, fields = False, partial(_fields, trial, wrong, norms)
-    others = (
-        algorithms(trial, norms),
-        slices_apart(trial),
-        clippings(trial, norms),
-        by_other_gradients(trial, norms, wrong),
-    )
-    for way in itertools.chain(fields(1), *others):
+    others = algorithms(trial, norms), slices_apart(trial), schedule_anew(trial, wrong), clippings(trial, norms)
+    for way in itertools.chain(fields(1), *others, by_other_gradients(trial, norms, wrong)):
         if (more := agrees(way)) is not None:
             alone = _at_first(trial, way, norms)
             yield Hypothesis((alone if more else way).cause, partial(_assuming, way), way.fitted + more)

@@ -343,7 +343,10 @@ def _lacking(trial: Trial, fqns: Collection[str]) -> Iterator[tuple[str, Ranks]]
 
 def _changed(by: Callable[..., float], terms: Sequence[tuple[int, Number]], rank: int, step: int) -> float:
     """Return the norm with the squares of others added so many times."""
-    more = math.fsum(times * (one(rank, step) or 0.0) ** 2 for times, one in terms)
+    squares = [times * (one(rank, step) or 0.0) ** 2 for times, one in terms]
+    if not all(map(math.isfinite, squares)):
+        return math.nan
+    more = math.fsum(squares)
     return math.sqrt(max(0.0, by(rank, step) ** 2 + more))
 
 

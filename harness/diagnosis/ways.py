@@ -14,7 +14,7 @@ import numpy as np
 
 from harness.checks import update
 from harness.diagnosis.reported import Number, Source, groupings, norm_of, norms, of_other_steps, on_record, phrase
-from harness.diagnosis.words import Arrays, where_text
+from harness.diagnosis.words import Arrays, in_parameters, where_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
@@ -86,6 +86,18 @@ def algorithms(trial: Trial, norms: Norms) -> Iterator[Way]:
         text = f"SGD has {'Nesterov ' * nesterov}momentum {by}"
         share = lambda ago, by=by, more=nesterov: by ** (ago + more) + more * (ago == 0)  # noqa: E731
         yield history(Cause("momentum", text, "", "none", details=details), share, decayed=True, copies=1)
+
+
+def schedule_anew(trial: Trial, wrong: Collection[str]) -> Iterator[Way]:
+    """After resuming, some parameters have the rates of as many steps after the beginning."""
+    if not trial.saved or trial.case.model_of is not None or not wrong:
+        return
+    usual, saved = {step.step: step.lr for step in trial.reference.steps}, trial.case.steps.start - 1
+    step, where = saved + 1, in_parameters(trial, wrong)
+    text = f"the schedule restarts after resuming {where}: the learning rate of step {step} is that of step 1"
+    cause = Cause("schedule starts anew", text, "", f"{usual[step]:g}", details=(("step", step), ("of_step", 1)))
+    rate = lambda rank, at, fqn: usual[at - saved if fqn in wrong else at]  # noqa: E731
+    yield Way(cause, AssumedOptimizer(rate=rate), 2)
 
 
 def _other_counters(trial: Trial) -> Iterator[Way]:

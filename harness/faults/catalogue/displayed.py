@@ -87,14 +87,16 @@ def _shown_as(change: Any) -> Any:
 def _mean_of_rank_0(trainer: Any, shown: Any) -> dict[str, float]:
     import torch.distributed as dist
 
-    own = [trainer.own_valid_tokens / trainer.own_samples / trainer.case.dims.cp]
+    if "valid tokens per sample" not in shown:
+        return {}
+    own = [trainer.own_valid_tokens / trainer.own_samples]
     dist.broadcast_object_list(own)
     return {"valid tokens per sample": own[0]}
 
 
 displayed_mean_is_that_of_rank_0 = fault(
     breaks="a mean over all samples is shown as rank 0 has it of its own",
-    bug="hiyouga/LlamaFactory #10830: metrics of a distributed run describe rank 0 alone",
+    bug="L-class: hiyouga/LlamaFactory #10830, metrics of a distributed run describe rank 0 alone",
     case="hsdp_2x2",
     caught_by="reported_numbers",
     named="wrong report",
@@ -107,13 +109,15 @@ def _mean_of_every_rank(trainer: Any, shown: Any) -> dict[str, float]:
 
     from harness.trainers.llama3 import parallelize
 
+    if "valid tokens per sample" not in shown:
+        return {}
     own = torch.tensor(trainer.own_valid_tokens / trainer.own_samples, dtype=torch.float64)
     return {"valid tokens per sample": float(parallelize.sum_over_data_ranks(own, trainer.mesh)) / trainer.case.dims.dp}
 
 
 displayed_mean_of_the_means_of_ranks = fault(
     breaks="a mean over all samples is shown as the mean of the ranks' means, of which some are of fewer samples",
-    bug="huggingface/trl #7045: shown means where the last batch is not divided evenly",
+    bug="L-class: huggingface/trl #7045, shown means where the last batch is not divided evenly",
     case="ddp_2_last_batch_of_five",
     caught_by="reported_numbers",
     named="wrong report",
@@ -129,7 +133,7 @@ def _norm_of_own_shards(trainer: Any, shown: Any) -> dict[str, float]:
 
 displayed_parameter_norm_of_own_shards = fault(
     breaks="the norm of the parameters that is shown is that of the shards that each rank holds",
-    bug="C02's kind, pytorch/torchtitan #766, in the norm of parameters",
+    bug="of the family of C02, pytorch/torchtitan #766, in the norm of parameters",
     case="fsdp_2",
     caught_by="reported_numbers",
     named="wrong report",

@@ -93,7 +93,7 @@ def graph_break_in_attention(fired: Fired) -> None:
 
 @fault(
     breaks="the model is left in eval mode after the first step, as by an evaluation, and goes on without dropout",
-    bug="sgl-project/SpecForge #563: no train() behind the evaluation",
+    bug="R-class: sgl-project/SpecForge #563, no train() behind the evaluation",
     case="fsdp_2_dropout",
     caught_by="features gradients",
     named="eval mode",

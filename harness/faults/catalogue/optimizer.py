@@ -165,7 +165,7 @@ def decays_at_the_peak_rate(trainer: Any) -> None:
 
 @fault(
     breaks="AdamW has made a step of zeros before the first one, so that its counter is one too high",
-    bug="NVIDIA/Megatron-LM #5976: the optimizer's state is made by a step that counts",
+    bug="E-class: NVIDIA/Megatron-LM #5976, the optimizer's state is made by a step that counts",
     case="fsdp_2",
     caught_by="update",
     named="bias correction",

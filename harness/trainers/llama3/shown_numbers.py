@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from harness.reference.model import at_least_float32
 from harness.trainers import Number
+from harness.trainers.llama3 import parallelize
 
 MEANINGS: dict[str, dict[str, Any]] = {
     "tokens per second": {"of": "tokens", "rate": True},
@@ -27,6 +29,12 @@ MEANINGS: dict[str, dict[str, Any]] = {
 def with_meanings(shown: Mapping[str, float], more: Mapping[str, dict[str, Any]]) -> dict[str, Number]:
     """Return each number that is shown with its meaning. more: what is handed over beside it, by name."""
     return {name: Number(value, **MEANINGS[name], **more.get(name, {})) for name, value in shown.items()}
+
+
+def mean_over_ranks(own: torch.Tensor, mesh: DeviceMesh | None) -> float:
+    """Return the mean over all data ranks. own: this rank's sum, and how many it is of. [2]"""
+    total, count = parallelize.sum_over_data_ranks(own, mesh).tolist()
+    return float(total / count)
 
 
 def parameter_norm(parameters: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup]) -> float:

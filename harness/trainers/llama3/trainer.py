@@ -298,14 +298,12 @@ class Trainer:
         self.tokens_seen = sum(map(self.case.seq_len, range(1, self.step + 1))) * self.case.training.global_batch
 
     def train_step(self) -> Metrics:
-        drawn = self.microbatches.samples
         microbatches = [
             sequence_part(tokens.to(self.device), labels.to(self.device), self.mesh, self.case)
             for tokens, labels in self.microbatches.step(self.case.seq_len(self.step + 1))
         ]
-        self.samples = self.microbatches.samples - drawn
         self.own_samples = sum(len(part.tokens) for part in microbatches) / self.case.dims.cp
-        self.valid_tokens = valid_tokens = count_valid(microbatches, self.mesh, self.device)
+        valid_tokens = count_valid(microbatches, self.mesh, self.device)
         self.tokens = count_tokens(microbatches, self.case.at(self.step + 1))
         self.own_valid_tokens = own_valid_tokens(microbatches)
         for optimizer in self.optimizers:
@@ -352,18 +350,19 @@ class Trainer:
         return evaluated(self.model_parts[0], parts, self.mesh, self.case)
 
     def display(self, metrics: Metrics, seconds: float) -> dict[str, float]:
-        """Return what is shown in addition to loss, norm and rate, by the names of shown_numbers.MEANINGS. A norm of the
-        parameters is shown with the last step."""
+        """Return what is shown in addition to loss, norm and rate, by the names of shown_numbers.MEANINGS. What
+        costs communication is shown with the last step."""
         every = self.case.features.validate_every
         shown = {
             "tokens per second": self.tokens / seconds,
             "tokens seen": self.tokens_seen,
             "own valid tokens": self.own_valid_tokens,
-            "valid tokens per sample": self.valid_tokens / self.samples,
             "epochs": self.microbatches.epochs(),
         } | ({"validation loss": self.validate()} if every and metrics.step % every == 0 else {})
         if metrics.step == self.case.training.steps:
-            shown |= {"parameter norm": self.parameter_norm()}
+            own = torch.tensor([self.own_valid_tokens, self.own_samples], dtype=torch.float64, device=self.device)
+            mean = shown_numbers.mean_over_ranks(own, self.mesh)
+            shown |= {"parameter norm": self.parameter_norm(), "valid tokens per sample": mean}
         if int(os.environ.get("RANK", 0)) == 0:
             print(
                 f"step {metrics.step}  loss {metrics.loss:.6f}  grad norm {metrics.grad_norm:.6f}  lr {metrics.lr:.3e}",
