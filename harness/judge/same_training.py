@@ -37,6 +37,8 @@ NORMS_OFF = 2.0
 """How often what torch's own norm of one gradient was off by, at most, the norm of all may be off."""
 CHECKS = ("initial_weights", "samples", "recipe", "gradients", "grad_norm", "optimizer_state", "update")
 """What is judged, in the order in which one follows from the other."""
+OF_NO_PARAMETER = ("samples", "recipe")
+"""Those that compare no parameter."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class SameTraining:
     """The first thing that differs; None where nothing does."""
     parameters: int
     """Number of parameters of the first recording."""
+    common: int
+    """Number of those that have the same name in the second."""
     recorded: int = 0
     """Number of steps of the first recording."""
     unproven: str = ""
@@ -120,7 +124,24 @@ def compared(one: Numbers, other: Numbers, noise: Numbers | None = None) -> Comp
     scale: dict[str, float] = {}
     for d in found:
         scale[d.key[1]] = max(scale.get(d.key[1], 0.0), d.distance / d.bound)
+    if why_no_common(one, other):
+        results = [result if result.check in OF_NO_PARAMETER else _unnamed(result) for result in results]
     return Comparison(tuple(map(_honest, results)), tuple(found), bounds.how, tuple(steps), one.after, scale)
+
+
+def why_no_common(one: Numbers, other: Numbers) -> str:
+    """Return that no parameter has the same name in both, so that none is compared; empty if one has."""
+    if not one.shapes or not other.shapes or one.shapes.keys() & other.shapes.keys():
+        return ""
+    has = f"the first has {names_text(tuple(one.shapes))}, the second {names_text(tuple(other.shapes))}"
+    return f"no parameter has the same name in both recordings: {has}"
+
+
+def _unnamed(result: Result) -> Result:
+    """UNKNOWN, whatever replicas of the second recording show: its model may be another one."""
+    if result.verdict is Verdict.NOT_APPLICABLE:
+        return result
+    return Result(result.check, Verdict.UNKNOWN, note="no parameter has the same name in both recordings")
 
 
 def _honest(result: Result) -> Result:

@@ -16,8 +16,9 @@ from harness.diagnosis.sketched import cause_of
 from harness.evidence.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, load_sketches, save_sketches
 from harness.judge.going_on import going_on
 from harness.judge.result import Verdict
-from harness.judge.same_training import CHECKS, compared, why_no_noise
+from harness.judge.same_training import CHECKS, SameTraining, compared, why_no_common, why_no_noise
 from harness.judge.sketched import Key, Numbers, added_up
+from harness.report.same_training import same_training
 
 
 def verdicts(other: Numbers, noise: Numbers | None = None) -> dict[str, Verdict]:
@@ -52,6 +53,34 @@ OF_NEXT_STEP = numbers(passes=NEXT, tokens=dict.fromkeys(STEPS, 8))
 
 def test_a_job_of_which_no_step_of_an_optimizer_was_seen_has_no_other_recipe() -> None:
     assert verdicts(numbers(optimizers=()))["recipe"] is Verdict.UNKNOWN
+
+
+def test_ranks_that_differ_in_a_model_whose_names_are_all_others_are_not_judged_and_the_first_line_counts_none() -> (
+    None
+):
+    def own(step: int, kind: str, fqn: str, sums: np.ndarray) -> np.ndarray:
+        return sums + sums_of(step + 7, kind, fqn) if step and kind in (GRADIENT, WEIGHTS) else sums
+
+    def renamed(of: RankSketches, names: Mapping[str, str]) -> RankSketches:
+        sketches = tuple(replace(one, fqn=names.get(one.fqn, one.fqn)) for one in of.sketches)
+        told = {
+            what: {names.get(fqn, fqn): value for fqn, value in getattr(of, what).items()}
+            for what in ("shapes", "dtypes")
+        }
+        return replace(of, sketches=sketches, plain=tuple(names.get(fqn, fqn) for fqn in of.plain), **told)
+
+    every = {fqn: f"own.{fqn}" for fqn in FQNS}
+    pair = [rank(0, 2, passes={}), rank(1, 2, own)]
+    other = added_up([renamed(one, every) for one in pair])
+    found = compared(RIGHT, other)
+    judged = {result.check: result.verdict for result in found.results}
+    assert {check for check, verdict in judged.items() if verdict is Verdict.PASS} == {"samples", "recipe"}
+    assert (found.verdict, cause_of(RIGHT, other, found)) == (Verdict.UNKNOWN, None)
+    assert not why_no_common(RIGHT, numbers())
+    whole = SameTraining(Path("a"), Path("b"), found, None, len(FQNS), 0, len(STEPS), why_no_common(RIGHT, other))
+    assert same_training(whole).splitlines()[0] == "UNKNOWN    b against a: 3 steps, 0 of 4 parameters"
+    of_one = added_up([renamed(one, {"output": "own.output"}) for one in pair])
+    assert compared(RIGHT, of_one).verdict is Verdict.FAIL  # ranks differ in parameters that have their names in both
 
 
 def test_another_eps_is_a_setting_that_is_named() -> None:
