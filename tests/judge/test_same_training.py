@@ -97,6 +97,38 @@ def test_rows_that_are_padded_in_one_recording_alone_are_the_same() -> None:
     assert verdicts(replace(PADDED, bare={}))["samples"] is Verdict.FAIL
 
 
+WRONG_FROM_2 = of(GRADIENT, 0.5, since=2)
+
+
+def of_peers(first: tuple[int, ...], second: tuple[int, ...], change: Change = WRONG_FROM_2) -> Numbers:
+    """Two tp ranks that are fed these rows in step 2, and all rows of the other steps."""
+    every = {step: (tuple(10 * step + row for row in range(4)),) for step in STEPS}
+    fed = [{**every, 2: (tuple(20 + row for row in rows),)} for rows in (first, second)]
+    tokens = dict.fromkeys(STEPS, 7)
+    return added_up([rank(at, 2, change, passes=of, tokens=tokens, tp=(0, 1)) for at, of in enumerate(fed)])
+
+
+def test_tp_peers_that_are_fed_different_rows_of_the_batch_are_a_finding_of_samples() -> None:
+    kind, details = told(of_peers((0, 1), (2, 3)))
+    assert (kind, details["check"], details["ranks"], details["step"]) == ("peers differ", "samples", (0, 1), 2)
+    result = compared(RIGHT, of_peers((0, 1), (2, 3))).results[1]
+    assert [(one.ranks, one.axis, one.step) for one in result.findings if one.axis] == [((0, 1), "tp", 2)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        of_peers((0, 1), (2, 3), of(GRADIENT, 1.0)),  # gradients are right: the model exchanges the rows
+        of_peers((0, 1), (2, 3), of(GRADIENT, 0.5)),  # wrong from step 1 on, where peers are fed the same
+        of_peers((0, 1, 2, 3), (0, 1, 2, 3)),
+        of_peers((0, 1, 2, 3), (50, 51)),  # rows of no batch, as where those of one rank are broadcast
+        replace(of_peers((0, 1), (2, 3)), tp=()),  # nothing says who is a tp peer of whom
+    ],
+)
+def test_rows_that_differ_among_tp_peers_are_no_finding_where_a_right_job_may_feed_them(other: Numbers) -> None:
+    assert not [one for one in compared(RIGHT, other).results[1].findings if one.axis == "tp"]
+
+
 @pytest.mark.parametrize(
     ("other", "kind", "details"),
     [
