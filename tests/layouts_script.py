@@ -166,6 +166,8 @@ def main() -> None:
         model, schedule = stage(model)  # type: ignore[arg-type]
     elif distributed:
         model, shares, share = wrapped(model, args.layout, bfloat16)  # type: ignore[arg-type]
+        if args.mistake == "peers":
+            shares, share = dist.get_world_size(), dist.get_rank()
     cast = bfloat16 and (args.layout in ("one", "ddp", "pp") or args.layout.startswith("fsdp1"))
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     if args.layout == "zero":

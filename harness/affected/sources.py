@@ -14,6 +14,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 PROSE = (".md", ".rst", ".png", ".svg", ".jpg", ".gif")
 PROSE_PLACES = (".github/", ".ci/", "LICENSE", "CODEOWNERS", ".gitignore", ".gitattributes", ".pre-commit-config.yaml")
 """What no rank reads."""
+LINK = "120000"
+"""Git's mode of a symbolic link. What a rank imports through one is recorded as the file that it leads to."""
 COMPILERS = {"jit", "njit", "script", "kernel"}
 """Last names of decorators that read a function's source, as triton.jit and torch.jit.script do: it is never called."""
 
@@ -24,7 +26,7 @@ class Changes:
 
     functions: dict[str, set[str]] = field(default_factory=dict)  # by file; in a file that both versions have
     whole: dict[str, str] = field(default_factory=dict)  # file -> why all of it counts
-    data: set[str] = field(default_factory=set)  # files that are no Python
+    data: set[str] = field(default_factory=set)  # files that are no Python, and symbolic links that lead elsewhere
     new: set[str] = field(default_factory=set)  # Python files
     gone: set[str] = field(default_factory=set)  # Python files
 
@@ -46,8 +48,8 @@ class Changes:
 def between(root: Path, old: str, new: str | None) -> Changes:
     """Return what changed between two commits, or from a commit to the files that are there now. Raises CaseError."""
     found = Changes()
-    for status, file in _files(root, old, new):
-        if not file.endswith(".py"):
+    for status, file, linked in _files(root, old, new):
+        if linked or not file.endswith(".py"):
             if not (file.endswith(PROSE) or file.startswith(PROSE_PLACES)):
                 found.data.add(file)
         elif status in "AD":
@@ -63,17 +65,20 @@ def between(root: Path, old: str, new: str | None) -> Changes:
     return found
 
 
-def _files(root: Path, old: str, new: str | None) -> Iterator[tuple[str, str]]:
-    """Return (status, file) of each file that differs; of those there now, also what git does not know yet."""
-    listed = git(root, "diff", "--name-status", "--no-renames", "-z", old, *([new] if new else []), "--")
+def _files(root: Path, old: str, new: str | None) -> Iterator[tuple[str, str, bool]]:
+    """Return of each file that differs its status, its name, and whether it was a symbolic link or became one; of those there
+    now, also what git does not know yet."""
+    listed = git(root, "diff", "--raw", "--no-renames", "-z", old, *([new] if new else []), "--")
     if listed.returncode:
         raise CaseError(f"{root}: git knows no {old}: {listed.stderr.strip()}")
     words = listed.stdout.split("\0")
-    yield from zip(words[::2], words[1::2], strict=False)
+    for told, file in zip(words[::2], words[1::2], strict=False):
+        before, after, _, _, status = told.removeprefix(":").split(" ")
+        yield status, file, status != "A" and LINK in (before, after)
     if new is None:
         for file in git(root, "ls-files", "--others", "--exclude-standard", "-z").stdout.split("\0"):
             if file:
-                yield "A", file
+                yield "A", file, False
 
 
 def _text(root: Path, commit: str | None, file: str) -> str:

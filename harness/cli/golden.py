@@ -21,6 +21,7 @@ from harness.plan.make_plan import make_plan
 from harness.reference.record import ReferenceRun
 from harness.report.finding_text import findings_text
 from harness.report.output import say
+from harness.run.accepting import accept
 from harness.run.options import Options
 from harness.run.reference_cache import reference_folder
 from harness.run.selection import matching
@@ -49,8 +50,10 @@ def command(args: argparse.Namespace) -> int:
     if args.plot:
         return _margins(chosen, options)
     if args.accept:
-        for name, case in recipes.items():
-            _accept(case, options, _noise_keys(name, every))
+        names = [case.name for case in chosen]
+        for case in recipes.values():  # done, though nothing is judged
+            said = accept(case, options, every, names)
+            say(*said, f"  accepted, not judged: review `{golden.review_command(case)}`")
         for line in _unused(every):
             say(line)
         return PASSED if recipes else NOT_JUDGED
@@ -79,19 +82,6 @@ def _margins(cases: Sequence[Case], options: Options) -> int:
     if len(pictured) > 1:
         say(margins.draw_all(pictured, options.out))
     return PASSED if pictured else NOT_JUDGED
-
-
-def _noise_keys(recipe: str, cases: Sequence[Case]) -> list[str]:
-    """What the golden must hold for all cases of its recipe to be judged."""
-    every = [of for case in cases for of in golden.references(case)]
-    users = [case for case in every if golden.recipe_name(case) == recipe and not case.exact]
-    return list(dict.fromkeys(key for case in users for key in (case.noise_key, case.golden_noise_key)))
-
-
-def _accept(case: Case, options: Options, noise: Sequence[str]) -> None:
-    """Accept one recipe's reference and measure its noise: done, though nothing is judged."""
-    reference = load(reference_folder(case, options, noise) / "reference.npz", ReferenceRun)
-    say(golden.accept(case, reference), f"  accepted, not judged: review `{golden.review_command(case)}`")
 
 
 def _lines(file: str, result: Result) -> list[str]:

@@ -56,10 +56,14 @@ def command(args: argparse.Namespace) -> int:
         raise BadInput(f"{args.out}: a recording is there already; choose another -o, or --force to overwrite it")
     code = record(args, args.out, more)
     if code in (-signal.SIGINT, INTERRUPTED):
-        shown(args, args.out, None)
+        shown(args, args.out, args.layout, ended=False)
         if args.layout is not None:
             judges = shlex.join(["harness", "report", "--layout", args.layout, str(args.out)])
             complain(f"interrupted: not judged by its layout; `{judges}` does")
+        if args.same_as is not None:
+            noise = [] if args.noise_of is None else ["--noise-of", str(args.noise_of)]
+            judges = shlex.join(["harness", "compare", *noise, str(args.same_as), str(args.out)])
+            complain(f"interrupted: not compared with {args.same_as}; `{judges}` compares what was recorded")
         return INTERRUPTED
     of_numbers = args.same_as is not None and code == 0
     found = (same_training.command if of_numbers else shown)(args, args.out, args.layout)

@@ -44,13 +44,21 @@ def add_layout(parser: Any) -> None:
 
 
 def shown(
-    args: argparse.Namespace, directory: Path, layout: str | None, *, whole: bool = False, file: Path | None = None
+    args: argparse.Namespace,
+    directory: Path,
+    layout: str | None,
+    *,
+    whole: bool = False,
+    file: Path | None = None,
+    ended: bool = True,
 ) -> int:
-    """file: of a page for a browser, in place of text. Raises EvidenceError and CaseError."""
+    """file: of a page for a browser, in place of text. ended: whether the job was not interrupted; if it was, no layout is
+    judged. Raises EvidenceError and CaseError."""
     recording = load_recording(directory)
     how = (args, file, recording)
-    if layout is None or not recording.summaries:
-        _answer(*how, "recording", lambda: document_of(recording), page(recording, whole=whole))
+    if layout is None or not recording.summaries or not ended:
+        text = page(recording, layout=layout or "", whole=whole)
+        _answer(*how, "recording", lambda: document_of(recording, with_layout=layout is not None), text)
         return exit_code(recording)
     dims = spec.layout(layout, recording.world)
     jobs = [judged(job, dims) for job in recording.jobs]

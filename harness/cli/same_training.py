@@ -94,8 +94,8 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def _declared(args: argparse.Namespace) -> list[tuple[str, int, list[int]]]:
-    """Return pattern, dim, and by rank which part it holds."""
+def _declared(args: argparse.Namespace) -> list[tuple[str, int, list[int], str]]:
+    """Return pattern, dim, by rank which part it holds, and the axis."""
     ranks = injection.requested_ranks(args.words)
     if args.layout is None or ranks is None:
         raise BadInput("--sharded: give the axis's ranks by --layout, and a command that says how many ranks it starts")
@@ -103,12 +103,12 @@ def _declared(args: argparse.Namespace) -> list[tuple[str, int, list[int]]]:
     return [_one_declared(text, dims) for text in args.sharded]
 
 
-def _one_declared(text: str, dims: ParallelDims) -> tuple[str, int, list[int]]:
+def _one_declared(text: str, dims: ParallelDims) -> tuple[str, int, list[int], str]:
     pattern, _, place = text.rpartition("=")
     axis, _, dim = place.partition(":")
     if not pattern or axis not in AXES or not dim.isdecimal():
         raise BadInput(f"--sharded: {text!r}: write PATTERN=AXIS:DIM, such as '*.w1.weight=tp:0'")
-    return pattern, int(dim), [coordinate(dims, rank)[axis] for rank in range(dims.world_size)]
+    return pattern, int(dim), [coordinate(dims, rank)[axis] for rank in range(dims.world_size)], axis
 
 
 def command(args: argparse.Namespace, out: Path, _: object = None) -> int:

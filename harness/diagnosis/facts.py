@@ -148,7 +148,7 @@ def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
     last = ((f"rank {exit.rank}", exit.last_collective) for exit in blamed[:2])
     reason = why(blamed[0].error)
     lines: list[Line] = [("why", reason)] * bool(reason)
-    lines += [*((who, f"last collective {call}") for who, call in last if call), *_stack(blamed[0])]
+    lines += [*((who, f"last collective {call}") for who, call in last if call), *_stacks(blamed)]
     if others:
         lines.append(("not to blame", f"{rank_words([exit.rank for exit in others])} only waited"))
     details = (("ranks", tuple(exit.rank for exit in blamed)), ("how", blamed[0].how))
@@ -164,8 +164,16 @@ def _how_it_ended(exit: Exit) -> str:
     return f"{ended}: {text}" if text else ended
 
 
-def _stack(exit: Exit) -> Lines:
-    return tuple(("" if i else "stack", line.strip()) for i, line in enumerate(exit.stack.splitlines()[:4]))
+def _stacks(blamed: list[Exit]) -> Lines:
+    """Return where the first rank was; of two ranks that were in different places, where each was."""
+    pair = blamed if len(blamed) == 2 and all(exit.stack for exit in blamed) else []
+    if len({exit.stack for exit in pair}) < 2:
+        return _stack(blamed[0])
+    return tuple(line for exit in pair for line in _stack(exit, f"rank {exit.rank} in"))
+
+
+def _stack(exit: Exit, label: str = "stack") -> Lines:
+    return tuple(("" if i else label, line.strip()) for i, line in enumerate(exit.stack.splitlines()[:4]))
 
 
 def _nobody_to_blame(failed: list[Exit]) -> Iterator[Fact]:

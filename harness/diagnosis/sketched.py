@@ -13,7 +13,8 @@ from harness.evidence.sketches import WEIGHTS
 from harness.evidence.text import number_text, ranks_text
 from harness.judge.recorded_recipe import SCALE
 from harness.judge.result import Cause, Result, Verdict
-from harness.judge.same_training import Comparison, without_padding
+from harness.judge.same_rows import without_padding
+from harness.judge.same_training import Comparison
 from harness.judge.sketched import Numbers, missing_ranks
 
 KINDS = {
@@ -123,6 +124,10 @@ def _samples(one: Numbers, other: Numbers, found: Comparison, result: Result) ->
     mine, theirs = without_padding(one, other, step)
     often = min(theirs.values()) // max(min(mine.values()), 1)
     details = (("step", step),)
+    if peers := [finding.ranks for finding in result.findings if finding.axis == "tp" and finding.step == step]:
+        text = f"tp peers {' '.join(map(ranks_text, peers))} are fed different rows in step {step}"
+        hint = "tp ranks compute parts of the same samples: give each tp group one share of the batch"
+        return Cause("peers differ", text, hint=hint, details=(("axis", "tp"), ("ranks", peers[0]), *details))
     if again := _fed_again(other, step):
         return replace(again, details=(*again.details, *details))
     if {*theirs} < {*mine} and often > 1 and all(count == often * mine[row] for row, count in theirs.items()):

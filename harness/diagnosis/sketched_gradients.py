@@ -118,9 +118,11 @@ def _drawn_otherwise(one: Numbers, other: Numbers, step: int) -> tuple[tuple[int
 
 
 def in_words(names: Sequence[str], numbers: Numbers) -> str:
-    if {*names} == {*numbers.shapes}:
+    """Return in how many parameters it is. numbers: the first recording's; names may be in the second alone."""
+    every = {*names, *numbers.shapes}
+    if {*names} == every:
         return "in every parameter"
-    return f"in {len(names)} of {len(numbers.shapes)} parameters ({some(names, FEW)})"
+    return f"in {len(names)} of {len(every)} parameters ({some(names, FEW)})"
 
 
 def _plain_to_see(one: Numbers, other: Numbers, step: int, none: Sequence[str], names: Sequence[str]) -> Cause | None:

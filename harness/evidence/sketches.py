@@ -101,6 +101,8 @@ class RankSketches:
     """Step -> parameters that are others as it begins than they were after the step before."""
     drawn: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Step -> digests of torch's generators before and after its first pass that trained."""
+    tp: tuple[int, ...] = ()
+    """Ranks among which a parameter is claimed or declared to be cut for tensor parallelism; empty where none is."""
 
 
 def sketch_file(directory: Path, rank: int) -> Path:
@@ -133,7 +135,7 @@ def save_sketches(path: Path, of: RankSketches) -> None:
 
 PLAIN = (
     *("rank", "world", "launch", "shapes", "dtypes", "passes", "tokens", "norms", "norms_off", "rates"),
-    *("scales", "optimizers", "computes_in", "noise", "plain", "unplaced", "bare", "drawn", "changed"),
+    *("scales", "optimizers", "computes_in", "noise", "plain", "unplaced", "bare", "drawn", "changed", "tp"),
 )
 """Fields that JSON keeps."""
 OF_STEPS = ("passes", "tokens", "norms", "norms_off", "scales", "rates", "drawn", "changed")
@@ -204,7 +206,8 @@ def _unpacked(data: bytes) -> RankSketches:
     plain["bare"] = {int(row): bare for row, bare in head["bare"].items()}
     plain["shapes"] = {fqn: tuple(shape) for fqn, shape in plain["shapes"].items()}
     return RankSketches(
-        **plain | {"sketches": tuple(sketches), **{name: tuple(plain[name]) for name in ("optimizers", "plain")}}
+        **plain
+        | {"sketches": tuple(sketches), **{name: tuple(plain.get(name, ())) for name in ("optimizers", "plain", "tp")}}
     )
 
 

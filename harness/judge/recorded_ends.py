@@ -8,18 +8,26 @@ from harness.evidence.lost_peer import lost_a_peer
 from harness.evidence.records import Exit
 from harness.evidence.summary import Summary
 from harness.evidence.text import ranks_text
+from harness.judge.recorded_waits import issued_otherwise
 from harness.judge.stored_recording import Recording, exit_text, only_waited, recorder_failed
 
 NOTHING_HEARD = "how it ended is unknown"
+BY_HAND = "KeyboardInterrupt"
+"""What ranks of a job raise that somebody ended."""
 
 
 def exits_of(recording: Recording, world: int) -> tuple[Exit, ...]:
-    """Return all exits. A rank that only lost a peer is not to blame if another is, or if another vanished without an end."""
+    """Return all exits. A rank that only lost a peer is not to blame if another is, or if another vanished without an end.
+    If one rank issued what none of its peers did, it is the one to blame of those that lost each other."""
     found = [_exit(rank, recording.summaries.get(rank), recording) for rank in range(world)]
-    if any(one.blamed for one in found):
+    if any(one.blamed and not one.error.startswith(BY_HAND) for one in found):
         return tuple(found)
-    hows = ("killed",) if any(one.how == "killed" for one in found) else ("raised",)
-    return tuple(replace(one, blamed=True) if one.how in hows else one for one in found)
+    odd = issued_otherwise(recording) if any(one.how != "ok" for one in found) else {}
+    found = [replace(one, reason=odd.get(one.rank, ""), diverged=one.rank in odd) for one in found]
+    if len(odd) == 1:
+        return tuple(replace(one, blamed=one.rank in odd) for one in found)
+    gone = [one.rank for one in found if one.how == "killed" and not only_waited(recording, one.rank)]
+    return tuple(replace(one, blamed=one.rank in gone or (not gone and one.how == "raised")) for one in found)
 
 
 def not_heard(exits: tuple[Exit, ...], recording: Recording) -> str:

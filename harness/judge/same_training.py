@@ -9,10 +9,8 @@ of the first command with its weights altered by one rounding.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 from pathlib import Path
 
 from harness.evidence.sketches import GRADIENT, WEIGHTS
@@ -20,6 +18,7 @@ from harness.evidence.text import names_text, number_text
 from harness.judge.finding import Bound, Finding
 from harness.judge.recorded_recipe import recipe
 from harness.judge.result import Cause, Result, Verdict, verdict_of
+from harness.judge.same_rows import peers_fed_otherwise, same_rows, with_peers
 from harness.judge.sketch_distances import (
     EQUAL,
     OF_UPDATES,
@@ -37,6 +36,8 @@ NORMS_OFF = 2.0
 """How often what torch's own norm of one gradient was off by, at most, the norm of all may be off."""
 CHECKS = ("initial_weights", "samples", "recipe", "gradients", "grad_norm", "optimizer_state", "update")
 """What is judged, in the order in which one follows from the other."""
+OF_NO_PARAMETER = ("samples", "recipe")
+"""Those that compare no parameter."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class SameTraining:
     """The first thing that differs; None where nothing does."""
     parameters: int
     """Number of parameters of the first recording."""
+    common: int
+    """Number of those that have the same name in the second."""
     recorded: int = 0
     """Number of steps of the first recording."""
     unproven: str = ""
@@ -94,7 +97,7 @@ def why_no_noise(one: Numbers, noise: Numbers) -> str:
     if shows_no_jump(one, noise):
         return "no matrix of Muon was rounded to bfloat16 otherwise than in the first: record it with --noise bfloat16"
     steps = sorted({*one.steps} & {*noise.steps})
-    for result in (_samples(one, noise, steps), recipe(one, noise, steps)):
+    for result in (same_rows(one, noise, steps), recipe(one, noise, steps)):
         if result.findings:
             return f"it is not the same training: {result.check} differ"
         if result.verdict is not Verdict.PASS:
@@ -110,17 +113,35 @@ def compared(one: Numbers, other: Numbers, noise: Numbers | None = None) -> Comp
     steps = sorted({*one.steps} & {*other.steps})
     bounds = Bounds(one, noise)
     found = [*_differences(one, other, bounds, steps)]
-    results = [_initial(one, other), _samples(one, other, steps), recipe(one, other, steps)]
+    results = [_initial(one, other), same_rows(one, other, steps), recipe(one, other, steps)]
     results.append(_judged("gradients", one, other, [d for d in found if d.key[1] == GRADIENT], GRADIENT, steps))
     results.append(_norms(one, other, bounds, steps))
     state = [d for d in found if d.key[1] not in (GRADIENT, WEIGHTS, OF_UPDATES)]
     results.append(_judged("optimizer_state", one, other, state, "", steps))
     updates = [d for d in found if d.key[1] == OF_UPDATES]
     results.append(_judged("update", one, other, updates, WEIGHTS, steps))
+    results[1] = with_peers(results[1], peers_fed_otherwise(one, other, {d.key[0] for d in found if d.is_wrong}))
     scale: dict[str, float] = {}
     for d in found:
         scale[d.key[1]] = max(scale.get(d.key[1], 0.0), d.distance / d.bound)
+    if why_no_common(one, other):
+        results = [result if result.check in OF_NO_PARAMETER else _unnamed(result) for result in results]
     return Comparison(tuple(map(_honest, results)), tuple(found), bounds.how, tuple(steps), one.after, scale)
+
+
+def why_no_common(one: Numbers, other: Numbers) -> str:
+    """Return that no parameter has the same name in both, so that none is compared; empty if one has."""
+    if not one.shapes or not other.shapes or one.shapes.keys() & other.shapes.keys():
+        return ""
+    has = f"the first has {names_text(tuple(one.shapes))}, the second {names_text(tuple(other.shapes))}"
+    return f"no parameter has the same name in both recordings: {has}"
+
+
+def _unnamed(result: Result) -> Result:
+    """UNKNOWN, whatever replicas of the second recording show: its model may be another one."""
+    if result.verdict is Verdict.NOT_APPLICABLE:
+        return result
+    return Result(result.check, Verdict.UNKNOWN, note="no parameter has the same name in both recordings")
 
 
 def _honest(result: Result) -> Result:
@@ -153,71 +174,6 @@ def _initial(one: Numbers, other: Numbers) -> Result:
             findings.append(_finding(key, distance, Bound(EQUAL), "weights that training starts with"))
     findings += _replicas(other, WEIGHTS, [one.after])
     return _doubted("initial_weights", findings, both, one, other, keys)
-
-
-def _samples(one: Numbers, other: Numbers, steps: list[int]) -> Result:
-    """The same rows, each as often as any other: tp ranks are fed what their peers are."""
-    findings, examined = [], 0
-    for step in steps:
-        mine, theirs = map(_reduced, without_padding(one, other, step))
-        if not mine or not theirs:
-            return Result(
-                "samples", Verdict.UNKNOWN, note=f"no samples of step {step} were seen in one of the recordings"
-            )
-        examined += sum(mine.values())
-        if mine == theirs:
-            continue
-        tokens = [_sum_of(of.tokens.get(step, ())) for of in (one, other)]
-        if None in tokens:
-            return Result(
-                "samples", Verdict.UNKNOWN, note="inputs are no integers, and may be cut or computed in another way"
-            )
-        if tokens[0] == tokens[1] or _is_multiple(one, other, step):
-            note = "the same tokens in all; that they are cut into the same rows was not seen, as under cp"
-            return Result("samples", Verdict.PASS, examined, note=note)
-        gone, new = sum((mine - theirs).values()), sum((theirs - mine).values())
-        note = f"{gone} of {sum(mine.values())} rows are missing, {new} are others"
-        findings.append(
-            Finding(
-                step=step,
-                kind="feature",
-                name="samples",
-                quantity="rows",
-                note=note,
-                expected="the same",
-                observed="others",
-            )
-        )
-    return verdict_of("samples", findings, examined)
-
-
-def without_padding(one: Numbers, other: Numbers, step: int) -> tuple[Counter[int], Counter[int]]:
-    """Return how often each row was fed in a step. One that is padded in one recording alone counts by what is not padding."""
-    mine, theirs = (of.rows.get(step, Counter()) for of in (one, other))
-    return _as_in(theirs, mine, one.bare), _as_in(mine, theirs, other.bare)
-
-
-def _as_in(wanted: Counter[int], rows: Counter[int], bare: Mapping[int, int]) -> Counter[int]:
-    found = Counter[int]()
-    for row, count in rows.items():
-        found[bare[row] if row not in wanted and bare.get(row) in wanted else row] += count
-    return found
-
-
-def _reduced(rows: Counter[int]) -> Counter[int]:
-    """Divide by how often each was fed at least, if all were fed so often, or a multiple."""
-    least = reduce(math.gcd, rows.values(), 0)
-    return Counter({row: count // least for row, count in rows.items()}) if least else Counter()
-
-
-def _sum_of(numbers: tuple[int, ...]) -> int | None:
-    return sum(numbers) % 2**64 if numbers else None
-
-
-def _is_multiple(one: Numbers, other: Numbers, step: int) -> bool:
-    """Whether all tokens were fed several times, as tp ranks are fed the same."""
-    mine, theirs = (_sum_of(of.tokens.get(step, ())) or 0 for of in (one, other))
-    return any((mine * times - theirs) % 2**64 == 0 for times in range(1, max(other.world, 1) + 1))
 
 
 # ---- what comes of it

@@ -95,6 +95,8 @@ class Numbers:
     """Step -> parameters that some rank has others of as it begins than after the step before."""
     drawn: Mapping[int, Mapping[int, tuple[int, int]]] = field(default_factory=dict)
     """Step and rank -> digests of torch's generators before and after the step's first pass."""
+    tp: tuple[tuple[int, ...], ...] = ()
+    """Groups of ranks among which parameters are claimed to be cut for tensor parallelism."""
     after: int = 0
     """Step that training starts after: 0, or the one whose checkpoint a job went on from. Earlier ones are not compared."""
     rescaled: Mapping[int, float] = field(default_factory=dict)
@@ -119,7 +121,7 @@ class _Total:
 
     def __init__(self) -> None:
         self.world, self.computes_in, self.noise = 0, "", ""
-        self.seen, self.plain = list[int](), set[str]()
+        self.seen, self.plain, self.tp = list[int](), set[str](), set[tuple[int, ...]]()
         self.shapes, self.dtypes = dict[str, tuple[int, ...]](), dict[str, str]()
         self.why: dict[str, str] = {}
         self.whole = dict[Key, Whole]()
@@ -138,6 +140,7 @@ class _Total:
         self.world, self.computes_in, self.noise = max(self.world, one.world), one.computes_in, one.noise
         self.seen.append(one.rank)
         self.plain |= {*one.plain}
+        self.tp |= {one.tp} - {()}
         self.why |= {fqn: f"{why} (rank {one.rank})" for fqn, why in one.unplaced.items() if fqn not in self.why}
         for fqn, shape in one.shapes.items():
             if (first := self.shapes.setdefault(fqn, shape)) != shape:
@@ -225,6 +228,7 @@ class _Total:
             by_rows=by_rows,
             drawn=self.drawn,
             changed=self.changed,
+            tp=tuple(sorted(self.tp)),
         )
 
 

@@ -45,6 +45,8 @@ class Recording:
     """Rank -> why its file cannot be read."""
     exits: dict[int, int] = field(default_factory=dict)
     """Rank -> the exit code of its process, or minus the signal that ended it, where it was reported."""
+    same_as: str = ""
+    """Folder of the recording of the same training that judges its numbers, where one was named; empty where none was."""
     job: str = ""
     """Words that its processes have in common, such as a replica group's id."""
     provides: Provided = RECORDED
@@ -114,6 +116,7 @@ def load_recording(directory: Path) -> Recording:
         last=last,
         unreadable=unreadable,
         exits=_exits(directory, whole),
+        same_as=told.get("same_as", "") if directory == whole else "",
         job=_job(directory),
         others=tuple(load_recording(folder) for folder in _folders(whole)[1:]) if directory == whole else (),
     )

@@ -98,8 +98,15 @@ def minority(signatures: Mapping[int, Hashable]) -> list[int]:
 
 
 def against(rank: int, issued: dict[int, Issued]) -> str:
-    other = next(each for each in issued if signature(issued[each]) != signature(issued[rank]))
-    return f"issued {describe(issued[rank])} where rank {other} issued {describe(issued[other])}"
+    """Say what a rank issued, and what most of the others that issued something else did."""
+    own = signature(issued[rank])
+    usual = Counter(of for each in issued.values() if (of := signature(each)) != own).most_common(1)[0][0]
+    others = [each for each in sorted(issued) if signature(issued[each]) == usual]
+    return f"issued {describe(issued[rank])} where {_ranks(others)} issued {describe(issued[others[0]])}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks_text([*ranks])}"
 
 
 def waited_for(fates: Sequence[Fate]) -> dict[int, str]:
@@ -115,7 +122,10 @@ def waited_for(fates: Sequence[Fate]) -> dict[int, str]:
     jumped = [rank for rank, here in stuck_in.items() if left_out(rank, here, waits, fates)]
     places = {rank: (place(each), each.op in POINT_TO_POINT) for rank, each in stuck_in.items()}
     elsewhere = jumped or misnamed(waits, fates) or minority(places)
-    text = "; ".join(f"rank {rank} in {describe(each)} named {each.group!r}" for rank, each in stuck_in.items())
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank, each in stuck_in.items():
+        alike[f"{describe(each)} named {each.group!r}"].append(rank)
+    text = "; ".join(f"{_ranks(ranks)} in {what}" for what, ranks in alike.items())
     return {rank: f"each waits for the other: {text}" for rank in computing or elsewhere or ring}
 
 

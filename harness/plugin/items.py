@@ -6,26 +6,26 @@ A case runs once, when the first of its checks is requested.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
 
 from harness.checks import all_checks
-from harness.evidence.store import EvidenceError, load
+from harness.evidence.store import EvidenceError
 from harness.evidence.text import visible
 from harness.judge import golden
 from harness.judge.golden import GoldenError
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
 from harness.launch import LaunchError
-from harness.reference.record import ReferenceRun
 from harness.report.text import check_text
+from harness.run.accepting import accept
 from harness.run.options import Options, Unsupported
-from harness.run.reference_cache import reference_folder
 from harness.run.run_case import run_case
 from harness.spec.case import Case, CaseError
-from harness.spec.loading import load_cases
+from harness.spec.case_files import path_of
+from harness.spec.loading import load_all, load_cases
 
 EXPECTED = (CaseError, EvidenceError, GoldenError, LaunchError)
 MARK = "harness"  # of every check; and with a tier behind it, of those of that tier
@@ -81,7 +81,8 @@ class Check(pytest.Item):
 
     def runtest(self) -> None:
         if self.name == "golden" and self.config.getoption("--harness-accept-golden"):
-            raise Broken(accept_golden(self.parent.case, self.parent.options))
+            selected = {one.parent.case.name for one in self.session.items if isinstance(one, Check)}
+            raise Broken(accept_golden(self.parent.case, self.parent.options, selected))
         try:
             judgement = self.parent.judgement()
         except Unsupported as reason:
@@ -111,10 +112,8 @@ def tier_mark(tier: str) -> str:
     return f"{MARK}_{tier}"
 
 
-def accept_golden(case: Case, options: Options) -> str:
-    """Rewrites the case's goldens and says what changed. Raises GoldenError in CI."""
-    said = [
-        golden.accept(of, load(reference_folder(of, options) / "reference.npz", ReferenceRun))
-        for of in golden.references(case)
-    ]
+def accept_golden(case: Case, options: Options, selected: Collection[str]) -> str:
+    """Rewrite the case's goldens and return what changed. selected: names of the cases that run. Raises GoldenError in CI."""
+    every = load_all(path_of(case.file).parent)
+    said = [line for of in golden.references(case) for line in accept(of, options, every, selected)]
     return "\n".join([*said, f"accepted, not a pass: review `{golden.review_command(case)}`"])

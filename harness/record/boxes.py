@@ -24,6 +24,8 @@ from harness.probe.structure import joined, local, module_names, plain_fqn, shar
 Intervals = tuple[tuple[int, int], ...]
 MOST = 4096
 """Intervals of columns of one slice."""
+TP = ("tp", "tensor", "tensor_parallel")
+"""Names of a mesh's axis of which ranks compute parts of the same samples."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Held:
     """Elements of the owner that these are; None for all of them."""
     plain: bool = False
     """Whether nothing claims or declares anything of it, so that it counts as whole."""
+    tp: tuple[int, ...] = ()
+    """Ranks that hold its parts for tensor parallelism; empty where nothing claims or declares that it is cut so."""
     why: str = ""
     """Reason why it is not known which elements these are; empty where it is."""
 
@@ -104,6 +108,8 @@ class Sharded:
     """How many parts there are."""
     part: int
     """Which one this rank holds."""
+    tp: tuple[int, ...] = ()
+    """Ranks that hold the parts, if it is cut for tensor parallelism."""
 
     def means(self, fqn: str) -> bool:
         return fnmatch.fnmatchcase(fqn, self.pattern)
@@ -120,7 +126,7 @@ def _placed(fqn: str, parameter: torch.Tensor, declared: Sequence[Sharded]) -> H
         size = shape[one.dim]
         dims[one.dim] = ((one.part * size, (one.part + 1) * size),)
         shape = (*shape[: one.dim], size * one.parts, *shape[one.dim + 1 :])
-        return Held(fqn, shape, parameter, boxes_of_dims(shape, dims))
+        return Held(fqn, shape, parameter, boxes_of_dims(shape, dims), tp=one.tp)
     return Held(fqn, shape, parameter, boxes_of_dims(shape, [((0, size),) for size in shape]), plain=True)
 
 
@@ -137,13 +143,23 @@ def of_dtensor(fqn: str, parameter: Any) -> Held:
         elif place.is_partial():
             addend.append(str(mine))
     boxes = boxes_of_dims(shape, dims)
-    held = Held(fqn, shape, parameter, boxes, ",".join(addend))
+    held = Held(fqn, shape, parameter, boxes, ",".join(addend), tp=_tp_ranks(parameter, at))
     if not boxes and all(_size(dim) for dim in dims):
         return Held(fqn, shape, parameter, why=f"its slice is of more than {MOST} pieces")
     if held.elements != local(parameter).numel():
         why = f"its placements claim {held.elements} elements, and it holds {local(parameter).numel()}"
         return Held(fqn, shape, parameter, why=why)
     return held
+
+
+def _tp_ranks(parameter: Any, at: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks along an axis of its mesh that is named for tensor parallelism and cuts it."""
+    mesh = parameter.device_mesh
+    for axis, name in enumerate(mesh.mesh_dim_names or ()):
+        if name in TP and mesh.shape[axis] > 1 and hasattr(parameter.placements[axis], "dim"):
+            line = mesh.mesh[(*at[:axis], slice(None), *at[axis + 1 :])]
+            return tuple(sorted(line.tolist()))
+    return ()
 
 
 def _in_order(placed: Sequence[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int, int]]:

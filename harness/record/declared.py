@@ -9,11 +9,15 @@ from harness.record.place import place_of
 
 
 def sharded_here(text: str) -> tuple[Sharded, ...]:
-    """Return what is declared, for this rank. text: JSON, a list of [pattern, dim, by rank its part]; empty for none."""
+    """Return what is declared, for this rank. text: JSON, a list of [pattern, dim, by rank its part, axis]; empty for none."""
     if not text:
         return ()
     rank, _ = place_of()
     found = []
-    for pattern, dim, part_of_rank in json.loads(text):
-        found.append(Sharded(pattern, dim, max(part_of_rank) + 1, part_of_rank[rank]))
+    for pattern, dim, part_of_rank, axis in json.loads(text):
+        parts, part = max(part_of_rank) + 1, part_of_rank[rank]
+        tp = (
+            tuple(range(rank - part, rank - part + parts)) if axis == "tp" and parts > 1 else ()
+        )  # of a grid, the last axis
+        found.append(Sharded(pattern, dim, parts, part, tp))
     return tuple(found)

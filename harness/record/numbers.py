@@ -89,6 +89,7 @@ class Numbers:
     plain: dict[str, None] = field(default_factory=dict)
     unplaced: dict[str, str] = field(default_factory=dict)
     computes_in: str = ""
+    tp: tuple[int, ...] = ()
     _normed: tuple[int, int] = (-1, -1)
     _fresh: set[str] = field(default_factory=set)
     _held: tuple[int, list[Held]] = (-1, [])
@@ -167,6 +168,7 @@ class Numbers:
         for held in new:
             self.shapes[held.fqn] = held.shape
             self.dtypes[held.fqn] = _name(held.owner.dtype)
+            self.tp = self.tp or held.tp
             self.plain |= {held.fqn: None} if held.plain else {}
             self._note(0, WEIGHTS, held, held.owner)
         self.computes_in = self.computes_in or _compute_dtype(parts)
@@ -293,7 +295,6 @@ class Numbers:
     def left(self, rank: int, world: int, launch: str, optimizers: tuple[str, ...]) -> RankSketches:
         """Return all of it, read from where it lies."""
         self._read()
-        norms = {step: float(norm) for step, norm in self.norms.items()}
         passes, tokens, bare = defaultdict[int, list[tuple[int, ...]]](list), dict[int, int](), dict[int, int]()
         drawn: dict[int, tuple[int, int]] = {}
         with_tokens = {one.account.step for one in self.fed if one.tokens is not None}
@@ -317,7 +318,7 @@ class Numbers:
             sketches=tuple(one for one in self.found.values() if isinstance(one, Sketch)),
             passes={step: tuple(of) for step, of in passes.items()},
             tokens=tokens,
-            norms=norms,
+            norms={step: float(norm) for step, norm in self.norms.items()},
             norms_off=self.norms_off,
             scales={step: float(scale) for step, scale in self.scales.items()},
             rates=self.rates,
@@ -329,6 +330,7 @@ class Numbers:
             bare=bare,
             drawn=drawn,
             changed=self.changed.names,
+            tp=self.tp,
         )
 
 

@@ -38,11 +38,13 @@ def judged(results: Sequence[Result], diagnosis: Diagnosis | None) -> dict[str, 
     }
 
 
-def recording(found: Recording, dims: ParallelDims | None = None, jobs: Sequence[Judged] = ()) -> dict[str, Any]:
+def recording(
+    found: Recording, dims: ParallelDims | None = None, jobs: Sequence[Judged] = (), *, with_layout: bool = False
+) -> dict[str, Any]:
     """Return what is anomalous, what ran, in words and as structure, of which jobs and over which of the trainer's own groups.
-    jobs: what is judged of each, where a layout was declared."""
+    jobs: what is judged of each, where a layout was declared. with_layout: whether one was, and is not judged yet."""
     summaries = [one for _, one in sorted(found.summaries.items())]
-    rows = facts(found, summaries, with_layout=dims is not None) if summaries else []
+    rows = facts(found, summaries, with_layout=with_layout or dims is not None) if summaries else []
     told: dict[str, Any] = (
         {"layout": dims, **judged(*jobs[0]), "verdict": verdict_of_all(results_of(jobs))} if jobs else {}
     )

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from harness.evidence.keys import steps_text
 from harness.evidence.lost_peer import lost_a_peer
 from harness.evidence.recording import Last
-from harness.evidence.summary import POINT_TO_POINT, WITHOUT_PLACE, Summary
+from harness.evidence.summary import Summary
 from harness.evidence.text import names_text, ranks_text
 from harness.judge.local_training import averaged, local_by, not_averaged, partly_equal
 from harness.judge.observed import copied, differing, odd_ranks, out_of_order, replicas, together
+from harness.judge.recorded_waits import alike, different_calls, issued_otherwise, waits
 from harness.judge.separate_models import separate_models
 from harness.judge.stored_recording import Recording, exit_text, only_waited
 from harness.report.recording_own import shared_texts
@@ -117,16 +118,17 @@ def _ended(recording: Recording) -> list[Odd]:
     stopped = [rank for error, ranks in raised.items() if _by_hand(error) for rank in ranks]
     own = [_raised(error, ranks) for error, ranks in causes if not lost_a_peer(error) and not _by_hand(error)]
     own += _interrupted(recording, stopped)
-    peers = [one for one in recording.summaries.values() if one.ended != "raised"]
-    left = raised and all(map(lost_a_peer, raised)) and all(one.ended == "ok" for one in peers)  # by peers that went on
+    peers = [rank for rank, one in recording.summaries.items() if one.ended != "raised"]
+    ended = all(recording.summaries[rank].ended == "ok" or only_waited(recording, rank) for rank in peers)
+    left = raised and all(map(lost_a_peer, raised)) and ended  # by peers that went on, or by each other
     own += _waits(recording) if stopped or left or (recording.code or 0) < 0 else []
     lost = [_raised(error, ranks) for error, ranks in causes if lost_a_peer(error)]
     quiet = [rank for rank, one in recording.summaries.items() if one.ended != "raised"]
     told = {rank: f"{how}; {_last(recording, rank)}" for rank in quiet if (how := _how(recording, rank))}
-    by_exit = _grouped({rank: text for rank, text in told.items() if rank in recording.exits})[:4]
+    by_exit = alike({rank: text for rank, text in told.items() if rank in recording.exits})[:4]
     ends = [Odd.on("ENDED", ranks, f"{some_ranks(ranks)}: {text}") for text, ranks in by_exit]
     waited = [row for row, (_, ranks) in zip(ends, by_exit, strict=True) if only_waited(recording, ranks[0])]
-    unheard = _grouped({rank: text for rank, text in told.items() if rank not in recording.exits})
+    unheard = alike({rank: text for rank, text in told.items() if rank not in recording.exits})
     gone = [Odd.on("ENDED UNHEARD", ranks, f"{some_ranks(ranks)}, {text}") for text, ranks in unheard[:4]]
     first = [*own, *(row for row in ends if row not in waited)]
     apart = _apart(recording)
@@ -140,7 +142,7 @@ def _ended(recording: Recording) -> list[Odd]:
 def _reached(recording: Recording) -> list[Odd]:
     """How far ranks came, of a job that did not end well: the fewest ranks first."""
     told = {rank: one.reached.text for rank, one in recording.summaries.items() if one.reached is not None}
-    came = _grouped(told)
+    came = alike(told)
     steps = {text: one.reached.step for one in recording.summaries.values() if one.reached and (text := told[one.rank])}
     return [Odd.on("REACHED", ranks, f"{some_ranks(ranks)}: {text}", steps[text]) for text, ranks in came[:4]]
 
@@ -178,80 +180,42 @@ def _by_hand(error: str) -> bool:
 def _interrupted(recording: Recording, ranks: Sequence[int]) -> list[Odd]:
     """Group ranks by their last collective, for a job that hangs is often ended so. A rank that waits is one ahead."""
     lasts = {rank: recording.summaries[rank].last for rank in ranks}
-    found = _grouped({rank: _issued(last) if last else "" for rank, last in lasts.items()})
+    found = alike({rank: _issued(last) if last else "" for rank, last in lasts.items()})
     return [
-        Odd.on("INTERRUPTED", alike, f"{some_ranks(alike)}, as by Ctrl-C{'; ' * bool(text)}{text}")
-        for text, alike in found[:4]
+        Odd.on("INTERRUPTED", ranks, f"{some_ranks(ranks)}, as by Ctrl-C{'; ' * bool(text)}{text}")
+        for text, ranks in found[:4]
     ]
 
 
 def _waits(recording: Recording) -> list[Odd]:
-    """Find ranks that others waited for, in a job that was ended from outside: the others had issued more in one group. A
-    member that issued nothing over any group is waited for, too, and one that went on to another group."""
-    rows: list[Odd] = []
-    issued = {rank: recording.last.get(rank) or one.last for rank, one in recording.summaries.items()}
-    for members in _lasts(recording):
-        most = max(members.values(), key=lambda last: last.seq)
-        ahead = [rank for rank, last in members.items() if last.seq == most.seq]
-        counts = {
-            rank: last.issued_over(most.group) if last else 0
-            for rank, last in issued.items()
-            if rank in most.ranks and (rank in members or last is None or last.group != most.group)
-        }
-        if behind := [rank for rank, count in counts.items() if count is not None and count < most.seq]:
-            what = f"{most.text} over {ranks_text(most.ranks)}, number {most.seq} of that group"
-            rows.append(Odd.on(WAITED, behind, f"{some_ranks(behind)}, by {some_ranks(ahead)} in {what}"))
-    return rows[:4]
-
-
-def _lasts(recording: Recording) -> list[dict[int, Last]]:
-    """The last collective of each rank, by the group that it ran over."""
-    found: dict[tuple[str, tuple[int, ...]], dict[int, Last]] = {}
-    for rank, one in recording.summaries.items():
-        if last := recording.last.get(rank) or one.last:
-            found.setdefault((last.group, last.ranks), {})[rank] = last
-    return list(found.values())
+    """Ranks that others waited for, in a job that was ended from outside or by what came of it; first the one that went on to
+    another group than all its peers."""
+    odd = {} if different_calls(recording) else issued_otherwise(recording)
+    rows = [Odd.on(APART, [rank], f"rank {rank} {text}") for rank, text in odd.items() if len(odd) == 1]
+    for one in waits(recording)[:4]:
+        what = f"{one.last.text} over {ranks_text(one.last.ranks)}, number {one.last.seq} of that group"
+        rows.append(Odd.on(WAITED, one.behind, f"{some_ranks(one.behind)}, by {some_ranks(one.ahead)} in {what}"))
+    return rows
 
 
 def _apart(recording: Recording) -> list[Odd]:
     """Members that issued different collectives under one number of a group, in a job that did not end well. What they then
-    raise or wait for follows from it. The two ends of a send rightly differ, and are left out."""
-    rows: list[Odd] = []
-    for members in _lasts(recording):
-        known = {rank: _by_number(last) for rank, last in members.items()}
-        for number in sorted(set.intersection(*map(set, known.values()))):
-            issued = _grouped({rank: texts[number] for rank, texts in known.items()})
-            if len(issued) > 1 and not any(_is_sent(text) for texts in known.values() for text in texts.values()):
-                of = f"number {number} over {ranks_text(next(iter(members.values())).ranks)}"
-                kinds = " and ".join(f"{text} on {some_ranks(ranks)}" for text, ranks in issued[:3])
-                rows.append(Odd.on(APART, [rank for _, ranks in issued for rank in ranks], f"{of} is {kinds}"))
-                break
-    return rows[:2]
-
-
-def _by_number(last: Last) -> dict[int, str]:
-    """What a rank issued over a group, as far as it is known; of a broadcast not in which step or pass."""
-    texts = ((last.seq - back, text) for back, text in enumerate((last.text, *last.before)))
-    return {seq: WITHOUT_PLACE if text.startswith(WITHOUT_PLACE) else text for seq, text in texts}
-
-
-def _is_sent(text: str) -> bool:
-    return text.split()[0] in POINT_TO_POINT
+    raise or wait for follows from it."""
+    rows = []
+    for one in different_calls(recording)[:2]:
+        kinds = " and ".join(f"{text} on {some_ranks(ranks)}" for text, ranks in one.issued[:3])
+        ranks = [rank for _, ranks in one.issued for rank in ranks]
+        rows.append(Odd.on(APART, ranks, f"number {one.number} over {ranks_text(one.members)} is {kinds}"))
+    return rows
 
 
 def _issued(last: Last) -> str:
-    return f"last collective: {last.text} over {ranks_text(last.ranks)}, number {last.seq} of that group"
+    over = f" over {ranks_text(last.ranks)}" * bool(last.ranks)  # of a new group, ranks may not be on record
+    return f"last collective: {last.text}{over}, number {last.seq} of that group"
 
 
 def _raised(error: str, ranks: Sequence[int]) -> Odd:
     return Odd.on("RAISED", ranks, f"{some_ranks(ranks)}: {GLOO.sub('', error)}")
-
-
-def _grouped(texts: dict[int, str]) -> list[tuple[str, list[int]]]:
-    found: dict[str, list[int]] = {}
-    for rank, text in sorted(texts.items()):
-        found.setdefault(text, []).append(rank)
-    return sorted(found.items(), key=lambda item: len(item[1]))
 
 
 def _order(summaries: Sequence[Summary]) -> list[Odd]:

@@ -34,10 +34,8 @@ ROLES = {
     "cut": "DTensors are cut",
     "copied": "DTensors are copied",
 }
-NOT_JUDGED = (
-    "loss needs an adapter (`harness init`); gradients and update need one, or a recording of the same training"
-    " (--same-as)"
-)
+NOT_JUDGED = "loss needs an adapter (`harness init`); gradients and update "
+NEED = "need one, or a recording of the same training (--same-as)"
 NO_LAYOUT = "; what groups are for, --layout"
 PHASES = ("forward", "pipeline", "backward")
 
@@ -47,7 +45,7 @@ def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", 
     summaries = [one for _, one in sorted(recording.summaries.items())]
     jobs = job_rows(recording)
     rows = (
-        [*odd(recording), *jobs, *facts(recording, summaries, with_layout=bool(judged))]
+        [*odd(recording), *jobs, *facts(recording, summaries, with_layout=bool(judged or layout))]
         if summaries
         else [*odd(recording), *jobs]
     )
@@ -98,7 +96,7 @@ def facts(recording: Recording, summaries: Sequence[Summary], *, with_layout: bo
         *([("memory", _memory(summaries))] if stepped else []),
         *costs(summaries),
         ("recorder", _own(summaries)),
-        ("not judged", NOT_JUDGED + ("" if with_layout else NO_LAYOUT) + _not_compared(summaries)),
+        ("not judged", _not_judged(recording, with_layout) + _not_compared(summaries)),
     ]
 
 
@@ -293,6 +291,12 @@ def _reduced_again(summaries: Sequence[Summary]) -> Rows:
                 ("reduced again", f"{text} {moved // gradients} times a step, as without no_sync around forward")
             )
     return rows
+
+
+def _not_judged(recording: Recording, with_layout: bool) -> str:
+    """Say what judges the rest; only what was not named when the command was recorded."""
+    judges = f"are judged by `{shlex.join(['harness', 'compare', recording.same_as, str(recording.directory)])}`"
+    return NOT_JUDGED + (judges if recording.same_as else NEED) + ("" if with_layout else NO_LAYOUT)
 
 
 def _not_compared(summaries: Sequence[Summary]) -> str:

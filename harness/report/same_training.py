@@ -34,7 +34,8 @@ def same_training(found: SameTraining) -> str:
     steps = found.comparison.steps
     only, count = f" of {found.recorded}" * (len(steps) < found.recorded), max(len(steps), found.recorded)
     after = f" after step {found.comparison.after}" * bool(found.comparison.after)
-    of = f"{len(steps)}{only} step{'s' * (count != 1)}{after}, {counted(found.parameters, 'parameter')}"
+    named = f"{found.common} of " * (found.common < found.parameters) + counted(found.parameters, "parameter")
+    of = f"{len(steps)}{only} step{'s' * (count != 1)}{after}, {named}"
     lines = [f"{verdict_of(found)}    {found.other} against {found.one}: {of}"]
     lines += wrapped(cause_line(found.cause), "  ", "  ") if found.cause is not None else []
     lines += wrapped(found.unproven, "  ", "  ") if found.unproven else []

@@ -11,7 +11,7 @@ from harness.evidence.sketches import RankSketches, load_sketches
 from harness.evidence.store import EvidenceError
 from harness.judge.clipped_by_hand import unclipped
 from harness.judge.going_on import going_on
-from harness.judge.same_training import SameTraining, compared, why_no_noise
+from harness.judge.same_training import SameTraining, compared, why_no_common, why_no_noise
 from harness.judge.sketched import Numbers, added_up
 from harness.judge.stored_recording import load_recording, recorder_failed, started
 
@@ -67,8 +67,9 @@ def judged_by(one: Path, other: Path, noise: Path | None = None, after: int = 0)
     mine, theirs = going_on(mine, theirs, after)
     theirs = unclipped(mine, theirs, of_noise)
     found = compared(mine, theirs, of_noise)
-    cause, why = cause_of(mine, theirs, found), _unproven(one, other)
-    return SameTraining(one, other, found, cause, len(mine.shapes), len(mine.steps), why)
+    cause, why = cause_of(mine, theirs, found), why_no_common(mine, theirs) or _unproven(one, other)
+    common = len(mine.shapes.keys() & theirs.shapes.keys())
+    return SameTraining(one, other, found, cause, len(mine.shapes), common, len(mine.steps), why)
 
 
 def _unproven(one: Path, other: Path) -> str:

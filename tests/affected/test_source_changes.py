@@ -97,6 +97,22 @@ def test_files_of_two_commits_and_those_that_are_there_now(tmp_path: Path) -> No
         between(tmp_path, "no-such", None)
 
 
+@pytest.mark.parametrize("new", ["b.py", None])
+def test_a_link_that_leads_elsewhere_or_is_gone_counts_for_all_for_a_rank_imports_what_it_led_to(
+    new: str | None, tmp_path: Path
+) -> None:
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "link.py").symlink_to("a.py")
+    first = commit(tmp_path, a__py=BEFORE, b__py=BEFORE)
+    (tmp_path / "link.py").unlink()
+    if new:
+        (tmp_path / "link.py").symlink_to(new)
+    for found in (between(tmp_path, first, None), between(tmp_path, first, commit(tmp_path))):
+        assert (found.data, found.python) == ({"link.py"}, set())
+    changed = between(tmp_path, first, commit(tmp_path, a__py=BEFORE.replace("a + b", "a - b")))
+    assert changed.functions == {"a.py": {"f"}}  # what was imported through the link is recorded as that file
+
+
 def test_a_sparse_checkout_has_the_rest_in_gits_index(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     first = commit(tmp_path, a__py=BEFORE, b__py="")

@@ -86,6 +86,21 @@ def test_the_stack_and_the_last_collective_of_a_culprit_stand_below() -> None:
     assert found.checks == ("completed",)
 
 
+def test_two_ranks_of_which_each_waits_for_the_other_are_shown_in_the_line_of_the_trainer_that_each_is_in() -> None:
+    def lines(*stacks: str) -> list[tuple[str, str]]:
+        exits = [Exit(rank, "raised", 1, error="x", blamed=True, stack=stack) for rank, stack in enumerate(stacks)]
+        found = seen(process_failed, with_exits(fsdp_4(), *exits))
+        assert found is not None
+        return [(label, text) for label, text in found.lines if label != "not to blame"]
+
+    assert lines("train.py:7 in f", "train.py:9 in f") == [
+        ("rank 0 in", "train.py:7 in f"),
+        ("rank 1 in", "train.py:9 in f"),
+    ]
+    assert lines("train.py:7 in f", "train.py:7 in f") == lines("train.py:7 in f") == [("stack", "train.py:7 in f")]
+    assert lines("train.py:7 in f", "train.py:8 in f", "train.py:9 in f") == [("stack", "train.py:7 in f")]
+
+
 @pytest.mark.parametrize(
     ("exit", "kind", "text"),
     [

@@ -16,8 +16,9 @@ from harness.diagnosis.sketched import cause_of
 from harness.evidence.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, load_sketches, save_sketches
 from harness.judge.going_on import going_on
 from harness.judge.result import Verdict
-from harness.judge.same_training import CHECKS, compared, why_no_noise
+from harness.judge.same_training import CHECKS, SameTraining, compared, why_no_common, why_no_noise
 from harness.judge.sketched import Key, Numbers, added_up
+from harness.report.same_training import same_training
 
 
 def verdicts(other: Numbers, noise: Numbers | None = None) -> dict[str, Verdict]:
@@ -54,6 +55,34 @@ def test_a_job_of_which_no_step_of_an_optimizer_was_seen_has_no_other_recipe() -
     assert verdicts(numbers(optimizers=()))["recipe"] is Verdict.UNKNOWN
 
 
+def test_ranks_that_differ_in_a_model_whose_names_are_all_others_are_not_judged_and_the_first_line_counts_none() -> (
+    None
+):
+    def own(step: int, kind: str, fqn: str, sums: np.ndarray) -> np.ndarray:
+        return sums + sums_of(step + 7, kind, fqn) if step and kind in (GRADIENT, WEIGHTS) else sums
+
+    def renamed(of: RankSketches, names: Mapping[str, str]) -> RankSketches:
+        sketches = tuple(replace(one, fqn=names.get(one.fqn, one.fqn)) for one in of.sketches)
+        told = {
+            what: {names.get(fqn, fqn): value for fqn, value in getattr(of, what).items()}
+            for what in ("shapes", "dtypes")
+        }
+        return replace(of, sketches=sketches, plain=tuple(names.get(fqn, fqn) for fqn in of.plain), **told)
+
+    every = {fqn: f"own.{fqn}" for fqn in FQNS}
+    pair = [rank(0, 2, passes={}), rank(1, 2, own)]
+    other = added_up([renamed(one, every) for one in pair])
+    found = compared(RIGHT, other)
+    judged = {result.check: result.verdict for result in found.results}
+    assert {check for check, verdict in judged.items() if verdict is Verdict.PASS} == {"samples", "recipe"}
+    assert (found.verdict, cause_of(RIGHT, other, found)) == (Verdict.UNKNOWN, None)
+    assert not why_no_common(RIGHT, numbers())
+    whole = SameTraining(Path("a"), Path("b"), found, None, len(FQNS), 0, len(STEPS), why_no_common(RIGHT, other))
+    assert same_training(whole).splitlines()[0] == "UNKNOWN    b against a: 3 steps, 0 of 4 parameters"
+    of_one = added_up([renamed(one, {"output": "own.output"}) for one in pair])
+    assert compared(RIGHT, of_one).verdict is Verdict.FAIL  # ranks differ in parameters that have their names in both
+
+
 def test_another_eps_is_a_setting_that_is_named() -> None:
     one, other = (
         numbers(optimizers=(f"AdamW(betas (0.9, 0.95), eps {eps}, amsgrad False)",)) for eps in (1e-08, 1e-05)
@@ -78,6 +107,38 @@ def test_a_scale_of_the_loss_is_told_before_the_samples_of_steps_that_it_left_ou
 def test_rows_that_are_padded_in_one_recording_alone_are_the_same() -> None:
     assert verdicts(PADDED)["samples"] is Verdict.PASS
     assert verdicts(replace(PADDED, bare={}))["samples"] is Verdict.FAIL
+
+
+WRONG_FROM_2 = of(GRADIENT, 0.5, since=2)
+
+
+def of_peers(first: tuple[int, ...], second: tuple[int, ...], change: Change = WRONG_FROM_2) -> Numbers:
+    """Two tp ranks that are fed these rows in step 2, and all rows of the other steps."""
+    every = {step: (tuple(10 * step + row for row in range(4)),) for step in STEPS}
+    fed = [{**every, 2: (tuple(20 + row for row in rows),)} for rows in (first, second)]
+    tokens = dict.fromkeys(STEPS, 7)
+    return added_up([rank(at, 2, change, passes=of, tokens=tokens, tp=(0, 1)) for at, of in enumerate(fed)])
+
+
+def test_tp_peers_that_are_fed_different_rows_of_the_batch_are_a_finding_of_samples() -> None:
+    kind, details = told(of_peers((0, 1), (2, 3)))
+    assert (kind, details["check"], details["ranks"], details["step"]) == ("peers differ", "samples", (0, 1), 2)
+    result = compared(RIGHT, of_peers((0, 1), (2, 3))).results[1]
+    assert [(one.ranks, one.axis, one.step) for one in result.findings if one.axis] == [((0, 1), "tp", 2)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        of_peers((0, 1), (2, 3), of(GRADIENT, 1.0)),  # gradients are right: the model exchanges the rows
+        of_peers((0, 1), (2, 3), of(GRADIENT, 0.5)),  # wrong from step 1 on, where peers are fed the same
+        of_peers((0, 1, 2, 3), (0, 1, 2, 3)),
+        of_peers((0, 1, 2, 3), (50, 51)),  # rows of no batch, as where those of one rank are broadcast
+        replace(of_peers((0, 1), (2, 3)), tp=()),  # nothing says who is a tp peer of whom
+    ],
+)
+def test_rows_that_differ_among_tp_peers_are_no_finding_where_a_right_job_may_feed_them(other: Numbers) -> None:
+    assert not [one for one in compared(RIGHT, other).results[1].findings if one.axis == "tp"]
 
 
 @pytest.mark.parametrize(

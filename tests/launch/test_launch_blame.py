@@ -158,7 +158,7 @@ def test_another_size_at_the_same_place_blames_the_odd_rank_not_the_one_gloo_abo
     assert list(found) == [1]
     assert found[1].endswith(
         "issued all_reduce #4 of group [0-2] (step 2, backward, 32 B) "
-        "where rank 0 issued all_reduce #4 of group [0-2] (step 2, backward, 16 B)"
+        "where ranks [0,2] issued all_reduce #4 of group [0-2] (step 2, backward, 16 B)"
     )
 
 

@@ -50,6 +50,7 @@ def test_the_same_training_in_another_layout_passes(
         ("halved", "fsdp2", "gradients", "gradients scaled"),
         ("changed", "fsdp2", "gradients", "weights changed between steps"),
         ("samples", "ddp", "samples", "same samples"),
+        ("peers", "tp", "samples", "peers differ"),
         ("", "pp", "grad_norm", "clipped by another norm"),  # each stage clips by its own
     ],
 )

@@ -215,6 +215,35 @@ def test_ctrl_c_before_anything_is_trained_is_the_cause_and_no_other_is_said(
     assert "it was ended by SIGINT before an optimizer's first step" in printed and "none had imported torch" in printed
 
 
+TRAINS = """
+import os, signal, sys, time, torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters())
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+if "interrupted" in sys.argv:
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(60)
+"""
+
+
+def test_what_was_named_to_judge_a_job_that_is_interrupted_is_said_to_judge_it_and_is_not_asked_for_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert record(Path("one"), sys.executable, "-c", TRAINS) == 0
+    assert "(--same-as); what groups are for, --layout" in " ".join(capsys.readouterr().out.split())
+    named = ["--same-as", "one", "--layout", "dp_replicate=1"]
+    assert main(["record", *named, "-o", "two", "--", sys.executable, "-c", TRAINS, "interrupted"]) == 130
+    printed, said = capsys.readouterr()
+    assert f"`harness compare {tmp_path}/one two`" in " ".join(printed.split())
+    assert "--same-as" not in printed and "--layout" not in printed
+    assert [line.split("`")[1] for line in said.splitlines() if line.startswith("harness: interrupted")] == [
+        "harness report --layout dp_replicate=1 two",
+        "harness compare one two",
+    ]
+
+
 LONG = 100.0
 WAITS = f"import time; print('it runs', flush=True); time.sleep({LONG})"
 
