@@ -1,4 +1,4 @@
-"""In its passes each rank moves, per axis and purpose, exactly the bytes that the plan says; outside of them no more than needed.
+"""In its passes each rank moves exactly the plan's bytes, per axis and purpose, and outside of them no more than a bound.
 
 Bytes are counted on unsharded tensors, so bucketing does not matter. Traffic outside forward and backward (losses, norms,
 counts) has an upper bound. What ZeRO and Muon gather there, and the gradients of a tied weight that two stages add up, have a
