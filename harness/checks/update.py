@@ -248,7 +248,8 @@ def _advance(
     state.first_magnitude = b1 * state.first_magnitude + (1 - b1) * np.abs(gradient)
     state.second = b2 * state.second + (1 - b2) * gradient * gradient
     state.largest_second = np.maximum(state.largest_second, state.second)
-    denominator = np.sqrt((state.largest_second if amsgrad else state.second) / (1 - b2**step.step)) + training.eps
+    with np.errstate(invalid="ignore"):  # what a checkpoint gave back may be below 0
+        denominator = np.sqrt((state.largest_second if amsgrad else state.second) / (1 - b2**step.step)) + training.eps
     scale = lr / (1 - b1**step.step) / denominator
     magnitude = np.abs(state.value) * (1 + decay) + scale * state.first_magnitude
     return state.value * (1 - decay) - scale * state.first, magnitude

@@ -34,8 +34,10 @@ from harness.diagnosis.whose import is_constant
 from harness.diagnosis.words import Arrays, finding_line, in_order, where_text
 from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer
+from harness.judge.contents import locate
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
+from harness.plan.slices import slice_text
 
 State = dict[Key, np.ndarray]
 
@@ -98,9 +100,25 @@ def _parameters(trial: Trial, places: Places) -> Cause | None:
     if pair := _exchanged(trial, places):
         text = f"after resuming, {pair[0]} has the values of {pair[1]}"
         return Cause("parameters exchanged", text, where, details=(("parameter", pair[0]), ("of", pair[1])))
+    if not first and (found := _other_slices(trial, places)):
+        return Cause("slices mixed", found, where, details=(("moment", requested),))
     became = f"those {first}" if first else _became(trial, places)
     text = f"parameters after resuming are not those {requested}" + f", they are {became}" * bool(became)
     return Cause("parameters changed over the checkpoint", text, where, details=(("are", became),))
+
+
+def _other_slices(trial: Trial, places: Places) -> str:
+    """What the first of these ranks has, if each has another slice of what was saved in place of its own; else nothing."""
+    saved, first = saved_state(trial.saved[-1]), ""
+    for rank, key in sorted(places):
+        held, own = held_state(trial, rank)[key], trial.slice_of(rank, key[1])
+        full = saved[key].reshape(trial.plan.shapes[key[1]])
+        part = None if own is None or is_constant(held) else locate(held, full)
+        if part is None or own is None:
+            return ""
+        texts = (slice_text(one, full.shape, flat=bool(trial.plan.flat)) for one in (part, own))
+        first = first or f"after resuming, rank {rank} has {' in place of '.join(texts)} of {key[1]}"
+    return first
 
 
 def _optimizer(trial: Trial, places: Places) -> Cause | None:
@@ -161,11 +179,11 @@ def _exchanged(trial: Trial, places: Places) -> tuple[str, str] | None:
     for fqn in in_order(trial, (key[1] for _, key in places)):
         own = {(rank, key) for rank, key in places if key[1] == fqn}
         names = sorted({name for _, (name, _) in own})
-        moved = {(fqn, other): {name: (name, other) for name in names} for other in trial.plan.shapes if other != fqn}
+        moved = [((fqn, of), {name: (name, of) for name in names}) for of in trial.plan.shapes if of != fqn]
         kept = [name for name, of in saved if of == fqn]
         for others in itertools.product(*([other for other in kept if other != name] for name in names)):
-            moved[names[0], others[0]] = {name: (other, fqn) for name, other in zip(names, others, strict=True)}
-        for pair, source in moved.items():
+            moved.append(((names[0], others[0]), {n: (other, fqn) for n, other in zip(names, others, strict=True)}))
+        for pair, source in moved:
             theirs = {(name, fqn): saved[key] for name, key in source.items() if key in saved}
             shapes = all(whole.shape == saved[key].shape and not is_constant(whole) for key, whole in theirs.items())
             if theirs and shapes and _holds(trial, own, theirs):

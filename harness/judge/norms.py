@@ -15,10 +15,12 @@ GRADIENTS, PARAMETERS = "gradients", "parameters"
 
 
 def nearest(trial: Trial, rank: int) -> list[int]:
-    """Return all ranks, those first whose places differ along the fewest axes: the ones that a rank adds up with."""
+    """Return all ranks, those first whose places differ along the fewest axes: the ones that a rank adds up with. Of a tied
+    weight the first stage's copy counts."""
     places = {one: coordinate(trial.case.dims, one) for one in trial.ranks}
     own = coordinate(trial.case.dims, rank)
-    return sorted(places, key=lambda one: (sum(own[axis] != at for axis, at in places[one].items()), one))
+    apart = {one: sum(own[axis] != at for axis, at in place.items() if axis != "pp") for one, place in places.items()}
+    return sorted(places, key=lambda one: (apart[one], places[one]["pp"], one))
 
 
 def norm_of(

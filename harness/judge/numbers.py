@@ -104,7 +104,7 @@ def parts_of_mean(trial: Trial, step: int, rank: int, name: str, number: Number)
     """Return the sums and counts that a rank's mean is put together of: one of each place, which tp ranks share. Raises
     NotOnRecord."""
     parts: dict[Place, tuple[float, float]] = {}
-    for one in (rank, *sorted(trial.ranks)):
+    for one in nearest(trial, rank):
         shown = _record(trial, one, step).numbers.get(name)
         if shown is not None and shown.total is not None and shown.count is not None:
             parts.setdefault(place_of(trial, one), (shown.total, shown.count))

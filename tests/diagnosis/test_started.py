@@ -292,6 +292,24 @@ def test_parameters_that_came_back_otherwise_on_some_ranks_are_those_of_these() 
     )
 
 
+def test_a_slice_of_another_place_is_said_to_be_one() -> None:
+    trial = resumed(TP_2, TP_2)
+    first = trial.ranks[0].resumed
+    assert first is not None
+    cause = cause_of(with_resumed(trial, 1, "parameters", lambda held: {**held, W1: first.parameters[W1]}))
+    assert (data_of(cause, "moment"), cause.ranks) == (("slices mixed", "after step 2"), (1,))
+
+
+def test_averages_that_are_one_anothers_are_said_to_be_so() -> None:
+    names = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
+
+    def other(held: Held) -> Held:
+        return {fqn: {name: of[names.get(name, name)] for name in of} for fqn, of in held.items()}
+
+    cause = cause_of(everywhere(resumed(), "optimizer_state", other))
+    assert data_of(cause, "are") == ("optimizer state lost", "that of exp_avg_sq for exp_avg")
+
+
 def state(change: Callable[[str, np.ndarray], np.ndarray | None], *fqns: str) -> Callable[[Held], Held]:
     """What the optimizer keeps of these parameters (all), by its name for it; None: nothing."""
 

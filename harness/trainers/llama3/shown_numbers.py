@@ -19,7 +19,7 @@ MEANINGS: dict[str, dict[str, Any]] = {
     "tokens per second": {"of": "tokens", "rate": True},
     "tokens seen": {"of": "tokens", "steps": None},
     "own valid tokens": {"of": "valid tokens", "over": ()},
-    "valid tokens per sample": {"of": "mean", "per": "samples"},
+    "valid tokens per sample": {"of": "mean"},
     "epochs": {"of": "epochs", "steps": None},
     "validation loss": {"of": "validation loss"},
     "parameter norm": {"of": "parameter norm"},
