@@ -58,11 +58,14 @@ def explain(
 
 def _explained(search: Search, trial: Trial, results: Sequence[Result], facts: Sequence[Facts]) -> Explanation:
     proofs = search.proofs(trial, results)
+    stated = list(search.guarded(facts, trial, failing_checks(results)))
+    seen = any("gradients" in fact.checks for fact in stated)
     if proofs and "gradients" in proofs[0].left and {one.cause.kind for one in proofs[0].hypotheses} <= ONCE:
         proofs = []  # a factor of gradients that leaves them wrong: anything has a best fit
-    shown = proofs and {one.cause.kind for one in proofs[0].hypotheses} == {"wrong report"}
-    if proofs and "gradients" in proofs[0].left and OF_GRADIENTS.issuperset(proofs[0].explained) and not shown:
-        proofs = []  # what explains only what follows of gradients, and leaves these wrong, is no cause
+    if proofs and seen and "gradients" in proofs[0].left and OF_GRADIENTS.issuperset(proofs[0].explained):
+        proofs = []  # what was seen of gradients goes before what explains only what follows of them
+    if proofs and "gradients" in proofs[0].left and proofs[0].explained == ("replica_agreement",):
+        proofs = []  # replicas differ whatever it is that is not the sum
     left = list(proofs[0].left) if proofs else [r.check for r in results if r.verdict is Verdict.FAIL]
     found = []
     known = list(search.guarded(facts, trial, {r.check: r for r in results if r.check in left and r.findings}))

@@ -253,7 +253,7 @@ def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
         if (first := next((name for name, places in stages.items() if places), None)) is None:
             continue
         text = f"{first} of step {step} {'is' if first == 'the loss' else 'are'} NaN or infinite"
-        text += f" {where_text(trial, stages[first])}" * (first != "the loss")
+        text += "" if first == "the loss" else f" {where_text(trial, stages[first])}"
         before = [name for name, places in stages.items() if not places]
         text += f", {' and '.join(before)} of it finite" * bool(before)
         checks = {"the loss": (*NUMBERS,), "gradients": (*NUMBERS - {"loss"},), "parameters": ("update", "finite")}
