@@ -3,7 +3,7 @@
 Tokens and samples are those that ranks received, steps those on record. A rate is a count over seconds that are handed over,
 too. A validation loss is that of the reference's model, by the weights that ranks held, of the batch that they validated on. A
 norm of parameters is that of what they held. Each rank hands over its own part of a mean. The check judges how ranks put the
-parts together, and by how many samples or tokens they divided.
+parts together, and by how many samples or tokens they divided. Samples that are validated on were not trained on before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.evidence.numbers import COUNTS, MEAN, NORM, VALIDATION, Number
 from harness.judge.finding import Bound, Finding
-from harness.judge.numbers import Book, NotOnRecord, requested
+from harness.judge.numbers import Book, NotOnRecord, requested, trained_on_before
 from harness.judge.reporting import relative
 from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.tolerance import UNIT_ROUNDOFF
@@ -22,13 +22,15 @@ from harness.judge.trial import Trial
 NAME = "reported_numbers"
 STAGE = "numbers"
 NEEDS = frozenset({"reference", "values"})
+VALIDATED = "validation"
+"""What a finding on its samples is about."""
 CLOSE = 2 * UNIT_ROUNDOFF["float32"]
 """A number may be shown in float32."""
 
 
 def check(trial: Trial) -> Result:
     reported = [(r, s.step, name, number) for r, s in trial.own_steps() for name, number in s.numbers.items()]
-    findings = _not_validated(trial)
+    findings = [*_not_validated(trial), *_not_held_out(trial)]
     if not reported and not findings:
         return not_applicable(NAME, "this trainer reports no others")
     book, unjudged, worst = Book(trial), dict[str, str](), 0.0
@@ -111,6 +113,20 @@ def _note(number: Number, expected: float) -> str:
     divided = f"divided by {', '.join(number.divided_by)}" if number.divided_by else ""
     rate = f"in {number.seconds!r} s" if number.rate else ""
     return ", ".join(filter(None, [ratio, number.of + over, steps, divided, rate]))
+
+
+def _not_held_out(trial: Trial) -> list[Finding]:
+    """Validations whose samples were trained on."""
+    findings, every = [], trial.case.features.validate_every
+    for step in (step for step in trial.case.steps if every and step % every == 0):
+        try:
+            again, of = trained_on_before(trial, step)
+        except NotOnRecord:
+            continue  # which the loss says, if it is reported
+        if again:
+            unit = f"of {of} samples that were trained on"
+            findings.append(Finding(step=step, quantity=VALIDATED, expected=0, observed=again, unit=unit))
+    return findings
 
 
 def _not_validated(trial: Trial) -> list[Finding]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from harness.checks.reported_numbers import bound_of, distance, key, wanted
+from harness.checks.reported_numbers import VALIDATED, bound_of, distance, key, wanted
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, seen
 from harness.diagnosis.reported import Number as ByStep
 from harness.diagnosis.reported import Reported, norms, on_record, phrase
@@ -56,7 +56,9 @@ def wrong_numbers(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 def odd_numbers(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """State that a number is wrong where no meaning gives it."""
-    if CHECK in broken:
+    if CHECK in broken and broken[CHECK].findings[0].quantity == VALIDATED:
+        yield seen(broken, CHECK, "samples not held out", "the validation is of samples that were trained on")
+    elif CHECK in broken:
         lacking = broken[CHECK].findings[0].observed is None
         yield seen(broken, CHECK, "report lacking" if lacking else "wrong report", "a reported number is wrong")
 

@@ -84,8 +84,7 @@ class Book:
 
     def _validation(self, step: int) -> Mapping[Place, Part]:
         if step not in self.losses:
-            batches = _said(self.trial, step) or _seen(self.trial, step)
-            self.losses[step] = dict(_losses(self.trial, step, batches))
+            self.losses[step] = dict(_losses(self.trial, step, validated_on(self.trial, step)))
         return self.losses[step]
 
 
@@ -193,6 +192,24 @@ def _data_size(trial: Trial, number: Number) -> int:
 
 
 # ---- validation
+
+
+def validated_on(trial: Trial, step: int) -> dict[Place, list[Batch]]:
+    """Return what was evaluated after a step, by share, as the trainer says, or as its passes show. Raises NotOnRecord."""
+    return _said(trial, step) or _seen(trial, step)
+
+
+def trained_on_before(trial: Trial, step: int) -> tuple[int, int]:
+    """Return how many of the samples that were evaluated after a step it or an earlier one had trained on, and how many there
+    are. None is held out once the data has ended. Raises NotOnRecord."""
+    reference, rows = (
+        trial.reference,
+        [row for of in validated_on(trial, step).values() for tokens, _ in of for row in tokens],
+    )
+    drawn = [one for ids in reference.samples[:step] for one in ids]
+    ended = len({*drawn}) < len(drawn) or len(drawn) >= trial.case.training.made_samples
+    known = {reference.tokens[reference.sample_ids.index(one)].tobytes() for one in ([] if ended else {*drawn})}
+    return sum(np.asarray(row, np.int64).tobytes() in known for row in rows), len(rows)
 
 
 def _said(trial: Trial, step: int) -> dict[Place, list[Batch]]:

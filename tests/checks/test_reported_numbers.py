@@ -221,3 +221,23 @@ def test_the_norm_of_parameters_is_that_of_all_that_ranks_hold() -> None:
 def test_another_norm_of_parameters_is_named(value: Any, details: Any) -> None:
     named = proven(reporting(GRID, value, of="parameter norm"))
     assert named == ("wrong report", {"report": "n", details[0]: details[1]})
+
+
+def validating(ids: slice) -> Trial:
+    """The second step is followed by an evaluation of these of the recipe's samples, by all ranks."""
+    trial = trial_of(tiny_case("ddp_2", validate_every=2))
+    reference = trial.reference
+    batch = {"tokens": reference.tokens[ids], "labels": reference.labels[ids]}
+    for rank in trial.ranks:
+        trial = with_step(trial, rank, 2, numbers={"n": Number(5.0, of="validation loss", **batch)})
+    return trial
+
+
+def test_samples_that_were_trained_on_are_not_held_out() -> None:
+    reference = validating(slice(0, 1)).reference
+    step = {id_: step for step, ids in enumerate(reference.samples, 1) for id_ in ids}
+    places = {step[id_]: at for at, id_ in enumerate(reference.sample_ids)}
+    before, later = (validating(slice(places[step], places[step] + 1)) for step in (1, 3))
+    (found,) = (one for one in findings("reported_numbers", before) if one.quantity == "validation")
+    assert (found.step, found.expected, found.observed) == (2, 0, 2)
+    assert not [one for one in findings("reported_numbers", later) if one.quantity == "validation"]

@@ -139,3 +139,25 @@ displayed_parameter_norm_of_own_shards = fault(
     named="wrong report",
     does=_shown_as(_norm_of_own_shards),
 )
+
+
+def _first_of_the_epoch(original: Any, batches: Any) -> Any:
+    import torch
+
+    from harness.reference.data import sample_order
+
+    case, dataset = batches.case, batches.dataset
+    ids = sample_order(case.training, len(dataset), 0)[: case.training.global_batch]
+    tokens, labels = zip(*(dataset[one] for one in ids[batches.loader.sampler.rank :: case.dims.dp]), strict=True)
+    parts = (torch.stack(of).split(case.local_batch) for of in (tokens, labels))
+    return list(zip(*parts, strict=True))
+
+
+validated_on_training_data = fault(
+    breaks="the held-out samples are the first ones of the epoch, which the model has been trained on",
+    bug="D-class: a validation split that is the training split",
+    case="fsdp_2_validated",
+    caught_by="reported_numbers",
+    named="samples not held out",
+    does=op.instead(".data:Microbatches.held_out", _first_of_the_epoch),
+)
