@@ -138,9 +138,11 @@ def _wrong_identity(trial: Trial, rank: int) -> list[Finding]:
 def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
     findings = []
     steps = [step.step for step in evidence.steps]
-    wanted = list(trial.case.steps)
+    wanted, ended_well = list(trial.case.steps), {one.rank for one in trial.run.exits if one.how == "ok"}
     if steps != wanted:
-        findings.append(Finding.at(evidence.rank, tuple(wanted), tuple(steps), quantity="optimizer steps"))
+        merged = evidence.rank in ended_well and len(steps) < len(wanted)
+        note = f"{len(steps)} in all: passes that no optimizer's step follows count to the next one" * merged
+        findings.append(Finding.at(evidence.rank, tuple(wanted), tuple(steps), quantity="optimizer steps", note=note))
     held = {tensor.fqn for tensor in evidence.parameters}
     wanted_here = set(trial.plan.slices.get(evidence.rank, {}))
     findings += _inventory(partial(Finding.at, evidence.rank, quantity="value at the start"), wanted_here, held)

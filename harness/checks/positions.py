@@ -26,8 +26,11 @@ def check(trial: Trial) -> Result:
         wanted = positions(trial.case, rank, trial.case.seq_len(step.step))
         if not step.positions:  # others receive some
             findings.append(Finding.at(rank, positions_text(wanted), None, step=step.step, quantity="positions"))
+        note = "or those that its tokens have in their documents" * trial.case.training.document_mask
         findings += [
-            Finding.at(rank, positions_text(wanted), positions_text(row), step=step.step, quantity="positions")
+            Finding.at(
+                rank, positions_text(wanted), positions_text(row), step=step.step, quantity="positions", note=note
+            )
             for row in wrong_rows(step.positions, right_rows(trial, wanted, step.step))[:1]
         ]
     return verdict_of("positions", findings, sum(counts.values()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -105,7 +105,7 @@ def _other_groups(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     missing = silent_axes(trial, step)
     if not missing:
         return None
-    texts = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in missing.items()]
+    texts = silent_text(trial, step, missing)
     instead = sorted({ranks for op in missing.values() for ranks in _groups_of_no_axis(trial, op)})
     texts += [f"but over {groups_text(instead)}"] if instead else []
     silent = [number for number in trial.case.steps if missing.keys() <= silent_axes(trial, number).keys()]
@@ -144,6 +144,19 @@ def silent_axes(trial: Trial, step: int) -> dict[str, str]:
             if flow.role == "gradients" and not seen.get((trial.plan.group_of(rank, flow.axis), flow.op, flow.phase)):
                 missing[flow.axis] = flow.op
     return missing
+
+
+def silent_text(trial: Trial, step: int, axes: Mapping[str, str]) -> list[str]:
+    """Say over which groups of these axes nothing ran. axes: with the collective that should."""
+    seen = {rank: observed_traffic(trial, evidence, step) for rank, evidence in trial.ranks.items()}
+    texts = []
+    for axis, op in axes.items():
+        groups = trial.plan.groups[axis]
+        silent = [
+            group for group in groups if not any(seen[r].get((group, op, "backward")) for r in group if r in seen)
+        ]
+        texts.append(f"no {op} ran over {groups_text(silent or groups)}")
+    return texts
 
 
 def _groups_of_no_axis(trial: Trial, op: str) -> set[tuple[int, ...]]:

@@ -64,8 +64,9 @@ def _explained(search: Search, trial: Trial, results: Sequence[Result], facts: S
         proofs = []  # a factor of gradients that leaves them wrong: anything has a best fit
     if proofs and seen and "gradients" in proofs[0].left and OF_GRADIENTS.issuperset(proofs[0].explained):
         proofs = []  # what was seen of gradients goes before what explains only what follows of them
-    if proofs and "gradients" in proofs[0].left and proofs[0].explained == ("replica_agreement",):
-        proofs = []  # replicas differ whatever it is that is not the sum
+    moved = proofs and "gradients" in proofs[0].left and "traffic" not in proofs[0].left
+    if moved and proofs[0].explained == ("replica_agreement",):
+        proofs = []  # all moved as planned, and replicas differ whatever it is that is not the sum
     left = list(proofs[0].left) if proofs else [r.check for r in results if r.verdict is Verdict.FAIL]
     found = []
     known = list(search.guarded(facts, trial, {r.check: r for r in results if r.check in left and r.findings}))

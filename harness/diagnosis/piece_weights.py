@@ -17,19 +17,19 @@ import numpy as np
 
 from harness.diagnosis import assume
 from harness.diagnosis.assume import clipping_apart, summed, train_apart
-from harness.diagnosis.backward import silent_axes
+from harness.diagnosis.backward import silent_axes, silent_text
 from harness.diagnosis.contributions import Number, Reading, norm_of_all, scaled_alike
 from harness.diagnosis.differences import first_wrong_step, seen_gradients, wrong_pairs
 from harness.diagnosis.factors import factor_text, times_text
-from harness.diagnosis.hypothesis import Broken, Hypothesis
+from harness.diagnosis.hypothesis import Broken, Hypothesis, verdict_of
 from harness.diagnosis.pieces import Fit, Pieces, Weights, assuming, chunks_of_the_loss, fit_of
-from harness.diagnosis.words import Arrays, Pair, groups_text, where_text
+from harness.diagnosis.words import Arrays, Pair, where_text
 from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.contents import take
 from harness.judge.losses import losses
 from harness.judge.norms import norm_of
-from harness.judge.result import Cause
+from harness.judge.result import Cause, Verdict
 from harness.judge.tolerance import clip_coefficient, relative_difference
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
@@ -233,8 +233,9 @@ def _cause(
     """Return the cause, and the axes over which nothing ran."""
     trial, some = fit.trial, chosen if len(chosen) < fit.trial.case.passes else ()
     silent = {a: op for a, op in silent_axes(trial, fit.step).items() if a.removesuffix("_cp") in missing}
-    hints = [f"no {op} ran over {groups_text(trial.plan.groups[axis])}" for axis, op in silent.items()]
-    hints = hints or ["each rank adds only its own, though collectives ran"]
+    moved = verdict_of(trial, "traffic") is Verdict.PASS
+    hints = silent_text(trial, fit.step, silent)
+    hints = hints or ["each rank adds only its own" + ", though collectives ran" * moved]
     hints += [f"its own counts {times_text(times)}{factor_text(trial, times, False)}"] * (times not in known)
     of = f" of {_some(fit, some).rpartition(' ')[0]}" if some else ""
     text = f"gradients{of} are not reduced over {' and '.join(missing)}"

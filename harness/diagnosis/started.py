@@ -187,7 +187,8 @@ def _mean_of_steps(trial: Trial, step: int, found: Mapping[Pair, np.ndarray]) ->
         return ""
     names = ["before training", *(f"after step {number}" for number in steps)]
     told = [f"those {name} x {share:.3g}" for name, share in zip(names, shares, strict=True) if abs(share) > 1e-4]
-    return " + ".join(told).removesuffix(" x 1")
+    own = [f"those after step {step} x 1"]  # which they were changed from
+    return "" if told == own else " + ".join(told).removesuffix(" x 1")
 
 
 def _after_each(trial: Trial, at: Pair, steps: Sequence[int]) -> list[np.ndarray]:

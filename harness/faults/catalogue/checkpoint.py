@@ -256,7 +256,7 @@ def _is_strided(value: Any) -> bool:
     bug="S08 FSDP with TP: strided sharding lost on the way to a full tensor",
     case="fsdp_2_tp_2_to_tp_4",
     caught_by="resume loss gradients",
-    named="parameters changed over the checkpoint",
+    named="slices mixed",
 )
 @partial(op.before_call, SAVE, when=lambda state, **_: any(map(_is_strided, state["model"].values())))
 def strided_shards_saved_in_mesh_order(state: State, **_: Any) -> None:
