@@ -1,4 +1,7 @@
-"""A factor, and which number of the case it is: a degree, the accumulation, the number of valid tokens, or products."""
+"""A factor, and which number of the case it is: a degree, the accumulation, the number of valid tokens, or products.
+
+The distance between two steps is another such number.
+"""
 
 from __future__ import annotations
 
@@ -97,3 +100,16 @@ def _constant(trial: Trial, by_step: ByStep) -> bool:
 
 def _near(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-6)
+
+
+def how_far(trial: Trial, step: int, of: int) -> str:
+    """Say what distance lies between a step and the one whose samples it receives; empty if it is no known one."""
+    training, saved = trial.case.training, trial.case.steps.start - 1
+    epoch = -(-training.made_samples // training.global_batch) if training.data is None else 0
+    if trial.case.model_of is not None and of - step == trial.case.model_of:
+        return "they go on behind the checkpoint, of which only the weights are to be read"
+    if epoch and step > epoch and step - of == epoch:
+        return "the epoch has the order of the one before"
+    if trial.saved and saved and step - of == saved:
+        return "they begin anew"
+    return "those of one step are passed over" if of == step + 1 else ""

@@ -19,6 +19,7 @@ from harness.checks.resume import step_received
 from harness.checks.samples import misshapen_labels, parts_of, wrong_labels
 from harness.diagnosis.assume import another_case, another_feature
 from harness.diagnosis.differences import OF_GRADIENTS
+from harness.diagnosis.factors import how_far
 from harness.diagnosis.hypothesis import Broken, Hypothesis, no_reference
 from harness.diagnosis.received import Rows, of_share, own_labels, received, shifted, trained_on, wrong_positions
 from harness.diagnosis.words import on_ranks, rank_words
@@ -203,19 +204,18 @@ def _foreign(trial: Trial, step: int) -> Cause | None:
         missing = wanted.difference(*shares.values())
         text = f"{len(missing)} of {len(wanted)} samples of step {step} are received by no rank in this step"
         return Cause("samples lost", text, details=(("samples", tuple(sorted(missing))),)) if missing else None
-    steps = tuple(step_received(trial, shares[rank]) for rank in odd)
+    steps, where = tuple(step_received(trial, shares[rank]) for rank in odd), on_ranks(trial, odd).strip()
     if None not in steps and len({*steps}) == 1:
         text = f"step {step} receives the samples of step {steps[0]}{when * bool(trial.case.resume)}"
-        details = (("of_step", steps[0]), ("ranks", odd))
-        return Cause("data position", text, on_ranks(trial, odd).strip(), details=details)
+        hint = how_far(trial, step, steps[0] or step)
+        return Cause("data position", text, where, hint=hint, details=(("of_step", steps[0]), ("ranks", odd)))
     unknown = any(None in shares[rank] for rank in odd)
     if found := _dealt(trial, step, odd):
         how, begun, usual = found
         if usual:
             own = (step - 1) * len(wanted) // len(shares)
             text = f"the data position is wrong{when}: it reads on at its share's sample {begun}, not {own}"
-            details = (("begins", begun), ("ranks", odd))
-            return Cause("data position", text, on_ranks(trial, odd).strip(), details=details)
+            return Cause("data position", text, where, details=(("begins", begun), ("ranks", odd)))
         kind = "samples of no step" if unknown else "samples dealt otherwise"
         return Cause(kind, how, when.strip(), details=(("ranks", odd), ("order", how)))
     if unknown and _share_rows(trial):
@@ -227,7 +227,7 @@ def _foreign(trial: Trial, step: int) -> Cause | None:
     others = tuple(n for n, ids in enumerate(trial.reference.samples, 1) if {*ids} & {*known})
     of = ", ".join(map(str, others))
     text = f"{len(known)} of {len(wanted)} samples received in step {step} are those of step {of}"
-    return Cause("data position", text, on_ranks(trial, odd).strip(), details=(("of_step", others), ("ranks", odd)))
+    return Cause("data position", text, where, details=(("of_step", others), ("ranks", odd)))
 
 
 def _of_no_step(trial: Trial, step: int, odd: tuple[int, ...]) -> Cause:

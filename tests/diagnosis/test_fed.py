@@ -17,6 +17,7 @@ from trained import RECIPE, Ran, _ran, case_of, reference  # noqa: F401
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
+from harness.diagnosis.factors import how_far
 from harness.diagnosis.fed import other_samples, wrong_samples
 from harness.diagnosis.received import Rows, seen_labels, shift_of, trained_on, wrong_positions
 from harness.diagnosis.received import received as rows_of
@@ -26,6 +27,7 @@ from harness.judge.received_samples import received_samples
 from harness.judge.trial import Trial
 from harness.plan.stages import positions
 from harness.reference.data import build_dataset, sample_order
+from harness.spec.case import Saved
 from harness.spec.dims import ParallelDims
 
 IGNORED = -100
@@ -360,3 +362,19 @@ def test_right_samples_have_no_cause() -> None:
     assert wrong_samples(LONG) is None and wrong_samples(CP) is None and wrong_positions(CP) is None
     assert not list(other_samples(LONG, {}))
     assert positions(CP.case, 1, 16).tolist() == [*range(8, 16)]
+
+
+def test_the_distance_of_samples_that_are_another_steps_is_said_where_it_is_a_known_one() -> None:
+    shards = ParallelDims(dp_shard=2)
+    plain = trial_of(tiny_case("fsdp_2"))
+    resumed = trial_of(tiny_case("fsdp_2", resume=(Saved(2, shards),)))
+    anew = trial_of(tiny_case("fsdp_2", resume=(Saved(2, shards, model_only=True),)))
+    epoch = plain.case.training.made_samples // plain.case.training.global_batch
+    told = {
+        "": how_far(plain, 2, 1),
+        "those of one step are passed over": how_far(plain, 2, 3),
+        "they begin anew": how_far(resumed, 3, 1),
+        "the epoch has the order of the one before": how_far(plain, epoch + 2, 2),
+        "they go on behind the checkpoint, of which only the weights are to be read": how_far(anew, 1, 3),
+    }
+    assert [*told] == [*told.values()]
