@@ -15,8 +15,8 @@ GRADIENTS, PARAMETERS = "gradients", "parameters"
 
 
 def nearest(trial: Trial, rank: int) -> list[int]:
-    """Return all ranks, those first whose places differ along the fewest axes: the ones that a rank adds up with. Of a tied
-    weight the first stage's copy counts."""
+    """Return all ranks, those first whose places differ along the fewest axes: the ones that a rank adds up with. The first
+    stage's copy of a tied weight counts."""
     places = {one: coordinate(trial.case.dims, one) for one in trial.ranks}
     own = coordinate(trial.case.dims, rank)
     apart = {one: sum(own[axis] != at for axis, at in place.items() if axis != "pp") for one, place in places.items()}

@@ -179,7 +179,7 @@ class CollectiveRecorder:
         *,
         ranks: tuple[int, ...] | None = None,
     ) -> None:
-        """payload: the unsharded tensor, or tensors. passed: the sum of bits that this rank passes. ranks: the group's."""
+        """Note a call. The payload is the unsharded tensor, or several. Passed is the sum of bits that this rank passes."""
         name, ranks = name_of(group), members(group) if ranks is None else ranks
         tensors = list(tensors_in(payload))
         step, phase = self._where()

@@ -373,7 +373,7 @@ class Trainer:
         return shown
 
     def parameter_norm(self) -> float:
-        """Of those that optimizers step, which a unit that stays gathered does not show, and those that are frozen."""
+        """The norm of what optimizers step, which a unit that stays gathered does not show, and of what is frozen."""
         stepped = [one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]]
         every = dict.fromkeys([*stepped, *(one for one in self.parameters() if not one.requires_grad)])
         copies = {*map(id, tied.copies(self.model_parts, self.ends))}
@@ -388,7 +388,7 @@ class Trainer:
         }
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """Of ranks that hold other elements without a DTensor saying so."""
+        """The ranks that hold other elements, where no DTensor says so."""
         groups = [pipeline.group_of(self.mesh), parallelize.flat_group(self.mesh, self.case)]
         return [group for group in groups if group is not None]
 
