@@ -75,11 +75,8 @@ def wanted(book: Book, rank: int, step: int, name: str, number: Number) -> float
 
 def distance(number: Number, expected: float) -> float:
     """Return how far off it is, relative to what is expected. The norm of parameters that are not finite is not finite."""
-    return (
-        0.0
-        if number.of == NORM and math.isnan(number.value) and math.isnan(expected)
-        else relative(number.value, expected)
-    )
+    both = number.of == NORM and math.isnan(number.value) and math.isnan(expected)
+    return 0.0 if both else relative(number.value, expected)
 
 
 def key(name: str) -> str:

@@ -300,16 +300,6 @@ def test_a_slice_of_another_place_is_said_to_be_one() -> None:
     assert (data_of(cause, "moment"), cause.ranks) == (("slices mixed", "after step 2"), (1,))
 
 
-def test_averages_that_are_one_anothers_are_said_to_be_so() -> None:
-    names = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
-
-    def other(held: Held) -> Held:
-        return {fqn: {name: of[names.get(name, name)] for name in of} for fqn, of in held.items()}
-
-    cause = cause_of(everywhere(resumed(), "optimizer_state", other))
-    assert data_of(cause, "are") == ("optimizer state lost", "that of exp_avg_sq for exp_avg")
-
-
 def state(change: Callable[[str, np.ndarray], np.ndarray | None], *fqns: str) -> Callable[[Held], Held]:
     """What the optimizer keeps of these parameters (all), by its name for it; None: nothing."""
 
@@ -334,6 +324,11 @@ BOTH = ("exp_avg", "exp_avg_sq")
         (state(lambda name, value: 2 * value if name == "exp_avg" else value, W1), BOTH[:1], "2 times"),
         (state(lambda name, value: value + 1 if name in BOTH else value, W1), BOTH, ""),
         (lambda held: held | {W1: held[W3], W3: held[W1]}, BOTH, f"of {W3}"),
+        (
+            lambda held: {f: of | {BOTH[0]: of[BOTH[1]], BOTH[1]: of[BOTH[0]]} for f, of in held.items()},
+            BOTH,
+            f"of {BOTH[1]}",
+        ),
         (state(lambda name, value: value + 1 if name == "step" else value, W1), ("step",), ""),
         (state(lambda name, value: None if name == "step" else value, W1), ("step",), "missing"),
     ],
