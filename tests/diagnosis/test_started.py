@@ -325,7 +325,7 @@ BOTH = ("exp_avg", "exp_avg_sq")
         (state(lambda name, value: value + 1 if name in BOTH else value, W1), BOTH, ""),
         (lambda held: held | {W1: held[W3], W3: held[W1]}, BOTH, f"of {W3}"),
         (
-            lambda held: {f: of | {BOTH[0]: of[BOTH[1]], BOTH[1]: of[BOTH[0]]} for f, of in held.items()},
+            lambda held: {f: o | {BOTH[0]: o[BOTH[1]], BOTH[1]: o[BOTH[0]]} for f, o in held.items()},
             BOTH,
             f"of {BOTH[1]}",
         ),
