@@ -311,6 +311,7 @@ def state(change: Callable[[str, np.ndarray], np.ndarray | None], *fqns: str) ->
 
 
 BOTH = ("exp_avg", "exp_avg_sq")
+OTHER = {BOTH[0]: BOTH[1], BOTH[1]: BOTH[0]}
 
 
 @pytest.mark.parametrize(
@@ -324,11 +325,7 @@ BOTH = ("exp_avg", "exp_avg_sq")
         (state(lambda name, value: 2 * value if name == "exp_avg" else value, W1), BOTH[:1], "2 times"),
         (state(lambda name, value: value + 1 if name in BOTH else value, W1), BOTH, ""),
         (lambda held: held | {W1: held[W3], W3: held[W1]}, BOTH, f"of {W3}"),
-        (
-            lambda held: {f: o | {BOTH[0]: o[BOTH[1]], BOTH[1]: o[BOTH[0]]} for f, o in held.items()},
-            BOTH,
-            f"of {BOTH[1]}",
-        ),
+        (lambda held: {f: o | {n: o[OTHER[n]] for n in BOTH} for f, o in held.items()}, BOTH, "of exp_avg_sq"),
         (state(lambda name, value: value + 1 if name == "step" else value, W1), ("step",), ""),
         (state(lambda name, value: None if name == "step" else value, W1), ("step",), "missing"),
     ],
