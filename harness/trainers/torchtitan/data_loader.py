@@ -20,12 +20,12 @@ class Samples:
     def __init__(self, case: Case, dp_degree: int, dp_rank: int, at_start: Callable[[], None]) -> None:
         self.case, self.dp_degree, self.dp_rank, self.at_start = case, dp_degree, dp_rank, at_start
         self.dataset = dataset_of(case)
-        self.step = 0
+        self.step, self.last = 0, case.training.steps
 
     def __iter__(self) -> Iterator[Any]:
         self.at_start()
         size = self.case.local_batch * self.case.microbatches
-        while self.step < self.case.training.steps:
+        while self.step < self.last:
             self.step += 1
             tokens, labels = rank_samples(self.case, self.dataset, self.step, self.dp_rank, self.dp_degree)
             for batch in zip(tokens.split(size), labels.split(size), strict=True):
@@ -79,7 +79,8 @@ class Rows(Microbatches):
 
 class Ahead:
     """A data loader of validation. Each iterator gives the samples of the step that comes next, so that validation's loss is
-    the one that this step then has. make: samples from the first step on."""
+    the one that this step then has. If held-out samples are requested, it does so behind the last step, too.
+    make: samples from the first step on."""
 
     def __init__(self, make: Callable[[], Samples]) -> None:
         self.make, self.finished = make, 0
@@ -87,7 +88,8 @@ class Ahead:
     def __iter__(self) -> Iterator[Any]:
         self.finished += 1
         samples = self.make()
-        samples.step = min(self.finished, samples.case.training.steps - 1)
+        samples.last += bool(samples.case.features.validate_every) and self.finished >= samples.last
+        samples.step = min(self.finished, samples.last - 1)
         return iter(samples)
 
 
