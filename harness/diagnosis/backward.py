@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -137,26 +137,25 @@ def _of_another_layout(trial: Trial, step: int) -> Fact | None:
 
 def silent_axes(trial: Trial, step: int) -> dict[str, str]:
     """Axes over which some rank should reduce gradients in a step and nothing ran, with the collective that should."""
-    missing: dict[str, str] = {}
+    return {axis: op for axis, op, _ in _silent(trial, step)}
+
+
+def silent_text(trial: Trial, step: int, axes: Collection[str]) -> list[str]:
+    """Say over which groups of these axes nothing ran."""
+    groups: dict[tuple[str, str], dict[tuple[int, ...], None]] = {}
+    for axis, op, group in _silent(trial, step):
+        groups.setdefault((axis, op), {})[group] = None
+    return [f"no {op} ran over {groups_text([*of])}" for (axis, op), of in groups.items() if axis in axes]
+
+
+def _silent(trial: Trial, step: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Axis, collective and group of each sum of gradients of which some rank moved nothing."""
     for rank, evidence in sorted(trial.ranks.items()):
         seen = observed_traffic(trial, evidence, step)
         for flow in trial.plan.flows_of(rank, step):
-            if flow.role == "gradients" and not seen.get((trial.plan.group_of(rank, flow.axis), flow.op, flow.phase)):
-                missing[flow.axis] = flow.op
-    return missing
-
-
-def silent_text(trial: Trial, step: int, axes: Mapping[str, str]) -> list[str]:
-    """Say over which groups of these axes nothing ran. axes: with the collective that should."""
-    seen = {rank: observed_traffic(trial, evidence, step) for rank, evidence in trial.ranks.items()}
-    texts = []
-    for axis, op in axes.items():
-        groups = trial.plan.groups[axis]
-        silent = [
-            group for group in groups if not any(seen[r].get((group, op, "backward")) for r in group if r in seen)
-        ]
-        texts.append(f"no {op} ran over {groups_text(silent or groups)}")
-    return texts
+            group = trial.plan.group_of(rank, flow.axis)
+            if flow.role == "gradients" and not seen.get((group, flow.op, flow.phase)):
+                yield flow.axis, flow.op, group
 
 
 def _groups_of_no_axis(trial: Trial, op: str) -> set[tuple[int, ...]]:

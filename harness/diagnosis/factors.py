@@ -107,9 +107,9 @@ def how_far(trial: Trial, step: int, of: int) -> str:
     training, saved = trial.case.training, trial.case.steps.start - 1
     epoch = -(-training.made_samples // training.global_batch) if training.data is None else 0
     if trial.case.model_of is not None and of - step == trial.case.model_of:
-        return "they go on behind the checkpoint, of which only the weights are to be read"
+        return "as if more than the weights were taken from the checkpoint"
     if epoch and step > epoch and step - of == epoch:
-        return "the epoch has the order of the one before"
+        return "as if the epoch had the order of the one before"
     if trial.saved and saved and step - of == saved:
-        return "they begin anew"
-    return "those of one step are passed over" if of == step + 1 else ""
+        return "as if the data began anew"
+    return "as if those of one step were passed over" if of == step + 1 else ""

@@ -372,9 +372,9 @@ def test_the_distance_of_samples_that_are_another_steps_is_said_where_it_is_a_kn
     epoch = plain.case.training.made_samples // plain.case.training.global_batch
     told = {
         "": how_far(plain, 2, 1),
-        "those of one step are passed over": how_far(plain, 2, 3),
-        "they begin anew": how_far(resumed, 3, 1),
-        "the epoch has the order of the one before": how_far(plain, epoch + 2, 2),
-        "they go on behind the checkpoint, of which only the weights are to be read": how_far(anew, 1, 3),
+        "as if those of one step were passed over": how_far(plain, 2, 3),
+        "as if the data began anew": how_far(resumed, 3, 1),
+        "as if the epoch had the order of the one before": how_far(plain, epoch + 2, 2),
+        "as if more than the weights were taken from the checkpoint": how_far(anew, 1, 3),
     }
     assert [*told] == [*told.values()]

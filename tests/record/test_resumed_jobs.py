@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.cli import main
+from harness.evidence.recording import load_record, record_file, save_record
+from harness.evidence.summary import summary_of
 
 JOB = [sys.executable, str(Path(__file__).parents[1] / "resuming_job.py")]
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", JOB[1], "--fsdp"]
@@ -75,6 +77,18 @@ def test_a_job_may_resume_in_another_layout(
 ) -> None:
     found = resumed(of_one_rank, tmp_path / "out", capsys, *TWO)
     assert (found["verdict"], found["exit"], found["steps"]) == ("PASS", 0, [3, 4])
+
+
+def test_a_recorder_that_failed_in_either_job_proves_nothing(
+    of_one_rank: Straight, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert resumed(of_one_rank, tmp_path / "out", capsys, *JOB)["verdict"] == "PASS"
+    file = record_file(tmp_path / "out", 0)
+    record = replace(load_record(file), failed=("the recorder itself raised KeyError()",))
+    save_record(file, summary_of(record), record)
+    assert main(["compare", "--json", str(of_one_rank.out), str(tmp_path / "out")]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "UNKNOWN" and "KeyError()" in found["unproven"]
 
 
 def test_random_states_are_restored_on_every_rank(
