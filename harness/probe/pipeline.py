@@ -45,6 +45,7 @@ class PipelineRecorder:
         self.actions: dict[int, list[str]] = {}
         self._clock = clock
         self._patched: list[tuple[Any, str, Any]] = []
+        self._acting: list[Any] = []
 
     def install(self) -> None:
         _installed.append(self)
@@ -74,18 +75,31 @@ class PipelineRecorder:
         if account.kind == "training":
             self.actions.setdefault(account.step, []).append(f"{stage}{kind}{microbatch}")
 
-    def _watch(self, owner: Any, name: str, kind: Callable[[dict[str, Any]], str]) -> None:
-        """Notes an action written as torch writes it: stage, kind, microbatch."""
-        original = getattr(owner, name)
-        signature = inspect.signature(original)
+    def _watch(self, base: type, name: str, kind: Callable[[dict[str, Any]], str]) -> None:
+        """Notes an action written as torch writes it: stage, kind, microbatch.
 
+        A class of stages may have a method of its own that does not reach torch's, so each is watched. One that does reach it
+        is noted once.
+        """
+        signature = inspect.signature(getattr(base, name))
+        for owner in (base, *_all_subclasses(base)):
+            if name in vars(owner):
+                self._replace(owner, name, self._noted_once(vars(owner)[name], signature, kind))
+
+    def _noted_once(self, original: Any, signature: inspect.Signature, kind: Callable[[dict[str, Any]], str]) -> Any:
         @functools.wraps(original)
         def seen(stage: Any, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            if stage in self._acting:
+                return original(stage, microbatch, *args, **kwargs)
             arguments = signature.bind(stage, microbatch, *args, **kwargs).arguments
             self.note(stage.stage_index, kind(arguments), microbatch)
-            return original(stage, microbatch, *args, **kwargs)
+            self._acting.append(stage)
+            try:
+                return original(stage, microbatch, *args, **kwargs)
+            finally:
+                self._acting.remove(stage)
 
-        self._replace(owner, name, seen)
+        return seen
 
     def _pass(self, schedule: Any) -> AbstractContextManager[None]:
         """A schedule's eval is its step without backward; it may record gradients that are not used."""
@@ -105,3 +119,8 @@ class PipelineRecorder:
     def _replace(self, owner: Any, name: str, new: Any) -> None:
         self._patched.append((owner, name, getattr(owner, name)))
         setattr(owner, name, new)
+
+
+def _all_subclasses(owner: type) -> list[type]:
+    children: list[type] = owner.__subclasses__()
+    return [each for child in children for each in (child, *_all_subclasses(child))]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import stage
 
 from harness.evidence.records import Wrapper
 from harness.probe import Probe
@@ -57,3 +58,25 @@ def test_without_a_probe_an_adapters_words_are_heard_by_nobody() -> None:
     note_action(0, "F", 0)
     with pass_of_schedule(), reducing_gradients():
         assert torch.ones(1).item() == 1.0
+
+
+def test_a_stage_with_methods_of_its_own_is_noted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = stage._PipelineStageBase
+    monkeypatch.setattr(base, "forward_one_chunk", lambda self, fwd_chunk_id, args, kwargs=None: None)
+    before = base.forward_one_chunk
+
+    class Own(stage.PipelineStage):
+        stage_index = 2
+        forward_one_chunk = before  # as of a wrapper that kept torch's method before the probe came
+
+        def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+            base.forward_one_chunk(self, bwd_chunk_id, ())
+
+    watch = Probe(0, 1)
+    watch.install()
+    own = object.__new__(Own)
+    own.forward_one_chunk(0, ())
+    own.backward_weight_one_chunk(1)
+    watch.remove()
+    assert watch.pipeline.actions == {0: ["2F0", "2W1"]}
+    assert vars(Own)["forward_one_chunk"] is before
