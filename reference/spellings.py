@@ -105,7 +105,10 @@ def turn_halves(attention: nn.Module) -> None:
 
 
 def turned_by(by_step: Mapping[int, Mapping[int, np.ndarray]]) -> Alter:
-    """Return what turns queries and keys of each layer by the angles of these positions [s], by step and layer."""
+    """Return what turns queries and keys of each layer by the angles of these positions [(b,) s], by step and layer.
+
+    Batches of another size, such as an evaluated one, keep theirs.
+    """
     now: dict[str, int] = {}
 
     def alter(model: nn.Module, step: int) -> None:
@@ -119,6 +122,7 @@ def turned_by(by_step: Mapping[int, Mapping[int, np.ndarray]]) -> Alter:
 def _turned(by_step: Mapping[int, Mapping[int, np.ndarray]], layer: int, now: dict[str, int]) -> Callable[..., Tensor]:
     def forward(original: Callable[..., Tensor], x: Tensor, positions: Any = None, documents: Any = None) -> Tensor:
         rows = by_step.get(now["step"], {}).get(layer)
-        return original(x, positions if rows is None else torch.from_numpy(rows), documents)
+        fits = rows is not None and (rows.ndim == 1 or len(rows) == len(x))
+        return original(x, torch.from_numpy(rows) if fits else positions, documents)
 
     return forward

@@ -112,6 +112,7 @@ def _exit_finding(exit: Exit) -> Finding:
     return Finding.at(exit.rank, "exit code 0", observed, kind="process", quantity="" if exit.blamed else WAITED)
 
 
+HELD = "value at the start"
 WAITED = "only waited"
 """Of a rank that is not to blame."""
 
@@ -145,7 +146,7 @@ def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
         findings.append(Finding.at(evidence.rank, tuple(wanted), tuple(steps), quantity="optimizer steps", note=note))
     held = {tensor.fqn for tensor in evidence.parameters}
     wanted_here = set(trial.plan.slices.get(evidence.rank, {}))
-    findings += _inventory(partial(Finding.at, evidence.rank, quantity="value at the start"), wanted_here, held)
+    findings += _inventory(partial(Finding.at, evidence.rank, quantity=HELD), wanted_here, held)
     empty = {tensor.fqn for tensor in evidence.parameters if tensor.value.size == 0}  # FSDP1 gives them no gradient
     empty |= {fqn for fqn, part in trial.plan.gradient_slices.get(evidence.rank, {}).items() if not numel(part)}
     trained = {fqn for fqn in held if trains(trial.case.training, fqn)}

@@ -26,14 +26,22 @@ def check(trial: Trial) -> Result:
         wanted = positions(trial.case, rank, trial.case.seq_len(step.step))
         if not step.positions:  # others receive some
             findings.append(Finding.at(rank, positions_text(wanted), None, step=step.step, quantity="positions"))
-        note = "or those that its tokens have in their documents" * trial.case.training.document_mask
-        findings += [
-            Finding.at(
-                rank, positions_text(wanted), positions_text(row), step=step.step, quantity="positions", note=note
-            )
-            for row in wrong_rows(step.positions, right_rows(trial, wanted, step.step))[:1]
-        ]
+        right = right_rows(trial, wanted, step.step)
+        findings += [_finding(rank, step.step, row, right) for row in wrong_rows(step.positions, right)[:1]]
     return verdict_of("positions", findings, sum(counts.values()))
+
+
+def _finding(rank: int, step: int, row: np.ndarray, right: list[np.ndarray]) -> Finding:
+    wanted, nearest = right[0], nearest_row(row, right)
+    note = "or those that its tokens have in their documents" * (len(right) > 1)
+    if nearest is not wanted:
+        note = f"counted in documents, or {positions_text(wanted)} in the whole sequence"
+    return Finding.at(rank, positions_text(nearest), positions_text(row), step=step, quantity="positions", note=note)
+
+
+def nearest_row(row: np.ndarray, right: list[np.ndarray]) -> np.ndarray:
+    """Return the right row from which fewest entries differ."""
+    return min(right, key=lambda one: np.count_nonzero(one != row) if one.shape == row.shape else row.size + 1)
 
 
 def right_rows(trial: Trial, wanted: np.ndarray, step: int) -> list[np.ndarray]:

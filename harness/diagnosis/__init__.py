@@ -25,6 +25,7 @@ from harness.diagnosis.facts import (
     not_frozen,
     not_trained,
     observed,
+    of_other_stages,
     process_failed,
 )
 from harness.diagnosis.fed import other_samples
@@ -73,6 +74,7 @@ COSTLY: tuple[Suspects, ...] = (sums_of_pieces, another_tensor)
 FACTS: tuple[Facts, ...] = (
     as_seen(resumed_otherwise),
     process_failed,
+    of_other_stages,
     not_finite,
     as_seen(other_weights),
     as_seen(other_samples),

@@ -85,12 +85,26 @@ def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     for place, text in OF_ATTENTION.items():
         for flow in (flow for flow in flows if (flow.role, flow.phase) == place):
             alike = [f for f in flows if f is not flow and (f.axis, f.op, f.phase) == (flow.axis, flow.op, flow.phase)]
-            if seen.get((trial.plan.group_of(rank, flow.axis), flow.op, flow.phase), 0) <= sum(f.bytes for f in alike):
-                lines = NOT_TESTED if wrong else tuple(traffic_lines(trial))
+            own = trial.plan.group_of(rank, flow.axis), flow.op, flow.phase
+            moved = seen.get(own, 0) - sum(one.bytes for one in alike)
+            lines = NOT_TESTED if wrong else tuple(traffic_lines(trial))
+            if 2 * moved == flow.bytes and (whose := _wrong_of_keys_and_values(wrong)):
+                what = f"no exchange of the gradients of {whose} over cp: each rank keeps its own"
+                return Fact(Cause("K/V not exchanged", what, details=(("of", whose),)), checks, lines)
+            if moved <= 0:
                 instead = _more_than_planned(trial, rank, step, flow)
                 hint = f"{flow.op} ran over {', '.join(instead)} more than planned" * bool(instead)
                 return Fact(Cause("K/V not exchanged", text, hint=hint, details=(("instead", instead),)), checks, lines)
     return None
+
+
+def _wrong_of_keys_and_values(wrong: list[Pair]) -> str:
+    """Of which a weight is wrong where that of the other is right: in the last layer, as an earlier one gets from it what is
+    wrong already. Keys and values are equally large."""
+    fqns = [fqn.split(".") for _, fqn in wrong if fqn.endswith((".wk.weight", ".wv.weight"))]
+    last = max((int(of[1]) for of in fqns), default=None)
+    own = {of[-2] for of in fqns if int(of[1]) == last}
+    return {"wk": "keys", "wv": "values"}[own.pop()] if len(own) == 1 else ""
 
 
 def _more_than_planned(trial: Trial, rank: int, step: int, flow: Flow) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ PASSES = 4000  # forward passes of a step that are computed to find a cause
 JUDGED = 500  # hypotheses that are judged for it
 ONCE = frozenset({"gradients scaled"})
 """Kinds of which there are not two at once: a factor fits what another one has left."""
+REPORTED = frozenset({"grad_norm", "reported_loss", "reported_numbers", "reported_rate"})
 PASSES_ENDED = f"the reference was computed for {PASSES} forward passes"
 
 
@@ -64,6 +65,9 @@ def _explained(search: Search, trial: Trial, results: Sequence[Result], facts: S
         proofs = []  # a factor of gradients that leaves them wrong: anything has a best fit
     if proofs and seen and "gradients" in proofs[0].left and OF_GRADIENTS.issuperset(proofs[0].explained):
         proofs = []  # what was seen of gradients goes before what explains only what follows of them
+    unfinished = any("completed" in fact.checks for fact in stated)
+    if proofs and unfinished and "gradients" in proofs[0].left and REPORTED.issuperset(proofs[0].explained):
+        proofs = []  # what ranks lack, or hold too much, goes before what is reported of it
     moved = proofs and "gradients" in proofs[0].left and "traffic" not in proofs[0].left
     if moved and proofs[0].explained == ("replica_agreement",):
         proofs = []  # all moved as planned, and replicas differ whatever it is that is not the sum

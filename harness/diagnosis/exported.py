@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from harness.checks.export import exported, held_differently, roundings, same, wrong
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, seen
 from harness.diagnosis.words import finding_line
-from harness.judge.exports import FUSED, Arrays, export_of, weights_of
+from harness.evidence.exported import ExportedTensor, as_exported
+from harness.judge.exports import FUSED, Arrays, export_of, halves, weights_of
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 
@@ -29,7 +30,7 @@ def wrong_exports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     odd = wrong(held, export_of(trial.case, weights_of(trial, trial.case.steps[-1])), off)
     odd = [name for name in odd if name not in open_]
     found: dict[str, tuple[Details, np.ndarray]] = {}
-    for details, values in _on_record(trial):
+    for details, values in itertools.chain(_on_record(trial), _as_held(trial, held, odd)):
         for name in (name for name in odd if name not in found):
             others = [name, *(other for other in values if other != name)] if details else [*values]
             match = next(
@@ -75,6 +76,47 @@ def _on_record(trial: Trial) -> Iterator[tuple[Details, dict[str, np.ndarray]]]:
     for step in reversed([step for step in case.steps if step != last]):
         yield (("as after step", step),), export_of(case, weights_of(trial, step))
     yield (("as", "before training"),), export_of(case, weights_of(trial, 0))
+
+
+def _as_held(
+    trial: Trial, held: Mapping[str, ExportedTensor], odd: list[str]
+) -> Iterator[tuple[Details, dict[str, np.ndarray]]]:
+    """Yield exports that are like what is held: adapters times a factor, rows of heads of another size, rows in some order."""
+    case, weights = trial.case, weights_of(trial, trial.case.steps[-1])
+    whole, turned = export_of(case, weights), case.features.export == "hf"
+    if case.model.lora is not None and (
+        factor := _factor(held, odd, whole, export_of(case, _without_adapters(weights)))
+    ):
+        lora = replace(case.model.lora, alpha=case.model.lora.alpha * factor)
+        times = replace(case, model=replace(case.model, lora=lora))
+        yield (("with adapters", f"scaled by {factor:.4g} times alpha / rank"),), export_of(times, weights)
+    plain = export_of(case, weights, permuted=False) if turned else {}
+    of_heads = [name for name in odd if name in plain and name.endswith(("q_proj.weight", "k_proj.weight"))]
+    for heads in (case.model.n_heads, case.model.n_kv_heads):
+        sizes = {name: divmod(len(plain[name]), 2 * heads) for name in of_heads}
+        values = {name: halves(plain[name], 2 * size) for name, (size, rest) in sizes.items() if size and not rest}
+        yield (("with rows turned as those of", f"{heads} head{'s' * (heads > 1)}"),), values
+    yield (
+        (("with rows", "in another order"),),
+        {name: held[name].value for name in odd if _same_rows(held[name], whole[name])},
+    )
+
+
+def _factor(held: Mapping[str, ExportedTensor], odd: list[str], whole: Arrays, plain: Arrays) -> float:
+    """By what adapters are multiplied in the first wrong tensor, fitted; 0 if there is none in it."""
+    name = odd[0]
+    if name not in plain or held[name].value.shape != plain[name].shape:
+        return 0.0
+    added, due = ((of - plain[name]).astype(np.float64).ravel() for of in (held[name].value, whole[name]))
+    return round(float(added @ due / (due @ due)), 12) if due.any() and np.isfinite(added).all() else 0.0
+
+
+def _same_rows(one: ExportedTensor, other: np.ndarray) -> bool:
+    """Whether they have the same rows, each different from the others."""
+    if one.value.shape != other.shape or other.ndim != 2:
+        return False
+    rows = [{row.tobytes() for row in value} for value in (one.value, as_exported(other, one.dtype))]
+    return rows[0] == rows[1] and len(rows[0]) == len(other)
 
 
 def _without_adapters(weights: Arrays) -> dict[str, np.ndarray]:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from harness.checks import memory, settings, traffic
-from harness.checks.completed import why
+from harness.checks.completed import HELD, why
 from harness.diagnosis import declarable
 from harness.diagnosis.assume import another_case, another_recipe, another_reference
 from harness.diagnosis.contributions import adding
 from harness.diagnosis.differences import NUMBERS, expected_gradient
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
+from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis
 from harness.diagnosis.words import Arrays, finding_line, in_order, rank_words, some, traffic_lines, where_text
 from harness.evidence.records import AT_WORK, Exit
 from harness.evidence.text import number_text
@@ -186,6 +186,43 @@ def _nobody_to_blame(failed: list[Exit]) -> Iterator[Fact]:
         text = f"{ranks} did not finish: {first.undelivered}"
     lines = [(f"rank {exit.rank}", _how_it_ended(exit).replace("hung", "killed")) for exit in failed[:4]]
     yield Fact(Cause("a process failed", text), ("completed",), (*lines, *_stack(first)))
+
+
+# ---- parameters of other stages
+
+
+def of_other_stages(trial: Trial, broken: Broken) -> Iterator[Fact]:
+    """Ranks of a pipeline hold what the plan gives to others, or lack what it gives to them."""
+    findings = broken["completed"].findings if "completed" in broken and trial.case.dims.pp > 1 else ()
+    names: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for one in findings:
+        if one.quantity == HELD and one.name in trial.plan.shapes:
+            names["lack" if one.observed is None else "hold", one.ranks[0]].append(one.name)
+    alike: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
+    for (verb, rank), fqns in names.items():
+        alike[verb, tuple(in_order(trial, fqns))].append(rank)
+    texts = [_held_text(trial, verb, fqns, ranks) for (verb, fqns), ranks in sorted(alike.items())]
+    if texts:
+        numbers = NOT_TESTED if NUMBERS & {*broken} else ()
+        details = tuple((verb, (*ranks, *fqns)) for (verb, fqns), ranks in sorted(alike.items()))
+        cause = Cause("incomplete", "; ".join(texts[:3]), details=details)
+        yield Fact(cause, tuple(broken), (finding_line(broken["completed"]), *numbers))
+
+
+def _held_text(trial: Trial, verb: str, fqns: tuple[str, ...], ranks: list[int]) -> str:
+    owners = [rank for rank, held in trial.plan.slices.items() if fqns[0] in held]
+    text = f"{rank_words(ranks)} {verb}{'s' * (len(ranks) == 1)} {some(_modules(trial, fqns))}"
+    if verb == "lack":
+        return text
+    still = any(tensor.fqn == fqns[0] for rank in owners for tensor in trial.ranks[rank].parameters)
+    return f"{text}{' as well' * still}, which the plan gives to {rank_words(owners)}{' alone' * still}"
+
+
+def _modules(trial: Trial, fqns: tuple[str, ...]) -> list[str]:
+    """Layers of which all parameters are among them, and the other parameters."""
+    layers = dict.fromkeys(".".join(fqn.split(".")[:2]) for fqn in fqns if fqn.startswith("layers."))
+    whole = [one for one in layers if all(fqn in fqns for fqn in trial.plan.shapes if fqn.startswith(f"{one}."))]
+    return [*whole, *(fqn for fqn in fqns if ".".join(fqn.split(".")[:2]) not in whole)]
 
 
 # ---- parameters that are not trained

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.checks.positions import right_rows, wrong_rows
+from harness.checks.positions import nearest_row, right_rows, wrong_rows
 from harness.checks.samples import parts_of
 from harness.diagnosis.assume import another_reference
 from harness.diagnosis.hypothesis import Broken, Hypothesis
@@ -17,7 +17,7 @@ from harness.diagnosis.words import on_ranks
 from harness.evidence.step import Microbatch
 from harness.evidence.text import positions_text
 from harness.judge.labels import IGNORED, laid_out
-from harness.judge.received_samples import positions_received, rows_received
+from harness.judge.received_samples import positions_received, received_samples, rows_received
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
 from harness.plan.stages import layers_of_stage, positions
@@ -197,33 +197,45 @@ def other_positions(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 def wrong_positions(trial: Trial) -> Cause | None:
     """Return the cause if positions are not those of the tokens received, wherever these stand."""
-    wrong: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    wrong: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
     for rank, step, _ in trial.steps():
         found = positions_received(trial, rank, step.step)
         wanted = positions(trial.case, rank, trial.case.seq_len(step.step)) if found is None else found
-        for row in wrong_rows(step.positions, right_rows(trial, wanted, step.step)):
-            wrong.setdefault(rank, (row, wanted))
+        right = right_rows(trial, wanted, step.step)
+        for row in wrong_rows(step.positions, right):
+            wrong.setdefault(rank, (row, right))
     if not wrong:
         return None
-    rank, (row, wanted) = next(iter(wrong.items()))
+    rank, (row, right) = next(iter(wrong.items()))
     text = f"rotary positions are not those of the tokens{on_ranks(trial, wrong)}"
-    hint = f"rank {rank} receives positions {positions_text(row)} for its tokens at {positions_text(wanted)}"
+    near = nearest_row(row, right)
+    due = f"for its tokens at {positions_text(near)}"
+    if near is not right[0]:
+        due = f"where it should count {positions_text(near)} in documents, or {positions_text(right[0])} in the whole sequence"
+    hint = f"rank {rank} receives positions {positions_text(row)} {due}"
     return Cause("positions", text, hint=hint, details=(("ranks", tuple(wrong)), ("first", int(row[0]))))
 
 
 def _positions_by_layer(trial: Trial, step: int) -> dict[int, np.ndarray]:
-    """[positions], put together from the cp ranks of the first of all replicas."""
+    """[samples, positions] of one device's batch, each sample's put together from the cp ranks that received it."""
     found: dict[int, np.ndarray] = {}
-    length = trial.case.seq_len(step)
+    length, ids, fed = trial.case.seq_len(step), trial.reference.samples[step - 1], received_samples(trial, step)
     for rank in sorted(trial.ranks, reverse=True):
-        given = next((record.positions for record in trial.ranks[rank].steps if record.step == step), ())
-        for stage in trial.plan.stages[rank]:
-            for layer in layers_of_stage(trial.case, stage):
-                row = found.setdefault(layer, np.arange(length))
-                own = positions(trial.case, rank, length)
-                if len(given) == 1 and given[0].shape[-1] == len(own):
-                    row[own] = given[0].reshape(-1, len(own))[0]
+        own = positions(trial.case, rank, length)
+        rows = _rows_of_positions(trial, rank, step, len(own))
+        of = fed.get(trial.feeder(rank), [])
+        for layer in (one for stage in trial.plan.stages[rank] for one in layers_of_stage(trial.case, stage)):
+            whole = found.setdefault(layer, np.tile(np.arange(length), (len(ids), 1)))
+            for at, id_ in enumerate(of):
+                if id_ in ids and len(rows) in (1, len(of)):
+                    whole[ids.index(id_), own] = rows[at % len(rows)]
     return found
+
+
+def _rows_of_positions(trial: Trial, rank: int, step: int, width: int) -> list[np.ndarray]:
+    """What a rank's model parts received: one row for all its samples, or one for each, where no two passes' were alike."""
+    given = next((record.positions for record in trial.ranks[rank].steps if record.step == step), ())
+    return [row for rows in given if rows.shape[-1] == width for row in rows.reshape(-1, width)]
 
 
 def _turned_by(by_step: dict[int, dict[int, np.ndarray]], trial: Trial) -> Trial:

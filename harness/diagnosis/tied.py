@@ -1,7 +1,7 @@
-"""A tied embedding of which two stages of a pipeline have a copy each, that train separately.
+"""A tied embedding of which two stages of a pipeline have a copy each, whose gradients nothing adds up before clipping.
 
 The reference is trained with a separate output that starts as the embedding does. Ranks of the last stage are judged by the
-output, all others by the embedding.
+output, all others by the embedding. The copies train separately, or by the sum of both gradients as they are after clipping.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COUNTED = {"": (OUTPUT,), "the norm counts the last stage's copy alone": (TIED,)
 
 
 def copies_trained_apart(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Suppose that nothing adds up their gradients, from the first step on."""
+    """Suppose that nothing adds up their gradients, from the first step on, or only what is clipped."""
     axis = tied_axis(trial.case)
     if not axis or "gradients" not in broken or first_wrong_step(trial) != 1 or trial.assumption.references:
         return
@@ -42,14 +42,20 @@ def copies_trained_apart(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     for hint, left_out in COUNTED.items():
         cause = Cause("gradients not reduced", text, hint=hint, details=(("axes", (axis,)), ("parameters", (TIED,))))
         yield Hypothesis(cause, partial(_apart, axis=axis, left_out=left_out), fitted=1 + bool(hint))
+        late = replace(
+            cause, observed=f"the gradients of {TIED} are summed over first and last stage only after clipping"
+        )
+        yield Hypothesis(late, partial(_apart, axis=axis, left_out=left_out, late=True), fitted=2 + bool(hint))
 
 
-def _apart(trial: Trial, axis: str, left_out: tuple[str, ...]) -> Trial:
+def _apart(trial: Trial, axis: str, left_out: tuple[str, ...], *, late: bool = False) -> Trial:
+    """left_out: of the norm. late: the sum is made of clipped gradients."""
     limit, model = trial.case.training.max_norm, replace(trial.case.model, tied_embeddings=False)
 
     def given(step: int, gradients: Arrays, norm: float, parameters: Arrays) -> Arrays:
         clip = clip_coefficient(_norm(gradients, left_out), limit)
-        return {fqn: (clip * g).astype(g.dtype) for fqn, g in gradients.items()}
+        summed = dict.fromkeys((TIED, OUTPUT), gradients[TIED] + gradients[OUTPUT]) if late else {}
+        return {fqn: (clip * g).astype(g.dtype) for fqn, g in {**gradients, **summed}.items()}
 
     both = replace(trial.reference, weights={**trial.reference.weights, OUTPUT: trial.reference.weights[TIED]})
     ran = retrain(model, trial.case.training, both, given=given, **trial.order_of_entries)
@@ -57,13 +63,21 @@ def _apart(trial: Trial, axis: str, left_out: tuple[str, ...]) -> Trial:
     first, last = (_one_copy(trial.reference, ran, norms, fqn) for fqn in (TIED, OUTPUT))
 
     def clipped(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
-        return clip_coefficient(norms[step], limit) * gradient
+        others = _of_peers(trial, rank, axis, step) if late and fqn == TIED else []
+        return clip_coefficient(norms[step], limit) * sum(others, gradient)
 
-    left = frozenset((axis, step) for step in trial.case.steps)
+    left = frozenset((axis, step) for step in trial.case.steps if not late)
     moved = replace(trial, reference=first, plan=replace(trial.plan, unreduced=trial.plan.unreduced | left))
     return moved.assuming(
         AssumedOptimizer(given=clipped), references=dict.fromkeys(trial.last_stages(), last), apart=True
     )
+
+
+def _of_peers(trial: Trial, rank: int, axis: str, step: int) -> list[np.ndarray]:
+    """The gradients of the other copies, as seen."""
+    peers = [peer for peer in trial.plan.peers(rank, axis) if peer != rank and peer in trial.ranks]
+    records = (record for peer in peers for record in trial.ranks[peer].steps if record.step == step)
+    return [record.gradients[TIED].astype(np.float64) for record in records if TIED in record.gradients]
 
 
 def _norm(gradients: Arrays, left_out: tuple[str, ...]) -> float:

@@ -116,6 +116,12 @@ def test_a_tied_output_may_be_left_out() -> None:
             lambda held, trial: held | {UP: export_of(trial.case, weights_of(trial, 0))[UP]},
             {"tensors": (UP,), "as": "before training"},
         ),
+        ("hf", lambda held, _: held | {UP: held[UP][::-1]}, {"tensors": (UP,), "with rows": "in another order"}),
+        (
+            "hf",
+            lambda held, trial: held | {Q: halves(export_of(trial.case, weights_of(trial, 3), permuted=False)[Q], 8)},
+            {"tensors": (Q,), "with rows turned as those of": "1 head"},
+        ),
         (
             "hf_fused",
             lambda held, trial: (
@@ -152,11 +158,17 @@ def test_merged_weights_are_compared_within_rounding_and_all_others_bit_for_bit(
     assert dtype != "float64" or verdict(-1, 2.0**-51) is Verdict.FAIL
 
 
-@pytest.mark.parametrize("how", [{"with adapters": "left out"}, {"with adapters": "not scaled by alpha / rank"}])
-def test_adapters_that_are_merged_otherwise_are_named(how: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("alpha", "how"),
+    [
+        (None, {"with adapters": "left out"}),
+        (2.0, {"with adapters": "not scaled by alpha / rank"}),
+        (6.0, {"with adapters": "scaled by 2 times alpha / rank"}),
+    ],
+)
+def test_adapters_that_are_merged_otherwise_are_named(alpha: float | None, how: dict[str, str]) -> None:
     def change(held: Tensors, trial: Trial) -> Tensors:
-        weights = weights_of(trial, 3)
-        return held | {GATE: merged(Lora(2, 2.0, LORA.targets) if "not" in how["with adapters"] else None, weights)[W1]}
+        return held | {GATE: merged(alpha and Lora(2, alpha, LORA.targets), weights_of(trial, 3))[W1]}
 
     assert proven(exporting("hf", change, lora=True)) == ("wrong export", {"tensors": (GATE,)} | how)
 

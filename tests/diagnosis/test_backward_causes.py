@@ -189,6 +189,16 @@ def test_a_flow_of_attention_of_which_nothing_is_seen_is_no_exchange(
         assert "K/V not exchanged" not in kinds(changed(some, 1, NORM))
 
 
+@pytest.mark.parametrize(("wrong", "of"), [(["wv"], "values"), (["wk"], "keys"), (["wk", "wv"], None)])
+def test_half_of_the_exchange_is_that_of_keys_or_of_values(wrong: list[str], of: str | None) -> None:
+    trial = trial_of(tiny_case(ParallelDims(cp=2), EIGHT))
+    trial = moving(trial, lambda flow: flow.bytes // (1 + ((flow.role, flow.phase) == BACK)))
+    for name in wrong:
+        trial = changed(trial, 1, f"layers.0.attention.{name}.weight")
+    told = [dict(fact.cause.details) for fact in found(trial) if fact.cause.kind == "K/V not exchanged"]
+    assert told == [{"of": of}] * (of is not None)
+
+
 # ---- down to where gradients are right
 
 

@@ -28,11 +28,21 @@ from resuming import FSDP_4, TP_2, WEIGHT
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
-from harness.diagnosis.facts import ROWS, layers_lost, not_finite, not_trained, observed, process_failed
+from harness.diagnosis.facts import (
+    ROWS,
+    layers_lost,
+    not_finite,
+    not_trained,
+    observed,
+    of_other_stages,
+    process_failed,
+)
 from harness.evidence.checkpoint_index import SavedTensor
 from harness.evidence.records import Collective, Exit, HeldTensor
 from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
 from harness.spec.case import Saved
+from harness.spec.dims import ParallelDims
 
 WQ, LOGITS = "layers.0.attention.wq.weight", "float64 [2, 4, 8]"
 
@@ -345,3 +355,31 @@ def test_a_check_that_passes_states_nothing() -> None:
 def test_a_structure_that_no_request_explains_is_named_by_its_check(check: str) -> None:
     assert [fact.cause.kind for fact in observed(FSDP, broken(check))] == [f"{check} of no plan"]
     assert list(observed(FSDP, broken(check, "gradients"))) == []
+
+
+# ---- parameters of other stages
+
+
+def test_a_layer_on_two_stages_and_one_on_none_are_told_by_ranks_and_layers() -> None:
+    model = replace(TINY, n_layers=2)
+    case = tiny_case(ParallelDims(pp=2), model=model)
+    trial = replace(trial_of(tiny_case("ddp_2", model=model)), case=case, plan=make_plan(case))
+    right = {
+        rank: [one for one in trial.ranks[rank].parameters if one.fqn in trial.plan.slices[rank]] for rank in (0, 1)
+    }
+    layer = [one for one in right[0] if one.fqn.startswith("layers.0.")]
+    rest = [one for one in right[0] if one not in layer]
+    names = {one.fqn for one in layer}
+    twice, moved = (
+        "rank 1 holds layers.0 as well, which the plan gives to rank 0 alone",
+        ("rank 1 holds layers.0, which the plan gives to rank 0; rank 0 lacks layers.0"),
+    )
+    for first, details, text in (
+        (right[0], {"hold": {1, *names}}, twice),
+        (rest, {"hold": {1, *names}, "lack": {0, *names}}, moved),
+    ):
+        odd = with_rank(with_rank(trial, 0, parameters=(*first,)), 1, parameters=(*layer, *right[1]))
+        (fact,) = of_other_stages(odd, {"completed": judged("completed", odd)})
+        assert {key: {*held} for key, held in fact.cause.details} == details
+        assert fact.cause.observed == text
+    assert not [*of_other_stages(fsdp_4(), {"completed": judged("completed", not_holding(fsdp_4(), 1, [EMBEDDING]))})]

@@ -12,7 +12,9 @@ from diagnosed import broken
 from literal import ADAMW, EIGHT, judged, tiny_case, trial_of, with_step
 from trained import RECIPE, Ran, _ran, case_of, reference  # noqa: F401
 
+from harness.checks.positions import within_documents
 from harness.diagnosis.received import other_positions, wrong_positions
+from harness.evidence.text import positions_text
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.spec.dims import ParallelDims
@@ -54,3 +56,22 @@ def test_the_model_is_assumed_to_turn_by_the_positions_that_it_was_given(ran: Ra
     assert not list(other_positions(SHORT, broken("positions")))
     assert cause_of(trial).kind == "positions"  # and right numbers are not explained by them
     assert "loss" not in cause_of(trial).explains
+
+
+def test_positions_in_documents_are_assumed_of_each_sample_and_compared_with_the_nearest_right_ones(ran: Ran) -> None:
+    recipe = replace(RECIPE, document_mask=True)
+    trial = ran(case_of(ParallelDims(cp=2), training=recipe, cp_load_balance=False))
+    half = trial.case.training.seq_len // 2
+    known = dict(zip(trial.reference.sample_ids, trial.reference.tokens, strict=True))
+    for step in trial.case.steps:
+        right = np.stack([within_documents(known[id_])[half:] for id_ in trial.reference.samples[step - 1]])
+        trial = told(trial, 1, right, [step])
+    assert judged("positions", trial).verdict is Verdict.PASS
+    anew = right.copy()
+    anew[:, 0] += 1
+    trial = told(trial, 1, anew, [3])
+    assert judged("positions", trial).findings[0].expected == positions_text(right[0])
+    (one,) = other_positions(trial, broken("positions"))
+    assert one.assume is not None
+    off = [abs(a.loss - b.loss) for a, b in zip(one.assume(trial).reference.steps, trial.reference.steps, strict=True)]
+    assert max(off[:2]) < 1e-12 and off[2] > 1e-6

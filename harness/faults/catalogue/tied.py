@@ -71,6 +71,19 @@ tied_copy_counted_in_the_norm = fault(
     does=op.change_argument(".clip:clip_gradients", copies=lambda _: ()),
 )
 
+_late: list[Any] = []
+tied_gradients_summed_after_clipping = fault(
+    breaks="the gradients of a tied embedding's copies are added up only when they are clipped",
+    bug="of the family of C12: the norm counts one part of a tied embedding's gradient",
+    case="pp_2_tied",
+    caught_by="gradients grad_norm replica_agreement",
+    named="gradients not reduced",
+    does=op.together(
+        op.instead(SUM, lambda original, *args: _late.append(partial(original, *args))),
+        op.after_call(".clip:clip_gradients", lambda *_: [_late.pop()() for _ in [*_late]]),
+    ),
+)
+
 
 def _without_copies(original: Any, parameters: Any, max_norm: Any, groups: Any, copies: Any) -> Any:
     known = {*map(id, copies)}
