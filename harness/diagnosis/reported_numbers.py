@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.checks.reported_numbers import VALIDATED, bound_of, distance, key, wanted
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, seen
@@ -60,7 +60,8 @@ def odd_numbers(trial: Trial, broken: Broken) -> Iterator[Fact]:
         yield seen(broken, CHECK, "samples not held out", "the validation is of samples that were trained on")
     elif CHECK in broken:
         lacking = broken[CHECK].findings[0].observed is None
-        yield seen(broken, CHECK, "report lacking" if lacking else "wrong report", "a reported number is wrong")
+        fact = seen(broken, CHECK, "report lacking" if lacking else "wrong report", "a reported number is wrong")
+        yield replace(fact, symptom=not lacking)  # it may follow from what else is wrong
 
 
 def _odd(trial: Trial) -> Iterator[Named]:
