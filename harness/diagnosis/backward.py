@@ -99,8 +99,10 @@ def _no_exchange(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
 
 
 def _wrong_of_keys_and_values(wrong: list[Pair]) -> str:
-    """Of which a weight is wrong where that of the other is right: in the last layer, as an earlier one gets from it what is
-    wrong already. Keys and values are equally large."""
+    """Return which of the two have a wrong weight where that of the other is right.
+
+    The last layer decides, because an earlier one is passed back what is wrong already. Keys and values are equally large.
+    """
     fqns = [fqn.split(".") for _, fqn in wrong if fqn.endswith((".wk.weight", ".wv.weight"))]
     last = max((int(of[1]) for of in fqns), default=None)
     own = {of[-2] for of in fqns if int(of[1]) == last}

@@ -103,7 +103,7 @@ def _as_held(
 
 
 def _factor(held: Mapping[str, ExportedTensor], odd: list[str], whole: Arrays, plain: Arrays) -> float:
-    """By what adapters are multiplied in the first wrong tensor, fitted; 0 if there is none in it."""
+    """Fit by what adapters are multiplied in the first wrong tensor; it is 0 if there is none in it."""
     name = odd[0]
     if name not in plain or held[name].value.shape != plain[name].shape:
         return 0.0

@@ -21,7 +21,17 @@ from harness.diagnosis.assume import another_case, another_feature
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.factors import how_far
 from harness.diagnosis.hypothesis import Broken, Hypothesis, no_reference
-from harness.diagnosis.received import Rows, of_share, own_labels, received, shifted, trained_on, wrong_positions
+from harness.diagnosis.received import (
+    Rows,
+    at_the_ends,
+    of_share,
+    own_labels,
+    received,
+    shifted,
+    trained_on,
+    whose_labels,
+    wrong_positions,
+)
 from harness.diagnosis.words import on_ranks, rank_words
 from harness.evidence.text import positions_text
 from harness.judge.losses import global_loss
@@ -357,7 +367,7 @@ def _labels(trial: Trial, step: int) -> Cause | None:
 def _labels_words(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, int, int]]], rows: Rows | None) -> str:
     labels = [label for of_rank in wrong.values() for label in of_rank]
     masked = all(label < 0 for _, label, _ in labels)
-    if _at_the_ends(trial, step, wrong):
+    if at_the_ends(trial, step, wrong):
         return "each is the last of a cp rank's part" + ", and masked" * masked
     if lost := _untrained(trial, step, tuple(wrong)):
         return f"none of microbatch{'es' * (len(lost) > 1)} {positions_text(np.array(lost))} is trained on"
@@ -368,8 +378,7 @@ def _labels_words(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, i
     if all(own < 0 for _, _, own in labels):
         return "trained on, but should be masked"
     if rows is not None and rows.whole:
-        own, seen = (sorted(row.tobytes() for row in of) for of in (own_labels(trial, rows.tokens), rows.labels))
-        return "they are those of other rows" * (own == seen)
+        return whose_labels(trial, rows)
     return ""
 
 
@@ -388,13 +397,3 @@ def _untrained(trial: Trial, step: int, ranks: tuple[int, ...]) -> list[int]:
             elif (labels.ravel() != own.ravel()).any():
                 return []
     return sorted(found)
-
-
-def _at_the_ends(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, int, int]]]) -> bool:
-    """A label is the next token. At the end of a rank's part that is another rank's, and only there all are wrong."""
-    for rank, labels in wrong.items():
-        at = positions(trial.case, rank, trial.case.seq_len(step)).tolist()
-        ends = {place for place, following in zip(at, [*at[1:], None], strict=True) if following != place + 1}
-        if trial.case.dims.cp == 1 or not {place for place, _, _ in labels} <= ends:
-            return False
-    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -121,6 +121,27 @@ def shift_of(labels: np.ndarray, own: np.ndarray) -> int | None:
         if last - first >= width // 2 and np.array_equal(labels[:, first:last], own[:, first + by : last + by]):
             return by
     return None
+
+
+def at_the_ends(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, int, int]]]) -> bool:
+    """A label is the next token. At the end of a rank's part that is another rank's, and only there all are wrong."""
+    for rank, labels in wrong.items():
+        at = positions(trial.case, rank, trial.case.seq_len(step)).tolist()
+        ends = {place for place, following in zip(at, [*at[1:], None], strict=True) if following != place + 1}
+        if trial.case.dims.cp == 1 or not {place for place, _, _ in labels} <= ends:
+            return False
+    return True
+
+
+def whose_labels(trial: Trial, rows: Rows) -> str:
+    """Say of which samples the wrong labels are: of others of the step, or of those of one other step; empty if of neither."""
+    own = own_labels(trial, rows.tokens)
+    if sorted(row.tobytes() for row in own) == sorted(row.tobytes() for row in rows.labels):
+        return "they are those of other rows"
+    labels = dict(zip(trial.reference.sample_ids, trial.reference.labels[:, : own.shape[1]], strict=True))
+    of = {labels[id_].tobytes(): step for step, ids in enumerate(trial.reference.samples, start=1) for id_ in ids}
+    steps = {of.get(seen.tobytes()) for seen, right in zip(rows.labels, own, strict=True) if (seen != right).any()}
+    return f"they are those of step {steps.pop()}" if len(steps) == 1 and None not in steps else ""
 
 
 def shifted(trial: Trial, step: int, rows: Rows) -> int:

@@ -263,6 +263,7 @@ def test_labels_of_other_tokens_are_known_by_how_far_these_are(by: int) -> None:
         (masking(at(5, 6, 7)), (2,), "masked"),
         (lambda labels: np.where(labels < 0, 3, labels), (), "should be masked"),
         (lambda labels: labels[::-1], (), "other rows"),
+        (lambda labels: LONG.reference.labels[[*LONG.reference.samples[1]]][: len(labels)], (1,), "those of step 2"),
         (lambda labels: np.where(labels >= 0, 0, labels), (2,), ""),
     ],
 )
