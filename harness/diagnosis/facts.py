@@ -22,7 +22,7 @@ from harness.diagnosis.assume import another_case, another_recipe, another_refer
 from harness.diagnosis.contributions import adding
 from harness.diagnosis.differences import NUMBERS, expected_gradient
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis
-from harness.diagnosis.words import Arrays, finding_line, in_order, rank_words, some, traffic_lines, where_text
+from harness.diagnosis.words import Arrays, finding_line, in_order, modules, rank_words, some, traffic_lines, where_text
 from harness.evidence.records import AT_WORK, Exit
 from harness.evidence.text import number_text
 from harness.judge.finding import Finding
@@ -211,18 +211,11 @@ def of_other_stages(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 def _held_text(trial: Trial, verb: str, fqns: tuple[str, ...], ranks: list[int]) -> str:
     owners = [rank for rank, held in trial.plan.slices.items() if fqns[0] in held]
-    text = f"{rank_words(ranks)} {verb}{'s' * (len(ranks) == 1)} {some(_modules(trial, fqns))}"
+    text = f"{rank_words(ranks)} {verb}{'s' * (len(ranks) == 1)} {some(modules(trial, fqns))}"
     if verb == "lack":
         return text
     still = any(tensor.fqn == fqns[0] for rank in owners for tensor in trial.ranks[rank].parameters)
     return f"{text}{' as well' * still}, which the plan gives to {rank_words(owners)}{' alone' * still}"
-
-
-def _modules(trial: Trial, fqns: tuple[str, ...]) -> list[str]:
-    """Layers of which all parameters are among them, and the other parameters."""
-    layers = dict.fromkeys(".".join(fqn.split(".")[:2]) for fqn in fqns if fqn.startswith("layers."))
-    whole = [one for one in layers if all(fqn in fqns for fqn in trial.plan.shapes if fqn.startswith(f"{one}."))]
-    return [*whole, *(fqn for fqn in fqns if ".".join(fqn.split(".")[:2]) not in whole)]
 
 
 # ---- parameters that are not trained

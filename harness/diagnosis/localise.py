@@ -9,12 +9,21 @@ from typing import NamedTuple
 
 from harness.diagnosis.differences import distance, expected_gradient, loss_off, seen_gradients, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, verdict_of
-from harness.diagnosis.words import Pair, finding_line, in_order, in_parameters, on_ranks, rank_words, where_text
+from harness.diagnosis.words import (
+    Pair,
+    extent,
+    finding_line,
+    in_order,
+    in_parameters,
+    on_ranks,
+    rank_words,
+    where_text,
+)
 from harness.evidence.text import number_text, ranks_text
 from harness.judge.assembly import misfits
 from harness.judge.losses import global_loss, losses
 from harness.judge.received_samples import received_samples
-from harness.judge.result import Cause, Line, Lines, Result, Verdict
+from harness.judge.result import Cause, Line, Lines, Verdict
 from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
 
@@ -46,14 +55,9 @@ def localise(
         lines += _another_order(trial, broken)
     if others:
         lines.append(("also failing", ", ".join(others)))
-    return cause or Cause(KIND, "", finding=first, hint=_extent(trial, next(iter(broken.values())))), tuple(lines)
-
-
-def _extent(trial: Trial, result: Result) -> str:
-    """In which parameters and on which ranks a check fails, where that is more than its first finding says."""
-    pairs = {(rank, one.name) for one in result.findings if one.kind == "parameter" for rank in one.ranks}
-    known = {at for at in pairs if at[1] in trial.plan.shapes and at[0] in trial.ranks}
-    return where_text(trial, known) if len(known) > 1 else ""
+    return cause or Cause(KIND, "", finding=first, hint=extent(trial, next(iter(broken.values())).findings)), tuple(
+        lines
+    )
 
 
 def _another_order(trial: Trial, broken: Broken) -> Lines:
@@ -78,7 +82,7 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
     for step in trial.case.steps:
         if moved and min(moved) < step:
             text = "the update is wrong" + ", gradients before clipping are right" * _saw_gradients(trial, min(moved))
-            hint = _extent(trial, broken["update"])
+            hint = extent(trial, broken["update"].findings)
             return Cause(
                 KIND, text, finding=moved[min(moved)], hint=hint, details=(("place", "update"), ("step", min(moved)))
             )

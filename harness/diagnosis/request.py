@@ -16,7 +16,7 @@ from harness.checks import all_checks, run_check
 from harness.diagnosis.assume import another_case, another_recipe
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.layouts import other_layouts
-from harness.diagnosis.words import finding_line, traffic_lines
+from harness.diagnosis.words import extent, finding_line, traffic_lines
 from harness.judge.finding import Finding
 from harness.judge.measured import measured
 from harness.judge.order import flattened
@@ -105,7 +105,7 @@ class Neighbour:
     def _of(self, part: str) -> dict[str, Any]:
         return {name: value for (of, name), value in self.values.items() if of == part}
 
-    def hypothesis(self, broken: Broken, holds: Iterable[str], lines: Lines) -> Hypothesis:
+    def hypothesis(self, trial: Trial, broken: Broken, holds: Iterable[str], lines: Lines) -> Hypothesis:
         """Return what is put to the test. holds: the checks that pass under it on one rank."""
         (part, name), *_ = self.values
         trait = part == "traits"
@@ -117,7 +117,8 @@ class Neighbour:
         details = tuple((name, value) for (_, name), value in self.values.items())
         cause = Cause(kind, observed, expected=wanted, details=details)
         if name == "fsdp_units":  # how the units differ the check has seen
-            cause = Cause(kind, "", finding=broken[next(iter(holds))].findings[0], details=details)
+            findings = broken[next(iter(holds))].findings
+            cause = Cause(kind, "", hint=extent(trial, findings), finding=findings[0], details=details)
         lines = (*(finding_line(broken[check]) for check in holds if check != "traffic"), *lines)
         meant = ", ".join(f"{name}: {json.dumps(value)}" for (_, name), value in self.values.items())
         more: Lines = (("if that is meant", f"case: features: {{{meant}}}"),) if part == "features" else ()
@@ -217,13 +218,13 @@ def neighbours(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         other = [name for name, result in results.items() if looks[name].finds_else(result)]
         if holds and not other:
             explained |= {*holds}
-            yield one.hypothesis(broken, holds, lines)
+            yield one.hypothesis(trial, broken, holds, lines)
         for name in other:
             telling[name].append(one)
     for name, alone in telling.items() if not explained else ():
         pairs = itertools.islice(_pairs(alone, trial), PAIRS)
         right = (both for both in pairs if looks[name].under(both).verdict is Verdict.PASS)
-        yield from (both.hypothesis(broken, [name], lines) for both in right)
+        yield from (both.hypothesis(trial, broken, [name], lines) for both in right)
     yield from _nothing_cut(trial, broken)
 
 

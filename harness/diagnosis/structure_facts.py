@@ -15,7 +15,7 @@ from harness.checks import features, placements, reshard, traffic
 from harness.diagnosis import declarable
 from harness.diagnosis.differences import OF_GRADIENTS, seen_gradients
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, stated
-from harness.diagnosis.words import traffic_lines
+from harness.diagnosis.words import extent, traffic_lines
 from harness.judge import compiled_code, policies, tolerance
 from harness.judge.contents import take
 from harness.judge.finding import Finding
@@ -136,7 +136,10 @@ def _fact(trial: Trial, broken: Broken, row: Row, finding: Finding) -> Fact:
     lines: Lines = tuple(traffic_lines(trial)) if {"traffic"} & {*row.follows} & {*broken} else ()
     lines += NOT_TESTED if {*row.follows} & OF_GRADIENTS & {*broken} else ()
     lines += declarable.lines(row.declares(trial)) if row.declares else ()
-    return Fact(Cause(row.kind, "", finding=finding), (row.check, *row.follows), lines)
+    what = (finding.quantity, finding.expected, finding.observed)
+    alike = [one for one in broken[row.check].findings if (one.quantity, one.expected, one.observed) == what]
+    hint = extent(trial, alike)
+    return Fact(Cause(row.kind, "", hint=hint, finding=finding), (row.check, *row.follows), lines)
 
 
 def fsdp2_switches(trial: Trial) -> Lines:

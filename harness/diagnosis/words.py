@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from harness.evidence.text import bytes_text, ranks_text
+from harness.judge.finding import Finding
 from harness.judge.result import Line, Result
 from harness.judge.traffic import OF_PARAMETERS, observed_outside
 from harness.judge.traffic import observed as observed_traffic
@@ -44,7 +45,18 @@ def in_order(trial: Trial, fqns: Iterable[str]) -> list[str]:
 def in_parameters(trial: Trial, fqns: Iterable[str]) -> str:
     """in every parameter, in 2 of 12 parameters (a, b)."""
     fqns, total = in_order(trial, fqns), len(trial.plan.shapes)
-    return "in every parameter" if len(fqns) == total else f"in {len(fqns)} of {total} parameters ({some(fqns)})"
+    if len(fqns) == total:
+        return "in every parameter"
+    return f"in {len(fqns)} of {total} parameters ({some(modules(trial, fqns))})"
+
+
+def modules(trial: Trial, fqns: Sequence[str]) -> list[str]:
+    """Layers of which all parameters are among them, and the other parameters, in order."""
+    layers = {fqn: ".".join(fqn.split(".")[:2]) for fqn in fqns if fqn.startswith("layers.")}
+    whole = {
+        one for one in layers.values() if all(fqn in layers for fqn in trial.plan.shapes if fqn.startswith(f"{one}."))
+    }
+    return list(dict.fromkeys(layers[fqn] if layers.get(fqn) in whole else fqn for fqn in fqns))
 
 
 def where_text(trial: Trial, pairs: Iterable[Pair]) -> str:
@@ -61,6 +73,13 @@ def on_their_ranks(trial: Trial, pairs: Iterable[Pair]) -> str:
     held = {(rank, one.fqn) for rank in ranks for one in trial.ranks[rank].parameters if one.value.size}
     union = not trial.plan.state_slices and any(pair not in pairs for pair in held if pair[1] in fqns)
     return on_ranks(trial, ranks) + ", on some ranks only in a part of them" * union
+
+
+def extent(trial: Trial, findings: Iterable[Finding]) -> str:
+    """In which parameters and on which ranks these are, where that is more than the first one says."""
+    pairs = {(rank, one.name) for one in findings if one.kind == "parameter" for rank in one.ranks}
+    known = {at for at in pairs if at[1] in trial.plan.shapes and at[0] in trial.ranks}
+    return where_text(trial, known) if len(known) > 1 else ""
 
 
 def from_step(trial: Trial, step: int) -> str:
