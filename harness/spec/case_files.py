@@ -21,6 +21,10 @@ def folder_of(typed: str) -> Path:
     if typed == OURS:
         return BUILTIN / USUAL
     folder = Path(typed).absolute()
+    if folder.is_file():
+        raise CaseError(
+            f"{typed!r} is a file: name its folder, --cases {from_here(folder.parent)}, and choose cases by name"
+        )
     if not folder.is_dir():
         raise CaseError(
             f"no folder {typed!r} in {Path.cwd()}: name one that has YAML files of cases, --cases DIR; "

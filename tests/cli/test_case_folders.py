@@ -69,6 +69,13 @@ def test_pictures_say_what_they_lack(
     assert capsys.readouterr().err == "harness: pictures need matplotlib: pip install matplotlib\n"
 
 
+def test_a_file_of_cases_is_no_folder_and_its_folder_is_named(repository: Path, capsys: Any) -> None:
+    (repository / "cases").mkdir()
+    (repository / "cases" / "mine.yaml").write_text("cases: {}\n")
+    assert main(["run", "mine", "--cases", "cases/mine.yaml"]) == 2
+    assert "--cases cases," in capsys.readouterr().err
+
+
 def test_a_catalogue_of_ones_own_is_about_ones_own_cases(repository: Path, capsys: Any) -> None:
     (repository / "mine.py").write_text(
         "from harness.faults import fault\n\n\n"
