@@ -142,9 +142,14 @@ def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
         yield from _nobody_to_blame(others) if others else ()
         return
     alike: dict[str, list[int]] = defaultdict(list)
-    for exit in blamed:
-        alike[_how_it_ended(exit)].append(exit.rank)
+    common = {exit.reason for exit in blamed if not exit.diverged} if len(blamed) > 1 else set()
+    for exit in blamed:  # what is the reason of all is said once, first
+        alike[_how_it_ended(replace(exit, reason="") if len(common) == 1 and exit.reason in common else exit)].append(
+            exit.rank
+        )
     texts = [f"{rank_words(ranks)} {how}" for how, ranks in alike.items()]
+    if len(common) == 1 and (reason := next(iter(common))):
+        texts[0] = f"{reason}, then {texts[0]}"
     last = ((f"rank {exit.rank}", exit.last_collective) for exit in blamed[:2])
     reason = why(blamed[0].error)
     lines: list[Line] = [("why", reason)] * bool(reason)

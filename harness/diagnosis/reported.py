@@ -237,13 +237,19 @@ def sets_of_ranks(trial: Trial, axes: Sequence[str] = AXES) -> Iterator[tuple[tu
 
 
 def _losses(trial: Trial) -> Iterator[Source]:
-    """Yield losses of some ranks and all microbatches or one, over their tokens or all, times a number of microbatches."""
+    """Yield losses of some ranks and all microbatches, one, the first or the last ones, over their tokens or all.
+
+    They may be times a number of microbatches.
+    """
     passes = trial.case.passes
     every = (), dict.fromkeys(trial.ranks, [*trial.ranks])
-    numbers = (None, *(range(1, passes + 1) if passes > 1 else ()))
+    numbers: list[tuple[int, int] | None] = [None, *((one, one) for one in range(1, passes + 1) if passes > 1)]
+    numbers += [(1, last) for last in range(2, passes)] + [(first, passes) for first in range(2, passes)]
     table = itertools.product((every, *sets_of_ranks(trial, SPLIT)), numbers, (False, True))
     for (details, ranks), number, whole in table:
-        more = (("of microbatch", number), ("over the tokens of", whole and "the step"))
+        first, last = number or (0, 0)
+        some = ("of microbatches", f"{first}-{last}") if last > first else ("of microbatch", first)
+        more = (some, ("over the tokens of", whole and "the step"))
         of = (*details, *(one for one in more if one[1]))
         for factor in (
             dict.fromkeys((1.0, passes, 1 / passes))
@@ -261,9 +267,10 @@ def _losses(trial: Trial) -> Iterator[Source]:
 
 
 def _loss(
-    trial: Trial, ranks: Ranks, number: int | None, whole: bool, factor: float, rank: int, step: int
+    trial: Trial, ranks: Ranks, number: tuple[int, int] | None, whole: bool, factor: float, rank: int, step: int
 ) -> float | None:
-    chosen = slice(number - 1, number) if number else slice(None)
+    """number: the first and the last microbatch, from 1; None: all."""
+    chosen = slice(number[0] - 1, number[1]) if number else slice(None)
     parts = [one for of in _parts(trial, ranks[rank], rank, step) for one in of[chosen]]
     count = trial.reference_step(step).valid_tokens if whole else sum(count for _, count in parts)
     return factor * math.fsum(total for total, _ in parts) / count if parts and count else None

@@ -74,6 +74,13 @@ def waited(*ranks: int) -> list[Exit]:
             ["issued a barrier, then raised"],
         ),
         ([Exit(rank, "raised", 1, error="MemoryError: 8 GB") for rank in (0, 1)], ["ranks [0,1] raised: MemoryError"]),
+        (
+            [
+                Exit(rank, "raised", 1, error=f"no {error}", reason="both wait")
+                for rank, error in ((0, "recv"), (1, "send"))
+            ],
+            ["both wait, then rank 0 raised: no recv; rank 1 raised: no send"],
+        ),
     ],
 )
 def test_who_died_hung_raised_or_left_is_told_from_who_only_waited(blamed: list[Exit], says: list[str]) -> None:

@@ -146,6 +146,18 @@ def test_a_loss_of_the_last_microbatch_alone(own: bool, whole: bool, factor: flo
     assert details["of microbatch"] == 2 and ("not reduced over" in details) == own
 
 
+@pytest.mark.parametrize(("chosen", "said"), [(slice(2), "1-2"), (slice(2, None), "3-4"), (slice(3), "1-3")])
+def test_a_loss_of_the_first_or_last_microbatches(chosen: slice, said: str) -> None:
+    trial = trial_of(tiny_case("single", accumulation=4))
+
+    def value(rank: int, step: int) -> float:
+        parts = trial.ranks[0].steps[step - 1].microbatches[chosen]
+        return float(sum(part.loss_sum for part in parts) / trial.reference_step(step).valid_tokens)
+
+    details = whose(shows(trial, LOSS, value), LOSS)
+    assert details == {"of microbatches": said, "over the tokens of": "the step"}
+
+
 @pytest.mark.parametrize(("trial", "of"), [(FSDP_4, "ranks"), (accumulating(), "microbatches")])
 def test_a_loss_that_is_a_mean_of_means(trial: Trial, of: str) -> None:
     def value(rank: int, step: int) -> float:
