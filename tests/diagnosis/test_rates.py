@@ -125,6 +125,7 @@ def rule(by: Callable[[int], float], training: TrainingConfig = TEN, taken: Iter
         (lambda step: scheduled(step, warmup=5), ("warmup_steps 5",)),
         (lambda step: scheduled(step, last=0.1), ("final_lr_fraction 0.1",)),
         (lambda step: scheduled(step, steps=20), ("steps 20",)),
+        (lambda step: scheduled(step, steps=14), ("steps 14",)),
         (lambda step: scheduled(step, peak=0.02), ("lr 0.02",)),
         (lambda step: 0.01, ("warmup_steps 0", "final_lr_fraction 1")),
         (lambda step: scheduled(step, warmup=0, steps=20), ("warmup_steps 0", "steps 20")),
