@@ -68,6 +68,13 @@ def _not_gathered_again(broken: Broken) -> bool:
     return any((one.name, one.phase) == ("all_gather", "forward") and _less(one) for one in found)
 
 
+def _narrower_sums(broken: Broken) -> bool:
+    """Whether nothing moves otherwise than planned but sums in backward, of which fewer bytes or another dtype do."""
+    found = broken["traffic"].findings if "traffic" in broken else ()
+    sums = [one for one in found if one.phase == "backward" and one.name in ("all_reduce", "reduce_scatter")]
+    return bool(sums) and len(sums) == len(found) and all(_less(one) for one in sums)
+
+
 def _less(one: Finding) -> bool:
     return isinstance(one.expected, int) and isinstance(one.observed, int) and one.observed < one.expected
 
@@ -82,6 +89,7 @@ TABLE = (
     Row("features", ODD, compiled_code.GRAPHS, declares=declarable.graphs),
     *(Row("features", ODD, quantity) for quantity in ("graph breaks", "limits reached")),
     *(Row("features", ODD, f"{format} matmuls", tuple(OF_GRADIENTS)) for format in FORMATS),
+    Row("features", ODD, "dtype of reduced gradients", ("traffic",), test=_narrower_sums),
     *(Row("features", ODD, quantity) for quantity in ("dtype of reduced gradients", features.BUCKET)),
     *(Row("features", ODD, quantity) for quantity in (features.RECOMPUTATIONS, features.RECOMPUTED)),
     Row("features", ODD, features.ATTENDED_AGAIN),

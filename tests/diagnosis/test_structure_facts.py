@@ -167,6 +167,14 @@ def test_reductions_at_once_and_in_another_dtype_are_told() -> None:
     finding = fact.cause.finding
     assert finding is not None and (finding.quantity, finding.observed) == ("dtype of reduced gradients", "float32")
     assert odd in finding.note and not any(name in finding.note for name in others)
+    features = judged("features", with_rank(trial, 1, structure=mixed))
+    less = Finding.at(1, 8, 4, step=1, kind="collective", name="reduce_scatter", phase="backward", unit="bytes")
+    for findings, checks in (
+        ((less,), ("features", "traffic")),
+        ((less, replace(less, name="all_gather")), ("features",)),
+    ):
+        both = {"features": features, "traffic": Result("traffic", Verdict.FAIL, 1, findings)}
+        assert next(facts(trial, both)).checks == checks
 
 
 @pytest.mark.parametrize("by_dtype", [{"float32": 8}, {"float32": 1, "float64": 7}])
