@@ -26,6 +26,7 @@ from harness.diagnosis.received import (
     at_the_ends,
     of_share,
     own_labels,
+    parts_of_samples,
     received,
     shifted,
     trained_on,
@@ -236,13 +237,15 @@ def _foreign(trial: Trial, step: int) -> Cause | None:
     known = [id_ for rank in odd for id_ in shares[rank] if id_ not in wanted]
     others = tuple(n for n, ids in enumerate(trial.reference.samples, 1) if {*ids} & {*known})
     of = ", ".join(map(str, others))
-    text = f"{len(known)} of {len(wanted)} samples received in step {step} are those of step {of}"
-    return Cause("data position", text, where, details=(("of_step", others), ("ranks", odd)))
+    total = sum(map(len, shares.values()))
+    text = f"{len(known)} of {total} samples received in step {step} are those of step {of}"
+    hint = f"{total - len(wanted)} too many" * (total > len(wanted))
+    return Cause("data position", text, where, hint=hint, details=(("of_step", others), ("ranks", odd)))
 
 
 def _of_no_step(trial: Trial, step: int, odd: tuple[int, ...]) -> Cause:
     """Some rows of these ranks are no samples of the recipe's."""
-    by, received = _parts_of_samples(trial, step, odd), f"rows received{_when(trial, step)}{on_ranks(trial, odd)} are"
+    by, received = parts_of_samples(trial, step, odd), f"rows received{_when(trial, step)}{on_ranks(trial, odd)} are"
     rows = [one for rank in odd for one in shares_of_samples(trial, step)[rank]]
     some = f"{rows.count(None)} of {len(rows)} " if any(one is not None for one in rows) else ""
     text = f"{some}{received} none of the recipe's {len(trial.reference.samples)} steps"
@@ -259,18 +262,6 @@ def _share_rows(trial: Trial) -> bool:
         seen[rank] |= {row.tobytes() for row in rows_received(trial, step).get(rank, [])}
     overlap = any(one & other for one, other in itertools.combinations(seen.values(), 2))
     return len(set(planned)) == len(planned) and overlap
-
-
-def _parts_of_samples(trial: Trial, step: int, ranks: tuple[int, ...]) -> int:
-    """Return how many tokens into the step's samples all rows begin; 0 where they do not. Half of a row at least is known."""
-    ids, length = trial.reference.samples[step - 1], trial.case.seq_len(step)
-    samples = [trial.reference.tokens[trial.reference.sample_ids.index(id_)] for id_ in ids]
-    rows = [row for rank in ranks for row in rows_received(trial, step)[rank]]
-    for by in range(1, len(samples[0]) - length // 2):
-        known = {sample[by : by + length].tobytes() for sample in samples}
-        if all(row[: len(samples[0]) - by].tobytes() in known for row in rows):
-            return by
-    return 0
 
 
 def _data_of(trial: Trial) -> Dataset | None:

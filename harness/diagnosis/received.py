@@ -133,6 +133,18 @@ def at_the_ends(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, int
     return True
 
 
+def parts_of_samples(trial: Trial, step: int, ranks: tuple[int, ...]) -> int:
+    """Return how many tokens into the step's samples all rows begin; 0 where they do not. Half of a row at least is known."""
+    ids, length = trial.reference.samples[step - 1], trial.case.seq_len(step)
+    samples = [trial.reference.tokens[trial.reference.sample_ids.index(id_)] for id_ in ids]
+    rows = [row for rank in ranks for row in rows_received(trial, step)[rank]]
+    for by in range(1, len(samples[0]) - length // 2):
+        known = {sample[by : by + length].tobytes() for sample in samples}
+        if all(row[: len(samples[0]) - by].tobytes() in known for row in rows):
+            return by
+    return 0
+
+
 def whose_labels(trial: Trial, rows: Rows) -> str:
     """Say of which samples the wrong labels are: of others of the step, or of those of one other step; empty if of neither."""
     own = own_labels(trial, rows.tokens)

@@ -74,6 +74,7 @@ SINGLE = trial_of(tiny_case("single", accumulation=2))
         (received(fsdp_4(), 3, 1, [6]), "samples lost", {"step": 1, "samples": (7,)}),
         (every(fsdp_4(), 2, lambda rank: [2 * rank, 2 * rank + 1]), "data position", {"step": 2, "of_step": 1}),
         (received(fsdp_4(), 3, 1, [6, 9]), "data position", {"of_step": (2,), "ranks": (3,)}),
+        (received(fsdp_4(), 3, 2, [14, 15, 0]), "data position", {"of_step": (1,), "ranks": (3,)}),
         (altered(fsdp_4(), "tokens", lambda tokens: tokens + 50, [2]), "samples of no step", {"ranks": (2,)}),
         (
             received(trial_of(tiny_case("fsdp_2_tp_2")), 1, 1, [4, 5, 6, 7]),
