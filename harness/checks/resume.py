@@ -7,12 +7,12 @@ alone takes the parameters, bit for bit; its optimizer has no state or zeros, it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from harness.checks.update import is_right_rate
 from harness.evidence.records import Resumed
 from harness.judge.contents import take
 from harness.judge.finding import Finding, Value
@@ -186,7 +186,7 @@ def _wrong_rates(trial: Trial) -> Iterator[Finding]:
     """The schedule goes on, or is at its start: in every step since, for the optimizer's own rate hides for one step where a
     scheduler is."""
     for rank, step, reference in trial.steps():
-        if step.lr is None or not math.isclose(step.lr, reference.lr, rel_tol=1e-12):
+        if not is_right_rate(trial, rank, step, reference.lr):
             yield Finding.at(rank, reference.lr, step.lr, step=step.step, quantity="learning rate")
 
 

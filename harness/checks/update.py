@@ -110,10 +110,14 @@ def recipe_of(trial: Trial, fqn: str, step: int = 1) -> TrainingConfig:
     return replace(training, weight_decay=0.0) if spared else training
 
 
-def _wrong_lr(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> list[Finding]:
-    """Where another rate is assumed of some parameters, the optimizer may show that one."""
+def is_right_rate(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> bool:
+    """Whether the optimizer shows this rate, or another one that is assumed of some of its parameters."""
     rates = {_rate(trial, rank, step.step, fqn, wanted) for fqn in step.gradients} | {wanted}
-    if step.lr is not None and any(math.isclose(step.lr, rate, rel_tol=1e-12) for rate in rates):
+    return step.lr is not None and any(math.isclose(step.lr, rate, rel_tol=1e-12) for rate in rates)
+
+
+def _wrong_lr(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> list[Finding]:
+    if is_right_rate(trial, rank, step, wanted):
         return []
     return [Finding.at(rank, wanted, step.lr, step=step.step, quantity="learning rate")]
 

@@ -235,7 +235,8 @@ def _cause(
     silent = {a: op for a, op in silent_axes(trial, fit.step).items() if a.removesuffix("_cp") in missing}
     moved = verdict_of(trial, "traffic") is Verdict.PASS
     hints = silent_text(trial, fit.step, silent)
-    hints = hints or ["each rank adds only its own" + ", though collectives ran" * moved]
+    who = "rank" if {*missing} == {*_axes(trial)} else f"place along {' and '.join(missing)}"
+    hints = hints or [f"each {who} adds only its own" + ", though collectives ran" * moved]
     hints += [f"its own counts {times_text(times)}{factor_text(trial, times, False)}"] * (times not in known)
     of = f" of {_some(fit, some).rpartition(' ')[0]}" if some else ""
     text = f"gradients{of} are not reduced over {' and '.join(missing)}"

@@ -223,9 +223,7 @@ def _values(requested: TrainingConfig, fitted: Mapping[str, float]) -> dict[str,
             values.append(not value)
         elif isinstance(value, int):
             values += [value - 1, value + 1, 2 * value, value // 2]
-            values += [value + now.get("warmup_steps", 0)] * (
-                name == "steps"
-            )  # the decay takes as many steps as there are in all
+            values += [value + now.get("warmup_steps", 0)] * (name == "steps")
         elif isinstance(value, float):
             values += [2 * value, value / 2, 10 * value, value / 10, *floats]
         found[name] = [one for one in dict.fromkeys(values) if one != value]
