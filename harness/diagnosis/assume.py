@@ -56,6 +56,29 @@ def another_reference(trial: Trial, **otherwise: Any) -> Trial:
     return replace(trial, reference=reference).assuming(reference=together)
 
 
+def inputs_of_first_step(trial: Trial) -> Mapping[str, float]:
+    """The mean square of what goes into each module in a launch's first step, by fqn in the order of the calls.
+
+    It is computed where the launch goes on from an earlier one; it is empty where other samples are assumed.
+    """
+    step, found = trial.first_step, dict[str, float]()
+    if step == 1 or "batch" in trial.assumption.reference:
+        return trial.reference.inputs if step == 1 else {}
+    from torch import from_numpy
+
+    from harness.reference.train import mean_squares
+
+    known = dict(zip(trial.reference.sample_ids, trial.reference.tokens, strict=True))
+    rows = np.stack([known[id_] for id_ in trial.reference.samples[step - 1]])[:, : trial.case.seq_len(step)]
+
+    def look(module: Any, number: int) -> None:
+        if number == step:
+            found.update(mean_squares(module, from_numpy(rows), trial.case.training.document_mask))
+
+    another_reference(trial, altered=look)
+    return found
+
+
 def _after(first: Any, key: str, second: Any) -> Any:
     """What is made of values is done one after the other; all else the second one says alone. What either does not give to
     the optimizer is not given."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from harness.diagnosis.assume import inputs_of_first_step
 from harness.diagnosis.differences import distance, expected_gradient, loss_off, seen_gradients, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, verdict_of
 from harness.diagnosis.words import (
@@ -151,23 +152,25 @@ def _forward(trial: Trial, step: int, off: float, held: frozenset[str]) -> Cause
     if wrong:
         return Cause(KIND, f"{text}; broken before the forward pass: {', '.join(wrong)}", details=details[:3])
     since = _since(trial, step, lambda other: loss_off(trial, other) is not None)
+    since = since or " after resuming" * bool(trial.saved)
     before = f"right in step {trial.first_step} and " * (
-        bool(since) and global_loss(trial, trial.first_step) is not None
+        step > trial.first_step and bool(since) and global_loss(trial, trial.first_step) is not None
     )
     ranks = ranks_whose_losses_are_off(trial, step)
     on = on_ranks(trial, ranks) if ranks else ""
-    right = [what for check, what in (("initial_weights", "weights"), ("samples", "samples")) if check in held]
-    though = f" though {' and '.join(right)} are right" * (step == 1 and bool(right))
+    begun = "resume" if trial.saved else "initial_weights"
+    right = [what for check, what in ((begun, "weights"), ("samples", "samples")) if check in held]
+    though = f" though {' and '.join(right)} are right" * (step == trial.first_step and bool(right))
     text = f"the forward pass is {before}wrong{on}{since}: {text}{though}{more}"
     return Cause(KIND, text, details=(*details, ("ranks", tuple(ranks))))
 
 
 def _where_in_forward(trial: Trial, step: int, off: float) -> tuple[str, str, tuple[tuple[str, object], ...]]:
     """Return by how much the loss is off, at which module it first goes wrong, and both as data. What goes into modules is on
-    record of step 1 alone."""
+    record of a launch's first step alone."""
     details: tuple[tuple[str, object], ...] = (("place", "forward"), ("step", step), ("off", off))
     text = f"the loss of step {step} is off by {off:.1e}"
-    if step > 1:
+    if step > trial.first_step:
         return text, "", details
     place = first_wrong_input(trial)
     words = place_words(trial, place)
@@ -232,7 +235,7 @@ class Place(NamedTuple):
 def first_wrong_input(trial: Trial) -> Place:
     """Compare mean squares of all ranks together, in the first step."""
     right, close = "", 1e-9 if trial.case.exact else OF_INPUTS * trial.bounds.loss[1]
-    for fqn, mean in trial.reference.inputs.items():
+    for fqn, mean in inputs_of_first_step(trial).items():
         seen = [step.activity.inputs[fqn] for _, step, _ in trial.steps() if fqn in step.activity.inputs]
         found, expected = sum(squares for squares, _ in seen), mean * sum(count for _, count in seen)
         if seen and not math.isclose(found, expected, rel_tol=close):

@@ -139,7 +139,7 @@ class ActivityRecorder:
             return
         phase = self._clock.phase()
         _count(self._now().calls, Call(phase, fqn))
-        if self._clock.step == 1 and phase == "forward":
+        if self._clock.step == self._clock.start + 1 and phase == "forward":
             self._measure(fqn, inputs)
         if self._draws:
             self._compare_random_state(fqn, phase)

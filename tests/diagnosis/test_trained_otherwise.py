@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from literal import with_step
 from torch import nn
 from trained import MODEL, RECIPE, Ran, _ran, case_of, diagnosed, proven, reference, with_inputs  # noqa: F401
 
 from harness.checks import judge
 from harness.diagnosis import COSTLY, SUSPECTS
-from harness.diagnosis.assume import another_case
+from harness.diagnosis.assume import another_case, inputs_of_first_step
 from harness.diagnosis.engine import explain
 from harness.diagnosis.localise import first_wrong_input, ranks_whose_losses_are_off
 from harness.judge.trial import Trial
+from harness.reference.model import llama_from
 from harness.reference.spellings import put_instead
-from harness.reference.train import train
+from harness.reference.train import mean_squares, train
+from harness.spec.case import Saved
 from harness.spec.dims import ParallelDims
 
 
@@ -74,6 +78,19 @@ def test_a_module_that_computes_something_else_is_located_and_not_named(
     place = first_wrong_input(trial)
     assert place.wrong.startswith(wrong) and (place.right == right or not right)
     assert 1 in cause.steps
+
+
+def test_what_goes_into_modules_is_computed_for_the_first_step_of_a_launch_that_resumes(ran: Ran) -> None:
+    case = case_of(resume=(Saved(2, ParallelDims(tp=2)),))
+    trial = replace(ran(case_of()), case=case)
+    assert trial.first_step == 3
+    step, known = trial.reference.steps[1], dict(zip(trial.reference.sample_ids, trial.reference.tokens, strict=True))
+    model = llama_from(step.parameters, config=case.model, dtype=torch.float64, device="cpu")
+    tokens = np.stack([known[id_] for id_ in trial.reference.samples[2]])
+    found, wanted = inputs_of_first_step(trial), mean_squares(model, torch.from_numpy(tokens))
+    assert found.keys() == wanted.keys() and all(math.isclose(found[fqn], wanted[fqn], rel_tol=1e-12) for fqn in found)
+    assert inputs_of_first_step(replace(trial, case=case_of())) == trial.reference.inputs
+    assert inputs_of_first_step(trial.assuming(reference={"batch": lambda step, batch: batch})) == {}
 
 
 def with_losses(trial: Trial, rank: int, step: int, factor: float) -> Trial:
