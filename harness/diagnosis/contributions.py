@@ -192,7 +192,10 @@ def _scaled(trial: Trial, factors: Mapping[str, float], step: int) -> Iterator[R
     for text, by in (*ways, (_name(trial, factors), lambda at: 1.0)):
         hint = text.removeprefix(": ")
         number = (lambda rank, at, right, by=by: factor * by(at) * right) if everywhere and factor else None
-        cause = Cause(KIND, _scaled_text(factor), hint=hint, details=(details, ("named", hint)))
+        said = _scaled_text(factor), hint
+        if (text, by) in ways:  # the factor is another one in each step
+            said = f"gradients are {hint}", f"{times_text(factor or 1.0)} what they should be in step {step}"
+        cause = Cause(KIND, said[0], hint=said[1], details=(details, ("named", hint)))
         only = _zero_steps(trial, factors) if factor == 0 else ()
         yield Reading(cause, [*factors], in_steps(partial(_times, factors, by)), 1 + (factor is None), number, only)
 
