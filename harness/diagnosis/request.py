@@ -120,8 +120,11 @@ class Neighbour:
             findings = broken[next(iter(holds))].findings
             cause = Cause(kind, "", hint=extent(trial, findings), finding=findings[0], details=details)
         lines = (*(finding_line(broken[check]) for check in holds if check != "traffic"), *lines)
-        meant = ", ".join(f"{name}: {json.dumps(value)}" for (_, name), value in self.values.items())
-        more: Lines = (("if that is meant", f"case: features: {{{meant}}}"),) if part == "features" else ()
+        more: Lines = ()
+        if part == "features":
+            now, then = (vars(one.features) for one in (trial.case, self.case(trial.case)))
+            meant = ", ".join(f"{name}: {json.dumps(value)}" for name, value in then.items() if value != now[name])
+            more = (("if that is meant", f"case: features: {{{meant}}}"),)
         claimed = OBSERVED in self.values.values()  # which is fitted to what is seen
         return Hypothesis(cause, self.assume, len(self.values) + trait + claimed, (*lines, *more))
 

@@ -152,6 +152,7 @@ def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         else "another shape"
     )
     became = became or _mean_of_steps(trial, step, {at: now for at, (now, _) in both.items()})
+    became += ", as weight decay makes them" * (fits and _decayed(trial, step, both.values()))
     text = f"weights are changed outside the optimizer {update.until(trial, step)}" + f", to {became}" * bool(became)
     cause = Cause("weights changed", text, where_text(trial, pairs), details=(("step", step), ("are", became)))
 
@@ -166,6 +167,16 @@ def changed_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
     assume = partial(another_reference, left=left) if fits else None
     yield Hypothesis(cause, assume, lines=(finding_line(broken["update"]),), seen=("update",))
+
+
+def _decayed(trial: Trial, step: int, both: Iterable[tuple[np.ndarray, np.ndarray | None]]) -> bool:
+    """Whether what the optimizer left is smaller by what this step's weight decay takes."""
+    kept = 1 - trial.reference_step(step).lr * trial.case.training.weight_decay
+    near = (
+        (now, left, 4 * np.finfo(now.dtype).eps) for now, left in both if left is not None and now.dtype.kind == "f"
+    )
+    alike = [np.allclose(now.ravel(), kept * left.ravel(), rtol=eps, atol=0) for now, left, eps in near]
+    return kept != 1 and bool(alike) and all(alike)
 
 
 def _mean_of_steps(trial: Trial, step: int, found: Mapping[Pair, np.ndarray]) -> str:

@@ -272,8 +272,10 @@ def describe(issued: Issued) -> str:
     peer = "" if issued.peer is None else f" {'to' if issued.op == 'send' else 'from'} rank {issued.peer}"
     root = "" if issued.root is None else f"root {issued.root}"
     many = size(issued.bytes) + f" {issued.dtype}" * bool(issued.bytes and issued.dtype)
-    step = f"step {issued.step}" if issued.step > 0 else "outside of steps" * (issued.step == 0)
-    about = ", ".join(filter(None, [step, issued.phase, root, many]))
+    outside = issued.phase == "other"  # a step begins with its first pass: a trainer's own may have begun before
+    step = f"step {issued.step}{' or behind it, outside of passes' * outside}" if issued.step > 0 else ""
+    step = step or "before the first pass" * (issued.step == 0)
+    about = ", ".join(filter(None, [step, issued.phase * (not outside), root, many]))
     return f"{issued.op} #{issued.seq}{peer} of group {ranks_text(issued.ranks)} ({about})"
 
 

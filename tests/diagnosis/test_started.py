@@ -164,6 +164,7 @@ def changed_on(step: int, change: Change, *, ranks: tuple[int, ...] = (0, 1)) ->
     ("change", "are"),
     [
         (lambda left: 0.9 * left, "0.9 times"),
+        (lambda left: (1 - 0.1 * FSDP.reference.steps[0].lr) * left, "as weight decay makes them"),
         (np.zeros_like, "all 0"),
         (lambda left: left.astype(np.float32), "another shape"),
         (lambda left: through(np.float32, left), "rounded to float32"),

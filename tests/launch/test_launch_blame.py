@@ -134,8 +134,8 @@ def test_ranks_that_wait_for_each_other_are_all_blamed_and_both_collectives_name
     first, second = Issued("a", (0, 1), 0, "all_reduce", 16), Issued("b", (0, 1), 0, "all_gather", 32)
     fates = Fate(0, -9, killed=LIMIT, issued=(first,)), Fate(1, -9, killed=LIMIT, issued=(second,))
     told = (
-        f"{LIMIT}; each waits for the other: rank 0 in all_reduce #0 of group [0,1] (outside of steps, 16 B) named 'a'; "
-        "rank 1 in all_gather #0 of group [0,1] (outside of steps, 32 B) named 'b'"
+        f"{LIMIT}; each waits for the other: rank 0 in all_reduce #0 of group [0,1] (before the first pass, 16 B) named 'a'; "
+        "rank 1 in all_gather #0 of group [0,1] (before the first pass, 32 B) named 'b'"
     )
     assert blamed(*fates) == {0: told, 1: told}
 
@@ -272,6 +272,9 @@ def test_a_collective_is_told_in_one_phrase():
     )
     assert describe(all_reduce(1, tuple(range(16)), 8, op="send", peer=3)) == (
         "send #1 to rank 3 of group [0-15] (step 2, backward, 8 B)"
+    )
+    assert describe(Issued("g", (0, 1), 3, "all_reduce", 8, 2, "other")) == (
+        "all_reduce #3 of group [0,1] (step 2 or behind it, outside of passes, 8 B)"
     )
 
 
