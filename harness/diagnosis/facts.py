@@ -23,7 +23,7 @@ from harness.diagnosis.contributions import adding
 from harness.diagnosis.differences import NUMBERS, expected_gradient
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis
 from harness.diagnosis.words import Arrays, finding_line, in_order, modules, rank_words, some, traffic_lines, where_text
-from harness.evidence.records import AT_WORK, Exit
+from harness.evidence.records import AT_WORK, IN_A_RING, Exit
 from harness.evidence.text import number_text
 from harness.judge.finding import Finding
 from harness.judge.result import Cause, Line, Lines
@@ -142,14 +142,12 @@ def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
         yield from _nobody_to_blame(others) if others else ()
         return
     alike: dict[str, list[int]] = defaultdict(list)
-    common = {exit.reason for exit in blamed if not exit.diverged} if len(blamed) > 1 else set()
-    for exit in blamed:  # what is the reason of all is said once, first
-        alike[_how_it_ended(replace(exit, reason="") if len(common) == 1 and exit.reason in common else exit)].append(
-            exit.rank
-        )
+    ring = next((exit.reason for exit in blamed if exit.reason.startswith(IN_A_RING)), "")
+    for exit in blamed:
+        alike[_how_it_ended(replace(exit, reason="") if ring == exit.reason else exit)].append(exit.rank)
     texts = [f"{rank_words(ranks)} {how}" for how, ranks in alike.items()]
-    if len(common) == 1 and (reason := next(iter(common))):
-        texts[0] = f"{reason}, then {texts[0]}"
+    if ring:  # it is said once, first
+        texts[0] = f"{ring}, then {texts[0]}"
     last = ((f"rank {exit.rank}", exit.last_collective) for exit in blamed[:2])
     reason = why(blamed[0].error)
     lines: list[Line] = [("why", reason)] * bool(reason)

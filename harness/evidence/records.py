@@ -236,6 +236,8 @@ AT_LIMIT = "at the time limit"
 """In the error of ranks killed because their job had not ended by then."""
 AT_WORK = "still at work"
 """In the error of ranks killed at the time limit while collectives went on: the job was slow, and none of them hung."""
+IN_A_RING = "each waits for the other"
+"""Begins the reason of ranks that wait in a ring: one reason of all of them."""
 
 
 @dataclass(frozen=True)

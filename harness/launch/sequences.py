@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+from harness.evidence.records import IN_A_RING
 from harness.evidence.text import ranks_text
 from harness.launch.inflight import MAKING, Issued
 from harness.launch.rank_exit import Fate, busy, moment, timed_out
@@ -126,7 +127,7 @@ def waited_for(fates: Sequence[Fate]) -> dict[int, str]:
     for rank, each in stuck_in.items():
         alike[f"{describe(each)} named {each.group!r}"].append(rank)
     text = "; ".join(f"{_ranks(ranks)} in {what}" for what, ranks in alike.items())
-    return {rank: f"each waits for the other: {text}" for rank in computing or elsewhere or ring}
+    return {rank: f"{IN_A_RING}: {text}" for rank in computing or elsewhere or ring}
 
 
 def left_out(rank: int, here: Issued, waits: dict[int, dict[int, Issued]], fates: Sequence[Fate]) -> bool:

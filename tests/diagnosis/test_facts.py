@@ -44,6 +44,7 @@ from harness.plan.make_plan import make_plan
 from harness.spec.case import Saved
 from harness.spec.dims import ParallelDims
 
+RING = "each waits for the other: rank 0 in x; rank 1 in y"
 WQ, LOGITS = "layers.0.attention.wq.weight", "float64 [2, 4, 8]"
 
 # ---- processes
@@ -75,11 +76,8 @@ def waited(*ranks: int) -> list[Exit]:
         ),
         ([Exit(rank, "raised", 1, error="MemoryError: 8 GB") for rank in (0, 1)], ["ranks [0,1] raised: MemoryError"]),
         (
-            [
-                Exit(rank, "raised", 1, error=f"no {error}", reason="both wait")
-                for rank, error in ((0, "recv"), (1, "send"))
-            ],
-            ["both wait, then rank 0 raised: no recv; rank 1 raised: no send"],
+            [Exit(rank, "raised", 1, error=f"no {error}", reason=RING) for rank, error in ((0, "recv"), (1, "send"))],
+            [f"{RING}, then rank 0 raised: no recv; rank 1 raised: no send"],
         ),
     ],
 )
