@@ -173,7 +173,7 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
 
 BUCKET, RECOMPUTATIONS = "largest bucket reduced", "recomputations"
 LACKING = "matmuls in backward"  # fewer than what was multiplied in forward needs
-RECOMPUTED, DTYPE = "matmuls recomputed in backward", "matmuls' dtype"
+RECOMPUTED, DTYPE = "matmuls in backward beyond planned gradients", "matmuls' dtype"
 
 
 def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:

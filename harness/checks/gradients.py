@@ -34,6 +34,8 @@ def check(trial: Trial) -> Result:
     worst: list[float] = [0.0]
     for rank, step, reference in trial.steps():
         for fqn, gradient in step.gradients.items():
+            if fqn not in reference.gradients:  # it is frozen, which `completed` says
+                continue
             difference = gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn])
             worst.append(difference)
             if not difference <= bounds.gradient[step.step]:

@@ -161,7 +161,7 @@ def silent_text(trial: Trial, step: int, axes: Collection[str]) -> list[str]:
     groups: dict[tuple[str, str], dict[tuple[int, ...], None]] = {}
     for axis, op, group in _silent(trial, step):
         groups.setdefault((axis, op), {})[group] = None
-    return [f"no {op} ran over {groups_text([*of])}" for (axis, op), of in groups.items() if axis in axes]
+    return [f"no {op} of gradients ran over {groups_text([*of])}" for (axis, op), of in groups.items() if axis in axes]
 
 
 def _silent(trial: Trial, step: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:

@@ -100,10 +100,11 @@ def _covered(trial: Trial, step: int, number: Number) -> Iterator[tuple[Trial, i
 
 
 def parts_of_mean(trial: Trial, step: int, rank: int, name: str, number: Number) -> list[tuple[float, float]]:
-    """Return the sums and counts that a rank's mean is put together of: one of each place, which tp ranks share. Raises
-    NotOnRecord."""
+    """Return the sums and counts that a rank's mean is put together of: one of each place, which tp ranks share, as its own
+    stage has it where it has one. Raises NotOnRecord."""
     parts: dict[Place, tuple[float, float]] = {}
-    for one in nearest(trial, rank):
+    stage = coordinate(trial.case.dims, rank)["pp"]
+    for one in sorted(nearest(trial, rank), key=lambda one: coordinate(trial.case.dims, one)["pp"] != stage):
         shown = _record(trial, one, step).numbers.get(name)
         if shown is not None and shown.total is not None and shown.count is not None:
             parts.setdefault(place_of(trial, one), (shown.total, shown.count))

@@ -31,7 +31,7 @@ def test_checkpointing_requested_and_never_seen_is_named() -> None:
     trial = ran({"activation_checkpointing": "full"}, {})
     assert found(trial)[:2] == [
         like(0, 1, 0, step=1, name="layers.0", quantity="recomputations"),
-        like(0, 6, 0, step=1, quantity="matmuls recomputed in backward"),
+        like(0, 6, 0, step=1, quantity="matmuls in backward beyond planned gradients"),
     ]
     assert cause(trial) == {"activation_checkpointing": "none"}
 
@@ -40,7 +40,7 @@ def test_a_trainer_that_recomputes_to_the_end_of_a_block_is_told_so() -> None:
     """The last matmul of a block, w2's, is needed by no gradient."""
     case = tiny_case("fsdp_2", activation_checkpointing="full")
     early, late = (to_the_end(trial_of(case, traits=replace(APART, ac_early_stop=early))) for early in (True, False))
-    assert found(early)[0] == like(0, 6, 7, step=1, quantity="matmuls recomputed in backward")
+    assert found(early)[0] == like(0, 6, 7, step=1, quantity="matmuls in backward beyond planned gradients")
     assert found(late) == []
 
 
@@ -66,7 +66,7 @@ def test_checkpointing_that_nobody_requested_is_named() -> None:
 
 def test_selective_checkpointing_that_kept_nothing_is_known_by_its_products_alone() -> None:
     trial = ran({"activation_checkpointing": "op"}, {"activation_checkpointing": "full"})
-    assert found(trial)[0] == like(0, 3, 6, step=1, quantity="matmuls recomputed in backward")
+    assert found(trial)[0] == like(0, 3, 6, step=1, quantity="matmuls in backward beyond planned gradients")
     assert cause(trial) == {"activation_checkpointing": "full"}
 
 
@@ -84,7 +84,7 @@ def test_a_block_recomputed_in_one_step_of_three_is_not_enough() -> None:
     )
     assert found(trial) == [
         like(1, 1, 0, step=2, name="layers.0", quantity="recomputations"),
-        like(1, 6, 0, step=2, quantity="matmuls recomputed in backward"),
+        like(1, 6, 0, step=2, quantity="matmuls in backward beyond planned gradients"),
     ]
     assert cause(trial) == found(trial)[0]
 
@@ -128,7 +128,7 @@ def test_a_graph_break_is_told_with_its_reason() -> None:
 def test_compiled_recomputation_is_known_by_its_products() -> None:
     trial = ran({"compile": True, "activation_checkpointing": "full"}, {"compile": True})
     assert {finding.quantity for finding in found(trial)} == {
-        "matmuls recomputed in backward",
+        "matmuls in backward beyond planned gradients",
         "attention recomputed",
     }
 

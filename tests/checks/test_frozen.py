@@ -34,6 +34,7 @@ def test_a_gradient_of_a_frozen_parameter_is_found() -> None:
     record = trial.ranks[1].steps[1]
     seen = with_step(trial, 1, 2, gradients=record.gradients | {WQ: record.parameters[WQ] * 0.1})
     assert [(one.ranks, one.step, one.name) for one in findings("completed", seen)] == [((1,), 2, WQ)]
+    assert judged("gradients", seen).verdict is Verdict.PASS
 
 
 @pytest.mark.parametrize("by", [1e-16, 0.1])

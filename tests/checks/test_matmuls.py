@@ -182,7 +182,7 @@ def test_a_loss_that_projects_to_the_vocabulary_itself_is_no_second_pass() -> No
     fused = {Matmul("forward", "float64"): 14, Matmul("other", "float64"): 6, Matmul("backward", "float64"): 28}
     assert found(two_layers({"matmuls": fused})) == []
     more = found(two_layers({"matmuls": matmuls | {Matmul("backward", "float64"): 35}}))
-    assert more[0].quantity == "matmuls recomputed in backward"
+    assert more[0].quantity == "matmuls in backward beyond planned gradients"
     whole = {Matmul("forward", "float64"): 15, Matmul("other", "float64"): 2, Matmul("backward", "float64"): 30}
     assert found(two_layers({"matmuls": whole}))[0].quantity == "matmuls outside training passes"
 
@@ -232,7 +232,7 @@ def test_an_output_in_chunks_that_nobody_declared_is_answered_with_the_traits() 
 
 def test_chunks_that_are_declared_and_not_recomputed_are_named() -> None:
     again = like(0, 4, 0, step=1, name="output", quantity="recomputations")
-    wanted = [again, like(0, 4, 0, step=1, quantity="matmuls recomputed in backward")]
+    wanted = [again, like(0, 4, 0, step=1, quantity="matmuls in backward beyond planned gradients")]
     assert found(in_chunks(recomputes_output=True, **CHUNKS))[:2] == wanted
 
 

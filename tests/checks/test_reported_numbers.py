@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from checked import findings
 from diagnosed import kinds, proven
-from literal import EIGHT, judged, tiny_case, trial_of, with_step
+from literal import EIGHT, TINY, judged, tiny_case, trial_of, with_step
 
 from harness.evidence.numbers import Number
 from harness.judge.norms import PARAMETERS, norm_of
+from harness.judge.numbers import parts_of_mean
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.spec.case import Saved
@@ -196,6 +197,14 @@ def test_a_mean_of_something_else_is_named(value: Any, details: Any) -> None:
 
 def test_a_mean_of_which_no_rank_hands_over_a_part_is_unknown() -> None:
     assert judged("reported_numbers", reporting(GRID, lambda *_: 1.0, of="mean")).verdict is Verdict.UNKNOWN
+
+
+def test_a_mean_of_a_pipelines_stage_is_that_of_what_its_ranks_hand_over() -> None:
+    trial = replace(GRID, case=tiny_case(ParallelDims(pp=2, dp_shard=2), model=replace(TINY, n_layers=2)))
+    for rank in trial.ranks:
+        trial = with_step(trial, rank, 1, numbers={"n": Number(1.0, of="mean", total=10.0 * rank, count=1)})
+    for rank, parts in enumerate([[(0, 1), (10, 1)]] * 2 + [[(20, 1), (30, 1)]] * 2):
+        assert sorted(parts_of_mean(trial, 1, rank, "n", trial.ranks[rank].steps[0].numbers["n"])) == parts
 
 
 def norm(trial: Trial, step: int, fqns: Any = None, ranks: Any = None) -> float:

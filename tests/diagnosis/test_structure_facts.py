@@ -82,7 +82,7 @@ def also(what: str, **counts: Any) -> Change:
         (DDP_2, also("attention", of={FUSED: 0}), "attention in forward"),
         (DDP_2, also("attention", of={AGAIN: 1}), "attention recomputed"),
         (FULL, also("attention", of={AGAIN: 0}), "attention recomputed"),
-        (FULL, also("matmuls", of={Matmul("backward", "float64"): 16}), "matmuls recomputed in backward"),
+        (FULL, also("matmuls", of={Matmul("backward", "float64"): 16}), "matmuls in backward beyond planned gradients"),
         (DDP_2, also("calls", of={Call("backward", "layers.0.ffn_norm"): 1}), "recomputations"),
         (DDP_2, also("matmuls", of={Matmul("other", "float64"): 3}), "matmuls outside training passes"),
         (
