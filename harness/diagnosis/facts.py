@@ -217,7 +217,7 @@ def _held_text(trial: Trial, verb: str, fqns: tuple[str, ...], ranks: list[int])
     text = f"{rank_words(ranks)} {verb}{'s' * (len(ranks) == 1)} {some(modules(trial, fqns))}"
     if verb == "lack":
         return text
-    still = any(tensor.fqn == fqns[0] for rank in owners for tensor in trial.ranks[rank].parameters)
+    still = any(one.fqn == fqns[0] for rank in owners if rank in trial.ranks for one in trial.ranks[rank].parameters)
     return f"{text}{' as well' * still}, which the plan gives to {rank_words(owners)}{' alone' * still}"
 
 

@@ -117,9 +117,8 @@ def tested(trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> P
     assumed = hypothesis.assume(trial)
     broken = [result.check for result in results if result.verdict is Verdict.FAIL]
     explained = [name for name in broken if _holds(assumed, name)]
-    aside = (
-        {"reported_numbers"} if hypothesis.given else set()
-    )  # what is reported may count the samples that were requested
+    # of other samples than requested, what is reported may count those that were requested
+    aside = {"reported_numbers"} if hypothesis.given else set()
     held = (result.check for result in results if result.verdict is Verdict.PASS and result.check not in aside)
     if any(verdict_of(assumed, name) not in (Verdict.PASS, Verdict.NOT_APPLICABLE) for name in held):
         return None
