@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -56,6 +57,7 @@ class Book:
         if number.of == NORM:
             return self.norm(rank, step)
         if number.of == VALIDATION:
+            _each_once(self.trial, step, number.over)
             parts = _of_rank(self._validation(step), self.trial, rank, number.over)
             valid = sum(count for _, count in parts)
             return math.fsum(total for total, _ in parts) / valid if valid else math.nan
@@ -211,6 +213,17 @@ def trained_on_before(trial: Trial, step: int) -> tuple[int, int]:
     ended = len({*drawn}) < len(drawn) or len(drawn) >= trial.case.training.made_samples
     known = {reference.tokens[reference.sample_ids.index(one)].tobytes() for one in ([] if ended else {*drawn})}
     return sum(np.asarray(row, np.int64).tobytes() in known for row in rows), len(rows)
+
+
+def _each_once(trial: Trial, step: int, over: tuple[str, ...]) -> None:
+    """Raise NotOnRecord where two shares that a loss adds up validated the same samples: others may be left out."""
+    of = validated_on(trial, step).items()
+    rows = {share: sorted(row.tobytes() for tokens, _ in batches for row in tokens) for share, batches in of}
+    for one, other in itertools.combinations(sorted(rows), 2):
+        apart = [axis for axis, a, b in zip(SPLIT, one, other, strict=False) if a != b]
+        if rows[one] and rows[one] == rows[other] and {*apart} <= {*over}:
+            text = f"the same samples are validated along {' and '.join(apart)}, and others may be left out"
+            raise NotOnRecord(f"{text}; where each is to validate all, hand the loss over without this axis in `over`")
 
 
 def _said(trial: Trial, step: int) -> dict[Place, list[Batch]]:

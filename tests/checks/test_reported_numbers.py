@@ -13,7 +13,7 @@ from literal import EIGHT, TINY, judged, tiny_case, trial_of, with_step
 
 from harness.evidence.numbers import Number
 from harness.judge.norms import PARAMETERS, norm_of
-from harness.judge.numbers import parts_of_mean
+from harness.judge.numbers import Book, NotOnRecord, parts_of_mean
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 from harness.spec.case import Saved
@@ -249,4 +249,15 @@ def test_samples_that_were_trained_on_are_not_held_out() -> None:
     before, later = (validating(slice(places[step], places[step] + 1)) for step in (1, 3))
     (found,) = (one for one in findings("reported_numbers", before) if one.quantity == "validation")
     assert (found.step, found.expected, found.observed) == (2, 0, 2)
-    assert not [one for one in findings("reported_numbers", later) if one.quantity == "validation"]
+    assert not [one for one in judged("reported_numbers", later).findings if one.quantity == "validation"]
+
+
+def test_a_validation_of_the_same_samples_on_all_shares_is_unknown_unless_each_has_its_own_loss() -> None:
+    trial = validating(slice(-1, None))
+    number = trial.ranks[0].steps[1].numbers["n"]
+    with pytest.raises(NotOnRecord, match="the same samples"):
+        Book(trial).expected(0, 2, "n", number)
+    other = replace(number, tokens=trial.reference.tokens[:1], labels=trial.reference.labels[:1])
+    apart = with_step(trial, 1, 2, numbers={"n": other})
+    for right, shown in ((trial, replace(number, over=())), (apart, number)):
+        assert right.ranks and 0 < Book(right).expected(0, 2, "n", shown) < 10
