@@ -93,7 +93,7 @@ def reduced(trial: Trial, rank: int) -> Looked:
         seen -= {computed} - {wanted}  # of keys and values
     if floats := sorted(dtype for dtype in seen if "float" in dtype):
         note = policies.unlike_others(trial.ranks[rank], wanted, "reduces_in")
-        yield _expect(rank, "dtype of reduced gradients", wanted, " and ".join(floats), note=note)
+        yield _expect(rank, REDUCED, wanted, " and ".join(floats), note=note)
 
 
 def buckets(trial: Trial, rank: int) -> list[int]:
@@ -172,6 +172,7 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
 
 
 BUCKET, RECOMPUTATIONS = "largest bucket reduced", "recomputations"
+REDUCED = "dtype of reduced gradients"
 LACKING = "matmuls in backward"  # fewer than what was multiplied in forward needs
 RECOMPUTED, DTYPE = "matmuls in backward beyond planned gradients", "matmuls' dtype"
 

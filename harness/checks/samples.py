@@ -170,14 +170,14 @@ def parts_of(trial: Trial, rank: int, step: int) -> list[Microbatch]:
 def _wrong_labels(trial: Trial, step: int) -> list[Finding]:
     """Where labels were seen, they are those of the sample."""
     return [
-        Finding.at(rank, 0, len(pairs), step=step, quantity="labels that are not the sample's own")
+        Finding.at(rank, 0, len(pairs), step=step, quantity="labels that are not those of its tokens")
         for rank, pairs in wrong_labels(trial, step).items()
         if pairs
     ]
 
 
 def wrong_labels(trial: Trial, step: int) -> dict[int, list[tuple[int, int, int]]]:
-    """The labels of a step that are not those of the samples received, by last stage: (position, label, the sample's own)."""
+    """The labels of a step that are not those of the samples received, by last stage: (position, label, the token's own)."""
     found = {}
     for rank in trial.last_stages():
         at = positions(trial.case, rank, trial.case.seq_len(step)).tolist()

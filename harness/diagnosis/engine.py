@@ -193,4 +193,5 @@ def _joined(first: Proof, second: Proof, results: Sequence[Result]) -> Proof:
     explained = {*first.explained, *second.explained}
     broken = [result.check for result in results if result.verdict is Verdict.FAIL]
     both = (*first.hypotheses, *second.hypotheses)
-    return Proof(both, tuple(name for name in broken if name in explained), second.left, second.assumed)
+    explains, aside = tuple(name for name in broken if name in explained), (*first.aside, *second.aside)
+    return Proof(both, explains, second.left, second.assumed, tuple(dict.fromkeys(aside)))

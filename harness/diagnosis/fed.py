@@ -24,6 +24,7 @@ from harness.diagnosis.hypothesis import Broken, Hypothesis, no_reference
 from harness.diagnosis.received import (
     Rows,
     at_the_ends,
+    of_other_positions,
     of_share,
     own_labels,
     parts_of_samples,
@@ -351,7 +352,7 @@ def _labels(trial: Trial, step: int) -> Cause | None:
     ]
     labels = [label for rank in once for label in wrong[rank]]  # those of a tp group are the same ones
     hint = _labels_words(trial, step, wrong, rows)
-    text = f"{len(labels)} labels{on_ranks(trial, wrong)} in step {step} are not the samples'"
+    text = f"{len(labels)} labels{on_ranks(trial, wrong)} in step {step} are not those of the tokens"
     return Cause("wrong labels", text, hint=hint, details=(("ranks", tuple(wrong)), ("labels", hint)))
 
 
@@ -369,7 +370,7 @@ def _labels_words(trial: Trial, step: int, wrong: Mapping[int, list[tuple[int, i
     if all(own < 0 for _, _, own in labels):
         return "trained on, but should be masked"
     if rows is not None and rows.whole:
-        return whose_labels(trial, rows)
+        return of_other_positions(trial, step, rows) or whose_labels(trial, rows)
     return ""
 
 

@@ -86,12 +86,13 @@ def as_seen(suspects: Suspects) -> Facts:
 
 @dataclass(frozen=True)
 class Proof:
-    """Hypotheses that hold together. explained: the failing checks that hold under them; left: those that do not."""
+    """Hypotheses that hold together."""
 
     hypotheses: tuple[Hypothesis, ...]
-    explained: tuple[str, ...]
-    left: tuple[str, ...]
+    explained: tuple[str, ...]  # failing checks that hold under them
+    left: tuple[str, ...]  # failing checks that do not
     assumed: Trial
+    aside: tuple[str, ...] = ()  # passing checks that do not hold under them, and need not
 
     @property
     def renumbers(self) -> bool:
@@ -117,13 +118,13 @@ def tested(trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> P
     assumed = hypothesis.assume(trial)
     broken = [result.check for result in results if result.verdict is Verdict.FAIL]
     explained = [name for name in broken if _holds(assumed, name)]
+    held = (result.check for result in results if result.verdict is Verdict.PASS)
+    fallen = tuple(name for name in held if verdict_of(assumed, name) not in (Verdict.PASS, Verdict.NOT_APPLICABLE))
     # of other samples than requested, what is reported may count those that were requested
-    aside = {"reported_numbers"} if hypothesis.given else set()
-    held = (result.check for result in results if result.verdict is Verdict.PASS and result.check not in aside)
-    if any(verdict_of(assumed, name) not in (Verdict.PASS, Verdict.NOT_APPLICABLE) for name in held):
+    if {*fallen} - ({"reported_numbers"} if hypothesis.given else set()):
         return None
     left = tuple(name for name in broken if name not in explained)
-    return Proof((hypothesis,), tuple(explained), left, assumed)
+    return Proof((hypothesis,), tuple(explained), left, assumed, fallen)
 
 
 def _holds(assumed: Trial, name: str) -> bool:

@@ -22,6 +22,7 @@ from harness.diagnosis.words import (
 )
 from harness.evidence.text import number_text, ranks_text
 from harness.judge.assembly import misfits
+from harness.judge.finding import Finding
 from harness.judge.losses import global_loss, losses
 from harness.judge.received_samples import received_samples
 from harness.judge.result import Cause, Line, Lines, Verdict
@@ -80,6 +81,7 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
         return None
     findings = broken["update"].findings if "update" in broken else ()
     moved = {finding.step: finding for finding in reversed(findings) if finding.step}
+    apart = min((one.step or math.inf for one in _copies(broken)), default=math.inf)
     for step in trial.case.steps:
         if moved and min(moved) < step:
             text = "the update is wrong" + ", gradients before clipping are right" * _saw_gradients(trial, min(moved))
@@ -88,6 +90,8 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
                 KIND, text, finding=moved[min(moved)], hint=hint, details=(("place", "update"), ("step", min(moved)))
             )
         off, wrong = loss_off(trial, step), wrong_pairs(trial, step)
+        if apart < step and (off or wrong):
+            return _copies_apart(trial, broken, apart)
         if off and wrong:
             return _forward(trial, step, off, held)
         if wrong:
@@ -103,6 +107,19 @@ def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> C
         if as_a_whole is not None:
             return as_a_whole
     return None
+
+
+def _copies(broken: Broken) -> list[Finding]:
+    found = broken["replica_agreement"].findings if "replica_agreement" in broken else ()
+    return [one for one in found if one.quantity == "value"]
+
+
+def _copies_apart(trial: Trial, broken: Broken, step: float) -> Cause:
+    """Say where copies of a parameter first differ after a step. No reference has such, so what follows is not judged."""
+    where = extent(trial, (one for one in _copies(broken) if one.step == step))
+    text = f"copies differ after step {step} {where or 'in one parameter'}"
+    text += ", and wrong numbers of later steps may follow from that"
+    return Cause(KIND, text, details=(("place", "replicas"), ("step", step)))
 
 
 def _since(trial: Trial, step: int, is_wrong: Callable[[int], bool]) -> str:

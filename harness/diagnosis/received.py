@@ -156,6 +156,34 @@ def whose_labels(trial: Trial, rows: Rows) -> str:
     return f"they are those of step {steps.pop()}" if len(steps) == 1 and None not in steps else ""
 
 
+def of_other_positions(trial: Trial, step: int, rows: Rows) -> str:
+    """Say at which positions of the same samples the labels of a cp rank stand; empty where they stand nowhere in them."""
+    length, own = trial.case.seq_len(step), own_labels(trial, rows.tokens)
+    due = {rank: positions(trial.case, rank, length) for rank in trial.plan.peers(trial.one_rank_per_share()[0], "cp")}
+    seen = {rank: _columns_of(rows.labels[:, at], own) for rank, at in due.items()}
+    found = {rank: at for rank, at in seen.items() if at is not None}
+    odd = [rank for rank, at in found.items() if not np.array_equal(at, due[rank])]
+    if not odd or len(found) < len(seen):
+        return ""
+    (of, at), balance = (positions_text(by[odd[0]]) for by in (found, due)), trial.case.features.cp_load_balance
+    text = f"rank {odd[0]} has the labels of positions {of} for its tokens at {at}"
+    other = replace(trial.case, features=replace(trial.case.features, cp_load_balance=not balance))
+    if all(np.array_equal(at, positions(other, rank, length)) for rank, at in found.items()):
+        text += f": labels are cut over cp as by cp_load_balance {not balance}, tokens by {balance}"
+    return text
+
+
+def _columns_of(labels: np.ndarray, own: np.ndarray) -> np.ndarray | None:
+    """Return the columns of `own` that these are, each another one; of equal ones that which goes on from the one before."""
+    chosen: list[int] = []
+    for same in (labels[:, :, None] == own[:, None, :]).all(axis=0):
+        left = [at for at in np.flatnonzero(same).tolist() if at not in chosen]
+        if not left:
+            return None
+        chosen.append(chosen[-1] + 1 if chosen and chosen[-1] + 1 in left else left[0])
+    return np.array(chosen)
+
+
 def shifted(trial: Trial, step: int, rows: Rows) -> int:
     """Return how many places labels that count are shifted to later tokens. They may be so in whole rows, or in each cp
     rank's part. It is 0 where they are not."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from harness.checks import features, placements, reshard, traffic
 from harness.diagnosis import declarable
@@ -69,14 +70,25 @@ def _not_gathered_again(broken: Broken) -> bool:
 
 
 def _narrower_sums(broken: Broken) -> bool:
-    """Whether nothing moves otherwise than planned but sums in backward, of which fewer bytes or another dtype do."""
+    """Whether nothing moves otherwise than planned but sums in backward, and of these no fewer bytes than in that dtype."""
     found = broken["traffic"].findings if "traffic" in broken else ()
     sums = [one for one in found if one.phase == "backward" and one.name in ("all_reduce", "reduce_scatter")]
-    return bool(sums) and len(sums) == len(found) and all(_less(one) for one in sums)
+    odd = [one for one in broken["features"].findings if one.quantity == features.REDUCED]
+    of = [(str(one.expected), dtype) for one in odd for dtype in str(one.observed).split(" and ")]
+    least = min((_size(dtype) / _size(wanted) for wanted, dtype in of), default=1)
+    return bool(sums) and len(sums) == len(found) and all(_less(one, least) for one in sums)
 
 
-def _less(one: Finding) -> bool:
-    return isinstance(one.expected, int) and isinstance(one.observed, int) and one.observed < one.expected
+def _size(dtype: str) -> int:
+    """Bytes of one element."""
+    size: int = getattr(torch, dtype).itemsize
+    return size
+
+
+def _less(one: Finding, least: float = 0) -> bool:
+    """Whether less was observed, and no less than this share."""
+    known = isinstance(one.expected, int) and isinstance(one.observed, int)
+    return known and least * one.expected <= one.observed < one.expected  # type: ignore[operator]
 
 
 FORMATS = sorted({format for format, _ in features.QUANTIZED_PRODUCTS.values()})
@@ -89,8 +101,8 @@ TABLE = (
     Row("features", ODD, compiled_code.GRAPHS, declares=declarable.graphs),
     *(Row("features", ODD, quantity) for quantity in ("graph breaks", "limits reached")),
     *(Row("features", ODD, f"{format} matmuls", tuple(OF_GRADIENTS)) for format in FORMATS),
-    Row("features", ODD, "dtype of reduced gradients", ("traffic",), test=_narrower_sums),
-    *(Row("features", ODD, quantity) for quantity in ("dtype of reduced gradients", features.BUCKET)),
+    Row("features", ODD, features.REDUCED, ("traffic",), test=_narrower_sums),
+    *(Row("features", ODD, quantity) for quantity in (features.REDUCED, features.BUCKET)),
     *(Row("features", ODD, quantity) for quantity in (features.RECOMPUTATIONS, features.RECOMPUTED)),
     Row("features", ODD, features.ATTENDED_AGAIN),
     Row("features", ODD, compiled_code.RECOMPILED),

@@ -118,9 +118,11 @@ def _assuming(found: Explanation, results: Sequence[Result]) -> Lines:
     broken, proven = len(failed - given), [check for check in found.proofs[0].explained if check not in given]
     failed -= {*proven, *given}
     seen = dict.fromkeys(check for fact in found.facts for check in fact.checks if check in failed)
+    aside = found.proofs[0].aside
     rest = f"; taken as given: {', '.join(sorted(given))}" * bool(given)
     rest += f"; seen, not proven: {', '.join(seen)}" * bool(seen)
-    return (("assuming this", f"{len(proven)} of {broken} failing checks pass, and no passing check fails{rest}"),)
+    fails = "no passing check fails" + " but {}, which is left aside".format(", ".join(aside)) * bool(aside)
+    return (("assuming this", f"{len(proven)} of {broken} failing checks pass, and {fails}{rest}"),)
 
 
 def what_weaker_tests_say(results: Sequence[Result]) -> Lines:

@@ -114,7 +114,7 @@ def test_labels_that_are_not_shifted_are_counted() -> None:
     labels = microbatch.labels.copy()
     labels[0, :2] = 99
     assert findings("samples", with_step(trial, 1, 3, microbatches=(replace(microbatch, labels=labels),))) == (
-        like(1, 0, 2, step=3, quantity="labels that are not the sample's own"),
+        like(1, 0, 2, step=3, quantity="labels that are not those of its tokens"),
     )
 
 

@@ -283,6 +283,16 @@ def test_labels_that_are_shifted_before_they_are_cut_over_cp() -> None:
     assert data_of(cause_of(trial), "by") == ("labels shifted", 1)
 
 
+def test_labels_that_are_cut_over_cp_otherwise_than_the_tokens() -> None:
+    whole, trial = np.hstack([CP.ranks[rank].steps[0].microbatches[0].labels for rank in (0, 1)]), CP  # type: ignore[misc]
+    for rank, cut in enumerate(([*range(4), *range(12, 16)], [*range(4, 12)])):
+        part = replace(CP.ranks[rank].steps[0].microbatches[0], labels=whole[:, cut])
+        trial = with_step(trial, rank, 1, microbatches=(part,))
+    _, words = data_of(cause_of(trial), "labels")
+    assert words.startswith("rank 0 has the labels of positions 0-3 and 12-15 for its tokens at 0-7")
+    assert words.endswith("as by cp_load_balance True, tokens by False")
+
+
 def test_labels_that_are_shifted_in_the_part_of_each_cp_rank() -> None:
     assert data_of(cause_of(altered(CP, "labels", lambda labels: labels[:, 1:])), "by") == ("labels shifted", 1)
 

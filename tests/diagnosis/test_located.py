@@ -215,3 +215,12 @@ def test_the_probe_measures_what_the_reference_does_in_whatever_pieces() -> None
     assert "tok_embeddings" not in seen and "layers.0.attention.inner_attention" in seen
     for fqn, (squares, count) in seen.items():
         assert np.isclose(squares / count, expected[fqn], rtol=1e-12, atol=0), fqn
+
+
+def test_what_follows_in_later_steps_of_copies_that_differ_is_no_mistake_of_the_forward_pass() -> None:
+    value = Finding(ranks=(0, 1), step=1, kind="parameter", name=NORM, quantity="value")
+    late = losing(off(TRIAL, 2, [WQ]), 2)
+    for quantity, wanted in (("value", "replicas"), ("gradient", "forward")):
+        apart = Result("replica_agreement", Verdict.FAIL, 1, (replace(value, quantity=quantity),))
+        cause, _ = localise(late, broken("loss", "gradients") | {"replica_agreement": apart}, 0)
+        assert data(cause)["place"] == wanted

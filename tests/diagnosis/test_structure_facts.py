@@ -172,6 +172,7 @@ def test_reductions_at_once_and_in_another_dtype_are_told() -> None:
     for findings, checks in (
         ((less,), ("features", "traffic")),
         ((less, replace(less, name="all_gather")), ("features",)),
+        ((replace(less, observed=3),), ("features",)),
     ):
         both = {"features": features, "traffic": Result("traffic", Verdict.FAIL, 1, findings)}
         assert next(facts(trial, both)).checks == checks

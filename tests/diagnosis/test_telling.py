@@ -187,3 +187,12 @@ def test_a_listing_of_groups_passes_where_contents_placements_or_traffic_are_wro
     groups = result("process_groups", Verdict.PASS)
     assert dict(what_weaker_tests_say([groups, result(check)])).keys() == {"groups"}
     assert what_weaker_tests_say([groups, result("memory")]) == what_weaker_tests_say([result(check)]) == ()
+
+
+def test_a_passing_check_that_fails_under_what_is_assumed_is_told() -> None:
+    aside = replace(proof("samples"), aside=("reported_numbers",))
+    _, lines = said(Explanation((aside,)), "loss")
+    assert (
+        lines[0][1]
+        == "1 of 1 failing checks pass, and no passing check fails but reported_numbers, which is left aside"
+    )
