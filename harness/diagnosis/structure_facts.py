@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from harness.checks import features, placements, reshard, traffic
 from harness.diagnosis import declarable
@@ -22,7 +21,7 @@ from harness.judge.contents import take
 from harness.judge.finding import Finding
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
-from harness.plan.slices import Slice, local_numel, numel
+from harness.plan.slices import BYTES, Slice, local_numel, numel
 from harness.spec.allowance import Allowance
 
 FOLLOWING = ("loss", "gradients", "grad_norm", "reported_loss")
@@ -75,14 +74,8 @@ def _narrower_sums(broken: Broken) -> bool:
     sums = [one for one in found if one.phase == "backward" and one.name in ("all_reduce", "reduce_scatter")]
     odd = [one for one in broken["features"].findings if one.quantity == features.REDUCED]
     of = [(str(one.expected), dtype) for one in odd for dtype in str(one.observed).split(" and ")]
-    least = min((_size(dtype) / _size(wanted) for wanted, dtype in of), default=1)
+    least = min((BYTES.get(dtype, 1) / BYTES[wanted] for wanted, dtype in of), default=1)
     return bool(sums) and len(sums) == len(found) and all(_less(one, least) for one in sums)
-
-
-def _size(dtype: str) -> int:
-    """Bytes of one element."""
-    size: int = getattr(torch, dtype).itemsize
-    return size
 
 
 def _less(one: Finding, least: float = 0) -> bool:
