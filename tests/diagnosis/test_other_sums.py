@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from harness.diagnosis.piece_weights import sums_of_pieces
 from harness.diagnosis.words import Arrays
 from harness.judge.contents import take
 from harness.judge.trial import Trial
+from harness.reference.model import seed_masks
 from harness.reference.spellings import evaluating, output_detached, passing_back
 from harness.spec.dims import ParallelDims
 
@@ -206,6 +208,14 @@ def test_a_model_that_trains_in_eval_mode_is_proven(ran: Ran, steps: tuple[int, 
         trial = with_step(trial, rank, step, activity=replace(drawn, random={}))
     (cause,) = diagnosed(trial).causes
     assert (cause.kind, dict(cause.details)) == ("eval mode", {"steps": steps})
+
+
+@pytest.mark.parametrize(("of", "wanted"), [(lambda step: 1, {"step": 1}), (lambda step: step + 1, {"by": 1})])
+def test_dropout_with_the_masks_of_another_step(ran: Ran, of: Callable[[int], int], wanted: dict[str, int]) -> None:
+    case = case_of(model=replace(case_of().model, dropout=0.2))
+    trial = ran(case, altered=lambda model, step: seed_masks(model, case.training.seed, of(step)))
+    (cause,) = diagnosed(trial).causes
+    assert (cause.kind, dict(cause.details)) == ("masks of another step", wanted)
 
 
 @pytest.mark.parametrize("steps", [(1, 2), (2, 3), (1, 3)])
