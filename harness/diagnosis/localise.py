@@ -28,6 +28,7 @@ from harness.judge.received_samples import received_samples
 from harness.judge.result import Cause, Line, Lines, Verdict
 from harness.judge.tolerance import NoBound
 from harness.judge.trial import Trial
+from harness.plan.stages import layers_of_stage
 
 KIND = "not explained"
 BY_ORDER = {"loss", "reported_loss", "gradients", "grad_norm"}
@@ -268,7 +269,16 @@ def place_words(trial: Trial, place: Place) -> str:
     text = f"{_input_words(trial, place.wrong)} does not match the reference in mean square"
     text += f" (off by {place.off:.1e})" + _apart_over_tp(trial, place.wrong)
     hidden = ", where a wrong rotation of queries and keys would not show" * place.right.endswith("inner_attention")
+    sent = [_stage_of(trial, fqn) for fqn in (place.right, place.wrong) if fqn]
+    hidden += f", and stage {sent[0]} sends it to stage {sent[-1]}" * (sent[-1] != sent[0])
     return f"{text}; {_input_words(trial, place.right)}, before it, does{hidden}" if place.right else text
+
+
+def _stage_of(trial: Trial, fqn: str) -> int:
+    """The stage of the pipeline that has a module's layer; what is in no layer is at the first or last one's end."""
+    layer = int(fqn.split(".")[1]) if fqn.startswith("layers.") else 0 if fqn == "tok_embeddings" else math.inf
+    stages = range(trial.case.n_stages)
+    return next((stage for stage in stages if layer in layers_of_stage(trial.case, stage)), stages[-1] if layer else 0)
 
 
 def _input_words(trial: Trial, fqn: str) -> str:
