@@ -53,7 +53,7 @@ def affected(cases: Sequence[Case], base: str, trainer: str, name: str, folder: 
     why = {}
     for case in cases:
         one = maps[case.name]
-        reason = _reason(case, one, since[one.commit], own) if one else "not known what it runs"
+        reason = reason_for(case, one, since[one.commit], own) if one else "not known what it runs"
         if reason:
             why[case.name] = reason
     return Affected(tuple(case for case in cases if case.name in why), why, len(cases), base)
@@ -79,7 +79,7 @@ def _folders_of_cases(cases: Iterable[Case], root: Path) -> set[PurePath]:
     return {PurePath(folder.relative_to(root)) for folder in folders if folder.is_relative_to(root)}
 
 
-def _reason(case: Case, one: CaseMap, changes: Changes, own: set[PurePath]) -> str:
+def reason_for(case: Case, one: CaseMap, changes: Changes, own: set[PurePath]) -> str:
     """Return why the case can be affected; empty if it cannot."""
     if one.case != json.loads(json.dumps(requested.to_json(case))):
         return "the case itself changed"

@@ -100,10 +100,10 @@ def _declared(args: argparse.Namespace) -> list[tuple[str, int, list[int], str]]
     if args.layout is None or ranks is None:
         raise BadInput("--sharded: give the axis's ranks by --layout, and a command that says how many ranks it starts")
     dims = layout.layout(args.layout, ranks)
-    return [_one_declared(text, dims) for text in args.sharded]
+    return [one_declared(text, dims) for text in args.sharded]
 
 
-def _one_declared(text: str, dims: ParallelDims) -> tuple[str, int, list[int], str]:
+def one_declared(text: str, dims: ParallelDims) -> tuple[str, int, list[int], str]:
     pattern, _, place = text.rpartition("=")
     axis, _, dim = place.partition(":")
     if not pattern or axis not in AXES or not dim.isdecimal():

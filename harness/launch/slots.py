@@ -196,8 +196,8 @@ def hold_mine() -> None:
     or closed to us is taken as long as the harness lives."""
     for path in filter(None, os.environ.get(HELD, "").split(os.pathsep)):
         with contextlib.suppress(OSError):
-            _held.append(open(path, encoding="utf-8"))  # noqa: SIM115 - held until the end
-            fcntl.flock(_held[-1], fcntl.LOCK_SH)
+            kept_open.append(open(path, encoding="utf-8"))  # noqa: SIM115 - held until the end
+            fcntl.flock(kept_open[-1], fcntl.LOCK_SH)
 
 
-_held: list = []
+kept_open: list = []

@@ -97,7 +97,7 @@ def _ran(judgement: Judgement) -> str:
 def explanation(judgement: Judgement, options: Options) -> list[Line]:
     """Return why a case did not pass: the first of these that has something to say."""
     found = list(_died(judgement, options))
-    for explain in (_another_dtype, _other_samples, _another_order, _another_model):
+    for explain in (_another_dtype, _other_samples, in_another_order, _another_model):
         found = found or list(explain(load_trial(judgement.folder), judgement, options))
     if judgement.diagnosis and not found:
         found = list(_diagnosed(judgement.diagnosis))
@@ -148,7 +148,7 @@ def _other_samples(trial: Trial, judgement: Judgement, options: Options) -> Iter
         yield from (("", line) for line in lines)
 
 
-def _another_order(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
+def in_another_order(trial: Trial, judgement: Judgement, options: Options) -> Iterator[Line]:
     """Test whether the model rounds at other places than the reference's, with the noise of another order of operations."""
     broken = _broken(judgement.results)
     if trial.case.exact or trial.traits.own_model or not broken or not broken <= BY_ORDER:

@@ -96,11 +96,11 @@ def judged(run: CommandRun, dims: ParallelDims) -> Verdicts:
 def alone_of(run: CommandRun, dims: ParallelDims) -> Trial:
     """Return the trial of the ranks that ran, as of a recording."""
     trial = trial_of(run.records, dims, str(run.directory), dims.world_size)
-    exits = tuple(_ended(run, exit) for exit in trial.run.exits if exit.rank in run.codes)
+    exits = tuple(how_it_ended(run, exit) for exit in trial.run.exits if exit.rank in run.codes)
     return replace(trial, run=of_lone_ranks(replace(trial.run, exits=exits), [*run.codes], run.unable))
 
 
-def _ended(run: CommandRun, exit: Exit) -> Exit:
+def how_it_ended(run: CommandRun, exit: Exit) -> Exit:
     """A rank that trained nothing before it ended left no record: its last words are in its log."""
     code = run.codes[exit.rank]
     if exit.how == "raised" or (exit.how == "ok" and code == 0):

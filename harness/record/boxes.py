@@ -139,7 +139,7 @@ def of_dtensor(fqn: str, parameter: Any) -> Held:
     addend = []
     for place, count, mine, strides in _in_order([*zip(parameter.placements, mesh.shape, at, strict=True)]):
         if hasattr(place, "dim"):
-            dims[place.dim] = _chunk(dims[place.dim], count, mine, strides)
+            dims[place.dim] = chunk_of(dims[place.dim], count, mine, strides)
         elif place.is_partial():
             addend.append(str(mine))
     boxes = boxes_of_dims(shape, dims)
@@ -182,7 +182,7 @@ def _size(intervals: Intervals) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
-def _chunk(intervals: Intervals, count: int, mine: int, strides: int) -> Intervals:
+def chunk_of(intervals: Intervals, count: int, mine: int, strides: int) -> Intervals:
     """Return one of `count` parts as torch.chunk cuts them; of a strided shard, its chunk of each stride."""
     size, chunks = _size(intervals), count * strides
     each = -(-size // chunks) if size else 0

@@ -103,9 +103,9 @@ class Numbers:
             if (original := getattr(owner, name, None)) is not None:
                 setattr(owner, name, self._seen(original, name, timed, parts))
         self._see_autocast(timed)
-        see_scalers(self.clock, lambda scale: timed(self._note_scale, scale))
+        see_scalers(self.clock, lambda scale: timed(self.note_scale, scale))
 
-    def _note_scale(self, scale: torch.Tensor) -> None:
+    def note_scale(self, scale: torch.Tensor) -> None:
         self.scales[self.clock.step] = scale.clone()
 
     def _see_autocast(self, timed: Timed) -> None:
@@ -133,7 +133,7 @@ class Numbers:
             if torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             timed(self.gradients, parts())
-            timed(self._note_norms_off, parts())
+            timed(self.note_norms_off, parts())
             returned = original(*args, **kwargs)
             norm = _given_norm(*args, **kwargs) if name == CLIPS_BY_NORM else returned
             if name != MAKES_NORM:
@@ -147,7 +147,7 @@ class Numbers:
         if whole and local(norm).numel() == 1:
             self.norms[self.clock.step] = local(norm).clone()
 
-    def _note_norms_off(self, parts: Sequence[nn.Module]) -> None:
+    def note_norms_off(self, parts: Sequence[nn.Module]) -> None:
         """Note how well torch's own norms, of which clipping makes the whole one, hold for these gradients. Functions that clip
         call one another."""
         if self._normed == (self.clock.step, len(self.fed)):
@@ -171,7 +171,7 @@ class Numbers:
             self.tp = self.tp or held.tp
             self.plain |= {held.fqn: None} if held.plain else {}
             self._note(0, WEIGHTS, held, held.owner)
-        self.computes_in = self.computes_in or _compute_dtype(parts)
+        self.computes_in = self.computes_in or compute_dtype_of(parts)
         if self.noise:
             self._alter(new)
 
@@ -343,7 +343,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _compute_dtype(parts: Sequence[nn.Module]) -> str:
+def compute_dtype_of(parts: Sequence[nn.Module]) -> str:
     """Return the dtype to which autocast or FSDP's policy casts parameters; empty where neither is known to."""
     for device in {p.device.type for part in parts for p in part.parameters()}:
         if torch.is_autocast_enabled(device):

@@ -109,18 +109,18 @@ def attempts(
     progress: Progress,
 ) -> list[Attempt]:
     """Every fault, in the order given. Faults that hang wait beside the others, from the start."""
-    tasks = {fault.name: _attempt_of(fault, based[fault.case], options) for fault in faults}
+    tasks = {fault.name: _to_attempt(fault, based[fault.case], options) for fault in faults}
     hanging = {fault.name: tasks.pop(fault.name) for fault in faults if fault.hangs}
     done = _side_by_side(tasks, hanging, jobs, progress, lambda attempt: attempt.outcome)
     return [done[fault.name] for fault in faults]
 
 
 def _baseline_of(case: Case, options: Options, curves: bool) -> Callable[[], Baseline]:
-    return lambda: _baseline(case, options, curves)
+    return lambda: baseline_of(case, options, curves)
 
 
-def _attempt_of(fault: Fault, baseline: Baseline, options: Options) -> Callable[[], Attempt]:
-    return lambda: _attempt(fault, baseline, options)
+def _to_attempt(fault: Fault, baseline: Baseline, options: Options) -> Callable[[], Attempt]:
+    return lambda: attempt_of(fault, baseline, options)
 
 
 def _side_by_side(
@@ -151,7 +151,7 @@ def _side_by_side(
     return results
 
 
-def _baseline(case: Case, options: Options, curves: bool) -> Baseline:
+def baseline_of(case: Case, options: Options, curves: bool) -> Baseline:
     try:
         if not curves and (stored := judged_again(case, options)) and stored.verdict is Verdict.PASS:
             return Baseline(case, stored=True)
@@ -169,7 +169,7 @@ def _baseline(case: Case, options: Options, curves: bool) -> Baseline:
         return Baseline(case, f"case {case.name} cannot run: {unexpected(error)}")
 
 
-def _attempt(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
+def attempt_of(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
     name = Attempt(fault.name, fault.bug, fault.family, fault.real, fault.case, Outcome.NOT_TRIED)
     if baseline.problem:
         return replace(name, note=baseline.problem)

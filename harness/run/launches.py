@@ -72,7 +72,7 @@ def launch_all(case: Case, folder: Path, weights: Path, options: Options, stage:
                     {},
                     fault=options.fault,
                     trainer=options.trainer,
-                    made=_made(case, options),
+                    made=made_by(case, options),
                 )
             )
         elif not launch_and_keep(launched, folder / name, weights, options) and launched.last_step is not None:
@@ -98,7 +98,7 @@ def reported_losses(case: Case, options: Options, folder: Path, *, steps: int) -
 
 def launch_and_keep(case: Case, folder: Path, weights: Path, options: Options) -> bool:
     """Whether all ranks ended well."""
-    watch, made = Stopwatch(), {"launch": uuid.uuid4().hex[:12], **_made(case, options)}
+    watch, made = Stopwatch(), {"launch": uuid.uuid4().hex[:12], **made_by(case, options)}
     exits = _launch_ranks(case, folder, weights, options, entry=RANK_ENTRY, watch=watch, launch_id=made["launch"])
     run = Run(
         str(folder),
@@ -133,7 +133,7 @@ def cut_short(checkpoints: Path) -> None:
             os.truncate(file, 0)
 
 
-def _made(case: Case, options: Options) -> dict[str, str]:
+def made_by(case: Case, options: Options) -> dict[str, str]:
     replaced = [
         *trainers.load(options.trainer).replaced(case, options.device),
         *communication.replaced(options),
@@ -216,7 +216,7 @@ def _compile_cache(case: Case, out: Path) -> str:
     return str((out / ".inductor" / features).resolve())
 
 
-def _slots(case: Case, options: Options) -> int | None:
+def slots_for(case: Case, options: Options) -> int | None:
     """None: as many as it has ranks on this machine."""
     if options.device == "cuda":
         return None if options.torchrun_args else communication.gpus_needed(case.dims.world_size, options)
@@ -243,7 +243,7 @@ def _launch_ranks(
         device=options.device,
         group_timeout=max(10.0, timeout / 2),
         torchrun_args=options.torchrun_args,
-        slots=_slots(case, options),
+        slots=slots_for(case, options),
         env=communication.environment(options, case),
         ranks_per_gpu=options.ranks_per_gpu,
         preload=_preload(case, options),

@@ -95,7 +95,7 @@ def watched(options: dict[str, Any]) -> StartedTrainer:
             trainer.resume(checkpoints)
             probe.resumed(case.steps.start - 1)
         started_file(Path(options["directory"]), this).touch()
-        _train(trainer, case, options, probe)
+        train_and_write(trainer, case, options, probe)
         reported = {one.step: (one.loss, one.grad_norm, one.lr, one.largest) for one in trainer.metrics}
         evidence = probe.evidence(reported, bool(fired) if options.get("fault") else None, _numbers(trainer))
         told = {"reports": getattr(trainer, "reports", adapter.reports), "launch": options.get("launch", "")}
@@ -150,7 +150,7 @@ def _started(adapter: trainers.Adapter, case: Case, options: dict[str, Any]) -> 
         raise
 
 
-def _train(trainer: StartedTrainer, case: Case, options: dict[str, Any], probe: Probe | None = None) -> None:
+def train_and_write(trainer: StartedTrainer, case: Case, options: dict[str, Any], probe: Probe | None = None) -> None:
     """All steps of the launch, and the checkpoint that it leaves: after the last of them, or on the way. Then an export.
 
     What `save` returns may be a future of what is written in the background; the launch waits for it at its end.
@@ -238,7 +238,7 @@ def unwatched(options: dict[str, Any]) -> StartedTrainer:
     trainer = _started(adapter, case, options)
     if case.resume:
         trainer.resume(Path(options["checkpoints"]))
-    _train(trainer, case, options)
+    train_and_write(trainer, case, options)
     if this == 0:
         write_text(directory / "losses.json", json.dumps([(metrics.step, metrics.loss) for metrics in trainer.metrics]))
     adapter.stop()

@@ -41,17 +41,17 @@ def reference_folder(case: Case, options: Options, noise: Sequence[str] | None =
 
     noise: what to measure in addition, by TrainerTraits.noise_key; None: what this case needs and no golden holds.
     """
-    noise = _unknown_noise(case, options) if noise is None else noise
+    noise = unknown_noise(case, options) if noise is None else noise
     measured = "".join(f"-{key.replace(' ', '-')}" for key in noise)
     device = "cpu" if options.device == "cpu" else f"{options.device}-{machine.kind_of_gpu()}"
-    folder = options.out / ".reference" / f"{golden.recipe_name(case)}-{_reference_key(case)}-{device}{measured}"
+    folder = options.out / ".reference" / f"{golden.recipe_name(case)}-{reference_key(case)}-{device}{measured}"
     with only_one(folder.with_suffix(".lock")):
         if not is_whole(folder):
             _launch_reference(case, folder, options, noise)
     return folder
 
 
-def _unknown_noise(case: Case, options: Options) -> tuple[str, ...]:
+def unknown_noise(case: Case, options: Options) -> tuple[str, ...]:
     """A golden holds the noise of its recipe on the kind of CPU that made it. Another recipe, seed or device has its own,
     measured once."""
     known = case.exact or (options.device == "cpu" and _golden_knows(case, options))
@@ -74,7 +74,7 @@ def _golden_knows(case: Case, options: Options) -> bool:
     return bool(case.file) or (noise is not None and set(noise.distance) == set(case.model.parameter_shapes()))
 
 
-def _reference_key(case: Case) -> str:
+def reference_key(case: Case) -> str:
     digest = hashlib.sha256()
     for source in sorted((ROOT / "harness" / "reference").glob("*.py")):
         digest.update(source.read_bytes())

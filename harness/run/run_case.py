@@ -78,13 +78,13 @@ def make(case: Case, options: Options, stage: Stage = lambda _: None) -> Path:
     folder = fresh_folder(place)
     write_text(folder / CASE_FILE, json.dumps(requested.to_json(case), indent=1))
     for name, of in cached.items():
-        _place_reference(case, of / "reference.npz", folder / name, options)
+        place_reference(case, of / "reference.npz", folder / name, options)
     launch_all(case, folder, cached[reference_file(case.from_the_seed)] / "weights.npz", options, stage)
     write_measured(case, folder, chosen)
     return folder
 
 
-def _place_reference(case: Case, cached: Path, place: Path, options: Options) -> None:
+def place_reference(case: Case, cached: Path, place: Path, options: Options) -> None:
     """Put the reference beside the evidence, its rows in the trainer's order. Ranks cannot reorder theirs: a slice of reordered
     rows is no slice of the reference's."""
     if rows := trainers.rows(case, options.trainer):

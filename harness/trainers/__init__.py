@@ -258,7 +258,7 @@ def load(spec: str) -> Adapter:
     name = wanted.name
     known = sorted({module.name for module in pkgutil.iter_modules(__path__)} - {"support"})
     if wanted.is_file:
-        adapter = _of_file(Path(name))
+        adapter = trainer_of_file(Path(name))
     elif name in known:
         adapter = importlib.import_module(f"{__name__}.{name}").adapter
     else:
@@ -283,12 +283,12 @@ def starting(spec: str) -> Iterator[None]:
 
 def reload(spec: str) -> Adapter:
     """Return the adapter of a FILE.py that has changed since it was loaded."""
-    _of_file.cache_clear()
+    trainer_of_file.cache_clear()
     return load(spec)
 
 
 @functools.cache
-def _of_file(path: Path) -> Adapter:
+def trainer_of_file(path: Path) -> Adapter:
     """What lies beside it can be imported."""
     if not path.is_file():
         raise CannotStart(f"{path}: no such file; an adapter is given as FILE.py, `harness init train.py` begins one")

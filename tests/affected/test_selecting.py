@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from harness.affected.maps import CaseMap
-from harness.affected.selecting import _reason
+from harness.affected.selecting import reason_for
 from harness.affected.sources import Changes
 from harness.spec import case as requested
 from harness.spec.case import Case
@@ -143,18 +143,18 @@ MAP = CaseMap(
     ],
 )
 def test_what_is_not_known_counts(changes: Changes, affected: bool) -> None:
-    assert bool(_reason(CASE, MAP, changes, {PurePath("cases")})) is affected
+    assert bool(reason_for(CASE, MAP, changes, {PurePath("cases")})) is affected
 
 
 def test_lost_functions_make_every_change_count() -> None:
     lost: Any = dataclasses.replace(MAP, lost="the trainer forked a process")
-    assert _reason(CASE, lost, Changes(functions={"vision/other.py": {"f"}}), set())
-    assert not _reason(CASE, lost, Changes(), set())
+    assert reason_for(CASE, lost, Changes(functions={"vision/other.py": {"f"}}), set())
+    assert not reason_for(CASE, lost, Changes(), set())
 
 
 def test_scripts_count_where_a_shell_ran() -> None:
-    assert _reason(CASE, dataclasses.replace(MAP, shell=True), Changes(data={"run.sh"}), set())
+    assert reason_for(CASE, dataclasses.replace(MAP, shell=True), Changes(data={"run.sh"}), set())
 
 
 def test_a_case_that_is_another_one_now_is_selected() -> None:
-    assert _reason(dataclasses.replace(CASE, runs=2), MAP, Changes(), set())
+    assert reason_for(dataclasses.replace(CASE, runs=2), MAP, Changes(), set())

@@ -192,10 +192,10 @@ def test_a_launch_saves_where_it_is_asked_to_and_belongs_to_no_step_meanwhile() 
     ):
         launches = tiny_case("single", resume=(saved,)).launches
         both = Recorded()
-        rank_main._train(both, launches["saved_1"], {"checkpoints": ""}, both)  # type: ignore[arg-type]
+        rank_main.train_and_write(both, launches["saved_1"], {"checkpoints": ""}, both)  # type: ignore[arg-type]
         assert both.requested == requested
         last = Recorded()
-        rank_main._train(last, launches["run"], {"checkpoints": ""}, last)  # type: ignore[arg-type]
+        rank_main.train_and_write(last, launches["run"], {"checkpoints": ""}, last)  # type: ignore[arg-type]
         assert last.requested == [3, "trained"]
 
 

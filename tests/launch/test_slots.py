@@ -65,7 +65,7 @@ def test_a_rank_whose_slots_are_gone_runs_all_the_same(tmp_path: Path, monkeypat
     monkeypatch.setenv(HELD, os.pathsep.join([*held, str(tmp_path / "file")]))
     hold_mine()
     assert is_locked(tmp_path / "file")
-    slots._held.pop().close()
+    slots.kept_open.pop().close()
 
 
 def free(pool: Pool, wanted: int) -> bool:

@@ -215,7 +215,7 @@ def test_an_own_model_is_said_to_round_at_other_places_after_it_was_judged_as_on
     monkeypatch.setattr(
         examination, "load", lambda *_: replace(trial.reference, noise={trial.case.golden_noise_key: noise})
     )
-    lines = list(examination._another_order(trial, Judgement(trial.case, Path(), results, None, 0.0), Options()))
+    lines = list(examination.in_another_order(trial, Judgement(trial.case, Path(), results, None, 0.0), Options()))
     assert bool(lines) is told
     assert asked == ([] if own_model else [(trial.case.golden_noise_key,)])
     assert [text for _, text in lines if "own_model=True" in text] == [

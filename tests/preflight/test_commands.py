@@ -9,7 +9,7 @@ import pytest
 
 from harness.cli import parser
 from harness.evidence.records import Exit
-from harness.preflight.commands import CommandRun, _ended, judged, log_file, run_alone
+from harness.preflight.commands import CommandRun, how_it_ended, judged, log_file, run_alone
 from harness.preflight.launches import LATE
 from harness.report.cause_text import diagnosis_line
 from harness.spec.dims import ParallelDims
@@ -56,7 +56,7 @@ def test_a_rank_that_trains_nothing_within_the_limit_is_killed_and_unknown(tmp_p
 def ended(tmp_path: Path, code: int, log: str) -> Exit:
     """Of a rank that left no record."""
     log_file(tmp_path, 3).write_text(log)
-    return _ended(CommandRun(tmp_path, {3: code}, {}, {}, 1.0), Exit(3, "lost", error="it left no evidence"))
+    return how_it_ended(CommandRun(tmp_path, {3: code}, {}, {}, 1.0), Exit(3, "lost", error="it left no evidence"))
 
 
 def test_a_rank_that_trained_nothing_is_known_by_its_last_words(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.record.numbers import _compute_dtype
+from harness.record.numbers import compute_dtype_of
 
 
 def test_a_forward_that_is_wrapped_in_autocast_computes_in_its_dtype() -> None:
@@ -22,14 +22,14 @@ def test_a_forward_that_is_wrapped_in_autocast_computes_in_its_dtype() -> None:
     def outer(*args: Any) -> Any:
         return cast(*args).float()
 
-    assert _compute_dtype([model]) == ""
+    assert compute_dtype_of([model]) == ""
     model.forward = MethodType(outer, model)  # type: ignore[method-assign]
-    assert _compute_dtype([model]) == "bfloat16"
-    assert _compute_dtype([nn.Sequential(model)]) == "bfloat16"
+    assert compute_dtype_of([model]) == "bfloat16"
+    assert compute_dtype_of([nn.Sequential(model)]) == "bfloat16"
 
 
 @pytest.mark.parametrize(("enabled", "dtype"), [(True, "bfloat16"), (False, "")])
 def test_an_autocast_that_is_turned_off_casts_nothing(enabled: bool, dtype: str) -> None:
     model = nn.Linear(2, 2)
     model.forward = torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled)(model.forward)  # type: ignore[method-assign]
-    assert _compute_dtype([model]) == dtype
+    assert compute_dtype_of([model]) == dtype

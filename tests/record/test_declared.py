@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from harness.cli.same_training import _one_declared
+from harness.cli.same_training import one_declared
 from harness.record.boxes import Sharded
 from harness.record.declared import sharded_here
 from harness.spec.dims import ParallelDims
@@ -21,5 +21,5 @@ def test_ranks_that_hold_parts_along_tp_are_known_to_one_another(
 ) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    told = _one_declared(f"*.up={axis}:0", ParallelDims(dp_shard=2, tp=2))
+    told = one_declared(f"*.up={axis}:0", ParallelDims(dp_shard=2, tp=2))
     assert sharded_here(json.dumps([told])) == (declared,)

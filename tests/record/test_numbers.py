@@ -21,7 +21,7 @@ def test_a_norm_of_half_a_million_elements_is_measured() -> None:
     exact = float(torch.linalg.vector_norm(sizes, dtype=torch.float64))
     clock = Clock()
     numbers = Numbers(clock)
-    numbers._note_norms_off([model])
+    numbers.note_norms_off([model])
     off = abs(float(torch.linalg.vector_norm(sizes)) / exact - 1)
     assert numbers.norms_off.get(clock.step) == pytest.approx(off)
 
@@ -47,7 +47,7 @@ def test_passes_of_a_step_that_a_loss_scaler_leaves_out_are_fed_nothing() -> Non
     optimizer.register_step_post_hook(lambda *_: clock.leave_optimizer())
     kept = torch.amp.GradScaler.step, torch.amp.GradScaler.update, ShardedGradScaler.update
     try:
-        see_scalers(clock, numbers._note_scale)
+        see_scalers(clock, numbers.note_scale)
         for row in rows:
             clock.enter_forward()
             numbers.pass_begins([], row)

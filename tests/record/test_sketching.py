@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.evidence.sketches import BUCKETS, Box, boxes_of, place_text
-from harness.record.boxes import _chunk, boxes_of_dims, rows_between, rows_of_interval
+from harness.record.boxes import boxes_of_dims, chunk_of, rows_between, rows_of_interval
 from harness.record.sketching import Sketcher, alter, width_of
 
 SHAPES = [(7,), (6, 4), (5, 3, 2), (90, 60), ()]
@@ -32,18 +32,22 @@ def cuts(shape: Sequence[int]) -> Iterator[list[tuple[Box, ...]]]:
     size = math.prod(shape)
     for at in range(len(shape)):
         dims = [[((0, n),)] * 3 for n in shape]
-        dims[at] = [_chunk(((0, shape[at]),), 3, rank, 1) for rank in range(3)]
+        dims[at] = [chunk_of(((0, shape[at]),), 3, rank, 1) for rank in range(3)]
         yield [boxes_of_dims(shape, [of[rank] for of in dims]) for rank in range(3)]
     if len(shape) > 1:
         both = itertools.product(range(2), range(2))
         yield [
             boxes_of_dims(
                 shape,
-                [_chunk(((0, shape[0]),), 2, a, 1), _chunk(((0, shape[1]),), 2, b, 1), *(((0, n),) for n in shape[2:])],
+                [
+                    chunk_of(((0, shape[0]),), 2, a, 1),
+                    chunk_of(((0, shape[1]),), 2, b, 1),
+                    *(((0, n),) for n in shape[2:]),
+                ],
             )
             for a, b in both
         ]
-        of_tp = [_chunk(_chunk(((0, shape[0]),), 2, dp, 2), 2, tp, 1) for dp in range(2) for tp in range(2)]
+        of_tp = [chunk_of(chunk_of(((0, shape[0]),), 2, dp, 2), 2, tp, 1) for dp in range(2) for tp in range(2)]
         yield [boxes_of_dims(shape, [rows, *(((0, n),) for n in shape[1:])]) for rows in of_tp]
     if shape:
         edges = [0, size // 3, size // 2 + 1, size]

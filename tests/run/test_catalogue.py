@@ -316,9 +316,9 @@ def test_an_unexpected_exception_leaves_one_fault_untried_and_is_told(monkeypatc
         raise KeyError("nobody thought of this")
 
     monkeypatch.setattr(lot, "run_case", raising)
-    tried = lot._attempt(all_faults()[0], Baseline(Case("fsdp_2", "a test")), Options())
+    tried = lot.attempt_of(all_faults()[0], Baseline(Case("fsdp_2", "a test")), Options())
     assert tried.outcome is Outcome.NOT_TRIED and "KeyError('nobody thought of this') in raising, " in tried.note
-    assert "KeyError" in lot._baseline(Case("fsdp_2", "a test"), Options(), curves=False).problem
+    assert "KeyError" in lot.baseline_of(Case("fsdp_2", "a test"), Options(), curves=False).problem
 
 
 def test_what_is_not_caught_is_told_once_more_at_the_end() -> None:

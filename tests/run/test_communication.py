@@ -13,7 +13,7 @@ from harness.launch import machine
 from harness.launch.rank import share_gpus
 from harness.run import communication, supported
 from harness.run.folders import folder_of
-from harness.run.launches import _made, _slots
+from harness.run.launches import made_by, slots_for
 from harness.run.options import Options
 from harness.spec.loading import from_json
 from harness.trainers.support.process_group import backend_for
@@ -66,15 +66,15 @@ def test_what_is_shared_is_said_with_the_verdict_and_lies_in_a_folder_of_its_own
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nccl(monkeypatch, 2, 28, 9)
-    made = _made(FSDP, SHARED)
+    made = made_by(FSDP, SHARED)
     assert made["replaced"] == "communication: NCCL by gloo, through the host (up to 2 ranks share a GPU)"
     assert (made["backend"], made["ranks-per-gpu"]) == ("gloo", "2")
-    assert "replaced" not in _made(FSDP, CUDA)
+    assert "replaced" not in made_by(FSDP, CUDA)
     assert folder_of(FSDP, SHARED) == Path("out/four+cuda+2_ranks_per_gpu")
 
 
 def test_two_ranks_on_each_of_two_gpus_take_two_slots_and_name_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (_slots(FSDP, SHARED), _slots(FSDP, CUDA), _slots(FSDP, Options())) == (2, 4, None)
+    assert (slots_for(FSDP, SHARED), slots_for(FSDP, CUDA), slots_for(FSDP, Options())) == (2, 4, None)
     found = []
     for rank in range(4):
         monkeypatch.setenv("LOCAL_RANK", str(rank))

@@ -110,7 +110,7 @@ def test_the_reference_lies_in_a_trainers_order_beside_its_evidence_alone(
     order = np.array([1, 0, 3, 2])
     for told in ({}, {NORM: order}):
         monkeypatch.setattr(run_case.trainers, "rows", lambda *_, told=told: told)
-        run_case._place_reference(tiny_case("single"), tmp_path / "cached.npz", tmp_path / "placed.npz", Options())
+        run_case.place_reference(tiny_case("single"), tmp_path / "cached.npz", tmp_path / "placed.npz", Options())
         placed = load(tmp_path / "placed.npz", ReferenceRun)
         wanted = reordered_reference(reference, told)
         assert np.array_equal(placed.weights[NORM], wanted.weights[NORM])

@@ -24,7 +24,7 @@ from harness.run.folders import folder_of
 from harness.run.judging import judge_folder
 from harness.run.launches import commit_of
 from harness.run.options import Options
-from harness.run.reference_cache import _reference_key
+from harness.run.reference_cache import reference_key
 from harness.run.run_case import run_case
 from harness.run.supported import unsupported
 from harness.spec.case import Case
@@ -189,9 +189,9 @@ def test_evidence_names_the_commit_that_its_sources_are_of_now(tmp_path: Path) -
 @pytest.mark.parametrize("package", ["torch", "numpy", "torchao"])
 def test_a_stored_reference_is_that_of_the_versions_at_hand(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     case, installed = case_of("any"), importlib.metadata.version
-    before = _reference_key(case)
+    before = reference_key(case)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == package else installed(name))
-    assert _reference_key(case) != before
+    assert reference_key(case) != before
 
 
 def test_without_torchao_there_is_a_reference_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,4 +203,4 @@ def test_without_torchao_there_is_a_reference_all_the_same(monkeypatch: pytest.M
         return installed(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert len(_reference_key(case_of("any"))) == 8
+    assert len(reference_key(case_of("any"))) == 8

@@ -27,7 +27,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_baseline_of_the_same_case_and_sources_is_not_run_again(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "run_case", None)
-    baseline = catalogue._baseline(CASE, Options(out=out), curves=False)
+    baseline = catalogue.baseline_of(CASE, Options(out=out), curves=False)
     assert (baseline.outcome, baseline.stored) == ("PASS, as stored,", True)
 
 

@@ -12,7 +12,7 @@ from harness.judge import golden
 from harness.reference.config import TrainingConfig
 from harness.run import reference_cache
 from harness.run.options import Options
-from harness.run.reference_cache import _unknown_noise
+from harness.run.reference_cache import unknown_noise
 from harness.run.supported import other_dtype, unsupported
 from harness.spec.case import Case, Saved
 from harness.spec.dims import ParallelDims
@@ -60,22 +60,22 @@ def test_a_trainer_that_cannot_compute_in_a_cases_dtype_is_told_the_option_that_
 def test_noise_is_measured_where_no_golden_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference_cache, "kind_of_cpu", lambda: "x86_64 GenuineIntel avx2 avx512f")
     known, own = find_case("float32_ddp", CASES), in_dtype(find_case("ddp_2", CASES), "float32")
-    assert _unknown_noise(replace(known, file=""), Options()) == ()
-    assert _unknown_noise(own, Options()) == ("float32 shares",)
-    assert _unknown_noise(known, Options(device="cuda")) == ("float32 shares",)
+    assert unknown_noise(replace(known, file=""), Options()) == ()
+    assert unknown_noise(own, Options()) == ("float32 shares",)
+    assert unknown_noise(known, Options(device="cuda")) == ("float32 shares",)
     assert golden.load(known).noise["float32 shares"].distance
 
 
 def test_noise_measured_on_one_kind_of_cpu_is_not_anothers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference_cache, "kind_of_cpu", lambda: "x86_64 AuthenticAMD avx2")
-    assert _unknown_noise(find_case("float32_ddp", CASES), Options()) == ("float32 shares",)
-    assert _unknown_noise(find_case("ddp_2", CASES), Options()) == ()
+    assert unknown_noise(find_case("float32_ddp", CASES), Options()) == ("float32 shares",)
+    assert unknown_noise(find_case("ddp_2", CASES), Options()) == ()
 
 
 def test_a_reference_kept_in_one_folder_is_not_used_on_another_kind_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = reference_cache._reference_key(find_case("ddp_2", CASES))
+    here = reference_cache.reference_key(find_case("ddp_2", CASES))
     monkeypatch.setattr(reference_cache, "kind_of_cpu", lambda: "another")
-    assert reference_cache._reference_key(find_case("ddp_2", CASES)) != here
+    assert reference_cache.reference_key(find_case("ddp_2", CASES)) != here
 
 
 def test_a_trainer_in_float32_passes_all_checks_of_a_float64_case_that_is_turned(

@@ -122,7 +122,7 @@ def test_a_file_that_is_no_trainer_is_refused_with_the_reason(tmp_path: Path) ->
     line = "line 1, `import nonsense`: ModuleNotFoundError: No module named 'nonsense'"
     assert str(unknown.value) == f"{broken}: cannot be loaded: {line}"
     broken.write_text("\nadapter = Adapter(\n")
-    trainers._of_file.cache_clear()
+    trainers.trainer_of_file.cache_clear()
     with pytest.raises(ValueError) as unread:
         trainers.load(str(broken))
     line = "line 2, `adapter = Adapter(`: SyntaxError: '(' was never closed"
