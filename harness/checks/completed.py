@@ -34,7 +34,7 @@ def check(trial: Trial) -> Result:
         return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
     unable = {exit.rank: exit.error for exit in ended if exit.how == "unable"}
     failed = [exit for exit in ended if (exit.how != "ok" or exit.blamed) and exit.rank not in unable]
-    findings = [_exit_finding(exit) for exit in failed]
+    findings = [_exit_finding(trial, exit) for exit in failed]
     findings += [
         Finding.at(exit.rank, None, exit.left, kind="process", quantity="processes left behind")
         for exit in ended
@@ -94,8 +94,15 @@ def _raised(kind: type[Exception], exit: Exit) -> bool:
     return re.match(rf"(.*; raised again as )?{kind.__name__}: ", exit.error) is not None
 
 
-def _exit_finding(exit: Exit) -> Finding:
-    ended = {"signal": f"died by {exit.signal}", "ok": "left early"}.get(exit.how, exit.how)
+def left_words(trial: Trial, rank: int) -> str:
+    """What is said of a rank that exited with 0 while others wanted something of it: it may have run all that is requested."""
+    done = {step.step for step in trial.run.ranks[rank].steps} if rank in trial.run.ranks else set()
+    return DONE if {*trial.case.steps} <= done else "left early"
+
+
+def _exit_finding(trial: Trial, exit: Exit) -> Finding:
+    words = {"signal": f"died by {exit.signal}", "ok": left_words(trial, exit.rank)}
+    ended = words.get(exit.how, exit.how)
     observed = (
         exit.error
         if exit.error.startswith((ended, "exited with code"))
@@ -113,6 +120,7 @@ def _exit_finding(exit: Exit) -> Finding:
 
 
 HELD = "value at the start"
+DONE = "ended after the last step"
 WAITED = "only waited"
 """Of a rank that is not to blame."""
 

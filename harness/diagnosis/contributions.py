@@ -360,25 +360,26 @@ def lacks_dropout(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 def other_masks(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """Each step draws the dropout masks of one other step, or of one as many steps away."""
     step = first_wrong_step(trial) if "loss" in broken and trial.case.model.dropout else None
-    for other in range(trial.case.steps[-1] + 2) if step is not None else ():
-        by = other - (step or 0)
-        cause = Cause(
-            "masks of another step",
-            f"dropout draws the masks of step {other} in every step",
-            details=(("step", other),),
-        )
-        late = f"dropout's masks are those of {abs(by)} step{'s' * (abs(by) > 1)} {'later' if by > 0 else 'before'}"
-        if by:
-            yield Hypothesis(cause, partial(_masks_of, other=lambda now, of=other: of))  # type: ignore[misc]
-            cause = replace(cause, observed=late, details=(("by", by),))
-            yield Hypothesis(cause, partial(_masks_of, other=lambda now, by=by: now + by))  # type: ignore[misc]
+    if step is None:
+        return
+    late = [one for one in trial.case.steps if one >= step]
+    when = "in every step" if step == 1 else from_step(trial, step)
+    for other in {*range(trial.case.steps[-1] + 2)} - {step}:
+        by = other - step
+        away = f"{abs(by)} step{'s' * (abs(by) > 1)} {'later' if by > 0 else 'earlier'}"
+        same, shifted = dict.fromkeys(late, other), {one: one + by for one in late}
+        for text, detail, masks in ((f"step {other}", ("step", other), same), (away, ("by", by), shifted)):
+            cause = Cause("masks of another step", f"dropout's masks are those of {text} {when}", details=(detail,))
+            yield Hypothesis(cause, partial(_masks_of, masks=masks))
 
 
-def _masks_of(trial: Trial, other: Callable[[int], int]) -> Trial:
+def _masks_of(trial: Trial, masks: Mapping[int, int]) -> Trial:
     from harness.reference.model import seed_masks
 
-    seed = trial.case.training.seed
-    return another_reference(trial, altered=lambda model, step: seed_masks(model, seed, other(step)))
+    def altered(model: Any, step: int) -> None:
+        seed_masks(model, trial.case.training.seed, masks.get(step, step))
+
+    return another_reference(trial, altered=altered)
 
 
 def _in_eval_mode(trial: Trial, steps: Sequence[int]) -> Trial:

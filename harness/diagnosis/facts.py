@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from harness.checks import memory, settings, traffic
-from harness.checks.completed import HELD, why
+from harness.checks.completed import DONE, HELD, left_words, why
 from harness.diagnosis import declarable
 from harness.diagnosis.assume import another_case, another_recipe, another_reference
 from harness.diagnosis.contributions import adding
@@ -131,7 +131,7 @@ def observed(trial: Trial, broken: Broken, rows: tuple[Row, ...] = ROWS) -> Iter
 # ---- processes
 
 
-ENDED = {"raised": "raised", "killed": "hung", "ok": "left early", "lost": "was lost"}
+ENDED = {"raised": "raised", "killed": "hung", "lost": "was lost"}
 
 
 def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
@@ -139,27 +139,38 @@ def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
     blamed = [exit for exit in trial.run.exits if exit.blamed]
     others = [exit for exit in trial.run.exits if exit.how != "ok" and not exit.blamed]
     if not blamed:
-        yield from _nobody_to_blame(others) if others else ()
+        yield from _nobody_to_blame(trial, others) if others else ()
         return
     alike: dict[str, list[int]] = defaultdict(list)
     ring = next((exit.reason for exit in blamed if exit.reason.startswith(IN_A_RING)), "")
     for exit in blamed:
-        alike[_how_it_ended(replace(exit, reason="") if ring == exit.reason else exit)].append(exit.rank)
-    texts = [f"{rank_words(ranks)} {how}" for how, ranks in alike.items()]
+        alike[_how_it_ended(trial, replace(exit, reason="") if ring == exit.reason else exit)].append(exit.rank)
+    texts = [
+        f"{rank_words(ranks)} {how.replace('for it in', 'for them in') if len(ranks) > 1 else how}"
+        for how, ranks in alike.items()
+    ]
     if ring:  # it is said once, first
         texts[0] = f"{ring}, then {texts[0]}"
     last = ((f"rank {exit.rank}", exit.last_collective) for exit in blamed[:2])
     reason = why(blamed[0].error)
     lines: list[Line] = [("why", reason)] * bool(reason)
     lines += [*((who, f"last collective {call}") for who, call in last if call), *_stacks(blamed)]
-    if others:
-        lines.append(("not to blame", f"{rank_words([exit.rank for exit in others])} only waited"))
+    lines += _who_waited(trial, blamed, others) if others else ()
     details = (("ranks", tuple(exit.rank for exit in blamed)), ("how", blamed[0].how))
     yield Fact(Cause("a process failed", "; ".join(texts[:3]), details=details), ("completed",), tuple(lines))
 
 
-def _how_it_ended(exit: Exit) -> str:
+def _who_waited(trial: Trial, blamed: list[Exit], others: list[Exit]) -> Lines:
+    """Of ranks that ended, and had done all, nobody knows whether a collective was left out or is one too many."""
+    waited, gone = (rank_words([exit.rank for exit in exits]) for exits in (others, blamed))
+    if all(exit.how == "ok" and left_words(trial, exit.rank) == DONE for exit in blamed):
+        return (("either", f"{waited} should not wait there after the last step, or {gone} left that collective out"),)
+    return (("not to blame", f"{waited} only waited"),)
+
+
+def _how_it_ended(trial: Trial, exit: Exit) -> str:
     ended = f"died by {exit.signal}" if exit.how == "signal" else ENDED.get(exit.how, exit.how)
+    ended = left_words(trial, exit.rank) if exit.how == "ok" else ended
     text = exit.error.removeprefix(ended).lstrip(",; ").rstrip(".")
     if exit.diverged:  # says more than what came of it
         return f"{exit.reason}, then {ended}: {text}"
@@ -179,7 +190,7 @@ def _stack(exit: Exit, label: str = "stack") -> Lines:
     return tuple(("" if i else label, line.strip()) for i, line in enumerate(exit.stack.splitlines()[:4]))
 
 
-def _nobody_to_blame(failed: list[Exit]) -> Iterator[Fact]:
+def _nobody_to_blame(trial: Trial, failed: list[Exit]) -> Iterator[Fact]:
     first, ranks = failed[0], rank_words([exit.rank for exit in failed])
     if AT_WORK in first.error:
         yield Fact(Cause("too slow", f"too slow: {ranks} {first.error}"), ("completed",))
@@ -187,7 +198,7 @@ def _nobody_to_blame(failed: list[Exit]) -> Iterator[Fact]:
     text = f"{ranks} did not finish, and nothing shows which of them is the cause"
     if first.undelivered:
         text = f"{ranks} did not finish: {first.undelivered}"
-    lines = [(f"rank {exit.rank}", _how_it_ended(exit).replace("hung", "killed")) for exit in failed[:4]]
+    lines = [(f"rank {exit.rank}", _how_it_ended(trial, exit).replace("hung", "killed")) for exit in failed[:4]]
     yield Fact(Cause("a process failed", text), ("completed",), (*lines, *_stack(first)))
 
 

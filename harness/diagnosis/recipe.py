@@ -79,7 +79,7 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if not wrong or not replicas_agree(trial, trial.first_step) or any(agrees(way) == 0 for way in seen):
         return
     explained, fields = False, partial(_fields, trial, wrong, norms)
-    others = algorithms(trial, norms), slices_apart(trial), schedule_anew(trial, wrong), clippings(trial, norms)
+    others = algorithms(trial, norms, wrong), slices_apart(trial), schedule_anew(trial, wrong), clippings(trial, norms)
     for way in itertools.chain(fields(1), *others, by_other_gradients(trial, norms, wrong)):
         if (more := agrees(way)) is not None:
             alone = _at_first(trial, way, norms)

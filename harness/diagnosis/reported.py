@@ -23,6 +23,7 @@ from harness.diagnosis.words import finding_line, on_ranks
 from harness.evidence.numbers import SPLIT
 from harness.evidence.text import number_text
 from harness.judge import norms as observed
+from harness.judge.contents import ROUNDED
 from harness.judge.losses import losses
 from harness.judge.norms import GRADIENTS
 from harness.judge.reporting import Read, silences
@@ -78,9 +79,19 @@ def wrong_reports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         where = (on_ranks(trial, {rank for rank, _ in reported.odd}) + when).strip()
         for details, number, hint in _whose(trial, reported):
             text = f"the {what} is reported {phrase(details)}"
-            cause = Cause("wrong report", text, where, hint=hint, details=(("report", what), *details))
+            cause = Cause(
+                "wrong report", text, where, hint=hint or _coarse(reported), details=(("report", what), *details)
+            )
             assume = partial(assuming_reports, reported=reported, number=number)
             yield Hypothesis(cause, assume, lines=(finding_line(broken[check]),))
+
+
+def _coarse(reported: Reported) -> str:
+    """Say of which coarser format all that was reported is, two different numbers at least; empty if of none."""
+    shown = np.array([*reported.shown.values()])
+    alike = (form for form in ("bfloat16", "float16") if np.array_equal(shown, ROUNDED[form](shown)))
+    form = next(alike, "") if len({*shown.tolist()}) > 1 else ""
+    return form and f"all {len(shown)} reported ones are numbers of {form}"
 
 
 def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
@@ -92,7 +103,8 @@ def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
         elif reported is None and any(one.quantity == "reported largest loss" for one in broken[check].findings):
             yield seen(broken, check, "wrong report", "the reported largest loss is wrong")
         elif reported and (not WRONG & {*broken} or all(number_text(reported.ratio(at)) == "1" for at in reported.odd)):
-            yield replace(seen(broken, check, "wrong report", f"the reported {what} is wrong"), symptom=True)
+            text = ": ".join(filter(None, [f"the reported {what} is wrong", _coarse(reported)]))
+            yield replace(seen(broken, check, "wrong report", text), symptom=True)
 
 
 def phrase(details: Sequence[tuple[str, object]]) -> str:

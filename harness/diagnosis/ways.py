@@ -52,21 +52,13 @@ def before_each(trial: Trial) -> dict[tuple[int, int], Arrays]:
 # ---- algorithms
 
 
-def algorithms(trial: Trial, norms: Norms) -> Iterator[Way]:
+def algorithms(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[Way]:
     """What the optimizer is given may be a sum of clipped gradients, by how many steps ago each was."""
     adamw, sgd = (trial.case.training.optimizer == kind for kind in ("adamw", "sgd"))
     begins, decay = not trial.case.resume, trial.case.training.weight_decay
-    history, usual = partial(_of_history, trial, norms), {step.step: step.lr for step in trial.reference.steps}
+    history = partial(_of_history, trial, norms)
     if decay:
-        cause = Cause("weight decay", "weight decay is not multiplied by the learning rate")
-        recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
-        over = partial(_decayed_by, recipes, {step: 1 / (lr or 1.0) for step, lr in usual.items()})
-        yield Way(cause, AssumedOptimizer(recipe=over))
-        cause = Cause("weight decay", "weight decay is multiplied by the peak rate, not by the step's")
-        by_peak = partial(
-            _decayed_by, recipes, {step: trial.case.training.lr / (lr or 1.0) for step, lr in usual.items()}
-        )
-        yield Way(cause, AssumedOptimizer(recipe=by_peak))
+        yield from _decays(trial, wrong)
     if decay and has_frozen(trial.case):
         cause = Cause("weight decay", "frozen parameters are decayed", details=(("frozen", True),))
         yield Way(cause, AssumedOptimizer(decays_frozen=True))
@@ -86,6 +78,24 @@ def algorithms(trial: Trial, norms: Norms) -> Iterator[Way]:
         text = f"SGD has {'Nesterov ' * nesterov}momentum {by}"
         share = lambda ago, by=by, more=nesterov: by ** (ago + more) + more * (ago == 0)  # noqa: E731
         yield history(Cause("momentum", text, "", "none", details=details), share, decayed=True, copies=1)
+
+
+def _decays(trial: Trial, wrong: Collection[str]) -> Iterator[Way]:
+    """All parameters decay by another multiple of the recipe's decay, or those that are wrong."""
+    training, every = trial.case.training, frozenset(trial.plan.shapes)
+    rates = {step.step: step.lr for step in trial.reference.steps}
+    laws = {
+        "weight decay is not multiplied by the learning rate": {step: 1 / (lr or 1.0) for step, lr in rates.items()},
+        "weight decay is multiplied by the peak rate, not by the step's": {
+            step: training.lr / (lr or 1.0) for step, lr in rates.items()
+        },
+        "weights are decayed twice in each step": {step: 2 - lr * training.weight_decay for step, lr in rates.items()},
+    }
+    for fqns, (text, times) in itertools.product(dict.fromkeys((every, every & {*wrong})), laws.items()):
+        recipes = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
+        where = in_parameters(trial, fqns) * (fqns != every)
+        over = partial(_decayed_by, recipes, times, fqns)
+        yield Way(Cause("weight decay", text, where), AssumedOptimizer(recipe=over), 1 + (fqns != every))
 
 
 def schedule_anew(trial: Trial, wrong: Collection[str]) -> Iterator[Way]:
@@ -111,9 +121,10 @@ def _other_counters(trial: Trial) -> Iterator[Way]:
 
 
 def _decayed_by(
-    recipes: Mapping[str, TrainingConfig], times: Mapping[int, float], step: int, fqn: str
+    recipes: Mapping[str, TrainingConfig], times: Mapping[int, float], fqns: Collection[str], step: int, fqn: str
 ) -> TrainingConfig:
-    return replace(recipes[fqn], weight_decay=recipes[fqn].weight_decay * times[step])
+    by = times[step] if fqn in fqns else 1
+    return replace(recipes[fqn], weight_decay=recipes[fqn].weight_decay * by)
 
 
 def slices_apart(trial: Trial) -> Iterator[Way]:

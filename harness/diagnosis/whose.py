@@ -22,7 +22,7 @@ from harness.diagnosis.differences import first_wrong_step, seen_gradients, span
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.words import Arrays, Pair, from_step, in_order, where_text
 from harness.evidence.text import number_text, positions_text
-from harness.judge.contents import take
+from harness.judge.contents import ROUNDED, take
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
@@ -156,19 +156,6 @@ def _moved(order: np.ndarray, name: str) -> str:
     by = int(-order[0] % len(order))
     cyclic = np.array_equal(order, np.roll(np.arange(len(order)), by))
     return f"{name} moved by {by}" if cyclic else f"{name} in another order"
-
-
-def to_bfloat16(value: np.ndarray) -> np.ndarray:
-    """Round to the nearest, to even where two are."""
-    bits = value.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).view(np.float32)
-
-
-ROUNDED: dict[str, Apply] = {
-    "float32": lambda value: value.astype(np.float32),
-    "bfloat16": to_bfloat16,
-    "float16": lambda value: np.clip(value, -65504, 65504).astype(np.float16),
-}
 
 
 def is_constant(value: np.ndarray) -> bool:

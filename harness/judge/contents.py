@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -38,3 +38,19 @@ def is_at(value: np.ndarray, full: np.ndarray, place: Slice) -> bool:
 def take(full: np.ndarray, part: Slice) -> np.ndarray:
     """The slice `part` of a whole parameter."""
     return full[tuple(slice(start, stop) for start, stop in part)]
+
+
+# ---- coarser formats
+
+
+def to_bfloat16(value: np.ndarray) -> np.ndarray:
+    """Round to the nearest, to even where two are."""
+    bits = value.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).view(np.float32)
+
+
+ROUNDED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "float32": lambda value: value.astype(np.float32),
+    "bfloat16": to_bfloat16,
+    "float16": lambda value: np.clip(value, -65504, 65504).astype(np.float16),
+}

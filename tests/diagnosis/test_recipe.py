@@ -180,6 +180,15 @@ def test_a_decay_that_is_not_multiplied_by_the_rate() -> None:
     assert kind(trained_otherwise(trial, recipe=recipe)) == "weight decay"
 
 
+def test_weights_that_are_decayed_twice() -> None:
+    def recipe(step: int, fqn: str) -> TrainingConfig:
+        twice = 1 - (1 - RATES[step - 1] * LOW.weight_decay) ** 2
+        return replace(LOW, weight_decay=twice / RATES[step - 1]) if fqn == NORM else LOW
+
+    cause = named(trained_otherwise(trial_of(tiny_case("fsdp_2", LOW)), recipe=recipe))
+    assert (cause.kind, NORM in cause.where, cause.details) == ("weight decay", True, ())
+
+
 @pytest.mark.parametrize("requested", [ADAMW, MATRICES])
 def test_weight_decay_in_the_gradients_is_told_from_another_weight_decay(requested: TrainingConfig) -> None:
     trial = trial_of(tiny_case("fsdp_2", requested))

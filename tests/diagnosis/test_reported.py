@@ -15,6 +15,7 @@ from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.engine import explain
 from harness.diagnosis.reported import norms, odd_reports, wrong_reports
+from harness.judge.contents import to_bfloat16
 from harness.judge.norms import norm_of
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
@@ -254,6 +255,12 @@ def test_reports_that_are_lacking_and_a_largest_loss_below_the_mean() -> None:
     assert cause.kind == "report lacking" and cause.finding is not None
     cause = named(with_step(FSDP_4, 1, 2, reported_largest=0.5))
     assert (cause.kind, cause.ranks, cause.steps) == ("wrong report", (1,), (2,))
+
+
+def test_reports_that_are_all_of_a_coarser_format() -> None:
+    shown = {step: float(to_bfloat16(np.array([norm * 1.01]))[0]) for step, norm in right(FSDP_4, NORM).items()}
+    assert len({*shown.values()}) > 1
+    assert "numbers of bfloat16" in named(shows(FSDP_4, NORM, lambda rank, step: shown[step])).observed
 
 
 # ---- norms

@@ -16,7 +16,8 @@ from trained import MODEL, RECIPE, Ran, _ran, case_of, reference  # noqa: F401
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
-from harness.diagnosis.whose import Source, changes, relation_of, to_bfloat16
+from harness.diagnosis.whose import Source, changes, relation_of
+from harness.judge.contents import to_bfloat16
 from harness.judge.result import Cause
 from harness.judge.trial import Trial
 from harness.reference.spellings import put_instead
