@@ -31,7 +31,8 @@ from harness.diagnosis.ways import (
     before_each,
     by_other_gradients,
     clippings,
-    schedule_anew,
+    other_rates,
+    plainest,
     slices_apart,
 )
 from harness.diagnosis.words import Arrays, in_parameters, on_ranks, where_text
@@ -79,7 +80,12 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if not wrong or not replicas_agree(trial, trial.first_step) or any(agrees(way) == 0 for way in seen):
         return
     explained, fields = False, partial(_fields, trial, wrong, norms)
-    others = algorithms(trial, norms, wrong), slices_apart(trial), schedule_anew(trial, wrong), clippings(trial, norms)
+    others = (
+        algorithms(trial, norms, wrong),
+        slices_apart(trial),
+        other_rates(trial, norms, wrong),
+        clippings(trial, norms),
+    )
     for way in itertools.chain(fields(1), *others, by_other_gradients(trial, norms, wrong)):
         if (more := agrees(way)) is not None:
             alone = _at_first(trial, way, norms)
@@ -251,13 +257,7 @@ def _fitted(trial: Trial, wrong: Mapping[str, int], norms: Mapping[int, float]) 
     numbers = {"lr": training.lr * best_fit(seen - before, moved - before)}
     taken = best_fit(undecayed - seen, before)
     numbers |= {"weight_decay": taken / rate} if taken < LARGEST_DECAY else {}
-    return {name: _round(number) for name, number in numbers.items()}
-
-
-def _round(number: float) -> float:
-    """Return the plainest number that a fit cannot distinguish from it."""
-    plain = 0.0 if abs(number) < 1e-12 else float(f"{number:.6g}")
-    return plain if math.isclose(plain, number, rel_tol=1e-9, abs_tol=1e-12) else number
+    return {name: plainest(number) for name, number in numbers.items()}
 
 
 def _by_recipe(

@@ -15,6 +15,7 @@ import numpy as np
 from harness.checks import update
 from harness.diagnosis.reported import Number, Source, groupings, norm_of, norms, of_other_steps, on_record, phrase
 from harness.diagnosis.words import Arrays, in_parameters, where_text
+from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.result import Cause
 from harness.judge.tolerance import clip_coefficient
@@ -26,6 +27,10 @@ Norms = Mapping[int, float]
 """Step -> norm."""
 By = Callable[[int, int, str], Any]
 """(rank, step, parameter) -> what gradients are multiplied by in place of clipping, or a rate."""
+
+
+MOST_RATES = 4
+"""Steps of which the rate is fitted."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,12 @@ def _decays(trial: Trial, wrong: Collection[str]) -> Iterator[Way]:
         yield Way(Cause("weight decay", text, where), AssumedOptimizer(recipe=over), 1 + (fqns != every))
 
 
-def schedule_anew(trial: Trial, wrong: Collection[str]) -> Iterator[Way]:
+def other_rates(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[Way]:
+    yield from _schedule_anew(trial, wrong)
+    yield from _rates_by_step(trial, norms, wrong)
+
+
+def _schedule_anew(trial: Trial, wrong: Collection[str]) -> Iterator[Way]:
     """After resuming, some parameters have the rates of as many steps after the beginning."""
     if not trial.saved or trial.case.model_of is not None or not wrong:
         return
@@ -108,6 +118,33 @@ def schedule_anew(trial: Trial, wrong: Collection[str]) -> Iterator[Way]:
     cause = Cause("schedule starts anew", text, "", f"{usual[step]:g}", details=(("step", step), ("of_step", 1)))
     rate = lambda rank, at, fqn: usual[at - saved if fqn in wrong else at]  # noqa: E731
     yield Way(cause, AssumedOptimizer(rate=rate), 2)
+
+
+def _rates_by_step(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[Way]:
+    """Those that are wrong are stepped by other rates: each one that a step shows of one entry is tested on all."""
+    usual, factors = {step.step: step.lr for step in trial.reference.steps}, dict[int, float]()
+    rate = lambda rank, step, fqn: usual[step] * (factors.get(step, 1.0) if fqn in wrong else 1.0)  # noqa: E731
+    while len(factors) < MOST_RATES:
+        found = update.mistakes(trial.assuming(AssumedOptimizer(rate=rate)), dict(norms))
+        moves = [one for one in found if one.quantity == update.MOVE and isinstance(one.observed, float)]
+        first = min(moves, key=lambda one: (one.step or 0, -abs(float(one.expected or 0))), default=None)  # type: ignore[arg-type]
+        if first is None or not first.expected or first.step in factors:
+            break
+        ratio = first.observed / first.expected  # type: ignore[operator]
+        factors[first.step or 0] = plainest(ratio, 1e-6)
+    if factors:
+        times = " and ".join(f"{number_text(by)} times the rate in step {step}" for step, by in factors.items())
+        where = in_parameters(trial, wrong) * (len(wrong) < len(trial.plan.shapes))
+        cause = Cause(
+            "learning rate", f"updates are as with {times}", where, details=(("factors", tuple(factors.items())),)
+        )
+        yield Way(cause, AssumedOptimizer(rate=rate), 2 + len(factors))
+
+
+def plainest(number: float, close: float = 1e-9) -> float:
+    """Return the plainest number that a fit cannot distinguish from it. close: relative."""
+    plain = 0.0 if abs(number) < 1e-12 else float(f"{number:.6g}")
+    return plain if math.isclose(plain, number, rel_tol=close, abs_tol=1e-12) else number
 
 
 def _other_counters(trial: Trial) -> Iterator[Way]:

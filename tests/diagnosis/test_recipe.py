@@ -180,6 +180,17 @@ def test_a_decay_that_is_not_multiplied_by_the_rate() -> None:
     assert kind(trained_otherwise(trial, recipe=recipe)) == "weight decay"
 
 
+def test_rates_of_some_parameters_in_some_steps() -> None:
+    trial, other = trial_of(tiny_case("fsdp_2", LOW)), {2: 0.55, 3: 0.3}
+
+    def rate(step: int, fqn: str) -> float:
+        return RATES[step - 1] * (other.get(step, 1.0) if fqn == NORM else 1.0)
+
+    cause = named(trained_otherwise(trial, rate=rate))
+    assert (cause.kind, NORM in cause.where) == ("learning rate", True)
+    assert dict(cause.details) == {"factors": ((2, 0.55), (3, 0.3))}
+
+
 def test_weights_that_are_decayed_twice() -> None:
     def recipe(step: int, fqn: str) -> TrainingConfig:
         twice = 1 - (1 - RATES[step - 1] * LOW.weight_decay) ** 2
