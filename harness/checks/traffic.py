@@ -264,11 +264,14 @@ def calls_words(trial: Trial, rank: int, step: int, keys: Sequence[Key], *, inte
 
 
 def dtype_words(trial: Trial, rank: int, step: int, key: Key, expected: int, moved: int) -> str:
-    """Where as many elements in another dtype of the recipe would be what was expected, says so."""
-    calls = (call for call in trial.ranks[rank].collectives if call.step == step and is_traffic(call))
-    seen = {call.dtype for call in calls if (call.ranks, call.op, call.phase) == key}
-    size = BYTES.get(next(iter(seen), ""), 0) if len(seen) == 1 else 0
+    """Where as many elements in one dtype of the recipe would be what was expected, says in which dtypes they moved."""
+    elements = Counter[str]()
+    for call in trial.ranks[rank].collectives:
+        if call.step == step and is_traffic(call) and (call.ranks, call.op, call.phase) == key:
+            elements[call.dtype] += call.bytes // BYTES.get(call.dtype, 1)
     recipe = (trial.case.training.dtype, trial.case.training.compute_dtype, trial.case.features.reduce_dtype)
-    others = (dtype for dtype in recipe if dtype and dtype not in seen)
-    alike = next((dtype for dtype in others if size and moved * BYTES[dtype] == expected * size), "")
-    return f"{moved // size} elements of {seen.pop()}; expected as many of {alike}" if alike else ""
+    alike = next((dtype for dtype in recipe if dtype and elements.total() * BYTES[dtype] == expected), "")
+    if not alike or moved == expected or not elements.keys() <= BYTES.keys():
+        return ""
+    seen = " and ".join(f"{count} elements of {dtype}" for dtype, count in sorted(elements.items()))
+    return f"{seen}; expected {'all' if len(elements) > 1 else 'as many'} of {alike}"

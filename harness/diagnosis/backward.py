@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from harness.checks.traffic import IN_ANOTHER_DTYPE
 from harness.diagnosis.differences import (
     NUMBERS,
     consequences,
@@ -341,4 +342,7 @@ def rounding(trial: Trial, broken: Broken) -> Iterator[Fact]:
         more: Lines = (("first seen", place_words(trial, place)),) if place.wrong else ()
         details = (("off", max(gradients)), ("module", place.wrong))
         cause = Cause("rounded", observed, where, hint=hint, details=details)
-        yield Fact(cause, ("gradients", "loss", "grad_norm", "reported_loss"), more)
+        moved = broken["traffic"].findings if "traffic" in broken else ()
+        narrower = ["traffic"] * bool(moved and all(one.quantity == IN_ANOTHER_DTYPE for one in moved))
+        more += tuple(finding_line(broken[check]) for check in narrower)
+        yield Fact(cause, ("gradients", "loss", "grad_norm", "reported_loss", *narrower), more)

@@ -113,7 +113,7 @@ TABLE = (
         "reshard",
         "left gathered by backward",
         f"*{reshard.AFTER_BACKWARD}",
-        ("traffic", "memory", *OF_OLD_VALUES),
+        ("traffic", "memory", "update", *OF_OLD_VALUES),
         OF_OLD_VALUES,
         test=_not_gathered_again,
     ),

@@ -80,6 +80,18 @@ def test_gradients_reduced_in_half_the_bytes_are_named() -> None:
     )
 
 
+def test_one_of_several_gradients_reduced_in_half_the_bytes_is_named() -> None:
+    reduced = [call for call in trial_of(tiny_case("fsdp_2")).ranks[1].collectives if call.op == "reduce_scatter"]
+
+    def narrow(call: Collective):
+        return [replace(call, dtype="float32", bytes=call.bytes // 2) if call == reduced[0] else call]
+
+    (one, *_) = findings("traffic", with_collectives(trial_of(tiny_case("fsdp_2")), 1, narrow))
+    half, rest = reduced[0].bytes // 8, (1888 - reduced[0].bytes) // 8
+    seen = f"{half} elements of float32 and {rest} elements of float64; expected all of float64"
+    assert (one.quantity, one.note) == ("in another dtype", seen)
+
+
 def test_parameters_gathered_again_though_never_to_be_resharded_are_named() -> None:
     requested, ran = tiny_case("fsdp_2", reshard_after_forward="never"), tiny_case("fsdp_2")
     assert findings("traffic", trial_of(requested, ran))[0] == like(
