@@ -97,7 +97,7 @@ def _raised(kind: type[Exception], exit: Exit) -> bool:
 def left_words(trial: Trial, rank: int) -> str:
     """What is said of a rank that exited with 0 while others wanted something of it: it may have run all that is requested."""
     done = {step.step for step in trial.run.ranks[rank].steps} if rank in trial.run.ranks else set()
-    return DONE if {*trial.case.steps} <= done else "left early"
+    return DONE if "declared" in trial.run.provided and {*trial.case.steps} <= done else "left early"
 
 
 def _exit_finding(trial: Trial, exit: Exit) -> Finding:

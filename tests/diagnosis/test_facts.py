@@ -92,6 +92,14 @@ def test_who_died_hung_raised_or_left_is_told_from_who_only_waited(blamed: list[
     assert "not to blame" in dict(found.evidence)
 
 
+def test_a_rank_that_has_made_its_last_step_did_not_leave_early() -> None:
+    trial, done = with_exits(fsdp_4(), *waited(0)), Exit(1, "ok", 0, error="exited while rank 0 waited", blamed=True)
+    exits = tuple(done if exit.rank == 1 else exit for exit in trial.run.exits)
+    fact = seen(process_failed, replace(trial, run=replace(trial.run, exits=exits)))
+    assert fact is not None and "ended after the last step" in fact.cause.observed
+    assert [label for label, _ in fact.lines] == ["either"]
+
+
 def test_the_stack_and_the_last_collective_of_a_culprit_stand_below() -> None:
     stack = "\n".join(f"line {number}" for number in range(6))
     exit = Exit(1, "raised", 1, error="x", blamed=True, stack=stack, last_collective="all_gather #7")
