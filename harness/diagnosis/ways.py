@@ -213,12 +213,13 @@ def clippings(trial: Trial, norms: Norms) -> Iterator[Way]:
     limit = trial.case.training.max_norm
     if limit is None:
         return
-    yield from (*_by_norms(trial, limit), *_left_out(trial, limit, norms))
+    yield from _by_norms(trial, limit)
     for name, parts in groupings(trial).items():
         own = {(f, s): norm_of(trial, 0, s, fqns=fqns) for fqns in parts for s in trial.case.steps for f in fqns}
         text, details = f"gradients are clipped by a norm of each of the {name}", (("norms of", name),)
         cause = Cause("clipped by another norm", text, "", "one norm of all", details=details)
         yield _clipped(cause, lambda rank, step, fqn, own=own: clip_coefficient(own[fqn, step], limit))  # type: ignore[misc]
+    yield from _left_out(trial, limit, norms)
     if low := next((step for step in trial.case.steps if norms[step] < limit), None):
         by = limit / (norms[low] + 1e-6)
         text = f"clipping multiplies by {by:.4g} in step {low}"
