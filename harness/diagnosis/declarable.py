@@ -6,23 +6,30 @@ No line is printed for traffic inside of forward and backward: HSDP that runs as
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
-from harness.checks import features, memory, traffic
+from harness.checks import all_checks, features, memory, run_check, traffic
 from harness.diagnosis.words import Broken
 from harness.evidence.text import ranks_text
-from harness.judge.finding import Finding
+from harness.judge.finding import Finding, Limit
 from harness.judge.result import Lines
 from harness.judge.traffic import INSIDE, axis_of, observed, observed_outside
 from harness.judge.trial import Trial
 from harness.plan.traffic.flow import OUTSIDE, Flow
 from harness.spec.allowance import ELSEWHERE, Allowance
 
-LABEL = "if intended"
+LABEL, LEFT = "if intended", "failing then"
 WHY = "WHY"  # the reason, which only the author of the line knows
 
 
-def lines(allowances: Iterable[Allowance]) -> Lines:
-    return tuple((LABEL, one.line) for one in allowances)
+def lines(trial: Trial, check: str, allowances: Iterable[Allowance]) -> Lines:
+    """The lines to declare, and the first finding of the check that is left with them."""
+    found = tuple(allowances)
+    if not found:
+        return ()
+    allowed = replace(trial, case=replace(trial.case, allow=(*trial.case.allow, *found)))
+    left = run_check(check, all_checks()[check].check, allowed).findings
+    return (*((LABEL, one.line) for one in found), *((LEFT, one) for one in left[:1]))
 
 
 def graphs(trial: Trial) -> Iterator[Allowance]:
@@ -69,15 +76,19 @@ def held(trial: Trial, kind: str, ranks: Collection[int]) -> Iterator[Allowance]
 
 
 def moved(trial: Trial, finding: Finding) -> Iterator[Allowance]:
-    """Yield each collective outside of passes, without the all_reduce of losses and norms where there is any other."""
-    if finding.quantity != traffic.MOVED or finding.rank is None or finding.step is None:
+    """Yield each collective outside of passes, and the most that a rank moves by it. The all_reduce of losses and norms
+    is left out where there is any other."""
+    if finding.quantity != traffic.MOVED or not isinstance(finding.expected, Limit):
         return
-    seen = observed_outside(trial.ranks[finding.rank], finding.step)
-    unusual = {key: size for key, size in seen.items() if key[1] != "all_reduce"} or seen
-    for (ranks, op, _), size in sorted(unusual.items()):
-        world = len(ranks) == trial.plan.dims.world_size
-        if axis := axis_of(trial, ranks) or "world" * world:
-            yield Allowance("moved", size, WHY, op=op, phase=ELSEWHERE, axis=axis)
+    most, world = dict[tuple[str, str], int](), trial.plan.dims.world_size
+    for rank, step in trial.own_steps():
+        for (ranks, op, _), size in observed_outside(trial.ranks[rank], step.step).items():
+            if axis := axis_of(trial, ranks) or "world" * (len(ranks) == world):
+                most[op, axis] = max(most.get((op, axis), 0), size)
+    planned = int(finding.expected.most or 0) if len(most) == 1 else 0  # which is of the same kind
+    unusual = {key: size for key, size in most.items() if key[0] != "all_reduce"} or most
+    for (op, axis), size in sorted(unusual.items()):
+        yield Allowance("moved", size - planned, WHY, op=op, phase=ELSEWHERE, axis=axis)
 
 
 # ---- gradients that a trainer reduces itself, without a wrapper

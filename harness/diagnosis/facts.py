@@ -74,13 +74,13 @@ def _held(kind: str) -> More:
     def lines(trial: Trial, finding: Finding) -> Lines:
         too_much = {"retained": memory.kept_beside, "copied": memory.copied_too_much}[kind]
         ranks = [rank for rank in trial.ranks if too_much(trial, rank)]
-        return declarable.lines(declarable.held(trial, kind, ranks)) if ranks else ()
+        return declarable.lines(trial, "memory", declarable.held(trial, kind, ranks)) if ranks else ()
 
     return lines
 
 
 def _moved(trial: Trial, finding: Finding) -> Lines:
-    return (*traffic_lines(trial), *declarable.lines(declarable.moved(trial, finding)))
+    return (*traffic_lines(trial), *declarable.lines(trial, "traffic", declarable.moved(trial, finding)))
 
 
 def _of_numbers(trial: Trial, finding: Finding) -> bool:

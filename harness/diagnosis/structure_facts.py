@@ -148,7 +148,7 @@ def facts(trial: Trial, broken: Broken) -> Iterator[Fact]:
 def _fact(trial: Trial, broken: Broken, row: Row, finding: Finding) -> Fact:
     lines: Lines = tuple(traffic_lines(trial)) if {"traffic"} & {*row.follows} & {*broken} else ()
     lines += NOT_TESTED if {*row.follows} & OF_GRADIENTS & {*broken} else ()
-    lines += declarable.lines(row.declares(trial)) if row.declares else ()
+    lines += declarable.lines(trial, row.check, row.declares(trial)) if row.declares else ()
     what = (finding.quantity, finding.expected, finding.observed)
     alike = [one for one in broken[row.check].findings if (one.quantity, one.expected, one.observed) == what]
     hint = extent(trial, alike)

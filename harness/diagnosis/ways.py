@@ -275,7 +275,9 @@ def _left_out(trial: Trial, limit: float, norms: Norms) -> Iterator[Way]:
         if not update.explained_by_clip(trial, evidence, tensor, clip=clip)
     ]
     where, others = where_text(trial, pairs), {*trial.plan.shapes} - {fqn for _, fqn in pairs}
-    cause = Cause("clipping left out", f"gradients are not clipped (coefficient {clip:.4g})", where)
+    cause = Cause(
+        "clipping left out", f"gradients are not clipped (coefficient {clip:.4g} in step {trial.first_step})", where
+    )
     cause = replace(cause, details=(("coefficient", clip),))
     if where == "in every parameter":
         yield _clipped(replace(cause, where=""), lambda rank, step, fqn: 1.0, 0)

@@ -112,7 +112,8 @@ def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
             over = ranks_text(key[0]) if axis.startswith("post_forward") else axis  # which nobody wrote
             when = "outside of forward and backward" if phase == OUTSIDE else f"in {phase}"
             what = f"{' and '.join(flow.role for flow in flows)}: {op} over {over} {when}"
-            yield "traffic", f"{what}: expected {least}{bytes_text(wanted)} per step, observed {bytes_text(moved)}"
+            expected = f"expected {least}{bytes_text(wanted)} in step {trial.first_step}"
+            yield "traffic", f"{what}: {expected}, observed {bytes_text(moved)}"
 
 
 def _by_collective(flows: Iterable[Flow]) -> dict[tuple[str, str, str], list[Flow]]:

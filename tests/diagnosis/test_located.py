@@ -167,7 +167,8 @@ def wrong_forward(seen: dict[str, tuple[float, float]]) -> Trial:
     [
         ({"layers.0.attention.wo": (3.0, 8.0), "norm": (1.0, 8.0)}, ("layers.0.attention.wq", "layers.0.attention.wo")),
         ({"norm": (72 * (1 + 1e-8), 8.0)}, ("layers.0.attention.wo", "norm")),
-        ({"norm": (72 * (1 + 1e-10), 8.0)}, ("norm", "")),  # rounding
+        ({"norm": (72 * (1 + 1e-10), 8.0)}, ("layers.0.attention.wo", "norm")),
+        ({"norm": (72 * (1 + 1e-13), 8.0)}, ("norm", "")),  # rounding
         ({"layers.0": (0.0, 8.0)}, ("", "layers.0")),
         ({}, ("norm", "")),
     ],

@@ -108,13 +108,13 @@ FAIL tiny+hsdp_runs_as_fsdp
   contents          12 of 12 parameters; tok_embeddings.weight on rank 0:
                       expected 1/2 of dim 0 [0:4], observed 1/4 of dim 0 [0:2]
   traffic           parameters: all_gather over dp_shard in forward: expected
-                      1.888 kB per step, observed 0 B
+                      1.888 kB in step 1, observed 0 B
                     parameters: all_gather over dp_shard in backward: expected
-                      1.6 kB per step, observed 0 B
+                      1.6 kB in step 1, observed 0 B
                     gradients: reduce_scatter over dp_shard in backward:
-                      expected 1.888 kB per step, observed 0 B
+                      expected 1.888 kB in step 1, observed 0 B
                     gradients: all_reduce over dp_replicate in backward:
-                      expected 944 B per step, observed 0 B
+                      expected 944 B in step 1, observed 0 B
   loss, gradients   equal to the reference exactly: a loss-curve test passes
                       here
   groups            every group of the plan exists: a listing of process groups
