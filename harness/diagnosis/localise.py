@@ -254,8 +254,8 @@ class Place(NamedTuple):
 
 
 def first_wrong_input(trial: Trial) -> Place:
-    """Compare mean squares of all ranks together, in the first step. Where A of an adapter is cut by columns, what B receives on
-    a tp rank is a part of a sum: that is left out."""
+    """Compare mean squares of all ranks together, in the first step. Where A of an adapter is cut by columns, what B receives
+    on a tp rank is a part of a sum: that is left out."""
     parts = ".lora_b" if trial.case.dims.tp > 1 else None
     right, close = "", ROUNDING if trial.case.exact else OF_INPUTS * trial.bounds.loss[1]
     for fqn, mean in inputs_of_first_step(trial).items():
