@@ -116,7 +116,8 @@ def _exit_finding(trial: Trial, exit: Exit) -> Finding:
         observed += f"\n{reason}"
     if exit.blamed and exit.stack:
         observed += "\n" + exit.stack.rstrip()
-    return Finding.at(exit.rank, "exit code 0", observed, kind="process", quantity="" if exit.blamed else WAITED)
+    expected = "to take part in what its peers wait for" if exit.how == "ok" else "exit code 0"
+    return Finding.at(exit.rank, expected, observed, kind="process", quantity="" if exit.blamed else WAITED)
 
 
 HELD = "value at the start"

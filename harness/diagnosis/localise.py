@@ -275,7 +275,10 @@ def place_words(trial: Trial, place: Place) -> str:
         return f"{known}; the output, the loss, or what keeps the mean square may be otherwise" * bool(place.right)
     text = f"{_input_words(trial, place.wrong)} does not match the reference in mean square"
     text += f" (off by {place.off:.1e})" + _apart_over_tp(trial, place.wrong)
-    hidden = ", where a wrong rotation of queries and keys would not show" * place.right.endswith("inner_attention")
+    hidden = (
+        ", where a wrong rotation of queries and keys would not show; scale and mask come behind it"
+        * place.right.endswith("inner_attention")
+    )
     sent = [_stage_of(trial, fqn) for fqn in (place.right, place.wrong) if fqn]
     hidden += f", and stage {sent[0]} sends it to stage {sent[-1]}" * (sent[-1] != sent[0])
     return f"{text}; {_input_words(trial, place.right)}, before it, does{hidden}" if place.right else text
