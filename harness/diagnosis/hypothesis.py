@@ -119,13 +119,15 @@ def tested(trial: Trial, results: Sequence[Result], hypothesis: Hypothesis) -> P
     broken = [result.check for result in results if result.verdict is Verdict.FAIL]
     explained = [name for name in broken if _holds(assumed, name)]
     explained = [] if explained == ["golden"] else explained  # which holds under every assumption
-    held = (result.check for result in results if result.verdict is Verdict.PASS)
-    fallen = tuple(name for name in held if verdict_of(assumed, name) not in (Verdict.PASS, Verdict.NOT_APPLICABLE))
     # of other samples than requested, what is reported may count those that were requested
-    if {*fallen} - ({"reported_numbers"} if hypothesis.given else set()):
-        return None
+    need_not, aside = {"reported_numbers"} if hypothesis.given else set(), list[str]()
+    for name in (result.check for result in results if result.verdict is Verdict.PASS):
+        if verdict_of(assumed, name) not in (Verdict.PASS, Verdict.NOT_APPLICABLE):
+            if name not in need_not:
+                return None
+            aside.append(name)
     left = tuple(name for name in broken if name not in explained)
-    return Proof((hypothesis,), tuple(explained), left, assumed, fallen)
+    return Proof((hypothesis,), tuple(explained), left, assumed, tuple(aside))
 
 
 def _holds(assumed: Trial, name: str) -> bool:
