@@ -165,13 +165,22 @@ def _outside(trial: Trial, rank: int, step: int, inside: int) -> list[Finding]:
     if moved <= most:
         return []
     what: dict[str, Any] = {"step": step, "kind": "collective", "quantity": MOVED, "phase": OUTSIDE, "unit": "bytes"}
-    return [Finding.at(rank, Limit(most=most), moved, **what, note=_outside_words(trial, rank, seen))]
+    return [Finding.at(rank, Limit(most=most), moved, **what, note=_outside_words(trial, rank, step, seen))]
 
 
-def _outside_words(trial: Trial, rank: int, seen: dict[Key, int]) -> str:
-    """Return what each collective moved there, the most first."""
+def _outside_words(trial: Trial, rank: int, step: int, seen: dict[Key, int]) -> str:
+    """Return what each collective moved there and in how many calls, the most first."""
+    calls = Counter(
+        (call.ranks, call.op)
+        for call in trial.ranks[rank].collectives
+        if call.step == step and call.phase in ("optimizer", "other") and call.bytes
+    )
     most = sorted(seen.items(), key=lambda item: -item[1])[:3]
-    return "; ".join(f"{bytes_text(moved)} by {op} over {axis_text(trial, ranks)}" for (ranks, op, _), moved in most)
+    return "; ".join(
+        f"{bytes_text(moved)} by {op} over {axis_text(trial, ranks)}"
+        + f" in {calls[ranks, op]} calls" * (calls[ranks, op] > 1)
+        for (ranks, op, _), moved in most
+    )
 
 
 def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
