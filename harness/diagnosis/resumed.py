@@ -135,7 +135,9 @@ def _optimizer(trial: Trial, places: Places) -> Cause | None:
     became = became or (f"that of {pair[1]} for {pair[0]}" if pair else _became(trial, places))
     text = f"the optimizer resumes with another {' and '.join(names)}" + f": {became}" * bool(became)
     where = where_text(trial, [(rank, fqn) for rank, (_, fqn) in places])
-    return Cause("optimizer state lost", text, where, details=(("state", tuple(names)), ("are", became)))
+    whole = bool(moments) and not became and not any(one is None for one in held)
+    slices = _other_slices(trial, places) if whole else ""
+    return Cause("optimizer state lost", text, where, hint=slices, details=(("state", tuple(names)), ("are", became)))
 
 
 def _kept(trial: Trial, places: Places) -> Cause | None:

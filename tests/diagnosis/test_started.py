@@ -294,11 +294,12 @@ def test_parameters_that_came_back_otherwise_on_some_ranks_are_those_of_these() 
 
 
 def test_a_slice_of_another_place_is_said_to_be_one() -> None:
-    trial = resumed(TP_2, TP_2)
-    first = trial.ranks[0].resumed
+    trial, first = resumed(TP_2, TP_2), resumed(TP_2, TP_2).ranks[0].resumed
     assert first is not None
     cause = cause_of(with_resumed(trial, 1, "parameters", lambda held: {**held, W1: first.parameters[W1]}))
     assert (data_of(cause, "moment"), cause.ranks) == (("slices mixed", "after step 2"), (1,))
+    state = with_resumed(trial, 1, "optimizer_state", lambda held: {**held, W1: first.optimizer_state[W1]})
+    assert "rank 1 has 1/2 of dim 0" in cause_of(state).hint
 
 
 def state(change: Callable[[str, np.ndarray], np.ndarray | None], *fqns: str) -> Callable[[Held], Held]:
