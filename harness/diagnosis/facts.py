@@ -163,11 +163,12 @@ def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
 def _who_waited(trial: Trial, blamed: list[Exit], others: list[Exit]) -> Lines:
     """Of ranks that ended, and had done all, nobody knows whether a collective was left out or is one too many."""
     waited, gone = (rank_words([exit.rank for exit in exits]) for exits in (others, blamed))
-    if all(exit.how == "ok" and left_words(trial, exit.rank) == DONE for exit in blamed):
-        text = f"{waited} should not wait there after the last step, or {gone} left that collective out"
-        return (*_stack(others[0], f"rank {others[0].rank} in"), ("either", text))
-    waiting = _stack(others[0], f"rank {others[0].rank} in") if all(exit.how == "ok" for exit in blamed) else ()
-    return (*waiting, ("not to blame", f"{waited} only waited"))
+    line = ("not to blame", f"{waited} only waited")
+    if any(exit.how != "ok" for exit in blamed):
+        return (line,)
+    if all(left_words(trial, exit.rank) == DONE for exit in blamed):
+        line = ("either", f"{waited} should not wait there after the last step, or {gone} left that collective out")
+    return (*_stack(others[0], f"rank {others[0].rank} in"), line)
 
 
 def _how_it_ended(trial: Trial, exit: Exit) -> str:
