@@ -37,6 +37,7 @@ def summary(rank: int, world: int = 4, **changes: Any) -> Summary:
         "unclaimed",
         "inputs",
         "samples",
+        "uncut",
     )
     plain |= {name: {} for name in tables}
     plain |= {

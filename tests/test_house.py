@@ -24,7 +24,6 @@ OF_ITS_OWN = {
     "record": {"evidence", "probe", "record"},
     "affected": {"reference", "evidence", "spec", "affected"},
 }
-LONGEST_FILE, LONGEST_FUNCTION = 400, 40
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted((*ROOT.glob("harness/**/*.py"), *ROOT.glob("harness/reference/*.py")))
@@ -87,21 +86,6 @@ def test_modules_import_each_other_in_no_circle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"a circle of modules: {' -> '.join(error.args[1])}")
-
-
-def test_no_file_is_long() -> None:
-    lines = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in FILES.items()}
-    assert {module: n for module, n in lines.items() if n > LONGEST_FILE} == {}
-
-
-def test_no_function_is_long() -> None:
-    functions = [
-        (f"{module}.{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1)
-        for module, tree in trees().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    assert [(name, n) for name, n in functions if n > LONGEST_FUNCTION] == []
 
 
 def test_every_module_says_what_is_in_it() -> None:

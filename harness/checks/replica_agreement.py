@@ -4,8 +4,10 @@ Who holds the same slice is found from contents, so replicas of any kind are com
 should is in the plan: what is planned and not found was not compared, and is not a PASS.
 
 With digests of parameters alone, ranks hold the same if they claim so. They claim the same parts of all parameters, or of
-those that DTensors copy over the ranks that cut others. Ranks that claim nothing are compared if they are replicas by the
-layout and began with the same bytes. A parameter that a wrapper was configured to ignore is compared, too.
+those that DTensors copy over the ranks that cut others. Parameters that lie outside of such a mesh are compared over it, if
+they began alike: under tensor parallelism, for example, norms that are on the data ranks alone. Ranks that claim nothing are
+compared if they are replicas by the layout and began with the same bytes. A parameter that a wrapper was configured to ignore
+is compared, too.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from harness.evidence.summary import Summary
 from harness.evidence.text import ranks_text
 from harness.judge.finding import Finding
 from harness.judge.local_training import local_by, not_averaged
-from harness.judge.observed import copied, differing, most_and_others, replicas
+from harness.judge.observed import copied, differing, most_and_others, replicas, uncut
 from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.separate_models import joined_sets
 from harness.judge.trial import Trial
@@ -155,7 +157,7 @@ def _by_digests(trial: Trial) -> Result:
         return Result("replica_agreement", Verdict.UNKNOWN, note=told)
     own = [family for family in claimed if not local_by(family)]
     averaged_again = len(claimed) - len(own)
-    families = [*own, *copied(summaries)]
+    families = [*own, *copied(summaries), *uncut(summaries)]
     if others := _other_parameters(trial):
         told = f"ranks {ranks_text(others)} are replicas by the layout, but of each other parameters are on record"
         return Result("replica_agreement", Verdict.UNKNOWN, note=told)

@@ -3,7 +3,8 @@
 Tokens and samples are those that ranks received, steps those on record. A rate is a count over seconds that are handed over,
 too. A validation loss is that of the reference's model, by the weights that ranks held, of the batch that they validated on. A
 norm of parameters is that of what they held. Each rank hands over its own part of a mean. The check judges how ranks put the
-parts together, and by how many samples or tokens they divided. Samples that are validated on were not trained on before.
+parts together, and by how many samples or tokens they divided. Samples that are validated on were not trained on before, and no
+share of a validation has a row twice.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from harness.evidence.numbers import COUNTS, MEAN, NORM, VALIDATION, Number
 from harness.judge.finding import Bound, Finding
-from harness.judge.numbers import Book, NotOnRecord, requested, trained_on_before
+from harness.judge.numbers import Book, NotOnRecord, place_of, requested, trained_on_before, validated_twice
 from harness.judge.reporting import relative
 from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.tolerance import UNIT_ROUNDOFF
@@ -24,13 +25,15 @@ STAGE = "numbers"
 NEEDS = frozenset({"reference", "values"})
 VALIDATED = "validation"
 """What a finding on its samples is about."""
+REPEATED = "repeated rows of the validation"
+"""What a finding on a row that is validated twice is about."""
 CLOSE = 2 * UNIT_ROUNDOFF["float32"]
 """A number may be shown in float32."""
 
 
 def check(trial: Trial) -> Result:
     reported = [(r, s.step, name, number) for r, s in trial.own_steps() for name, number in s.numbers.items()]
-    findings = [*_not_validated(trial), *_not_held_out(trial)]
+    findings = [*_not_validated(trial), *_not_held_out(trial), *_repeated(trial)]
     if not reported and not findings:
         return not_applicable(NAME, "this trainer reports no others")
     book, unjudged, worst = Book(trial), dict[str, str](), 0.0
@@ -114,8 +117,8 @@ def _note(number: Number, expected: float) -> str:
 
 def _not_held_out(trial: Trial) -> list[Finding]:
     """Validations whose samples were trained on."""
-    findings, every = [], trial.case.features.validate_every
-    for step in (step for step in trial.case.steps if every and step % every == 0):
+    findings = []
+    for step in _validated_steps(trial):
         try:
             again, of = trained_on_before(trial, step)
         except NotOnRecord:
@@ -126,11 +129,32 @@ def _not_held_out(trial: Trial) -> list[Finding]:
     return findings
 
 
+def _repeated(trial: Trial) -> list[Finding]:
+    """Shares of a validation in which a row counts more than once."""
+    findings: list[Finding] = []
+    for step in _validated_steps(trial):
+        try:
+            by_share = validated_twice(trial, step)
+        except NotOnRecord:
+            continue  # which the loss says, if it is reported
+        for share, (again, rows) in by_share.items():
+            ranks = tuple(rank for rank in sorted(trial.ranks) if place_of(trial, rank)[:2] == share)
+            unit = f"of {rows}"
+            findings.append(Finding(ranks=ranks, step=step, quantity=REPEATED, expected=0, observed=again, unit=unit))
+    return findings
+
+
+def _validated_steps(trial: Trial) -> list[int]:
+    """Return the steps after which a validation is requested."""
+    every = trial.case.features.validate_every
+    return [step for step in trial.case.steps if every and step % every == 0]
+
+
 def _not_validated(trial: Trial) -> list[Finding]:
     """Steps after which a validation is requested, and its loss is not reported by any rank."""
-    every, case = trial.case.features.validate_every, trial.case
+    every = trial.case.features.validate_every
     shown = {s.step for _, s in trial.own_steps() for number in s.numbers.values() if number.of == VALIDATION}
-    missing = [step for step in case.steps if every and step % every == 0 and step not in shown]
+    missing = [step for step in _validated_steps(trial) if step not in shown]
     return [
         Finding(
             step=step, quantity=quantity(VALIDATION), expected="a number", note=f"validate_every {every} is requested"

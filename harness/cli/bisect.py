@@ -50,8 +50,8 @@ def command(args: argparse.Namespace) -> int:
         raise BadInput("bisect: --repo, --good and --bad are needed, or --over PACKAGE==GOOD,..,BAD")
     if args.over is not None and any(range_of_commits):
         raise BadInput("bisect --over: leave out --repo, --good and --bad, which are for commits")
-    if args.over is None:
-        args.source = None  # each commit has its own
+    if args.over is None and args.source:
+        raise BadInput("--source: leave it out; each commit of --repo has its own sources")
     options = options_of(args, several_nodes=False)
     if args.over is not None:
         found = versions.search(versions.versions(args.over), cases, folder, options, tell)

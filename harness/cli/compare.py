@@ -14,9 +14,10 @@ import yaml
 
 from harness.cli import same_training
 from harness.cli.answer import answer
-from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, SKIP_COMMIT
-from harness.cli.options import BadInput, add_command, no_document
+from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, SKIP_COMMIT, worst
+from harness.cli.options import BadInput, add_command, no_document, refuse_others
 from harness.cli.record import add_recording, record
+from harness.cli.recording_report import Shown
 from harness.cli.run_report import last_runs
 from harness.evidence.reading import read_text
 from harness.evidence.store import CASE_FILE, EvidenceError, load_run, write_text
@@ -30,6 +31,7 @@ from harness.report.compared_runs import Costs, compared_runs
 from harness.report.output import complain, say
 from harness.run import verdicts
 from harness.run.comparison import compared_cases, of_runs
+from harness.run.same_training import sketch_files
 from harness.spec.loading import document_of
 from harness.traces.compared import NEEDED, not_compared, of_both, traced_figures, traced_structure
 from harness.traces.files import TRACE, files_of
@@ -38,6 +40,10 @@ from harness.traces.kineto import load_trace
 
 OF = ("name", "one", "other")
 SNAPSHOTS = (".yaml", ".yml")
+OF_COMMAND = ("--json", "--out", "--steps", "--every")
+"""Options of a command that is recorded first."""
+OF_RECORDINGS = ("--numbers", "--structure", "--after", "--noise-of")
+"""Options of what is compared of two recordings."""
 
 
 def add(commands: Any) -> None:
@@ -70,13 +76,16 @@ def command(args: argparse.Namespace) -> int:
 
     With a command, return 125 where it could not be recorded: `git bisect run` skips this commit.
     """
-    if args.good is None:
-        if len(args.folders) != 2 or args.words:
-            raise BadInput("compare: two runs, two recordings, or --with A -- COMMAND")
-        return (_accept if args.accept else _between)(args, *map(Path, args.folders))
+    if args.good is not None:
+        refuse_others(args, "a command that is recorded and compared", {"--with", *OF_COMMAND, *OF_RECORDINGS})
+        return _with_command(args)
+    if len(args.folders) != 2 or args.words:
+        raise BadInput("compare: two runs, two recordings, or --with A -- COMMAND")
+    first, second = map(Path, args.folders)
     if args.accept:
-        raise BadInput("--accept: leave out --with")
-    return _with_command(args)
+        refuse_others(args, "a snapshot that is accepted", {"--accept", "--json"})
+        return _accept(args, first, second)
+    return _between(args, first, second)
 
 
 def _with_command(args: argparse.Namespace) -> int:
@@ -94,7 +103,7 @@ def _with_command(args: argparse.Namespace) -> int:
         )
         complain(args.failed)
         return SKIP_COMMIT
-    return _structures(args, args.good, args.out)
+    return _recordings(args, args.good, args.out)
 
 
 def _accept(args: argparse.Namespace, snapshot: Path, recording: Path) -> int:
@@ -112,21 +121,46 @@ def _accept(args: argparse.Namespace, snapshot: Path, recording: Path) -> int:
 
 def _between(args: argparse.Namespace, one: Path, other: Path) -> int:
     runs = [folder for folder in (one, other) if verdicts.file_in(folder)]
-    if not runs and any(map(_holds_traces, (one, other))):
-        return _traces(args, one, other)
-    if not runs and not _of_one_training(args, one, other):
-        return _structures(args, one, other)
-    if not runs:
-        return same_training.answer_same_training(args, one, other)
     if len(runs) == 1:
         raise BadInput(f"compare: {runs[0]} is a run of a matrix, and the other is not")
-    return _runs(args, one, other)
+    if runs:
+        refuse_others(args, "runs of a matrix", {"--json"})
+        return _runs(args, one, other)
+    if any(map(_holds_traces, (one, other))):
+        refuse_others(args, "profiler traces", {"--json"})
+        return _traces(args, one, other)
+    refuse_others(args, "recordings", {"--json", *OF_RECORDINGS})
+    return _recordings(args, one, other)
 
 
-def _of_one_training(args: argparse.Namespace, one: Path, other: Path) -> bool:
-    """Return whether numbers of two recordings are compared, and not their structure."""
-    recorded = all(path.suffix not in SNAPSHOTS and not (path / CASE_FILE).exists() for path in (one, other))
-    return recorded and same_training.is_judged_by(args, other)
+def _recordings(args: argparse.Namespace, one: Path, other: Path) -> int:
+    """Print in what the structure of two recorded jobs differs, and their numbers if both have them. Return the worse code."""
+    same_training.check_after(args)
+    if args.numbers:
+        numbers = _numbers(args, one, other)
+        answer(args, numbers.kind, numbers.document, numbers.text)
+        return numbers.code
+    without = next((path for path in (one, other) if not _has_numbers(path)), None)
+    if args.structure or without is not None:
+        what = "a comparison of structure alone" if args.structure else f"{without}, which has no numbers"
+        refuse_others(args, what, {"--structure", "--with", *OF_COMMAND})
+        by_structure = _structures(one, other)
+        answer(args, by_structure.kind, by_structure.document, by_structure.text)
+        return by_structure.code
+    by_structure = _structures(one, other)
+    numbers = _numbers(args, one, other)
+    text = f"{by_structure.text}\n\n{numbers.text}"
+    answer(args, by_structure.kind, lambda: by_structure.document() | {"numbers": numbers.document()}, text)
+    return worst([by_structure.code, numbers.code])
+
+
+def _numbers(args: argparse.Namespace, one: Path, other: Path) -> Shown:
+    return same_training.about_numbers(one, other, noise_of=args.noise_of, after=args.after)
+
+
+def _has_numbers(path: Path) -> bool:
+    """Return whether it is a recording whose ranks left numbers."""
+    return path.suffix not in SNAPSHOTS and not (path / CASE_FILE).exists() and bool(sketch_files(path))
 
 
 def _runs(args: argparse.Namespace, one: Path, other: Path) -> int:
@@ -143,17 +177,16 @@ def _runs(args: argparse.Namespace, one: Path, other: Path) -> int:
     return NOT_JUDGED if not cases or any(each.problem for each in cases) else PASSED
 
 
-def _structures(args: argparse.Namespace, one: Path, other: Path) -> int:
-    """Print in what the structure of two recorded jobs differs."""
+def _structures(one: Path, other: Path) -> Shown:
+    """Return in what the structure of two recorded jobs differs. Raises EvidenceError."""
     (a, a_costs, a_figures), (b, b_costs, b_figures) = _read(one), _read(other)
     found, outside, moved = differences(a, b), compared_outside(a, b), shifts(a_figures, b_figures)
     data = {"one": one, "other": other, "of": "structure", "differences": found, "outside": outside}
     data |= {"costs": (a_costs, b_costs), "figures": moved}
-    answer(args, "comparison", data, "\n".join(compared(str(one), str(other), found, moved, outside)))
+    text = "\n".join(compared(str(one), str(other), found, moved, outside))
     if not (a and b):
-        complain("nothing to compare")
-        return NOT_JUDGED
-    return BROKEN if found else PASSED
+        return Shown("comparison", lambda: data, f"{text}\nnothing to compare", NOT_JUDGED)
+    return Shown("comparison", lambda: data, text, BROKEN if found else PASSED)
 
 
 def _holds_traces(path: Path) -> bool:

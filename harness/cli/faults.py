@@ -21,6 +21,7 @@ from harness.cli.options import (
     cases_of,
     no_document,
     options_of,
+    refuse_others,
     trainer_under_test,
 )
 from harness.evidence.store import write_text
@@ -69,6 +70,7 @@ def command(args: argparse.Namespace) -> int:
     chosen = catalogue.matching(known, args.expression)
     if args.list:
         no_document(args, "--list")
+        refuse_others(args, "a list of faults", {"--list", "-k", "--file", "--trainer"})
         say(shown.listing(chosen, accepted()))
         return PASSED
     if args.file and not args.cases and (of := _with_cases(args.file)):

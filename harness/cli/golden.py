@@ -10,7 +10,16 @@ from harness.checks import golden as golden_check
 from harness.checks import run_check
 from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
-from harness.cli.options import add_cases, add_command, add_out, add_selection, cases_of, needs_matplotlib, no_document
+from harness.cli.options import (
+    BadInput,
+    add_cases,
+    add_command,
+    add_out,
+    add_selection,
+    cases_of,
+    needs_matplotlib,
+    no_document,
+)
 from harness.evidence.records import Run
 from harness.evidence.store import load
 from harness.judge import golden
@@ -43,6 +52,8 @@ def command(args: argparse.Namespace) -> int:
     for option in ("accept", "plot"):
         if getattr(args, option):
             no_document(args, f"--{option}")
+    if args.accept and args.plot:
+        raise BadInput("--plot: leave out --accept, which draws nothing")
     every = cases_of(args)
     chosen = matching(every, args.expression)
     recipes = {golden.recipe_name(of): of for case in chosen for of in golden.references(case)}

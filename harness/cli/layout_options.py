@@ -52,6 +52,8 @@ def layout_case(args: argparse.Namespace) -> Asked:
         published = _published(args)
         traits = traits_of(published) if published else USUAL
         return Asked(case=published or case_of(args), traits=traits, set_aside=())
+    if args.cases:
+        raise BadInput("--cases: leave it out; --dims is a layout of no file of cases")
     return Request(**{key: getattr(args, key) for key in KEYS}).asked()
 
 

@@ -27,9 +27,11 @@ from harness.cli.options import (
     no_document,
     options_of,
     positive_int,
+    refuse_others,
     trainer_under_test,
     which_trainer,
 )
+from harness.cli.typed import typed_options
 from harness.launch import pool_of
 from harness.report.grid import matrix_report
 from harness.report.outcome import Outcome, as_document
@@ -47,6 +49,24 @@ from harness.run.verdicts import Record
 from harness.spec import case_files, coverage, random_cases
 from harness.spec.case import TIERS, Case
 from harness.spec.variants import in_dtype, reseeded
+
+OF_LIST = (
+    *(
+        "--list",
+        "--cases",
+        "-k",
+        "--tier",
+        "--random",
+        "--seed",
+        "--dtype",
+        "--trainer",
+        "--source",
+        "--device",
+        "--out",
+    ),
+    *("--shard", "--durations", "--changed", "--map", "--last-failed"),
+)
+"""Options that choose which cases are listed."""
 
 
 def add(commands: Any) -> None:
@@ -116,7 +136,13 @@ def add_map(parser: argparse._ActionsContainer) -> None:
 def command(args: argparse.Namespace) -> int:
     if args.all:
         no_document(args, "--all")
+        refuse_others(args, "a list of pairs", {"--all", "--cases", "--trainer"})
         return pairs_code(coverage.pairs(cases_of(args), trainers.load(trainer_under_test(args)).unsupported))
+    if args.list:
+        no_document(args, "--list")
+        refuse_others(args, "a list", OF_LIST)
+    if args.resume and (unused := {"--last-failed", "--durations"} & {*typed_options(args)}):
+        raise BadInput(f"{min(unused)}: leave it out; --resume goes on with the cases of the run that was cut short")
     cases, more = selected(args)
     notes = which_trainer(args)
     if args.changed:
@@ -128,7 +154,6 @@ def command(args: argparse.Namespace) -> int:
     if not args.resume:
         cases = part_of(cases, args)
     if args.list:
-        no_document(args, "--list")
         say("\n".join([listing(cases), *notes]) if args.changed else listing(cases))
         return PASSED
     options = options_of(args)
@@ -245,8 +270,8 @@ def common_durations(args: argparse.Namespace) -> dict[str, float]:
 def selected(args: argparse.Namespace) -> tuple[list[Case], int]:
     """Return the selected cases, and how many more there are in other tiers."""
     if args.random:
-        if args.expression:
-            raise BadInput("--random: leave out -k, which is for cases of files")
+        if unused := {"-k", "--tier", "--cases"} & {*typed_options(args)}:
+            raise BadInput(f"{min(unused)}: leave it out; it is for cases of files, and --random draws others")
         options, seed = options_of(args), 1 if args.seed is None else args.seed
         return random_cases.first(args.random, seed, lambda case: unsupported(case, options), dtype=args.dtype), 0
     return of_files(args)

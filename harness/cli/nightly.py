@@ -34,6 +34,7 @@ from harness.cli.options import (
     trainer_under_test,
 )
 from harness.cli.run_report import last_runs, shown_as_markdown
+from harness.cli.typed import typed_options
 from harness.evidence.store import write_text
 from harness.report.grid import summary
 from harness.report.output import complain, say
@@ -85,6 +86,8 @@ def add(commands: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Return the exit code of `harness report` of the nights with this one; 2 also where every case was skipped."""
+    if args.of and (unused := {"--jobs", "--again", "--map"} & {*typed_options(args)}):
+        raise BadInput(f"{min(unused)}: leave it out; with --of nothing is run")
     set_aside = quarantine.load(args.quarantine) if args.quarantine else ()
     args.trainer = trainer_under_test(args)
     named = trainers.spec(args.trainer, None)

@@ -9,12 +9,13 @@ import importlib.util
 import math
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from harness import trainers
 from harness.affected.maps import clean_commit, repository_of
+from harness.cli.typed import remember_typed, typed_options
 from harness.evidence.errors import error_in
 from harness.faults import FaultError, load_fault
 from harness.launch import resident_client
@@ -51,6 +52,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **how: Any) -> None:
         super().__init__(allow_abbrev=False, **how)
+        remember_typed(self)
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -226,6 +228,13 @@ def shown(trainer: str) -> str:
     """Return it as a person reads it here."""
     path, here = Path(trainer), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else trainer
+
+
+def refuse_others(args: argparse.Namespace, what: str, effective: Collection[str]) -> None:
+    """Raises BadInput for the first typed option that is not among the effective ones. what: the command does, in words."""
+    for option in typed_options(args):
+        if option not in effective:
+            raise BadInput(f"{option} has no effect on {what}; leave it out")
 
 
 def no_document(args: argparse.Namespace, option: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from harness.cli.answer import answer
 from harness.cli.exit_codes import NOT_JUDGED, PASSED
-from harness.cli.layout_options import KEYS, add_layout, layout_case
-from harness.cli.options import BadInput, add_command, positive_int
+from harness.cli.layout_options import add_layout, layout_case
+from harness.cli.options import BadInput, add_command, positive_int, refuse_others
 from harness.plan.figures.rank_bytes import GPUS
 from harness.plan.figures.step_time import MACHINES
 from harness.plan.make_plan import make_plan
@@ -19,7 +19,7 @@ from harness.report import layout_documents
 from harness.report.fitting_text import fitting_text
 from harness.report.plan_text import plan_text
 
-LISTED = ("world", "model", "seq", "batch")
+OF_LIST = ("--json", "--world", "--model", "--seq", "--batch", "--gpu", "--gpu-memory", "--nodes-of")
 
 
 def add(commands: Any) -> None:
@@ -33,6 +33,7 @@ def add(commands: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     if args.model and args.world and not args.case and not args.dims:
+        refuse_others(args, "a list of layouts that fit", OF_LIST)
         return list_fitting(args)
     if args.gpu_memory or args.nodes_of:
         raise BadInput("--gpu-memory and --nodes-of are for a list of layouts: --model and --world, without a layout")
@@ -45,8 +46,6 @@ def command(args: argparse.Namespace) -> int:
 
 def list_fitting(args: argparse.Namespace) -> int:
     """Print the layouts that fit; 2 where none does. Raises BadInput."""
-    if unused := [key for key in KEYS if key not in LISTED and getattr(args, key) is not None]:
-        raise BadInput(f"--{unused[0].replace('_', '-')} is of one layout: leave it out, or give --dims")
     if args.model not in PRESETS:
         raise BadInput(f"--model {args.model!r}: choose one of {', '.join(PRESETS)}")
     memory = 1e9 * (gigabytes(args.gpu_memory) if args.gpu_memory else GPUS[args.gpu])

@@ -24,9 +24,11 @@ from harness.cli.options import (
     add_trainer,
     checked_fault,
     positive_int,
+    refuse_others,
     seconds,
     trainer_under_test,
 )
+from harness.cli.typed import typed_options
 from harness.evidence.store import CASE_FILE, write_text
 from harness.plan.figures.rank_bytes import GPUS
 from harness.preflight import commands, config_file, data
@@ -41,6 +43,11 @@ from harness.run.options import Unsupported
 from harness.spec import layout, traits
 from harness.spec.case import Case, CaseError, to_json
 from harness.spec.trainer_spec import TrainerSpec
+
+OF_CONFIG = (
+    *("--config", "--world", "--trainer", "--source", "--steps", "--ranks", "--seed", "--gpu", "--fault", "--timeout"),
+    *("--jobs", "--out", "--json"),
+)
 
 
 def add(commands: Any) -> None:
@@ -80,6 +87,9 @@ def _of_command(args: argparse.Namespace, words: list[str]) -> int:
         raise BadInput(
             "--layout is of a command: `harness preflight --world 512 --layout dp_shard=512 -- python train.py`"
         )
+    refuse_others(
+        args, "a command's ranks", {"--layout", "--world", "--ranks", "--timeout", "--jobs", "--out", "--json"}
+    )
     dims = layout.layout(args.layout, args.world)
     if dims.world_size != args.world:
         raise BadInput(f"--layout: {dims} = {dims.world_size} ranks, --world says {args.world}")
@@ -98,6 +108,8 @@ def _of_command(args: argparse.Namespace, words: list[str]) -> int:
 
 
 def _of_case(args: argparse.Namespace) -> int:
+    if args.ranks != "auto" and "--seed" in typed_options(args):
+        raise BadInput("--seed: it draws ranks, and --ranks names them; leave out one")
     (case, set_aside), trainer = _case(args), _trainer(args)
     case = traits.settled(case, trainers.traits_by_launch(case, trainer))
     adapter = trainers.load(trainer)
@@ -121,11 +133,14 @@ def _case(args: argparse.Namespace) -> tuple[Case, tuple[str, ...]]:
     if args.config is not None:
         if args.case or args.dims or not args.world:
             raise BadInput("--config needs --world, and neither CASE nor --dims")
+        refuse_others(args, "a configuration of torchtitan's", OF_CONFIG)
         found = _configured(args)
         return replace(found.case, training=replace(found.case.training, steps=args.steps)), found.set_aside
     asked = layout_case(args)
-    case, steps = asked.case, min(args.steps, asked.case.training.steps) if args.case else args.steps
-    return replace(case, training=replace(case.training, steps=steps)), asked.set_aside
+    case = asked.case
+    if args.case and args.steps > case.training.steps:
+        raise BadInput(f"--steps {args.steps}: case {case.name} trains {case.training.steps} steps; give at most these")
+    return replace(case, training=replace(case.training, steps=args.steps)), asked.set_aside
 
 
 def _configured(args: argparse.Namespace) -> config_file.FromFile:

@@ -15,11 +15,12 @@ from types import MappingProxyType
 from typing import Any
 
 from harness.cli import same_training
+from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, INTERRUPTED
 from harness.cli.options import BadInput, add_command
-from harness.cli.recording_report import add_layout, shown
+from harness.cli.recording_report import about_recording, add_layout, anomalies, shown
 from harness.evidence.store import write_text
-from harness.judge.stored_recording import STARTED
+from harness.judge.stored_recording import STARTED, load_recording
 from harness.launch.process import die_with_parent
 from harness.record import injection
 from harness.record.chosen import Chosen
@@ -62,12 +63,25 @@ def command(args: argparse.Namespace) -> int:
             complain(f"interrupted: not judged by its layout; `{judges}` does")
         if args.same_as is not None:
             noise = [] if args.noise_of is None else ["--noise-of", str(args.noise_of)]
-            judges = shlex.join(["harness", "compare", *noise, str(args.same_as), str(args.out)])
+            after = ["--after", str(args.after)] if args.after else []
+            options = ["--numbers", *after, *noise]
+            judges = shlex.join(["harness", "compare", *options, str(args.same_as), str(args.out)])
             complain(f"interrupted: not compared with {args.same_as}; `{judges}` compares what was recorded")
         return INTERRUPTED
-    of_numbers = args.same_as is not None and code == 0
-    found = (same_training.command if of_numbers else shown)(args, args.out, args.layout)
-    return found if code == 0 else (code if 0 < code < 126 else BROKEN)
+    if code:
+        shown(args, args.out, args.layout)
+        return code if 0 < code < 126 else BROKEN
+    return shown(args, args.out, args.layout) if args.same_as is None else judged_by_both(args)
+
+
+def judged_by_both(args: argparse.Namespace) -> int:
+    """Answer for the recording by the one that is trusted, and by its layout if one is given. Return the worse exit code."""
+    recording = load_recording(args.out)
+    itself = anomalies(recording) if args.layout is None else about_recording(recording, args.layout)
+    numbers = same_training.about_numbers(args.same_as, args.out, noise_of=args.noise_of, after=args.after)
+    about = same_training.both(numbers, itself)
+    answer(args, about.kind, about.document, about.text)
+    return about.code
 
 
 def checked_layout(text: str, ranks: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from harness.report.layout_documents import recording as document_of
 from harness.report.output import complain, say
 from harness.report.recording_layout import jobs_report, results_of, verdict_of_all
 from harness.report.recording_odd import OF_RECORDER, odd
-from harness.report.recording_page import page
+from harness.report.recording_page import anomalies_text, page
 from harness.run.recorded_layout import judged
 from harness.spec import layout as spec
 from harness.traces.export import export
@@ -43,6 +44,18 @@ def add_layout(parser: Any) -> None:
     )
 
 
+@dataclass(frozen=True)
+class Shown:
+    """What a command answers about one recording."""
+
+    kind: str
+    """Of its document."""
+    document: Callable[[], dict[str, Any]]
+    text: str
+    code: int
+    """The exit code that follows from it."""
+
+
 def shown(
     args: argparse.Namespace,
     directory: Path,
@@ -55,34 +68,45 @@ def shown(
     """file: of a page for a browser, in place of text. ended: whether the job was not interrupted; if it was, no layout is
     judged. Raises EvidenceError and CaseError."""
     recording = load_recording(directory)
-    how = (args, file, recording)
+    about = about_recording(recording, layout, whole=whole, ended=ended)
+    _answer(args, file, recording, about)
+    return about.code
+
+
+def about_recording(recording: Recording, layout: str | None, *, whole: bool = False, ended: bool = True) -> Shown:
+    """Return its page, judged by the layout if one is given and the job was not interrupted.
+
+    Raises EvidenceError and CaseError.
+    """
     if layout is None or not recording.summaries or not ended:
         text = page(recording, layout=layout or "", whole=whole)
-        _answer(*how, "recording", lambda: document_of(recording, with_layout=layout is not None), text)
-        return exit_code(recording)
+        return Shown(
+            "recording", lambda: document_of(recording, with_layout=layout is not None), text, exit_code(recording)
+        )
     dims = spec.layout(layout, recording.world)
     jobs = [judged(job, dims) for job in recording.jobs]
     text = page(recording, jobs_report(dims, jobs), layout=layout, whole=whole)
-    _answer(*how, "layout", lambda: document_of(recording, dims, jobs), text)
-    found = {Verdict.FAIL: BROKEN, Verdict.PASS: PASSED}.get(verdict_of_all(results_of(jobs)), NOT_JUDGED)
-    return worst([found, exit_code(recording)])
+    by_layout = {Verdict.FAIL: BROKEN, Verdict.PASS: PASSED}.get(verdict_of_all(results_of(jobs)), NOT_JUDGED)
+    code = worst([by_layout, exit_code(recording)])
+    return Shown("layout", lambda: document_of(recording, dims, jobs), text, code)
 
 
-def _answer(
-    args: argparse.Namespace,
-    html: Path | None,
-    recording: Recording,
-    kind: str,
-    data: Callable[[], dict[str, Any]],
-    text: str,
-) -> None:
+def anomalies(recording: Recording) -> Shown:
+    """Return what is anomalous in it, whatever was requested: empty text if nothing is, or if only the recorder failed."""
+    code = exit_code(recording)
+    if code != BROKEN:
+        return Shown("recording", lambda: document_of(recording), "", PASSED)
+    return Shown("recording", lambda: document_of(recording), anomalies_text(recording), code)
+
+
+def _answer(args: argparse.Namespace, html: Path | None, recording: Recording, about: Shown) -> None:
     """Print it, or write it as a page with one step drawn."""
     if html is None:
-        answer(args, kind, data, text)
+        answer(args, about.kind, about.document, about.text)
         return
     no_document(args, "--html")
     records = {rank: load_record(record_file(recording.directory, rank)) for rank in recording.summaries}
-    write_times(html, f"recording {recording.directory}", text, of_records(records), kernels=False)
+    write_times(html, f"recording {recording.directory}", about.text, of_records(records), kernels=False)
 
 
 def exported(args: argparse.Namespace, directory: Path) -> int:

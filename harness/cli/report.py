@@ -106,6 +106,13 @@ def _check_options(args: argparse.Namespace, kinds: Mapping[Path, Kind]) -> None
             raise BadInput(
                 f"--{option.replace('_', '-')}: it is for {' or '.join(of)}, and {wrong} holds {kinds[wrong]}"
             )
+    if args.nodes_of and not args.gpu:
+        raise BadInput("--nodes-of: it is of --gpu, whose links are compared")
+    if args.all and args.json:
+        raise BadInput("--all: leave it out; the document of --json has every line")
+    paged = {Kind.CASES, Kind.RUN}
+    if args.history and args.html and (wrong := next((at for at, kind in kinds.items() if kind not in paged), None)):
+        raise BadInput(f"--history: it is for a page of {' or '.join(sorted(paged))}, and {wrong} holds {kinds[wrong]}")
     form, recorded = vars(args)["as"], Kind.RECORDING in kinds.values()
     if form and recorded != (form == recording_report.CHROME):
         raise BadInput(f"--as {form}: it is for {Kind.RUN if recorded else Kind.RECORDING}")

@@ -24,6 +24,7 @@ from harness.cli.options import (
     case_of,
     no_document,
     options_of,
+    refuse_others,
     which_trainer,
 )
 from harness.judge.judgement import Judgement
@@ -76,8 +77,10 @@ def command(args: argparse.Namespace) -> int:
     if other:
         no_document(args, other)
     if args.join:
+        refuse_others(args, "this node's part of a launch", {"--join", "--timeout"})
         return _join(args)
     if other:
+        refuse_others(args, "rank servers that are there", {"--server"})
         rank_servers.shown_or_ended(args.server)
         return PASSED
     return _run(args)

@@ -1,17 +1,18 @@
-"""Options and answer of what judges a recording by another one of the same training, in another layout."""
+"""Options and answers of what judges a recording by another one of the same training, in another layout."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
+from typing import Any
 
-from harness.cli.answer import answer
-from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
+from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
 from harness.cli.options import BadInput
+from harness.cli.recording_report import Shown
+from harness.evidence.sketches import BY_ROWS, load_sketches
 from harness.judge.result import Verdict
-from harness.judge.stored_recording import load_recording, started
+from harness.judge.stored_recording import load_recording
 from harness.plan.grid import coordinate
 from harness.record import injection
 from harness.report.same_training import as_document, same_training, verdict_of
@@ -57,7 +58,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_comparison(parser: argparse.ArgumentParser) -> None:
     """Add what `compare` takes."""
-    parser.add_argument("--numbers", action="store_true", help="compare gradients and updates, not the structure")
+    alone = parser.add_mutually_exclusive_group()
+    alone.add_argument("--numbers", action="store_true", help="compare gradients and updates alone, by sketches")
+    alone.add_argument(
+        "--structure", action="store_true", help="compare the structure alone; default both, as recorded"
+    )
     add_noise_of(parser)
 
 
@@ -80,11 +85,14 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     found = {injection.NOISE: args.noise} if args.noise else {}
     if args.same_as is not None:
         load_recording(args.same_as)  # before the command trains to its end
-        files_of(args.same_as)
-    if args.after < 0:
-        raise BadInput(f"--after {args.after}: a step of A, from whose checkpoint the job went on")
-    if args.after and args.same_as is None:
-        raise BadInput("--after: name the recording of the job that was not interrupted by --same-as")
+        trusted = load_sketches(files_of(args.same_as)[0])
+        if args.rows and trusted is not None and not any(one.kind.startswith(BY_ROWS) for one in trusted.sketches):
+            raise BadInput(
+                f"--rows: {args.same_as} has no sketches of rows; record it with --rows {args.rows}, or leave it out"
+            )
+    elif args.after or args.noise_of:
+        raise BadInput(f"{'--after' if args.after else '--noise-of'}: name the trusted recording by --same-as")
+    check_after(args)
     if args.rows < 0:
         raise BadInput(f"--rows {args.rows}: a number of blocks, such as 16")
     if args.rows:
@@ -92,6 +100,12 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     if args.sharded:
         found[injection.SHARDED] = json.dumps(_declared(args))
     return found
+
+
+def check_after(args: argparse.Namespace) -> None:
+    """Raises BadInput for a step below 0."""
+    if args.after < 0:
+        raise BadInput(f"--after {args.after}: a step of A, from whose checkpoint the job went on")
 
 
 def _declared(args: argparse.Namespace) -> list[tuple[str, int, list[int], str]]:
@@ -111,21 +125,32 @@ def one_declared(text: str, dims: ParallelDims) -> tuple[str, int, list[int], st
     return pattern, int(dim), [coordinate(dims, rank)[axis] for rank in range(dims.world_size)], axis
 
 
-def command(args: argparse.Namespace, out: Path, _: object = None) -> int:
-    """Answer for what was just recorded."""
-    return answer_same_training(args, args.same_as, out)
+def about_numbers(first: Path, second: Path, *, noise_of: Path | None = None, after: int = 0) -> Shown:
+    """Return whether the second recording is the same training as the first.
+
+    noise_of: the recording of the first one's noise. Without it, the recording beside the first one is taken, if it is there.
+    Raises EvidenceError.
+    """
+    beside = Path(f"{first}{OF_A}")
+    noise = beside if noise_of is None and beside.is_dir() else noise_of
+    judged = judged_by(first, second, noise, after)
+    code = {Verdict.PASS: PASSED, Verdict.FAIL: BROKEN}.get(verdict_of(judged), NOT_JUDGED)
+    text = same_training(judged)
+    recorded_after = load_recording(second).after
+    if recorded_after != after:
+        text += f"\n\n{second} was recorded with --after {recorded_after}, and is compared here with --after {after}"
+    return Shown("same_training", lambda: as_document(judged), text, code)
 
 
-def is_judged_by(args: argparse.Namespace, other: Path) -> bool:
-    """Return whether numbers are compared, not structure: if requested now, or when the second was recorded."""
-    return bool(args.numbers or args.noise_of or args.after or started(other).get("same_as"))
+def both(numbers: Shown, recording: Shown) -> Shown:
+    """Return what is said of numbers and of the recording itself: what is worse comes first, and decides the exit code."""
+    code = worst([numbers.code, recording.code])
+    parts = [numbers, recording] if numbers.code == code else [recording, numbers]
+    verdict = {PASSED: Verdict.PASS, BROKEN: Verdict.FAIL}.get(code, Verdict.UNKNOWN)
 
+    def document() -> dict[str, Any]:
+        of_numbers = numbers.document()
+        judged = {"numbers": of_numbers["verdict"], "recording": recording.document()}
+        return of_numbers | {"verdict": verdict, **judged}
 
-def answer_same_training(args: argparse.Namespace, one: Path, other: Path) -> int:
-    """Say whether the second recording is the same training as the first. Raises EvidenceError."""
-    noise = args.noise_of
-    if noise is None and os.path.isdir(beside := f"{one}{OF_A}"):
-        noise = Path(beside)
-    found = judged_by(one, other, noise, args.after or started(other).get("after", 0))
-    answer(args, "same_training", lambda: as_document(found), same_training(found))
-    return {Verdict.PASS: PASSED, Verdict.FAIL: BROKEN}.get(verdict_of(found), NOT_JUDGED)
+    return Shown(numbers.kind, document, "\n\n".join(part.text for part in parts if part.text), code)

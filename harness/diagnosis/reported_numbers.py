@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from harness.checks.reported_numbers import VALIDATED, bound_of, distance, key, wanted
+from harness.checks.reported_numbers import REPEATED, VALIDATED, bound_of, distance, key, wanted
 from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, seen
 from harness.diagnosis.reported import Number as ByStep
 from harness.diagnosis.reported import Reported, norms, on_record, phrase
@@ -56,8 +56,11 @@ def wrong_numbers(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 def odd_numbers(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """State that a number is wrong where no meaning gives it."""
-    if CHECK in broken and broken[CHECK].findings[0].quantity == VALIDATED:
+    about = broken[CHECK].findings[0].quantity if CHECK in broken else ""
+    if about == VALIDATED:
         yield seen(broken, CHECK, "samples not held out", "the validation is of samples that were trained on")
+    elif about == REPEATED:
+        yield seen(broken, CHECK, "rows validated twice", "some rows of the validation count more than once")
     elif CHECK in broken:
         lacking = broken[CHECK].findings[0].observed is None
         fact = seen(broken, CHECK, "report lacking" if lacking else "wrong report", "a reported number is wrong")

@@ -6,12 +6,13 @@ A mesh may have thousands of ranks, and most parameters are on the same one: eac
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from harness.evidence.alike import lines_through
-from harness.evidence.keys import number, ranks_key
+from harness.evidence.keys import number, ranks_key, ranks_of
 from harness.evidence.recording import RankRecord
 from harness.evidence.records import RankEvidence, TensorEvidence
 
@@ -96,10 +97,48 @@ def copies(record: RankRecord) -> dict[str, dict[int, int]]:
                 copied[ranks].add(tensor.fqn)
     found: dict[str, dict[int, int]] = {}
     for ranks in sorted(cut.intersection(copied)):
-        of = copied[ranks]
-        told = {s.step: sorted((f, value) for f, value in s.digests.items() if f in of) for s in record.steps}
-        found[ranks] = {step: number(values) for step, values in told.items() if values}
+        found[ranks] = _contents(record, copied[ranks])
     return found
+
+
+def uncut(record: RankRecord) -> dict[str, dict[int, int]]:
+    """Return the contents by step of parameters that lie outside of a mesh over which DTensors cut others.
+
+    Under tensor parallelism these are norms that a trainer lays on the data ranks alone. Each rank of the group then holds all
+    of such a parameter, unless the trainer cut it by hand. So a key is a group and one of two kinds of parameters.
+    `drawn` did not begin as constants: ranks that cut them by hand began with other numbers.
+    `constant` lie in modules all of whose parameters began as constants; a layer that is cut by hand has a weight besides.
+    """
+    wrappers = record.evidence.structure.values()
+    left_alone = {fqn for wrapper in wrappers for fqn in wrapper.ignored}
+    of_wrappers = {ranks_key(tuple(sorted(ranks))) for w in wrappers for ranks in (w.shard_ranks, w.replicate_ranks)}
+    rank, parameters = record.evidence.rank, record.evidence.parameters
+    lines = {tensor.fqn: _lines(rank, tensor) for tensor in parameters}
+    cut_over = {ranks for line in lines.values() for kind, ranks in line if "Shard" in kind} - of_wrappers
+    constant = {fqn for step in record.steps for fqn in step.constant}
+    with_drawn = {fqn.rpartition(".")[0] for fqn in lines if fqn not in constant}
+    found: dict[str, dict[int, int]] = {}
+    for ranks in sorted(cut_over):
+        outside = [
+            tensor for tensor in parameters if tensor.fqn not in left_alone and _outside(tensor, ranks_of(ranks))
+        ]
+        drawn = {tensor.fqn for tensor in outside} - constant
+        alike = {tensor.fqn for tensor in outside if tensor.fqn.rpartition(".")[0] not in with_drawn}
+        for how, fqns in (("drawn", drawn), ("constant", alike)):
+            if fqns:
+                found[f"{ranks} {how}"] = _contents(record, fqns)
+    return found
+
+
+def _outside(tensor: TensorEvidence, ranks: Sequence[int]) -> bool:
+    """Return whether a mesh of the tensor's own, or none, lacks other ranks of a group."""
+    return tensor.mesh is None or not set(ranks) <= set(_looked_up(tensor.mesh)[1].flatten().tolist())
+
+
+def _contents(record: RankRecord, fqns: Collection[str]) -> dict[int, int]:
+    """Return by step one number for the bytes of these parameters."""
+    read = {step.step: sorted((fqn, step.digests[fqn]) for fqn in fqns if fqn in step.digests) for step in record.steps}
+    return {step: number(digests) for step, digests in read.items() if digests}
 
 
 def ignored(record: RankRecord) -> dict[str, dict[int, int]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from harness.evidence.alike import alike
-from harness.evidence.claimed import claimed_places, copies, ignored, placement_text, roles
+from harness.evidence.claimed import claimed_places, copies, ignored, placement_text, roles, uncut
 from harness.evidence.format import LATER
 from harness.evidence.keys import number, ranks_key
 from harness.evidence.recording import Beside, Fed, Last, RankRecord, Reached
@@ -199,6 +199,8 @@ class Summary:
     """Number of buffers of floating-point numbers."""
     samples: dict[int, tuple[int, ...]] = field(default_factory=dict, metadata=LATER)
     """Step -> digests of single samples, as in RankRecord."""
+    uncut: dict[str, dict[int, int]] = field(default_factory=dict, metadata=LATER)
+    """Group over which DTensors cut others, and how parameters began -> the contents by step, as in evidence.claimed.uncut."""
 
     @property
     def saw_a_step(self) -> bool:
@@ -224,6 +226,7 @@ def summary_of(record: RankRecord, *, places: bool = True) -> Summary:
         wrappers=dict(Counter(wrapper.kind for wrapper in evidence.structure.values())),
         roles=roles(evidence),
         copies=copies(record),
+        uncut=uncut(record),
         ignored=ignored(record),
         joined=evidence.joined,
         own_groups=evidence.own_groups,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -213,6 +214,30 @@ def trained_on_before(trial: Trial, step: int) -> tuple[int, int]:
     ended = len({*drawn}) < len(drawn) or len(drawn) >= trial.case.training.made_samples
     known = {reference.tokens[reference.sample_ids.index(one)].tobytes() for one in ([] if ended else {*drawn})}
     return sum(np.asarray(row, np.int64).tobytes() in known for row in rows), len(rows)
+
+
+def validated_twice(trial: Trial, step: int) -> dict[Place, tuple[int, int]]:
+    """Return, by share of a validation that has a row again, how many of its rows came before, and how many rows it has.
+
+    A row whose labels are all ignored counts for nothing. Raises NotOnRecord where the data may have a row twice.
+    """
+    found: dict[Place, tuple[int, int]] = {}
+    for share, batches in validated_on(trial, step).items():
+        rows = [
+            (row.tobytes(), valid.tobytes())
+            for tokens, labels in batches
+            for row, valid in zip(tokens, labels, strict=True)
+            if (valid != IGNORED).any()
+        ]
+        counts = Counter(rows)
+        if len({*counts.values()}) > 1:  # several validations of the same rows have each of them as often
+            found[share] = (len(rows) - len(counts), len(rows))
+    if found and trial.case.training.data is not None:
+        raise NotOnRecord(
+            "a share of the validation has a row twice, and whether the file has it twice is not on record"
+        )
+    most = trial.case.training.made_samples
+    return {share: counts for share, counts in found.items() if counts[1] <= most}
 
 
 def _each_once(trial: Trial, step: int, over: tuple[str, ...]) -> None:

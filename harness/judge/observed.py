@@ -149,6 +149,19 @@ def copied(summaries: Iterable[Summary]) -> list[list[Summary]]:
     return [family for family in found.values() if len(family) > 1]
 
 
+def uncut(summaries: Iterable[Summary]) -> list[list[Summary]]:
+    """Return, by group, its ranks with the contents of parameters that they do not cut over it, if they began alike."""
+    families: dict[str, list[Summary]] = defaultdict(list)
+    for summary in summaries:
+        for group, contents in summary.uncut.items():
+            families[group].append(replace(summary, contents=contents))
+    return [
+        family
+        for family in families.values()
+        if len(family) > 1 and 0 in family[0].contents and len({one.contents.get(0) for one in family}) == 1
+    ]
+
+
 def differing(families: Iterable[list[Summary]]) -> dict[int, list[tuple[list[int], list[int]]]]:
     """Return, by step, ranks that should hold the same: those that hold what most hold, and those that hold something else.
     What is there before the first step may be anything."""

@@ -47,6 +47,8 @@ class Recording:
     """Rank -> the exit code of its process, or minus the signal that ended it, where it was reported."""
     same_as: str = ""
     """Folder of the recording of the same training that judges its numbers, where one was named; empty where none was."""
+    after: int = 0
+    """Step of that recording from whose checkpoint this job went on; 0 if it began anew."""
     job: str = ""
     """Words that its processes have in common, such as a replica group's id."""
     provides: Provided = RECORDED
@@ -117,6 +119,7 @@ def load_recording(directory: Path) -> Recording:
         unreadable=unreadable,
         exits=_exits(directory, whole),
         same_as=told.get("same_as", "") if directory == whole else "",
+        after=told.get("after", 0) if directory == whole else 0,
         job=_job(directory),
         others=tuple(load_recording(folder) for folder in _folders(whole)[1:]) if directory == whole else (),
     )

@@ -59,6 +59,11 @@ def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", 
     return "\n".join(lines if whole else _cut(lines, recording, layout))
 
 
+def anomalies_text(recording: Recording) -> str:
+    """Return the page's title, and below it what is anomalous."""
+    return "\n".join([_title(recording), *table_of(odd(recording))])
+
+
 def _title(recording: Recording) -> str:
     left = f"{len(recording.summaries)} of {recording.world or '?'} ranks left evidence"
     several = f"job 1 of {1 + len(recording.others)}: " if recording.others else ""
@@ -295,8 +300,11 @@ def _reduced_again(summaries: Sequence[Summary]) -> Rows:
 
 def _not_judged(recording: Recording, with_layout: bool) -> str:
     """Say what judges the rest; only what was not named when the command was recorded."""
-    judges = f"are judged by `{shlex.join(['harness', 'compare', recording.same_as, str(recording.directory)])}`"
-    return NOT_JUDGED + (judges if recording.same_as else NEED) + ("" if with_layout else NO_LAYOUT)
+    if not recording.same_as:
+        return NOT_JUDGED + NEED + ("" if with_layout else NO_LAYOUT)
+    after = ["--after", str(recording.after)] if recording.after else []
+    compare = shlex.join(["harness", "compare", "--numbers", *after, recording.same_as, str(recording.directory)])
+    return f"{NOT_JUDGED}are judged by `{compare}`" + ("" if with_layout else NO_LAYOUT)
 
 
 def _not_compared(summaries: Sequence[Summary]) -> str:

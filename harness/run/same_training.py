@@ -16,9 +16,14 @@ from harness.judge.sketched import Numbers, added_up
 from harness.judge.stored_recording import load_recording, recorder_failed, started
 
 
+def sketch_files(directory: Path) -> list[Path]:
+    """Return where ranks left numbers, in the order of ranks."""
+    return sorted((directory / "ranks").glob("rank_*.sketches"))
+
+
 def files_of(directory: Path) -> list[Path]:
     """Return where ranks left numbers. Raises EvidenceError where none did, or the first one's cannot be read."""
-    files = sorted((directory / "ranks").glob("rank_*.sketches"))
+    files = sketch_files(directory)
     if not files:
         raise EvidenceError(
             f"{directory}: no numbers were recorded; `harness record -o {directory} -- COMMAND` records them, of a command"

@@ -252,6 +252,25 @@ def test_samples_that_were_trained_on_are_not_held_out() -> None:
     assert not [one for one in judged("reported_numbers", later).findings if one.quantity == "validation"]
 
 
+@pytest.mark.parametrize(
+    ("rows", "masked", "found"),
+    [
+        ([-1, -2, -1], (), [((0,), 2, 1), ((1,), 2, 1)]),
+        ([-1, -2, -1], (2,), []),  # padding that counts for nothing
+        ([-1, -2, -1, -2], (), []),  # two validations of the same rows
+    ],
+)
+def test_a_row_that_counts_twice_in_a_share_is_found(rows: list[int], masked: tuple[int, ...], found: Any) -> None:
+    trial = trial_of(tiny_case("ddp_2", validate_every=2))
+    tokens, labels = trial.reference.tokens[rows], trial.reference.labels[rows].copy()
+    labels[[*masked]] = -100
+    for rank in trial.ranks:
+        shown = {"n": Number(5.0, of="validation loss", tokens=tokens, labels=labels)}
+        trial = with_step(trial, rank, 2, numbers=shown)
+    twice = [one for one in judged("reported_numbers", trial).findings if one.quantity == "repeated rows of the validation"]
+    assert [(one.ranks, one.step, one.observed) for one in twice] == found
+
+
 def test_a_validation_of_the_same_samples_on_all_shares_is_unknown_unless_each_has_its_own_loss() -> None:
     trial = validating(slice(-1, None))
     number = trial.ranks[0].steps[1].numbers["n"]

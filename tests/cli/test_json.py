@@ -235,8 +235,13 @@ def test_two_recordings_of_one_training(tmp_path: Path, answer: Answer) -> None:
         )
         save_sketches(sketch_file(tmp_path / name, 0), left)
         (tmp_path / name / "recording.json").write_text(json.dumps({"code": 0, "same_as": "one"}))
-    code, said = answer("same_training", "compare", str(tmp_path / "one"), str(tmp_path / "other"))
+    folders = (str(tmp_path / "one"), str(tmp_path / "other"))
+    code, said = answer("same_training", "compare", "--numbers", *folders)
     assert (code, said["verdict"], said["cause"]["kind"]) == (1, "FAIL", "gradients scaled")
+    code, said = answer("comparison", "compare", *folders)
+    assert (code, said["of"], said["numbers"]["verdict"]) == (1, "structure", "FAIL")
+    code, said = answer("comparison", "compare", "--structure", *folders)
+    assert (code, "numbers" in said) == (2, False)  # no rank left a record of structure
 
 
 def test_layouts_that_fit(answer: Answer) -> None:

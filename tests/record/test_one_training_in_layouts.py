@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from json_documents import valid
 
 from harness.cli import main
 
@@ -30,7 +31,7 @@ def recorded(trusted: Path, out: Path, capsys: pytest.CaptureFixture[str], ranks
     job = [*TORCHRUN, str(ranks), SCRIPT, "--clip", "0.5", *words]
     code = main(["record", "--same-as", str(trusted), "-o", str(out), "--", *job])
     capsys.readouterr()
-    assert main(["compare", "--json", str(trusted), str(out)]) == code
+    assert main(["compare", "--numbers", "--json", str(trusted), str(out)]) == code
     return json.loads(capsys.readouterr().out) | {"exit": code}
 
 
@@ -42,6 +43,23 @@ def test_the_same_training_in_another_layout_passes(
     assert (found["verdict"], found["exit"], found["steps"], found["parameters"]) == ("PASS", 0, [1, 2, 3], 16)
     assert {result["verdict"] for result in found["results"]} == {"PASS"}
     assert "float32" in found["bounds"]
+
+
+def test_a_layout_beside_the_trusted_recording_is_judged_too(
+    trusted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It asks for HSDP and runs FSDP over all ranks, which no number shows."""
+    out, job = str(tmp_path / "hsdp"), [*TORCHRUN, "4", SCRIPT, "--clip", "0.5", "--layout", "fsdp2"]
+    options = ["--json", "--same-as", str(trusted), "--layout", "dp_replicate=2,dp_shard=2"]
+    code = main(["record", *options, "-o", out, "--", *job])
+    document = valid(capsys.readouterr().out, "same_training")
+    judged = document["recording"]
+    assert (code, document["verdict"], document["numbers"], judged["verdict"]) == (1, "FAIL", "PASS", "FAIL")
+    assert judged["diagnosis"]["kind"] == "hsdp ran as fsdp"
+    assert main(["compare", "--json", str(trusted), out]) == 1
+    compared = valid(capsys.readouterr().out, "comparison")
+    assert compared["numbers"]["verdict"] == "PASS"
+    assert compared["differences"]
 
 
 @pytest.mark.parametrize(

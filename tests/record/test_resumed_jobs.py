@@ -50,7 +50,7 @@ def resumed(by: Straight, out: Path, capsys: pytest.CaptureFixture[str], *job: s
     told = ["--resume", "--checkpoint", str(by.checkpoint), "--forget", forget]
     code = main(["record", "--same-as", str(by.out), "--after", "2", "-o", str(out), "--", *job, *told])
     capsys.readouterr()
-    assert main(["compare", "--json", str(by.out), str(out)]) == code
+    assert main(["compare", "--numbers", "--after", "2", "--json", str(by.out), str(out)]) == code
     return json.loads(capsys.readouterr().out) | {"exit": code}
 
 
@@ -86,7 +86,8 @@ def test_a_recorder_that_failed_in_either_job_proves_nothing(
     file = record_file(tmp_path / "out", 0)
     record = replace(load_record(file), failed=("the recorder itself raised KeyError()",))
     save_record(file, summary_of(record), record)
-    assert main(["compare", "--json", str(of_one_rank.out), str(tmp_path / "out")]) == 2
+    words = ["compare", "--numbers", "--after", "2", "--json", str(of_one_rank.out), str(tmp_path / "out")]
+    assert main(words) == 2
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "UNKNOWN" and "KeyError()" in found["unproven"]
 

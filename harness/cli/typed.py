@@ -1,0 +1,30 @@
+"""Which options a person typed: a command refuses those that would have no effect."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+KINDS_OF_ACTION = (None, "store", "store_true", "append")
+"""argparse's names of what options do here; None is its name for the usual one."""
+
+
+def remember_typed(parser: argparse.ArgumentParser) -> None:
+    """Let the parser's options note in `args.typed` that they were typed, each by its longest spelling."""
+    for kind in KINDS_OF_ACTION:
+        parser.register("action", kind, _remembering(parser._registry_get("action", kind)))
+
+
+def _remembering(action: type[argparse.Action]) -> type[argparse.Action]:
+    class Remembering(action):  # type: ignore[valid-type, misc]
+        def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+            super().__call__(parser, namespace, values, option_string)
+            if option_string is not None:
+                namespace.typed = (*typed_options(namespace), max(self.option_strings, key=len))
+
+    return Remembering
+
+
+def typed_options(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the options that were typed, in their order. A default is none, and a value that equals it is one."""
+    return getattr(args, "typed", ())
