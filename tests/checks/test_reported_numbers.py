@@ -267,7 +267,9 @@ def test_a_row_that_counts_twice_in_a_share_is_found(rows: list[int], masked: tu
     for rank in trial.ranks:
         shown = {"n": Number(5.0, of="validation loss", tokens=tokens, labels=labels)}
         trial = with_step(trial, rank, 2, numbers=shown)
-    twice = [one for one in judged("reported_numbers", trial).findings if one.quantity == "repeated rows of the validation"]
+    twice = [
+        one for one in judged("reported_numbers", trial).findings if one.quantity == "repeated rows of the validation"
+    ]
     assert [(one.ranks, one.step, one.observed) for one in twice] == found
 
 
