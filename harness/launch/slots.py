@@ -3,18 +3,18 @@
 A slot is a file in one folder; it is taken while a process holds a shared lock on it. Such are the harness that took it, each
 rank that runs on it, what such a rank forked. So it is free when all these are dead, however they died, and not before.
 
-Launches that take slots hold the gate, one at a time, until they have all that they want. So two cannot have half each, and a
-launch of many ranks is not overtaken by launches of few that come later.
+Launches take slots in the gate, one at a time, and all that they want at once. So two cannot have half each. Launches of few
+ranks may pass one of many, but not without end (waiting.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import os
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,6 +26,7 @@ from harness.evidence.text import visible
 from harness.launch.job import Job, LaunchError
 from harness.launch.machine import core_slots, gpus
 from harness.launch.process import is_stopped
+from harness.launch.waiting import may_start, ticket
 
 HELD = "HARNESS_HELD_SLOTS"  # in the environment of a rank: the files of the slots it runs on
 FOLDER = "HARNESS_SLOTS_FOLDER"
@@ -72,33 +73,37 @@ class Pool:
 
     def _take(self, wanted: int, held: ExitStack) -> Taken:
         """All at once or none: who waits holds no slot, so that one that is stopped meanwhile keeps none from others."""
-        began = time.monotonic()
-        with standing_in(self.folder / "gate"):
+        since = time.monotonic()
+        with ExitStack() as waiting:
+            with self._gate():
+                own = waiting.enter_context(ticket(self.folder / ("waiting_gpus" if self.gpus else "waiting"), wanted))
             while True:
-                with ExitStack() as tried:
-                    free = (name for name in self.slots if self._is_mine(name, tried))
-                    found = list(itertools.islice(free, wanted))
-                    if len(found) == wanted:
-                        held.enter_context(tried.pop_all())
-                        break
+                with self._gate(), ExitStack() as tried:
+                    free = self._free(tried)
+                    if may_start(own, len(free)):
+                        taken = dict(list(free.items())[:wanted])
+                        if all(map(_keeps, taken.values())):
+                            for file in taken.values():
+                                held.enter_context(os.fdopen(os.dup(file.fileno())))
+                            return Taken(tuple(taken), tuple(self.folder / name for name in taken), self.gpus)
                 time.sleep(POLL)
-                began = self._say_who(wanted, found, began)
-        return Taken(tuple(found), tuple(self.folder / name for name in found), self.gpus)
+                since = self._say_who(wanted, list(free), since)
 
-    def _is_mine(self, name: str, held: ExitStack) -> bool:
-        """Return whether the slot was free and is taken: the first lock shows it. Between the two locks it may be lost."""
-        file = open(self.folder / name, "a+", encoding="utf-8")  # noqa: SIM115 - held while the caller works
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)
-            file.write(own_words())
-            file.flush()
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            return False
-        held.enter_context(file)
-        return True
+    @contextmanager
+    def _gate(self) -> Iterator[None]:
+        """One thread of one process at a time."""
+        with _of_this_process, standing_in(self.folder / "gate"):
+            yield
+
+    def _free(self, tried: ExitStack) -> dict[str, IO[str]]:
+        """Return the slots that nobody holds, each with its file, which is locked until `tried` ends."""
+        free: dict[str, IO[str]] = {}
+        for name in self.slots:
+            file = tried.enter_context(open(self.folder / name, "a+", encoding="utf-8"))  # noqa: SIM115 - a stack closes it
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                free[name] = file
+        return free
 
     def _say_who(self, wanted: int, found: Sequence[str], since: float) -> float:
         """Once in PATIENCE, if others than this process hold what is waited for."""
@@ -112,6 +117,22 @@ class Pool:
                 visible(f"harness: waits for {wanted - len(found)} of {wanted} slots, held by {told}"), file=sys.stderr
             )
         return time.monotonic()
+
+
+_of_this_process = threading.Lock()
+"""Held by the thread that stands in the gate, or tries to."""
+
+
+def _keeps(file: IO[str]) -> bool:
+    """Write in a slot's file who holds it, and share its lock with ranks. Return whether nobody else came between."""
+    file.truncate(0)
+    file.write(own_words())
+    file.flush()
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def own_words() -> str:

@@ -22,6 +22,7 @@ from harness import ROOT
 from harness.launch import Job, LaunchError, Pool, launch, machine, slots
 from harness.launch.process import is_stopped
 from harness.launch.slots import FOLDER, HELD, hold_mine, ranks_here
+from harness.launch.waiting import OVERTAKEN_AT_MOST
 
 needs_other_user = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 EIGHT = tuple(f"GPU-{number}" for number in range(8))
@@ -134,24 +135,67 @@ def test_takers_of_many_sizes_all_get_theirs_and_no_slot_is_had_twice(pool: Pool
     assert (len(most), max(most)) == (120, 1)
 
 
-def test_a_launch_of_many_ranks_is_not_overtaken_by_later_ones_of_few(pool: Pool) -> None:
+def waiting(pool: Pool) -> list[str]:
+    """What is written on the tickets of those that wait: pid, slots wanted, how often they were overtaken."""
+    return [path.read_text() for path in sorted(pool.folder.glob("waiting_gpus/*"))]
+
+
+def test_a_launch_of_many_ranks_is_overtaken_by_so_many_later_ones_of_few_and_by_no_more(pool: Pool) -> None:
     order: list[int] = []
 
     def take(wanted: int) -> None:
         with pool.taken(wanted):
             order.append(wanted)
 
+    more = 3
     with pool.taken(1):
         wide = threading.Thread(target=take, args=(8,))
         wide.start()
-        eventually(lambda: is_locked(pool.folder / "gate"))
-        narrow = [threading.Thread(target=take, args=(1,)) for _ in range(5)]
+        eventually(lambda: len(waiting(pool)) == 1)
+        narrow = [threading.Thread(target=take, args=(1,)) for _ in range(OVERTAKEN_AT_MOST + more)]
         for thread in narrow:
             thread.start()
-        assert order == []
+        eventually(lambda: len(order) == OVERTAKEN_AT_MOST)
+        eventually(lambda: len(waiting(pool)) == 1 + more)
+        assert waiting(pool)[0] == f"{os.getpid()} 8 {OVERTAKEN_AT_MOST}"
+        assert order == [1] * OVERTAKEN_AT_MOST
     for thread in (wide, *narrow):
         thread.join()
-    assert order == [8, 1, 1, 1, 1, 1]
+    assert order == [*[1] * OVERTAKEN_AT_MOST, 8, *[1] * more]
+    assert waiting(pool) == []
+
+
+def test_among_launches_that_could_start_the_first_that_came_starts_first(pool: Pool) -> None:
+    order: list[int] = []
+
+    def take(number: int, wanted: int) -> None:
+        with pool.taken(wanted):
+            order.append(number)
+
+    with pool.taken(8):
+        threads = []
+        for number in range(5):
+            threads.append(threading.Thread(target=take, args=(number, 5)))
+            threads[-1].start()
+            eventually(lambda number=number: len(waiting(pool)) == number + 1)
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_one_that_waited_and_was_killed_bars_nobody(pool: Pool) -> None:
+    code = (
+        "from pathlib import Path; from harness.launch import Pool\n"
+        "print('waits', flush=True)\n"
+        f"with Pool(Path({str(pool.folder)!r}), {EIGHT}, True).taken(8): pass"
+    )
+    with pool.taken(1):
+        with other_process(code):
+            eventually(lambda: len(waiting(pool)) == 1)
+            (ticket,) = pool.folder.glob("waiting_gpus/*")
+            ticket.write_text(ticket.read_text().rpartition(" ")[0] + f" {OVERTAKEN_AT_MOST}")
+            assert not free(pool, 1)
+        eventually(lambda: free(pool, 1))
 
 
 def test_two_takers_get_disjoint_slots_though_one_sees_only_some_of_the_gpus(pool: Pool) -> None:
@@ -181,7 +225,7 @@ def test_a_waiter_that_is_stopped_blocks_nobody(pool: Pool) -> None:
         f"with Pool(Path({str(pool.folder)!r}), {EIGHT}, True).taken(8): print('has them', flush=True)"
     )
     with pool.taken(1), other_process(code) as waiter:
-        eventually(lambda: (pool.folder / "gate").read_text().partition(" ")[0] == str(waiter.pid))
+        eventually(lambda: [text.split()[0] for text in waiting(pool)] == [str(waiter.pid)])
         waiter.send_signal(signal.SIGSTOP)
         eventually(lambda: is_stopped(waiter.pid))
         with pool.taken(7):
