@@ -34,6 +34,7 @@ from harness.judge.traffic import (
 )
 from harness.judge.trial import Trial
 from harness.judge.units_seen import untold_units
+from harness.judge.unsettled import settling_bytes
 from harness.plan.slices import BYTES
 from harness.plan.traffic.flow import OUTSIDE, TIED
 from harness.plan.traffic.muon import MATRICES
@@ -160,6 +161,8 @@ def _of_buffers(trial: Trial, rank: int, wanted: dict[Key, int], seen: dict[Key,
 def _outside(trial: Trial, rank: int, step: int, inside: int) -> list[Finding]:
     """inside: bytes that may move there or in a pass, and moved in a pass."""
     seen, allowed = observed_outside(trial.ranks[rank], step), _allowed(trial, rank)
+    for key, size in settling_bytes(trial, rank, step).items():
+        allowed[key] = allowed.get(key, 0) + size
     moved = sum(max(count - allowed.get(key, 0), 0) for key, count in seen.items())
     most = trial.plan.outside_bytes[rank] + sum(planned_outside(trial, rank, step).values()) - inside
     if moved <= most:
