@@ -173,6 +173,7 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
 
 BUCKET, RECOMPUTATIONS = "largest bucket reduced", "recomputations"
 REDUCED = "dtype of reduced gradients"
+UNEVEN = "matmuls in forward"  # which are not those of alike blocks and of the output
 LACKING = "matmuls in backward"  # fewer than what was multiplied in forward needs
 RECOMPUTED, DTYPE = "matmuls in backward beyond planned gradients", "matmuls' dtype"
 
@@ -188,8 +189,8 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     yield expect(DTYPE, wanted, " and ".join(sorted(forward | backward)) or None, note=note)
     again, outputs = products_again(trial, rank, step), output_layer.applied(trial, rank)
     if again is None:
-        wanted = f"equally many in every block, and {outputs} of the output (trait loss_chunks)"
-        yield expect("matmuls in forward", wanted, forward.total())
+        wanted = f"equally many in every block, and {outputs} of the output"
+        yield expect(UNEVEN, wanted, forward.total())
     else:
         frozen = products_left_out(trial.case, layers_of(trial, rank), outputs=outputs // trial.case.passes)
         seen = backward.total() - 2 * forward.total() + frozen

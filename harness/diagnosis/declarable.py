@@ -7,29 +7,65 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from harness.checks import all_checks, features, memory, run_check, traffic
+from harness.diagnosis.assume import another_case
 from harness.diagnosis.words import Broken
+from harness.evidence.step import Call
 from harness.evidence.text import ranks_text
+from harness.judge import output_layer
 from harness.judge.finding import Finding, Limit
 from harness.judge.result import Lines
 from harness.judge.traffic import INSIDE, axis_of, observed, observed_outside
 from harness.judge.trial import Trial
 from harness.plan.traffic.flow import OUTSIDE, Flow
+from harness.spec import allowance, declared_traits
 from harness.spec.allowance import ELSEWHERE, Allowance
+from harness.spec.case import Case
 
 LABEL, LEFT = "if intended", "failing then"
+WHERE = "a key of the case, or of `defaults` in its file"
 WHY = "WHY"  # the reason, which only the author of the line knows
+Declared = Allowance | tuple[str, Any]
+"""An allowance, or a trait with its value."""
 
 
-def lines(trial: Trial, check: str, allowances: Iterable[Allowance]) -> Lines:
-    """The lines to declare, and the first finding of the check that is left with them."""
-    found = tuple(allowances)
+def lines(trial: Trial, check: str, declared: Iterable[Declared]) -> Lines:
+    """Return the YAML to declare, with what the case declares already, and the check's first finding that is left with it."""
+    found = tuple(declared)
     if not found:
         return ()
-    allowed = replace(trial, case=replace(trial.case, allow=(*trial.case.allow, *found)))
-    left = run_check(check, all_checks()[check].check, allowed).findings
-    return (*((LABEL, one.line) for one in found), *((LEFT, one) for one in left[:1]))
+    case = with_declarations(trial.case, found)
+    left = run_check(check, all_checks()[check].check, as_declared(trial, case)).findings
+    return (*declared_lines(trial.case, found), *((LEFT, one) for one in left[:1]))
+
+
+def declared_lines(case: Case, declared: Iterable[Declared]) -> Lines:
+    """Return the YAML that declares these, with what the case declares already, and where it stands."""
+    then = with_declarations(case, declared)
+    texts = [allowance.declaration(then.allow)] if then.allow != case.allow else []
+    texts += [declared_traits.declaration(then.traits)] if then.traits != case.traits else []
+    return (*((LABEL, text) for text in texts), ("", WHERE))
+
+
+def with_declarations(case: Case, declared: Iterable[Declared]) -> Case:
+    """Return the case that declares these in addition. Raise ValueError for traits that exclude each other."""
+    allow, traits = list(case.allow), dict(case.traits)
+    for one in declared:
+        if isinstance(one, Allowance):
+            allow.append(one)
+        else:
+            traits[one[0]] = one[1]
+    return replace(case, allow=tuple(allow), traits=declared_traits.checked(traits))
+
+
+def as_declared(trial: Trial, case: Case) -> Trial:
+    """Return the trial of this case, which declares other allowances and traits."""
+    if case.traits == trial.case.traits:
+        return replace(trial, case=case)
+    traits = declared_traits.with_declared(case, trial.traits)
+    return another_case(replace(trial, plan=replace(trial.plan, traits=traits)), case)
 
 
 def graphs(trial: Trial) -> Iterator[Allowance]:
@@ -38,6 +74,48 @@ def graphs(trial: Trial) -> Iterator[Allowance]:
         yield Allowance(
             "compiled", graphs=max(one.compiler.get("graphs", 0) for one in trial.ranks.values()), reason=WHY
         )
+
+
+def attention(trial: Trial) -> Iterator[Declared]:
+    """Yield that attention may be anything, where the adapter says that it is one kernel and no rank called that."""
+    called = any(step.activity.attention.get(features.FUSED) for _, step in trial.own_steps())
+    if trial.traits.attention and not called:
+        yield "attention", None
+
+
+MATMULS_OF_A_BLOCK = (7, 6, 5, 4)
+"""Of a block whose matrices are all apart, with w1 and w3 in one, with wq, wk and wv in one, and with both."""
+MOST_CHUNKS = 64
+
+
+def projections(trial: Trial) -> Iterator[Declared]:
+    """Yield in how many chunks forward multiplies by the output's weight, where all but that are the matmuls of blocks."""
+    rank = next((rank for rank in trial.last_stages()), None)
+    if rank is None or trial.case.model.lora is not None:
+        return
+    total = features.matmuls(trial.ranks[rank].steps[0], "forward").total()
+    blocks = trial.case.passes * len(features.layers_of(trial, rank))
+    for each in MATMULS_OF_A_BLOCK:
+        chunks, rest = divmod(total - each * blocks, trial.case.passes)
+        if 1 < chunks <= MOST_CHUNKS and not rest:
+            yield "loss_chunks", chunks
+            yield "loss_in_forward", True
+            return
+
+
+def output_calls(trial: Trial) -> Iterator[Declared]:
+    """Yield the traits of an output layer that forward calls for each chunk of a loss, or that backward calls again."""
+    rank = next((rank for rank in trial.last_stages()), None)
+    if rank is None:
+        return
+    calls = trial.ranks[rank].steps[0].activity.calls
+    forward, again = (calls.get(Call(phase, output_layer.OUTPUT), 0) for phase in ("forward", "backward"))
+    chunks, rest = divmod(forward, trial.case.passes)
+    if chunks > 1 and not rest and chunks != trial.traits.loss_chunks:
+        yield "loss_chunks", chunks
+        yield "loss_in_forward", True
+    if again and not trial.traits.recomputes_output:
+        yield "recomputes_output", True
 
 
 def hooks(trial: Trial) -> Iterator[Allowance]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from harness.checks import all_checks, run_check
+from harness.diagnosis import declarable
 from harness.diagnosis.assume import another_case, another_recipe
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.layouts import other_layouts
@@ -125,6 +126,8 @@ class Neighbour:
             now, then = (vars(one.features) for one in (trial.case, self.case(trial.case)))
             meant = ", ".join(f"{name}: {json.dumps(value)}" for name, value in then.items() if value != now[name])
             more = (("if that is meant", f"case: features: {{{meant}}}"),)
+        if trait:
+            more = declarable.declared_lines(trial.case, self._of("traits").items())
         claimed = OBSERVED in self.values.values()  # which is fitted to what is seen
         return Hypothesis(cause, self.assume, len(self.values) + trait + claimed, (*lines, *more))
 
