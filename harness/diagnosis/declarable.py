@@ -1,10 +1,12 @@
 """What of a failure a trainer may do by choice, as the line that declares it.
 
-No line is printed for traffic inside of forward and backward: HSDP that runs as FSDP moves other bytes there, too.
+For traffic inside of forward and backward a line is printed only where more than planned is moved, over axes of the plan, and
+nothing else fails: HSDP that runs as FSDP moves other bytes there, too.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +16,7 @@ from harness.diagnosis.assume import another_case
 from harness.diagnosis.words import Broken
 from harness.evidence.step import Call
 from harness.evidence.text import ranks_text
-from harness.judge import output_layer
+from harness.judge import output_layer, saved_hooks
 from harness.judge.finding import Finding, Limit
 from harness.judge.result import Lines
 from harness.judge.traffic import INSIDE, axis_of, observed, observed_outside
@@ -23,6 +25,7 @@ from harness.plan.traffic.flow import OUTSIDE, Flow
 from harness.spec import allowance, declared_traits
 from harness.spec.allowance import ELSEWHERE, Allowance
 from harness.spec.case import Case
+from harness.spec.features import Features
 
 LABEL, LEFT = "if intended", "failing then"
 WHERE = "a key of the case, or of `defaults` in its file"
@@ -66,6 +69,13 @@ def as_declared(trial: Trial, case: Case) -> Trial:
         return replace(trial, case=case)
     traits = declared_traits.with_declared(case, trial.traits)
     return another_case(replace(trial, plan=replace(trial.plan, traits=traits)), case)
+
+
+def feature_lines(case: Case) -> Lines:
+    """Return the YAML of all features that the case requests, and where it stands."""
+    usual = vars(Features())
+    requested = (f"{name}: {json.dumps(value)}" for name, value in vars(case.features).items() if value != usual[name])
+    return ((LABEL, f"features: {{{', '.join(requested)}}}"), ("", WHERE))
 
 
 def graphs(trial: Trial) -> Iterator[Allowance]:
@@ -119,7 +129,7 @@ def output_calls(trial: Trial) -> Iterator[Declared]:
 
 
 def hooks(trial: Trial) -> Iterator[Allowance]:
-    names = {name for _, step in trial.own_steps() for name in features.foreign_hooks(trial, step)}
+    names = {name for _, step in trial.own_steps() for name in saved_hooks.foreign_hooks(trial, step)}
     yield from (Allowance("hooks", name=name, reason=WHY) for name in sorted(names))
 
 
@@ -167,6 +177,30 @@ def moved(trial: Trial, finding: Finding) -> Iterator[Allowance]:
     unusual = {key: size for key, size in most.items() if key[0] != "all_reduce"} or most
     for (op, axis), size in sorted(unusual.items()):
         yield Allowance("moved", size - planned, WHY, op=op, phase=ELSEWHERE, axis=axis)
+
+
+def moved_inside(trial: Trial, broken: Broken) -> Lines:
+    """Return the line for collectives of passes that move more than planned; nothing if anything else fails."""
+    if {*broken} != {"traffic"}:
+        return ()
+    findings = broken["traffic"].findings
+    most = dict[tuple[str, str, str], int]()
+    for finding in findings:
+        more = _surplus(finding)
+        if more <= 0 or not finding.axis or finding.phase not in INSIDE:
+            return ()
+        key = (finding.name, finding.phase, finding.axis)
+        most[key] = max(most.get(key, 0), more)
+    allowances = [
+        Allowance("moved", more, WHY, op=op, phase=phase, axis=axis) for (op, phase, axis), more in sorted(most.items())
+    ]
+    return lines(trial, "traffic", allowances)
+
+
+def _surplus(finding: Finding) -> int:
+    """Return the bytes that were moved more than planned; 0 for any other finding."""
+    known = isinstance(finding.expected, int) and isinstance(finding.observed, int) and finding.unit == "bytes"
+    return finding.observed - finding.expected if known else 0  # type: ignore[operator, return-value]
 
 
 # ---- gradients that a trainer reduces itself, without a wrapper

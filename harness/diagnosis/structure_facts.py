@@ -16,7 +16,7 @@ from harness.diagnosis import declarable
 from harness.diagnosis.differences import OF_GRADIENTS, seen_gradients
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, stated
 from harness.diagnosis.words import extent, traffic_lines
-from harness.judge import compiled_code, output_layer, policies, tolerance
+from harness.judge import compiled_code, output_layer, policies, saved_hooks, tolerance
 from harness.judge.contents import take
 from harness.judge.finding import Finding
 from harness.judge.result import Cause, Lines
@@ -102,7 +102,7 @@ TABLE = (
     *(Row("features", ODD, quantity) for quantity in (features.RECOMPUTATIONS, features.RECOMPUTED)),
     Row("features", ODD, features.ATTENDED_AGAIN),
     Row("features", ODD, compiled_code.RECOMPILED),
-    Row("features", ODD, features.HOOKS, declares=declarable.hooks),
+    Row("features", ODD, saved_hooks.HOOKS, declares=declarable.hooks),
     Row("features", ODD, features.BESIDES, declares=declarable.matmuls),
     Row("features", ODD, features.ATTENDED, unless=("loss", "samples"), declares=declarable.attention),
     Row("features", ODD, features.UNEVEN, unless=("loss", "samples"), declares=declarable.projections),
