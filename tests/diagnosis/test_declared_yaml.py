@@ -15,10 +15,11 @@ from literal_ranks import APART
 from harness.checks import judge
 from harness.diagnosis import diagnose
 from harness.diagnosis.declarable import LABEL, as_declared
-from harness.evidence.records import HeldTensor
+from harness.evidence.records import Collective, HeldTensor
 from harness.evidence.step import Attention, Call, Matmul, SavedTensorsHook
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
+from harness.plan.make_plan import make_plan
 from harness.spec.allowance import Allowance
 from harness.spec.case import to_json
 from harness.spec.loading import from_json
@@ -105,3 +106,57 @@ def test_attention_that_is_one_kernel_in_some_layers_only_is_not_answered_with_a
     diagnosis = diagnose(trial, judge(trial))
     assert diagnosis is not None
     assert not [text for label, text in diagnosis.evidence if label == LABEL]
+
+
+# ---- traffic
+
+
+def moving_more(op: str, phase: str, by: int) -> Trial:
+    trial = trial_of(tiny_case("tp_2", sequence_parallel=False))
+    for rank, evidence in trial.ranks.items():
+        first = next(call for call in evidence.collectives if (call.op, call.phase, call.step) == (op, phase, 2))
+        more = replace(first, bytes=by)
+        trial = with_rank(trial, rank, collectives=(*evidence.collectives, more))
+    return trial
+
+
+def printed(trial: Trial) -> list[str]:
+    diagnosis = diagnose(trial, judge(trial))
+    assert diagnosis is not None
+    return [text for label, text in diagnosis.evidence if label == LABEL]
+
+
+def test_sums_over_tp_beyond_the_plan_are_answered_with_the_line_where_nothing_else_fails():
+    trial = moving_more("all_reduce", "backward", 1024)
+    (line,) = printed(trial)
+    (entry,) = yaml.safe_load(line)["allow"]
+    wanted = {"what": "moved", "op": "all_reduce", "phase": "backward", "axis": "tp", "bytes": 1024}
+    assert {key: entry[key] for key in wanted} == wanted
+    assert judged("traffic", pasted(trial, line)).verdict is Verdict.PASS
+    assert judged("traffic", pasted(moving_more("all_reduce", "backward", 1032), line)).verdict is Verdict.FAIL
+
+
+def test_no_line_is_printed_for_sums_that_lack():
+    trial = trial_of(tiny_case("tp_2", sequence_parallel=False))
+    for rank, evidence in trial.ranks.items():
+        kept = tuple(call for call in evidence.collectives if (call.op, call.phase) != ("all_reduce", "backward"))
+        trial = with_rank(trial, rank, collectives=kept)
+    assert printed(trial) == []
+
+
+def test_a_forward_pass_that_gathers_for_the_first_microbatch_alone_is_answered_with_the_trait():
+    case = tiny_case("fsdp_2", accumulation=2)
+    trial = trial_of(case)
+    kept = make_plan(case, replace(trial.traits, keeps_over_accumulation=True)).flows
+    gathered = {rank: kept[rank][0].bytes for rank in trial.ranks}
+    for rank, evidence in trial.ranks.items():
+        calls, seen = list[Collective](), dict[int, int]()
+        for call in evidence.collectives:
+            if (call.op, call.phase) == ("all_gather", "forward"):
+                call = replace(call, bytes=min(call.bytes, gathered[rank] - seen.get(call.step, 0)))
+                seen[call.step] = seen.get(call.step, 0) + call.bytes
+            calls.append(call)
+        trial = with_rank(trial, rank, collectives=tuple(calls))
+    (line,) = printed(trial)
+    assert yaml.safe_load(line) == {"traits": {"keeps_over_accumulation": True}}
+    assert judged("traffic", pasted(trial, line)).verdict is Verdict.PASS
