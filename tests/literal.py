@@ -121,7 +121,6 @@ def cause_of(found: Diagnosis | None) -> str:
         "also seen",
         "if intended",
         "groups",
-        "if that is meant",
         "loss, gradients",
         "not diagnosed",
         "not seen",

@@ -201,3 +201,22 @@ def seen_from_outside(options: dict[str, Any]) -> None:
             "patched": torch.nn.functional.cross_entropy.__module__,
         },
     )
+
+
+def partial_gradient(options: dict[str, Any]) -> None:
+    """A weight that is whole on both tp ranks, and a table that each has half of; each rank's loss is its part of a sum."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    from harness.probe.unsettled import unsettled_gradients
+
+    _join()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    weight = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    table = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+    inputs = DTensor.from_local(torch.full((1, 4), _rank() + 1.0), mesh, [Shard(0)])
+    (inputs * weight).sum().backward()
+    table.grad = DTensor.from_local(torch.ones(4, 2), mesh, [Replicate()])
+    found = unsettled_gradients([("weight", weight), ("table", table), ("none", torch.nn.Parameter(torch.ones(2)))])
+    values = weight.grad.to_local().tolist()
+    _leave(options, [{fqn: dataclasses.asdict(lies) for fqn, lies in found.items()}, values])

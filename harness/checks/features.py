@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from harness.evidence.step import Attention, QuantizedMatmul, StepEvidence
-from harness.judge import compiled_code, output_layer, policies
+from harness.judge import adapters, compiled_code, output_layer, policies, saved_hooks
 from harness.judge.finding import Finding, Limit, Value
 from harness.judge.received_samples import sizes_wanted
 from harness.judge.result import Result, verdict_of
@@ -173,6 +173,7 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
 
 BUCKET, RECOMPUTATIONS = "largest bucket reduced", "recomputations"
 REDUCED = "dtype of reduced gradients"
+UNEVEN = "matmuls in forward"  # which are not those of alike blocks and of the output
 LACKING = "matmuls in backward"  # fewer than what was multiplied in forward needs
 RECOMPUTED, DTYPE = "matmuls in backward beyond planned gradients", "matmuls' dtype"
 
@@ -188,10 +189,13 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     yield expect(DTYPE, wanted, " and ".join(sorted(forward | backward)) or None, note=note)
     again, outputs = products_again(trial, rank, step), output_layer.applied(trial, rank)
     if again is None:
-        wanted = f"equally many in every block, and {outputs} of the output (trait loss_chunks)"
-        yield expect("matmuls in forward", wanted, forward.total())
+        wanted = f"equally many in every block, and {outputs} of the output"
+        yield expect(UNEVEN, wanted, forward.total())
     else:
-        frozen = products_left_out(trial.case, layers_of(trial, rank), outputs=outputs // trial.case.passes)
+        layers = layers_of(trial, rank)
+        of_blocks = forward.total() - outputs * projects_inside(trial, rank, step)
+        merged = adapters.are_merged(trial.case, of_blocks, layers)
+        frozen = products_left_out(trial.case, layers, outputs=outputs // trial.case.passes, merged=merged)
         seen = backward.total() - 2 * forward.total() + frozen
         beside = 0 if projects_inside(trial, rank, step) else matmuls_beside(step)
         right = seen in {again + times * beside for times in (0, 2, 3)}  # the loss's: at once, later, or again
@@ -285,7 +289,7 @@ def most_computed(trial: Trial, step: StepEvidence) -> int:
 
 
 def _allowances_text(trial: Trial) -> str:
-    hooks = {name for _, step in trial.own_steps() for name in all_hooks(step)}
+    hooks = {name for _, step in trial.own_steps() for name in saved_hooks.all_hooks(step)}
     used = {
         "computed": any(computed_beside(step) for _, step in trial.own_steps()),
         "compiled": any(evidence.compiler.get("graphs") for evidence in trial.ranks.values()),
@@ -319,23 +323,9 @@ def _beside(trial: Trial, rank: int, step: StepEvidence) -> Looked:
 
 # ---- tensors saved for backward
 
-HOOKS = "hooks on tensors saved for backward"
-HOOKS_OF = ("torch.utils.checkpoint", "torch._functorch", "torch._dynamo", "torch._inductor")
-"""Recomputation's are judged by what is recomputed; a compiler's are there while it traces."""
-
-
-def all_hooks(step: StepEvidence) -> set[str]:
-    """Return whose hooks were put on tensors saved for backward, except recomputation's."""
-    return {f"{hook.module}.{hook.owner}" for hook in step.activity.saved if not hook.module.startswith(HOOKS_OF)}
-
-
-def foreign_hooks(trial: Trial, step: StepEvidence) -> list[str]:
-    """Return those that neither the case nor the trainer allows."""
-    return sorted(all_hooks(step) - {one.name for one in trial.allow})
-
 
 def _hooks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    yield _expect(rank, HOOKS, (), tuple(foreign_hooks(trial, step)), step=step.step)
+    yield _expect(rank, saved_hooks.HOOKS, (), tuple(saved_hooks.foreign_hooks(trial, step)), step=step.step)
 
 
 # ---- 8 bits

@@ -1,6 +1,7 @@
 """Between steps a rank keeps the bytes of its slices and no more: parameters, gradients and optimizer state.
 
-The plan allows the padding of uneven chunks. Gradients may be freed; AdamW's state is two numbers a parameter, Muon's one.
+The plan allows the padding of uneven chunks. A DTensor's gradient that clipping or the optimizer is yet to cut may be larger
+than the slice. Gradients may be freed; AdamW's state is two numbers a parameter, Muon's one.
 When training has ended, no copies of weights or gradients are kept anywhere in the process. These are floating-point tensors
 of the shape of a parameter or of the rank's slice of one, and flat buffers. Allowed are the buckets in which DDP reduces
 gradients, and as much as tables of positions take, which may have such a shape. Other tensors (a mask, logits) are the
@@ -22,6 +23,7 @@ from harness.evidence.text import counted
 from harness.judge.finding import Finding, Limit
 from harness.judge.result import Result, Verdict, verdict_of
 from harness.judge.trial import Trial
+from harness.judge.unsettled import unsettled_bytes
 from harness.plan.memory import muon_bytes
 from harness.plan.slices import BYTES, numel
 from harness.spec.allowance import allowed, said
@@ -90,6 +92,8 @@ def _held(evidence: RankEvidence, wanted: dict[str, tuple[int, int]]) -> list[Fi
     for step in evidence.steps:
         for kind, (low, high) in wanted.items():
             held = step.memory.get(kind)
+            if kind == "gradients":
+                high += unsettled_bytes(step)
             if held is not None and not low <= held <= high:
                 planned = low if low == high else Limit(low, high)
                 what: dict[str, Any] = {"step": step.step, "quantity": kind, "unit": "bytes"}

@@ -5,6 +5,7 @@ counts) has an upper bound. What ZeRO and Muon gather there, and the gradients o
 lower bound. Integers inside them have an upper bound, too.
 DDP agrees on parameters and buckets in the first two steps, and with find_unused_parameters in every step on which were used.
 Before a forward pass DDP may broadcast its module's buffers, exactly these bytes, once for every pass at most.
+A trainer may gather parameters by hand before a forward pass, which then gathers so many bytes less.
 Inside of a pass no rank waits at a barrier.
 """
 
@@ -19,6 +20,7 @@ from harness.evidence.records import RankEvidence
 from harness.evidence.text import bytes_text
 from harness.judge import after_evaluation
 from harness.judge.finding import Finding, Limit
+from harness.judge.gathered_ahead import ahead_outside, lacking_in_forward
 from harness.judge.kept_alike import first_difference, moves_in_step
 from harness.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.judge.traffic import (
@@ -34,6 +36,7 @@ from harness.judge.traffic import (
 )
 from harness.judge.trial import Trial
 from harness.judge.units_seen import untold_units
+from harness.judge.unsettled import settling_bytes
 from harness.plan.slices import BYTES
 from harness.plan.traffic.flow import OUTSIDE, TIED
 from harness.plan.traffic.muon import MATRICES
@@ -68,7 +71,7 @@ def check(trial: Trial) -> Result:
             inside = sum(optional[key] for key in optional if seen.get(key, 0) == wanted[key])
             # What may be missing or added is made equal to the plan first: the rest is compared to the byte.
             seen |= {key: wanted[key] for key in optional if seen.get(key, 0) == wanted[key] - optional[key]}
-            seen |= _by_evaluation(trial, rank, step, wanted, seen)
+            seen |= _by_evaluation(trial, rank, step, wanted, seen) | lacking_in_forward(trial, rank, step)
             seen |= {key: wanted.get(key, 0) for key in _of_buffers(trial, rank, wanted, seen)}
             examined += len(wanted) + 1
             extra = {key: seen.get(key, 0) - wanted.get(key, 0) for key in _allowed(trial, rank)}
@@ -89,7 +92,7 @@ def _at_least(trial: Trial) -> Result:
     for rank, evidence in sorted(trial.ranks.items()):
         for step in trial.case.steps:
             wanted, seen = planned(trial, rank, step), observed(trial, evidence, step)
-            seen |= _by_evaluation(trial, rank, step, wanted, seen)
+            seen |= _by_evaluation(trial, rank, step, wanted, seen) | lacking_in_forward(trial, rank, step)
             examined += len(wanted)
             seen |= {key: count for key, count in wanted.items() if seen.get(key, 0) > count}
             lacking = _compare(trial, rank, step, wanted, {key: seen.get(key, 0) for key in wanted})
@@ -160,6 +163,8 @@ def _of_buffers(trial: Trial, rank: int, wanted: dict[Key, int], seen: dict[Key,
 def _outside(trial: Trial, rank: int, step: int, inside: int) -> list[Finding]:
     """inside: bytes that may move there or in a pass, and moved in a pass."""
     seen, allowed = observed_outside(trial.ranks[rank], step), _allowed(trial, rank)
+    for more in (settling_bytes(trial, rank, step), ahead_outside(trial, rank, step)):
+        allowed |= {key: allowed.get(key, 0) + size for key, size in more.items()}
     moved = sum(max(count - allowed.get(key, 0), 0) for key, count in seen.items())
     most = trial.plan.outside_bytes[rank] + sum(planned_outside(trial, rank, step).values()) - inside
     if moved <= most:

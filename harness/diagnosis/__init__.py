@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from harness.checks import judge
 from harness.diagnosis.backward import coarse, random_state_not_restored, rounding, wrong_backward
 from harness.diagnosis.contributions import lacks_dropout, lacks_the_outputs_part, other_masks, sums_of_whole_gradients
-from harness.diagnosis.declarable import lines_to_write
+from harness.diagnosis.declarable import LABEL, lines_to_write, moved_inside
 from harness.diagnosis.engine import explain
 from harness.diagnosis.exported import odd_exports, wrong_exports
 from harness.diagnosis.facts import (
@@ -116,6 +116,7 @@ def diagnose(
         found = dataclasses.replace(found, launch=launch_label(trial))
     others = broken_elsewhere(trial.saved[-1], before, failed) if before else ()
     others += lines_to_write(trial, broken) + fsdp2_switches(trial)
+    others += moved_inside(trial, broken) if not any(label == LABEL for label, _ in found.evidence) else ()
     return dataclasses.replace(found, evidence=(*found.evidence, *others, *what_weaker_tests_say(results)))
 
 

@@ -1,35 +1,81 @@
 """What of a failure a trainer may do by choice, as the line that declares it.
 
-No line is printed for traffic inside of forward and backward: HSDP that runs as FSDP moves other bytes there, too.
+For traffic inside of forward and backward a line is printed only where more than planned is moved, over axes of the plan, and
+nothing else fails: HSDP that runs as FSDP moves other bytes there, too.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from harness.checks import all_checks, features, memory, run_check, traffic
+from harness.diagnosis.assume import another_case
 from harness.diagnosis.words import Broken
+from harness.evidence.step import Call
 from harness.evidence.text import ranks_text
+from harness.judge import output_layer, saved_hooks
 from harness.judge.finding import Finding, Limit
 from harness.judge.result import Lines
 from harness.judge.traffic import INSIDE, axis_of, observed, observed_outside
 from harness.judge.trial import Trial
 from harness.plan.traffic.flow import OUTSIDE, Flow
+from harness.spec import allowance, declared_traits
 from harness.spec.allowance import ELSEWHERE, Allowance
+from harness.spec.case import Case
+from harness.spec.features import Features
 
 LABEL, LEFT = "if intended", "failing then"
+WHERE = "a key of the case, or of `defaults` in its file"
 WHY = "WHY"  # the reason, which only the author of the line knows
+Declared = Allowance | tuple[str, Any]
+"""An allowance, or a trait with its value."""
 
 
-def lines(trial: Trial, check: str, allowances: Iterable[Allowance]) -> Lines:
-    """The lines to declare, and the first finding of the check that is left with them."""
-    found = tuple(allowances)
+def lines(trial: Trial, check: str, declared: Iterable[Declared]) -> Lines:
+    """Return the YAML to declare, with what the case declares already, and the check's first finding that is left with it."""
+    found = tuple(declared)
     if not found:
         return ()
-    allowed = replace(trial, case=replace(trial.case, allow=(*trial.case.allow, *found)))
-    left = run_check(check, all_checks()[check].check, allowed).findings
-    return (*((LABEL, one.line) for one in found), *((LEFT, one) for one in left[:1]))
+    case = with_declarations(trial.case, found)
+    left = run_check(check, all_checks()[check].check, as_declared(trial, case)).findings
+    return (*declared_lines(trial.case, found), *((LEFT, one) for one in left[:1]))
+
+
+def declared_lines(case: Case, declared: Iterable[Declared]) -> Lines:
+    """Return the YAML that declares these, with what the case declares already, and where it stands."""
+    then = with_declarations(case, declared)
+    texts = [allowance.declaration(then.allow)] if then.allow != case.allow else []
+    texts += [declared_traits.declaration(then.traits)] if then.traits != case.traits else []
+    return (*((LABEL, text) for text in texts), ("", WHERE))
+
+
+def with_declarations(case: Case, declared: Iterable[Declared]) -> Case:
+    """Return the case that declares these in addition. Raise ValueError for traits that exclude each other."""
+    allow, traits = list(case.allow), dict(case.traits)
+    for one in declared:
+        if isinstance(one, Allowance):
+            allow.append(one)
+        else:
+            traits[one[0]] = one[1]
+    return replace(case, allow=tuple(allow), traits=declared_traits.checked(traits))
+
+
+def as_declared(trial: Trial, case: Case) -> Trial:
+    """Return the trial of this case, which declares other allowances and traits."""
+    if case.traits == trial.case.traits:
+        return replace(trial, case=case)
+    traits = declared_traits.with_declared(case, trial.traits)
+    return another_case(replace(trial, plan=replace(trial.plan, traits=traits)), case)
+
+
+def feature_lines(case: Case) -> Lines:
+    """Return the YAML of all features that the case requests, and where it stands."""
+    usual = vars(Features())
+    requested = (f"{name}: {json.dumps(value)}" for name, value in vars(case.features).items() if value != usual[name])
+    return ((LABEL, f"features: {{{', '.join(requested)}}}"), ("", WHERE))
 
 
 def graphs(trial: Trial) -> Iterator[Allowance]:
@@ -40,8 +86,50 @@ def graphs(trial: Trial) -> Iterator[Allowance]:
         )
 
 
+def attention(trial: Trial) -> Iterator[Declared]:
+    """Yield that attention may be anything, where the adapter says that it is one kernel and no rank called that."""
+    called = any(step.activity.attention.get(features.FUSED) for _, step in trial.own_steps())
+    if trial.traits.attention and not called:
+        yield "attention", None
+
+
+MATMULS_OF_A_BLOCK = (7, 6, 5, 4)
+"""Of a block whose matrices are all apart, with w1 and w3 in one, with wq, wk and wv in one, and with both."""
+MOST_CHUNKS = 64
+
+
+def projections(trial: Trial) -> Iterator[Declared]:
+    """Yield in how many chunks forward multiplies by the output's weight, where all but that are the matmuls of blocks."""
+    rank = next((rank for rank in trial.last_stages()), None)
+    if rank is None or trial.case.model.lora is not None:
+        return
+    total = features.matmuls(trial.ranks[rank].steps[0], "forward").total()
+    blocks = trial.case.passes * len(features.layers_of(trial, rank))
+    for each in MATMULS_OF_A_BLOCK:
+        chunks, rest = divmod(total - each * blocks, trial.case.passes)
+        if 1 < chunks <= MOST_CHUNKS and not rest:
+            yield "loss_chunks", chunks
+            yield "loss_in_forward", True
+            return
+
+
+def output_calls(trial: Trial) -> Iterator[Declared]:
+    """Yield the traits of an output layer that forward calls for each chunk of a loss, or that backward calls again."""
+    rank = next((rank for rank in trial.last_stages()), None)
+    if rank is None:
+        return
+    calls = trial.ranks[rank].steps[0].activity.calls
+    forward, again = (calls.get(Call(phase, output_layer.OUTPUT), 0) for phase in ("forward", "backward"))
+    chunks, rest = divmod(forward, trial.case.passes)
+    if chunks > 1 and not rest and chunks != trial.traits.loss_chunks:
+        yield "loss_chunks", chunks
+        yield "loss_in_forward", True
+    if again and not trial.traits.recomputes_output:
+        yield "recomputes_output", True
+
+
 def hooks(trial: Trial) -> Iterator[Allowance]:
-    names = {name for _, step in trial.own_steps() for name in features.foreign_hooks(trial, step)}
+    names = {name for _, step in trial.own_steps() for name in saved_hooks.foreign_hooks(trial, step)}
     yield from (Allowance("hooks", name=name, reason=WHY) for name in sorted(names))
 
 
@@ -89,6 +177,30 @@ def moved(trial: Trial, finding: Finding) -> Iterator[Allowance]:
     unusual = {key: size for key, size in most.items() if key[0] != "all_reduce"} or most
     for (op, axis), size in sorted(unusual.items()):
         yield Allowance("moved", size - planned, WHY, op=op, phase=ELSEWHERE, axis=axis)
+
+
+def moved_inside(trial: Trial, broken: Broken) -> Lines:
+    """Return the line for collectives of passes that move more than planned; nothing if anything else fails."""
+    if {*broken} != {"traffic"}:
+        return ()
+    findings = broken["traffic"].findings
+    most = dict[tuple[str, str, str], int]()
+    for finding in findings:
+        more = _surplus(finding)
+        if more <= 0 or not finding.axis or finding.phase not in INSIDE:
+            return ()
+        key = (finding.name, finding.phase, finding.axis)
+        most[key] = max(most.get(key, 0), more)
+    allowances = [
+        Allowance("moved", more, WHY, op=op, phase=phase, axis=axis) for (op, phase, axis), more in sorted(most.items())
+    ]
+    return lines(trial, "traffic", allowances)
+
+
+def _surplus(finding: Finding) -> int:
+    """Return the bytes that were moved more than planned; 0 for any other finding."""
+    known = isinstance(finding.expected, int) and isinstance(finding.observed, int) and finding.unit == "bytes"
+    return finding.observed - finding.expected if known else 0  # type: ignore[operator, return-value]
 
 
 # ---- gradients that a trainer reduces itself, without a wrapper

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from harness.diagnosis import declarable
 from harness.diagnosis.assume import inputs_of_first_step
 from harness.diagnosis.differences import distance, expected_gradient, loss_off, seen_gradients, wrong_pairs
 from harness.diagnosis.hypothesis import Broken, verdict_of
@@ -75,8 +76,9 @@ def _another_order(trial: Trial, broken: Broken) -> Lines:
     except NoBound:
         return ()
     text = "whether a model of the trainer's own, which rounds at other places than the reference's, explains it"
-    line = ("not tested", f"{text} (own_model in the adapter's `traits`): `harness doctor` with these options tests it")
-    return (line,) if excess <= OTHER_ORDER else ()
+    line = ("not tested", f"{text}: `harness doctor` with these options tests it")
+    declared = declarable.declared_lines(trial.case, [("own_model", True)])
+    return (line, *declared) if excess <= OTHER_ORDER else ()
 
 
 def _first_wrong_number(trial: Trial, broken: Broken, held: frozenset[str]) -> Cause | None:

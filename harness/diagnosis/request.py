@@ -7,12 +7,12 @@ ranks. A neighbour is put to the test where a failing check passes under it on t
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from harness.checks import all_checks, run_check
+from harness.diagnosis import declarable
 from harness.diagnosis.assume import another_case, another_recipe
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.layouts import other_layouts
@@ -122,9 +122,9 @@ class Neighbour:
         lines = (*(finding_line(broken[check]) for check in holds if check != "traffic"), *lines)
         more: Lines = ()
         if part == "features":
-            now, then = (vars(one.features) for one in (trial.case, self.case(trial.case)))
-            meant = ", ".join(f"{name}: {json.dumps(value)}" for name, value in then.items() if value != now[name])
-            more = (("if that is meant", f"case: features: {{{meant}}}"),)
+            more = declarable.feature_lines(self.case(trial.case))
+        if trait:
+            more = declarable.declared_lines(trial.case, self._of("traits").items())
         claimed = OBSERVED in self.values.values()  # which is fitted to what is seen
         return Hypothesis(cause, self.assume, len(self.values) + trait + claimed, (*lines, *more))
 

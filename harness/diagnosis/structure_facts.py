@@ -16,13 +16,12 @@ from harness.diagnosis import declarable
 from harness.diagnosis.differences import OF_GRADIENTS, seen_gradients
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, stated
 from harness.diagnosis.words import extent, traffic_lines
-from harness.judge import compiled_code, policies, tolerance
+from harness.judge import compiled_code, output_layer, policies, saved_hooks, tolerance
 from harness.judge.contents import take
 from harness.judge.finding import Finding
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
 from harness.plan.slices import BYTES, Slice, local_numel, numel
-from harness.spec.allowance import Allowance
 
 FOLLOWING = ("loss", "gradients", "grad_norm", "reported_loss")
 ODD, FEATURE, POLICY = "odd traces", "another feature", "another policy after forward"
@@ -46,7 +45,7 @@ class Row:
     """Wrappers that it is seen of; empty: of all."""
     like: tuple[tuple[str, str], ...] = ()
     """Other fields of the finding and what they are."""
-    declares: Callable[[Trial], Iterable[Allowance]] | None = None
+    declares: Callable[[Trial], Iterable[declarable.Declared]] | None = None
     """What of it a trainer may do by choice."""
     test: Callable[[Broken], bool] | None = None
     """Whether it is so, by the findings of other checks; None: in any case."""
@@ -96,12 +95,17 @@ TABLE = (
     *(Row("features", ODD, f"{format} matmuls", tuple(OF_GRADIENTS)) for format in FORMATS),
     Row("features", ODD, features.REDUCED, ("traffic",), test=_narrower_sums),
     *(Row("features", ODD, quantity) for quantity in (features.REDUCED, features.BUCKET)),
+    *(
+        Row("features", ODD, quantity, like=(("name", output_layer.OUTPUT),), declares=declarable.output_calls)
+        for quantity in (output_layer.CALLS, output_layer.CALLED_AGAIN)
+    ),
     *(Row("features", ODD, quantity) for quantity in (features.RECOMPUTATIONS, features.RECOMPUTED)),
     Row("features", ODD, features.ATTENDED_AGAIN),
     Row("features", ODD, compiled_code.RECOMPILED),
-    Row("features", ODD, features.HOOKS, declares=declarable.hooks),
+    Row("features", ODD, saved_hooks.HOOKS, declares=declarable.hooks),
     Row("features", ODD, features.BESIDES, declares=declarable.matmuls),
-    Row("features", ODD, features.ATTENDED, unless=("loss", "samples")),
+    Row("features", ODD, features.ATTENDED, unless=("loss", "samples"), declares=declarable.attention),
+    Row("features", ODD, features.UNEVEN, unless=("loss", "samples"), declares=declarable.projections),
     Row("schedule", "other actions", "*"),
     Row("placements", "ranks disagree on units", placements.APART),
     Row("placements", "other units", placements.LEFT_OUT, ("shard_contents", *OF_UNITS, *OF_GRADIENTS)),

@@ -41,6 +41,7 @@ def _renamed_step(step: StepEvidence, fqn: Callable[[str], str]) -> StepEvidence
     return dataclasses.replace(
         step,
         gradients=keys(step.gradients),
+        unsettled=keys(step.unsettled),
         parameters=keys(step.parameters),
         optimizer_state=keys(step.optimizer_state),
         activity=dataclasses.replace(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from harness.evidence.format import LATER
 from harness.evidence.numbers import Number
 
 
@@ -124,6 +125,22 @@ class AfterEvaluation:
 
 
 @dataclass(frozen=True)
+class UnsettledGradient:
+    """How a DTensor gradient lies whose placements differ from its parameter's."""
+
+    mesh: Any
+    """Ranks of the mesh, nested by axis."""
+    placements: tuple[str, ...]
+    """Placement of the gradient along each mesh axis: Partial(sum), Partial(avg), Replicate, Shard(0)."""
+    wanted: tuple[str, ...]
+    """Placement of the parameter along each mesh axis."""
+    bytes: int
+    """Bytes of the rank's part."""
+    settled_bytes: int
+    """Bytes of the rank's part once it lies as the parameter does."""
+
+
+@dataclass(frozen=True)
 class StepEvidence:
     """One optimizer step on one rank. Arrays are this rank's local parts, by the reference's fqn."""
 
@@ -184,6 +201,9 @@ class StepEvidence:
     """Other numbers that the trainer reports, by its name for each."""
     evaluated: tuple[Microbatch, ...] = ()
     """What passes without gradients received between this step and the next, and their losses."""
+
+    unsettled: dict[str, UnsettledGradient] = field(default_factory=dict, metadata=LATER)
+    """By fqn, how gradients lay that did not lie as their parameters; `gradients` has them as they lie once settled."""
 
     @functools.cached_property
     def squares(self) -> dict[str, float]:

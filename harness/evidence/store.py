@@ -26,6 +26,7 @@ from harness.evidence.checkpoint_index import Checkpoint
 from harness.evidence.format import other_version, version_of
 from harness.evidence.reading import MOST, json_of, read_json, regular
 from harness.evidence.records import Exit, RankEvidence, Run
+from harness.evidence.unsettled import with_settled_gradients
 from harness.evidence.whole_file import whole_file
 
 T = TypeVar("T")
@@ -202,6 +203,7 @@ def load_run(directory: Path, *, values: bool = True) -> Run:
             run.ranks[rank] = _of_launch(run, load(evidence_file(directory, rank), RankEvidence, values=values))
         except EvidenceError as error:
             run.unreadable[rank] = str(error)
+    run.ranks.update(with_settled_gradients(run.ranks))
     if (directory / CHECKPOINT_FILE).exists():
         run = dataclasses.replace(run, checkpoint=load(directory / CHECKPOINT_FILE, Checkpoint))
     return run

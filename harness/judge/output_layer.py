@@ -12,6 +12,7 @@ from harness.judge.finding import Finding
 from harness.judge.trial import Trial
 
 OUTPUT = "output"
+CALLS, CALLED_AGAIN = "calls", "recomputations"
 
 
 def applied(trial: Trial, rank: int) -> int:
@@ -30,16 +31,13 @@ def looked_at(trial: Trial, rank: int, step: StepEvidence) -> Iterator[Finding |
     forward, again = (step.activity.calls.get(Call(phase, OUTPUT), 0) for phase in ("forward", "backward"))
     wanted, wanted_again = applied(trial, rank), applied_again(trial, rank)
     if forward and wanted:
-        hint = _chunks(trial, forward)
-        yield _unless(forward == wanted, rank, step, "calls", "forward", wanted, forward, hint)
+        yield _unless(forward == wanted, rank, step, CALLS, "forward", wanted, forward)
     if again or wanted_again:
-        yield _unless(
-            again == wanted_again, rank, step, "recomputations", "backward", wanted_again, again, _again(again)
-        )
+        yield _unless(again == wanted_again, rank, step, CALLED_AGAIN, "backward", wanted_again, again)
 
 
 def _unless(
-    right: bool, rank: int, step: StepEvidence, quantity: str, phase: str, expected: int, observed: int, hint: str
+    right: bool, rank: int, step: StepEvidence, quantity: str, phase: str, expected: int, observed: int
 ) -> Finding | None:
     what: dict[str, Any] = {
         "step": step.step,
@@ -47,16 +45,5 @@ def _unless(
         "name": OUTPUT,
         "quantity": quantity,
         "phase": phase,
-        "note": hint,
     }
     return None if right else Finding.at(rank, expected, observed, **what)
-
-
-def _chunks(trial: Trial, calls: int) -> str:
-    each, rest = divmod(calls, trial.case.passes)
-    traits = f"loss_chunks={each}, loss_in_forward=True"
-    return "" if rest else f"for a loss in chunks, adapter: TrainerTraits({traits})"
-
-
-def _again(calls: int) -> str:
-    return "for a loss that is checkpointed, adapter: TrainerTraits(recomputes_output=True)" if calls else ""

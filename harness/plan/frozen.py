@@ -67,22 +67,43 @@ def differentiated_layers(case: Case, layers: Sequence[int]) -> int:
     return sum(into[f"layers.{layer}.attention.wo"] for layer in layers)
 
 
-def products_left_out(case: Case, layers: Sequence[int], *, outputs: int) -> int:
+def products_of_block(model: ModelConfig, *, merged: bool) -> int:
+    """Return the matmuls of a block's forward, whose matrices are all apart. merged: whether an adapter's halves are multiplied
+    with each other and added to their matrix, rather than applied one after the other."""
+    matrices = sum(len(shared) + 1 for _, _, shared, _ in HALVES)
+    return matrices + (len(model.lora.targets) * (1 if merged else 2) if model.lora else 0)
+
+
+def products_left_out(case: Case, layers: Sequence[int], *, outputs: int, merged: bool = False) -> int:
     """Return how many matmuls fewer than two for each of forward's a step's backward has: those of frozen weights' gradients,
-    and of inputs without one. outputs: how often a pass applies the output layer, such as once for each chunk of a loss."""
+    and of inputs without one. outputs: how often a pass applies the output layer, such as once for each chunk of a loss.
+    merged: as in `products_of_block`; a frozen matrix then has a gradient that goes on to the adapter's halves."""
     model, training, count = case.model, case.training, 0
     into = gradients_of_activations(model, training).into
     mine = (*(f"layers.{layer}." for layer in layers), *(["output"] if outputs else []))
     for module in (module for module in into if module.startswith(mine)):
         tied = module == "output" and model.tied_embeddings
         weight = "tok_embeddings.weight" if tied else f"{module}.weight"
-        left = (not into[module]) + (not trains(training, weight)) + _of_adapter(model, training, module, into[module])
+        if merged and (halves := _halves(model, module)):
+            a, b = (trains(training, fqn) for fqn in halves)
+            left = (not into[module]) + (not (a or b or trains(training, weight))) + (not a) + (not b)
+        else:
+            left = (not into[module]) + (not trains(training, weight))
+            left += _of_adapter(model, training, module, into[module])
         count += left * (outputs if module == "output" else 1)
     return case.passes * count
 
 
 def _of_adapter(model: ModelConfig, training: TrainingConfig, module: str, into: bool) -> int:
-    if model.lora is None or module.rpartition(".")[2] not in model.lora.targets:
+    halves = _halves(model, module)
+    if not halves:
         return 0
-    a, b = (trains(training, fqn) for fqn in model.lora.shapes(f"{module}.weight", (0, 0)))
+    a, b = (trains(training, fqn) for fqn in halves)
     return (not into) + (not a) + (not (into or a)) + (not b)
+
+
+def _halves(model: ModelConfig, module: str) -> tuple[str, ...]:
+    """Return the fqns of a module's adapter, the half that its input comes to first; none if it has no adapter."""
+    if model.lora is None or module.rpartition(".")[2] not in model.lora.targets:
+        return ()
+    return tuple(model.lora.shapes(f"{module}.weight", (0, 0)))

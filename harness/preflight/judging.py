@@ -41,7 +41,7 @@ def judged(case: Case, flown: Flown) -> Verdicts:
 
 
 def trial_of(case: Case, flown: Flown) -> Trial:
-    chosen = trainers.load(flown.run.trainer).traits(case)
+    chosen = trainers.traits_of(trainers.load(flown.run.trainer), case)
     case = traits.settled(case, {"run": chosen})
     plan = make_plan(case, measured(case, chosen, flown.run))
     return Trial(case, plan, of_lone_ranks(flown.run, flown.ranks, flown.unable), NO_REFERENCE)

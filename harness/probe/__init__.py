@@ -226,6 +226,7 @@ class Probe:
             reported_lr=rate,
             reported_largest=largest,
             gradients=values.gradients,
+            unsettled=values.unsettled,
             parameters=values.parameters,
             optimizer_state=values.optimizer_state,
             memory=values.memory,

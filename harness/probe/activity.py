@@ -36,8 +36,9 @@ FUSED = (
     "_scaled_dot_product_cudnn_attention",
 )
 ATTENTION = {name: "attention" for name in FUSED} | {f"{name}_backward": "attention_backward" for name in FUSED}
-ATTENTION |= dict.fromkeys(("bmm", "bmm.out", "baddbmm", "baddbmm.out"), "batched matmul")
-"""aten's fused attention, and the batched matmuls that it is made of where it is not fused."""
+"""aten's fused attention."""
+BATCHED = {"bmm": 0, "bmm.out": 0, "baddbmm": 1, "baddbmm.out": 1}
+"""aten's batched matmuls, of which attention is made where it is not fused -> which argument is the first factor."""
 
 DRAWS = ("uniform_", "normal_", "bernoulli_.float", "bernoulli_.Tensor", "native_dropout")
 """aten's operators that draw random numbers; rand, randn and dropout come down to them."""
@@ -64,6 +65,7 @@ class ActivityRecorder:
         self._library = torch.library.Library("aten", "IMPL")
         kernels = {name: functools.partial(self._product, factor) for name, factor in PRODUCTS.items()}
         kernels |= {name: functools.partial(self._attend, kind) for name, kind in ATTENTION.items()}
+        kernels |= {name: functools.partial(self._product_of_batches, factor) for name, factor in BATCHED.items()}
         for name, kernel in (kernels | dict.fromkeys(DRAWS, self._draw)).items():
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
@@ -115,6 +117,17 @@ class ActivityRecorder:
                 self._last = where
                 self.on_phase()
             _count(self._now().matmuls, Matmul(self._clock.phase(), dtype_name(first.dtype)))
+
+    def _product_of_batches(self, factor: int, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        self.multiplied_batches(args[factor])
+        return operator.redispatch(keyset & _BELOW, *args, **kwargs)
+
+    def multiplied_batches(self, first: torch.Tensor) -> None:
+        """A batch of one matrix is a matmul: einsum has no other. An outer product, as a table of angles is, is none."""
+        if first.shape[0] == 1 and first.shape[-1] > 1:
+            self.multiplied(first)
+        else:
+            self.attended("batched matmul", first)
 
     def _attend(self, kind: str, operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         self.attended(kind, args[0])

@@ -173,10 +173,11 @@ def _as_noted(fqn: str, tensor: torch.Tensor, value: Any) -> TensorEvidence:
 
 def placements(tensor: torch.Tensor) -> tuple[str, ...]:
     """Claimed placements, one per mesh axis: "Replicate", "Shard(0)", "Partial", "StridedShard(0)"."""
-    return tuple(_placement(placement) for placement in getattr(tensor, "placements", ()))
+    return tuple(placement_text(placement) for placement in getattr(tensor, "placements", ()))
 
 
-def _placement(placement: Any) -> str:
+def placement_text(placement: Any) -> str:
+    """Return a placement as `placements` has it."""
     kind = type(placement).__name__.lstrip("_")
     return f"{kind}({placement.dim})" if hasattr(placement, "dim") else kind
 

@@ -22,11 +22,13 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from harness.evidence.records import Resumed
+from harness.evidence.step import UnsettledGradient
 from harness.probe.backward import BackwardRecorder, Before
 from harness.probe.clock import Clock
 from harness.probe.host_copies import Copy, all_copied, all_read, can_be_read, copied, lies_on_device, read
 from harness.probe.shards import noted, shards_of
 from harness.probe.structure import local, named_parameters, sharded_parameters, stored
+from harness.probe.unsettled import unsettled_gradients
 from harness.probe.without_memory import place
 
 CLIP_FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_")
@@ -76,6 +78,7 @@ class StepValues:
     scaled: float | None = None
     before: Before | None = None
     late: bool = False
+    unsettled: dict[str, UnsettledGradient] = field(default_factory=dict)
     clipped_after: int | None = None
 
     def compare(self) -> None:
@@ -183,6 +186,7 @@ class ValueRecorder:
             return
         step.clipped_after = self._backward.ended if clipped_next else None
         gradients = self._gradients()
+        step.unsettled = unsettled_gradients(sharded_parameters(self._whole_parts()))
         step.gradients, step.before = all_copied(gradients.items()), self._backward.taken()
         if can_be_read(step.gradients) and can_be_read(step.before.gradients):
             step.compare()

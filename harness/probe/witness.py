@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from harness.probe.activity import ATTENTION, DRAWS, PRODUCTS
+from harness.probe.activity import ATTENTION, BATCHED, DRAWS, PRODUCTS
 from harness.probe.collectives import OPERATORS
 from harness.probe.storages import StorageRecorder
 
@@ -98,6 +98,8 @@ class Witness(TorchDispatchMode):
         probe = self._probe
         if full in PRODUCTS:
             probe.activity.multiplied(args[PRODUCTS[full]])
+        elif full in BATCHED:
+            probe.activity.multiplied_batches(args[BATCHED[full]])
         elif full in ATTENTION:
             probe.activity.attended(ATTENTION[full], args[0])
         elif full in DRAWS:

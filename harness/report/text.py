@@ -15,7 +15,7 @@ from harness.judge.result import Result, Verdict
 from harness.reference.config import TrainingConfig
 from harness.report.cause_text import diagnosis_line, evidence_rows
 from harness.report.finding_text import findings_text
-from harness.spec import case_files, usual_trainer
+from harness.spec import case_files, declared_traits, usual_trainer
 from harness.spec.repository import from_here
 from harness.spec.trainer_spec import TrainerSpec
 
@@ -82,6 +82,8 @@ def case_report(judgement: Judgement) -> str:
     lines += table(
         [("observed", f"{text}; neither the case nor the adapter declares them") for text in judgement.observed]
     )
+    if judgement.case.traits:
+        lines += _to_copy([("declared", declared_traits.declaration(judgement.case.traits))])
     lines += [*_replaced(judgement), "", *_check_lines(judgement.results)]
     for result in judgement.results:
         if result.findings:

@@ -59,7 +59,7 @@ def unknown_noise(case: Case, options: Options) -> tuple[str, ...]:
 
 
 def _noise_key(case: Case, options: Options) -> str:
-    return trainers.load(options.trainer).traits(case).noise_key(case)
+    return trainers.traits_of(trainers.load(options.trainer), case).noise_key(case)
 
 
 def _golden_knows(case: Case, options: Options) -> bool:

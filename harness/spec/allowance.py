@@ -5,6 +5,7 @@ An allowance is reviewed in git and shown in the report. What exceeds it is a fi
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ AMOUNTS = {
 ELSEWHERE = "outside"
 """The phase of all that a step moves outside of forward, backward and a pipeline's schedule."""
 PHASES = ("forward", "backward", "pipeline", ELSEWHERE)
+RESERVED = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
+"""Words that YAML does not read as text."""
 MULTIPLE = {"bytes": re.compile(r"([1-9]) x parameters"), "matmuls": re.compile(r"([1-9]) x forward")}
 
 
@@ -79,18 +82,11 @@ class Allowance:
             raise ValueError(f"{key} {given!r}: a number above 0{unit}")
 
     @property
-    def text(self) -> str:
-        """Return what is allowed, without the reason."""
-        moved = f" by {self.op} over {self.axis} ({self.phase})" if self.what == "moved" else ""
-        unit = " graphs" if self.what == "compiled" else ""
-        return f"{self.what} {getattr(self, AMOUNTS[self.what])}{unit}{moved}"
-
-    @property
-    def line(self) -> str:
-        """Return the line that declares it in a case."""
+    def entry(self) -> str:
+        """Return the YAML that declares it, as an entry of `allow`."""
         keys = ("what", "op", "phase", "axis", AMOUNTS[self.what], "reason")
-        given = (f"{key}: {getattr(self, key)}" for key in keys if getattr(self, key))
-        return f"allow: [{{{', '.join(given)}}}]"
+        given = (f"{key}: {_as_yaml(getattr(self, key))}" for key in keys if getattr(self, key))
+        return f"{{{', '.join(given)}}}"
 
     def amount(self, parameters: int) -> int:
         """Bytes. parameters: those of the rank's slices."""
@@ -111,7 +107,18 @@ def allowed_matmuls(allowances: Iterable[Allowance], forward: int) -> int:
     return sum(one.computed(forward) for one in allowances)
 
 
+def declaration(allowances: Iterable[Allowance]) -> str:
+    """Return the line that declares all of these in a case."""
+    return f"allow: [{', '.join(one.entry for one in allowances)}]"
+
+
 def said(used: Mapping[Allowance, bool]) -> str:
     """Return a note of what is allowed, and which of it nothing uses: an unused allowance should be deleted."""
     stale = {True: "", False: ", not used"}
-    return "; ".join(f"allowed: {one.text} ({one.reason}){stale[needed]}" for one, needed in used.items())
+    return "; ".join(f"{declaration([one])}{stale[needed]}" for one, needed in used.items())
+
+
+def _as_yaml(value: int | str) -> str:
+    """Return the value as it stands in a mapping on one line: quoted if YAML would read something else."""
+    plain = re.fullmatch(r"([A-Za-z_]|\d x )[\w .<>/-]*", str(value)) and str(value).lower() not in RESERVED
+    return str(value) if isinstance(value, int) or plain else json.dumps(value, ensure_ascii=False)

@@ -98,6 +98,8 @@ class Case:
     """Path of the YAML file; empty for a case of no file."""
     allow: tuple[Allowance, ...] = ()
     """What the trainer may retain, copy, move or compute beyond the plan, each with its reason."""
+    traits: tuple[tuple[str, Any], ...] = ()
+    """Traits of the trainer by name that hold in this case, whatever its adapter says."""
 
     @property
     def steps(self) -> range:
@@ -242,4 +244,4 @@ class Case:
 
 
 def to_json(case: Case) -> dict[str, Any]:
-    return dataclasses.asdict(case)
+    return dataclasses.asdict(case) | {"traits": dict(case.traits)}

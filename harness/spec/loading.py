@@ -22,13 +22,13 @@ from yaml.resolver import Resolver
 from harness import BUILTIN
 from harness.evidence.reading import read_text
 from harness.reference.config import PRESETS, Lora, ModelConfig, RopeScaling, TrainingConfig
-from harness.spec import case_files, limits, releases
+from harness.spec import case_files, declared_traits, limits, releases
 from harness.spec.allowance import Allowance
 from harness.spec.case import TIERS, Case, CaseError, ExpectedFailure, Saved
 from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
 from harness.spec.options import merge, with_options
-from harness.spec.validation import validate, validate_resume
+from harness.spec.validation import refuse_missing_script, validate, validate_resume
 
 
 def from_json(record: Mapping[str, Any]) -> Case:
@@ -60,7 +60,7 @@ def load_cases(path: Path) -> list[Case]:
         for key in set(UNWRITTEN) & set(fragment):
             raise CaseError(f"{shown}: case {name!r}: {key!r} is not written in a case{UNWRITTEN[key]}")
         case = built_case(fragment | {"name": name}, file=shown)
-        _refuse_missing_script(case.expected_failure, shown, f"{shown}: case {name!r}")
+        refuse_missing_script(case.expected_failure, shown, f"{shown}: case {name!r}")
         if any(case.name == other.name for other in cases):
             raise CaseError(f"{shown}: two cases are named {case.name!r}; names must be unique")
         cases.append(case)
@@ -235,6 +235,7 @@ def built_case(fragment: Mapping[str, Any], file: str) -> Case:
         resume=_resume(fragment.get("resume"), f"{where}: resume"),
         last_step=fragment.get("last_step"),
         allow=_allowances(fragment.get("allow"), f"{where}: allow"),
+        traits=_traits(fragment.get("traits"), f"{where}: traits"),
         saves_after=fragment.get("saves_after"),
         cut_short=fragment.get("cut_short", False),
         file=file,
@@ -299,6 +300,14 @@ def _allowances(value: Any, where: str) -> tuple[Allowance, ...]:
         except ValueError as error:
             raise CaseError(f"{here}: {error}") from error
     return tuple(found)
+
+
+def _traits(value: Any, where: str) -> tuple[tuple[str, Any], ...]:
+    values = as_mapping(value, where)
+    try:
+        return declared_traits.checked(values)
+    except ValueError as error:
+        raise CaseError(f"{where}: {error}") from error
 
 
 def _resume(value: Any, where: str) -> tuple[Saved, ...]:
@@ -389,11 +398,3 @@ def refuse_unknown(given: Mapping[str, Any], known: Iterable[str], where: str, u
 def _nearest(word: Any, known: Iterable[Any]) -> str:
     near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _refuse_missing_script(expected: ExpectedFailure | None, file: str, where: str) -> None:
-    if expected and not (case_files.repository_of(file) / expected.script).is_file():
-        raise CaseError(
-            f"{where}: expected_failure: script {expected.script!r}: no such file in "
-            f"{case_files.repository_of(file)}; write the minimal program"
-        )

@@ -86,6 +86,9 @@ class TrainerTraits:
     """Whether loss chunks are cut from the gathered sequence, so that its gradient is all_reduced under sequence parallel."""
     gathers_input_again: bool = False
     """Whether backward gathers the input of a column-parallel layer again under sequence parallel, instead of keeping it."""
+    keeps_over_accumulation: bool = False
+    """Whether FSDP2's units stay gathered behind backward until the last microbatch of an accumulation
+    (`set_reshard_after_backward(False)`), so that only the first one's forward pass gathers them."""
     flat_order: tuple[str, ...] = ()
     """Fqns in the order of FSDP1's vectors; empty: as its wrappers claim it."""
     zero_layout: FlatLayout = FlatLayout()

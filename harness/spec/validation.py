@@ -8,8 +8,8 @@ import math
 from typing import Any
 
 from harness.reference.config import trains
-from harness.spec import schedule
-from harness.spec.case import Case, CaseError
+from harness.spec import case_files, schedule
+from harness.spec.case import Case, CaseError, ExpectedFailure
 from harness.spec.features import ZERO, Features
 
 LESS_LAYERS = ("first_stage_less_layers", "last_stage_less_layers")
@@ -233,4 +233,13 @@ def _validate_wrapper_options(case: Case, where: str) -> None:
     if features.defer_sync == "all_reduce" and not (case.wrapper == "fsdp2" and degree > 1 < case.data_dims.replicas):
         raise CaseError(
             f"{where}: defer_sync all_reduce is of HSDP: it takes wrapper fsdp2, dp_replicate and dp_shard above 1"
+        )
+
+
+def refuse_missing_script(expected: ExpectedFailure | None, file: str, where: str) -> None:
+    """Refuse an expected failure whose minimal program is not in the repository of the case's file."""
+    if expected and not (case_files.repository_of(file) / expected.script).is_file():
+        raise CaseError(
+            f"{where}: expected_failure: script {expected.script!r}: no such file in "
+            f"{case_files.repository_of(file)}; write the minimal program"
         )

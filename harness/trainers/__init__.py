@@ -69,6 +69,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from harness.evidence.errors import error_in
 from harness.evidence.numbers import Number as Number
+from harness.spec.declared_traits import with_declared
 from harness.spec.trainer_spec import TrainerSpec
 from harness.spec.traits import USUAL, TrainerTraits
 
@@ -236,7 +237,12 @@ def spec(name: str, source: str | None, out: Path = Path("out")) -> str:
 def traits_by_launch(case: Case, spec: str) -> dict[str, TrainerTraits]:
     """What a trainer chose in each launch of a case."""
     adapter = load(spec)
-    return {name: adapter.traits(launched) for name, launched in case.launches.items()}
+    return {name: traits_of(adapter, launched) for name, launched in case.launches.items()}
+
+
+def traits_of(adapter: Adapter, case: Case) -> TrainerTraits:
+    """Return what a trainer chose in this launch: what its adapter says, and what the case declares."""
+    return with_declared(case, adapter.traits(case))
 
 
 def rows(case: Case, spec: str) -> dict[str, np.ndarray]:

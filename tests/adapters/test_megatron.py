@@ -171,4 +171,4 @@ def test_stages_of_tensor_parallel_ranks_of_the_real_one_pass_every_check(tmp_pa
     judged = run_case(find_case("pp_2_tp_2", load_all()), Options(out=tmp_path, trainer="megatron"))
     assert judged.verdict is Verdict.PASS
     (memory,) = (result for result in judged.results if result.check == "memory")
-    assert memory.note == "allowed: kept 131072 (the global memory buffer of megatron.core)"  # and needed
+    assert memory.note == "allow: [{what: kept, bytes: 131072, reason: the global memory buffer of megatron.core}]"

@@ -341,7 +341,7 @@ def test_of_all_that_is_kept_what_is_retained_is_named_before_what_is_copied() -
     kinds = [fact.cause.kind for fact in observed(trial, {"memory": judged("memory", trial)})]
     assert kinds[:3] == ["retained", "retained graph", "copied"]
     declared = next(observed(trial, {"memory": judged("memory", trial)})).lines
-    assert [label for label, _ in declared] == ["if intended", "failing then"] and "kept" in str(declared[0])
+    assert [label for label, _ in declared] == ["if intended", "", "failing then"] and "kept" in str(declared[0])
 
 
 def test_traffic_of_no_plan_is_a_symptom_and_none_where_numbers_are_wrong() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from literal import ADAMW, TINY, tiny_case
 
-from harness.plan.frozen import products_left_out
+from harness.plan.frozen import products_left_out, products_of_block
 from harness.plan.make_plan import make_plan
 from harness.plan.slices import tp_dim
 from harness.reference.config import Lora
@@ -95,3 +95,10 @@ def test_matmuls_of_adapters() -> None:
     The weights of feed-forward and output lack four."""
     case = tiny_case("single", replace(ADAMW, trainable=ADAPTERS), model=LORA)
     assert products_left_out(case, [0], outputs=1) == (2 + 1) + 1 + 4 + 4
+
+
+def test_matmuls_of_adapters_that_are_added_to_their_matrix_first() -> None:
+    """Of wq only its input's is left out: the matrix has a gradient, which both halves need. Of wo nothing is."""
+    case = tiny_case("single", replace(ADAMW, trainable=ADAPTERS), model=LORA)
+    assert (products_of_block(LORA, merged=True), products_of_block(LORA, merged=False)) == (7 + 2, 7 + 4)
+    assert products_left_out(case, [0], outputs=1, merged=True) == 1 + 4 + 4

@@ -344,3 +344,11 @@ def test_muon_gathers_whole_matrices_or_sends_them_to_their_owners(layout: str, 
     assert {f.phase for f in plan.flows[0] if f.role == "matrices"} <= {"outside"}
     assert not [f for f in owned.flows[0] if f.role == "matrices"]
     assert owned.outside_bytes[0] - plan.outside_bytes[0] == 2 * sum(size for _, size in gathered)
+
+
+def test_units_that_are_kept_over_an_accumulation_are_gathered_by_the_first_forward_pass_alone() -> None:
+    case = tiny_case("fsdp_2", accumulation=2)
+    kept = TrainerTraits(keeps_over_accumulation=True)
+    usual, once = (make_plan(case, traits).flows[0] for traits in (TrainerTraits(), kept))
+    ((before, after),) = [(a, b) for a, b in zip(usual, once, strict=True) if a != b]
+    assert (before.op, before.phase, before.bytes) == ("all_gather", "forward", 2 * after.bytes)

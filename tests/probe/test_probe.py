@@ -127,3 +127,11 @@ def test_a_trainer_it_knows_nothing_of_is_seen_from_outside(tmp_path: Path) -> N
         wrapper = Wrapper("ddp", replicate_ranks=(0, 1), float_buffers=24, other_buffers=5)
         assert seen["structure"] == {"": json.loads(json.dumps(asdict(wrapper)))}
         assert seen["patched"] == "torch.nn.functional"
+
+
+def test_a_gradient_that_a_dtensor_left_partial_is_noted_and_not_moved(tmp_path: Path) -> None:
+    for rank, (found, values) in enumerate(on_ranks(2, "partial_gradient", tmp_path)):
+        weight = {"mesh": [0, 1], "placements": ["Partial(sum)"], "wanted": ["Replicate"], "bytes": 16}
+        table = {"mesh": [0, 1], "placements": ["Replicate"], "wanted": ["Shard(0)"], "bytes": 32}
+        assert found == {"weight": {**weight, "settled_bytes": 16}, "table": {**table, "settled_bytes": 16}}
+        assert values == [rank + 1.0] * 4

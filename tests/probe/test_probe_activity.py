@@ -235,3 +235,13 @@ def test_graphs_are_counted_as_optimizers_step() -> None:
         optimizer.step()
     compiled.remove()
     assert [compiled.of_step(step) for step in (1, 2, 3)] == [before + 1, before + 1, None]
+
+
+def test_a_batch_of_one_matrix_is_a_matmul_and_an_outer_product_is_none(recorder: ActivityRecorder) -> None:
+    x, weight = torch.ones(2, 3, 4), torch.ones(5, 4, requires_grad=True)
+    torch.einsum("bsd,vd->bsv", x, weight).sum().backward()
+    torch.bmm(torch.ones(1, 3, 1), torch.ones(1, 1, 5))
+    torch.baddbmm(torch.ones(2, 3, 5), torch.ones(2, 3, 4), torch.ones(2, 4, 5))
+    seen = recorder.of_step(0)
+    assert sum(seen.matmuls.values()) == 2
+    assert seen.attention == {Attention("other", "batched matmul"): 2}

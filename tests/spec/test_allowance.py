@@ -18,7 +18,7 @@ from harness.judge.finding import Limit
 from harness.judge.result import Verdict
 from harness.judge.traffic import observed_outside
 from harness.judge.trial import Trial
-from harness.spec.allowance import Allowance
+from harness.spec.allowance import Allowance, declaration
 from harness.spec.case import Case, CaseError, to_json
 from harness.spec.loading import from_json
 from harness.spec.traits import TrainerTraits
@@ -43,7 +43,7 @@ def test_a_moving_average_is_kept_where_that_is_allowed_and_no_more_than_that() 
     passed = judged("memory", allowing(averaging(own), AVERAGE))
     assert (passed.verdict, passed.note) == (
         Verdict.PASS,
-        "allowed: kept 1 x parameters (a moving average of the weights)",
+        "allow: [{what: kept, bytes: 1 x parameters, reason: a moving average of the weights}]",
     )
     most = own + 128
     assert judged("memory", allowing(averaging(most), AVERAGE)).verdict is Verdict.PASS
@@ -75,7 +75,7 @@ def test_a_logging_all_reduce_inside_forward_is_moved_where_that_is_allowed_and_
     passed = judged("traffic", allowing(logging(8), LOGGED))
     assert (passed.verdict, passed.note) == (
         Verdict.PASS,
-        "allowed: moved 8 by all_reduce over world (forward) (the loss is logged)",
+        declaration([LOGGED]),
     )
     first = judged("traffic", allowing(logging(16), LOGGED)).findings[0]
     assert (first.rank, first.step, first.phase, first.name) == (0, 2, "forward", "all_reduce")
@@ -136,11 +136,13 @@ def test_hooks_on_saved_tensors_are_allowed_by_name() -> None:
         Allowance("computed", matmuls=4, reason="why"),
         Allowance("compiled", graphs=2, reason="why"),
         Allowance("hooks", name="torch.autograd.graph.save_on_cpu", reason="why"),
+        Allowance("hooks", name="train.Offload.<locals>.pack", reason="why: {so}, [it] is # 'needed'"),
+        Allowance("hooks", name="null", reason="off"),
     ],
 )
 def test_the_line_that_declares_an_allowance_is_read_as_that(allow: Allowance) -> None:
-    stored = to_json(tiny_case("fsdp_2")) | yaml.safe_load(allow.line)
-    assert from_json(stored).allow == (allow,)
+    stored = to_json(tiny_case("fsdp_2")) | yaml.safe_load(declaration([allow, AVERAGE]))
+    assert from_json(stored).allow == (allow, AVERAGE)
 
 
 def averaged_model(matmuls: int, batched: int = 0) -> Trial:
@@ -159,7 +161,7 @@ def test_what_another_model_computes_is_allowed_in_matmuls_and_no_more() -> None
         passed = judged("features", allowing(averaged_model(forward), allow))
         assert (passed.verdict, passed.note) == (
             Verdict.PASS,
-            f"allowed: computed {allow.matmuls} (the average is evaluated)",
+            declaration([allow]),
         )
         (finding,) = judged("features", allowing(averaged_model(forward + 1), allow)).findings
         assert (finding.expected, finding.observed) == (Limit(most=forward), forward + 1)
@@ -188,7 +190,7 @@ def test_an_adapter_made_of_one_that_is_here_adds_its_allowance(name: str) -> No
 def test_an_adapter_declares_its_own_beside_those_of_the_case() -> None:
     trial = trial_of(replace(tiny_case("fsdp_2"), allow=(LOGGED,)), traits=replace(APART, allow=(AVERAGE,)))
     assert trial.allow == (LOGGED, AVERAGE)
-    assert judged("memory", trial).note == "allowed: kept 1 x parameters (a moving average of the weights), not used"
+    assert judged("memory", trial).note == declaration([AVERAGE]) + ", not used"
 
 
 def test_allowances_are_stored_with_the_case() -> None:

@@ -179,7 +179,7 @@ WRONG_LINES = {
     " known: pp, dp_replicate, dp_shard, cp, tp",
     "dim: {tp: 2}": "unknown key 'dim'; did you mean 'dims'?;"
     " known: why, dims, model, training, features, runs, tier, expected_failure, resume, allow,"
-    " world_size",
+    " traits, world_size",
     "training: {zzz: 1}": "training: unknown key 'zzz'; known: steps, seed, dtype, global_batch, seq_len, optimizer,"
     " lr, beta1, beta2, eps, weight_decay, warmup_steps, final_lr_fraction, max_norm, data, compute_dtype, quantize,"
     " tf32, variable_length, document_mask, masked_samples, all_valid, last_batch, decay, momentum, nesterov, adjust_lr,"

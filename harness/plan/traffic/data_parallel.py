@@ -42,7 +42,8 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     if shards > 1:
         times = features.accumulation * gathered
         freed = _gathered_again(case, units, alone if traits.holds_output else None)
-        yield Flow(axis, "parameters", "all_gather", "forward", times * everything)
+        first = gathered if traits.keeps_over_accumulation and case.wrapper == "fsdp2" else times
+        yield Flow(axis, "parameters", "all_gather", "forward", first * everything)
         for degree in sorted({unit.degree for unit in freed}):
             named = [fqn for unit in freed if unit.degree == degree for fqn in unit.parameters]
             again_bytes = times * _padded(case, traits, named, tp_index)
