@@ -68,6 +68,8 @@ class Reading:
     """What ranks may report then."""
     only: Sequence[int] = ()
     """The steps in which it shows by itself; empty where that is not known."""
+    least: int = 1
+    """In how many steps it must be so: two where a number was fitted in the first, for the second is the test."""
 
     def hypotheses(self, trial: Trial, step: int) -> Iterator[Hypothesis]:
         """Suppose it from a step on, and in it alone; with the loss that ranks report, where that follows from it."""
@@ -76,6 +78,8 @@ class Reading:
         reported, number = reported_of(trial, "reported_loss") if self.number else None, self.number
         some = [(f" in steps {', '.join(map(str, self.only))}", [*self.only], 1)] * bool(self.only)
         for when, steps, more in (*spans(trial, step), *some):
+            if len(steps) < self.least:
+                continue
             more_details = (*self.cause.details, *details, ("steps", tuple(steps)))
             cause = replace(self.cause, where=(where + when).strip(), details=more_details)
             found = Hypothesis(cause, self.assume(steps), self.fitted + more)
@@ -97,7 +101,7 @@ def sums_of_whole_gradients(trial: Trial, broken: Broken) -> Iterator[Hypothesis
     for reading in (*scaled, *_not_zeroed(trial, step), *_mixed_over_tp(trial, step)):
         yield from reading.hypotheses(trial, step)
     for common in (_common(one) for one in factors if len(one) == len(trial.plan.shapes)):
-        if common and not trial.case.exact:
+        if common and not trial.case.exact and step < trial.case.steps[-1]:
             yield _in_the_loss(trial, step, common)
         if common and common > 0 and "update" in broken and step == trial.first_step and trial.case.training.max_norm:
             yield _unscaled_late(trial, common)
@@ -144,6 +148,11 @@ def _weights(trial: Trial, step: int, source: Source, beside: Source | None = No
 def scaled_alike(trial: Trial, step: int) -> bool:
     """Say whether every wrong gradient is a multiple of what it should be."""
     return trial.case.exact and bool(_weights(trial, step, expected_gradient))
+
+
+def common_factor(trial: Trial, step: int) -> float | None:
+    """Return how often all wrong gradients of a step are what they should be; None where that is no one number."""
+    return _common(_weights(trial, step, expected_gradient)) if trial.case.exact else None
 
 
 # ---- its own, another number of times
@@ -197,7 +206,8 @@ def _scaled(trial: Trial, factors: Mapping[str, float], step: int) -> Iterator[R
             said = f"gradients are {hint}", f"{times_text(factor or 1.0)} what they should be in step {step}"
         cause = Cause(KIND, said[0], hint=said[1], details=(details, ("named", hint)))
         only = _zero_steps(trial, factors) if factor == 0 else ()
-        yield Reading(cause, [*factors], in_steps(partial(_times, factors, by)), 1 + (factor is None), number, only)
+        change, fitted = in_steps(partial(_times, factors, by)), 1 + (factor is None)
+        yield Reading(cause, [*factors], change, fitted, number, only, least=1 if factor == 0 else 2)
 
 
 def _zero_steps(trial: Trial, fqns: Collection[str]) -> tuple[int, ...]:
@@ -314,7 +324,8 @@ def _mixed_over_tp(trial: Trial, step: int) -> Iterator[Reading]:
         text = f"gradients are also reduced over tp, whose ranks hold different slices: each has {times} of all"
         change = in_steps(partial(_mixing, trial, fqns, factor))
         assume = lambda steps: lambda trial: _moved_besides(change(steps)(trial))  # noqa: E731
-        yield Reading(Cause("slices mixed", text, details=(("factor", factor),)), fqns, assume)
+        least = 1 if round(factor, 9) in (1.0, round(1 / trial.case.dims.tp, 9)) else 2
+        yield Reading(Cause("slices mixed", text, details=(("factor", factor),)), fqns, assume, least=least)
 
 
 def _mixing(trial: Trial, fqns: Sequence[str], factor: float, step: int, own: Arrays) -> Arrays:
