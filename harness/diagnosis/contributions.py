@@ -70,6 +70,8 @@ class Reading:
     """The steps in which it shows by itself; empty where that is not known."""
     least: int = 1
     """In how many steps it must be so: two where a number was fitted in the first, for the second is the test."""
+    alone: Cause | None = None
+    """The cause in fewer steps, which says less; None if it is none then."""
 
     def hypotheses(self, trial: Trial, step: int) -> Iterator[Hypothesis]:
         """Suppose it from a step on, and in it alone; with the loss that ranks report, where that follows from it."""
@@ -78,10 +80,11 @@ class Reading:
         reported, number = reported_of(trial, "reported_loss") if self.number else None, self.number
         some = [(f" in steps {', '.join(map(str, self.only))}", [*self.only], 1)] * bool(self.only)
         for when, steps, more in (*spans(trial, step), *some):
-            if len(steps) < self.least:
+            cause = self.cause if len(steps) >= self.least else self.alone
+            if cause is None:
                 continue
-            more_details = (*self.cause.details, *details, ("steps", tuple(steps)))
-            cause = replace(self.cause, where=(where + when).strip(), details=more_details)
+            more_details = (*cause.details, *details, ("steps", tuple(steps)))
+            cause = replace(cause, where=(where + when).strip(), details=more_details)
             found = Hypothesis(cause, self.assume(steps), self.fitted + more)
             if reported and number and {at for _, at in reported.odd} <= {*steps}:
                 then = lambda rank, at: number(rank, at, reported.right[rank, at])  # noqa: E731
@@ -207,7 +210,10 @@ def _scaled(trial: Trial, factors: Mapping[str, float], step: int) -> Iterator[R
         cause = Cause(KIND, said[0], hint=said[1], details=(details, ("named", hint)))
         only = _zero_steps(trial, factors) if factor == 0 else ()
         change, fitted = in_steps(partial(_times, factors, by)), 1 + (factor is None)
-        yield Reading(cause, [*factors], change, fitted, number, only, least=1 if factor == 0 else 2)
+        # a number of the case is not fitted: all entries confirm it in one step, and not why it is so
+        of_the_case = bool(hint) and factor is not None and (text, by) not in ways
+        alone = replace(cause, hint="", details=(details, ("named", ""))) if of_the_case else None
+        yield Reading(cause, [*factors], change, fitted, number, only, least=1 if factor == 0 else 2, alone=alone)
 
 
 def _zero_steps(trial: Trial, fqns: Collection[str]) -> tuple[int, ...]:
@@ -355,45 +361,3 @@ def lacks_the_outputs_part(trial: Trial, broken: Broken) -> Iterator[Hypothesis]
         text = f"the gradient of the tied weight lacks the output's part: {TIED} has only the embedding's"
         cause = Cause("tied weight without the output's part", text)
         yield Hypothesis(cause, partial(another_reference, altered=output_detached))
-
-
-# ---- a model that trains in eval mode
-
-
-def lacks_dropout(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    step = first_wrong_step(trial) if "loss" in broken and trial.case.model.dropout else None
-    for when, steps, more in spans(trial, step) if step is not None else ():
-        cause = Cause("eval mode", f"the model trains without dropout{when}", hint="as in eval mode")
-        cause = replace(cause, details=(("steps", tuple(steps)),))
-        yield Hypothesis(cause, partial(_in_eval_mode, steps=steps), 1 + more)
-
-
-def other_masks(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Each step draws the dropout masks of one other step, or of one as many steps away."""
-    step = first_wrong_step(trial) if "loss" in broken and trial.case.model.dropout else None
-    if step is None:
-        return
-    late = [one for one in trial.case.steps if one >= step]
-    when = "in every step" if step == 1 else from_step(trial, step)
-    for other in {*range(trial.case.steps[-1] + 2)} - {step}:
-        by = other - step
-        away = f"{abs(by)} step{'s' * (abs(by) > 1)} {'later' if by > 0 else 'earlier'}"
-        same, shifted = dict.fromkeys(late, other), {one: one + by for one in late}
-        for text, detail, masks in ((f"step {other}", ("step", other), same), (away, ("by", by), shifted)):
-            cause = Cause("masks of another step", f"dropout's masks are those of {text} {when}", details=(detail,))
-            yield Hypothesis(cause, partial(_masks_of, masks=masks))
-
-
-def _masks_of(trial: Trial, masks: Mapping[int, int]) -> Trial:
-    from harness.reference.model import seed_masks
-
-    def altered(model: Any, step: int) -> None:
-        seed_masks(model, trial.case.training.seed, masks.get(step, step))
-
-    return another_reference(trial, altered=altered)
-
-
-def _in_eval_mode(trial: Trial, steps: Sequence[int]) -> Trial:
-    from harness.reference.spellings import evaluating
-
-    return another_reference(trial, altered=evaluating(steps)).assuming(undrawn=frozenset(steps))

@@ -132,7 +132,9 @@ def test_replicas_that_are_averaged_in_groups_of_no_axis_are_named_with_these(co
     assert first.assume is not None and first.assume(wrong).plan.groups["dp_replicate"] == PAIRS
     cause = causes_of(wrong)[0]
     assert cause.kind == "gradients not reduced" and {"gradients", "traffic"} <= {*cause.explains}
-    apart = with_collectives(with_collectives(wrong, 2, lambda c: []), 3, lambda c: [])  # no groups of all ranks are known
+    apart = with_collectives(
+        with_collectives(wrong, 2, lambda c: []), 3, lambda c: []
+    )  # no groups of all ranks are known
     assert not [one for one in proposed(apart) if dict(one.cause.details).get("groups")]
 
 

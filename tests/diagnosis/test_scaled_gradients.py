@@ -115,6 +115,8 @@ def test_a_factor_that_stays_is_a_cause_and_one_of_one_step_is_located() -> None
         (cause,) = causes_of(once)
         data = {"place": "gradients", "step": step, "factor": pytest.approx(factor, rel=1e-9)}
         assert data_of(cause, *data) == ("not explained", *data.values())
+    degree = with_factors(fsdp_4(), lambda rank, step, fqn: 0.25 if step == 3 else 1.0)
+    assert factor_of(degree) == 0.25 and names(degree) == ""  # all entries confirm it, and none says why
     none = with_factors(fsdp_4(), lambda rank, step, fqn: 0.0 if step == 2 else 1.0)
     assert factor_of(none) == 0 and proven(none)[1]["steps"] == (2,)  # nothing is fitted
 
