@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 from harness.checks import judge
 from harness.diagnosis.backward import coarse, random_state_not_restored, rounding, wrong_backward
-from harness.diagnosis.contributions import lacks_dropout, lacks_the_outputs_part, other_masks, sums_of_whole_gradients
+from harness.diagnosis.contributions import lacks_the_outputs_part, sums_of_whole_gradients
 from harness.diagnosis.declarable import LABEL, lines_to_write, moved_inside
+from harness.diagnosis.dropout import lacks_dropout, other_masks
 from harness.diagnosis.engine import explain
 from harness.diagnosis.exported import odd_exports, wrong_exports
 from harness.diagnosis.facts import (

@@ -27,6 +27,7 @@ from harness.diagnosis.differences import (
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact
 from harness.diagnosis.layouts import wrong_parts
 from harness.diagnosis.localise import first_wrong_input, place_words
+from harness.diagnosis.whose import is_count
 from harness.diagnosis.words import (
     Pair,
     finding_line,
@@ -123,7 +124,7 @@ def _other_groups(trial: Trial, wrong: list[Pair], step: int) -> Fact | None:
     if not missing:
         return None
     texts = silent_text(trial, step, missing)
-    instead = sorted({ranks for op in missing.values() for ranks in _groups_of_no_axis(trial, op)})
+    instead = sorted({ranks for op in missing.values() for ranks in groups_of_no_axis(trial, op)})
     texts += [f"but over {groups_text(instead)}"] if instead else []
     silent = [number for number in trial.case.steps if missing.keys() <= silent_axes(trial, number).keys()]
     when = (
@@ -175,7 +176,7 @@ def _silent(trial: Trial, step: int) -> Iterator[tuple[str, str, tuple[int, ...]
                 yield flow.axis, flow.op, group
 
 
-def _groups_of_no_axis(trial: Trial, op: str) -> set[tuple[int, ...]]:
+def groups_of_no_axis(trial: Trial, op: str) -> set[tuple[int, ...]]:
     """The groups over which an operation ran in backward, and that the plan does not know."""
     known = {group for groups in trial.plan.groups.values() for group in groups}
     calls = (call for evidence in trial.ranks.values() for call in evidence.collectives)
@@ -296,7 +297,9 @@ def coarse(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _format_of(values: Sequence[np.ndarray]) -> str:
-    """Return the coarsest format that all numbers are of, though their own is finer; empty if there is none."""
+    """Return the coarsest format that all numbers are of, though their own is finer; empty if there is none. Counters and
+    constants are numbers of every format."""
+    values = [one for one in values if not is_count(one)]
     if not values or not all(one.dtype.kind == "f" for one in values):
         return ""
     every = np.concatenate([one[one != 0].reshape(-1) for one in values]).astype(np.float64)

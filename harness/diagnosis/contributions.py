@@ -68,6 +68,10 @@ class Reading:
     """What ranks may report then."""
     only: Sequence[int] = ()
     """The steps in which it shows by itself; empty where that is not known."""
+    least: int = 1
+    """In how many steps it must be so: two where a number was fitted in the first, for the second is the test."""
+    alone: Cause | None = None
+    """The cause in fewer steps, which says less; None if it is none then."""
 
     def hypotheses(self, trial: Trial, step: int) -> Iterator[Hypothesis]:
         """Suppose it from a step on, and in it alone; with the loss that ranks report, where that follows from it."""
@@ -76,8 +80,11 @@ class Reading:
         reported, number = reported_of(trial, "reported_loss") if self.number else None, self.number
         some = [(f" in steps {', '.join(map(str, self.only))}", [*self.only], 1)] * bool(self.only)
         for when, steps, more in (*spans(trial, step), *some):
-            more_details = (*self.cause.details, *details, ("steps", tuple(steps)))
-            cause = replace(self.cause, where=(where + when).strip(), details=more_details)
+            cause = self.cause if len(steps) >= self.least else self.alone
+            if cause is None:
+                continue
+            more_details = (*cause.details, *details, ("steps", tuple(steps)))
+            cause = replace(cause, where=(where + when).strip(), details=more_details)
             found = Hypothesis(cause, self.assume(steps), self.fitted + more)
             if reported and number and {at for _, at in reported.odd} <= {*steps}:
                 then = lambda rank, at: number(rank, at, reported.right[rank, at])  # noqa: E731
@@ -97,7 +104,7 @@ def sums_of_whole_gradients(trial: Trial, broken: Broken) -> Iterator[Hypothesis
     for reading in (*scaled, *_not_zeroed(trial, step), *_mixed_over_tp(trial, step)):
         yield from reading.hypotheses(trial, step)
     for common in (_common(one) for one in factors if len(one) == len(trial.plan.shapes)):
-        if common and not trial.case.exact:
+        if common and not trial.case.exact and step < trial.case.steps[-1]:
             yield _in_the_loss(trial, step, common)
         if common and common > 0 and "update" in broken and step == trial.first_step and trial.case.training.max_norm:
             yield _unscaled_late(trial, common)
@@ -144,6 +151,11 @@ def _weights(trial: Trial, step: int, source: Source, beside: Source | None = No
 def scaled_alike(trial: Trial, step: int) -> bool:
     """Say whether every wrong gradient is a multiple of what it should be."""
     return trial.case.exact and bool(_weights(trial, step, expected_gradient))
+
+
+def common_factor(trial: Trial, step: int) -> float | None:
+    """Return how often all wrong gradients of a step are what they should be; None where that is no one number."""
+    return _common(_weights(trial, step, expected_gradient)) if trial.case.exact else None
 
 
 # ---- its own, another number of times
@@ -197,7 +209,11 @@ def _scaled(trial: Trial, factors: Mapping[str, float], step: int) -> Iterator[R
             said = f"gradients are {hint}", f"{times_text(factor or 1.0)} what they should be in step {step}"
         cause = Cause(KIND, said[0], hint=said[1], details=(details, ("named", hint)))
         only = _zero_steps(trial, factors) if factor == 0 else ()
-        yield Reading(cause, [*factors], in_steps(partial(_times, factors, by)), 1 + (factor is None), number, only)
+        change, fitted = in_steps(partial(_times, factors, by)), 1 + (factor is None)
+        # a number of the case is not fitted: all entries confirm it in one step, and not why it is so
+        of_the_case = bool(hint) and factor is not None and (text, by) not in ways
+        alone = replace(cause, hint="", details=(details, ("named", ""))) if of_the_case else None
+        yield Reading(cause, [*factors], change, fitted, number, only, least=1 if factor == 0 else 2, alone=alone)
 
 
 def _zero_steps(trial: Trial, fqns: Collection[str]) -> tuple[int, ...]:
@@ -314,7 +330,8 @@ def _mixed_over_tp(trial: Trial, step: int) -> Iterator[Reading]:
         text = f"gradients are also reduced over tp, whose ranks hold different slices: each has {times} of all"
         change = in_steps(partial(_mixing, trial, fqns, factor))
         assume = lambda steps: lambda trial: _moved_besides(change(steps)(trial))  # noqa: E731
-        yield Reading(Cause("slices mixed", text, details=(("factor", factor),)), fqns, assume)
+        least = 1 if round(factor, 9) in (1.0, round(1 / trial.case.dims.tp, 9)) else 2
+        yield Reading(Cause("slices mixed", text, details=(("factor", factor),)), fqns, assume, least=least)
 
 
 def _mixing(trial: Trial, fqns: Sequence[str], factor: float, step: int, own: Arrays) -> Arrays:
@@ -344,45 +361,3 @@ def lacks_the_outputs_part(trial: Trial, broken: Broken) -> Iterator[Hypothesis]
         text = f"the gradient of the tied weight lacks the output's part: {TIED} has only the embedding's"
         cause = Cause("tied weight without the output's part", text)
         yield Hypothesis(cause, partial(another_reference, altered=output_detached))
-
-
-# ---- a model that trains in eval mode
-
-
-def lacks_dropout(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    step = first_wrong_step(trial) if "loss" in broken and trial.case.model.dropout else None
-    for when, steps, more in spans(trial, step) if step is not None else ():
-        cause = Cause("eval mode", f"the model trains without dropout{when}", hint="as in eval mode")
-        cause = replace(cause, details=(("steps", tuple(steps)),))
-        yield Hypothesis(cause, partial(_in_eval_mode, steps=steps), 1 + more)
-
-
-def other_masks(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Each step draws the dropout masks of one other step, or of one as many steps away."""
-    step = first_wrong_step(trial) if "loss" in broken and trial.case.model.dropout else None
-    if step is None:
-        return
-    late = [one for one in trial.case.steps if one >= step]
-    when = "in every step" if step == 1 else from_step(trial, step)
-    for other in {*range(trial.case.steps[-1] + 2)} - {step}:
-        by = other - step
-        away = f"{abs(by)} step{'s' * (abs(by) > 1)} {'later' if by > 0 else 'earlier'}"
-        same, shifted = dict.fromkeys(late, other), {one: one + by for one in late}
-        for text, detail, masks in ((f"step {other}", ("step", other), same), (away, ("by", by), shifted)):
-            cause = Cause("masks of another step", f"dropout's masks are those of {text} {when}", details=(detail,))
-            yield Hypothesis(cause, partial(_masks_of, masks=masks))
-
-
-def _masks_of(trial: Trial, masks: Mapping[int, int]) -> Trial:
-    from harness.reference.model import seed_masks
-
-    def altered(model: Any, step: int) -> None:
-        seed_masks(model, trial.case.training.seed, masks.get(step, step))
-
-    return another_reference(trial, altered=altered)
-
-
-def _in_eval_mode(trial: Trial, steps: Sequence[int]) -> Trial:
-    from harness.reference.spellings import evaluating
-
-    return another_reference(trial, altered=evaluating(steps)).assuming(undrawn=frozenset(steps))

@@ -23,6 +23,10 @@ PASSES = 4000  # forward passes of a step that are computed to find a cause
 JUDGED = 500  # hypotheses that are judged for it
 ONCE = frozenset({"gradients scaled"})
 """Kinds of which there are not two at once: a factor fits what another one has left."""
+FITTED = frozenset({"unequal contributions"})
+"""Kinds that are weights of samples: any sums of samples have such."""
+OF_GROUPS = frozenset({"traffic", "placements", "process_groups", "shard_contents"})
+"""Checks of which ranks sum with which."""
 REPORTED = frozenset({"grad_norm", "reported_loss", "reported_numbers", "reported_rate"})
 PASSES_ENDED = f"the reference was computed for {PASSES} forward passes"
 
@@ -65,6 +69,8 @@ def _explained(search: Search, trial: Trial, results: Sequence[Result], facts: S
         proofs = []  # a factor of gradients that leaves them wrong: anything has a best fit
     if proofs and seen and "gradients" in proofs[0].left and OF_GRADIENTS.issuperset(proofs[0].explained):
         proofs = []  # what was seen of gradients goes before what explains only what follows of them
+    if proofs and FITTED & {one.cause.kind for one in proofs[0].hypotheses} and OF_GROUPS & {*proofs[0].left}:
+        proofs = []  # weights fit whatever groups have summed: who sums with whom goes first
     unfinished = any("completed" in fact.checks for fact in stated)
     if proofs and unfinished and "gradients" in proofs[0].left and REPORTED.issuperset(proofs[0].explained):
         proofs = []  # what ranks lack, or hold too much, goes before what is reported of it

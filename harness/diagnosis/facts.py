@@ -22,7 +22,18 @@ from harness.diagnosis.assume import another_case, another_recipe, another_refer
 from harness.diagnosis.contributions import adding
 from harness.diagnosis.differences import NUMBERS, expected_gradient
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, Hypothesis
-from harness.diagnosis.words import Arrays, finding_line, in_order, modules, rank_words, some, traffic_lines, where_text
+from harness.diagnosis.words import (
+    Arrays,
+    elsewhere,
+    finding_line,
+    first_finding,
+    in_order,
+    modules,
+    rank_words,
+    some,
+    traffic_lines,
+    where_text,
+)
 from harness.evidence.records import AT_WORK, IN_A_RING, Exit
 from harness.evidence.text import number_text
 from harness.judge.finding import Finding
@@ -35,6 +46,16 @@ Test = Callable[[Trial, Finding], bool]
 More = Callable[[Trial, Finding], Lines]
 OF_STEPS = ("completed", "initial_weights", "checkpoint", "features", "memory", "traffic", "schedule", "resume")
 """Checks of what a parameter or a step leaves, which breaks where there is none of it."""
+OF_COUNTED_STEPS = (
+    *OF_STEPS,
+    "samples",
+    "positions",
+    "grad_norm",
+    "reported_loss",
+    "reported_rate",
+    "reported_numbers",
+)
+"""Checks that compare by the number of a step what more steps than requested leave."""
 EVERYTHING = ("*",)
 """All checks that fail."""
 
@@ -88,10 +109,15 @@ def _of_numbers(trial: Trial, finding: Finding) -> bool:
     return finding.name in (*settings.FLOAT32, "default dtype")
 
 
+def _more_steps(trial: Trial, finding: Finding) -> bool:
+    return isinstance(finding.observed, tuple) and len(finding.observed) > len(trial.case.steps)
+
+
 ROWS = (
     Row("completed", "incomplete", "launch", follows=EVERYTHING),
     Row("completed", "incomplete", "its own place", follows=EVERYTHING),
     Row("completed", "incomplete", test=lambda trial, one: one.expected == "an evidence file", follows=EVERYTHING),
+    Row("completed", "incomplete", "optimizer steps", test=_more_steps, follows=OF_COUNTED_STEPS),
     Row("completed", "incomplete", test=lambda trial, one: one.quantity != "", follows=OF_STEPS),
     Row("checkpoint", "checkpoint"),
     Row("settings", "another setting", test=_of_numbers),
@@ -119,7 +145,8 @@ def observed(trial: Trial, broken: Broken, rows: tuple[Row, ...] = ROWS) -> Iter
         if not found or (row.alone and NUMBERS & {*broken}) or (row.whole and len(found) < len(findings)):
             continue
         follows = tuple(broken) if row.follows == EVERYTHING else (row.check, *row.follows)
-        cause = Cause(row.kind, "", finding=found[0], details=(("count", len(found)),))
+        finding = first_finding(found)
+        cause = Cause(row.kind, "", hint=elsewhere(found), finding=finding, details=(("count", len(found)),))
         yield Fact(cause, follows, row.more(trial, found[0]), symptom=row.symptom)
     if {*broken} == {"golden"}:
         text = (

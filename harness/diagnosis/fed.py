@@ -29,8 +29,10 @@ from harness.diagnosis.received import (
     own_labels,
     parts_of_samples,
     received,
+    share_rows,
     shifted,
     trained_on,
+    validated_rows,
     whose_labels,
     wrong_positions,
 )
@@ -40,7 +42,6 @@ from harness.judge.losses import global_loss
 from harness.judge.received_samples import (
     positions_received,
     received_samples,
-    rows_received,
     shares_of_samples,
     sizes_wanted,
 )
@@ -136,7 +137,8 @@ def _cut_otherwise(trial: Trial, step: int) -> Cause | None:
     if not odd:
         return None
     cut, wanted = (positions_text(of) for of in (known[odd[0]], positions(case, odd[0], length)))
-    hint = f"rank {odd[0]} receives the tokens at {cut}{_when(trial, step)}, expected {wanted}"
+    alike = [rank for rank in odd if np.array_equal(known[rank], known[odd[0]])]
+    hint = f"{rank_words(alike)} receive{'s' * (len(alike) == 1)} the tokens at {cut}{_when(trial, step)}, expected {wanted}"
     if len(odd) == len(ranks) and all(len(known[rank]) == length for rank in odd):
         text = f"CP not applied: every cp rank receives whole sequences{_when(trial, step)}"
         return Cause("CP not applied", text, expected=f"cp {case.dims.cp}", details=(("cp", case.dims.cp),))
@@ -151,11 +153,13 @@ def _cut_otherwise(trial: Trial, step: int) -> Cause | None:
 def _differing_peers(trial: Trial, step: int) -> Cause | None:
     ranks = received_samples(trial, step)
     for axis in ("tp", "cp"):
-        for peers in trial.plan.groups.get(axis, ()):
-            if odd := tuple(rank for rank in peers if ranks.get(rank) != ranks.get(peers[0])):
-                text = f"{axis} peers receive different samples{_when(trial, step)}"
-                details = (("axis", axis), ("ranks", odd))
-                return Cause("peers differ", text, hint=f"{rank_words(odd)} unlike rank {peers[0]}", details=details)
+        groups = trial.plan.groups.get(axis, ())
+        if odd := tuple(rank for peers in groups for rank in peers if ranks.get(rank) != ranks.get(peers[0])):
+            text, details = (
+                f"{axis} peers receive different samples{_when(trial, step)}",
+                (("axis", axis), ("ranks", odd)),
+            )
+            return Cause("peers differ", text, hint=f"{rank_words(odd)} unlike their first peer", details=details)
     return None
 
 
@@ -168,7 +172,7 @@ def _shared(trial: Trial, step: int) -> Cause | None:
     for rank, ids in shares.items():
         alike.setdefault(tuple(ids), []).append(rank)
     if same := [tuple(ranks) for ids, ranks in alike.items() if None not in ids and len(ranks) > 1]:
-        text = f"{' and '.join(map(rank_words, same[:4]))} received the same samples{when}"
+        text = f"{' and '.join(map(rank_words, same))} received the same samples{when}"
         return Cause("same samples", text, details=(("ranks", same[0]), ("all", tuple(same))))
     for pair in itertools.combinations(shares, 2):
         if (set(shares[pair[0]]) & set(shares[pair[1]])) - {None}:
@@ -185,7 +189,7 @@ def _repeated(trial: Trial, step: int) -> Cause | None:
         return None
     again = _repeated_microbatches(trial, twice[0], step)
     if not again:
-        text = f"rank {twice[0]} receives a sample twice{_when(trial, step)}"
+        text = f"{rank_words(twice)} receive{'s' * (len(twice) == 1)} samples more than once{_when(trial, step)}"
         return Cause("samples overlap", text, details=(("ranks", tuple(twice)),))
     ranks = [rank for rank in twice if _repeated_microbatches(trial, rank, step) == again]
     late, passes = tuple(number for _, number in again), parts_of(trial, twice[0], step)
@@ -222,6 +226,9 @@ def _foreign(trial: Trial, step: int) -> Cause | None:
         hint = how_far(trial, step, steps[0] or step)
         return Cause("data position", text, where, hint=hint, details=(("of_step", steps[0]), ("ranks", odd)))
     unknown = any(None in shares[rank] for rank in odd)
+    if unknown and validated_rows(trial, step, odd):
+        text = f"rows received{when}{on_ranks(trial, odd)} are those that are validated on"
+        return Cause("samples of no step", text, details=(("ranks", odd), ("validated", True)))
     if found := _dealt(trial, step, odd):
         how, begun, usual = found
         if usual:
@@ -230,7 +237,7 @@ def _foreign(trial: Trial, step: int) -> Cause | None:
             return Cause("data position", text, where, details=(("begins", begun), ("ranks", odd)))
         kind = "samples of no step" if unknown else "samples dealt otherwise"
         return Cause(kind, how, when.strip(), details=(("ranks", odd), ("order", how)))
-    if unknown and _share_rows(trial):
+    if unknown and share_rows(trial):
         text = f"dp ranks draw overlapping samples{when}: some rows are received by two of them in these steps"
         return Cause("samples overlap", text, details=(("ranks", odd),))
     if unknown:
@@ -253,16 +260,6 @@ def _of_no_step(trial: Trial, step: int, odd: tuple[int, ...]) -> Cause:
     if by:
         text = f"{received} the step's samples from token {by} on (counted from 0)"
     return Cause("samples of no step", text, details=(("ranks", odd), ("from_token", by)))
-
-
-def _share_rows(trial: Trial) -> bool:
-    """Whether two dp ranks receive one row of tokens at any time, although the recipe feeds each sample once."""
-    planned = [id_ for ids in trial.reference.samples for id_ in ids]
-    seen: dict[int, set[bytes]] = {rank: set() for rank in trial.one_rank_per_share()}
-    for rank, step in itertools.product(seen, trial.case.steps):
-        seen[rank] |= {row.tobytes() for row in rows_received(trial, step).get(rank, [])}
-    overlap = any(one & other for one, other in itertools.combinations(seen.values(), 2))
-    return len(set(planned)) == len(planned) and overlap
 
 
 def _data_of(trial: Trial) -> Dataset | None:
@@ -322,12 +319,19 @@ def _deals(trial: Trial, size: int) -> Iterator[tuple[str, bool, Callable[[int],
 
 
 def _microbatches(trial: Trial, step: int) -> Cause | None:
+    odd: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for rank in received_samples(trial, step):
         sizes = tuple(len(part.tokens) for part in parts_of(trial, rank, step) if part.tokens is not None)
-        if sizes != (wanted := sizes_wanted(trial, rank, step)):
-            text = f"accumulation: rank {rank} ran microbatches of {[*sizes]} samples in step {step}"
-            return Cause("microbatches", text, expected=f"{[*wanted]}", details=(("ranks", (rank,)), ("sizes", sizes)))
-    return None
+        if sizes != (wanted := tuple(sizes_wanted(trial, rank, step))):
+            odd.setdefault((sizes, wanted), []).append(rank)
+    if not odd:
+        return None
+    texts = [f"{rank_words(ranks)} ran microbatches of {[*sizes]} samples" for (sizes, _), ranks in odd.items()]
+    expected = " or ".join(dict.fromkeys(f"{[*wanted]}" for _, wanted in odd))
+    details = (("ranks", tuple(sorted(itertools.chain(*odd.values())))), ("sizes", next(iter(odd))[0]))
+    return Cause(
+        "microbatches", f"accumulation: {' and '.join(texts)} in step {step}", expected=expected, details=details
+    )
 
 
 # ---- labels

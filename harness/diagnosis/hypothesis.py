@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from harness.checks import all_checks, run_check
-from harness.diagnosis.words import Broken, finding_line
+from harness.diagnosis.words import Broken, elsewhere, finding_line, first_finding
 from harness.judge.result import Cause, Line, Lines, Result, Verdict
 from harness.judge.trial import Trial
 
@@ -66,7 +66,8 @@ def stated(broken: Broken, check: str, kind: str, text: str, *checks: str, more:
 
 def seen(broken: Broken, check: str, kind: str, text: str, *, more: Lines = ()) -> Fact:
     """Return the first finding of a check as the cause itself."""
-    return Fact(Cause(kind, text, finding=broken[check].findings[0]), (check,), more)
+    findings = broken[check].findings
+    return Fact(Cause(kind, text, hint=elsewhere(findings), finding=first_finding(findings)), (check,), more)
 
 
 Suspects = Callable[[Trial, Broken], Iterator[Hypothesis]]

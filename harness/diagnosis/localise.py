@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum, auto
 from typing import NamedTuple
+
+import numpy as np
 
 from harness.diagnosis import declarable
 from harness.diagnosis.assume import inputs_of_first_step
+from harness.diagnosis.contributions import common_factor
 from harness.diagnosis.differences import distance, expected_gradient, loss_off, seen_gradients, wrong_pairs
+from harness.diagnosis.factors import times_text
 from harness.diagnosis.hypothesis import Broken, verdict_of
 from harness.diagnosis.words import (
     Pair,
@@ -23,6 +27,7 @@ from harness.diagnosis.words import (
 )
 from harness.evidence.text import number_text, ranks_text
 from harness.judge.assembly import misfits
+from harness.judge.contents import take
 from harness.judge.finding import Finding
 from harness.judge.losses import global_loss, losses
 from harness.judge.received_samples import received_samples
@@ -33,6 +38,7 @@ from harness.plan.slices import tp_dim
 from harness.plan.stages import layers_of_stage
 
 KIND = "not explained"
+DIFFER = "; the weights differ already when the step begins"
 BY_ORDER = {"loss", "reported_loss", "gradients", "grad_norm"}
 """The checks whose bounds depend on whether the trainer's model is the reference's."""
 SHARE = 4
@@ -44,6 +50,14 @@ ROUNDING = 1e-12
 OTHER_ORDER = 30
 """Times the bound: with another order of operations gradients were seen to be off by up to 14 times what is measured without
 (docs/adapters.md, "parts" to "shares")."""
+
+
+class Weights(Enum):
+    """Those with which a step begins, compared with the reference's. UNKNOWN: some were not seen, or there is noise."""
+
+    RIGHT = auto()
+    WRONG = auto()
+    UNKNOWN = auto()
 
 
 def localise(
@@ -122,18 +136,35 @@ def _copies(broken: Broken) -> list[Finding]:
 
 def _copies_apart(trial: Trial, broken: Broken, step: float) -> Cause:
     """Say where copies of a parameter first differ after a step. No reference has such, so what follows is not judged."""
-    where = extent(trial, (one for one in _copies(broken) if one.step == step))
-    text = f"copies differ after step {step} {where or 'in one parameter'}"
+    where = in_parameters(trial, {one.name for one in _copies(broken) if one.step == step})
+    text = f"copies differ after step {step} {where}"
     text += ", and wrong numbers of later steps may follow from that"
     return Cause(KIND, text, details=(("place", "replicas"), ("step", step)))
 
 
-def _since(trial: Trial, step: int, is_wrong: Callable[[int], bool]) -> str:
-    """From a step on, if it is wrong in every later one as well; nothing of the first step."""
+def _in_step(trial: Trial, step: int) -> str:
+    """In which step; nothing of the first. What is wrong in later steps may follow from it: it is not said of them."""
+    return "" if step == trial.first_step else f" in step {step}"
+
+
+def _weights(trial: Trial, step: int) -> Weights:
+    """Return whether ranks begin a step with the reference's weights, as close as its gradients may be. Noise moves weights by
+    what is not known."""
     if step == trial.first_step:
-        return ""
-    later = [other for other in trial.case.steps if other > step]
-    return f" from step {step} on" if later and all(map(is_wrong, later)) else f" in step {step}"
+        return Weights.RIGHT
+    right = trial.reference_step(step - 1).parameters
+    unknown = not trial.case.exact
+    for rank, record in trial.own_steps():
+        for fqn, seen in record.parameters.items() if record.step == step - 1 else ():
+            part = trial.slice_of(rank, fqn)
+            if part is None or fqn not in right:
+                unknown = True
+                continue
+            wanted = take(right[fqn].reshape(trial.plan.shapes[fqn]), part)
+            close = trial.bounds.gradient[step] * float(np.max(np.abs(right[fqn]), initial=0))
+            if wanted.size == seen.size and not np.allclose(seen.ravel(), wanted.ravel(), rtol=0, atol=close):
+                return Weights.WRONG
+    return Weights.UNKNOWN if unknown else Weights.RIGHT
 
 
 def _saw_gradients(trial: Trial, step: int) -> bool:
@@ -145,23 +176,27 @@ def _saw_gradients(trial: Trial, step: int) -> bool:
 
 def _wrong_gradients(trial: Trial, step: int, wrong: list[Pair]) -> Cause:
     """Return the cause for a step whose loss is right, or was not seen."""
-    since = _since(trial, step, lambda other: bool(wrong_pairs(trial, other)))
+    since = _in_step(trial, step)
     before = f"right in step {trial.first_step} and " * (bool(since) and _saw_gradients(trial, trial.first_step))
     largest = max(distance(trial, rank, fqn, step) for rank, fqn in wrong)
     by = f" by up to {largest:.1e} of the largest entry in step 1" * (step == 1 and largest < math.inf)
+    factor = common_factor(trial, step)
+    times = "" if factor is None else f": {times_text(factor)} what they should be"
     ranks = sorted({rank for rank, _ in wrong})
     fqns = in_order(trial, (fqn for _, fqn in wrong))
     matches = f"; the loss of step {step} matches within {trial.bounds.loss[step]:.0e}"
     matches *= global_loss(trial, step) is not None
     where = where_text(trial, wrong) + one_group(trial, {*ranks}) + in_common(trial, fqns) + matches
+    where += DIFFER * (_weights(trial, step) is Weights.WRONG)
     details = (
         ("place", "gradients"),
         ("step", step),
         ("off", largest),
+        ("factor", factor),
         ("ranks", tuple(ranks)),
         ("parameters", tuple(fqns)),
     )
-    return Cause(KIND, f"gradients are {before}wrong{by}{since}", where, details=details)
+    return Cause(KIND, f"gradients are {before}wrong{by}{since}{times}", where, details=details)
 
 
 BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume")
@@ -169,13 +204,16 @@ BEFORE_FORWARD = ("samples", "positions", "initial_weights", "resume")
 
 
 def _forward(trial: Trial, step: int, off: float, held: frozenset[str]) -> Cause:
-    """Blamed where all that goes into it is right: what is broken and what is not judged (`held`) may be the reason as well."""
+    """Blamed where all that goes into it is right, weights as well: what is broken and what is not judged (`held`) may be the
+    reason as well."""
     text, more, details = _where_in_forward(trial, step, off)
     wrong = [check for check in BEFORE_FORWARD if check not in held and verdict_of(trial, check) is Verdict.FAIL]
     if wrong:
         return Cause(KIND, f"{text}; broken before the forward pass: {', '.join(wrong)}", details=details[:3])
-    since = _since(trial, step, lambda other: loss_off(trial, other) is not None)
-    since = since or " after resuming" * bool(trial.saved)
+    weights = _weights(trial, step)
+    if weights is not Weights.RIGHT:
+        return Cause(KIND, text + DIFFER * (weights is Weights.WRONG), details=(("place", "loss"), *details[1:3]))
+    since = _in_step(trial, step) or " after resuming" * bool(trial.saved)
     before = f"right in step {trial.first_step} and " * (
         step > trial.first_step and bool(since) and global_loss(trial, trial.first_step) is not None
     )

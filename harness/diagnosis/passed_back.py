@@ -41,6 +41,8 @@ def multiples_passed_back(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     for fqns in dict.fromkeys((tuple(last), tuple(named_so or last))):
         modules = [fqn.removesuffix(".weight") for fqn in fqns]
         for when, steps, more in spans(trial, step):
+            if factor and len(steps) < 2:
+                continue  # a second step is the test of a factor that was fitted to the first
             cause = _cause(trial, modules, factor, when, steps)
             yield Hypothesis(cause, partial(_assuming, modules=modules, factor=factor, steps=steps), 2 + more)
 

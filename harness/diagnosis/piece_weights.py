@@ -22,6 +22,7 @@ from harness.diagnosis.contributions import Number, Reading, norm_of_all, scaled
 from harness.diagnosis.differences import first_wrong_step, seen_gradients, wrong_pairs
 from harness.diagnosis.factors import factor_text, times_text
 from harness.diagnosis.hypothesis import Broken, Hypothesis, verdict_of
+from harness.diagnosis.other_groups import summed_over_others
 from harness.diagnosis.pieces import Fit, Pieces, Weights, assuming, chunks_of_the_loss, fit_of
 from harness.diagnosis.words import Arrays, Pair, where_text
 from harness.evidence.text import number_text
@@ -48,7 +49,8 @@ def sums_of_pieces(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if fit is None:
         yield from _exchanged(trial, pieces, gradients, step)
         return
-    found = [one for row in (_of_microbatches, _averaged_locally, _not_reduced) for one in row(fit)]
+    rows = (_of_microbatches, _averaged_locally, _not_reduced, summed_over_others)
+    found = [reading for row in rows for reading in row(fit)]
     for reading in found or _of_no_rule(fit):
         yield from reading.hypotheses(trial, step)
     yield from _clipped_while_adding_up(fit)
@@ -61,9 +63,12 @@ def _fit_of_chunks(trial: Trial, step: int) -> Fit | None:
     return fit_of(trial, pieces, pieces.gradients(step), step)
 
 
-def _reading(fit: Fit, cause: Cause, weights: Weights, fitted: int = 1, number: Number | None = None) -> Reading:
+def _reading(
+    fit: Fit, cause: Cause, weights: Weights, fitted: int = 1, number: Number | None = None, *, free: bool = False
+) -> Reading:
+    """free: whether some weight may be any number."""
     under = partial(assuming, pieces=fit.pieces, fqns=fit.fqns, weights=weights)
-    return Reading(cause, fit.fqns, lambda steps: partial(under, steps=steps), fitted, number)
+    return Reading(cause, fit.fqns, lambda steps: partial(under, steps=steps), fitted, number, least=1 + free)
 
 
 # ---- the same on all ranks
@@ -84,7 +89,8 @@ def _of_microbatches(fit: Fit) -> Iterator[Reading]:
     hint = "weights " + ", ".join(number_text(weight, 4) for weight in each)
     cause = Cause("unequal contributions", text or "microbatches contribute unequally to the gradient", hint=hint)
     cause = replace(cause, details=(("microbatches", lost), ("weights", tuple(each.tolist()))))
-    yield _reading(fit, cause, lambda step, rank: each[numbers], len({*each.tolist()} - {0.0, 1.0}) + 1)
+    free = len({*each.tolist()} - {0.0, 1.0})
+    yield _reading(fit, cause, lambda step, rank: each[numbers], free + 1, free=free > 0)
     first = fit.step == fit.trial.first_step and len(fit.fqns) == len(fit.trial.plan.shapes)
     if first and 0 < len(lost) < passes:
         late, text = np.isin(numbers + 1, lost), f"{_some(fit, lost)} not count until the next step's gradient"
@@ -107,7 +113,8 @@ def _of_no_rule(fit: Fit) -> Iterator[Reading]:
         hint = f"weights {number_text(least, 4)} to {number_text(most, 4)}"
         details = (("least weight", least), ("largest weight", most))
         cause = Cause("unequal contributions", "samples count unequally in the gradient", hint=hint, details=details)
-        yield _reading(fit, cause, lambda step, rank: fit.weights.get(rank, once), len(np.unique(seen.round(6))))
+        weights = lambda step, rank: fit.weights.get(rank, once)  # noqa: E731
+        yield _reading(fit, cause, weights, len(np.unique(seen.round(6))), free=True)
 
 
 # ---- means that are taken in the wrong place
@@ -175,7 +182,8 @@ def _averaged_locally(fit: Fit) -> Iterator[Reading]:
         of_rank = alike[0].samples == trial.case.local_batch * trial.case.passes and not alike[0].chunk
         number = partial(_divided_by_own, trial, axes, 1 if times == count else count) if of_rank else None
         weights = partial(_if_averaged, pieces, of, whole, times)
-        yield _reading(fit, cause, weights, 1 + (times not in (1, count)), number)
+        free = times not in (1, count)
+        yield _reading(fit, cause, weights, 1 + free, number, free=free)
 
 
 def _if_averaged(
@@ -214,7 +222,7 @@ def _not_reduced(fit: Fit) -> Iterator[Reading]:
         times = fit.factor(partial(_counting, others, own, 0), partial(_counting, ~others & others, own, 1), known)
         if times is not None:
             cause, silent = _cause(fit, missing, chosen, times, known)
-            found = _reading(fit, cause, partial(_counting, others, own, times))
+            found = _reading(fit, cause, partial(_counting, others, own, times), free=times not in known)
             yield replace(found, assume=partial(_not_moved, found, silent))
 
 

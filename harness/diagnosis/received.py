@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +19,7 @@ from harness.diagnosis.words import on_ranks
 from harness.evidence.step import Microbatch
 from harness.evidence.text import positions_text
 from harness.judge.labels import IGNORED, laid_out
+from harness.judge.numbers import NotOnRecord, validated_on
 from harness.judge.received_samples import positions_received, received_samples, rows_received
 from harness.judge.result import Cause, Lines
 from harness.judge.trial import Trial
@@ -143,6 +146,28 @@ def parts_of_samples(trial: Trial, step: int, ranks: tuple[int, ...]) -> int:
         if all(row[: len(samples[0]) - by].tobytes() in known for row in rows):
             return by
     return 0
+
+
+def share_rows(trial: Trial) -> bool:
+    """Whether two dp ranks receive one row of tokens at any time, although the recipe feeds each sample once."""
+    planned = [id_ for ids in trial.reference.samples for id_ in ids]
+    seen: dict[int, set[bytes]] = {rank: set() for rank in trial.one_rank_per_share()}
+    for rank, step in itertools.product(seen, trial.case.steps):
+        seen[rank] |= {row.tobytes() for row in rows_received(trial, step).get(rank, [])}
+    overlap = any(one & other for one, other in itertools.combinations(seen.values(), 2))
+    return len(set(planned)) == len(planned) and overlap
+
+
+def validated_rows(trial: Trial, step: int, ranks: tuple[int, ...]) -> bool:
+    """Return whether all rows that these ranks received in a step are among those that ranks validated on."""
+    shares = [of_share(trial, rank, step) for rank in ranks]
+    validated = set[bytes]()
+    for number in trial.case.steps:
+        with suppress(NotOnRecord):
+            batches = itertools.chain(*validated_on(trial, number).values())
+            rows = itertools.chain(*(tokens for tokens, _ in batches))
+            validated |= {np.asarray(row, np.int64)[: trial.case.seq_len(step)].tobytes() for row in rows}
+    return all(own is not None and {row.tobytes() for row in own.tokens} <= validated for own in shares)
 
 
 def whose_labels(trial: Trial, rows: Rows) -> str:

@@ -23,11 +23,12 @@ from harness.diagnosis import assume
 from harness.diagnosis.assume import replicas_differ, train_apart
 from harness.diagnosis.differences import replicas_agree
 from harness.diagnosis.hypothesis import Broken, Hypothesis
-from harness.diagnosis.reported import READ
+from harness.diagnosis.reported import READ, unplanned_gradients
 from harness.diagnosis.ways import (
     By,
     Way,
     algorithms,
+    amsgrad,
     before_each,
     by_other_gradients,
     clippings,
@@ -35,7 +36,7 @@ from harness.diagnosis.ways import (
     plainest,
     slices_apart,
 )
-from harness.diagnosis.words import Arrays, in_parameters, on_ranks, where_text
+from harness.diagnosis.words import Arrays, in_parameters, on_ranks, steps_words, where_text
 from harness.evidence.records import RankEvidence
 from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer
@@ -74,10 +75,11 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     if "update" not in broken:
         return
     wrong, norms = _wrong(trial), update.clipped_norms(trial)
-    seen = [*_shown_rates(trial), *_not_stepped(trial), *_only_decayed(trial), *_amsgrad(trial)]
+    seen = [*_shown_rates(trial), *_not_stepped(trial), *_only_decayed(trial), *amsgrad(trial)]
     yield from (Hypothesis(way.cause, partial(_assuming, way), way.fitted) for way in seen)
     agrees = partial(_agrees, _wrong_first(trial, wrong), norms, trial.first_step in wrong.values())
-    if not wrong or not replicas_agree(trial, trial.first_step) or any(agrees(way) == 0 for way in seen):
+    unknown = not replicas_agree(trial, trial.first_step) or unplanned_gradients(trial)
+    if not wrong or unknown or any(agrees(way) == 0 for way in seen):
         return
     explained, fields = False, partial(_fields, trial, wrong, norms)
     others = (
@@ -358,14 +360,15 @@ def _not_stepped(trial: Trial) -> Iterator[Way]:
     }
     if not any(still.values()):
         return
-    first = min(step for (_, step, _), stays in still.items() if stays)
-    pairs = sorted((rank, fqn) for (rank, step, fqn), stays in still.items() if step == first and stays)
+    steps = sorted({step for (_, step, _), stays in still.items() if stays})
+    pairs = {(rank, fqn) for (rank, _, fqn), stays in still.items() if stays}
 
     def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray | None:
         return None if still.get((rank, step, fqn)) else clip_coefficient(norms[step], limit) * gradient
 
-    cause = Cause("not stepped", f"the optimizer has no effect in step {first}", where_text(trial, pairs))
-    yield Way(replace(cause, details=(("step", first),)), AssumedOptimizer(given), by=lambda *at: still.get(at, False))
+    cause = Cause("not stepped", f"the optimizer has no effect in {steps_words(steps)}", where_text(trial, pairs))
+    details = (("step", steps[0]), ("steps", tuple(steps)))
+    yield Way(replace(cause, details=details), AssumedOptimizer(given), by=lambda *at: still.get(at, False))
 
 
 def _only_decayed(trial: Trial) -> Iterator[Way]:
@@ -386,15 +389,9 @@ def _only_decayed(trial: Trial) -> Iterator[Way]:
         if decays(rank, step.step, fqn, after)
     }
     if lost:
-        first = min(step for _, step, _ in lost)
-        pairs = sorted((rank, fqn) for rank, step, fqn in lost if step == first)
-        text = f"Muon's update has no effect in step {first}: the matrices only decay"
-        cause = Cause("not stepped", text, where_text(trial, pairs), details=(("step", first),))
+        steps, pairs = sorted({step for _, step, _ in lost}), {(rank, fqn) for rank, _, fqn in lost}
+        text = f"Muon's update has no effect in {steps_words(steps)}: the matrices only decay"
+        cause = Cause(
+            "not stepped", text, where_text(trial, pairs), details=(("step", steps[0]), ("steps", tuple(steps)))
+        )
         yield Way(cause, AssumedOptimizer(lost=lambda *at: at in lost), by=lambda *at: at in lost)
-
-
-def _amsgrad(trial: Trial) -> Iterator[Way]:
-    states = (state for e in trial.ranks.values() for state in e.steps[-1].optimizer_state.values())
-    if any("max_exp_avg_sq" in state for state in states):
-        cause = Cause("amsgrad", "the optimizer divides by max_exp_avg_sq, as AMSGrad does", "", "AdamW without it")
-        yield Way(cause, AssumedOptimizer(amsgrad=True, copies=1))

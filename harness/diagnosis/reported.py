@@ -143,9 +143,15 @@ def on_record(trial: Trial, check: str, rank: int, step: int) -> float | None:
         return _loss(trial, {rank: [*trial.ranks]}, None, False, 1.0, rank, step) if record else None
     if record is None or not any(one.gradients for _, one in trial.own_steps() if one.step == step):
         return None
-    if _copies_differ(trial, step):
+    if _copies_differ(trial, step) or unplanned_gradients(trial):
         return None
     return norm_of(trial, rank, step)
+
+
+def unplanned_gradients(trial: Trial) -> bool:
+    """Return whether a gradient is of a parameter that the plan lacks: which slices of it are copies, and so the norm of all
+    gradients, is unknown then."""
+    return any(fqn not in trial.plan.shapes for _, step in trial.own_steps() for fqn in step.gradients)
 
 
 def _copies_differ(trial: Trial, step: int) -> bool:
@@ -176,7 +182,7 @@ def _whose(trial: Trial, reported: Reported) -> Iterator[tuple[tuple[tuple[str, 
             return
     ratio = reported.ratio(reported.odd[0])
     known = [*token_factors(trial, reported.odd[0][1], ratio)]
-    if len(reported.odd) > 1 and number_text(ratio) != "1":
+    if len({step for _, step in reported.odd}) > 1 and number_text(ratio) != "1":
         known.append((factor_text(trial, ratio), lambda step: ratio))
     for hint, by_step in known:
         multiple: Number = lambda rank, step, by=by_step: by(step) * reported.right[rank, step]  # type: ignore[misc]  # noqa: E731

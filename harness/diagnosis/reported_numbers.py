@@ -195,8 +195,7 @@ def _multiples(trial: Trial, one: Named) -> Iterator[tuple[Details, ByStep]]:
             yield (("counted once for each place along", some),), lambda r, s, by=factor: by * right[r, s]  # type: ignore[misc]
             yield (("divided by the degree of", some),), lambda r, s, by=factor: right[r, s] / by  # type: ignore[misc]
     ratio = one.reported.ratio(one.reported.odd[0])
-    steps, plain = {step for _, step in one.reported.odd}, ratio and max(abs(ratio), 1 / abs(ratio))
-    if (len(steps) > 1 or plain == round(plain)) and math.isfinite(ratio):
+    if len({step for _, step in one.reported.odd}) > 1 and math.isfinite(ratio):
         yield (("times", ratio),), lambda r, s: ratio * right[r, s]
 
 

@@ -16,7 +16,7 @@ from harness.diagnosis import declarable
 from harness.diagnosis.assume import another_case, another_recipe
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.layouts import other_layouts
-from harness.diagnosis.words import extent, finding_line, traffic_lines
+from harness.diagnosis.words import extent, finding_line, first_finding, traffic_lines
 from harness.judge.finding import Finding
 from harness.judge.measured import measured
 from harness.judge.order import flattened
@@ -118,7 +118,7 @@ class Neighbour:
         cause = Cause(kind, observed, expected=wanted, details=details)
         if name == "fsdp_units":  # how the units differ the check has seen
             findings = broken[next(iter(holds))].findings
-            cause = Cause(kind, "", hint=extent(trial, findings), finding=findings[0], details=details)
+            cause = Cause(kind, "", hint=extent(trial, findings), finding=first_finding(findings), details=details)
         lines = (*(finding_line(broken[check]) for check in holds if check != "traffic"), *lines)
         more: Lines = ()
         if part == "features":

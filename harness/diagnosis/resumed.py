@@ -30,7 +30,7 @@ from harness.checks.resume import (
 from harness.diagnosis.assume import another_optimizer
 from harness.diagnosis.hypothesis import Broken, Hypothesis
 from harness.diagnosis.started import common, value_words
-from harness.diagnosis.whose import is_constant
+from harness.diagnosis.whose import is_count
 from harness.diagnosis.words import Arrays, finding_line, in_order, where_text
 from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer
@@ -101,7 +101,8 @@ def _parameters(trial: Trial, places: Places) -> Cause | None:
         text = f"after resuming, {pair[0]} has the values of {pair[1]}"
         return Cause("parameters exchanged", text, where, details=(("parameter", pair[0]), ("of", pair[1])))
     if not first and (found := _other_slices(trial, places)):
-        return Cause("slices mixed", found, where, details=(("moment", requested),))
+        text = "parameters after resuming are other slices of what was saved"
+        return Cause("slices mixed", text, where, hint=found, details=(("moment", requested),))
     became = f"those {first}" if first else _became(trial, places)
     text = f"parameters after resuming are not those {requested}" + f", they are {became}" * bool(became)
     return Cause("parameters changed over the checkpoint", text, where, details=(("are", became),))
@@ -113,7 +114,7 @@ def _other_slices(trial: Trial, places: Places) -> str:
     for rank, key in sorted(places):
         held, own = held_state(trial, rank)[key], trial.slice_of(rank, key[1])
         full = saved[key].reshape(trial.plan.shapes[key[1]])
-        part = None if own is None or is_constant(held) else locate(held, full)
+        part = None if own is None or is_count(held) else locate(held, full)
         if part is None or own is None:
             return ""
         texts = (slice_text(one, full.shape, flat=bool(trial.plan.flat)) for one in (part, own))
@@ -187,7 +188,7 @@ def _exchanged(trial: Trial, places: Places) -> tuple[str, str] | None:
             moved.append(((names[0], others[0]), {n: (other, fqn) for n, other in zip(names, others, strict=True)}))
         for pair, source in moved:
             theirs = {(name, fqn): saved[key] for name, key in source.items() if key in saved}
-            shapes = all(whole.shape == saved[key].shape and not is_constant(whole) for key, whole in theirs.items())
+            shapes = all(whole.shape == saved[key].shape and not is_count(whole) for key, whole in theirs.items())
             if theirs and shapes and _holds(trial, own, theirs):
                 return pair
     return None

@@ -16,7 +16,7 @@ from harness.diagnosis.assume import another_reference
 from harness.diagnosis.differences import OF_GRADIENTS
 from harness.diagnosis.hypothesis import Broken, Hypothesis, no_reference
 from harness.diagnosis.whose import Source, is_constant, relation_of
-from harness.diagnosis.words import Arrays, Pair, finding_line, some, where_text
+from harness.diagnosis.words import Arrays, Pair, finding_line, rank_words, some, where_text
 from harness.evidence.text import number_text
 from harness.judge.contents import take
 from harness.judge.result import Cause
@@ -49,8 +49,9 @@ def other_weights(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     twins = {at: _twin(trial, at) for at in strange}
     again = trial.repeat is not None and not any(_again(trial, at) for at in strange)
     if all(twin is not None for twin in twins.values()):
-        (rank, fqn), twin = next(iter(twins.items()))
-        text = f"ranks start from the same shard: rank {rank} holds the values of rank {twin}"
+        (rank, _), twin = next(iter(twins.items()))
+        alike = sorted({rank for rank, _ in twins} | {of for of in twins.values() if of is not None})
+        text = f"ranks start from the same shard: {rank_words(alike)} hold values of one another"
         cause = Cause("same shard", text, where_text(trial, strange), details=(("rank", rank), ("of", twin)))
     else:
         are = common([_seedvalue_words(trial, at) for at in strange])

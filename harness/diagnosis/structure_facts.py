@@ -15,7 +15,7 @@ from harness.checks import features, placements, reshard, traffic
 from harness.diagnosis import declarable
 from harness.diagnosis.differences import OF_GRADIENTS, seen_gradients
 from harness.diagnosis.hypothesis import NOT_TESTED, Broken, Fact, stated
-from harness.diagnosis.words import extent, traffic_lines
+from harness.diagnosis.words import elsewhere, extent, first_finding, traffic_lines
 from harness.judge import compiled_code, output_layer, policies, saved_hooks, tolerance
 from harness.judge.contents import take
 from harness.judge.finding import Finding
@@ -155,8 +155,11 @@ def _fact(trial: Trial, broken: Broken, row: Row, finding: Finding) -> Fact:
     lines += declarable.lines(trial, row.check, row.declares(trial)) if row.declares else ()
     what = (finding.quantity, finding.expected, finding.observed)
     alike = [one for one in broken[row.check].findings if (one.quantity, one.expected, one.observed) == what]
-    hint = extent(trial, alike)
-    return Fact(Cause(row.kind, "", hint=hint, finding=finding), (row.check, *row.follows), lines)
+    same = [one for one in broken[row.check].findings if (one.quantity, one.step) == (finding.quantity, finding.step)]
+    hint = extent(trial, alike) or elsewhere([finding, *same])
+    return Fact(
+        Cause(row.kind, "", hint=hint, finding=first_finding([finding, *same])), (row.check, *row.follows), lines
+    )
 
 
 def fsdp2_switches(trial: Trial) -> Lines:

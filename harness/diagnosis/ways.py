@@ -14,7 +14,7 @@ import numpy as np
 
 from harness.checks import update
 from harness.diagnosis.reported import Number, Source, groupings, norm_of, norms, of_other_steps, on_record, phrase
-from harness.diagnosis.words import Arrays, in_parameters, where_text
+from harness.diagnosis.words import Arrays, in_parameters, on_ranks, where_text
 from harness.evidence.text import number_text
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.result import Cause
@@ -83,6 +83,13 @@ def algorithms(trial: Trial, norms: Norms, wrong: Collection[str]) -> Iterator[W
         text = f"SGD has {'Nesterov ' * nesterov}momentum {by}"
         share = lambda ago, by=by, more=nesterov: by ** (ago + more) + more * (ago == 0)  # noqa: E731
         yield history(Cause("momentum", text, "", "none", details=details), share, decayed=True, copies=1)
+
+
+def amsgrad(trial: Trial) -> Iterator[Way]:
+    states = (state for e in trial.ranks.values() for state in e.steps[-1].optimizer_state.values())
+    if any("max_exp_avg_sq" in state for state in states):
+        cause = Cause("amsgrad", "the optimizer divides by max_exp_avg_sq, as AMSGrad does", "", "AdamW without it")
+        yield Way(cause, AssumedOptimizer(amsgrad=True, copies=1))
 
 
 def _decays(trial: Trial, wrong: Collection[str]) -> Iterator[Way]:
@@ -256,7 +263,8 @@ def _by_norms(trial: Trial, limit: float) -> Iterator[Way]:
             continue
         told.add(values)
         step, rank = odd[0]
-        seen = f"{norm(rank, step):.6g} on rank {rank} in step {step}"
+        alike = [r for s, r in places if s == step and math.isclose(norm(r, s), norm(rank, step))]
+        seen = f"{norm(rank, step):.6g}{on_ranks(trial, alike)} in step {step}"
         text = f"gradients are clipped by a norm {phrase(details)}: {seen}"
         wanted = f"the global norm, {right(rank, step):.6g}"
         cause = Cause("clipped by another norm", text, "", wanted, details=details)

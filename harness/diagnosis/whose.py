@@ -4,8 +4,8 @@ A wrong tensor, or its wrong rows, is compared with the right one, changed in on
 record: of another parameter, another rank, an earlier step, the weights. The answer must fit everything that is wrong in the
 first wrong step. Then the reference is trained as if it were so in every step, and the checks judge.
 
-Equality may be chance. So constants match nothing, and a tensor that is two others at once matches neither. A tensor of few
-entries is not compared; a less close match needs more entries.
+Equality may be chance. So constants and whole numbers match nothing, and a tensor that is two others at once matches
+neither. A tensor of few entries is not compared; a less close match needs more entries.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def relation_of(
 ) -> Relation | None:
     """Return what a wrong tensor is; None where that is nothing on record, or more than one thing."""
     few = value.size * -math.log10(min(close, 1)) < DIGITS
-    if few or is_constant(value) or not np.isfinite(value).all() or alike(value, right, close):
+    if few or is_count(value) or not np.isfinite(value).all() or alike(value, right, close):
         return None
     for change, apply in changes(value, right, close):
         return Relation(change, apply=apply)
@@ -106,7 +106,7 @@ def relation_of(
         return None
     if (factor := _factor(value, right, close)) is not None:
         return Relation(factor=factor)
-    others = [(source, array) for source, array in pool if array.shape == value.shape and not is_constant(array)]
+    others = [(source, array) for source, array in pool if array.shape == value.shape and not is_count(array)]
     others = [(source, array) for source, array in others if not alike(array, right, close)]
     found = [one for source, array in others if (one := _is_source(value, source, array, close))]
     if not found:
@@ -160,6 +160,11 @@ def _moved(order: np.ndarray, name: str) -> str:
 
 def is_constant(value: np.ndarray) -> bool:
     return bool(value.size == 0 or np.all(value == value.flat[0]))
+
+
+def is_count(value: np.ndarray) -> bool:
+    """Return whether a tensor holds whole numbers alone, as a counter does, or is constant: it equals others by chance."""
+    return is_constant(value) or bool(np.array_equal(value, np.round(value)))
 
 
 def alike(one: np.ndarray, other: np.ndarray, close: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,6 +29,29 @@ def some(names: Sequence[str], most: int = 2) -> str:
 def rank_words(ranks: Sequence[int]) -> str:
     """rank 3, ranks [0,1]."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks_text(list(ranks))}"
+
+
+def steps_words(steps: Sequence[int]) -> str:
+    """step 3, steps 1, 2, 3."""
+    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+
+
+def first_finding(findings: Sequence[Finding]) -> Finding:
+    """Return the first finding, of all ranks of which the same is found."""
+    first = findings[0]
+    alike = [one for one in findings if replace(one, ranks=first.ranks) == first]
+    return replace(first, ranks=tuple(sorted({rank for one in alike for rank in one.ranks})))
+
+
+def elsewhere(findings: Sequence[Finding]) -> str:
+    """Name the ranks and steps that have a finding of the first one's quantity, beside it; empty if there are none."""
+    first, ranks = findings[0], {*first_finding(findings).ranks}
+    what = (first.kind, first.name, first.quantity)
+    others = [one for one in findings if (one.kind, one.name, one.quantity) == what]
+    on = sorted({rank for one in others for rank in one.ranks} - ranks)
+    steps = sorted({one.step for one in others if one.step is not None} - {first.step})
+    texts = [f"on {rank_words(on)}"] * bool(on) + [f"in {steps_words(steps)}"] * bool(steps)
+    return f"also {' and '.join(texts)}" if texts else ""
 
 
 def on_ranks(trial: Trial, ranks: Iterable[int]) -> str:
@@ -94,7 +118,7 @@ def groups_text(groups: Sequence[tuple[int, ...]]) -> str:
 
 def finding_line(result: Result) -> Line:
     """Return the first finding of a check, beside its name."""
-    return result.check, result.findings[0]
+    return result.check, first_finding(result.findings)
 
 
 def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:

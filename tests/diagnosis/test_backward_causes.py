@@ -273,6 +273,20 @@ def test_gradients_that_are_all_numbers_of_a_coarser_format_are_rounded(form: st
     assert list(coarse(TIED, broken("gradients"))) == []
 
 
+@pytest.mark.parametrize("name", ["step", "exp_avg"])
+@pytest.mark.parametrize(
+    "counts", [np.full(200, 3.0), np.zeros(200), np.arange(200.0), np.array(3.0), np.full(200, 0.5)]
+)
+def test_counters_and_constants_of_an_optimizer_are_of_no_format(name: str, counts: np.ndarray) -> None:
+    moments = np.random.default_rng(0).standard_normal(200)
+    for held, named in ((moments, []), (moments.astype("float16").astype(np.float64), ["float16"])):
+        state = {fqn: {name: counts, "momentum_buffer": held} for fqn in TIED.plan.shapes}
+        trial = with_every_rank(TIED, lambda t, rank, state=state: with_step(t, rank, 3, optimizer_state=state))
+        facts = list(coarse(trial, broken("update")))
+        assert [dict(fact.cause.details)["format"] for fact in facts] == named
+        assert all("momentum_buffer" in fact.cause.observed for fact in facts)
+
+
 # ---- nothing else is said
 
 

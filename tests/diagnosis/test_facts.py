@@ -37,8 +37,10 @@ from harness.diagnosis.facts import (
     of_other_stages,
     process_failed,
 )
+from harness.diagnosis.words import elsewhere, first_finding
 from harness.evidence.checkpoint_index import SavedTensor
 from harness.evidence.records import Collective, Exit, HeldTensor
+from harness.judge.finding import Finding
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
 from harness.spec.case import Saved
@@ -188,6 +190,34 @@ def test_whole_ranks_that_are_missing_break_every_check_and_what_they_lack_those
     )
     assert {"completed", "loss"} <= {*whole.checks}
     assert "loss" not in part.checks and "completed" in part.checks
+
+
+def test_more_steps_than_requested_are_one_cause_of_what_is_counted_by_steps() -> None:
+    def doubled(trial: Trial, rank: int) -> Trial:
+        steps = [replace(one, step=2 * one.step - late) for one in trial.ranks[rank].steps for late in (1, 0)]
+        shown = [replace(one, reported_loss=None, grad_norm=None, reported_lr=None) for one in steps[::2]]
+        both = [one for pair in zip(shown, steps[1::2], strict=True) for one in pair]
+        return with_rank(trial, rank, steps=tuple(both))
+
+    trial = with_every_rank(fsdp_4(), doubled)
+    causes = causes_of(trial)
+    assert not [one for one in causes if one.kind in ("report lacking", "wrong report", "samples lost")]
+    assert causes[0].kind == "incomplete" and causes[0].finding is not None
+    assert causes[0].finding.ranks == (0, 1, 2, 3) and {"completed", "reported_loss", "grad_norm"} <= {
+        *causes[0].explains
+    }
+    (fewer, *_) = causes_of(without_step(fsdp_4(), 1, 3))
+    assert fewer.kind == "incomplete" and "reported_loss" not in fewer.explains
+
+
+def test_a_finding_is_of_all_ranks_of_which_it_is_the_same_and_names_where_there_are_others() -> None:
+    here = Finding(ranks=(1,), step=1, quantity="bytes", expected=2, observed=3)
+    same = [replace(here, ranks=(0,)), replace(here, ranks=(3,))]
+    assert first_finding([here, *same]) == replace(here, ranks=(0, 1, 3)) and elsewhere([here, *same]) == ""
+    more, later = replace(here, ranks=(2,), observed=4), replace(here, step=3)
+    assert first_finding([here, more, later]) == here
+    assert [word in elsewhere([here, more, later]) for word in ("rank 2", "step 3", "rank 1")] == [True, True, False]
+    assert elsewhere([here, replace(more, quantity="calls")]) == ""
 
 
 # ---- parameters that nobody trains, layers that are lost

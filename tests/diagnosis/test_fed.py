@@ -21,6 +21,7 @@ from harness.diagnosis.factors import how_far
 from harness.diagnosis.fed import other_samples, wrong_samples
 from harness.diagnosis.received import Rows, seen_labels, shift_of, trained_on, wrong_positions
 from harness.diagnosis.received import received as rows_of
+from harness.diagnosis.words import rank_words
 from harness.evidence.step import Microbatch
 from harness.judge.losses import global_loss
 from harness.judge.received_samples import received_samples
@@ -89,6 +90,23 @@ SINGLE = trial_of(tiny_case("single", accumulation=2))
 )
 def test_samples_that_are_not_the_ranks_own(trial: Trial, kind: str, details: dict[str, Any]) -> None:
     assert data_of(cause_of(trial), *details) == (kind, *details.values())
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+@pytest.mark.parametrize("step", [1, 2])
+def test_samples_that_are_repeated_are_those_of_all_ranks_that_repeat_them(ranks: tuple[int, ...], step: int) -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    for rank in ranks:
+        own = list(trial.reference.samples[step - 1])[4 * rank : 4 * rank + 4]
+        trial = received(trial, rank, step, [*own[:3], own[0]])
+    cause = cause_of(trial)
+    assert data_of(cause, "ranks", "step") == ("samples overlap", ranks, step)
+    assert rank_words(ranks) in cause.observed
+
+
+def test_microbatches_of_another_size_are_those_of_all_ranks() -> None:
+    cause = cause_of(every(ACCUMULATING, 2, lambda rank: [*range(8 + 4 * rank, 12 + 4 * rank)]))
+    assert data_of(cause, "ranks") == ("microbatches", (0, 1)) and rank_words((0, 1)) in cause.observed
 
 
 def test_a_microbatch_that_goes_through_the_model_again_without_a_loss_is_a_pass_besides_training() -> None:
@@ -175,6 +193,25 @@ def test_samples_in_another_order(ran: Ran, drawn: Callable[[Trial, int], list[i
     cause = wrong_samples(drawing(trial, {rank: drawn(trial, rank) for rank in (0, 1)}))
     assert cause is not None and cause.kind == kind and said in data_of(cause, "order")[1]
     assert 1 in data_of(cause, "ranks")[1]
+
+
+@pytest.mark.parametrize("length", [4, 3])
+def test_rows_that_are_validated_on_are_no_position_in_the_data(ran: Ran, length: int) -> None:
+    trial = ran(case_of())
+    held_out = order_of(trial)[-8:]
+    drawn = drawing(trial, {rank: held_out[rank::2] for rank in (0, 1)}, 3)
+    cause = wrong_samples(drawn)
+    assert cause is not None and cause.kind == "data position"
+    for rank in (0, 1):
+        (fed_,) = next(one for one in drawn.ranks[rank].steps if one.step == 3).microbatches
+        assert fed_.tokens is not None
+        seen = Microbatch(tokens=fed_.tokens[:length], labels=fed_.tokens[:length], loss_sum=1.0, valid_tokens=1)
+        drawn = with_step(drawn, rank, 2, evaluated=(seen,))
+    cause = wrong_samples(drawn)
+    assert cause is not None
+    assert (cause.kind, dict(cause.details).get("validated")) == (
+        ("samples of no step", True) if length == 4 else ("data position", None)
+    )
 
 
 def test_an_order_that_nobody_deals_is_none(ran: Ran) -> None:

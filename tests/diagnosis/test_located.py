@@ -105,6 +105,19 @@ def test_the_forward_pass_is_blamed_with_its_ranks_where_what_goes_into_it_is_ri
     assert "ranks" not in data(located(wrong)) and "ranks" in data(located(wrong, held=["initial_weights"]))
 
 
+def test_nothing_is_said_of_a_forward_pass_whose_weights_differ_already() -> None:
+    forward = losing(off(TRIAL, 2, [WQ]), 2)
+    assert data(located(forward))["place"] == "forward" and "ranks" in data(located(forward))
+    for trial in (
+        with_value(forward, 1, 1, "parameters", NORM, lambda value: value + 1e-3),
+        with_value(forward, 3, 1, "parameters", WQ, lambda value: value * (1 + 1e-6)),
+    ):
+        assert data(located(trial))["place"] == "loss" and "ranks" not in data(located(trial))
+    later = with_value(forward, 1, 2, "parameters", NORM, lambda value: value + 1e-3)  # of the step itself
+    assert data(located(later))["place"] == "forward"
+    assert data(located(losing(off(LOUD, 2, [WQ], by=3.0), 2)))["place"] == "loss"  # noise moves weights
+
+
 def updating(*steps: int | None) -> dict[str, Result]:
     """The check's findings, in this order, each at a place of its own."""
     findings = tuple(

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from caused import causes_of
 from diagnosed import LAST, NORM, accumulating, kinds, proven, reference_gradient
 from literal import EIGHT, sum_of_samples, tiny_case, trial_of, with_collectives, with_every_rank, with_step_1_gradients
 
@@ -102,6 +103,39 @@ def test_reductions_that_did_not_run_are_not_expected_to_move_anything(
     assert [dict(one.cause.details)["steps"] for one in (always, once)] == [(1, 2, 3), (1,)]
     for one, steps in ((always, (1, 2, 3)), (once, (1,))):
         assert one.assume is not None and one.assume(quiet).plan.unreduced == {*itertools.product(unreduced, steps)}
+
+
+PAIRS = ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize("counted", [2.0, 1.0])
+def test_replicas_that_are_averaged_in_groups_of_no_axis_are_named_with_these(counted: float) -> None:
+    """counted: a mean over the pair, or a sum that is divided by all four."""
+    trial, pair = trial_of(tiny_case(ParallelDims(dp_replicate=4))), {rank: group for group in PAIRS for rank in group}
+    shares = [*trial.one_rank_per_share()]
+    size = len(trial.reference.samples[0]) // len(shares)
+
+    def gradient(rank: int, fqn: str) -> np.ndarray:
+        ids = enumerate(trial.reference.samples[0])
+        weights = {id_: counted * (shares[number // size] in pair[rank]) for number, id_ in ids}
+        return sum_of_samples(trial, fqn, weights)
+
+    def over_the_pair(of: Trial, rank: int) -> Trial:
+        return with_collectives(
+            of, rank, lambda c: [replace(c, ranks=pair[rank]) if c.phase == "backward" and c.op == "all_reduce" else c]
+        )
+
+    wrong = with_every_rank(with_step_1_gradients(trial, gradient), over_the_pair)
+    first = proposed(wrong)[0]
+    details = dict(first.cause.details)
+    assert (details["axes"], details["groups"], details["factor"]) == (("dp_replicate",), PAIRS, counted)
+    assert first.assume is not None and first.assume(wrong).plan.groups["dp_replicate"] == PAIRS
+    cause = causes_of(wrong)[0]
+    assert cause.kind == "gradients not reduced" and {"gradients", "traffic"} <= {*cause.explains}
+    apart = with_collectives(
+        with_collectives(wrong, 2, lambda c: []), 3, lambda c: []
+    )  # no groups of all ranks are known
+    assert not [one for one in proposed(apart) if dict(one.cause.details).get("groups")]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from literal_reference import clip
 
 from harness.checks import judge
 from harness.diagnosis import diagnose
-from harness.diagnosis.engine import explain
-from harness.diagnosis.reported import norms, odd_reports, wrong_reports
+from harness.diagnosis.engine import explain, failing_checks
+from harness.diagnosis.reported import norms, odd_reports, reported_of, wrong_reports
 from harness.judge.contents import to_bfloat16
 from harness.judge.norms import norm_of
 from harness.judge.result import Cause
@@ -255,6 +255,22 @@ def test_reports_that_are_lacking_and_a_largest_loss_below_the_mean() -> None:
     assert cause.kind == "report lacking" and cause.finding is not None
     cause = named(with_step(FSDP_4, 1, 2, reported_largest=0.5))
     assert (cause.kind, cause.ranks, cause.steps) == ("wrong report", (1,), (2,))
+
+
+def test_no_norm_is_known_where_a_gradient_is_of_no_planned_parameter() -> None:
+    trial = shows(FSDP_4, NORM, lambda rank, step: 2.0 * right(FSDP_4, NORM)[step])
+    assert reported_of(trial, "grad_norm") is not None
+    own = trial.ranks[0].steps[0].gradients
+    trial = with_step(trial, 0, 1, gradients={**own, "copied.weight": next(iter(own.values()))})
+    assert reported_of(trial, "grad_norm") is None
+
+
+@pytest.mark.parametrize("steps", [(2,), (2, 3)])
+def test_a_multiple_in_one_step_is_no_meaning_of_a_report(steps: tuple[int, ...]) -> None:
+    norms = right(FSDP_4, NORM)
+    trial = shows(FSDP_4, NORM, lambda rank, step: norms[step] * (3.3 if step in steps else 1))
+    found = list(wrong_reports(trial, failing_checks(judge(trial))))
+    assert bool(found) is (len(steps) > 1)
 
 
 def test_reports_that_are_all_of_a_coarser_format() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from caused import causes_of, data_of
 from diagnosed import (
     LAST,
     NORM,
@@ -104,10 +106,28 @@ def test_the_reported_loss_goes_with_gradients_that_are_divided_by_the_same_numb
     assert factor_of(trial) == 0.25
 
 
-def test_a_factor_of_one_step_alone_is_told_from_one_that_stays() -> None:
-    for steps in ((2, 3), (2,)):
-        wrong = with_factors(fsdp_4(), lambda rank, step, fqn, steps=steps: 3.0 if step in steps else 1.0)
-        assert factor_of(wrong) == 3 and proven(wrong)[1]["steps"] == steps
+def test_a_factor_that_stays_is_a_cause_and_one_of_one_step_is_located() -> None:
+    for factor in (3.0, 0.5, 0.0):
+        stays = with_factors(fsdp_4(), lambda rank, step, fqn, by=factor: by if step >= 2 else 1.0)
+        assert factor_of(stays) == factor and proven(stays)[1]["steps"] == (2, 3)
+    for factor, step in itertools.product((3.0, 0.5), (1, 2, 3)):
+        once = with_factors(fsdp_4(), lambda rank, at, fqn, step=step, by=factor: by if at == step else 1.0)
+        (cause,) = causes_of(once)
+        data = {"place": "gradients", "step": step, "factor": pytest.approx(factor, rel=1e-9)}
+        assert data_of(cause, *data) == ("not explained", *data.values())
+    degree = with_factors(fsdp_4(), lambda rank, step, fqn: 0.25 if step == 3 else 1.0)
+    assert factor_of(degree) == 0.25 and names(degree) == ""  # all entries confirm it, and none says why
+    none = with_factors(fsdp_4(), lambda rank, step, fqn: 0.0 if step == 2 else 1.0)
+    assert factor_of(none) == 0 and proven(none)[1]["steps"] == (2,)  # nothing is fitted
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_count_that_is_wrong_in_one_step_is_none_of_another_step(step: int) -> None:
+    counts = {one.step: one.valid_tokens for one in fsdp_4().reference.steps}
+    by = counts[step] / counts[step - 1]
+    assert by != 1
+    wrong = with_factors(fsdp_4(), lambda rank, at, fqn: by if at == step else 1.0)
+    assert kinds(wrong) == ("not explained",)
 
 
 # ---- of some parameters
