@@ -18,6 +18,7 @@ from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, SKIP_COMMIT
 from harness.cli.options import BadInput, add_command, no_document
 from harness.cli.record import add_recording, record
 from harness.cli.run_report import last_runs
+from harness.evidence.own_folders import refuse_foreign_file
 from harness.evidence.reading import read_text
 from harness.evidence.store import CASE_FILE, EvidenceError, load_run, write_text
 from harness.judge.figures import Figures, figures, shifts
@@ -105,6 +106,7 @@ def _accept(args: argparse.Namespace, snapshot: Path, recording: Path) -> int:
     found, *_ = _read(recording)
     if not found:
         raise EvidenceError(f"{recording}: no rank left evidence, nothing to keep")
+    refuse_foreign_file(snapshot, _is_snapshot)
     write_text(snapshot, yaml.safe_dump(dict(found), sort_keys=False, width=120, allow_unicode=True))
     say(f"{snapshot}: the structure of {recording}, to be reviewed and committed")
     return PASSED
@@ -183,6 +185,15 @@ def _read(path: Path) -> tuple[Mapping[str, Any], Costs, Figures]:
     of_a_case = (path / CASE_FILE).exists()
     recording: Recording = as_recording(load_run(path / "run")) if of_a_case else load_recording(path)
     return (structure(recording), costs(recording), figures(recording)) if recording.summaries else ({}, {}, {})
+
+
+def _is_snapshot(text: str) -> bool:
+    """Return whether a text is a snapshot, of this version or an older one."""
+    try:
+        found = document_of(text)
+    except (yaml.YAMLError, ValueError):
+        return False
+    return isinstance(found, dict) and {"ranks", "ended", "models", "parameters", "axes"} <= found.keys()
 
 
 def _load_snapshot(path: Path) -> Mapping[str, Any]:

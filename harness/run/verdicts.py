@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import trainers
-from harness.evidence.reading import json_of, read_bytes
+from harness.evidence.reading import json_of, read_bytes, regular
 from harness.evidence.store import EvidenceError
 from harness.report import outcome as outcomes
 from harness.report.outcome import Outcome
@@ -188,8 +188,23 @@ def _digest(case: Case) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def refuse_other_lines(file: Path, key: str) -> None:
+    """Raises EvidenceError for a file that is there and does not begin as ours do, with an object's first key."""
+    begins = f'{{"{key}": '.encode()
+    try:
+        with regular(file) as opened:
+            start = opened.read(len(begins))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise EvidenceError(f"{file}: cannot be read: {error.strerror}; choose another --out") from error
+    if not begins.startswith(start):
+        raise EvidenceError(f"{file}: is there, and this harness did not write it; choose another --out")
+
+
 def append(file: Path, *values: dict[str, Any]) -> None:
     """A line each, also behind one that was cut short; on disk when this returns. Raises EvidenceError."""
+    refuse_other_lines(file, next(iter(values[0])))
     line = b"".join(json.dumps(value).encode() + b"\n" for value in values)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
