@@ -88,7 +88,8 @@ def _annotations(_: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
 
 def _folders(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
     places = places_of(runs)
-    return "\n".join(str(places[one.case]) for one in outcomes if one.failed and one.case in places)
+    failed = [str(places[one.case]) for one in outcomes if one.failed and one.case in places]
+    return "\n".join(folder.replace("\n", "\\n") for folder in failed)  # a line a folder, whatever letters it has
 
 
 def _junit(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:

@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from harness.spec.trainer_spec import TrainerSpec
 
 FILE = "verdicts.jsonl"
 MOST_OF_A_RUN = 128_000_000  # bytes
+SHARD = re.compile(r"[1-9]\d{0,5}/[1-9]\d{0,5}")
 SAME = ("trainer", "device", "launcher", "torch", "commit", "sources", "adapter", "shard")
 """What a run must have in common with the one it resumes."""
 
@@ -93,8 +95,16 @@ def _add(line: bytes, runs: dict[str, RecordedRun], path: Path) -> bool:
     """Whether it is a line of a run."""
     try:
         value = json_of(line)
+        if b"\\ud" in line.lower():
+            json.dumps(
+                value, ensure_ascii=False
+            ).encode()  # ValueError for half of a surrogate pair, which no file can hold
         if "begins" in value:
             begins = value["begins"]
+            if not all(isinstance(part, str) for name, part in begins.items() if name != "cases" and part is not None):
+                return False
+            if not SHARD.fullmatch(begins.get("shard") or "1/1"):
+                return False
             runs[value["run"]] = RecordedRun(
                 value["run"], path, {"shard": "", **begins, "cases": dict(begins["cases"])}
             )

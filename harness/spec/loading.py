@@ -116,6 +116,10 @@ else:
 
 
 def _unique_mapping(loader: SafeConstructor, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    merges = [key for key, _ in node.value if key.tag == "tag:yaml.org,2002:merge"]
+    if len(merges) > 1:
+        line = merges[1].start_mark.line + 1
+        raise yaml.YAMLError(f"line {line}: key '<<' is written twice; one list merges several: <<: [*first, *second]")
     written = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # << may be overridden
     keys = [loader.construct_object(key, deep=deep) for key in written]
     for position, key in enumerate(keys):
@@ -342,8 +346,10 @@ def _record(kind: type, value: Any, where: str, base: Any = None) -> Any:
     except ValueError as error:
         raise CaseError(f"{where}: {error}") from error
     for key, given in value.items():
-        if isinstance(given, float) and math.isnan(given):
-            raise CaseError(f"{where}: {key}: expected a number, got nan")
+        if isinstance(given, float) and not math.isfinite(given):
+            raise CaseError(
+                f"{where}: {key}: expected a finite number, got {given}; the default is {getattr(base, key)!r}"
+            )
     return record
 
 
