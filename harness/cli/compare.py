@@ -31,7 +31,7 @@ from harness.report.compared_runs import Costs, compared_runs
 from harness.report.output import complain, say
 from harness.run import verdicts
 from harness.run.comparison import compared_cases, of_runs
-from harness.spec.loading import document_of
+from harness.spec.yaml_documents import document_of
 from harness.traces.compared import NEEDED, not_compared, of_both, traced_figures, traced_structure
 from harness.traces.files import TRACE, files_of
 from harness.traces.job import job_of
