@@ -111,7 +111,7 @@ class Judge:
         options = dataclasses.replace(self.options, out=self.options.out / "bisect" / found.commit)
         folder = folder_of(case, options)
         fresh_folder(folder).rmdir()
-        ended = run(python, ["-P", "-m", "harness", "run", case.name, "--cases", str(self.cases_at), *typed(options)])
+        ended = run(python, ["-m", "harness", "run", case.name, "--cases", str(self.cases_at), *typed(options)])
         try:
             return read(found, case, folder, judge_folder(folder))
         except EvidenceError as error:
@@ -135,7 +135,7 @@ def interpreter(version: Version, folder: Path, tell: Tell) -> Path:
         python = version.python or environment(str(version), (folder / str(version)).absolute(), tell)
     except EnvironmentFailed as error:
         raise BisectError(str(error)) from error
-    answer = run(python, ["-P", "-c", f"import importlib.metadata as m; print(m.version({version.package!r}))"])
+    answer = run(python, ["-c", f"import importlib.metadata as m; print(m.version({version.package!r}))"])
     there = answer.stdout.strip().partition("+")[0]
     if there != version.number.partition("+")[0]:
         raise BisectError(f"{python} has {version.package} {there or 'not installed'}, not {version.number}")

@@ -30,10 +30,10 @@ MOST_SECONDS = 3600.0  # for making an environment
 
 
 def run(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run it with this harness, whatever is installed there."""
+    """Run it with this harness, whatever is installed there and whatever lies in the current folder."""
     environment = {**os.environ, "PYTHONPATH": python_path()}
     return subprocess.run(
-        [str(python), *arguments], env=environment, capture_output=True, encoding="utf-8", errors="replace"
+        [str(python), "-P", *arguments], env=environment, capture_output=True, encoding="utf-8", errors="replace"
     )
 
 
