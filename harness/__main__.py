@@ -1,9 +1,20 @@
 """`python -m harness`: the same as the script `harness`."""
 
+import os
 import sys
 
 
 def main() -> int:
+    if sys.stderr is None:  # it was closed: without a stream, messages would go to stdout
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+    if sys.stdout is None:
+        print("harness: standard output is closed, so nothing can be shown; nothing was done", file=sys.stderr)
+        return 2
+    if sys.flags.optimize > 1:
+        print(
+            "harness: PYTHONOPTIMIZE=2 and -OO remove docstrings, in which checks are stated; unset it", file=sys.stderr
+        )
+        return 2
     try:
         from harness.cli import main as command_line
     except KeyboardInterrupt:

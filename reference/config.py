@@ -16,6 +16,15 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
 
+    def __post_init__(self) -> None:
+        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position"):
+            if not 0 < getattr(self, key) < math.inf:
+                raise ValueError(f"{key} must be positive and finite, got {getattr(self, key)}")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} must be below high_freq_factor {self.high_freq_factor}"
+            )
+
 
 MATRICES = {
     **dict.fromkeys(("wq", "wk", "wv", "wo"), "attention"),
@@ -82,6 +91,9 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} (dim / n_heads) must be even: rotary embedding turns pairs")
+        for key in ("norm_eps", "rope_theta"):
+            if not 0 < getattr(self, key) < math.inf:  # NaN is in no range
+                raise ValueError(f"{key} must be positive and finite, got {getattr(self, key)}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout}")
 
@@ -229,7 +241,7 @@ class TrainingConfig:
             raise ValueError(
                 f"rates: one of at least 0 is needed for each of {self.steps} steps, got {list(self.rates)}"
             )
-        if self.max_norm is not None and not self.max_norm > 0:
+        if self.max_norm is not None and not 0 < self.max_norm < math.inf:
             raise ValueError(f"max_norm must be positive, or null for no clipping, got {self.max_norm}")
         if self.variable_length and self.seq_len % 2:
             raise ValueError(f"variable_length trains on half of each sample: seq_len must be even, got {self.seq_len}")

@@ -10,8 +10,8 @@ from typing import Any
 
 from harness import BUILTIN, ROOT
 from harness.evidence.git import git
+from harness.evidence.own_folders import has_keys, replace_own
 from harness.evidence.reading import read_json
-from harness.evidence.store import write_text
 from harness.spec.case import CaseError
 from harness.spec.repository import root_of
 from harness.spec.trainer_spec import TrainerSpec
@@ -49,7 +49,7 @@ class CaseMap:
             raise CaseError(f"{path}: no map of a case; delete it") from error
 
     def save(self, path: Path) -> None:
-        """Complete or absent."""
+        """Complete or absent. Raises EvidenceError where something else lies there."""
         value = {
             "case": self.case,
             "trainer": self.trainer,
@@ -60,7 +60,12 @@ class CaseMap:
             "lost": self.lost,
             "shell": self.shell,
         }
-        write_text(path, json.dumps(value, indent=1))
+        replace_own(path, json.dumps(value, indent=1), is_map)
+
+
+def is_map(text: str) -> bool:
+    """Return whether a text is a map's."""
+    return has_keys(text, frozenset({"case", "trainer", "commit", "functions", "imported"}))
 
 
 def file_of(folder: Path, case: str) -> Path:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import shutil
 import tempfile
@@ -136,6 +137,20 @@ def clone(repo: Path, files: Sequence[str]) -> Iterator[Path]:
     """A clone that is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="harness-bisect-") as folder:
         yield cloned(repo, Path(folder) / "trainer", files)
+
+
+def remove_clone(folder: Path) -> None:
+    """Delete a clone that `cloned` made. Raises BisectError, with nothing deleted, for anything else, or if it was changed."""
+    if not os.path.lexists(folder):
+        return
+    foreign = "it" if folder.is_symlink() or not (folder / ".git/objects/info/alternates").is_file() else ""
+    if not foreign:
+        changed = git(folder, "status", "--porcelain", "--ignored", "--untracked-files=all").splitlines()
+        foreign = next((line[3:] for line in changed if "__pycache__/" not in line), "")
+        foreign = foreign or git(folder, "stash", "list").strip()
+    if foreign:
+        raise BisectError(f"{folder}: {foreign} is not of a clone that this harness made; choose another --out")
+    shutil.rmtree(folder)
 
 
 def forget_bytecode(folder: Path) -> None:

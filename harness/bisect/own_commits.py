@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from harness.evidence.reading import read_json
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict, one_cause
+from harness.launch.python_path import module_command
 from harness.run.folders import folder_of, fresh_folder
 from harness.run.options import Options, Unsupported
 from harness.spec import case_files
@@ -29,7 +29,7 @@ def judged_at(case: Case, checkout: Path, options: Options) -> Judgement:
     """Raises Unsupported with what the commit said where it left no verdict."""
     began, folder = time.monotonic(), folder_of(case, options)
     fresh_folder(folder).rmdir()
-    words = [sys.executable, "-m", "harness", "run", case.name, *_typed(case, options)]
+    words = module_command("harness", "run", case.name, *_typed(case, options))
     environment = os.environ | {"PYTHONPATH": str(checkout), "HARNESS_SERVER": "own"}
     done = subprocess.run(
         words, cwd=checkout, env=environment, capture_output=True, encoding="utf-8", errors="replace", check=False

@@ -19,6 +19,7 @@ from harness.cli.options import BadInput, add_command, no_document, refuse_other
 from harness.cli.record import add_recording, record
 from harness.cli.recording_report import Shown
 from harness.cli.run_report import last_runs
+from harness.evidence.own_folders import refuse_foreign_file
 from harness.evidence.reading import read_text
 from harness.evidence.store import CASE_FILE, EvidenceError, load_run, write_text
 from harness.judge.figures import Figures, figures, shifts
@@ -32,7 +33,7 @@ from harness.report.output import complain, say
 from harness.run import verdicts
 from harness.run.comparison import compared_cases, of_runs
 from harness.run.same_training import sketch_files
-from harness.spec.loading import document_of
+from harness.spec.yaml_documents import document_of
 from harness.traces.compared import NEEDED, not_compared, of_both, traced_figures, traced_structure
 from harness.traces.files import TRACE, files_of
 from harness.traces.job import job_of
@@ -114,6 +115,7 @@ def _accept(args: argparse.Namespace, snapshot: Path, recording: Path) -> int:
     found, *_ = _read(recording)
     if not found:
         raise EvidenceError(f"{recording}: no rank left evidence, nothing to keep")
+    refuse_foreign_file(snapshot, _is_snapshot)
     write_text(snapshot, yaml.safe_dump(dict(found), sort_keys=False, width=120, allow_unicode=True))
     say(f"{snapshot}: the structure of {recording}, to be reviewed and committed")
     return PASSED
@@ -216,6 +218,15 @@ def _read(path: Path) -> tuple[Mapping[str, Any], Costs, Figures]:
     of_a_case = (path / CASE_FILE).exists()
     recording: Recording = as_recording(load_run(path / "run")) if of_a_case else load_recording(path)
     return (structure(recording), costs(recording), figures(recording)) if recording.summaries else ({}, {}, {})
+
+
+def _is_snapshot(text: str) -> bool:
+    """Return whether a text is a snapshot, of this version or an older one."""
+    try:
+        found = document_of(text)
+    except (yaml.YAMLError, ValueError):
+        return False
+    return isinstance(found, dict) and {"ranks", "ended", "models", "parameters", "axes"} <= found.keys()
 
 
 def _load_snapshot(path: Path) -> Mapping[str, Any]:

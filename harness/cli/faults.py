@@ -24,9 +24,10 @@ from harness.cli.options import (
     refuse_others,
     trainer_under_test,
 )
+from harness.evidence.own_folders import refuse_foreign_file
 from harness.evidence.store import write_text
 from harness.faults import Fault, all_faults, faults_of_file
-from harness.faults.attempt import Attempt, Outcome, accepted, to_json
+from harness.faults.attempt import Attempt, Outcome, accepted, is_attempts, to_json
 from harness.launch import machine, pool_of
 from harness.report import catalogue as shown
 from harness.report.output import say
@@ -77,6 +78,7 @@ def command(args: argparse.Namespace) -> int:
         raise BadInput(
             f"--file {args.file}: mistakes in {of}, on cases of its own; `harness faults --trainer {of}` takes both"
         )
+    refuse_foreign_file(args.out / "faults.json", is_attempts)
     done, control_done, seconds = tried(chosen, control, args)
     write_text(args.out / "faults.json", to_json(done))
     data = {"seconds": seconds, "control": control_done, "attempts": done}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def command(args: argparse.Namespace) -> int:
     script = args.script
     file, first = args.adapter or script.with_name(f"{script.stem}_adapter.py"), args.cases / "first.yaml"
     for path in (file, first):
-        if path.exists():
+        if os.path.lexists(path):
             raise BadInput(f"{path} is there already; move it away, or name another by --adapter and --cases")
     facts = _facts(script)
     record = f"harness record -o out/a -- torchrun --nproc-per-node 2 {script} .."

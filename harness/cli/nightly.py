@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -35,12 +34,13 @@ from harness.cli.options import (
 )
 from harness.cli.run_report import last_runs, shown_as_markdown
 from harness.cli.typed import typed_options
+from harness.evidence.own_folders import refuse_foreign_file
 from harness.evidence.store import write_text
 from harness.report.grid import summary
 from harness.report.output import complain, say
 from harness.run import nights, verdicts
 from harness.run.history import runs_in, series
-from harness.run.history_text import Told, as_document, lapsed, lines, told
+from harness.run.history_text import Told, as_document, is_history, lapsed, lines, told
 from harness.run.options import Options
 from harness.run.page import page_of
 from harness.run.verdicts import RecordedRun
@@ -95,8 +95,9 @@ def command(args: argparse.Namespace) -> int:
     cases, more = matrix.of_files(args)
     if more:
         tell(f"{more} more of other tiers are not run: --tier all")
-    runs = last_runs(args.of) if args.of else [ran(cases, options, args.jobs, args.again)]
     today = datetime.now(UTC).date()
+    refuse_foreign_files(args, str(today))
+    runs = last_runs(args.of) if args.of else [ran(cases, options, args.jobs, args.again)]
     folder = nights.keep(args.nights, runs, str(today))
     row = functools.partial(told, row_of(args.nights, runs), set_aside, today)
     searching = dataclasses.replace(options, trainer=named)
@@ -108,6 +109,17 @@ def command(args: argparse.Namespace) -> int:
     report(one, runs, stale, args)
     judged = [outcome for outcome in one.nights[-1].outcomes.values() if not outcome.skipped]
     return worst([code(one), NOT_JUDGED if stale or not judged else PASSED])
+
+
+def refuse_foreign_files(args: argparse.Namespace, day: str) -> None:
+    """Raises EvidenceError, before anything is run, where what it will write would replace something else."""
+    from harness.report.page import is_page
+
+    refuse_foreign_file(args.out / "page.html", is_page)
+    refuse_foreign_file(args.out / "history.txt", is_history)
+    refuse_foreign_file(args.out / "summary.md", lambda text: is_history(text.removeprefix("```\n")))
+    verdicts.refuse_other_lines(args.nights / day / verdicts.FILE, "run")
+    verdicts.refuse_other_lines(args.nights / day / nights.CULPRITS, "cases")
 
 
 def tell(text: str) -> None:
@@ -131,7 +143,7 @@ def prepared(args: argparse.Namespace, named: str) -> Options:
 def checked_out(args: argparse.Namespace, trainer: str) -> Path:
     """A clone of our own, so that nothing moves in the user's."""
     there = args.out / CHECKOUT
-    shutil.rmtree(there, ignore_errors=True)
+    commits.remove_clone(there)
     there.parent.mkdir(parents=True, exist_ok=True)
     checkout = commits.cloned(args.repo, there, files_of(trainer)).resolve()
     commits.git(checkout, "checkout", "--quiet", "--detach", commits.resolve(args.repo, args.commit))

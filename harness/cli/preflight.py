@@ -111,8 +111,8 @@ def _of_case(args: argparse.Namespace) -> int:
     if args.ranks != "auto" and "--seed" in typed_options(args):
         raise BadInput("--seed: it draws ranks, and --ranks names them; leave out one")
     (case, set_aside), trainer = _case(args), _trainer(args)
+    adapter = _loaded(trainer)
     case = traits.settled(case, trainers.traits_by_launch(case, trainer))
-    adapter = trainers.load(trainer)
     if reason := adapter.unsupported_alone(case):
         raise Unsupported(f"{case.name}: {adapter.name}: {reason}")
     selected = chosen(case, args.seed) if args.ranks == "auto" else _listed(args.ranks, case.dims.world_size)
@@ -159,6 +159,14 @@ def _trainer(args: argparse.Namespace) -> str:
     """Raises BadInput."""
     try:
         return trainers.spec(trainer_under_test(args), args.source, args.out)
+    except ValueError as error:
+        raise BadInput(f"--trainer: {error}") from error
+
+
+def _loaded(trainer: str) -> trainers.Adapter:
+    """Raises BadInput."""
+    try:
+        return trainers.load(trainer)
     except ValueError as error:
         raise BadInput(f"--trainer: {error}") from error
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.cli.answer import answer
 from harness.cli.exit_codes import NOT_JUDGED, code_of, worst
 from harness.cli.options import BadInput, other_trainers
-from harness.evidence.store import write_text
+from harness.evidence.own_folders import refuse_foreign_file, replace_own
 from harness.report.grid import matrix_report
 from harness.report.junit import junit
 from harness.report.markdown import annotated, markdown
@@ -26,8 +26,9 @@ Form = Callable[[Sequence[RecordedRun], Sequence[Outcome]], str]
 
 def write_page(recorded: Sequence[Path], folders: Sequence[Path], history: Sequence[Path], file: Path) -> int:
     """Write the page. Return the exit code of the cases on it."""
-    from harness.report.page import html  # jinja2 takes a twentieth of a second
+    from harness.report.page import html, is_page  # jinja2 takes a twentieth of a second
 
+    refuse_foreign_file(file, is_page)
     runs = last_runs(recorded)
     earlier, unread = runs_in(history) if history else ([], [])
     for line in unread:
@@ -36,7 +37,7 @@ def write_page(recorded: Sequence[Path], folders: Sequence[Path], history: Seque
         page = page_of(runs, folders, earlier, file)
     except ValueError as error:
         raise BadInput(str(error)) from error
-    write_text(file, html(page))
+    replace_own(file, html(page), is_page)
     say(file)
     return code_of_all(page.outcomes, lacking=bool(runs and problems(runs)[0]))
 
@@ -87,7 +88,8 @@ def _annotations(_: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
 
 def _folders(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
     places = places_of(runs)
-    return "\n".join(str(places[one.case]) for one in outcomes if one.failed and one.case in places)
+    failed = [str(places[one.case]) for one in outcomes if one.failed and one.case in places]
+    return "\n".join(folder.replace("\n", "\\n") for folder in failed)  # a line a folder, whatever letters it has
 
 
 def _junit(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
 from harness.cli.options import no_document, positive_int
-from harness.evidence.store import write_text
+from harness.evidence.own_folders import replace_own
 from harness.judge.result import Verdict
 from harness.plan.figures.links import GPUS_PER_NODE
 from harness.plan.figures.step_time import MACHINES
@@ -80,10 +80,10 @@ def plan_of(layout: str, world: int) -> Case | None:
 
 def write_times(file: Path, title: str, text: str, timeline: Timeline | None, *, kernels: bool) -> None:
     """Write a page for a browser. text: of the report."""
-    from harness.report.page import html  # jinja2 takes a twentieth of a second
+    from harness.report.page import html, is_page  # jinja2 takes a twentieth of a second
     from harness.report.timeline_page import page_of_times
 
-    write_text(file, html(page_of_times(title, text, timeline, kernels=kernels)))
+    replace_own(file, html(page_of_times(title, text, timeline, kernels=kernels)), is_page)
     say(file)
 
 

@@ -59,6 +59,15 @@ def to_json(done: Sequence[Attempt]) -> str:
     return json.dumps([asdict(attempt) for attempt in done], indent=1) + "\n"
 
 
+def is_attempts(text: str) -> bool:
+    """Return whether a text is what to_json makes."""
+    try:
+        from_json(text)
+    except (ValueError, TypeError, KeyError):
+        return False
+    return True
+
+
 def from_json(text: str) -> list[Attempt]:
     records = json.loads(text)
     return [

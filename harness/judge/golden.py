@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import BUILTIN, ROOT
+from harness.evidence.own_folders import has_keys, replace_own
 from harness.evidence.reading import read_json
-from harness.evidence.store import write_text
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.record import Noise, ReferenceRun
 from harness.spec import case_files
@@ -197,8 +197,12 @@ def accept(case: Case, reference: ReferenceRun, folder: Path | None = None) -> s
         old = load(case, folder)
     except GoldenError:
         old = None
-    write_text(path, render(case, new))
+    replace_own(path, render(case, new), _is_golden)
     return describe(path.name, old, new)
+
+
+def _is_golden(text: str) -> bool:
+    return has_keys(text, frozenset({"recipe", "environment", "steps"}))
 
 
 def describe(name: str, old: Golden | None, new: Golden) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterable
 from typing import IO, Protocol
 
-from harness.launch.python_path import environment
+from harness.launch.python_path import environment, module_command
 
 
 class Link(Protocol):
@@ -40,7 +39,7 @@ class OwnServer:
         theirs_in, self.requests = os.pipe()
         self.reports, theirs_out = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "harness.launch.server", str(theirs_in), str(theirs_out), *modules],
+            module_command("harness.launch.server", str(theirs_in), str(theirs_out), *modules),
             pass_fds=(theirs_in, theirs_out),
             env=environment(),
             stdin=subprocess.DEVNULL,

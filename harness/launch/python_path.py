@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import site
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -21,6 +22,11 @@ def python_path() -> str:
     own = [] if ROOT in {Path(folder).resolve() for folder in installed} else [str(ROOT)]
     given = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join((*own, *(map(os.path.abspath, given.split(os.pathsep)) if given else ())))
+
+
+def module_command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """Return the words that run a module. -P: what lies in the current folder is not imported in place of ours or Python's."""
+    return [python, "-P", "-m", module, *arguments]
 
 
 def environment() -> dict[str, str]:

@@ -67,7 +67,7 @@ def run(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoRet
         share_gpus(job)
         hold_mine()
         mark(directory, rank)
-        sys.path[:] = list(dict.fromkeys([*job["sys_path"], *sys.path]))
+        sys.path[:] = list(dict.fromkeys([*job["sys_path"], *sys.path, os.getcwd()]))  # a trainer may lie here
         dump_stacks_to(rank_file(directory, "stacks", rank))
         inflight.open_current(rank_file(directory, "inflight", rank))
         set_up_torch(job)

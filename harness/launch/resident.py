@@ -155,7 +155,6 @@ def serve(connection: socket.socket, command: int, modules: Iterable[str]) -> No
 
     say(connection, {"server": os.getpid()})
     began, stream = time.monotonic(), connection.fileno()
-    sys.path.insert(0, os.getcwd())  # as for `python -m`
     server._import.cache_clear()
     ranks = server.Server(stream, stream, alive, private=[command])
     server.import_once(modules)

@@ -23,7 +23,7 @@ from harness.evidence.text import visible
 from harness.launch.identity import circumstances, folder, identity
 from harness.launch.own_server import Link, OwnServer
 from harness.launch.process import peer
-from harness.launch.python_path import environment
+from harness.launch.python_path import environment, module_command
 
 KINDS = ("resident", "own")
 KIND = "HARNESS_SERVER"
@@ -135,10 +135,9 @@ def started(path: Path, modules: Iterable[str]) -> socket.socket:
         note("the resident rank server had died; another one is started")
     for left in (path, path.with_suffix(".ready")):
         left.unlink(missing_ok=True)
-    module = ("-P", "-m", "harness.launch.resident")
     with open(path.with_suffix(".log"), "wb") as log:
         done = subprocess.run(
-            [sys.executable, *module, str(path), str(IDLE), str(time.time_ns()), *modules],
+            module_command("harness.launch.resident", str(path), str(IDLE), str(time.time_ns()), *modules),
             cwd="/",
             env=environment(),
             stdin=subprocess.DEVNULL,

@@ -7,14 +7,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from harness.launch.job import Job, LaunchError, rank_file, read_json
 from harness.launch.process import kill_group, loopback
-from harness.launch.python_path import environment
+from harness.launch.python_path import environment, module_command
 from harness.launch.slots import pool_of, wanted_by
 
 POLL = 0.05
@@ -47,7 +46,7 @@ class TorchrunRanks:
         job, parent = self.job, str(os.getpid())
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "harness.launch.agent", parent, *arguments(job), str(self.job_file)],
+                module_command("harness.launch.agent", parent, *arguments(job), str(self.job_file)),
                 env={**environment(), **({} if job.torchrun_args else loopback()), **job.env, **self.here},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -130,7 +129,7 @@ def join(folder: Path, seconds: float) -> int:
             raise LaunchError(f"{job_file}: no launch began there in {seconds:g} s: is the folder shared by the nodes?")
         time.sleep(POLL)
     job = Job(**{name: value for name, value in read_json(job_file).items() if name != "sys_path"})
-    command = [sys.executable, "-m", "harness.launch.agent", str(os.getpid()), *arguments(job), str(job_file)]
+    command = module_command("harness.launch.agent", str(os.getpid()), *arguments(job), str(job_file))
     with pool_of(job.device).taken(wanted_by(job)) as taken:
         here = {**environment(), **job.env, **taken.environment}
         return ended(subprocess.Popen(command, env=here, stdin=subprocess.DEVNULL), folder)
@@ -152,4 +151,7 @@ def ended(torchrun: subprocess.Popen, folder: Path) -> int:
 def arguments(job: Job) -> list[str]:
     standalone = ("--standalone", "--nproc-per-node", str(job.world_size))
     logs = str(Path(job.directory) / "logs" / "torchrun")  # else it litters the temporary directory
-    return ["--log-dir", logs, *(job.torchrun_args or standalone), "-m", "harness.launch.rank"]
+    ranks = module_command(
+        "harness.launch.rank"
+    )  # torchrun's own `python -m` would have the current folder on its path
+    return ["--log-dir", logs, *(job.torchrun_args or standalone), "--no-python", *ranks]

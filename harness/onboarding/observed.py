@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.launch.python_path import module_command, python_path
 from harness.onboarding.matching import layer_of
 from harness.reference.config import TrainingConfig
 from harness.spec.case import Case
@@ -97,7 +97,8 @@ def observe(script: Path) -> Facts:
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w") as log:
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "INIT_METHOD": f"file://{folder}/meet"}
-        command = [sys.executable, "-m", "harness.onboarding.observing", str(script.resolve()), f"{folder}/facts.json"]
+        place |= {"PYTHONPATH": python_path()}
+        command = module_command("harness.onboarding.observing", str(script.resolve()), f"{folder}/facts.json")
         try:
             subprocess.run(command, env=os.environ | place, stdout=log, stderr=log, timeout=SECONDS + 30)
             found = json.loads(Path(folder, "facts.json").read_text(encoding="utf-8"))

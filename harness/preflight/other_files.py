@@ -16,8 +16,8 @@ from harness.preflight.draft import HALVES, Draft
 from harness.spec.case import CaseError
 from harness.spec.dims import ParallelDims
 from harness.spec.layout import accelerate_file, layout, processes
-from harness.spec.loading import document_of
 from harness.spec.traits import TrainerTraits
+from harness.spec.yaml_documents import document_of
 
 AUTO = "auto"
 KEPT_WHOLE = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2", "FALSE", "2", "5")

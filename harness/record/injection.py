@@ -20,6 +20,7 @@ from pathlib import Path
 
 from harness import ROOT
 from harness.evidence.lost_peer import lost_a_peer
+from harness.evidence.own_folders import RECORDING_FOLDER, emptied
 from harness.evidence.store import EvidenceError
 
 LAUNCH = "HARNESS_RECORD_LAUNCH"
@@ -45,12 +46,9 @@ def environment(directory: Path, steps: str) -> dict[str, str]:
 
 
 def fresh(directory: Path) -> None:
-    """Empty, and ours. Refuses to delete what is no recording. Raises EvidenceError."""
+    """Make a recording's folder, empty. Raises EvidenceError for one in which anything is not of a recording."""
+    emptied(directory, RECORDING_FOLDER)
     try:
-        if directory.exists() and any(directory.iterdir()):
-            if not (directory / PROCESSES).exists():
-                raise EvidenceError(f"{directory}: not empty and no recording; choose another -o")
-            shutil.rmtree(directory)
         (directory / PROCESSES).mkdir(parents=True)
         (directory / "ranks").mkdir()
     except OSError as error:

@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from harness.judge.result import Verdict
 from harness.report.outcome import Outcome
 
-NO_XML = {number: " " for number in range(32) if chr(number) not in "\t\n"}
+NO_XML = {number: " " for number in (*range(32), 0xFFFE, 0xFFFF) if chr(number) not in "\t\n"}
 
 
 def junit(outcomes: Sequence[Outcome], missing: Sequence[str] = ()) -> str:
@@ -25,7 +25,7 @@ def junit(outcomes: Sequence[Outcome], missing: Sequence[str] = ()) -> str:
 
 
 def _case(suite: Element, one: Outcome) -> None:
-    place = {"classname": "harness", "name": one.case, "time": f"{one.seconds:.1f}"}
+    place = {"classname": "harness", "name": _text(one.case), "time": f"{one.seconds:.1f}"}
     test = SubElement(suite, "testcase", place)
     if one.skipped:
         SubElement(test, "skipped", message=_text(one.reason))

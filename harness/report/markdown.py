@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from harness.evidence.text import visible
 from harness.report.causes import Shared, causes, checks_text, why
 from harness.report.grid import summary
 from harness.report.outcome import Outcome
@@ -21,7 +22,7 @@ def markdown(
     """The third argument is what is lacking or doubled in the runs. since: by case, the commit that broke it."""
     head = summary(outcomes, None) if outcomes else "no case came to its end"
     parts = [
-        f"## {head}",
+        f"## {_plain(head)}",
         *(f"**{_plain(line)}**" for line in told),
         *(_cause(one, since or {}) for one in causes(outcomes)),
     ]
@@ -31,7 +32,9 @@ def markdown(
 
 def _cause(shared: Shared, since: Mapping[str, str]) -> str:
     cases = "\n".join(_case(one, shared.text) for one in shared.cases)
-    again = [f"    {one.again}" for one in shared.cases[:1] if one.again]
+    again = [
+        f"    {_one_line(one.again)}" for one in shared.cases[:1] if one.again
+    ]  # indented, Markdown shows it as it is
     culprits = dict.fromkeys(since[one.case] for one in shared.cases if one.case in since)
     return "\n\n".join([f"### {_plain(shared.text)}", *(f"Since {_plain(one)}" for one in culprits), cases, *again])
 
@@ -39,20 +42,43 @@ def _cause(shared: Shared, since: Mapping[str, str]) -> str:
 def _case(one: Outcome, cause: str) -> str:
     """Return a line with the checks, and with the case's own cause if its numbers are others."""
     own = why(one) if why(one) != cause else ""
-    return f"- {one.verdict} `{one.case}` {_plain('; '.join(filter(None, (own, checks_text(one)))))}".rstrip()
+    return (
+        f"- {_plain(one.verdict)} {_code(one.case)} {_plain('; '.join(filter(None, (own, checks_text(one)))))}".rstrip()
+    )
 
 
 def _all_cases(outcomes: Sequence[Outcome]) -> str:
     """Folded away. Between the tags Markdown needs an empty line."""
     rows = ["| case | verdict | requested | checks |", "|---|---|---|---|"]
     for one in outcomes:
-        rows.append(f"| `{one.case}` | {one.verdict} | {one.layout} | {_plain(checks_text(one) or why(one))} |")
+        cells = [_code(one.case), *map(_plain, (one.verdict, one.layout, checks_text(one) or why(one)))]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join([f"<details><summary>all {len(outcomes)} cases</summary>", "", *rows, "", "</details>"])
 
 
 def _plain(text: str) -> str:
-    """Text in which Markdown finds nothing to do, in one line."""
-    return re.sub(r"[\\`*_\[\]<>|#&]", lambda found: f"&#{ord(found[0])};", " ".join(text.split()))
+    """Return text in one line in which Markdown finds nothing to do, and GitHub neither a person, a link nor an issue.
+
+    No address is made a link without the colon of its scheme or the dot after www; an entity hides neither from the reader.
+    """
+    escaped = re.sub(r"[\\`*_\[\]<>|#&@~$!+]|:(?=//)|(?<=www)\.", _entity, _one_line(text))
+    return re.sub(
+        r"^(\d+)?[-.)=]|^\d+(?=[.)])", lambda found: "".join(f"&#{ord(letter)};" for letter in found[0]), escaped
+    )
+
+
+def _entity(found: re.Match[str]) -> str:
+    return f"&#{ord(found[0])};"
+
+
+def _code(text: str) -> str:
+    """Return text as code. One with a letter that ends code or a cell is plain text."""
+    line = _one_line(text)
+    return _plain(line) if set(line) & set("`|") or not line else f"`{line}`"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(visible(text).split())
 
 
 def _cut(text: str) -> str:

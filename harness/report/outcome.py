@@ -104,6 +104,34 @@ def ranks_of(case: Case) -> int:
     return max(launched.dims.world_size for launched in case.launches.values())
 
 
+VERDICTS = frozenset({*map(str, Verdict), SKIPPED, ERROR})
+TYPES: dict[str, Any] = {
+    "str": str,
+    "int": int,
+    "float": (int, float),
+    "dict": dict,
+    "list": list,
+    "tuple": (list, tuple),
+}
+
+
+def _check(value: Mapping[str, Any]) -> None:
+    for each in dataclasses.fields(Outcome):
+        if each.name in value:
+            kind = str(each.type).partition("[")[0]
+            given = value[each.name]
+            if not isinstance(given, TYPES[kind]) or isinstance(given, bool):
+                raise TypeError(f"{each.name}: expected {each.type}, found {given!r}")
+    texts = {*value.get("checks", {}).values(), *value.get("not_applicable", {}).values(), *value.get("replaced", ())}
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("checks, not_applicable, replaced: expected texts")
+    if not all(type(number) in (int, float) for number in value.get("measures", {}).values()):
+        raise TypeError("measures: expected numbers")
+    unknown = {value["verdict"], *value.get("checks", {}).values()} - VERDICTS
+    if unknown:
+        raise ValueError(f"verdict {min(unknown)!r}: expected one of {', '.join(sorted(VERDICTS))}")
+
+
 def to_json(outcome: Outcome) -> dict[str, Any]:
     """Return its fields, without empty ones."""
     return {name: value for name, value in dataclasses.asdict(outcome).items() if value}
@@ -115,7 +143,9 @@ def as_document(outcome: Outcome) -> dict[str, Any]:
 
 
 def from_json(value: Mapping[str, Any]) -> Outcome:
-    """Read one; fields that only a later version has are left out. TypeError for what is no outcome."""
+    """Read one; fields that only a later version has are left out. TypeError for what is no outcome, also in one field, and
+    ValueError for a verdict that there is not."""
+    _check(value)
     known = {each.name for each in dataclasses.fields(Outcome)}
     return Outcome(
         **{name: part for name, part in value.items() if name in known} | {"replaced": tuple(value.get("replaced", ()))}

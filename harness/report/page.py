@@ -127,6 +127,14 @@ class Page:
         return ", ".join(filter(None, (trainer, self.repository and f"repository {self.repository}")))
 
 
+def is_page(text: str) -> bool:
+    """Return whether a text is a page of ours, of this version or an earlier one: by its head, and the first of its styles."""
+    head, _, styles = text.partition("</title>\n<style>\n:root {\n")
+    return head.startswith('<!doctype html>\n<html lang="en">') and styles.startswith(
+        "  --paper: #ffffff; --ink: #1b1f24"
+    )
+
+
 def html(page: Page) -> str:
     """Return the whole file."""
     environment = Environment(

@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+from harness.evidence.own_folders import is_drawing, refuse_foreign_file
 from harness.evidence.store import EvidenceError
 from harness.evidence.text import bytes_text, ranks_text
 from harness.judge import tolerance
@@ -40,6 +41,7 @@ def draw_judged(judgement: Judgement) -> Path:
     missing = [rank for rank in range(trial.run.world_size) if rank not in trial.ranks]
     if missing:
         raise EvidenceError(f"{folder}: ranks {ranks_text(missing)} left no evidence; see {folder / 'report.txt'}")
+    refuse_foreign_file(folder / PICTURE, is_drawing)
     draw(trial, folder / PICTURE, headline(judgement))
     return folder / PICTURE
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from harness.evidence.store import write_text
+from harness.evidence.own_folders import has_keys, replace_own
 from harness.judge.judgement import Judgement
+from harness.judge.result import Verdict
 from harness.report.documents import case, document
 from harness.report.text import case_report
 
@@ -11,5 +12,14 @@ from harness.report.text import case_report
 def store_report(judgement: Judgement) -> None:
     """Leaves report.txt and verdict.json beside the evidence, the latter with every finding. Raises EvidenceError where that
     cannot be written."""
-    write_text(judgement.folder / "report.txt", case_report(judgement) + "\n")
-    write_text(judgement.folder / "verdict.json", document("case", case(judgement), indent=1) + "\n")
+    replace_own(judgement.folder / "report.txt", case_report(judgement) + "\n", _is_report)
+    replace_own(judgement.folder / "verdict.json", document("case", case(judgement), indent=1) + "\n", _is_document)
+
+
+def _is_report(text: str) -> bool:
+    """Return whether a text begins as a report does: with a verdict, and the case's name."""
+    return text.startswith(tuple(f"{verdict} " for verdict in Verdict))
+
+
+def _is_document(text: str) -> bool:
+    return has_keys(text, frozenset({"harness", "schema", "document", "case"}))

@@ -21,6 +21,7 @@ from typing import Any
 
 from harness import ROOT, trainers
 from harness.checks import all_checks
+from harness.evidence.own_folders import list_trainer_files
 from harness.evidence.reading import read_json
 from harness.faults import Fault, FaultError, load_fault
 from harness.faults.attempt import STEPS, Attempt, Outcome
@@ -208,7 +209,10 @@ def spec_of(fault: Fault) -> str:
 
 
 def _curve(judgement: Judgement, options: Options) -> tuple[float, ...]:
-    return reported_losses(judgement.case, options, judgement.folder / "unwatched", steps=STEPS)
+    try:
+        return reported_losses(judgement.case, options, judgement.folder / "unwatched", steps=STEPS)
+    finally:
+        list_trainer_files(judgement.folder)
 
 
 # ---- judging

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.evidence.store import CASE_FILE, EvidenceError
+from harness.evidence.own_folders import CASE_FOLDER, emptied
 from harness.reference.config import TrainingConfig
 from harness.spec.case import Case
 from harness.spec.trainer_spec import TrainerSpec
@@ -55,22 +54,8 @@ def case_folders(folders: Sequence[Path]) -> list[Path]:
 
 
 def fresh_folder(folder: Path) -> Path:
-    """Empty, and ours. Refuses to delete a folder that this harness did not write.
+    """Return a case's folder, empty and ours. Raises EvidenceError for one in which anything is not of this harness.
 
-    case.json is what makes a folder ours. It is written first and deleted last. So a run that is killed in between leaves a
-    folder that the next run takes: it has case.json, or only a part of it.
+    case.json is written first and deleted last. So a run that is killed in between leaves a folder that the next run takes.
     """
-    case, part = folder / CASE_FILE, f".{CASE_FILE}.*.partial"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        parts = set(folder.glob(part))
-        others = [path for path in folder.iterdir() if path != case and path not in parts]
-        if others and not case.exists():
-            raise EvidenceError(f"{folder}: not empty and not written by this harness; choose another --out")
-        for path in others:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        for path in (*parts, case):
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        raise EvidenceError(f"{folder}: cannot be written: {error.strerror}; choose another --out") from error
-    return folder
+    return emptied(folder, CASE_FOLDER)

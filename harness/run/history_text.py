@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,6 +135,11 @@ def lines(one: Told) -> list[str]:
     if not last.of("device").startswith("cuda"):
         parts += ["", "seconds are compared on GPUs only"]
     return [*head, *parts]
+
+
+def is_history(text: str) -> bool:
+    """Return whether a text begins with the lines on a series."""
+    return re.match(r".+ on .+ by .+: \d+ nights?\n  first  ", text) is not None
 
 
 def _changes(title: str, some: Sequence[Change], told: Told) -> list[str]:

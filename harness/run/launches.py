@@ -16,6 +16,7 @@ from pathlib import Path
 from harness import BUILTIN, ROOT, trainers
 from harness.affected.maps import repository_of
 from harness.evidence.git import git
+from harness.evidence.own_folders import list_trainer_files
 from harness.evidence.reading import read_json
 from harness.evidence.records import Run
 from harness.evidence.store import save_run
@@ -55,7 +56,16 @@ class Stopwatch:
 
 
 def launch_all(case: Case, folder: Path, weights: Path, options: Options, stage: Callable[[str], None]) -> None:
-    """One launch after the other; none after one that failed, for it would have nothing to resume from."""
+    """One launch after the other; none after one that failed, for it would have nothing to resume from.
+
+    What the trainer itself wrote is listed at the end, so that a later run can tell it from a user's files."""
+    try:
+        _launch_each(case, folder, weights, options, stage)
+    finally:
+        list_trainer_files(folder)
+
+
+def _launch_each(case: Case, folder: Path, weights: Path, options: Options, stage: Callable[[str], None]) -> None:
     launches = case.launches | ({"repeat": case} if case.runs > 1 else {})
     failed = ""
     for number, (name, launched) in enumerate(launches.items(), 1):

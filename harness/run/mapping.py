@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from harness import trainers
-from harness.affected.maps import CaseMap, clean_commit, file_of, merged, repository_of
+from harness.affected.maps import CaseMap, clean_commit, file_of, is_map, merged, repository_of
 from harness.affected.recorder import imported
 from harness.affected.selecting import shared_files
 from harness.evidence.git import git
+from harness.evidence.own_folders import refuse_foreign_file
 from harness.evidence.reading import read_json
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
+from harness.launch.python_path import module_command
 from harness.run.options import Options
 from harness.spec import case as requested
 from harness.spec.case import Case
@@ -27,6 +29,7 @@ def keep_map(case: Case, options: Options, place: Path, folder: Path, judgement:
     """Write what a case ran; nothing where a rank did not come to its end: that case is always selected. Raises CaseError."""
     path = file_of(place, case.name)
     if any(one.check == "completed" and one.verdict is not Verdict.PASS for one in judgement.results):
+        refuse_foreign_file(path, is_map)
         path.unlink(missing_ok=True)
         return
     root = repository_of(options.trainer)
@@ -60,7 +63,7 @@ def as_imported(root: Path, modules: tuple[tuple[str, str], ...]) -> dict[str, A
     """
     mains = {name: file for name, file in modules if name in ("__main__", "__mp_main__")}
     if names := [name for name, _ in modules if name not in mains]:
-        words = [sys.executable, "-m", "harness.affected.recorder", str(root), *names]
+        words = module_command("harness.affected.recorder", str(root), *names)
         path = os.pathsep.join(filter(None, sys.path))
         done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
         if not done.returncode:

@@ -20,6 +20,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 
+from harness.evidence.own_folders import is_drawing, refuse_foreign_file
 from harness.evidence.store import load
 from harness.judge import golden
 from harness.judge.assembly import gradient_distance, misfits
@@ -206,6 +207,7 @@ def draw(one: Margin, folder: Path) -> Path:
     panels[0].legend(fontsize=7)
     figure.suptitle(f"{one.recipe}: relative distance from the reference", wrap=True)
     path = folder / f"margins-{one.name.replace(' ', '-')}.png"
+    refuse_foreign_file(path, is_drawing)
     figure.savefig(path, dpi=90)
     plt.close(figure)
     return path
@@ -226,6 +228,7 @@ def draw_all(every: Sequence[Margin], folder: Path) -> Path:
     axes.grid(axis="x", alpha=0.3)
     figure.legend(loc="upper center", ncols=5, fontsize=7)
     path = folder / "margins.png"
+    refuse_foreign_file(path, is_drawing)
     figure.savefig(path, dpi=90, bbox_inches="tight")
     plt.close(figure)
     return path

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from harness import ROOT, trainers
 from harness.evidence.format import version_of
+from harness.evidence.own_folders import REFERENCE_FOLDER, emptied
 from harness.evidence.reading import read_json
 from harness.evidence.store import EvidenceError, write_text
 from harness.judge import golden
@@ -103,8 +104,8 @@ def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequenc
     if reason := does_not_fit_now(case, options.device, noise=bool(noise)):
         raise EvidenceError(reason)
     fresh = folder.with_name(folder.name + ".partial")
-    if fresh.exists():
-        shutil.rmtree(fresh)
+    for place in (fresh, folder):
+        emptied(place, REFERENCE_FOLDER).rmdir()
     wanted = {"case": to_json(case), "directory": str(fresh.resolve()), "device": options.device, "noise": noise}
     job = Job(fresh, 1, REFERENCE_ENTRY, wanted, timeout=max(options.timeout, 600.0), device=options.device)
     (ended,) = launch(job)
@@ -113,7 +114,6 @@ def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequenc
             f"the reference run of case {case.name!r} failed, nothing can be judged: {why_failed(ended)}"
         )
     write_text(fresh / WHOLE, json.dumps({name: state_of(fresh / name) for name in FILES}))
-    shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
 
 

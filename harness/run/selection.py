@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -35,10 +36,14 @@ def holds(expression: str, name: str) -> bool:
     """Each word becomes True or False; nothing but these, and, or, not and parentheses is ever evaluated."""
     words = re.findall(r"\w+|\S", expression)
     terms = [w if w in ("and", "or", "not", "(", ")") else str(w.lower() in name.lower()) for w in words]
+    wrong = CaseError(f"-k {expression!r}: expected words joined by and, or, not and parentheses")
+    for before, after in itertools.pairwise(terms):  # what Python would read as a call, or as an empty tuple
+        if (before in (")", "True", "False") and after in ("(", "True", "False")) or (before, after) == ("(", ")"):
+            raise wrong
     try:
         return not terms or bool(eval(" ".join(terms), {}))
-    except SyntaxError as error:
-        raise CaseError(f"-k {expression!r}: expected words joined by and, or, not and parentheses") from error
+    except (SyntaxError, RecursionError, MemoryError) as error:  # the last two: parentheses nested by hundreds
+        raise wrong from error
 
 
 def weight(case: Case) -> int:

@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import trainers
-from harness.evidence.reading import json_of, read_bytes
+from harness.evidence.reading import json_of, read_bytes, regular
 from harness.evidence.store import EvidenceError
 from harness.report import outcome as outcomes
 from harness.report.outcome import Outcome
@@ -36,6 +37,7 @@ from harness.spec.trainer_spec import TrainerSpec
 
 FILE = "verdicts.jsonl"
 MOST_OF_A_RUN = 128_000_000  # bytes
+SHARD = re.compile(r"[1-9]\d{0,5}/[1-9]\d{0,5}")
 SAME = ("trainer", "device", "launcher", "torch", "commit", "sources", "adapter", "shard")
 """What a run must have in common with the one it resumes."""
 
@@ -93,8 +95,16 @@ def _add(line: bytes, runs: dict[str, RecordedRun], path: Path) -> bool:
     """Whether it is a line of a run."""
     try:
         value = json_of(line)
+        if b"\\ud" in line.lower():
+            json.dumps(
+                value, ensure_ascii=False
+            ).encode()  # ValueError for half of a surrogate pair, which no file can hold
         if "begins" in value:
             begins = value["begins"]
+            if not all(isinstance(part, str) for name, part in begins.items() if name != "cases" and part is not None):
+                return False
+            if not SHARD.fullmatch(begins.get("shard") or "1/1"):
+                return False
             runs[value["run"]] = RecordedRun(
                 value["run"], path, {"shard": "", **begins, "cases": dict(begins["cases"])}
             )
@@ -188,8 +198,23 @@ def _digest(case: Case) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def refuse_other_lines(file: Path, key: str) -> None:
+    """Raises EvidenceError for a file that is there and does not begin as ours do, with an object's first key."""
+    begins = f'{{"{key}": '.encode()
+    try:
+        with regular(file) as opened:
+            start = opened.read(len(begins))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise EvidenceError(f"{file}: cannot be read: {error.strerror}; choose another --out") from error
+    if not begins.startswith(start):
+        raise EvidenceError(f"{file}: is there, and this harness did not write it; choose another --out")
+
+
 def append(file: Path, *values: dict[str, Any]) -> None:
     """A line each, also behind one that was cut short; on disk when this returns. Raises EvidenceError."""
+    refuse_other_lines(file, next(iter(values[0])))
     line = b"".join(json.dumps(value).encode() + b"\n" for value in values)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

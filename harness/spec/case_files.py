@@ -5,6 +5,7 @@ A repository has cases/ and golden/ side by side. The path of a case's file is a
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from harness import BUILTIN
@@ -45,7 +46,7 @@ def repository_of(file: str) -> Path:
 
 def recorded(path: Path) -> str:
     """The path as a case and its evidence keep it."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for a loop of links, which reading reports
     return str(path.relative_to(BUILTIN)) if path.is_relative_to(BUILTIN) else str(path)
 
 

@@ -16,7 +16,7 @@ import yaml
 from harness.evidence.reading import read_text
 from harness.spec.case import CaseError
 from harness.spec.dims import AXES, ParallelDims
-from harness.spec.loading import document_of
+from harness.spec.yaml_documents import document_of
 
 TITAN = {
     "data_parallel_replicate_degree": "dp_replicate",

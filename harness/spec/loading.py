@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from yaml.composer import Composer
-from yaml.constructor import SafeConstructor
-from yaml.resolver import Resolver
 
 from harness import BUILTIN
 from harness.evidence.reading import read_text
@@ -29,6 +26,7 @@ from harness.spec.dims import ParallelDims
 from harness.spec.features import Features
 from harness.spec.options import merge, with_options
 from harness.spec.validation import refuse_missing_script, validate, validate_resume
+from harness.spec.yaml_documents import document_of
 
 
 def from_json(record: Mapping[str, Any]) -> Case:
@@ -96,40 +94,6 @@ def find_case(name: str, cases: Iterable[Case]) -> Case:
     return known[name]
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML as people mean it: a key written twice is an error, not the last one winning."""
-
-
-if yaml.__with_libyaml__:
-    from yaml.cyaml import CParser  # type: ignore[attr-defined]
-
-    class _FastLoader(Composer, CParser, SafeConstructor, Resolver):
-        """The same, scanned and parsed in C. Trap: libyaml's composer crashes on what is nested deeply, so it has Python's."""
-
-        def __init__(self, text: str) -> None:
-            CParser.__init__(self, text)
-            for part in (Composer, SafeConstructor, Resolver):
-                part.__init__(self)
-
-else:
-    _FastLoader = _UniqueKeyLoader  # type: ignore[assignment,misc]
-
-
-def _unique_mapping(loader: SafeConstructor, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    written = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # << may be overridden
-    keys = [loader.construct_object(key, deep=deep) for key in written]
-    for position, key in enumerate(keys):
-        if key in keys[:position]:
-            raise yaml.YAMLError(f"line {written[position].start_mark.line + 1}: key {key!r} is written twice")
-    return SafeConstructor.construct_mapping(loader, node, deep)
-
-
-for _loader in (_UniqueKeyLoader, _FastLoader):
-    _loader.add_constructor(  # type: ignore[type-var]
-        yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping
-    )
-
-
 def _read_yaml(path: Path, shown: str) -> dict[str, Any]:
     try:
         document = document_of(read_text(path))
@@ -140,25 +104,6 @@ def _read_yaml(path: Path, shown: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise CaseError(f"{shown}: expected a mapping with 'cases:' or 'matrix:' at the top level")
     return document
-
-
-def document_of(text: str) -> Any:
-    """Return what a YAML file holds. Raises yaml.YAMLError or ValueError, also for one that is nested too deeply.
-
-    The slow loader says what is wrong, in the same words with and without libyaml.
-    """
-    try:
-        try:
-            return _loaded(_FastLoader(text))
-        except (yaml.YAMLError, ValueError, RecursionError):
-            return _loaded(_UniqueKeyLoader(text))
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def _loaded(loader: Any) -> Any:
-    limits.refuse_bombs(node := loader.get_single_node())
-    return None if node is None else loader.construct_document(node)
 
 
 def _named_fragments(document: Mapping[str, Any], shown: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -351,8 +296,10 @@ def _record(kind: type, value: Any, where: str, base: Any = None) -> Any:
     except ValueError as error:
         raise CaseError(f"{where}: {error}") from error
     for key, given in value.items():
-        if isinstance(given, float) and math.isnan(given):
-            raise CaseError(f"{where}: {key}: expected a number, got nan")
+        if isinstance(given, float) and not math.isfinite(given):
+            raise CaseError(
+                f"{where}: {key}: expected a finite number, got {given}; the default is {getattr(base, key)!r}"
+            )
     return record
 
 

@@ -21,7 +21,8 @@ import yaml
 
 from harness.evidence.reading import read_text
 from harness.spec.case import CaseError
-from harness.spec.loading import as_mapping, document_of, refuse_unknown
+from harness.spec.loading import as_mapping, refuse_unknown
+from harness.spec.yaml_documents import document_of
 
 KEYS = ("case", "cause", "reason", "person", "until")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pickle
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.launch.python_path import module_command
 from harness.traces.dumps import Dump
 
 MODULE = "torch.distributed.flight_recorder.fr_trace"
@@ -36,7 +36,7 @@ def analysis_of(dumps: Sequence[Dump]) -> Analysis:
     with tempfile.TemporaryDirectory() as folder:
         for dump in dumps:
             (Path(folder) / f"rank_{dump.rank}").write_bytes(pickle.dumps(_with_groups(dump, dumps), protocol=2))
-        command = [sys.executable, "-m", MODULE, folder, "-p", "rank_"]
+        command = module_command(MODULE, folder, "-p", "rank_")
         try:
             ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:

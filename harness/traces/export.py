@@ -9,12 +9,16 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.evidence.reading import read_bytes
 from harness.evidence.recording import RankRecord, load_record, record_file
 from harness.evidence.records import BACKGROUND, Collective, RankEvidence
+from harness.evidence.store import EvidenceError
 from harness.evidence.whole_file import whole_file
 from harness.judge.stored_recording import Recording
 from harness.traces.kineto import DTYPES, PHASE, STEP
@@ -25,6 +29,8 @@ WORDS = {name: word for word, (name, _) in reversed(DTYPES.items()) if word != n
 """Dtype -> how torch's events write it."""
 TRAINS, OTHERS = 1, 2
 """Threads of a trace: the one that trains, and all others."""
+BEGINS = b'{"schemaVersion": 1, "distributedInfo": '
+"""The first bytes of a trace."""
 SHOWN = 30
 """Ranks of a group that torch writes before it writes dots."""
 
@@ -40,9 +46,22 @@ def export(recording: Recording, folder: Path) -> tuple[list[Path], int]:
         if calls:
             files.append(folder / f"rank_{rank:05d}.json.gz")
             files[-1].parent.mkdir(parents=True, exist_ok=True)
+            refuse_other_file(files[-1])
             with whole_file(files[-1]) as file:
                 file.write(gzip.compress(json.dumps(trace_of(record, calls)).encode(), mtime=0))
     return files, untimed
+
+
+def refuse_other_file(file: Path) -> None:
+    """Raises EvidenceError for a file that is there and is no trace that `export` wrote."""
+    if not os.path.lexists(file):
+        return
+    try:
+        begins = gzip.decompress(read_bytes(file))[: len(BEGINS)]
+    except (OSError, EOFError, zlib.error) as error:
+        raise EvidenceError(f"{file}: is there, and is no trace of ours ({error}); move it away") from error
+    if begins != BEGINS:
+        raise EvidenceError(f"{file}: is there, and this harness did not write it; move it away")
 
 
 def trace_of(record: RankRecord, calls: Sequence[Collective]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ CASE = Case("one", "a test", ParallelDims(dp_shard=2))
 
 def script(path: Path, version: str, said: str = "") -> Path:
     """An interpreter in which the package toy has that version, and in which the harness says that."""
-    path.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then echo {version}; else echo "{said}" >&2; fi\n')
+    path.write_text(f'#!/bin/sh\nif [ "$2" = -c ]; then echo {version}; else echo "{said}" >&2; fi\n')
     path.chmod(0o755)
     return path
 
@@ -142,7 +142,7 @@ def test_an_environment_sees_what_this_one_has_and_is_made_once(
     folder, told = tmp_path / "toy==1.0", []
     for _ in range(2):
         python = environment("toy==1.0", folder, told.append)
-    assert made == [f"-m venv {folder}", "-m pip install --quiet --disable-pip-version-check toy==1.0"]
+    assert made == [f"-P -m venv {folder}", "-P -m pip install --quiet --disable-pip-version-check toy==1.0"]
     assert told == [f"making an environment with toy==1.0 in {folder}"]
     answer = environments.run(python, ["-c", "import numpy, harness; print(numpy.__version__)"])
     assert answer.returncode == 0, answer.stderr
@@ -163,7 +163,7 @@ def test_a_release_of_the_trainer_is_brought_alone_and_once(tmp_path: Path, monk
     answer: list[str] = []
 
     def pip(command: Sequence[str]) -> None:
-        answer.append(" ".join(command[5:]))
+        answer.append(" ".join(command[6:]))
         Path(command[command.index("--target") + 1], "torchtitan").mkdir(parents=True)
 
     monkeypatch.setattr(environments, "do", pip)

@@ -21,7 +21,9 @@ from harness.run.options import Options
 from harness.run.reference_cache import FILES, WHOLE, hard_link, is_whole, state_of
 from harness.run.sources import digest_of_adapter
 from harness.run.verdicts import RecordedRun, begin, resume
-from harness.spec.case import Case
+from harness.spec.case import Case, to_json
+
+CASE = json.dumps(to_json(tiny_case("fsdp_2")))
 
 
 def written(folder: Path) -> Path:
@@ -29,6 +31,7 @@ def written(folder: Path) -> Path:
     (folder / "run" / "ranks").mkdir(parents=True)
     for name in ("case.json", "traits.json", "reference.npz", "run/run.json", "run/ranks/rank_00.npz"):
         (folder / name).write_text("{}")
+    (folder / "case.json").write_text(CASE)
     return folder
 
 
@@ -75,7 +78,7 @@ def test_a_folder_is_taken_again_wherever_its_making_was_killed(
 )
 def test_a_folder_that_was_only_begun_is_taken(entries: tuple[str, ...], tmp_path: Path) -> None:
     for name in entries:
-        (tmp_path / name).write_text("")
+        (tmp_path / name).write_text("" if "partial" in name else CASE)
     assert list(fresh_folder(tmp_path).iterdir()) == []
 
 
@@ -83,11 +86,11 @@ def test_what_the_harness_did_not_write_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(EvidenceError):
         fresh_folder(tmp_path)
-    (tmp_path / "case").mkdir()
-    (tmp_path / "case" / "elsewhere").symlink_to(tmp_path)
-    (tmp_path / "case" / "case.json").write_text("")
-    fresh_folder(tmp_path / "case")
+    (written(tmp_path / "case") / "run" / "elsewhere").symlink_to(tmp_path)
+    with pytest.raises(EvidenceError, match="holds run/elsewhere"):
+        fresh_folder(tmp_path / "case")
     assert (tmp_path / "thesis.tex").exists()
+    assert (tmp_path / "case" / "run" / "run.json").exists()
 
 
 @pytest.mark.parametrize("name", ALIKE)

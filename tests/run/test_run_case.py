@@ -93,7 +93,7 @@ def test_a_recipe_whose_noise_no_golden_holds_is_unknown_and_not_green(tmp_path:
 def test_a_folder_that_is_not_ours_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    with pytest.raises(EvidenceError, match="not empty and not written by this harness; choose another --out"):
+    with pytest.raises(EvidenceError, match="holds thesis.tex, which this harness did not write"):
         run_case(case_of("mine"), Options(out=tmp_path))
     assert (tmp_path / "mine" / "thesis.tex").exists()
 

@@ -280,6 +280,20 @@ WRONG_FILES = {
     "cases: {2: {why: because}}": f"case 2: {LETTERS}",
     "cases:\n  x: {why: a}\n  x: {why: b}\n": "not valid YAML: line 3: key 'x' is written twice",
     "cases:\n  x:\n    why: a\n    dims: {tp: 2, tp: 4}\n": "not valid YAML: line 4: key 'tp' is written twice",
+    "defaults: &a {}\ncases:\n  x:\n    <<: *a\n    <<: *a\n": "not valid YAML: line 5: key '<<' is written twice;"
+    " one list merges several: <<: [*first, *second]",
+    "cases: {x: {why: a, model: {norm_eps: -1.0}}}": "case 'x': model: norm_eps must be positive and finite, got -1.0",
+    "cases: {x: {why: a, model: {norm_eps: 0.0}}}": "case 'x': model: norm_eps must be positive and finite, got 0.0",
+    "cases: {x: {why: a, model: {norm_eps: .nan}}}": "case 'x': model: norm_eps must be positive and finite, got nan",
+    "cases: {x: {why: a, model: {norm_eps: true}}}": "case 'x': model: norm_eps: expected float, got True;"
+    " the default is 1e-05",
+    "cases: {x: {why: a, model: {rope_theta: .inf}}}": "case 'x': model: rope_theta must be positive and finite, got inf",
+    "cases: {x: {why: a, model: {rope_scaling: {factor: 0}}}}": "case 'x': model: rope_scaling: factor must be positive"
+    " and finite, got 0",
+    "cases: {x: {why: a, training: {max_norm: .inf}}}": "case 'x': training: max_norm must be positive, or null for no"
+    " clipping, got inf",
+    "cases: {x: {why: a, features: {wrapper: ddp, bucket_mb: .inf}}}": "case 'x': features: bucket_mb: expected a finite"
+    " number, got inf; the default is None",
     "matrix: 5": "matrix: expected a list (lines that begin with '-'), got 5",
     "matrix: [{each: {}}]": "matrix entry 1: 'each' must name at least one axis with labels",
     "matrix: [{each: {dp: [ddp]}}]": "matrix entry 1: dp: expected a mapping of keys to values, got ['ddp']",

@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
@@ -18,21 +17,23 @@ from pathlib import Path
 
 from harness import ROOT
 from harness.evidence.store import write_text
-from harness.launch.python_path import python_path
+from harness.launch.python_path import module_command, python_path
 
 
 class EnvironmentFailed(ValueError):
     """pip, or the making of an environment, failed. The message is its complaint."""
 
 
+BEGUN = "begun_by_harness"
+"""The file in an environment that is first written."""
 MOST_SECONDS = 3600.0  # for making an environment
 
 
 def run(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run it with this harness, whatever is installed there."""
+    """Run it with this harness, whatever is installed there and whatever lies in the current folder."""
     environment = {**os.environ, "PYTHONPATH": python_path()}
     return subprocess.run(
-        [str(python), *arguments], env=environment, capture_output=True, encoding="utf-8", errors="replace"
+        [str(python), "-P", *arguments], env=environment, capture_output=True, encoding="utf-8", errors="replace"
     )
 
 
@@ -41,14 +42,27 @@ def environment(requirement: str, folder: Path, tell: Callable[[str], None]) -> 
     python, whole = folder / "bin" / "python", folder / "whole"
     if not whole.exists():
         tell(f"making an environment with {requirement} in {folder}")
-        shutil.rmtree(folder, ignore_errors=True)
-        do([sys.executable, "-m", "venv", str(folder)])
+        begin(folder)
+        do(module_command("venv", str(folder)))
         beneath = {str(ROOT), *map(sysconfig.get_path, ("purelib", "platlib"))}
         own = next(folder.glob("lib/python*/site-packages"))
         write_text(own / "beneath.pth", "\n".join(sorted(beneath)))
-        do([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement])
+        do(module_command("pip", "install", "--quiet", "--disable-pip-version-check", requirement, python=str(python)))
         whole.touch()
     return python
+
+
+def begin(folder: Path) -> None:
+    """Make the folder of an environment, in place of one that was begun and not finished. Raises EnvironmentFailed."""
+    mark = folder / BEGUN
+    if folder.is_symlink() or (folder.exists() and any(folder.iterdir()) and not mark.is_file()):
+        raise EnvironmentFailed(
+            f"{folder}: not an environment that this harness began; remove it or choose another --out"
+        )
+    if mark.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.touch()
 
 
 def release(package: str, number: str, folder: Path) -> Path:
@@ -58,7 +72,7 @@ def release(package: str, number: str, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as partial:
             laid = Path(partial, "laid")
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            pip = module_command("pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
             try:
                 do([*pip, "--target", str(laid), f"{package}=={number}"])
             except EnvironmentFailed as error:
