@@ -177,7 +177,8 @@ def attempt_of(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
     timeout = min(HANG_LIMIT, options.timeout) if fault.hangs else options.timeout
     options = replace(options, fault=spec_of(fault), timeout=timeout, waits=fault.hangs)
     try:
-        judgement = run_case(baseline.case, options)
+        stored = None if baseline.losses else stored_if_caught(fault, baseline.case, options)
+        judgement = stored or run_case(baseline.case, options)
         found = replace(name, cause=_cause(judgement), kinds=_kinds(judgement), broken=_broken(judgement))
         found = replace(found, outcome=outcome_of(fault, judgement))
         found = replace(found, note=_not_judged(judgement) or _lacking(fault, found))
@@ -191,6 +192,15 @@ def attempt_of(fault: Fault, baseline: Baseline, options: Options) -> Attempt:
     return replace(
         found, weaker=what_weaker_tests_say(found, baseline.losses, losses), off=off(baseline.losses, losses)
     )
+
+
+def stored_if_caught(fault: Fault, case: Case, options: Options) -> Judgement | None:
+    """Return what is said of stored evidence in which the fault is caught; None if there is none, and the fault is made.
+
+    Whatever else became of it may have come from a machine that was busy.
+    """
+    stored = judged_again(case, options)
+    return stored if stored is not None and outcome_of(fault, stored) is Outcome.CAUGHT else None
 
 
 def _cause(judgement: Judgement) -> str:

@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 
 from harness import ROOT
+from harness.run.import_closure import files_run_by
 from harness.run.options import Options
 from harness.run.reference_cache import package_versions
 from harness.spec.trainer_spec import TrainerSpec
@@ -37,6 +38,36 @@ def digest_of_adapter(spec: str) -> str:
     return digest.hexdigest()[:12]
 
 
+EVIDENCE_MADE_BY = (
+    "harness.run.rank_main",  # what ranks run: the trainer's steps under the probe, and the reference
+    "harness.run.launches",  # what decides a launch
+    "harness.run.measuring",  # what is written once all ranks have ended
+    "harness.trainers.llama3",  # which is loaded by its name
+)
+"""Modules whose imports are all that can change a run's evidence. Checks, causes and reports are not among them."""
+
+
 def digest(options: Options) -> str:
-    """Empty for a trainer whose sources are elsewhere: it is not known which of them a run used."""
-    return f"{sources_anywhere()} {platform.node()}" if options.trainer == "llama3" else ""
+    """Return what a run's evidence depends on: all that runs in its ranks, the fault among it, packages and the machine.
+
+    Empty for a trainer whose sources are elsewhere: it is not known which of them a run used.
+    """
+    if options.trainer != "llama3":
+        return ""
+    return f"{sources_of_evidence(options.fault or '')} {platform.node()}"
+
+
+@functools.cache
+def sources_of_evidence(fault: str) -> str:
+    """Return a digest as this process found them when it first launched anything. fault: as ranks load it, or empty."""
+    file = Path(fault.rpartition(":")[0]) if fault else None
+    catalogue = file is not None and file.is_relative_to(ROOT / "harness")
+    own = [".".join(file.relative_to(ROOT).with_suffix("").parts)] if file is not None and catalogue else []
+    sha = hashlib.sha256()
+    for path in files_run_by([*EVIDENCE_MADE_BY, *own]):
+        sha.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    if file is not None and not catalogue:
+        for path in sorted(file.resolve().parent.glob("*.py")):
+            sha.update(f"{path.name}\n".encode() + path.read_bytes())
+    sha.update(f"{platform.python_version()} {package_versions()}".encode())
+    return sha.hexdigest()

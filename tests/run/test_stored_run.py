@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.faults import load_fault
+from harness.faults.attempt import Outcome
 from harness.judge.result import Verdict
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.run import catalogue, stored_run
@@ -29,6 +31,19 @@ def test_a_baseline_of_the_same_case_and_sources_is_not_run_again(out: Path, mon
     monkeypatch.setattr(catalogue, "run_case", None)
     baseline = catalogue.baseline_of(CASE, Options(out=out), curves=False)
     assert (baseline.outcome, baseline.stored) == ("PASS, as stored,", True)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "taken"), [(Outcome.CAUGHT, True), (Outcome.MISSED, False), (Outcome.TIMEOUT, False)]
+)
+def test_stored_evidence_of_a_fault_is_taken_where_it_is_caught_in_it(
+    outcome: Outcome, taken: bool, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "outcome_of", lambda *_: outcome)
+    fault = load_fault("hsdp_runs_as_fsdp")
+    stored = catalogue.stored_if_caught(fault, CASE, Options(out=out))
+    assert (stored is not None) == taken
+    assert catalogue.stored_if_caught(fault, replace(CASE, name="never_run"), Options(out=out)) is None
 
 
 def test_evidence_of_other_sources_is_none(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,75 @@
+"""Which faults of the catalogue the gate makes: those that the last change can affect, and a quarter of the others.
+
+    python -m tools.drawn_faults              prints their names, as an expression for `make faults K=..`
+    python -m tools.drawn_faults --base MAIN  the change is all since that commit; by default the last commit
+
+`make faults` and each night make all. The quarter is drawn by a digest of the commit's files, so that a repetition on the same
+commit draws the same faults, and other commits draw others. What a change can affect is told by texts alone: see `affected`.
+Anything else that it affects, the quarter and the night have to show. Outside of a git repository all faults are drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path, PurePosixPath
+
+from harness.faults import Fault, all_faults
+
+ROOT = Path(__file__).resolve().parent.parent
+ONE_IN = 4
+TRAINER = PurePosixPath("harness/trainers/llama3")
+
+
+def drawn(base: str = "HEAD^") -> list[Fault]:
+    """Return the faults to make, in the order of the catalogue."""
+    tree = git("rev-parse", "HEAD^{tree}")
+    if not tree:
+        return all_faults()
+    changed = [PurePosixPath(line) for line in git("diff", "--name-only", base, "HEAD").splitlines()]
+    return [fault for fault in all_faults() if affected(fault, changed) or is_in_the_quarter(fault.name, tree)]
+
+
+def is_in_the_quarter(name: str, tree: str) -> bool:
+    """Return whether a fault is drawn on the commit with these files."""
+    return hashlib.sha256(f"{tree} {name}".encode()).digest()[0] % ONE_IN == 0
+
+
+def affected(fault: Fault, changed: Iterable[PurePosixPath]) -> bool:
+    """Return whether one of the changed files is the fault's own, a check that catches it, the place in the trainer at which it
+    is made, or one that names its cause."""
+    source = Path(fault.file).read_text(encoding="utf-8")
+    return any(_touches(fault, source, file) for file in changed if file.suffix == ".py" and (ROOT / file).exists())
+
+
+def _touches(fault: Fault, source: str, file: PurePosixPath) -> bool:
+    """source: of the fault's file."""
+    if file.parts[:2] == ("harness", "checks"):
+        return file.stem in fault.caught_by
+    if file.parts[:2] == ("harness", "diagnosis"):
+        return bool(fault.named) and f'"{fault.named}"' in (ROOT / file).read_text(encoding="utf-8")
+    if file.parent == TRAINER:
+        return f'".{file.stem}:' in source
+    return ROOT / file == Path(fault.file)
+
+
+def git(*words: str) -> str:
+    """Return what git prints in this repository, empty where it fails."""
+    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m tools.drawn_faults", description=__doc__, formatter_class=raw)
+    parser.add_argument("--base", default="HEAD^", metavar="COMMIT")
+    args = parser.parse_args(argv)
+    print(" or ".join(fault.name for fault in drawn(args.base)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
