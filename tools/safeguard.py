@@ -1,9 +1,10 @@
 """What the harness says today, as a table that a change of judge, checks or diagnosis is compared with.
 
     python -m tools.safeguard            compares the default tier and the faults that lie in out/, after `make test faults`
+    python -m tools.safeguard --drawn    the same; of the faults those that tools.drawn_faults draws for this commit
     python -m tools.safeguard --all      compares the other tiers and the recordings in out/ as well
     python -m tools.safeguard --accept   runs all tiers, all faults and both sets of recordings, and makes the table anew
-    python -m tools.safeguard --accept --stored   runs nothing: what lies in out/ takes the place of what the table says of it
+    python -m tools.safeguard --accept --stored   runs nothing: out/ has to hold all cases and faults, of the sources of today
 
 The table lies in tests/safeguard/. It has verdicts, what was examined, kinds of causes, and where findings are; no wording and
 no measured number. Exit code 1: a verdict, a kind, a rank, a step or a parameter differs, or less is examined. 2: an entry of
@@ -18,10 +19,16 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+from harness.faults import all_faults
+from harness.run.options import Options
+from harness.run.sources import digest
+from harness.spec.loading import load_all
+from tools import drawn_faults
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "safeguard"
@@ -218,12 +225,17 @@ def of_check(before: Said, now: Said) -> Iterator[tuple[bool, str]]:
         yield False, f"{count_text(before.findings)} findings -> {count_text(now.findings)}"
 
 
-def compared(table: Mapping[str, Table], now: Mapping[str, Table], *, whole: bool) -> int:
-    """Prints what differs. Returns the exit code."""
+def compared(
+    table: Mapping[str, Table], now: Mapping[str, Table], *, whole: bool, drawn: Collection[str] | None = None
+) -> int:
+    """Print what differs, and return the exit code. drawn: the faults that were to be made; None: all."""
     failed, count, missing = 0, 0, []
     for file in FILES if whole else (CASES, FAULTS):
         wanted = {name: one for name, one in table[file].items() if whole or "tier" not in one.about}
-        missing += [f"{file} {name}" for name in wanted if name not in now[file]]
+        absent = [name for name in wanted if name not in now[file]]
+        if file == FAULTS and drawn is not None:
+            absent = [name for name in absent if name.rpartition("+")[2] in drawn]
+        missing += [f"{file} {name}" for name in absent]
         for name, entry in now[file].items():
             if name not in table[file]:
                 print(f"new        {file} {name}: {entry.verdict}; not in the table")
@@ -255,13 +267,39 @@ def run_all(out: Path) -> None:
         print(f"exit code {code}: {' '.join(map(str, words))}", flush=True)
 
 
+def unfit(out: Path, table: Mapping[str, Table]) -> list[str]:
+    """Return which entries of cases and faults cannot be accepted, and why: a table is of one state of the sources."""
+    found = stored(out)
+    names = [(file, name) for file in (CASES, FAULTS) for name in table[file] if _still_there(file, name)]
+    absent = [f"{name} was not run" for file, name in names if name not in found[file]]
+    return absent + [
+        f"{name} was run with other sources"
+        for name in (*found[CASES], *found[FAULTS])
+        if _made_by(out / name) != digest(Options(fault=read(out / name / "verdict.json").get("fault")))
+    ]
+
+
+def _still_there(file: str, name: str) -> bool:
+    """Return whether the case or the fault is still in the files."""
+    if file == FAULTS:
+        return name.rpartition("+")[2] in {fault.name for fault in all_faults()}
+    return name in {case.name for case in load_all(ROOT / "cases")}
+
+
+def _made_by(folder: Path) -> str:
+    """Return the sources that a run's evidence depends on."""
+    made: Mapping[str, str] = read(folder / "verdict.json").get("made", {})
+    return made.get("sources", "")
+
+
 def accept(folder: Path, now: Mapping[str, Table], *, keep: bool) -> None:
-    """keep: entries that were not run stay."""
+    """keep: recordings that were not made stay."""
     before = load(folder)
     for file, table in now.items():
         varying = {name: one.varies for name, one in before[file].items()}
         made = {name: without_varying(entry, varying.get(name, {})) for name, entry in table.items()}
-        (folder / f"{file}.txt").write_text(text_of((before[file] if keep else {}) | made), encoding="utf-8")
+        kept = before[file] if keep and file in (HABITS, RECORDED) else {}
+        (folder / f"{file}.txt").write_text(text_of(kept | made), encoding="utf-8")
         print(f"{file}: {len(made)} entries")
 
 
@@ -270,13 +308,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.safeguard", description=__doc__, formatter_class=raw)
     parser.add_argument("--accept", action="store_true", help="make the table anew: review `git diff tests/safeguard`")
     parser.add_argument("--stored", action="store_true", help="with --accept: of what lies in OUT, nothing is run")
+    parser.add_argument("--drawn", action="store_true", help="of the faults, those that the gate makes of this commit")
+    parser.add_argument("--base", default="HEAD^", metavar="COMMIT", help="with --drawn: where the change begins")
     parser.add_argument("--all", action="store_true", help="compare all tiers and recordings, as far as OUT has them")
     parser.add_argument("--out", type=Path, default=ROOT / "out")
     args = parser.parse_args(argv)
     if not args.accept:
-        return compared(load(TABLE), stored(args.out), whole=args.all)
+        drawn = {fault.name for fault in drawn_faults.drawn(args.base)} if args.drawn else None
+        return compared(load(TABLE), stored(args.out), whole=args.all, drawn=drawn)
     if not args.stored:
         run_all(args.out.resolve())
+    elif wrong := unfit(args.out, load(TABLE)):
+        print(f"{len(wrong)} entries cannot be accepted: {'; '.join(wrong[:5])}, ..")
+        return 2
     accept(TABLE, stored(args.out), keep=args.stored)
     return 0
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,7 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     table = tmp_path / "table"
     table.mkdir()
     monkeypatch.setattr(safeguard, "TABLE", table)
+    monkeypatch.setattr(safeguard, "digest", lambda options: f"sources of {options.fault}")
     out = tmp_path / "out"
     put(out, "fsdp_2", "default")
     put(out, "fsdp_4", "nightly")
@@ -116,7 +118,8 @@ def put(out: Path, name: str, tier: str, examined: int = 2, **said: Any) -> None
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     results = [{"check": "completed", "verdict": "PASS", "examined": examined, "findings": [], "note": ""}]
-    verdict: Mapping[str, Any] = {"case": name, "verdict": "PASS", "fault": None, "results": results}
+    made = {"sources": f"sources of {said.get('fault')}"}
+    verdict: Mapping[str, Any] = {"case": name, "verdict": "PASS", "fault": None, "results": results, "made": made}
     (folder / "verdict.json").write_text(json.dumps({**verdict, **said}))
     (folder / "case.json").write_text(json.dumps({"tier": tier}))
 
@@ -141,3 +144,27 @@ def test_an_entry_that_is_not_there_is_not_compared_and_that_is_no_pass(out: Pat
     assert main(["--out", str(out)]) == 0
     (out / "fsdp_2+halved" / "verdict.json").unlink()
     assert main(["--out", str(out)]) == 2
+
+
+def test_a_table_is_made_of_all_entries_and_of_one_state_of_the_sources(
+    out: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(safeguard, "_still_there", lambda file, name: True)
+    words = ["--accept", "--stored", "--out", str(out)]
+    assert main(words) == 0
+    put(out, "fsdp_4", "nightly", made={"sources": "of yesterday"})
+    assert main(words) == 2 and "fsdp_4 was run with other sources" in capsys.readouterr().out
+    (out / "fsdp_4" / "verdict.json").unlink()
+    assert main(words) == 2 and "fsdp_4 was not run" in capsys.readouterr().out
+    monkeypatch.setattr(safeguard, "_still_there", lambda file, name: name != "fsdp_4")
+    assert main(words) == 0
+
+
+def test_of_faults_that_were_drawn_all_are_compared_and_no_other_is_missed(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["--accept", "--stored", "--out", str(out)]) == 0
+    (out / "fsdp_2+halved" / "verdict.json").unlink()
+    for drawn, code in (([], 0), ([SimpleNamespace(name="halved")], 2)):
+        monkeypatch.setattr(safeguard.drawn_faults, "drawn", lambda base, drawn=drawn: drawn)
+        assert main(["--drawn", "--out", str(out)]) == code
