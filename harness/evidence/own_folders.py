@@ -214,11 +214,17 @@ def is_plain_file(path: Path) -> bool:
 
 def has_keys(text: str, keys: frozenset[str]) -> bool:
     """Return whether the text is a JSON object with all of these keys."""
+    value: Any = json_of(text) if is_json(text) else None
+    return isinstance(value, Mapping) and keys <= value.keys()
+
+
+def is_json(text: str) -> bool:
+    """Return whether the text is one whole JSON value."""
     try:
-        value: Any = json_of(text)
+        json_of(text)
     except ValueError:
         return False
-    return isinstance(value, Mapping) and keys <= value.keys()
+    return True
 
 
 def _text(path: Path) -> str:

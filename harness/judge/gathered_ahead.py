@@ -19,6 +19,8 @@ GATHER = "all_gather"
 def gathered_ahead(trial: Trial, rank: int, step: int) -> tuple[Collective, ...]:
     """Return the calls before forward passes of a step that gathered just what these passes lack; none if they do not make that
     up to the byte."""
+    if trial.case.wrapper != "fsdp2":
+        return ()  # ZeRO's gathers have their place in the plan
     key = _forward(trial, rank)
     wanted = planned(trial, rank, step).get(key, 0)
     lacking = wanted - observed(trial, trial.ranks[rank], step).get(key, 0)

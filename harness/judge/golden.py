@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import BUILTIN, ROOT
-from harness.evidence.own_folders import has_keys, replace_own
+from harness.evidence.own_folders import has_keys, is_json, replace_own
 from harness.evidence.reading import read_json
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.record import Noise, ReferenceRun
@@ -202,7 +202,9 @@ def accept(case: Case, reference: ReferenceRun, folder: Path | None = None) -> s
 
 
 def _is_golden(text: str) -> bool:
-    return has_keys(text, frozenset({"recipe", "environment", "steps"}))
+    """Return whether a file with a golden's name is one, or is one that was cut short or has the marks of a merge in it."""
+    damaged = text.startswith("{") and not is_json(text)
+    return damaged or has_keys(text, frozenset({"recipe", "environment", "steps"}))
 
 
 def describe(name: str, old: Golden | None, new: Golden) -> str:

@@ -10,6 +10,7 @@ from checked import like
 from literal import ADAMW, cause_of, judged, tiny_case, trial_of, with_rank, with_step
 
 from harness.diagnosis import diagnose
+from harness.diagnosis.words import first_finding
 from harness.judge.result import Verdict
 from harness.judge.trial import Trial
 
@@ -30,7 +31,7 @@ def cause(trial: Trial) -> str:
     result = judged("settings", trial)
     told = diagnose(trial, [result])
     assert bool(told) == (result.verdict is Verdict.FAIL)
-    assert not told or told.causes[0].finding == result.findings[0]
+    assert not told or told.causes[0].finding == first_finding(result.findings)
     return cause_of(told) and told.kinds[0] if told else ""
 
 

@@ -39,7 +39,7 @@ def refusal(tmp_path: Path, text: str) -> str:
     [
         ("training: {steps: 1000000000}", "steps 1000000000 is more than the 10000 that a case may have"),
         ("training: {seed: -1}", "seed must be at least 0, got -1"),
-        ("model: {rope_theta: .nan}", "model: rope_theta: expected a number, got nan"),
+        ("model: {rope_theta: .nan}", "model: rope_theta must be positive and finite, got nan"),
         ('training: {data: "a\\0b"}', "training: data: no file has a NUL in its name"),
         ("training: {global_batch: 1000000, seq_len: 1000}", "global_batch x seq_len = 1000000000 tokens a step"),
         ("model: {n_layers: 1000000000}", "n_layers 1000000000 is more than the 512 that a case may have"),
