@@ -38,11 +38,12 @@ from harness.judge.result import Verdict
 from harness.launch import default_server
 from harness.launch.leftovers import leftovers
 from harness.launch.local import LocalRanks
-from harness.launch.resident_client import KINDS, stop
+from harness.launch.resident_client import stop
 from harness.report.text import headline
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.case import Case
+from harness.spec.launching import SERVERS
 from harness.spec.loading import find_case, load_all
 
 CASES = ("fsdp_4", "tp_2", "cp_2", "pp_2", "hsdp_2x2")
@@ -249,7 +250,7 @@ def main() -> None:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=list(SIGNALS))
-    parser.add_argument("--server", choices=KINDS, default="own", help="for kills of server and harness")
+    parser.add_argument("--server", choices=SERVERS, default="own", help="for kills of server and harness")
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=3, help="kills of ranks at the same time")

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from harness.cli.recording_report import shown
+from harness.cli.work.recording_report import shown
 from harness.evidence.keys import number, ranks_key
 from harness.evidence.recording import Fed, RankRecord, RecordedStep, head, packed, record_file, save_record
 from harness.evidence.records import Collective, Group, RankEvidence, TensorEvidence, Wrapper

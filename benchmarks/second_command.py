@@ -16,7 +16,7 @@ import tempfile
 import time
 
 from harness import ROOT
-from harness.launch.resident_client import KINDS
+from harness.spec.launching import SERVERS
 
 
 def seconds(case: str, kind: str, out: str) -> float:
@@ -43,9 +43,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as out:
         for case in chosen.only:
             seconds(case, "resident", out)  # computes the reference, and leaves the server
-            took: dict[str, list[float]] = {kind: [] for kind in KINDS}
+            took: dict[str, list[float]] = {kind: [] for kind in SERVERS}
             for _ in range(chosen.times):
-                for kind in KINDS:
+                for kind in SERVERS:
                     took[kind].append(seconds(case, kind, out))
             own, resident = took["own"], took["resident"]
             ratio = sorted(own)[len(own) // 2] / sorted(resident)[len(resident) // 2]

@@ -1,6 +1,6 @@
-"""The command line. A command has a file of its name: `add` says what can be typed, `command` does it.
+"""The command line. Each command has two files of its name: one says what can be typed, and the one in work/ does it.
 
-It returns an exit code.
+What can be typed is known without importing what does it. Help, completion and a mistyped command need no more.
 """
 
 from __future__ import annotations
@@ -12,26 +12,32 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from harness.bisect import BisectError
 from harness.cli.answer import asked, only_the_document, print_document
 from harness.cli.completion import complete
 from harness.cli.exit_codes import INTERRUPTED, NOT_JUDGED, PASSED, SAID, SKIP_COMMIT
 from harness.cli.interrupt import one_interrupt
-from harness.cli.options import BadInput, Parser, Usage
+from harness.cli.parsing import CommandParser, Parser, Usage
 from harness.cli.version import Version
-from harness.evidence.errors import CheckError
-from harness.evidence.store import EvidenceError
-from harness.faults import FaultError
-from harness.judge.golden import GoldenError
-from harness.launch import LaunchError
 from harness.report.output import OutputError, any_letters, complain
 from harness.run.options import Unsupported
-from harness.spec.case import CaseError
 
-COMMANDS = (
-    *("init", "doctor", "run", "matrix", "check", "report", "record"),
-    *("compare", "plan", "preflight", "golden", "faults", "bisect", "nightly"),
-)
+COMMANDS = {
+    "init": "begin an adapter for a training script, and its first cases",
+    "doctor": "examine a trainer's adapter: what is wrong, and the line to write",
+    "run": "run one case and judge it",
+    "matrix": "run and judge all cases, or those that -k selects",
+    "check": "judge stored evidence; starts nothing",
+    "report": "show what is stored: a case, a run, a recording, many nights",
+    "record": "run any training command, not edited, and record what its ranks do",
+    "compare": "say what differs between two runs, or two recorded jobs",
+    "plan": "show what a case's layout must look like, and what it costs",
+    "preflight": "judge a large layout on this machine: some ranks, each alone",
+    "golden": "compare the reference with its accepted curves, or accept it",
+    "faults": "make every deliberate mistake of the catalogue: which are caught?",
+    "bisect": "find what failed a check: a commit of a trainer, or a version of a package",
+    "nightly": "run the matrix, say what changed since earlier nights, and find the commits",
+}
+"""Each command, and its line of help."""
 RENAMED = {
     "show": "harness report RECORDING",
     "history": "harness report --history DIR",
@@ -40,17 +46,6 @@ RENAMED = {
     "server": "harness run --server show|end|end-all",
 }
 """Commands of the release before, for one release, and what is typed instead."""
-EXPECTED = (
-    BadInput,
-    BisectError,
-    CaseError,
-    CheckError,
-    EvidenceError,
-    FaultError,
-    GoldenError,
-    LaunchError,
-    OutputError,
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     complete(parser)
     try:
         refuse_renamed(argv)
-        args = parser(argv[0] if argv else "").parse_args(argv)
+        args = parser().parse_args(argv)
     except SystemExit as stop:  # it has said what was wrong
         code = NOT_JUDGED if stop.code else PASSED
         args = argparse.Namespace(json=bool(stop.code) and asked(argv), failed=getattr(stop, "message", ""))
@@ -86,9 +81,11 @@ def refuse_renamed(argv: Sequence[str]) -> None:
 
 def guarded(args: argparse.Namespace) -> int:
     """The command's exit code. What keeps it from judging is a message and never a verdict."""
+    expected: tuple[type[Exception], ...] = ()
     try:
-        return args.command(args)
-    except EXPECTED as error:
+        expected = importlib.import_module("harness.cli.work.expected").EXPECTED
+        return importlib.import_module(f"harness.cli.work.{args.command}").command(args)
+    except expected as error:
         args.failed = str(error)
     except Unsupported as reason:
         args.failed = f"skipped, nothing was judged: {reason}"
@@ -105,9 +102,9 @@ def guarded(args: argparse.Namespace) -> int:
 
 
 def parser(typed: str = "") -> argparse.ArgumentParser:
-    """Return the parser of the command that is typed, or of all commands.
+    """Return the parser of all commands. A command's own options are added as it parses.
 
-    Importing them all takes as long as judging a case.
+    typed: the command whose options are added at once, for who looks at them without parsing.
     """
     top = Parser(
         prog="harness",
@@ -116,7 +113,10 @@ def parser(typed: str = "") -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action=Version, nargs=0, help="of the harness, its records, torch and Python")
-    commands = top.add_subparsers(metavar="COMMAND", title="commands", required=True)
-    for name in [typed] if typed in COMMANDS else COMMANDS:
-        importlib.import_module(f"harness.cli.{name}").add(commands)
+    commands = top.add_subparsers(metavar="COMMAND", title="commands", required=True, parser_class=CommandParser)
+    for name, help in COMMANDS.items():
+        described = f"{help[0].upper()}{help[1:]}" + ("" if help.endswith("?") else ".")
+        of_command = commands.add_parser(name, command=name, help=help, description=described)
+        if name == typed:
+            of_command.add_options()
     return top

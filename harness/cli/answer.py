@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 
+from harness.report.as_data import document
 from harness.report.output import say, write
 
 Data = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
@@ -18,8 +19,6 @@ def answer(args: argparse.Namespace, kind: str, data: Data, *text: object) -> No
     """Say the text, or keep the document for main to print. data: what takes time is a function."""
     if not args.json:
         return say(*text) if text else None
-    from harness.report.documents import document  # a command without --json needs none of it
-
     args.answered = document(kind, data() if callable(data) else data)
 
 
@@ -44,7 +43,5 @@ def only_the_document() -> Iterator[None]:
 
 def print_document(args: argparse.Namespace, code: int) -> None:
     """Print what the command answered, or why it did not. Raises OutputError."""
-    from harness.report.documents import document
-
     failed = document("error", {"message": getattr(args, "failed", ""), "exit": code})
     write(getattr(args, "answered", failed) + "\n", sys.stdout)

@@ -1,27 +1,15 @@
-"""`harness bisect`: what failed a check."""
+"""What can be typed behind `harness bisect`."""
 
 from __future__ import annotations
 
 import argparse
-import functools
-import sys
 from pathlib import Path
-from typing import Any
 
-from harness.bisect import commits, versions
-from harness.bisect.side_by_side import bisect_data, bisect_report
-from harness.cli.answer import answer
-from harness.cli.exit_codes import NOT_JUDGED, PASSED
-from harness.cli.options import BadInput, add_cases, add_command, add_how_to_run, add_selection, folder_of, options_of
-from harness.report.output import say
-from harness.run.selection import matching
-from harness.spec.loading import load_all
+from harness.cli.parsing import add_cases, add_how_to_run, add_json, add_selection
 
 
-def add(commands: Any) -> None:
-    parser = add_command(
-        commands, "bisect", command, "find what failed a check: a commit of a trainer, or a version of a package"
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
     add_cases(parser)
     parser.add_argument("--repo", type=Path, metavar="PATH", help="a clone of the trainer; only read")
     parser.add_argument("--good", metavar="COMMIT", help="where this is the later one, what fixed it is looked for")
@@ -38,24 +26,3 @@ def add(commands: Any) -> None:
         help="made in every run, as of an option of the trainer that no case requests",
     )
     add_how_to_run(parser)
-
-
-def command(args: argparse.Namespace) -> int:
-    """0: the first bad commit or version is found, or the one that fixed it. 2: skipped ones hide it."""
-    tell = functools.partial(say, to=sys.stderr)
-    folder = folder_of(args)
-    cases = matching(load_all(folder), args.expression)
-    range_of_commits = (args.repo, args.good, args.bad)
-    if args.over is None and None in range_of_commits:
-        raise BadInput("bisect: --repo, --good and --bad are needed, or --over PACKAGE==GOOD,..,BAD")
-    if args.over is not None and any(range_of_commits):
-        raise BadInput("bisect --over: leave out --repo, --good and --bad, which are for commits")
-    if args.over is None and args.source:
-        raise BadInput("--source: leave it out; each commit of --repo has its own sources")
-    options = options_of(args, several_nodes=False)
-    if args.over is not None:
-        found = versions.search(versions.versions(args.over), cases, folder, options, tell)
-    else:
-        found = commits.bisect(args.repo, args.good, args.bad, cases, options, tell)
-    answer(args, "bisect", lambda: bisect_data(found), bisect_report(found))
-    return PASSED if found.first else NOT_JUDGED

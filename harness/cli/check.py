@@ -1,49 +1,15 @@
-"""`harness check`: stored evidence, judged again."""
+"""What can be typed behind `harness check`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from harness.cli.answer import answer
-from harness.cli.exit_codes import NOT_JUDGED, exit_code, worst
-from harness.cli.options import add_command, other_trainers
-from harness.evidence.store import EvidenceError
-from harness.report.documents import case_here
-from harness.report.output import complain
-from harness.report.stored import store_report
-from harness.report.text import case_report, provenance
-from harness.run.folders import case_folders
-from harness.run.judging import judge_folder
+from harness.cli.parsing import add_json
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "check", command, "judge stored evidence; starts nothing")
+def add(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
     parser.add_argument(
         "folders", metavar="DIR", nargs="+", type=Path, help="what `harness run` wrote, or a folder of such"
     )
-
-
-def command(args: argparse.Namespace) -> int:
-    """What cannot be read in one folder is said, and keeps no other from being judged."""
-    judgements, codes, unread = [], [], list[str]()
-    for folder in case_folders(args.folders):
-        try:
-            judgements.append(judge_folder(folder))
-        except EvidenceError as error:
-            complain(str(error))
-            codes.append(NOT_JUDGED)
-            unread.append(str(error))
-    if judgements:
-        others = other_trainers(judgement.trainer for judgement in judgements)
-        data = {"cases": list(map(case_here, judgements)), "unread": unread, "notes": others}
-        told = (*(f"{case_report(judgement)}\n" for judgement in judgements), provenance(judgements), *others)
-        answer(args, "cases", data, *told)
-    args.failed = "\n".join(unread)
-    for judgement in judgements:
-        try:
-            store_report(judgement)
-        except EvidenceError as error:  # somebody else's evidence is judged all the same
-            complain(f"the report was not stored: {error}")
-    return worst([*codes, *map(exit_code, judgements)])

@@ -6,6 +6,8 @@ import argparse
 import os
 from collections.abc import Callable, Iterable
 
+from harness.cli.typed import actions_of
+
 ASKED = "_ARGCOMPLETE"
 """The variable by which the shell asks."""
 
@@ -20,12 +22,14 @@ def complete(parser: Callable[[str], argparse.ArgumentParser]) -> None:
     import argcomplete
 
     typed = os.environ.get("COMP_LINE", "").split()
-    argcomplete.autocomplete(parser(typed[1] if len(typed) > 1 else ""))
+    top = parser(typed[1] if len(typed) > 1 else "")
+    argcomplete.safe_actions.update(actions_of(top))  # of others it ignores what was typed, such as --cases
+    argcomplete.autocomplete(top)
 
 
 def case_names(parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:
     """Return the names that may stand for CASE."""
-    from harness.cli.options import cases_of
+    from harness.cli.work.cases import cases_of
     from harness.spec.case import CaseError
 
     try:

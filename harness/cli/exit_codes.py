@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from harness.judge.judgement import Judgement
-from harness.judge.result import Verdict
-
 PASSED, BROKEN, NOT_JUDGED, SKIP_COMMIT, INTERRUPTED = 0, 1, 2, 125, 130
 
 SAID = """\
@@ -18,15 +15,6 @@ exit codes:
        `git bisect run` takes as: skip this commit
   130  interrupted
 """
-
-
-def exit_code(judgement: Judgement) -> int:
-    return NOT_JUDGED if judgement.fired is False else code_of(judgement.verdict)
-
-
-def code_of(verdict: str) -> int:
-    codes: dict[str, int] = {Verdict.PASS: PASSED, Verdict.XFAIL: PASSED, Verdict.FAIL: BROKEN}
-    return codes.get(verdict, NOT_JUDGED)
 
 
 def worst(codes: Iterable[int]) -> int:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
-
-from harness.cli.exit_codes import INTERRUPTED
-from harness.launch import standing
-from harness.report.output import complain
-from harness.report.progress import Progress
+from typing import Any
 
 ENDS: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,
@@ -40,11 +34,3 @@ def one_interrupt() -> Iterator[None]:
     for number in mine:
         if signal.getsignal(number) is interrupted:
             signal.signal(number, ENDS[number])
-
-
-def abandon(progress: Progress, what: str, remedy: str = "") -> NoReturn:
-    """Ends this process at once, whatever its threads wait for. The rank server sees it and kills what it started."""
-    progress.clear()
-    first = f"interrupted after {len(progress.done)} of {len(progress.weights)} {what}{remedy}"
-    complain("\n  ".join([first, *standing()]))
-    os._exit(INTERRUPTED)

@@ -1,22 +1,13 @@
-"""A layout as a person names or types it: a case, a published layout of layouts/, or degrees, a model and lengths."""
+"""What lets a person type a layout: a case, degrees, a model and lengths, or what a recorded job is judged by."""
 
 from __future__ import annotations
 
 import argparse
 
-from harness.cli.options import BadInput, add_cases, case_of, positive_int
-from harness.preflight.fitting import traits_of
-from harness.preflight.request import Asked, Request
-from harness.spec import case_files
-from harness.spec.case import Case
-from harness.spec.loading import load_all
-from harness.spec.traits import USUAL
+from harness.cli.parsing import add_cases, positive_int
+from harness.spec import layout
 
 FILES = "torchtitan's .toml, accelerate's or NeMo's .yaml, NeMo's .py, DeepSpeed's .json"
-KEYS = (
-    *("dims", "world", "model", "seq", "batch", "microbatches", "stages_per_rank", "schedule", "checkpointing"),
-    *("wrapper", "cp_replicates"),
-)
 
 
 def add_layout(parser: argparse.ArgumentParser, *, or_command: bool = False) -> None:
@@ -42,22 +33,7 @@ def add_layout(parser: argparse.ArgumentParser, *, or_command: bool = False) -> 
     what.add_argument("--wrapper", metavar="NAME", help="over data ranks: fsdp2, zero1, ..; default a file's own")
 
 
-def layout_case(args: argparse.Namespace) -> Asked:
-    """Raises BadInput and CaseError."""
-    if bool(args.case) == bool(args.dims):
-        raise BadInput("name a CASE, or give a layout by --dims")
-    if args.case:
-        if unused := [key for key in KEYS if getattr(args, key) is not None]:
-            raise BadInput(f"--{unused[0].replace('_', '-')} is of --dims, and {args.case} is a CASE")
-        published = _published(args)
-        traits = traits_of(published) if published else USUAL
-        return Asked(case=published or case_of(args), traits=traits, set_aside=())
-    if args.cases:
-        raise BadInput("--cases: leave it out; --dims is a layout of no file of cases")
-    return Request(**{key: getattr(args, key) for key in KEYS}).asked()
-
-
-def _published(args: argparse.Namespace) -> Case | None:
-    """Layouts have no folder of their own on the command line: their names are known beside those of cases."""
-    known = () if args.cases else load_all(case_files.LAYOUTS)
-    return next((case for case in known if case.name == args.case), None)
+def add_degrees(parser: argparse._ActionsContainer) -> None:
+    """Let a person type what a recorded job was requested to be."""
+    what = f"judge it by what was requested: dp_replicate=2,dp_shard=8, or {layout.FILES}"
+    parser.add_argument("--layout", metavar="DEGREES", help=what)

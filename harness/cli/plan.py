@@ -1,70 +1,18 @@
-"""`harness plan CASE`: what must be true of a case's layout, and what it costs; or which layouts fit."""
+"""What can be typed behind `harness plan`."""
 
 from __future__ import annotations
 
 import argparse
-import re
-from typing import Any
 
-from harness.cli.answer import answer
-from harness.cli.exit_codes import NOT_JUDGED, PASSED
-from harness.cli.layout_options import add_layout, layout_case
-from harness.cli.options import BadInput, add_command, positive_int, refuse_others
-from harness.plan.figures.rank_bytes import GPUS
-from harness.plan.figures.step_time import MACHINES
-from harness.plan.make_plan import make_plan
-from harness.preflight.fitting import Wanted, fitting
-from harness.reference.config import PRESETS
-from harness.report import layout_documents
-from harness.report.fitting_text import fitting_text
-from harness.report.plan_text import plan_text
-
-OF_LIST = ("--json", "--world", "--model", "--seq", "--batch", "--gpu", "--gpu-memory", "--nodes-of")
+from harness.cli.layout_options import add_layout
+from harness.cli.parsing import add_json, positive_int
+from harness.plan.figures.gpus import GPUS
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "plan", command, "show what a case's layout must look like, and what it costs")
+def add(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
     add_layout(parser)
     parser.add_argument("--gpu", default="H100", choices=GPUS, help="whose memory is compared; default H100 of 80 GB")
     fits = parser.add_argument_group("which layouts fit: with --model and --world alone")
     fits.add_argument("--gpu-memory", metavar="GB", help="of a GPU; default as --gpu is sold")
     fits.add_argument("--nodes-of", type=positive_int, metavar="N", help="GPUs of a node; default 8")
-
-
-def command(args: argparse.Namespace) -> int:
-    if args.model and args.world and not args.case and not args.dims:
-        refuse_others(args, "a list of layouts that fit", OF_LIST)
-        return list_fitting(args)
-    if args.gpu_memory or args.nodes_of:
-        raise BadInput("--gpu-memory and --nodes-of are for a list of layouts: --model and --world, without a layout")
-    asked = layout_case(args)
-    case, plan = asked.case, make_plan(asked.case, asked.traits)
-    text = plan_text(case, plan, args.gpu, set_aside=asked.set_aside)
-    answer(args, "plan", lambda: layout_documents.plan(case, plan, args.gpu, asked.set_aside), text)
-    return PASSED
-
-
-def list_fitting(args: argparse.Namespace) -> int:
-    """Print the layouts that fit; 2 where none does. Raises BadInput."""
-    if args.model not in PRESETS:
-        raise BadInput(f"--model {args.model!r}: choose one of {', '.join(PRESETS)}")
-    memory = 1e9 * (gigabytes(args.gpu_memory) if args.gpu_memory else GPUS[args.gpu])
-    size = (PRESETS[args.model], args.world, memory, args.nodes_of or 8)
-    fits = fitting(Wanted(*size, seq=args.seq, batch=args.batch, machine=MACHINES[args.gpu]))
-    asked = {
-        "model": args.model,
-        "world": args.world,
-        "gpu": args.gpu,
-        "memory": memory,
-        "nodes_of": args.nodes_of or 8,
-    }
-    answer(args, "layouts", lambda: layout_documents.layouts(asked, fits), fitting_text(fits))
-    return PASSED if fits.found else NOT_JUDGED
-
-
-def gigabytes(text: str) -> float:
-    """Return 80 of "80", "80GB" or "80 GB". Raises BadInput."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:GB)?\s*", text, re.IGNORECASE)
-    if not found or not float(found[1]):
-        raise BadInput(f"--gpu-memory {text!r}: expected GB, such as 80")
-    return float(found[1])

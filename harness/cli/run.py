@@ -1,53 +1,20 @@
-"""`harness run CASE`: one case, judged. Or another node's part of one, and the servers that fork its ranks."""
+"""What can be typed behind `harness run`."""
 
 from __future__ import annotations
 
 import argparse
-import functools
-import shlex
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from harness.cli import rank_servers
-from harness.cli.answer import answer
 from harness.cli.completion import case_names
-from harness.cli.exit_codes import NOT_JUDGED, PASSED, exit_code
-from harness.cli.options import (
-    BadInput,
-    add_again,
-    add_cases,
-    add_command,
-    add_how_to_run,
-    add_recipe,
-    case_of,
-    no_document,
-    options_of,
-    refuse_others,
-    which_trainer,
-)
-from harness.judge.judgement import Judgement
-from harness.launch.torchrun import join
-from harness.record.injection import requested_ranks
-from harness.report.documents import case_here
-from harness.report.outcome import Outcome, judged
-from harness.report.output import complain, say
-from harness.report.progress import stages
-from harness.report.text import case_report
-from harness.run.again import Again
-from harness.run.folders import folder_of
-from harness.run.matrix import attempt
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec.case import Case
-from harness.spec.variants import in_dtype, reseeded
+from harness.cli.parsing import add_again, add_cases, add_how_to_run, add_json, add_recipe
 
 FIRST_NODE = 600.0  # seconds in which the first node begins the launch; it may run the reference before
+OF_SERVERS = (SHOW, END, END_ALL) = ("show", "end", "end-all")
+"""What can be done with the rank servers that stay."""
 
 
-def add(commands: Any) -> None:
-    parser = add_command(commands, "run", command, "run one case and judge it")
+def add(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
     case = parser.add_argument("case", metavar="CASE", nargs="?", help="its name; `harness matrix --list` lists them")
     case.completer = case_names  # type: ignore[attr-defined]
     add_cases(parser)
@@ -60,63 +27,11 @@ def add(commands: Any) -> None:
     add_recipe(parser)
     add_again(parser, usual=0)
     what = "; without CASE: show those that stay, end them, or end-all of other environments"
-    how = add_how_to_run(parser, rank_servers.ALL, what)
+    how = add_how_to_run(parser, OF_SERVERS, what)
     how.add_argument(
         "--join",
         type=Path,
         metavar="DIR",
         help=f"without CASE, on every other node: its part of the launch in OUT/CASE; waits {FIRST_NODE:g} s for it, "
         "or --timeout",
-    )
-
-
-def command(args: argparse.Namespace) -> int:
-    other = "--join" if args.join else f"--server {args.server}" if args.server in rank_servers.ALL else ""
-    if bool(other) == bool(args.case):
-        raise BadInput(f"{other}: leave out CASE" if other else "run: name a CASE; `harness matrix --list` lists them")
-    if other:
-        no_document(args, other)
-    if args.join:
-        refuse_others(args, "this node's part of a launch", {"--join", "--timeout"})
-        return _join(args)
-    if other:
-        refuse_others(args, "rank servers that are there", {"--server"})
-        rank_servers.shown_or_ended(args.server)
-        return PASSED
-    return _run(args)
-
-
-def _join(args: argparse.Namespace) -> int:
-    """Do this node's part. The first node judges."""
-    status = join(args.join / "run", seconds=args.timeout or FIRST_NODE)
-    if status:
-        complain(f"torchrun ended with code {status} here; the first node judges")
-    return NOT_JUDGED if status else PASSED
-
-
-def _run(args: argparse.Namespace) -> int:
-    case, options = case_of(args), options_of(args)
-    case = in_dtype(case if args.seed is None else reseeded(case, args.seed), args.dtype)
-    ranks, degrees = requested_ranks(["torchrun", *options.torchrun_args]), case.dims
-    if ranks not in (None, degrees.world_size):
-        raise BadInput(
-            f"--torchrun-args: they start {ranks} ranks, but {case.name} is {degrees} = {degrees.world_size} ranks"
-        )
-    if options.torchrun_args:
-        say(f"on every other node: harness run --join {shlex.quote(str(folder_of(case, options)))}", to=sys.stderr)
-    with stages(case.name, sys.stderr) as stage:
-        judgement = run_case(case, options, stage)
-        again = functools.partial(attempt, how=functools.partial(run_case, stage=stage))
-        outcome = with_repeats(judgement, options, args.again, again)
-    data, text = case_here(judgement), outcome.report or case_report(judgement)
-    if outcome.repeats:
-        data |= {"repeats": outcome.repeats, "cause": outcome.cause, "diagnosis": outcome.diagnosis or None}
-    answer(args, "case", data, text, *which_trainer(args))
-    return exit_code(judgement)
-
-
-def with_repeats(first: Judgement, options: Options, times: int, make: Callable[[Case, Options], Outcome]) -> Outcome:
-    """Return what became of a case that was made, and of a failing one when it was made again so many times."""
-    return Again(times).outcome(
-        first.case, options, lambda case, each: judged(first) if each is options else make(case, each)
     )

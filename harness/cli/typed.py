@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from typing import Any
 
 KINDS_OF_ACTION = (None, "store", "store_true", "append")
@@ -15,6 +16,12 @@ def remember_typed(parser: argparse.ArgumentParser) -> None:
         parser.register("action", kind, _remembering(parser._registry_get("action", kind)))
 
 
+def actions_of(parser: argparse.ArgumentParser) -> set[type[argparse.Action]]:
+    """Return the classes of its options' actions."""
+    return {parser._registry_get("action", kind) for kind in KINDS_OF_ACTION}
+
+
+@functools.cache
 def _remembering(action: type[argparse.Action]) -> type[argparse.Action]:
     class Remembering(action):  # type: ignore[valid-type, misc]
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:

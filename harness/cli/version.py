@@ -10,7 +10,7 @@ from typing import Any
 from harness import __version__
 from harness.evidence.format import FORMAT
 from harness.report.output import say
-from harness.run.launches import commit_of_harness
+from harness.run.commit import commit_of_harness
 
 
 class Version(argparse.Action):

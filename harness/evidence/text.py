@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Iterable, Sequence
 
 MANY = 32  # ranks that are still named one by one
 
@@ -55,7 +53,12 @@ def names_text(names: Sequence[str], most: int = 3) -> str:
     return f"{counted(len(names), 'parameter')} ({', '.join(names[:most])}{', ..' * (len(names) > most)})"
 
 
-def positions_text(positions: np.ndarray) -> str:
+def positions_text(positions: Iterable[int]) -> str:
     """0-3 and 12-15."""
-    runs = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    runs: list[list[int]] = []
+    for position in positions:
+        if runs and position == runs[-1][-1] + 1:
+            runs[-1].append(position)
+        else:
+            runs.append([position])
     return " and ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

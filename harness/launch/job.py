@@ -22,12 +22,11 @@ from typing import Any
 
 from harness.evidence.reading import json_of, read_bytes
 from harness.evidence.whole_file import whole_file
+from harness.spec.launching import LONGEST
 
 SUFFIXES = {"logs": "log", "failures": "json", "stacks": "txt", "inflight": "bin", "exits": "json"}
 BYTES_PER_RANK = 1_000_000  # log, stacks and in-flight record of a short job; evidence is not counted
 
-LONGEST = 604_800.0
-"""Seconds that a person may give a launch: a week. One that compiles is given five times as many."""
 GROUPS = 2**31 / 1000
 """Seconds that groups may take: torch counts them in milliseconds, in 32 bits."""
 

@@ -25,9 +25,8 @@ from harness.launch.own_server import Link, OwnServer
 from harness.launch.process import peer
 from harness.launch.python_path import environment, module_command
 
-KINDS = ("resident", "own")
 KIND = "HARNESS_SERVER"
-"""One of KINDS: whether ranks come from a server that outlives the command."""
+"""One of SERVERS (spec/launching.py): whether ranks come from a server that outlives the command."""
 
 IDLE = 300.0  # seconds without a command, after which a server ends
 START_PATIENCE = 100.0  # importing torch takes 3 s, on a cold disk a minute

@@ -16,10 +16,10 @@ from _pytest.runner import runtestprotocol
 
 from harness import trainers
 from harness.launch import default_server, resident_client
-from harness.launch.job import LONGEST
 from harness.plugin.items import MARK, CaseFile, Check, tier_mark
 from harness.run.options import Options
 from harness.spec.case import TIERS
+from harness.spec.launching import LONGEST
 from harness.spec.usual_trainer import KEY, of_configuration, usual_trainer
 
 NOT_APPLICABLE = "harness_not_applicable"

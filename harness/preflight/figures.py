@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from harness.evidence.text import bytes_text
 from harness.judge.trial import Trial
+from harness.plan.figures.gpus import GPUS
 from harness.plan.figures.pipeline_time import matmul_operations, pipeline_time
-from harness.plan.figures.rank_bytes import GPUS
 from harness.plan.plan import Plan
 from harness.preflight.launches import Flown
 from harness.report.layout_text import balance, most_text, neediest, room_left, sent_by_axis

@@ -8,8 +8,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from harness.plan.figures.gpus import MACHINES, Machine
 from harness.plan.figures.rank_bytes import rank_bytes
-from harness.plan.figures.step_time import MACHINES, Fit, Fitting, Machine, bubble_of, step_time
+from harness.plan.figures.step_time import Fit, Fitting, bubble_of, step_time
 from harness.plan.make_plan import make_plan
 from harness.plan.slices import BYTES
 from harness.preflight.draft import LENGTH, Draft

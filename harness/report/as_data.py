@@ -1,16 +1,26 @@
-"""Findings, causes and whatever holds them as plain values of JSON. Nothing is put in words here."""
+"""Findings, causes and whatever holds them as plain values of JSON, and their document. Nothing is put in words here."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import enum
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from harness import __version__
+
+SCHEMA = 1
+"""Raised where a field goes or means something else. A field more is no other schema."""
+
+
+def document(kind: str, data: Mapping[str, Any], indent: int | None = None) -> str:
+    """Return the whole document in ASCII, whatever letters names have."""
+    head = {"harness": __version__, "schema": SCHEMA, "document": kind}
+    return json.dumps(head | as_data(data), indent=indent, allow_nan=False)
 
 
 def as_data(value: Any) -> Any:
@@ -24,7 +34,7 @@ def as_data(value: Any) -> Any:
         return [as_data(one) for one in (sorted(value) if isinstance(value, set | frozenset) else value)]
     if isinstance(value, enum.Enum | Path | str | datetime.date):
         return _text(str(value))
-    if isinstance(value, np.generic):
+    if hasattr(value, "item"):  # a number of numpy, which what is printed of bad input does not import
         return as_data(value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)

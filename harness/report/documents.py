@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness import __version__
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result
 from harness.report.as_data import as_data
@@ -16,15 +14,7 @@ from harness.report.cause_text import diagnosis_line
 from harness.report.finding_text import SHOWN
 from harness.report.text import command
 
-SCHEMA = 1
-"""Raised where a field goes or means something else. A field more is no other schema."""
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
-
-
-def document(kind: str, data: Mapping[str, Any], indent: int | None = None) -> str:
-    """Return the whole document in ASCII, whatever letters names have."""
-    head = {"harness": __version__, "schema": SCHEMA, "document": kind}
-    return json.dumps(head | as_data(data), indent=indent, allow_nan=False)
 
 
 def case(judgement: Judgement) -> dict[str, Any]:

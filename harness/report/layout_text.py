@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from harness.evidence.text import bytes_text
 from harness.plan.figures.activations import activation_bytes
 from harness.plan.figures.balance import attention_over_cp, layers_by_stage, matmuls_over_pp, rows_over_shards
+from harness.plan.figures.gpus import GPUS
 from harness.plan.figures.links import AxisTraffic, traffic_by_axis
 from harness.plan.figures.pipeline_time import matmul_operations, other_schedules, pipeline_time
-from harness.plan.figures.rank_bytes import ALLOCATOR, GPUS, RankBytes, rank_bytes
+from harness.plan.figures.rank_bytes import ALLOCATOR, RankBytes, rank_bytes
 from harness.plan.kinds import PerRank, Place, places_of_ranks
 from harness.plan.plan import Plan
 from harness.plan.stages import layers_of_stage

@@ -5,7 +5,8 @@ from __future__ import annotations
 from harness.evidence.own_folders import has_keys, replace_own
 from harness.judge.judgement import Judgement
 from harness.judge.result import Verdict
-from harness.report.documents import case, document
+from harness.report.as_data import document
+from harness.report.documents import case
 from harness.report.text import case_report
 
 

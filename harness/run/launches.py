@@ -13,15 +13,15 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from harness import BUILTIN, ROOT, trainers
+from harness import trainers
 from harness.affected.maps import repository_of
-from harness.evidence.git import git
 from harness.evidence.own_folders import list_trainer_files
 from harness.evidence.reading import read_json
 from harness.evidence.records import Run
 from harness.evidence.store import save_run
 from harness.launch import Exit, Job, launch
 from harness.run import communication
+from harness.run.commit import commit_of, commit_of_harness
 from harness.run.options import Options
 from harness.run.reference_cache import reference_folder
 from harness.run.sources import digest
@@ -177,28 +177,6 @@ def commit_of_trainer(spec: str) -> str:
     trainer = TrainerSpec.parse(spec)
     outside = trainer.is_file or trainer.source
     return commit_of(trainer.source or str(Path(trainer.name).parent)) if outside else commit_of_harness()
-
-
-def commit_of_harness() -> str:
-    """Return the commit of the checkout, or of the archive that an installed harness was built from; empty if unknown.
-
-    An installed harness never asks git: the folder around it may be another repository.
-    """
-    if BUILTIN == ROOT and (found := commit_of(str(ROOT))):
-        return found
-    archived = (ROOT / "harness" / "commit.txt").read_text(encoding="ascii").strip()
-    return "" if archived.startswith("$") else archived
-
-
-def commit_of(source: str) -> str:
-    """Return the commit of the trainer's sources, "-dirty" if they were changed since; empty where git has none. A release that
-    pip installed into OUT is not of the commit around it."""
-    if ".environments" in Path(source).parts:
-        return ""
-    try:
-        return git(source, "describe", "--always", "--dirty", "--exclude=*").stdout.strip()
-    except OSError:
-        return ""
 
 
 def _wanted(case: Case, folder: Path, weights: Path, options: Options) -> dict[str, object]:

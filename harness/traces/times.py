@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from harness.evidence.keys import ranks_key, ranks_of
-from harness.plan.figures.step_time import Machine
+from harness.plan.figures.gpus import Machine
 from harness.traces.job import TracedJob, TracedRank
 from harness.traces.kineto import Call, Span
 from harness.traces.phases import Ranges

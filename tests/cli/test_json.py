@@ -81,7 +81,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             return Judgement(case, Path("x"), (result,), None, 1.0, trainer=options.trainer)
 
         monkeypatch.setattr("harness.run.matrix.run_case", run)
-        monkeypatch.setattr("harness.cli.run.run_case", run)
+        monkeypatch.setattr("harness.cli.work.run.run_case", run)
 
     return broken
 
@@ -94,6 +94,8 @@ def test_every_command_has_it_but_those_that_answer_nothing_of_a_job() -> None:
     top = parser()
     commands = next(action for action in top._actions if action.choices and "run" in action.choices)
     assert isinstance(commands.choices, dict)
+    for one in commands.choices.values():
+        one.add_options()
     have = {name for name, one in commands.choices.items() if "--json" in one._option_string_actions}
     assert have == set(COMMANDS) - WITHOUT
 
@@ -163,14 +165,16 @@ def test_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: Answer)
 
     done = [attempt("one", FaultOutcome.CAUGHT), attempt("other", FaultOutcome.OTHERWISE)]
     tried = (done, attempt("control", FaultOutcome.MISSED), 2.0)
-    monkeypatch.setattr("harness.cli.faults.tried", lambda *_: tried)
+    monkeypatch.setattr("harness.cli.work.faults.tried", lambda *_: tried)
     code, said = answer("faults", "faults", "--out", str(tmp_path))
     assert (code, [one["outcome"] for one in said["attempts"]]) == (1, ["CAUGHT", "CAUGHT OTHERWISE"])
 
 
 def test_goldens(cases: Any, monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:
     finding = Finding(check="golden", step=1, quantity="loss", expected=1.0, observed=2.0)
-    monkeypatch.setattr("harness.cli.golden._against_golden", lambda *_: Result("golden", Verdict.FAIL, 1, (finding,)))
+    monkeypatch.setattr(
+        "harness.cli.work.golden._against_golden", lambda *_: Result("golden", Verdict.FAIL, 1, (finding,))
+    )
     code, said = answer("golden", "golden", *cases(ONE))
     assert (code, said["goldens"][0]["result"]["findings"][0]["step"]) == (1, 1)
 
@@ -181,25 +185,25 @@ def test_a_recording_its_layout_and_what_is_odd(
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()
     Path("run/recording.json").touch()
-    monkeypatch.setattr("harness.cli.recording_report.load_recording", lambda _: recording())
+    monkeypatch.setattr("harness.cli.work.recording_report.load_recording", lambda _: recording())
     code, said = answer("recording", "report", "run")
     assert (code, said["odd"], said["left_evidence"]) == (0, [], [0, 1, 2, 3])
     assert said["structure"]["axes"] and said["facts"]
     results = (Result("traffic", Verdict.FAIL, 1, (Finding.at(1, 2, 3, check="traffic"),)),)
-    monkeypatch.setattr("harness.cli.recording_report.judged", lambda *_: (results, None))
+    monkeypatch.setattr("harness.cli.work.recording_report.judged", lambda *_: (results, None))
     code, said = answer("layout", "report", "run", "--layout", "dp_replicate=2,dp_shard=2")
     assert (code, said["verdict"], said["layout"]["dp_shard"]) == (1, "FAIL", 2)
     assert [(one["verdict"], one["world"]) for one in said["jobs"]] == [("FAIL", 4)]
     odd = recording(contents={1: 5}, not_finite={2: ("w",)})
     odd.summaries[3] = hsdp(3, **SHOWN, contents={1: 99})
-    monkeypatch.setattr("harness.cli.recording_report.load_recording", lambda _: odd)
+    monkeypatch.setattr("harness.cli.work.recording_report.load_recording", lambda _: odd)
     code, said = answer("recording", "report", "run")
     rows = {one["label"]: one for one in said["odd"]}
     assert (code, rows["NOT FINITE"]["ranks"], rows["NOT FINITE"]["step"]) == (1, [0, 1, 2], 2)
     moved = (OwnCalls("allreduce", "float32", "other", 1, 2, 8),)
     own = recording(own_groups=(OwnGroup("ProcessGroupGloo", "train.py:3", 0, 0, None, 2, moved),))
     both = replace(own, others=(replace(own, directory=Path("run/jobs/2"), job="second"),))
-    monkeypatch.setattr("harness.cli.recording_report.load_recording", lambda _: both)
+    monkeypatch.setattr("harness.cli.work.recording_report.load_recording", lambda _: both)
     _, said = answer("recording", "report", "run")
     assert [(one["rank"], one["made"], one["calls"][0]["bytes"]) for one in said["own_groups"]][0] == (
         0,
@@ -212,7 +216,7 @@ def test_a_recording_its_layout_and_what_is_odd(
         False,
     )
     monkeypatch.setattr(
-        "harness.cli.recording_report.load_recording", lambda _: Recording(Path("run"), {}, nothing="no torch")
+        "harness.cli.work.recording_report.load_recording", lambda _: Recording(Path("run"), {}, nothing="no torch")
     )
     code, said = answer("recording", "report", "run")
     assert (code, said["odd"][0]["label"], said["structure"]) == (2, "NO EVIDENCE", {})
@@ -257,7 +261,7 @@ def test_snapshots_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ans
     code, said = answer("comparison", "compare", "a.yaml", "b.yaml")
     assert (code, said["of"], said["differences"]) == (1, "structure", [{"where": ["optimizers"], "other": "SGD"}])
     assert main(["compare", "a.yaml", "a.yaml", "--json"]) == 0  # behind its words as well
-    monkeypatch.setattr("harness.cli.compare.load_recording", lambda _: recording())
+    monkeypatch.setattr("harness.cli.work.compare.load_recording", lambda _: recording())
     assert answer("comparison", "compare", "a.yaml", "run")[0] == 0
     assert answer("error", "compare", "none.yaml", "run")[0] == 2
     assert answer("error", "compare", "c.yaml", "run", "--accept")[0] == 2
@@ -289,8 +293,8 @@ def test_a_preflight_of_a_case_and_of_a_command(
 ) -> None:
     found = verdicts()
     flown = Flown(found.trial.run, (0, 3), 2.0, {0: Used(1.0, 2, 3, "backward", 4)}, {3: "it cannot"})
-    monkeypatch.setattr("harness.cli.preflight.fly", lambda *_, **__: flown)
-    monkeypatch.setattr("harness.cli.preflight.judged", lambda *_: found)
+    monkeypatch.setattr("harness.cli.work.preflight.fly", lambda *_, **__: flown)
+    monkeypatch.setattr("harness.cli.work.preflight.judged", lambda *_: found)
     where = ["--out", str(tmp_path), "--trainer", "llama3", "--ranks", "0,3"]
     code, said = answer("preflight", "preflight", "hsdp_2x2", *where)
     assert (code, said["verdict"], [one["rank"] for one in said["ran"]]) == (1, "FAIL", [0, 3])
@@ -298,7 +302,7 @@ def test_a_preflight_of_a_case_and_of_a_command(
     ran = CommandRun(tmp_path, {0: 0, 3: 1}, {}, {}, 1.0)
     monkeypatch.setattr("harness.preflight.commands.run_alone", lambda *_: ran)
     monkeypatch.setattr("harness.preflight.commands.judged", lambda *_: found)
-    monkeypatch.setattr("harness.cli.preflight.chosen", lambda *_: Chosen({"x": (0, 3)}, 0))
+    monkeypatch.setattr("harness.cli.work.preflight.chosen", lambda *_: Chosen({"x": (0, 3)}, 0))
     layout = ["--layout", "dp_replicate=2,dp_shard=2", "--world", "4"]
     code, said = answer("preflight", "preflight", *layout, "--out", str(tmp_path), "--", "python", "train.py")
     assert (code, said["command"], said["ran"][1]) == (1, ["python", "train.py"], {"rank": 3, "code": 1})
@@ -329,7 +333,7 @@ def test_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Ans
         judgement = Judgement(cases[0], Path("x"), (Result("loss", Verdict.FAIL, 1),), None, 1.0)
         return Examination({cases[0].name: Verdict.FAIL}, stopped=True, judgements=(judgement,))
 
-    monkeypatch.setattr("harness.cli.doctor.examine", examine)
+    monkeypatch.setattr("harness.cli.work.doctor.examine", examine)
     code, said = answer("doctor", "doctor", "--cases", "builtin", "-k", "single")
     assert (code, said["judged"], said["cases"][0]["verdict"]) == (1, {said["cases"][0]["case"]: "FAIL"}, "FAIL")
     assert said["lines"][-1] == {"label": "cause", "text": "it is so"}
@@ -371,7 +375,7 @@ def test_what_is_raised_on_the_way_is_one_document(cases: Any, monkeypatch: pyte
             os.write(1, b"of C\n")
             raise error
 
-        monkeypatch.setattr("harness.cli.run.run_case", run)
+        monkeypatch.setattr("harness.cli.work.run.run_case", run)
         return answer("error", "run", "one", *where, "--trainer", "llama3")
 
     for error, code in ((LaunchError("no"), 2), (KeyError("x"), 2), (SystemExit(0), 2), (KeyboardInterrupt(), 130)):
@@ -389,7 +393,7 @@ def test_report_of_traces_and_of_dumps(answer: Answer, tmp_path: Path, monkeypat
     folder = save_job(tmp_path / "traces", ddp_step, world=2, shards=1)
     code, told = answer("traces", "report", str(folder), "--layout", "dp_replicate=2")
     assert (code, told["verdict"], told["traced"], told["layout"]["dp_replicate"]) == (0, "PASS", [0, 1], 2)
-    monkeypatch.setattr("harness.cli.trace_report.analysis_of", lambda dumps: Analysis((1,)))
+    monkeypatch.setattr("harness.cli.work.trace_report.analysis_of", lambda dumps: Analysis((1,)))
     done = ("all_reduce", 100, "0", "completed")
     folder = save_dumps(tmp_path / "dumps", {0: [done, ("all_reduce", 100)], 1: [done]})
     code, told = answer("dumps", "report", str(folder))

@@ -24,7 +24,7 @@ def test_a_node_joins_the_launch_of_a_folder(
         joined.append((folder, seconds))
         return status
 
-    monkeypatch.setattr("harness.cli.run.join", join)
+    monkeypatch.setattr("harness.cli.work.run.join", join)
     assert main(["run", "--join", "out/pair", *told]) == code
     assert joined == [(Path("out/pair/run"), seconds)]
 
@@ -62,7 +62,7 @@ def test_rank_servers_are_shown_or_ended(
     ],
 )
 def test_a_case_or_one_of_these_is_wanted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.cli.run.run_case", lambda *_: pytest.fail("a case is run"))
+    monkeypatch.setattr("harness.cli.work.run.run_case", lambda *_: pytest.fail("a case is run"))
     assert main(["run", *words]) == 2
 
 

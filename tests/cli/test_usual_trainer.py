@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from harness import ROOT
-from harness.cli import check, main, options
-from harness.cli import faults as faults_command
-from harness.cli import run as run_command
+from harness.cli import main
+from harness.cli.work import check, options
+from harness.cli.work import faults as faults_command
+from harness.cli.work import run as run_command
 from harness.faults.attempt import Attempt, Outcome
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict

@@ -9,7 +9,7 @@ import pytest
 
 from harness.bisect.commits import clone, resolve
 from harness.evidence.git import git
-from harness.run.launches import commit_of
+from harness.run.commit import commit_of
 
 
 @pytest.fixture

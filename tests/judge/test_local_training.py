@@ -15,7 +15,7 @@ from literal_recording import judged_of, summary
 
 from harness.checks import all_checks, run_check
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
-from harness.cli.recording_report import exit_code
+from harness.cli.work.recording_report import exit_code
 from harness.diagnosis import diagnose
 from harness.diagnosis.request import neighbours
 from harness.evidence.recording import RankRecord, RecordedStep

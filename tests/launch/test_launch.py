@@ -17,8 +17,8 @@ import pytest
 
 from harness.evidence.records import Exit
 from harness.launch import Inflight, Issued, Job, LaunchError, RankServer, default_server, launch, read_inflight
-from harness.launch.job import LONGEST
 from harness.launch.leftovers import leftovers
+from harness.spec.launching import LONGEST
 
 ROOT = Path(__file__).parents[2]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for survivors in /proc")

@@ -13,8 +13,9 @@ from noisy import noise_of, with_noise
 
 from harness import ROOT
 from harness.checks import judge
-from harness.cli import doctor, main
+from harness.cli import main
 from harness.cli.exit_codes import INTERRUPTED
+from harness.cli.work import doctor
 from harness.judge.finding import Finding
 from harness.judge.judgement import Judgement
 from harness.judge.result import Result, Verdict, one_cause

@@ -8,7 +8,8 @@ import pytest
 from json_documents import valid
 
 from harness.cli import main
-from harness.plan.figures.step_time import COMPUTES, MACHINES, bubble_of, step_time
+from harness.plan.figures.gpus import MACHINES
+from harness.plan.figures.step_time import COMPUTES, bubble_of, step_time
 from harness.plan.make_plan import make_plan
 from harness.preflight.fitting import Wanted, fitting
 from harness.reference.config import PRESETS

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from harness.cli.same_training import one_declared
+from harness.cli.work.same_training import one_declared
 from harness.record.boxes import Sharded
 from harness.record.declared import sharded_here
 from harness.spec.dims import ParallelDims

@@ -11,7 +11,7 @@ import pytest
 from literal_recording import hsdp
 
 from harness.cli.exit_codes import NOT_JUDGED, PASSED
-from harness.cli.recording_report import exit_code
+from harness.cli.work.recording_report import exit_code
 from harness.evidence.recording import head, record_file
 from harness.judge.stored_recording import STARTED, load_recording
 

@@ -31,8 +31,8 @@ from harness.judge.trial import Trial
 from harness.plan.figures.rank_bytes import RankBytes
 from harness.plan.traffic.flow import Flow
 from harness.report import documents
-from harness.report.as_data import as_data
-from harness.report.documents import SCHEMA_FILE, case, case_here, document, shown_results
+from harness.report.as_data import as_data, document
+from harness.report.documents import SCHEMA_FILE, case, case_here, shown_results
 from harness.report.finding_text import SHOWN
 from harness.report.outcome import Outcome, as_document, from_json, judged, to_json
 from harness.report.recording_odd import Odd

@@ -13,7 +13,7 @@ import pytest
 
 from harness import ROOT, cli
 from harness.checks import all_checks
-from harness.cli.faults import faults_code
+from harness.cli.work.faults import faults_code
 from harness.evidence.records import Exit, Run
 from harness.evidence.store import save_run
 from harness.faults import FAMILIES, Fault, FaultError, all_faults, faults_of_file

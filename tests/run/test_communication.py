@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.options import BadInput, Parser, add_how_to_run, options_of
+from harness.cli.parsing import BadInput, Parser, add_how_to_run
+from harness.cli.work.options import options_of
 from harness.launch import machine
 from harness.launch.rank import share_gpus
 from harness.run import communication, supported

@@ -20,9 +20,9 @@ from harness.judge.result import Verdict
 from harness.report.cause_text import diagnosis_line
 from harness.report.text import case_report
 from harness.run import run_case as module
+from harness.run.commit import commit_of
 from harness.run.folders import folder_of
 from harness.run.judging import judge_folder
-from harness.run.launches import commit_of
 from harness.run.options import Options
 from harness.run.reference_cache import reference_key
 from harness.run.run_case import run_case

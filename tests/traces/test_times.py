@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from literal_traces import GPU, Rank, ddp_step, fsdp_step, save_job
 
-from harness.cli.trace_report import plan_of
+from harness.cli.work.trace_report import plan_of
 from harness.evidence.keys import ranks_of
-from harness.plan.figures.step_time import MACHINES
+from harness.plan.figures.gpus import MACHINES
 from harness.report.trace_times import time_rows
 from harness.traces.job import job_of
 from harness.traces.kineto import load_trace

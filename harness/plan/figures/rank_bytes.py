@@ -20,10 +20,6 @@ from harness.reference.config import trains
 from harness.spec.case import Case
 from harness.spec.features import ZERO
 
-GPUS = {"A100": 80, "H100": 80, "H200": 141, "B200": 180}
-"""GB that they are sold with, of 10^9 bytes each. (80 GB are 80 GiB, 5.9e9 bytes more, of which a context, NCCL and an
-allocator take some that cannot be computed.)"""
-
 STATES = {"adamw": 2, "sgd": 0, "muon": 2}
 FREED = (None, "fsdp2", "fsdp1")
 """Wrappers that keep no buffers of gradients, so that these are gone when a step begins."""

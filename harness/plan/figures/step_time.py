@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from harness.plan.figures.gpus import Machine
 from harness.plan.figures.links import traffic_by_axis
 from harness.plan.figures.pipeline_time import linear_operations, matmul_operations, pipeline_time
 from harness.plan.figures.rank_bytes import RankBytes
@@ -16,27 +17,6 @@ from harness.plan.plan import Plan
 from harness.plan.stages import stages_of_rank
 from harness.spec.case import Case
 
-
-@dataclass(frozen=True)
-class Machine:
-    """What one GPU can do, by its data sheet."""
-
-    peak: float
-    """Operations in bfloat16 per second, not sparse."""
-    within: float
-    """Bytes per second that it sends to GPUs of its node."""
-    across: float
-    """Bytes per second that it sends to other nodes, with a network card for each GPU."""
-    float8: float = 2.0
-    """How many times as fast a matmul in float8 is."""
-
-
-MACHINES = {
-    "A100": Machine(312e12, 300e9, 25e9, float8=1.0),
-    "H100": Machine(989e12, 450e9, 50e9),
-    "H200": Machine(989e12, 450e9, 50e9),
-    "B200": Machine(2250e12, 900e9, 50e9),
-}
 COMPUTES, SENDS = 0.6, 0.7
 """Parts of the peak and of the links that are attained: chosen, not measured."""
 AGAIN = {"none": 0.0, "op": 0.5, "layer": 0.5, "full": 1.0}

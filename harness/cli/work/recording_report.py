@@ -10,8 +10,10 @@ from typing import Any
 
 from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
-from harness.cli.options import BadInput, no_document
-from harness.cli.trace_report import write_times
+from harness.cli.parsing import BadInput
+from harness.cli.report import CHROME
+from harness.cli.work.options import no_document
+from harness.cli.work.trace_report import write_times
 from harness.evidence.recording import load_record, record_file
 from harness.evidence.text import counted
 from harness.judge.result import Verdict
@@ -25,23 +27,6 @@ from harness.run.recorded_layout import judged
 from harness.spec import layout as spec
 from harness.traces.export import export
 from harness.traces.timeline import of_records
-
-CHROME = "chrome"
-"""The form of traces that a browser's tools show."""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    recording = parser.add_argument_group("a recording")
-    recording.add_argument("--all", action="store_true", help="print every line, however many there are")
-    add_layout(recording)
-
-
-def add_layout(parser: Any) -> None:
-    parser.add_argument(
-        "--layout",
-        metavar="DEGREES",
-        help=f"judge it by what was requested: dp_replicate=2,dp_shard=8, or {spec.FILES}",
-    )
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from harness.cli.run import END_ALL, SHOW
 from harness.launch import resident_client
 from harness.report.output import say
-
-ALL = (SHOW, END, END_ALL) = ("show", "end", "end-all")
-"""What can be done with them."""
 
 
 def shown_or_ended(what: str) -> None:

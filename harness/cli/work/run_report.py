@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from harness.cli.answer import answer
-from harness.cli.exit_codes import NOT_JUDGED, code_of, worst
-from harness.cli.options import BadInput, other_trainers
+from harness.cli.exit_codes import NOT_JUDGED, worst
+from harness.cli.parsing import BadInput
+from harness.cli.report import ANNOTATIONS, FOLDERS, JUNIT, MARKDOWN
+from harness.cli.work.options import other_trainers
+from harness.cli.work.verdict_codes import code_of
 from harness.evidence.own_folders import refuse_foreign_file, replace_own
 from harness.report.grid import matrix_report
 from harness.report.junit import junit
@@ -96,7 +99,7 @@ def _junit(runs: Sequence[RecordedRun], outcomes: Sequence[Outcome]) -> str:
     return junit(outcomes, problems(runs)[0])
 
 
-FORMS: dict[str, Form] = {"markdown": _markdown, "annotations": _annotations, "folders": _folders, "junit": _junit}
+MADE: dict[str, Form] = {MARKDOWN: _markdown, ANNOTATIONS: _annotations, FOLDERS: _folders, JUNIT: _junit}
 
 
 def last_runs(folders: Sequence[Path]) -> list[RecordedRun]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from harness.cli.answer import answer
 from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
-from harness.cli.options import no_document, positive_int
+from harness.cli.work.options import no_document
 from harness.evidence.own_folders import replace_own
 from harness.judge.result import Verdict
+from harness.plan.figures.gpus import MACHINES
 from harness.plan.figures.links import GPUS_PER_NODE
-from harness.plan.figures.step_time import MACHINES
 from harness.preflight.request import Request
 from harness.report.hang_page import hang_document, hang_page
 from harness.report.layout_documents import traces as document_of
@@ -34,12 +34,6 @@ from harness.traces.timeline import Timeline, of_traces
 from harness.traces.times import times_of, with_links
 
 OF = {Verdict.FAIL: BROKEN, Verdict.PASS: PASSED, Verdict.UNKNOWN: NOT_JUDGED}
-
-
-def add_links(parser: argparse.ArgumentParser) -> None:
-    traces = parser.add_argument_group("profiler traces")
-    traces.add_argument("--gpu", choices=MACHINES, help="compare rates with the links of its data sheet")
-    traces.add_argument("--nodes-of", type=positive_int, metavar="N", help="GPUs of a node; default 8")
 
 
 def shown(args: argparse.Namespace, places: Sequence[Path], layout: str | None) -> int:

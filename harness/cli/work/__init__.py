@@ -1,0 +1,1 @@
+"""What the commands do, each in a file of its name: `command` returns the exit code."""

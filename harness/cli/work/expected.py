@@ -1,0 +1,25 @@
+"""Errors that keep a command from judging and are no mistake of ours: their message is all that a person is told."""
+
+from __future__ import annotations
+
+from harness.bisect import BisectError
+from harness.cli.parsing import BadInput
+from harness.evidence.errors import CheckError
+from harness.evidence.store import EvidenceError
+from harness.faults import FaultError
+from harness.judge.golden import GoldenError
+from harness.launch import LaunchError
+from harness.report.output import OutputError
+from harness.spec.case import CaseError
+
+EXPECTED = (
+    BadInput,
+    BisectError,
+    CaseError,
+    CheckError,
+    EvidenceError,
+    FaultError,
+    GoldenError,
+    LaunchError,
+    OutputError,
+)
