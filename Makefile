@@ -1,4 +1,5 @@
-# make test             all tests, with all cases            make test K=hsdp     the cases, or tests, that K selects
+# make test             the quick tests and 14 cases         make test K=hsdp     the cases, or tests, that K selects
+# make test ALL=1       all tests, and all cases of the default tier, as the gate does
 # make matrix           the cases of the default tier, as a grid                 make matrix K=hsdp   those that K selects
 # make faults           every fault of the catalogue          make faults K=mesh    those that K selects
 # make test-adapters    the tests of torchtitan's, Megatron's, DeepSpeed's, picotron's and transformers' adapters, with these
@@ -12,12 +13,15 @@ PYTHON ?= python3
 SELECT = $(if $(K),-k "$(K)")
 INSTALLED := .venv/.installed
 
-.PHONY: matrix test test-adapters faults gpu gpu-packages lint titan titan-months titan-history mutants
+.PHONY: matrix help test test-adapters faults gpu gpu-packages lint titan titan-months titan-history mutants
 matrix: $(INSTALLED)
 	.venv/bin/harness matrix $(SELECT) $(if $(TIER),--tier $(TIER))
 
+help:
+	@sed -n '/^# /!q;s/^# //p' Makefile
+
 test: $(INSTALLED)
-	.venv/bin/python -m pytest -n 3 $(SELECT)
+	.venv/bin/python -m pytest -n 3 $(if $(ALL)$(K),,--short) $(SELECT)
 
 test-adapters: .venv-adapters/.installed
 	.venv-adapters/bin/python -m pytest -n 3 tests/adapters $(SELECT)

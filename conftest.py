@@ -2,26 +2,74 @@
 
 `pytest -k hsdp` means cases, as the names of cases are what one types there; `pytest tests -k hsdp` the harness's own tests.
 Tests of adapters, which need the packages that these adapt, run when they are named: `make test-adapters`.
+`pytest --short`, which `make test` uses, leaves out the tests marked `slow`, and of the cases all but tests/short_cases.txt.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from harness.plugin.items import Check
 from harness.run.selection import holds
 from harness.spec.case import CaseError
 from harness.spec.loading import load_all
 
 pytest_plugins = ["harness.plugin"]
-ADAPTERS = Path(__file__).with_name("tests") / "adapters"
+TESTS = Path(__file__).with_name("tests")
+ADAPTERS = TESTS / "adapters"
+SHORT_CASES = TESTS / "short_cases.txt"
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--short", action="store_true", help="no test marked slow, and only the cases of tests/short_cases.txt"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "slow(reason): left out by --short; another test is near it, which the reason names"
+    )
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and names_cases(config.option.keyword):
         config.args.remove("tests")
+
+
+@pytest.hookimpl(trylast=True)  # what -k, -m and a case's tier leave out is left out already
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--short"):
+        return
+    names = SHORT_CASES.read_text().split()
+    left_out = [item for item in items if not is_short(item, names)]
+    items[:] = [item for item in items if is_short(item, names)]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = len(left_out)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left_out_by_short"] = len(left_out)
+
+
+def is_short(item: pytest.Item, names: Collection[str]) -> bool:
+    """Return whether --short keeps it. names: of the cases that it keeps."""
+    return item.parent.case.name in names if isinstance(item, Check) else item.get_closest_marker("slow") is None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Under `pytest -n` workers leave tests out, all of them the same; pytest counts what it is told here, once."""
+    count = getattr(node, "workeroutput", {}).get("left_out_by_short", 0)
+    if count and LEFT_OUT not in node.config.stash:
+        node.config.stash[LEFT_OUT] = count
+        node.config.hook.pytest_deselected(items=[None] * count)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if count := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"--short left out {count} tests: `make test ALL=1` runs them as well")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

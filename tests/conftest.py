@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from forked_jobs import forked_main as forked_main
 
 from harness.launch import resident_client
 

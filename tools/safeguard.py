@@ -1,6 +1,6 @@
 """What the harness says today, as a table that a change of judge, checks or diagnosis is compared with.
 
-    python -m tools.safeguard            compares the default tier and the faults that lie in out/, after `make test faults`
+    python -m tools.safeguard            compares the default tier and the faults in out/, after `make test faults ALL=1`
     python -m tools.safeguard --drawn    the same; of the faults those that tools.drawn_faults draws for this commit
     python -m tools.safeguard --all      compares the other tiers and the recordings in out/ as well
     python -m tools.safeguard --accept   runs all tiers, all faults and both sets of recordings, and makes the table anew

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_jobs import Main
 
-from harness.cli import main
 from harness.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.judge.stored_recording import load_recording
 
@@ -17,11 +17,11 @@ RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc
 
 @pytest.mark.parametrize("same", [False, True])
 def test_ranks_that_draw_the_same_samples_are_not_taken_to_have_different_ones(
-    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_main: Main
 ) -> None:
     if same:
         monkeypatch.setenv("SAME", "1")
-    code = main(["record", "-o", str(tmp_path / "one"), "--layout", "dp_replicate=2", "--", *RANKS])
+    code = forked_main(["record", "-o", str(tmp_path / "one"), "--layout", "dp_replicate=2", "--", *RANKS])
     ranks = load_recording(tmp_path / "one").summaries
     assert ranks[0].fed[1] != ranks[1].fed[1]
     assert (ranks[0].drawn == ranks[1].drawn, len(ranks[0].drawn)) == (same, 4)
@@ -30,10 +30,10 @@ def test_ranks_that_draw_the_same_samples_are_not_taken_to_have_different_ones(
 
 
 def test_ranks_that_shuffle_the_same_samples_each_by_itself_are_undecided(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_main: Main
 ) -> None:
     monkeypatch.setenv("SHUFFLES", "1")
-    code = main(["record", "-o", str(tmp_path / "one"), "--layout", "dp_replicate=2", "--", *RANKS])
+    code = forked_main(["record", "-o", str(tmp_path / "one"), "--layout", "dp_replicate=2", "--", *RANKS])
     ranks = load_recording(tmp_path / "one").summaries
     assert ranks[0].fed[1] != ranks[1].fed[1] and ranks[0].drawn != ranks[1].drawn
     assert [len({*one.samples[1]}) for one in ranks.values()] == [12, 12]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_jobs import Main
 from json_documents import valid
 
 from harness.cli import main
@@ -17,19 +18,21 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 @pytest.fixture(scope="module")
-def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trusted(tmp_path_factory: pytest.TempPathFactory, forked_main: Main) -> Path:
     """One rank, and its noise beside it."""
     folder = tmp_path_factory.mktemp("trusted") / "one"
     alone = [sys.executable, SCRIPT, "--clip", "0.5"]
-    assert main(["record", "-o", str(folder), "--", *alone]) == 0
-    assert main(["record", "--noise", "-o", f"{folder}_noise", "--", *alone]) == 0
+    assert forked_main(["record", "-o", str(folder), "--", *alone]) == 0
+    assert forked_main(["record", "--noise", "-o", f"{folder}_noise", "--", *alone]) == 0
     return folder
 
 
-def recorded(trusted: Path, out: Path, capsys: pytest.CaptureFixture[str], ranks: int, *words: str) -> dict[str, Any]:
+def recorded(
+    forked_main: Main, trusted: Path, out: Path, capsys: pytest.CaptureFixture[str], ranks: int, *words: str
+) -> dict[str, Any]:
     """Record a layout, compare it with the trusted one, and return the document with the exit code of both commands."""
     job = [*TORCHRUN, str(ranks), SCRIPT, "--clip", "0.5", *words]
-    code = main(["record", "--same-as", str(trusted), "-o", str(out), "--", *job])
+    code = forked_main(["record", "--same-as", str(trusted), "-o", str(out), "--", *job])
     capsys.readouterr()
     assert main(["compare", "--numbers", "--json", str(trusted), str(out)]) == code
     return json.loads(capsys.readouterr().out) | {"exit": code}
@@ -37,25 +40,31 @@ def recorded(trusted: Path, out: Path, capsys: pytest.CaptureFixture[str], ranks
 
 @pytest.mark.parametrize(("layout", "ranks"), [("fsdp1_orig", 2), ("fsdp_tp_sp", 4), ("pp --joined-norm", 2)])
 def test_the_same_training_in_another_layout_passes(
-    layout: str, ranks: int, trusted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: str,
+    ranks: int,
+    trusted: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    forked_main: Main,
 ) -> None:
-    found = recorded(trusted, tmp_path / "other", capsys, ranks, "--layout", *layout.split())
+    found = recorded(forked_main, trusted, tmp_path / "other", capsys, ranks, "--layout", *layout.split())
     assert (found["verdict"], found["exit"], found["steps"], found["parameters"]) == ("PASS", 0, [1, 2, 3], 16)
     assert {result["verdict"] for result in found["results"]} == {"PASS"}
     assert "float32" in found["bounds"]
 
 
 def test_a_layout_beside_the_trusted_recording_is_judged_too(
-    trusted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trusted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], forked_main: Main
 ) -> None:
     """It asks for HSDP and runs FSDP over all ranks, which no number shows."""
     out, job = str(tmp_path / "hsdp"), [*TORCHRUN, "4", SCRIPT, "--clip", "0.5", "--layout", "fsdp2"]
     options = ["--json", "--same-as", str(trusted), "--layout", "dp_replicate=2,dp_shard=2"]
-    code = main(["record", *options, "-o", out, "--", *job])
+    code = forked_main(["record", *options, "-o", out, "--", *job])
     document = valid(capsys.readouterr().out, "same_training")
     judged = document["recording"]
     assert (code, document["verdict"], document["numbers"], judged["verdict"]) == (1, "FAIL", "PASS", "FAIL")
-    assert judged["diagnosis"]["kind"] == "hsdp ran as fsdp"
+    (cause,) = judged["diagnosis"]["causes"]
+    assert cause["kind"] == "another layout"
     assert main(["compare", "--json", str(trusted), out]) == 1
     compared = valid(capsys.readouterr().out, "comparison")
     assert compared["numbers"]["verdict"] == "PASS"
@@ -80,8 +89,9 @@ def test_a_mistake_fails_and_is_found_where_it_is_made(
     trusted: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    forked_main: Main,
 ) -> None:
-    found = recorded(trusted, tmp_path / "other", capsys, 2, "--layout", layout, "--mistake", mistake)
+    found = recorded(forked_main, trusted, tmp_path / "other", capsys, 2, "--layout", layout, "--mistake", mistake)
     assert (found["verdict"], found["exit"]) == ("FAIL", 1)
     cause = found["cause"]
     assert (cause["kind"], cause["explains"][0]) == (kind, check)

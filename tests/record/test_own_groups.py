@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked_jobs import Main
 
-from harness.cli import main
 from harness.evidence.records import OwnGroup
 from harness.judge.result import Verdict
 from harness.judge.separate_models import joined_sets
@@ -29,10 +29,10 @@ ON_MEMBERS = ("collective_order", "exchange", "process_groups")
 GRADIENTS = 288  # bytes of a step
 
 
-def recorded(how: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Recording:
+def recorded(how: str, folder: Path, monkeypatch: pytest.MonkeyPatch, forked_main: Main) -> Recording:
     monkeypatch.setenv("HOW", how)
     monkeypatch.setenv("OWN_STORE", str(folder / "store"))
-    assert main(["record", "-o", str(folder / "out"), "--", *TORCHRUN, SCRIPT]) == 0
+    assert forked_main(["record", "-o", str(folder / "out"), "--", *TORCHRUN, SCRIPT]) == 0
     recording = load_recording(folder / "out")
     assert sorted(recording.summaries) == [0, 1]
     assert not any(one.failed for one in recording.summaries.values())
@@ -56,9 +56,9 @@ def verdicts(recording: Recording) -> dict[str, Verdict]:
     ],
 )
 def test_what_runs_over_a_group_without_ranks_is_on_record_and_not_judged(
-    how: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_main: Main
 ) -> None:
-    recording = recorded(how, tmp_path, monkeypatch)
+    recording = recorded(how, tmp_path, monkeypatch, forked_main)
     for rank, one in recording.summaries.items():
         (group,) = one.own_groups
         assert (group.kind, group.place, group.size, group.issued) == (kind, rank, 2, 8)
@@ -72,9 +72,9 @@ def test_what_runs_over_a_group_without_ranks_is_on_record_and_not_judged(
 
 @pytest.mark.parametrize("how", ["backend_of_a_group", "registered_class", "registered_creator"])
 def test_what_passes_the_dispatcher_by_on_a_group_with_ranks_is_a_collective_over_them(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_main: Main
 ) -> None:
-    recording = recorded(how, tmp_path, monkeypatch)
+    recording = recorded(how, tmp_path, monkeypatch, forked_main)
     for one in recording.summaries.values():
         assert one.own_groups == ()
         assert [(use.ranks, use.op, use.calls, use.bytes) for use in one.outside] == [
@@ -83,8 +83,10 @@ def test_what_passes_the_dispatcher_by_on_a_group_with_ranks_is_a_collective_ove
     assert {verdicts(recording)[check] for check in ("collective_order", "process_groups")} == {Verdict.PASS}
 
 
-def test_ddp_over_a_group_without_ranks_claims_no_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = recorded("without_a_name_of_ddp", tmp_path, monkeypatch)
+def test_ddp_over_a_group_without_ranks_claims_no_replicas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_main: Main
+) -> None:
+    recording = recorded("without_a_name_of_ddp", tmp_path, monkeypatch, forked_main)
     for one in recording.summaries.values():
         assert (one.wrappers, one.slices) == ({"ddp": 1}, 0)
         assert (
