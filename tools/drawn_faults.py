@@ -5,7 +5,7 @@
 
 `make faults` and each night make all. The quarter is drawn by a digest of the commit's files, so that a repetition on the same
 commit draws the same faults, and other commits draw others. What a change can affect is told by texts alone: see `affected`.
-Anything else that it affects, the quarter and the night have to show. Outside of a git repository all faults are drawn.
+Anything else that it affects, the quarter and the night have to show. Where git does not say what changed, all are drawn.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ TRAINER = PurePosixPath("harness/trainers/llama3")
 def drawn(base: str = "HEAD^") -> list[Fault]:
     """Return the faults to make, in the order of the catalogue."""
     tree = git("rev-parse", "HEAD^{tree}")
-    if not tree:
+    listed = git("diff", "--name-only", base, "HEAD")
+    if tree is None or listed is None:
         return all_faults()
-    changed = [PurePosixPath(line) for line in git("diff", "--name-only", base, "HEAD").splitlines()]
+    changed = [PurePosixPath(line) for line in listed.splitlines()]
     return [fault for fault in all_faults() if affected(fault, changed) or is_in_the_quarter(fault.name, tree)]
 
 
@@ -56,10 +57,10 @@ def _touches(fault: Fault, source: str, file: PurePosixPath) -> bool:
     return ROOT / file == Path(fault.file)
 
 
-def git(*words: str) -> str:
-    """Return what git prints in this repository, empty where it fails."""
+def git(*words: str) -> str | None:
+    """Return what git prints in this repository, None where it fails: outside of one, or of a commit that is not there."""
     done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -40,6 +40,7 @@ def test_a_commit_draws_the_same_quarter_again_and_other_commits_draw_others() -
     assert 0.2 < sum(shares) / len(shares) < 0.3
 
 
-def test_outside_of_a_repository_all_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn_faults, "git", lambda *_: "")
+def test_where_git_does_not_say_what_changed_all_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(drawn("0" * 40)) == len(all_faults())
+    monkeypatch.setattr(drawn_faults, "git", lambda *_: None)
     assert len(drawn()) == len(all_faults())
