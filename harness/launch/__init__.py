@@ -18,7 +18,7 @@ from harness.launch.job import Job, LaunchError, prepare
 from harness.launch.leftovers import end_leftovers
 from harness.launch.local import LocalRanks, RankServer, default_server, importable
 from harness.launch.rank_exit import Fate
-from harness.launch.slots import Pool, Taken, pool_of, wanted_by
+from harness.launch.slots import Pool, Taken, pool_of, pool_of_references, wanted_by
 from harness.launch.standing import standing, under_way
 from harness.launch.supervise import supervise
 from harness.launch.torchrun import TorchrunRanks
@@ -35,6 +35,7 @@ __all__ = [
     "default_server",
     "launch",
     "pool_of",
+    "pool_of_references",
     "read_inflight",
     "standing",
 ]

@@ -24,7 +24,7 @@ from typing import IO
 
 from harness.evidence.text import visible
 from harness.launch.job import Job, LaunchError
-from harness.launch.machine import core_slots, gpus
+from harness.launch.machine import core_slots, cores, gpus
 from harness.launch.process import is_stopped
 from harness.launch.waiting import may_start, ticket
 
@@ -193,6 +193,15 @@ def pool_of(device: str) -> Pool:
         return Pool(folder, gpus(), gpus=True) if device == "cuda" else Pool(folder, core_slots())
     except ValueError as error:
         raise LaunchError(str(error)) from error
+
+
+def pool_of_references() -> Pool:
+    """Return the slots of this machine for references on CPU, one for each core.
+
+    They lie beside those of ranks: a launch that waits for all slots of ranks does not wait for a reference that takes minutes.
+    """
+    ranks = pool_of("cpu")
+    return Pool(ranks.folder / "references", tuple(f"reference_{core:03d}" for core in cores()))
 
 
 def wanted_by(job: Job) -> int:

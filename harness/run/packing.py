@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.report.outcome import ranks_of
@@ -59,6 +59,23 @@ def in_order(found: Sequence[Load], slots: int) -> list[Load]:
     """Largest first, in that sense of it that ends soonest."""
     orders = [sorted(found, key=lambda load: (*order(load), load.name)) for order in ORDERS]
     return min(orders, key=lambda order: makespan(order, slots))
+
+
+def answering_soon(order: Sequence[Load], first: Sequence[str], long: Container[str]) -> list[Load]:
+    """Return the loads in an order in which verdicts come soon.
+
+    `first` begin, in their order. The references of `long` take minutes of one core each. They are spread evenly over the first half
+    of the others: so they run beside others, few at a time, and none is left for the end.
+    """
+    by_name = {load.name: load for load in order}
+    rest = [load for load in order if load.name not in first]
+    begin_early = [load for load in rest if load.name in long]
+    others = [load for load in rest if load.name not in long]
+    spread = list(others)
+    for number, load in enumerate(begin_early):
+        place = number * (len(others) // 2) // len(begin_early) + number
+        spread.insert(place, load)
+    return [*(by_name[name] for name in first), *spread]
 
 
 def makespan(order: Iterable[Load], slots: int) -> float:

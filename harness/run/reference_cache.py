@@ -16,7 +16,7 @@ from harness.evidence.own_folders import REFERENCE_FOLDER, emptied
 from harness.evidence.reading import read_json
 from harness.evidence.store import EvidenceError, write_text
 from harness.judge import golden
-from harness.launch import Exit, Job, launch, machine
+from harness.launch import Exit, Job, launch, machine, pool_of_references
 from harness.reference.kernels import kind_of_cpu, noise_alike
 from harness.reference.record import ReferenceRun
 from harness.run.locks import only_one
@@ -57,6 +57,11 @@ def unknown_noise(case: Case, options: Options) -> tuple[str, ...]:
     measured once."""
     known = case.exact or (options.device == "cpu" and _golden_knows(case, options))
     return () if known else (_noise_key(case, options),)
+
+
+def takes_long(case: Case, options: Options) -> bool:
+    """Return whether the case's reference takes many times as long as the usual one: it emulates 8 bits, or measures noise."""
+    return bool(case.training.quantize) or bool(unknown_noise(case, options))
 
 
 def _noise_key(case: Case, options: Options) -> str:
@@ -108,7 +113,7 @@ def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequenc
         emptied(place, REFERENCE_FOLDER).rmdir()
     wanted = {"case": to_json(case), "directory": str(fresh.resolve()), "device": options.device, "noise": noise}
     job = Job(fresh, 1, REFERENCE_ENTRY, wanted, timeout=max(options.timeout, 600.0), device=options.device)
-    (ended,) = launch(job)
+    (ended,) = launch(job, pool=pool_of_references() if options.device == "cpu" else None)
     if ended.how != "ok":
         raise EvidenceError(
             f"the reference run of case {case.name!r} failed, nothing can be judged: {why_failed(ended)}"

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from harness.report.outcome import Outcome
-from harness.run.packing import Load, in_order, loads, makespan, remembered, share
+from harness.run.packing import Load, answering_soon, in_order, loads, makespan, remembered, share
 from harness.run.verdicts import RecordedRun
 from harness.spec.case import Case, CaseError
 from harness.spec.loading import from_json
@@ -74,3 +74,11 @@ def test_shards_are_disjoint_complete_and_balanced_wherever_they_are_found() -> 
 def test_a_shard_that_cannot_be_is_named(shard: str) -> None:
     with pytest.raises(CaseError, match=f"--shard {shard}: expected I/N, the I-th of N parts"):
         share([case_of("a", 1)], {}, shard)
+
+
+def test_small_cases_begin_and_long_references_run_beside_others() -> None:
+    order = [Load(name, 8, 2.0) for name in "abcdefgh"]
+    names = [load.name for load in answering_soon(order, ["h", "d"], {"a", "b"})]
+    assert names == ["h", "d", "a", "c", "b", "e", "f", "g"]
+    assert [load.name for load in answering_soon(order, [], set())] == list("abcdefgh")
+    assert [load.name for load in answering_soon(order[:2], [], {"a", "b"})] == ["a", "b"]

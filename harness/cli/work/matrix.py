@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Sequence
 
 from harness import trainers
 from harness.affected.selecting import Affected, affected
@@ -17,6 +18,7 @@ from harness.cli.work.abandoning import abandon
 from harness.cli.work.cases import cases_of
 from harness.cli.work.options import no_document, options_of, refuse_others, trainer_under_test, which_trainer
 from harness.cli.work.verdict_codes import code_of
+from harness.judge import golden
 from harness.launch import pool_of
 from harness.report.grid import matrix_report
 from harness.report.outcome import Outcome, as_document
@@ -26,9 +28,10 @@ from harness.run import verdicts
 from harness.run.communication import device_text
 from harness.run.matrix import run_all
 from harness.run.options import Options
-from harness.run.packing import Load, in_order, loads, remembered, share
+from harness.run.packing import Load, answering_soon, in_order, loads, remembered, share
 from harness.run.ray_cluster import Cluster
-from harness.run.selection import matching, of_tier
+from harness.run.reference_cache import takes_long
+from harness.run.selection import matching, of_tier, weight
 from harness.run.supported import unsupported
 from harness.run.verdicts import Record
 from harness.spec import case_files, coverage, random_cases
@@ -160,7 +163,22 @@ def ordered(cases: Sequence[Case], options: Options, slots: int) -> list[Load]:
     seconds = remembered(
         runs, trainer=verdicts.name_of_trainer(options.trainer), device=device_text(options), machine=platform.node()
     )
-    return in_order(loads(cases, seconds, slots), slots)
+    long = {case.name for case in cases if takes_long(case, options)}
+    return answering_soon(in_order(loads(cases, seconds, slots), slots), small_ones(cases, long), long)
+
+
+SOON = 10
+"""Cases whose verdicts a person sees before the large ones begin."""
+
+
+def small_ones(cases: Sequence[Case], long: Container[str]) -> list[str]:
+    """Return the names of the smallest cases of the recipe that most cases have: they wait for one reference, a short one."""
+    shared = Counter(golden.recipe_name(case) for case in cases if case.name not in long)
+    if not shared:
+        return []
+    ((recipe, _),) = shared.most_common(1)
+    of_recipe = [case for case in cases if case.name not in long and golden.recipe_name(case) == recipe]
+    return [case.name for case in sorted(of_recipe, key=lambda case: (weight(case), case.name))[:SOON]]
 
 
 def part_of(cases: Sequence[Case], args: argparse.Namespace) -> list[Case]:
