@@ -3,8 +3,8 @@
     python -m benchmarks.times BEFORE AFTER                 all commands, each checkout once; both need their .venv
     python -m benchmarks.times BEFORE AFTER --only matrix --times 3
 
-Of `make matrix` it also says when the first and the tenth verdict came. Prints a table in markdown, with the ratio after/before:
-only that can be compared between machines. Nothing else should run meanwhile.
+Of `make matrix` it also says when the first and the tenth verdict came. Prints a table in markdown. Only the ratio after/before
+can be compared between machines. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations

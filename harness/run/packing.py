@@ -64,8 +64,8 @@ def in_order(found: Sequence[Load], slots: int) -> list[Load]:
 def answering_soon(order: Sequence[Load], first: Sequence[str], long: Container[str]) -> list[Load]:
     """Return the loads in an order in which verdicts come soon.
 
-    `first` begin, in their order. The references of `long` take minutes of one core each. They are spread evenly over the first half
-    of the others: so they run beside others, few at a time, and none is left for the end.
+    `first` begin, in their order. The references of `long` take minutes of one core each. They are spread evenly over the first
+    half of the others: so they run beside others, few at a time, and none is left for the end.
     """
     by_name = {load.name: load for load in order}
     rest = [load for load in order if load.name not in first]
