@@ -171,7 +171,8 @@ def moved(trial: Trial, finding: Finding) -> Iterator[Allowance]:
     most, world = dict[tuple[str, str], int](), trial.plan.dims.world_size
     for rank, step in trial.own_steps():
         for (ranks, op, _), size in observed_outside(trial.ranks[rank], step.step).items():
-            if axis := axis_of(trial, ranks) or "world" * (len(ranks) == world):
+            axis = axis_of(trial, ranks) or "world" * (len(ranks) == world)
+            if axis and size:  # a barrier moves nothing
                 most[op, axis] = max(most.get((op, axis), 0), size)
     planned = int(finding.expected.most or 0) if len(most) == 1 else 0  # which is of the same kind
     unusual = {key: size for key, size in most.items() if key[0] != "all_reduce"} or most

@@ -106,6 +106,7 @@ class ValueRecorder:
         self.parts: tuple[nn.Module, ...] = ()
         self.resumed: Resumed | None = None
         self.optimizers: dict[Optimizer, None] = {}
+        self._rates: dict[Optimizer, float | Copy] = {}
         self._clock = clock
         self._backward = BackwardRecorder(clock, self._gradients)
         self._hooks: list[Any] = []
@@ -207,12 +208,17 @@ class ValueRecorder:
         self._copy_resumed_state(optimizer)
         if "lr" in optimizer.param_groups[0]:  # torchtitan's containers of optimizers have none
             lr = optimizer.param_groups[0]["lr"]  # a tensor for those that are compiled
-            self._step().lr = copied(lr) if torch.is_tensor(lr) else float(lr)
+            self._rates[optimizer] = copied(lr) if torch.is_tensor(lr) else float(lr)
         self._clock.enter_optimizer()
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         self._clock.leave_optimizer()
         self.optimizers[optimizer] = None
+        # A closure given to step() trains inside of it: only now is it known which step this was.
+        if optimizer in self._rates:
+            self._step().lr = self._rates.pop(optimizer)
+        if not self._step().gradients:
+            self.copy_gradients(clipped_next=False)
         if any(noted(self.parts)):
             return  # on vectors, of which parameters are made later: copy_update
         step = self._step()

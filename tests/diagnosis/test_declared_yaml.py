@@ -160,3 +160,16 @@ def test_a_forward_pass_that_gathers_for_the_first_microbatch_alone_is_answered_
     (line,) = printed(trial)
     assert yaml.safe_load(line) == {"traits": {"keeps_over_accumulation": True}}
     assert judged("traffic", pasted(trial, line)).verdict is Verdict.PASS
+
+
+def test_a_barrier_beside_sums_outside_of_passes_is_no_part_of_the_line():
+    trial = trial_of(tiny_case("ddp_2"))
+    for rank, evidence in trial.ranks.items():
+        calls = evidence.collectives
+        summed = Collective("all_reduce", (0, 1), "(0, 1)", "float64", 4096, "other", 1, len(calls))
+        waited = Collective("barrier", (0, 1), "(0, 1)", "uint8", 0, "other", 1, len(calls) + 1)
+        trial = with_rank(trial, rank, collectives=(*calls, summed, waited))
+    (line,) = printed(trial)
+    (entry,) = yaml.safe_load(line)["allow"]
+    assert (entry["op"], entry["axis"], entry["phase"]) == ("all_reduce", "dp_replicate", "outside")
+    assert judged("traffic", pasted(trial, line)).verdict is Verdict.PASS
