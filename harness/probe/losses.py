@@ -30,9 +30,13 @@ _installed: list[LossRecorder] = []
 
 
 def note_loss(labels: torch.Tensor, value: torch.Tensor, *, reduction: str, ignore_index: int = IGNORED) -> None:
-    """For the adapter of a trainer that computes its loss by another function than torch's."""
+    """For the adapter of a trainer that computes its loss by another function than torch's.
+
+    Functions of torch that are called for the same pass then count for nothing: a trainer may multiply by a mask what they
+    return.
+    """
     for recorder in _installed:
-        recorder.note(labels, value, reduction, ignore_index)
+        recorder.note(labels, value, reduction, ignore_index, by_adapter=True)
 
 
 def noted(compute: Callable[..., torch.Tensor], *, reduction: str) -> Callable[..., torch.Tensor]:
@@ -60,6 +64,7 @@ class Loss:
     differentiable: bool  # gradients flow from it
     reduction: str
     ignore_index: int
+    by_adapter: bool  # it was noted, and not seen in a function of torch's
 
 
 class LossRecorder:
@@ -103,7 +108,15 @@ class LossRecorder:
         self._patched.append((owner, name, original))
         setattr(owner, name, seen)
 
-    def note(self, labels: torch.Tensor, value: torch.Tensor, reduction: str, ignore_index: int) -> None:
+    def note(
+        self,
+        labels: torch.Tensor,
+        value: torch.Tensor,
+        reduction: str,
+        ignore_index: int,
+        *,
+        by_adapter: bool = False,
+    ) -> None:
         """Copies, on the device and without waiting: a trainer may go on to reduce the loss or refill the labels in place."""
         clock, self.heard = self._clock, self.heard + 1
         if clock.phase() == "backward" or labels.is_floating_point() or not _is_real(value):
@@ -111,7 +124,9 @@ class LossRecorder:
         of_step = value.requires_grad and clock.of_last_pass.kind == "evaluation"
         account = clock.of_step if of_step else clock.of_last_pass
         copies = local(labels).clone(), local(value).clone()
-        self._noted.append(Loss(account, clock.passes, *copies, value.requires_grad, reduction, ignore_index))
+        passes = clock.passes
+        flows = value.requires_grad
+        self._noted.append(Loss(account, passes, *copies, flows, reduction, ignore_index, by_adapter))
 
     def tensors(self) -> list[torch.Tensor]:
         """What is kept to be read when all is done, so as not to wait for it in a step."""
@@ -120,7 +135,7 @@ class LossRecorder:
     def of_passes(self, of: Callable[[Account], bool], received: Sequence[int]) -> list[list[Loss]]:
         """Return losses by microbatch. received: how many tokens each pass received, where that was seen."""
         noted = (loss for loss in self._noted if of(loss.account))
-        groups = [_differentiated(list(group)) for _, group in itertools.groupby(noted, key=lambda loss: loss.after)]
+        groups = [_that_count(list(group)) for _, group in itertools.groupby(noted, key=lambda loss: loss.after)]
         if [_labels(group) for group in groups] == list(received):
             return groups
         return _cut([loss for group in groups for loss in group], received) or groups
@@ -144,9 +159,13 @@ def _is_real(tensor: torch.Tensor) -> bool:
     return not traced and tensor.device.type != "meta" and not torch.compiler.is_compiling()
 
 
-def _differentiated(losses: list[Loss]) -> list[Loss]:
-    """A trainer's own loss computed in autograd functions records nothing: then all are taken."""
-    return [loss for loss in losses if loss.differentiable] or losses
+def _that_count(losses: list[Loss]) -> list[Loss]:
+    """Return the calls of one pass that make its loss: those that an adapter noted, else those from which gradients flow.
+
+    A trainer's own loss computed in autograd functions records nothing: then all are taken.
+    """
+    noted = [loss for loss in losses if loss.by_adapter]
+    return noted or [loss for loss in losses if loss.differentiable] or losses
 
 
 def _labels(losses: Iterable[Loss]) -> int:
