@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_jobs import Main
 
 from harness.cli import main
 from harness.evidence.recording import Reached
@@ -96,14 +97,14 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return script
 
 
-def recorded(job: Path, *words: str) -> Recording:
-    main(["record", "-o", "out", "--", sys.executable, str(job), *words])
+def recorded(run: Main, job: Path, *words: str) -> Recording:
+    run(["record", "-o", "out", "--", sys.executable, str(job), *words])
     return load_recording(Path("out"))
 
 
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 def test_the_rank_that_raised_is_blamed_where_multiprocessing_caught_it(start: str, job: Path) -> None:
-    found = recorded(job, "raised", "backward 2", start)
+    found = recorded(main, job, "raised", "backward 2", start)
     other, first = exits_of(found, 2)
     assert (first.how, first.error, first.blamed, other.blamed) == ("raised", "Gone: the reason", True, False)
     assert (oddities(found)[0].label, oddities(found)[0].ranks) == ("RAISED", (1,))
@@ -113,7 +114,7 @@ def test_the_rank_that_raised_is_blamed_where_multiprocessing_caught_it(start: s
 def test_a_rank_of_mp_spawn_that_is_killed_in_its_first_step_is_blamed_and_how_far_each_came_is_on_record(
     job: Path,
 ) -> None:
-    found = recorded(job, "killed", "optimizer 1", "spawn")
+    found = recorded(main, job, "killed", "optimizer 1", "spawn")
     assert found.exits[1] == -signal.SIGKILL
     other, first = exits_of(found, 2)
     assert (first.how, first.signal, first.blamed, other.blamed) == ("signal", "SIGKILL", True, False)
@@ -132,11 +133,12 @@ def test_a_rank_of_mp_spawn_that_is_killed_in_its_first_step_is_blamed_and_how_f
     ],
 )
 def test_what_ended_a_process_is_on_record_whatever_way_it_leaves(
-    how: str, where: str, reached: Reached, job: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, where: str, reached: Reached, job: Path, monkeypatch: pytest.MonkeyPatch, forked_main: Main
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    (one,) = recorded(job, how, where, "alone").summaries.values()
+    run = main if how == "os._exit" else forked_main
+    (one,) = recorded(run, job, how, where, "alone").summaries.values()
     assert (one.ended, one.error, one.reached) == ("raised", "Gone: the reason", reached)
 
 
@@ -158,8 +160,8 @@ for step in range(3):
 """
 
 
-def test_an_exit_that_was_caught_ended_nothing(tmp_path: Path) -> None:
-    assert main(["record", "-o", str(tmp_path / "out"), "--", sys.executable, "-c", CAUGHT]) == 0
+def test_an_exit_that_was_caught_ended_nothing(tmp_path: Path, forked_main: Main) -> None:
+    assert forked_main(["record", "-o", str(tmp_path / "out"), "--", sys.executable, "-c", CAUGHT]) == 0
     (one,) = load_recording(tmp_path / "out").summaries.values()
     assert (one.ended, one.error) == ("ok", "")
 
@@ -214,10 +216,10 @@ train()
 
 
 def test_wrapper_and_optimizer_of_one_step_are_read_while_the_model_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_main: Main
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["record", "-o", "out", "--", sys.executable, "-c", ONE_STEP]) == 0
+    assert forked_main(["record", "-o", "out", "--", sys.executable, "-c", ONE_STEP]) == 0
     (one,) = load_recording(Path("out")).summaries.values()
     assert (one.wrappers, one.unstepped, one.steps_seen) == ({"ddp": 1}, 0, 1)
     assert one.optimizers
@@ -236,10 +238,10 @@ for step in range(3):
 
 
 def test_without_an_optimizer_what_the_recorder_needs_is_the_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], forked_main: Main
 ) -> None:
     words = ["record", "-o", str(tmp_path / "out"), "--layout", "dp_shard=1", "--", sys.executable, "-c", BY_HAND]
-    assert main(words) == 2
+    assert forked_main(words) == 2
     printed = " ".join(capsys.readouterr().out.split())
     assert "torch.optim.Optimizer" in printed and "see `completed`" not in printed
 
@@ -263,12 +265,12 @@ dist.destroy_process_group()
 
 
 def test_parameters_that_are_averaged_after_the_optimizers_step_are_read_as_the_next_step_begins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_main: Main
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(AVERAGES)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert main(["record", "-o", "out", "--layout", "dp_replicate=2", "--", *torchrun, "train.py"]) == 0
+    assert forked_main(["record", "-o", "out", "--layout", "dp_replicate=2", "--", *torchrun, "train.py"]) == 0
     one, other = load_recording(Path("out")).summaries.values()
     assert one.contents == other.contents
     assert len({*one.contents.values()}) == 4

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked_jobs import Main
 
 from harness.cli import main
 from harness.evidence.recording import load_record, record_file
@@ -147,9 +148,9 @@ print("freed:", [group() is None for group in groups])
 
 
 def test_a_group_that_is_destroyed_before_ddp_is_never_freed_for_that_can_hang(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], forked_main: Main
 ) -> None:
-    assert record(tmp_path / "one", sys.executable, "-c", OUTLIVED) == 0
+    assert forked_main(["record", "-o", str(tmp_path / "one"), "--", sys.executable, "-c", OUTLIVED]) == 0
     assert "freed: [False, False]" in capfd.readouterr().out
 
 

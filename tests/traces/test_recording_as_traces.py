@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_jobs import TORCHRUN, Main
 from json_documents import valid
 
 from harness.cli import main
@@ -96,13 +97,11 @@ def test_who_came_last_is_known_on_one_machine_only(host: str, compared: int) ->
 
 
 def test_a_recorded_job_is_exported_drawn_and_judged_as_its_traces(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], forked_main: Main
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out, script = tmp_path / "out", Path(__file__).parents[1] / "recorded_script.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "localhost:0", str(script)]
-    assert main(["record", "-o", str(out), "--", *command]) == 0
+    command = [sys.executable, *TORCHRUN, "2", str(script)]
+    assert forked_main(["record", "-o", str(out), "--", *command]) == 0
     capsys.readouterr()
     assert main(["report", str(out), "--as", "chrome"]) == 0
     files = [Path(line) for line in capsys.readouterr().out.splitlines()]
