@@ -19,7 +19,7 @@ from .config import ModelConfig, TrainingConfig, quantized_modules
 from .data import IGNORED, Dataset, build_dataset, documents, step_length, step_samples
 from .kernels import kind_of_cpu
 from .model import at_least_float32, freeze, initial_weights, llama_from, seed_masks
-from .noise import Order, Reordered, measure, orders
+from .noise import Order, Reordered, measure, orders, reorders
 from .optimizer import MOMENTS, Optimizer, options_of
 from .precision import DTYPES, Worker, float32_matmuls
 from .record import ReferenceRun, ReferenceStep
@@ -130,7 +130,7 @@ def train_step(
     worker.begin()
     seed_masks(worker.module, training.seed, step)
     loss = 0.0
-    with Reordered(order, step) if order else nullcontext():
+    with Reordered(order, step) if order and reorders(order, step, training) else nullcontext():
         for part in order.cut(tokens, labels) if order else [(tokens, labels)]:
             loss += backward(worker.module, *part, valid_tokens=valid_tokens, document_mask=training.document_mask)
             worker.collect(order.reduce_dtype if order else None)

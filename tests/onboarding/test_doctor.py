@@ -115,7 +115,7 @@ def test_a_loss_on_gathered_logits_is_answered_with_the_case_that_requests_it(
     Path("cases").mkdir()
     Path("cases/first.yaml").write_text("cases: {tp_2: {dims: {tp: 2}, why: a test}}")
     assert main(["doctor"]) == 1
-    assert "case: features: {loss_parallel: false}" in " ".join(capsys.readouterr().out.split())
+    assert "if intended features: {loss_parallel: false}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_one_adapter_of_the_folder_is_examined_and_never_the_harness_own_trainer_unasked(
