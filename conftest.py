@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,11 +61,11 @@ def is_short(item: pytest.Item, names: Collection[str]) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Under `pytest -n` workers leave tests out, all of them the same; pytest counts what it is told here, once."""
+    """Under `pytest -n` workers leave tests out, all of them the same; pytest counts what is passed on here, once."""
     count = getattr(node, "workeroutput", {}).get("left_out_by_short", 0)
     if count and LEFT_OUT not in node.config.stash:
         node.config.stash[LEFT_OUT] = count
-        node.config.hook.pytest_deselected(items=[None] * count)
+        node.config.hook.pytest_deselected(items=[SimpleNamespace()] * count)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

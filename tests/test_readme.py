@@ -24,6 +24,7 @@ from harness.run.run_case import run_case
 from harness.spec.loading import find_case, load_all
 from tools.tables import PARTS
 
+NEAR_THE_FIRST = pytest.mark.slow("real ranks; the first of these halves the gradients, too")
 README = (ROOT / "README.md").read_text()
 AT_THE_TOP = ("README.md", "CONTRIBUTING.md")
 FILES = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in AT_THE_TOP)]
@@ -98,7 +99,13 @@ def _without_noise(text: str) -> str:
     return re.sub(r"within [\d.e-]+", "within", "\n".join(lines))
 
 
-@pytest.mark.parametrize("name", ["gradients_halved", "half_of_the_loss", "half_gradients"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gradients_halved",
+        *(pytest.param(name, marks=NEAR_THE_FIRST) for name in ("half_of_the_loss", "half_gradients")),
+    ],
+)
 def test_the_examples_of_a_fault_work_and_are_named(name: str, tmp_path: Path) -> None:
     page = PAGES["faults.md"].partition("## A fault of your own")[2]
     code = re.findall(r"^    (.*)$|^()$", page, re.MULTILINE)

@@ -6,6 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from forked_jobs import TORCHRUN, Main
+
+from harness.plugin.same_training import judged
+
 SCRIPT = Path(__file__).parent / "layouts_script.py"
 
 OWN = """
@@ -22,6 +27,18 @@ def test_a_mistake(same_training):
 """
 
 
+@pytest.mark.parametrize(("mistake", "factor"), [("", ""), ("halved", "0.5")])
+def test_two_commands_are_the_same_training_or_what_differs_is_returned(
+    mistake: str, factor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_main: Main
+) -> None:
+    monkeypatch.setitem(judged.__globals__, "main", forked_main)  # the module has the name of a fixture
+    trusted = f"{sys.executable} {SCRIPT}"
+    other = " ".join([sys.executable, *TORCHRUN, "2", str(SCRIPT), "--layout", "ddp", "--mistake", f"'{mistake}'"])
+    failed = judged(tmp_path, trusted, other, noise=False)
+    assert (factor in failed) and bool(failed) == bool(mistake)
+
+
+@pytest.mark.slow("four real jobs; the test above judges the same two commands in forked ranks")
 def test_a_layout_that_trains_another_way_fails(tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text(OWN.format(python=sys.executable, script=SCRIPT))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")

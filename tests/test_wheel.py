@@ -17,6 +17,8 @@ import pytest
 
 from harness import ROOT, __version__
 
+pytestmark = pytest.mark.slow("builds the wheel and runs commands of it in an environment; the rest uses the sources")
+
 SOURCES = (
     "harness",
     "reference",

@@ -15,10 +15,13 @@ from interrupting import interrupt
 from harness import ROOT
 from harness.cli.interrupt import ENDS, one_interrupt
 
+AS_SIGINT = pytest.mark.slow("SIGINT ends a run in the same way")
 PAIR = "cases: {pair: {why: a test, dims: {dp_replicate: 2}}}"
 
 
-@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "by", [signal.SIGINT, *(pytest.param(by, marks=AS_SIGINT) for by in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_ctrl_c_pressed_several_times_in_a_run_leaves_no_process_and_no_traceback(
     cases: Any, tmp_path: Path, by: signal.Signals
 ) -> None:
@@ -43,6 +46,7 @@ def test_what_ends_a_command_lets_it_remove_its_temporary_folders(by: signal.Sig
     assert list(tmp_path.iterdir()) == []
 
 
+AS_RUN = pytest.mark.slow("run says it in the same way")
 LATE = """
         if os.environ["RANK"] == "1":
             Path("alive").touch()
@@ -51,7 +55,9 @@ LATE = """
 """
 
 
-@pytest.mark.parametrize("command", [["run", "pair", "--fault", "wrong.py:late"], ["matrix"]])
+@pytest.mark.parametrize(
+    "command", [["run", "pair", "--fault", "wrong.py:late"], pytest.param(["matrix"], marks=AS_RUN)]
+)
 def test_ctrl_c_says_which_rank_the_others_wait_for(cases: Any, tmp_path: Path, command: list[str]) -> None:
     where = cases(PAIR)
     if command == ["matrix"]:

@@ -34,6 +34,9 @@ class Ran:
         return dict(self.diagnosis.evidence)
 
 
+AS_A_FAULT = pytest.mark.slow("real ranks; the first one runs as these do, and their checks have literal tests")
+
+
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("wrong")
@@ -60,6 +63,7 @@ def test_units_that_no_backward_freed_are_found_and_so_are_their_gradients(out: 
     assert lacking == {(2, 0), (3, 0)}
 
 
+@AS_A_FAULT
 def test_a_factor_of_one_step_is_no_proof_of_where_it_comes_from(out: Path) -> None:
     ran = run("rounded_token_count", out)
     assert ran.broken == {"gradients", "grad_norm", "reported_loss"}
@@ -67,6 +71,7 @@ def test_a_factor_of_one_step_is_no_proof_of_where_it_comes_from(out: Path) -> N
     assert "tokens" not in diagnosis_line(ran.diagnosis) and "step 3 on" not in diagnosis_line(ran.diagnosis)
 
 
+@AS_A_FAULT
 def test_what_each_rank_lacks_is_said_of_that_rank(out: Path) -> None:
     ran = run("each_rank_steps_on_a_half", out)
     assert ran.diagnosis.kinds[0] == "incomplete" and "completed" in ran.broken
@@ -76,6 +81,7 @@ def test_what_each_rank_lacks_is_said_of_that_rank(out: Path) -> None:
     assert ran.diagnosis.causes[0].ranks == (0, 1)
 
 
+@AS_A_FAULT
 def test_tokens_and_positions_that_are_cut_alike_are_no_wrong_positions(out: Path) -> None:
     ran = run("short_step_is_cut_after_sharding", out)
     assert "samples" in ran.broken
@@ -90,8 +96,8 @@ def test_tokens_and_positions_that_are_cut_alike_are_no_wrong_positions(out: Pat
     ("name", "broken"),
     [
         ("anomaly_detection_from_the_start", {"settings"}),
-        ("copies_for_the_time_of_a_step", {"memory"}),
-        ("mesh_in_another_order", {"placements"}),
+        pytest.param("copies_for_the_time_of_a_step", {"memory"}, marks=AS_A_FAULT),
+        pytest.param("mesh_in_another_order", {"placements"}, marks=AS_A_FAULT),
     ],
 )
 def test_what_no_number_shows_is_caught_by_one_check(name: str, broken: set[str], out: Path) -> None:
@@ -100,6 +106,7 @@ def test_what_no_number_shows_is_caught_by_one_check(name: str, broken: set[str]
     assert ran.results["loss"].verdict is ran.results["gradients"].verdict is Verdict.PASS
 
 
+@AS_A_FAULT
 def test_the_interpolated_band_of_rope_scaling_is_under_test(out: Path) -> None:
     assert {"loss", "gradients"} <= run("interpolated_band_is_a_step", out).broken
 

@@ -17,6 +17,7 @@ from harness.run.run_case import run_case
 from harness.spec.allowance import Allowance
 from harness.spec.loading import find_case, load_all
 
+NEAR_THE_FIRST = pytest.mark.slow("real ranks; the first of these declares a choice in the same way")
 CHOICES = ROOT / "tests" / "own_choices.py"
 
 
@@ -24,9 +25,9 @@ CHOICES = ROOT / "tests" / "own_choices.py"
     ("case", "choice"),
     [
         ("fsdp_2", "compiled_product"),
-        ("fsdp_2", "saved_on_the_host"),
-        ("tp_2", "batch_sent_to_peers"),
-        ("fsdp_4_reshard_never", "gathered_until_freed_by_hand"),
+        pytest.param("fsdp_2", "saved_on_the_host", marks=NEAR_THE_FIRST),
+        pytest.param("tp_2", "batch_sent_to_peers", marks=NEAR_THE_FIRST),
+        pytest.param("fsdp_4_reshard_never", "gathered_until_freed_by_hand", marks=NEAR_THE_FIRST),
     ],
 )
 def test_a_choice_passes_once_the_line_that_the_report_prints_declares_it(

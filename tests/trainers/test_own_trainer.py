@@ -42,6 +42,9 @@ def test_plain_attention_a_look_between_steps_and_declared_switches_fail_no_chec
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
 
 
+NEAR_THE_FIRST = pytest.mark.slow("real ranks; the first of these judges them in the same way")
+
+
 def judged(name: str, habits: str, folder: Path) -> Judgement:
     """A case run by own_trainer.py with habits of real trainers."""
     return run_case(find_case(name, load_all()), Options(out=folder, trainer=trainers.spec(str(HABITUAL), habits)))
@@ -51,10 +54,10 @@ def judged(name: str, habits: str, folder: Path) -> Judgement:
     "habits",
     [
         "shows_by_all_reduce+reuses_a_buffer+loss_by_positions+validates",
-        "loss_by_rows+validates_in_inference_mode",
-        "loss_of_valid_tokens+logs_the_loss+clips_by_name+scales_the_loss",
-        "loss_by_nll+clips_itself",
-        "measures_each_microbatch",
+        pytest.param("loss_by_rows+validates_in_inference_mode", marks=NEAR_THE_FIRST),
+        pytest.param("loss_of_valid_tokens+logs_the_loss+clips_by_name+scales_the_loss", marks=NEAR_THE_FIRST),
+        pytest.param("loss_by_nll+clips_itself", marks=NEAR_THE_FIRST),
+        pytest.param("measures_each_microbatch", marks=NEAR_THE_FIRST),
     ],
 )
 def test_a_habit_of_real_trainers_fails_no_check(tmp_path: Path, habits: str) -> None:
@@ -66,11 +69,11 @@ def test_a_habit_of_real_trainers_fails_no_check(tmp_path: Path, habits: str) ->
     ("name", "way"),
     [
         ("fsdp_2", "freed"),
-        ("fsdp_2", "checkpointed_kept"),
-        ("fsdp_2", "behind"),
-        ("fsdp_2_accum_valid", "held"),
-        ("fsdp_2_accum_valid", "behind_kept"),
-        ("fsdp_4_valid", "halved"),
+        pytest.param("fsdp_2", "checkpointed_kept", marks=NEAR_THE_FIRST),
+        pytest.param("fsdp_2", "behind", marks=NEAR_THE_FIRST),
+        pytest.param("fsdp_2_accum_valid", "held", marks=NEAR_THE_FIRST),
+        pytest.param("fsdp_2_accum_valid", "behind_kept", marks=NEAR_THE_FIRST),
+        pytest.param("fsdp_4_valid", "halved", marks=NEAR_THE_FIRST),
     ],
 )
 def test_a_loss_in_chunks_whose_output_is_a_unit_of_its_own_fails_no_check(tmp_path: Path, name: str, way: str) -> None:

@@ -22,11 +22,14 @@ def made(does: op.Operator) -> object:
     return fault(breaks="a test", bug="none", case="pp_2_tied", caught_by="gradients", named="", does=does)
 
 
+AS_PP_2 = pytest.mark.slow("real ranks; pp_2_tied is summed in the same way")
 never_summed = op.skip_call(".tied:sum_gradients")
 counted_twice = made(op.together(never_summed, op.change_argument(".clip:clip_gradients", copies=lambda _: ())))
 
 
-@pytest.mark.parametrize("name", ["pp_2_tied", "pp_4_tied", "pp_2_fsdp_2_tied"])
+@pytest.mark.parametrize(
+    "name", ["pp_2_tied", *(pytest.param(name, marks=AS_PP_2) for name in ("pp_4_tied", "pp_2_fsdp_2_tied"))]
+)
 def test_gradients_that_stages_send_each_other_are_as_good_as_their_sum(tmp_path: Path, name: str) -> None:
     judgement = run_case(find_case(name, load_all()), Options(out=tmp_path, trainer=SENDING))
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
