@@ -155,19 +155,32 @@ def entered(gate: Path) -> IO[str] | None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.seek(0)
-        holder = file.read().partition(" ")[0]
-        if holder.isdecimal() and is_stopped(int(holder)) and is_at(gate, file):
+        holder = holder_of(file)
+        if holder is not None and is_stopped(holder) and is_at(gate, file):
             gate.unlink(missing_ok=True)
         file.close()
         return None
     if not is_at(gate, file):
         file.close()
         return None
-    file.truncate(0)
-    file.write(own_words())
-    file.flush()
     return file
+
+
+def holder_of(file: IO[str]) -> int | None:
+    """Return the process that holds a file's lock, as the kernel says; None where it does not say.
+
+    What the holder writes into the file may not be there yet: it may be stopped before it writes.
+    """
+    inode = str(os.fstat(file.fileno()).st_ino)
+    try:
+        lines = Path("/proc/locks").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, kind, *_, pid, place, _, _ = line.split()  # 1: FLOCK ADVISORY WRITE 1234 fd:01:5678 0 EOF
+        if kind == "FLOCK" and place.rpartition(":")[2] == inode and int(pid) > 0:
+            return int(pid)
+    return None
 
 
 def is_at(path: Path, file: IO[str]) -> bool:

@@ -235,6 +235,19 @@ def test_a_waiter_that_is_stopped_blocks_nobody(pool: Pool) -> None:
         assert waiter.poll() is None
 
 
+def test_one_that_is_stopped_in_the_gate_before_it_writes_anything_blocks_nobody(pool: Pool) -> None:
+    pool.folder.mkdir(mode=0o700)
+    code = (
+        "import fcntl, time\n"
+        f"gate = open({str(pool.folder / 'gate')!r}, 'a+'); fcntl.flock(gate, fcntl.LOCK_EX); print('in', flush=True)\n"
+        "time.sleep(600)"
+    )
+    with other_process(code) as holder:
+        assert not free(pool, 1)
+        holder.send_signal(signal.SIGSTOP)
+        eventually(lambda: free(pool, 1))
+
+
 def test_slots_of_a_process_that_was_killed_are_free_again(pool: Pool) -> None:
     code = (
         "import sys, time; from pathlib import Path; from harness.launch import Pool\n"
