@@ -104,6 +104,15 @@ def _moved(trial: Trial, finding: Finding) -> Lines:
     return (*traffic_lines(trial), *declarable.lines(trial, "traffic", declarable.moved(trial, finding)))
 
 
+def _declared_setting(trial: Trial, finding: Finding) -> Lines:
+    """Return the line of an adapter that declares a switch, if it has the same value in all steps of all ranks."""
+    seen = {step.settings.get(finding.name) for _, step in trial.own_steps()}
+    values = seen.pop() if len(seen) == 1 else None
+    if values is None or len(values) != 1:
+        return ()
+    return (declarable.LABEL, f'settings = {{"{finding.name}": "{values[0]}"}}'), ("", "an attribute of the adapter")
+
+
 def _of_numbers(trial: Trial, finding: Finding) -> bool:
     """Whether it is a switch that changes numbers, which is said first."""
     return finding.name in (*settings.FLOAT32, "default dtype")
@@ -120,8 +129,8 @@ ROWS = (
     Row("completed", "incomplete", "optimizer steps", test=_more_steps, follows=OF_COUNTED_STEPS),
     Row("completed", "incomplete", test=lambda trial, one: one.quantity != "", follows=OF_STEPS),
     Row("checkpoint", "checkpoint"),
-    Row("settings", "another setting", test=_of_numbers),
-    Row("settings", "another setting"),
+    Row("settings", "another setting", test=_of_numbers, more=_declared_setting),
+    Row("settings", "another setting", more=_declared_setting),
     Row("memory", "growing", "retained more"),
     Row("memory", "retained", memory.UNACCOUNTED, more=_held("retained")),
     Row("memory", "retained graph", "autograd graphs"),

@@ -49,6 +49,9 @@ def test_anomaly_detection_left_on_is_named() -> None:
         like(1, ("off",), ("on",), step=1, name="autograd anomaly detection"),
     )
     assert cause(trial) == "another setting"
+    told = diagnose(trial, [judged("settings", trial)])
+    assert told is not None
+    assert ("if intended", 'settings = {"autograd anomaly detection": "on"}') in told.evidence
 
 
 def test_a_switch_that_is_on_for_a_part_of_one_step_is_a_finding() -> None:
