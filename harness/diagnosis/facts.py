@@ -119,7 +119,9 @@ def _of_numbers(trial: Trial, finding: Finding) -> bool:
 
 
 def _more_steps(trial: Trial, finding: Finding) -> bool:
-    return isinstance(finding.observed, tuple) and len(finding.observed) > len(trial.case.steps)
+    """Return whether there were more steps than requested. A launch that read an older checkpoint has more, too: it says so."""
+    more = isinstance(finding.observed, tuple) and len(finding.observed) > len(trial.case.steps)
+    return more and not trial.case.resume
 
 
 ROWS = (
