@@ -229,19 +229,19 @@ if "interrupted" in sys.argv:
 
 
 def test_what_was_named_to_judge_a_job_that_is_interrupted_is_said_to_judge_it_and_is_not_asked_for_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, forked_main: Main
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert record(Path("one"), sys.executable, "-c", TRAINS) == 0
+    assert forked_main(["record", "-o", "one", "--", sys.executable, "-c", TRAINS]) == 0
     assert "(--same-as); what groups are for, --layout" in " ".join(capsys.readouterr().out.split())
     named = ["--same-as", "one", "--layout", "dp_replicate=1"]
     assert main(["record", *named, "-o", "two", "--", sys.executable, "-c", TRAINS, "interrupted"]) == 130
     printed, said = capsys.readouterr()
-    assert f"`harness compare {tmp_path}/one two`" in " ".join(printed.split())
+    assert f"`harness compare --numbers {tmp_path}/one two`" in " ".join(printed.split())
     assert "--same-as" not in printed and "--layout" not in printed
     assert [line.split("`")[1] for line in said.splitlines() if line.startswith("harness: interrupted")] == [
         "harness report --layout dp_replicate=1 two",
-        "harness compare one two",
+        "harness compare --numbers one two",
     ]
 
 
