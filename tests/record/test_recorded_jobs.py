@@ -295,7 +295,7 @@ def test_a_folder_that_is_no_recording_is_not_deleted(tmp_path: Path, capsys: py
     (tmp_path / "mine.txt").write_text("-")
     assert record(tmp_path, sys.executable, "-c", "pass") == 2
     assert (tmp_path / "mine.txt").exists()
-    assert "no recording; choose another -o" in capsys.readouterr().err
+    assert "holds mine.txt" in capsys.readouterr().err
 
 
 def test_a_recording_is_overwritten_only_where_that_is_typed(
