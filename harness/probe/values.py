@@ -107,6 +107,7 @@ class ValueRecorder:
         self.resumed: Resumed | None = None
         self.optimizers: dict[Optimizer, None] = {}
         self._rates: dict[Optimizer, float | Copy] = {}
+        self._began: dict[Optimizer, int] = {}
         self._clock = clock
         self._backward = BackwardRecorder(clock, self._gradients)
         self._hooks: list[Any] = []
@@ -209,6 +210,7 @@ class ValueRecorder:
         if "lr" in optimizer.param_groups[0]:  # torchtitan's containers of optimizers have none
             lr = optimizer.param_groups[0]["lr"]  # a tensor for those that are compiled
             self._rates[optimizer] = copied(lr) if torch.is_tensor(lr) else float(lr)
+        self._began[optimizer] = self._clock.step
         self._clock.enter_optimizer()
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
@@ -217,7 +219,8 @@ class ValueRecorder:
         # A closure given to step() trains inside of it: only now is it known which step this was.
         if optimizer in self._rates:
             self._step().lr = self._rates.pop(optimizer)
-        if not self._step().gradients:
+        trained_inside = self._began.pop(optimizer, self._clock.step) != self._clock.step
+        if trained_inside and not self._step().gradients:
             self.copy_gradients(clipped_next=False)
         if any(noted(self.parts)):
             return  # on vectors, of which parameters are made later: copy_update
