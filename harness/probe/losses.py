@@ -3,7 +3,8 @@
 cross_entropy and nll_loss end in two functions that torch.nn.functional looks up at each call, however a trainer imported
 it; linear_cross_entropy is patched separately. A loss belongs to the forward pass before it. It may be computed in many
 calls, each from a part of the labels: together they are one microbatch's. What backward computes again is not counted, nor
-what is computed without gradients beside a loss that has them, to be shown.
+what is computed without gradients beside a loss that has them, to be shown. Of losses of single tokens, those count to which
+backward comes with another gradient than zero: a trainer may multiply them by a mask.
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ class Loss:
     reduction: str
     ignore_index: int
     by_adapter: bool  # it was noted, and not seen in a function of torch's
+    trained: torch.Tensor | None = None  # of losses of single tokens: which have a gradient; None until backward comes
+
+    def see_gradient(self, gradient: torch.Tensor) -> None:
+        has_gradient = local(gradient) != 0
+        self.trained = has_gradient if self.trained is None else self.trained | has_gradient
 
 
 class LossRecorder:
@@ -126,11 +132,19 @@ class LossRecorder:
         copies = local(labels).clone(), local(value).clone()
         passes = clock.passes
         flows = value.requires_grad
-        self._noted.append(Loss(account, passes, *copies, flows, reduction, ignore_index, by_adapter))
+        loss = Loss(account, passes, *copies, flows, reduction, ignore_index, by_adapter)
+        if flows and reduction == "none" and loss.value.numel() == loss.labels.numel():
+            value.register_hook(loss.see_gradient)
+        self._noted.append(loss)
 
     def tensors(self) -> list[torch.Tensor]:
         """What is kept to be read when all is done, so as not to wait for it in a step."""
-        return [tensor for loss in self._noted for tensor in (loss.labels, loss.value)]
+        return [
+            tensor
+            for loss in self._noted
+            for tensor in (loss.labels, loss.value, loss.trained)
+            if tensor is not None
+        ]
 
     def of_passes(self, of: Callable[[Account], bool], received: Sequence[int]) -> list[list[Loss]]:
         """Return losses by microbatch. received: how many tokens each pass received, where that was seen."""
@@ -198,7 +212,10 @@ def microbatch(tokens: np.ndarray | None, losses: Sequence[Loss]) -> Microbatch:
 def _read(loss: Loss) -> tuple[np.ndarray, float, int]:
     """Labels, -100 where they are ignored; the sum of the losses; how many labels count."""
     ignored = loss.labels == loss.ignore_index
-    valid = int((~ignored).sum())
     value = loss.value.double()
+    if loss.trained is not None:
+        ignored = ignored | ~loss.trained.reshape(ignored.shape)
+        value = value.masked_fill(ignored.reshape(value.shape), 0.0)
+    valid = int((~ignored).sum())
     total = float(value.sum()) if loss.reduction != "mean" else (float(value) * valid if valid else 0.0)
     return loss.labels.masked_fill(ignored, IGNORED).to("cpu", torch.int64).numpy(), total, valid

@@ -4,6 +4,10 @@ Gradients are copied at the first sign of their use: a call of torch's clipping 
 backward.py has what they were before. They are copied again if more of backward follows such a call, for many trainers measure
 the norm after each microbatch. For an optimizer that steps inside backward only its own gradients are copied. Whatever a
 trainer does to them after that, clipping included, is judged by what it does to the parameters.
+
+An optimizer may step master copies, from which the trainer then writes the model's parameters. These are copied when the next
+step begins, and count as the step's update if they ever change there. A copy that is equal to a parameter is its master, and
+the optimizer's state of the copy is the parameter's.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -80,6 +85,11 @@ class StepValues:
     late: bool = False
     unsettled: dict[str, UnsettledGradient] = field(default_factory=dict)
     clipped_after: int | None = None
+    steps_on_copies: bool = False
+    masters_state: int = 0  # bytes of the optimizer's state of master copies
+    left: dict[str, Any] = field(default_factory=dict)
+    """Trainable parameters that no optimizer stepped, where one stepped on tensors that are no parameters: as the next step
+    finds them."""
 
     def compare(self) -> None:
         """Gradients with what they were."""
@@ -91,6 +101,10 @@ class StepValues:
         self.compare()
         self.lr = float(read(self.lr)) if torch.is_tensor(self.lr) else self.lr
         self.gradients, self.parameters = all_read(self.gradients), all_read(self.parameters)
+        self.left = all_read(self.left)
+        if self.masters_state:
+            self.memory["optimizer_state"] += self.masters_state
+            self.masters_state = 0
         self.optimizer_state = {fqn: all_read(state) for fqn, state in self.optimizer_state.items()}
         if self.changed is not None:
             now = all_read(self.changed)
@@ -106,6 +120,8 @@ class ValueRecorder:
         self.parts: tuple[nn.Module, ...] = ()
         self.resumed: Resumed | None = None
         self.optimizers: dict[Optimizer, None] = {}
+        self._before_copies: dict[str, Any] | None = None  # what no optimizer holds, before a first step on copies
+        self._masters: dict[Optimizer, dict[str, torch.Tensor]] = {}  # by name of the parameter that is written from it
         self._rates: dict[Optimizer, float | Copy] = {}
         self._began: dict[Optimizer, int] = {}
         self._clock = clock
@@ -157,7 +173,7 @@ class ValueRecorder:
     def _copy_resumed_state(self, optimizer: Optimizer) -> None:
         if self.resumed is None or self._clock.step != self._clock.start + 1:
             return
-        add_states(self.resumed.optimizer_state, {f: optimizer.state.get(p, {}) for f, p in self._owned(optimizer)})
+        add_states(self.resumed.optimizer_state, self._states(optimizer))
 
     def _owned(
         self, optimizer: Optimizer, shards: Iterable[tuple[str, torch.Tensor]] | None = None
@@ -166,6 +182,62 @@ class ValueRecorder:
         found = sharded_parameters(self.parts) if shards is None else shards
         names = {id(parameter): fqn for fqn, parameter in found}
         return [(names[id(p)], p) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+
+    def _see_copies(self, optimizer: Optimizer) -> None:
+        """Note whether the optimizer steps tensors that are no parameters of the model."""
+        if not self.parts or any(noted(self.parts)):
+            return
+        shards = list(sharded_parameters(self.parts))
+        held, stepped = {id(p) for _, p in shards}, {id(p) for g in optimizer.param_groups for p in g["params"]}
+        if stepped <= held:
+            return
+        self._step().steps_on_copies = True
+        free = [(fqn, p) for fqn, p in shards if p.requires_grad and id(p) not in stepped]
+        if self._before_copies is None:
+            self._before_copies = all_copied(free)
+        self._find_masters(optimizer, free)
+
+    def _find_masters(self, optimizer: Optimizer, free: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """free: parameters that the optimizer does not hold itself."""
+        if not self._compares:
+            return
+        held = {id(p) for _, p in sharded_parameters(self.parts)}
+        copies = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in held]
+        masters = self._masters[optimizer] = {}
+        for fqn, p in free:
+            found = next((at for at, copy in enumerate(copies) if is_master(copy, p)), None)
+            if found is not None:
+                masters[fqn] = copies.pop(found)
+
+    def _copy_left(self, step: StepValues) -> None:
+        free = [(f, p) for f, p in sharded_parameters(self.parts) if p.requires_grad and f not in step.parameters]
+        step.left = all_copied(free)
+        for optimizer in self._masters:
+            self._find_masters(optimizer, free)
+        states = (state for optimizer in self._masters for state in self._states_of_masters(optimizer).values())
+        values = (value for state in states for value in state.values())
+        step.masters_state = held_bytes(value for value in values if torch.is_tensor(value) and value.dim())
+
+    def _states_of_masters(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        return {fqn: optimizer.state.get(master, {}) for fqn, master in self._masters.get(optimizer, {}).items()}
+
+    def _states(self, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+        own = {fqn: optimizer.state.get(p, {}) for fqn, p in self._owned(optimizer)}
+        return own | self._states_of_masters(optimizer)
+
+    def _take_written_back(self) -> None:
+        """Take what the next step finds for the step's update, if the trainer writes its copies into these parameters at all.
+
+        Where they never change, the optimizer steps orphans, and nothing was updated.
+        """
+        written = [step for step in self.steps.values() if step.steps_on_copies and step.left]
+        found = [all_read(self._before_copies or {}), *(step.left for step in written)]
+        pairs = [(one[fqn], other[fqn]) for one, other in pairwise(found) for fqn in one.keys() & other.keys()]
+        if all(same_array(one, other) for one, other in pairs):
+            return
+        for step in written:
+            step.parameters |= step.left
+            step.changed = step.changed or {}  # with whatever was done to them in between
 
     def _step(self, step: int | None = None) -> StepValues:
         return self.steps.setdefault(self._clock.step if step is None else step, StepValues())
@@ -206,6 +278,7 @@ class ValueRecorder:
             self._copy_own_gradients(optimizer)
         else:
             self.copy_gradients(clipped_next=False)
+        self._see_copies(optimizer)
         self._copy_resumed_state(optimizer)
         if "lr" in optimizer.param_groups[0]:  # torchtitan's containers of optimizers have none
             lr = optimizer.param_groups[0]["lr"]  # a tensor for those that are compiled
@@ -251,6 +324,9 @@ class ValueRecorder:
     def see_what_was_left(self) -> None:
         """Parameters as the step that just ended left them are compared, bit for bit. All that lie on a GPU are copied, and
         compared when that can be read; else only those that differ are copied."""
+        finished = self.steps.get(self._clock.finished)
+        if finished is not None and finished.steps_on_copies:
+            self._copy_left(finished)
         ended = [number for number, step in self.steps.items() if step.parameters and not step.late]
         step = self.steps[max(ended)] if ended else None
         if step is not None and self._compares:
@@ -261,6 +337,7 @@ class ValueRecorder:
         """All that was copied, of which that of a GPU is there once the device was waited for."""
         for step in self.steps.values():
             step.read()
+        self._take_written_back()
         if self.resumed is not None:
             states = {fqn: all_read(state) for fqn, state in self.resumed.optimizer_state.items()}
             self.resumed = Resumed(all_read(self.resumed.parameters), states)
@@ -269,12 +346,11 @@ class ValueRecorder:
         """Optimizer state is copied when training has ended, and where it is saved: the checks derive that of each step from
         the gradients."""
         self._backward.drop()
-        stepped = [number for number, step in self.steps.items() if step.parameters]
+        stepped = [number for number, step in self.steps.items() if step.parameters or step.left]
         for shards in noted(self.parts) if stepped else ():
             add_states(self.steps[max(stepped)].optimizer_state, dict(shards.state()))
         for optimizer in self.optimizers if stepped else ():
-            states = {fqn: optimizer.state.get(p, {}) for fqn, p in self._owned(optimizer)}
-            add_states(self.steps[max(stepped)].optimizer_state, states)
+            add_states(self.steps[max(stepped)].optimizer_state, self._states(optimizer))
 
 
 def add_states(known: dict[str, dict[str, Any]], states: dict[str, dict[str, Any]]) -> None:
@@ -285,6 +361,12 @@ def add_states(known: dict[str, dict[str, Any]], states: dict[str, dict[str, Any
 def known_as_same(tensor: torch.Tensor, recorded: Copy) -> bool:
     """False if comparing would wait for a device."""
     return isinstance(recorded, np.ndarray) and not lies_on_device(local(tensor)) and same_bits(tensor, recorded)
+
+
+def is_master(copy: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether the parameter is what its own format keeps of the copy. Waits for a device."""
+    one, other = local(copy), local(parameter)
+    return one.shape == other.shape and torch.equal(one.to(other), other)
 
 
 def same_array(one: np.ndarray, other: np.ndarray) -> bool:

@@ -1,4 +1,4 @@
-"""A loss that an adapter notes, beside one that a function of torch computes for the same pass."""
+"""Losses of single tokens that a trainer multiplies by a mask, with and without a note of its adapter."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from harness.evidence.step import Microbatch
 from harness.probe import Probe
 from harness.probe.losses import note_loss
 
 LABELS = torch.tensor([[1, 2, -100, 3]])
+TOKENS = torch.tensor([[1, 2, 3, 4]])
 
 
-@pytest.mark.parametrize(("notes", "valid"), [(True, 3), (False, 4)])
-def test_what_the_adapter_notes_counts_alone(notes: bool, valid: int) -> None:
-    """The trainer masks torch's loss of each token, for which it gives labels to all of them."""
-    torch.manual_seed(0)
+def masked(model: nn.Module, mask: torch.Tensor, *, notes: bool) -> tuple[Microbatch, float]:
+    """Return what the probe saw of one microbatch, and its loss. All labels are given to torch's function."""
     probe = Probe(0, 1)
     probe.install()
     try:
-        model = nn.Sequential(nn.Embedding(8, 8))
         probe.attach([model])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        logits = model(torch.tensor([[1, 2, 3, 4]]))
+        logits = model(TOKENS)
         each = cross_entropy(logits.flatten(0, 1), LABELS.clamp(min=0).flatten(), reduction="none")
-        loss = (each * (LABELS.flatten() != -100)).sum()
+        loss = (each * mask).sum()
         if notes:
             note_loss(LABELS, loss, reduction="sum")
         loss.backward()
@@ -35,6 +34,23 @@ def test_what_the_adapter_notes_counts_alone(notes: bool, valid: int) -> None:
     finally:
         probe.remove()
     (part,) = evidence.steps[0].microbatches
-    assert part.valid_tokens == valid
+    return part, float(loss.detach())
+
+
+@pytest.mark.parametrize("notes", [True, False])
+@pytest.mark.parametrize(
+    ("mask", "seen"),
+    [
+        ([1, 1, 0, 1], [1, 2, -100, 3]),
+        ([1, 1, 1, 1], [1, 2, 0, 3]),  # not masked: the label that was clamped is trained on
+        ([1, 0, 0, 1], [1, -100, -100, 3]),  # one too many is masked
+    ],
+)
+def test_labels_without_a_gradient_are_masked(notes: bool, mask: list[int], seen: list[int]) -> None:
+    torch.manual_seed(0)
+    part, loss = masked(nn.Sequential(nn.Embedding(8, 8)), torch.tensor(mask), notes=notes)
     assert part.labels is not None
-    assert (part.labels == -100).sum() == 4 - valid
+    expected = LABELS.tolist() if notes else [seen]
+    assert part.labels.tolist() == expected
+    assert part.valid_tokens == sum(label >= 0 for label in expected[0])
+    assert part.loss_sum == pytest.approx(loss, rel=1e-6)
