@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from harness.checks import judge
 from harness.diagnosis.backward import coarse, random_state_not_restored, rounding, wrong_backward
 from harness.diagnosis.contributions import lacks_the_outputs_part, sums_of_whole_gradients
-from harness.diagnosis.declarable import LABEL, lines_to_write, moved_inside
+from harness.diagnosis.declarable import LABEL, declared_once, lines_to_write, moved_inside
 from harness.diagnosis.dropout import lacks_dropout, other_masks
 from harness.diagnosis.engine import explain
 from harness.diagnosis.exported import odd_exports, wrong_exports
@@ -118,7 +118,8 @@ def diagnose(
     others = broken_elsewhere(trial.saved[-1], before, failed) if before else ()
     others += lines_to_write(trial, broken) + fsdp2_switches(trial)
     others += moved_inside(trial, broken) if not any(label == LABEL for label, _ in found.evidence) else ()
-    return dataclasses.replace(found, evidence=(*found.evidence, *others, *what_weaker_tests_say(results)))
+    evidence = declared_once(trial.case, (*found.evidence, *others, *what_weaker_tests_say(results)))
+    return dataclasses.replace(found, evidence=evidence)
 
 
 __all__ = ["COSTLY", "FACTS", "SUSPECTS", "Diagnosis", "diagnose"]

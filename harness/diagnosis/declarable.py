@@ -6,10 +6,13 @@ nothing else fails: HSDP that runs as FSDP moves other bytes there, too.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
+
+import yaml
 
 from harness.checks import all_checks, features, memory, run_check, traffic
 from harness.diagnosis.assume import another_case
@@ -29,6 +32,7 @@ from harness.spec.features import Features
 
 LABEL, LEFT = "if intended", "failing then"
 WHERE = "a key of the case, or of `defaults` in its file"
+KEYS = ("allow:", "traits:")
 WHY = "WHY"  # the reason, which only the author of the line knows
 Declared = Allowance | tuple[str, Any]
 """An allowance, or a trait with its value."""
@@ -50,6 +54,24 @@ def declared_lines(case: Case, declared: Iterable[Declared]) -> Lines:
     texts = [allowance.declaration(then.allow)] if then.allow != case.allow else []
     texts += [declared_traits.declaration(then.traits)] if then.traits != case.traits else []
     return (*((LABEL, text) for text in texts), ("", WHERE))
+
+
+def declared_once(case: Case, evidence: Lines) -> Lines:
+    """Return the lines with one `allow` and one `traits`, where several things may be declared: a key cannot be pasted twice."""
+    rows = [row for row in evidence if row[0] == LABEL and str(row[1]).startswith(KEYS)]
+    if len({str(text).split(":")[0] for _, text in rows}) == len(rows):
+        return evidence
+    declared: list[Declared] = []
+    for key, value in (pair for _, text in rows for pair in yaml.safe_load(str(text)).items()):
+        entries = (Allowance(**entry) for entry in value) if key == "allow" else value.items()
+        declared += [one for one in entries if one not in declared and one not in (*case.allow, *case.traits)]
+    first = evidence.index(rows[0])
+    others = [
+        row
+        for before, row in itertools.pairwise([("", ""), *evidence])
+        if row not in rows and not (row == ("", WHERE) and before in rows)
+    ]
+    return (*others[:first], *declared_lines(case, declared), *others[first:])
 
 
 def with_declarations(case: Case, declared: Iterable[Declared]) -> Case:

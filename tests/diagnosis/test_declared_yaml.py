@@ -101,6 +101,15 @@ def test_what_the_case_allows_already_stands_in_the_line():
     assert [entry["what"] for entry in yaml.safe_load(line)["allow"]] == ["copied", "kept"]
 
 
+def test_what_two_checks_ask_for_stands_in_one_key_that_can_be_pasted() -> None:
+    hook = SavedTensorsHook("forward", "corp.offload", "Offload.<locals>.pack")
+    trial = with_activity(keeping(KNOWN), 1, 2, saved={hook: 3})
+    (line,) = printed(trial)
+    assert sorted(entry["what"] for entry in yaml.safe_load(line)["allow"]) == ["copied", "hooks", "kept"]
+    assert all(judged(check, trial).verdict is Verdict.FAIL for check in ("features", "memory"))
+    assert all(judged(check, pasted(trial, line)).verdict is Verdict.PASS for check in ("features", "memory"))
+
+
 def test_attention_that_is_one_kernel_in_some_layers_only_is_not_answered_with_a_trait():
     trial = computing(with_attention_written_out(), attention={**WRITTEN_OUT, Attention("forward", "attention"): 1})
     diagnosis = diagnose(trial, judge(trial))
