@@ -57,7 +57,7 @@ def declared_lines(case: Case, declared: Iterable[Declared]) -> Lines:
 
 
 def declared_once(case: Case, evidence: Lines) -> Lines:
-    """Return the lines with one `allow` and one `traits`, where several things may be declared: a key cannot be pasted twice."""
+    """Return the lines with one `allow` and one `traits`: a key cannot be pasted twice."""
     rows = [row for row in evidence if row[0] == LABEL and str(row[1]).startswith(KEYS)]
     if len({str(text).split(":")[0] for _, text in rows}) == len(rows):
         return evidence

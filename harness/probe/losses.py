@@ -140,10 +140,7 @@ class LossRecorder:
     def tensors(self) -> list[torch.Tensor]:
         """What is kept to be read when all is done, so as not to wait for it in a step."""
         return [
-            tensor
-            for loss in self._noted
-            for tensor in (loss.labels, loss.value, loss.trained)
-            if tensor is not None
+            tensor for loss in self._noted for tensor in (loss.labels, loss.value, loss.trained) if tensor is not None
         ]
 
     def of_passes(self, of: Callable[[Account], bool], received: Sequence[int]) -> list[list[Loss]]:

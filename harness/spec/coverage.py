@@ -22,12 +22,16 @@ MISSING = "MISSING: neither a case nor a reason"
 
 @dataclass(frozen=True)
 class Pair:
-    """cases: those that have both options. reason: why there can be none."""
+    """Two options of different kinds."""
 
     one: Option
     other: Option
     cases: tuple[str, ...] = ()
+    """Those that have both."""
+    by_default: bool = False
+    """Whether one of these is of the default tier."""
     reason: str = ""
+    """Why there can be none."""
 
     @property
     def missing(self) -> bool:
@@ -40,11 +44,13 @@ def pairs(cases: Sequence[Case], unsupported: Unsupported) -> list[Pair]:
     run = [case for case in cases if not any(map(unsupported, case.launches.values()))]
     having = {option.name: {case.name for case in run if option.holds(case)} for option in every}
     order = [case.name for case in run]
+    usual = {case.name for case in run if case.tier == "default"}
     found = []
     for one, other in combinations(every, 2):
         if one.kind != other.kind:
             both = tuple(sorted(having[one.name] & having[other.name], key=order.index))
-            found.append(Pair(one, other, both, "" if both else _reason(one, other, unsupported)))
+            reason = "" if both else _reason(one, other, unsupported)
+            found.append(Pair(one, other, both, not usual.isdisjoint(both), reason))
     return found
 
 
@@ -67,10 +73,13 @@ def pairs_text(found: Sequence[Pair]) -> str:
     """A line a pair: its first case, or the reason why there is none."""
     width = max(len(_title(pair)) for pair in found)
     lines = [f"{_title(pair):<{width}}  {_state(pair)}" for pair in found]
-    covered = sum(bool(pair.cases) for pair in found)
+    covered, usual = sum(bool(pair.cases) for pair in found), sum(pair.by_default for pair in found)
     missing = sum(pair.missing for pair in found)
     refused = len(found) - covered - missing
-    total = f"{len(found)} pairs of options: {covered} in a case, {refused} refused with a reason, {missing} missing"
+    total = (
+        f"{len(found)} pairs of options: {covered} in a case ({usual} in one of the default tier), {refused} refused with a"
+        f" reason, {missing} missing"
+    )
     return "\n".join([*lines, "", total])
 
 

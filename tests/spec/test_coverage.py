@@ -68,6 +68,12 @@ def test_every_pair_is_told_in_a_line_and_counted() -> None:
     assert text.splitlines()[-1].startswith(f"{len(text.splitlines()) - 2} pairs of options: ")
 
 
+@pytest.mark.parametrize(("tier", "usual"), [("default", 1), ("nightly", 0)])
+def test_how_many_pairs_the_default_tier_has_is_told_beside_all(tier: str, usual: int) -> None:
+    text = pairs_text(pairs([replace(tiny_case("fsdp_2_tp_2"), tier=tier)], Picky().unsupported))
+    assert f" 1 in a case ({usual} in one of the default tier), " in text
+
+
 def cases_of(folder: Path, text: str) -> list[Case]:
     (folder / "own.yaml").write_text(f"cases:\n  own: {{why: w, {text}}}\n")
     return load_cases(folder / "own.yaml")

@@ -1,4 +1,7 @@
-"""Which cases the default tier has: those that join every kind of parallelism with every feature."""
+"""Which cases the default tier has: those that join every kind of parallelism with every feature.
+
+Formats and repeated runs are there once; the nightly tier joins them with every kind of parallelism.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from harness.spec.loading import load_all
 from harness.spec.options import options
 
 KINDS = ("data parallel", "tp", "cp", "pp", "checkpoint")
+ONCE = ("precision", "repeat")
+"""Kinds of options that take long, and of which the default tier has each once. The others are joined with every kind."""
 
 
 def joins(cases: Iterable[Case]) -> set[tuple[str, str]]:
@@ -28,4 +33,7 @@ def joins(cases: Iterable[Case]) -> set[tuple[str, str]]:
 def test_the_default_tier_joins_every_kind_of_parallelism_with_every_feature() -> None:
     """Except what waits for a compiler, which has a tier of its own, and what is expected to fail."""
     usable = [case for case in load_all() if case.tier != "compiled" and case.expected_failure is None]
-    assert joins(usable) - joins(case for case in usable if case.tier == "default") == set()
+    default = [case for case in usable if case.tier == "default"]
+    once = {option.name for option in options() if option.kind in ONCE}
+    assert {join for join in joins(usable) - joins(default) if join[1] not in once} == set()
+    assert all(any(option.holds(case) for case in default) for option in options() if option.name in once)
