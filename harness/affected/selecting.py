@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from harness import ROOT
-from harness.affected.maps import CaseMap, file_of, repository_of
+from harness.affected.maps import CaseMap, file_of
 from harness.affected.sources import Changes, between
 from harness.evidence.git import git
 from harness.spec import case as requested
 from harness.spec.case import Case, CaseError
 from harness.spec.case_files import path_of
+from harness.spec.trainer_repository import repository_of
 
 
 @dataclass(frozen=True)

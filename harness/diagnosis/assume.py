@@ -11,11 +11,11 @@ import numpy as np
 from harness.diagnosis.words import Arrays
 from harness.judge.assumed import AssumedOptimizer
 from harness.judge.received_samples import received_samples
-from harness.judge.recorded import without_slices
 from harness.judge.tolerance import clip_coefficient
 from harness.judge.trial import Trial
 from harness.plan.grid import coordinate
 from harness.plan.make_plan import make_plan
+from harness.plan.plan import without_slices
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.record import ReferenceRun
 from harness.spec.case import Case

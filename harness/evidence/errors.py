@@ -1,4 +1,4 @@
-"""An error in a file that somebody wrote, in one line: where it is, the text there, and what it says."""
+"""Errors that a person is told in one line, and where in a file that somebody wrote one is."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ def error_in(path: Path, error: BaseException) -> str:
     what = f"{type(error).__name__}: {error}" if isinstance(error, ImportError) else repr(error)
     here = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
     return f"line {here[-1].lineno}, `{here[-1].line}`: {what}" if here else what
+
+
+class ToldError(Exception):
+    """Something asked for cannot be done, by no mistake of the harness: the message is all that a person is told."""
 
 
 class CheckError(ValueError):

@@ -36,7 +36,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from harness.evidence.errors import error_in
+from harness.evidence.errors import ToldError, error_in
 
 Fired = Callable[[], None]
 
@@ -62,7 +62,7 @@ FAMILIES = {
 }
 
 
-class FaultError(ValueError):
+class FaultError(ToldError, ValueError):
     """The fault requested does not exist or cannot be loaded. The message is for the person who typed it."""
 
 

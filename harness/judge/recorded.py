@@ -28,7 +28,7 @@ from harness.judge.stored_recording import Recording, not_recorded, recorder_fai
 from harness.judge.traffic import INSIDE
 from harness.judge.trial import Trial
 from harness.plan.make_plan import make_plan
-from harness.plan.plan import Plan
+from harness.plan.plan import Plan, without_slices
 from harness.plan.slices import BYTES
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.record import ReferenceRun
@@ -141,12 +141,6 @@ def _ignored(ranks: Iterable[RankEvidence]) -> set[str]:
 def _recording_of(records: Mapping[int, RankRecord], directory: str) -> Recording:
     last = {rank: one.last for rank, one in records.items() if one.last and not one.ended}
     return Recording(Path(directory), {rank: summary_of(one) for rank, one in records.items()}, last=last)
-
-
-def without_slices(plan: Plan) -> Plan:
-    """One that does not say what a rank holds of a parameter; of FSDP1's vectors it does not say which parameters share one."""
-    units = {rank: () for rank in plan.units} if plan.flat else plan.units
-    return replace(plan, flat=(), units=units, slices={rank: {} for rank in plan.slices})
 
 
 def _steps(records: Iterable[RankRecord]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from harness.plan.slices import FlatUnit, Slice, tp_dim
 from harness.plan.traffic.flow import TIED, Flow
@@ -120,3 +120,9 @@ class Plan:
     def peers(self, rank: int, axis: str) -> tuple[int, ...]:
         """The same, but of a rank alone where the axis has degree 1."""
         return self.group_of(rank, axis) if axis in self.groups else (rank,)
+
+
+def without_slices(plan: Plan) -> Plan:
+    """One that does not say what a rank holds of a parameter; of FSDP1's vectors it does not say which parameters share one."""
+    units = {rank: () for rank in plan.units} if plan.flat else plan.units
+    return replace(plan, flat=(), units=units, slices={rank: {} for rank in plan.slices})

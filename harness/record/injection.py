@@ -131,17 +131,6 @@ def has_terminal() -> bool:
     return True
 
 
-def requested_ranks(command: Sequence[str]) -> int | None:
-    """Return the ranks of all nodes, if the launcher's options name them in numbers. The script's own options do not count."""
-    script = next((number for number, word in enumerate(command) if word.endswith(".py")), len(command))
-    text = " ".join(command[:script]) + " "
-    ranks = re.search(r"--nproc[-_]per[-_]node[= ](\d+) |--num[-_]processes[= ](\d+) ", text)
-    nodes = re.search(r"--nnodes[= ](\S+)", text)
-    if ranks is None or (nodes and not nodes.group(1).isdecimal()):
-        return None
-    return int(ranks.group(1) or ranks.group(2)) * (int(nodes.group(1)) if nodes and ranks.group(1) else 1)
-
-
 def missing_script(command: Sequence[str]) -> str:
     """Return the script that Python or torchrun should run, if no such file exists. Modules, and scripts that are run in a
     container or elsewhere, are not looked for."""

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from harness import trainers
-from harness.affected.maps import repository_of
 from harness.evidence.own_folders import list_trainer_files
 from harness.evidence.reading import read_json
 from harness.evidence.records import Run
@@ -27,6 +26,7 @@ from harness.run.reference_cache import reference_folder
 from harness.run.sources import digest
 from harness.spec import case_files
 from harness.spec.case import Case, CaseError, to_json
+from harness.spec.trainer_repository import repository_of
 from harness.spec.trainer_spec import TrainerSpec
 
 RANK_ENTRY = "harness.run.rank_main:rank"

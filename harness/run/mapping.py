@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import trainers
-from harness.affected.maps import CaseMap, clean_commit, file_of, is_map, merged, repository_of
+from harness.affected.maps import CaseMap, file_of, is_map, merged
 from harness.affected.recorder import imported
 from harness.affected.selecting import shared_files
 from harness.evidence.git import git
@@ -23,6 +23,7 @@ from harness.launch.python_path import module_command
 from harness.run.options import Options
 from harness.spec import case as requested
 from harness.spec.case import Case
+from harness.spec.trainer_repository import clean_commit, repository_of
 
 
 def keep_map(case: Case, options: Options, place: Path, folder: Path, judgement: Judgement) -> None:

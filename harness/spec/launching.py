@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 SERVERS = ("resident", "own")
 """Kinds of the process that forks ranks: one outlives the command, the other ends with it."""
 LONGEST = 604_800.0
 """Seconds that a person may give a launch: a week. One that compiles is given five times as many."""
+
+
+def requested_ranks(command: Sequence[str]) -> int | None:
+    """Return the ranks of all nodes, if the launcher's options name them in numbers. The script's own options do not count."""
+    script = next((number for number, word in enumerate(command) if word.endswith(".py")), len(command))
+    text = " ".join(command[:script]) + " "
+    ranks = re.search(r"--nproc[-_]per[-_]node[= ](\d+) |--num[-_]processes[= ](\d+) ", text)
+    nodes = re.search(r"--nnodes[= ](\S+)", text)
+    if ranks is None or (nodes and not nodes.group(1).isdecimal()):
+        return None
+    return int(ranks.group(1) or ranks.group(2)) * (int(nodes.group(1)) if nodes and ranks.group(1) else 1)

@@ -11,8 +11,8 @@ from literal import tiny_case, trial_of
 
 from harness.diagnosis import assume
 from harness.evidence.provided import RECORDED
-from harness.judge.recorded import without_slices
 from harness.judge.trial import Trial
+from harness.plan.plan import without_slices
 from harness.spec.measured import Measured
 
 RIGHT = trial_of(tiny_case("ddp_2"))

@@ -16,7 +16,8 @@ from harness.evidence.recording import load_record, record_file
 from harness.evidence.summary import Use
 from harness.judge.observed import axes, out_of_order
 from harness.judge.stored_recording import load_recording
-from harness.record.injection import missing_script, requested_ranks
+from harness.record.injection import missing_script
+from harness.spec.launching import requested_ranks
 
 SCRIPT = str(Path(__file__).parents[1] / "recorded_script.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

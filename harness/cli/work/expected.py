@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from harness.bisect import BisectError
 from harness.cli.parsing import BadInput
-from harness.evidence.errors import CheckError
+from harness.evidence.errors import CheckError, ToldError
 from harness.evidence.store import EvidenceError
-from harness.faults import FaultError
 from harness.judge.golden import GoldenError
 from harness.launch import LaunchError
 from harness.report.output import OutputError
@@ -14,12 +12,11 @@ from harness.spec.case import CaseError
 
 EXPECTED = (
     BadInput,
-    BisectError,
     CaseError,
     CheckError,
     EvidenceError,
-    FaultError,
     GoldenError,
     LaunchError,
     OutputError,
+    ToldError,
 )

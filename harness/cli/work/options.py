@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from harness import trainers
-from harness.affected.maps import clean_commit, repository_of
 from harness.cli.parsing import BadInput
 from harness.cli.typed import typed_options
 from harness.evidence.errors import error_in
@@ -20,6 +19,7 @@ from harness.launch import resident_client
 from harness.run.folders import trainer_label
 from harness.run.options import Options
 from harness.spec import releases
+from harness.spec.trainer_repository import clean_commit, repository_of
 from harness.spec.usual_trainer import Usual, configured, usual_trainer
 
 

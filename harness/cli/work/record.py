@@ -25,13 +25,14 @@ from harness.record import injection
 from harness.record.chosen import Chosen
 from harness.report.output import complain
 from harness.spec import layout
+from harness.spec.launching import requested_ranks
 
 
 def command(args: argparse.Namespace) -> int:
     """The command's own exit code where that is not 0, for what fails has not become another job by being recorded. A layout
     that cannot be read is refused before the command trains to its end. Raises CaseError."""
     if args.layout is not None:
-        checked_layout(args.layout, injection.requested_ranks(args.words))
+        checked_layout(args.layout, requested_ranks(args.words))
     more = same_training.environment(args)
     if injection.is_recording(args.out) and not args.force:
         raise BadInput(f"{args.out}: a recording is there already; choose another -o, or --force to overwrite it")
@@ -93,7 +94,7 @@ def record(args: argparse.Namespace, directory: Path, more: Mapping[str, str] = 
     except injection.CommandError as error:
         raise BadInput(str(error)) from error
     told = {"launch": launch, "command": shlex.join(words), "code": code, "steps": steps}
-    told["ranks"] = injection.requested_ranks(words)
+    told["ranks"] = requested_ranks(words)
     told["same_as"] = str(args.same_as.resolve()) if getattr(args, "same_as", None) else ""
     told["after"] = getattr(args, "after", 0)
     write_text(directory / STARTED, json.dumps(told | {"nothing": _why(directory, words, code)}, indent=1))

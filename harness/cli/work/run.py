@@ -18,7 +18,6 @@ from harness.cli.work.options import no_document, options_of, refuse_others, whi
 from harness.cli.work.verdict_codes import exit_code
 from harness.judge.judgement import Judgement
 from harness.launch.torchrun import join
-from harness.record.injection import requested_ranks
 from harness.report.documents import case_here
 from harness.report.outcome import Outcome, judged
 from harness.report.output import complain, say
@@ -30,6 +29,7 @@ from harness.run.matrix import attempt
 from harness.run.options import Options
 from harness.run.run_case import run_case
 from harness.spec.case import Case
+from harness.spec.launching import requested_ranks
 from harness.spec.variants import in_dtype, reseeded
 
 

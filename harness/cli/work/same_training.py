@@ -20,6 +20,7 @@ from harness.report.same_training import as_document, same_training, verdict_of
 from harness.run.same_training import files_of, judged_by
 from harness.spec import layout
 from harness.spec.dims import AXES, ParallelDims
+from harness.spec.launching import requested_ranks
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
@@ -52,7 +53,7 @@ def check_after(args: argparse.Namespace) -> None:
 
 def _declared(args: argparse.Namespace) -> list[tuple[str, int, list[int], str]]:
     """Return pattern, dim, by rank which part it holds, and the axis."""
-    ranks = injection.requested_ranks(args.words)
+    ranks = requested_ranks(args.words)
     if args.layout is None or ranks is None:
         raise BadInput("--sharded: give the axis's ranks by --layout, and a command that says how many ranks it starts")
     dims = layout.layout(args.layout, ranks)
