@@ -3,6 +3,7 @@ that are all skipped are not green, as checks are not."""
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,10 @@ from forked_jobs import forked_main as forked_main
 from harness.launch import resident_client
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read once, when torch is imported
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # in a shell's background, where all that tests start would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 ENDED = {"skipped": False, "otherwise": False}
 
 
