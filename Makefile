@@ -5,7 +5,7 @@
 # make test-adapters    the tests of torchtitan's, Megatron's, DeepSpeed's, picotron's and transformers' adapters, with these
 # make titan            all cases on torchtitan 0.3.0     make titan TORCHTITAN=PATH   bisect issue 711 in a clone of it
 # make mutants          20 altered judgements of each check, the plan and the bounds: does a test notice?
-#                       make mutants N=0 MODULES=harness/checks/loss.py   all those of one file; harness/diagnosis/*.py too
+#                       make mutants N=0 MODULES=harness/core/checks/loss.py   all those of one file; harness/core/causes/*.py too
 # make gpu              all that fits on this machine's GPUs, in parts of 9 minutes; results lie under benchmarks/gpu
 #                       make gpu-packages   fills .gpu-packages, which travels to a machine without network
 # make lint             ruff and mypy                        PYTHON=python3.12    another interpreter for .venv

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from harness.plugin.items import Check
-from harness.run.selection import holds
-from harness.spec.case import CaseError
-from harness.spec.loading import load_all
+from harness.core.case.case import CaseError
+from harness.core.case.loading import load_all
+from harness.core.plugin.items import Check
+from harness.core.run.selection import holds
 
-pytest_plugins = ["harness.plugin"]
+pytest_plugins = ["harness.core.plugin"]
 TESTS = Path(__file__).with_name("tests")
 ADAPTERS = TESTS / "adapters"
 SHORT_CASES = TESTS / "short_cases.txt"

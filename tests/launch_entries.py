@@ -15,7 +15,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from harness.launch import current
+from harness.core.launch import current
 
 _issued: dict[str, int] = {}
 

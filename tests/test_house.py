@@ -131,7 +131,7 @@ def test_the_probe_needs_torch_numpy_and_the_standard_library_only() -> None:
 
 def test_every_check_is_known_to_diagnosis() -> None:
     """One that is not would stand as "not explained" under every cause that breaks it besides."""
-    checks = {module.split(".")[-1] for module in trees() if module.startswith("harness.checks.")}
+    checks = {module.split(".")[-1] for module in trees() if module.startswith("harness.core.checks.")}
     diagnosis = [tree for module, tree in trees().items() if room_of(module) == "diagnosis"]
     named = {node.value for tree in diagnosis for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     assert checks - named == set()

@@ -21,7 +21,7 @@ from harness.faults import Fault, all_faults
 
 ROOT = Path(__file__).resolve().parent.parent
 ONE_IN = 4
-TRAINER = PurePosixPath("harness/trainers/llama3")
+TRAINER = PurePosixPath("harness/core/trainers/llama3")
 
 
 def drawn(base: str = "HEAD^") -> list[Fault]:

@@ -1,8 +1,8 @@
 """Mutants of the harness's own judgement: does some test notice when a check, the plan or a bound is altered?
 
     make mutants                                      20 of each module, drawn at random, and the score
-    make mutants MODULES=harness/checks/loss.py N=0   all mutants of one module
-    make mutants MODULES='harness/diagnosis/*.py' FAULTS=out    what `harness faults --out out` stored must be named as before
+    make mutants MODULES=harness/core/checks/loss.py N=0   all mutants of one module
+    make mutants MODULES='harness/core/causes/*.py' FAULTS=out    what `harness faults --out out` stored must be named as before
 
 mutmut makes them (installed on demand, beside the environment). This file runs them, not mutmut: it collects the tests once,
 and each mutant is a fork. A fork runs only the tests that reach the mutated function. Tests come first that killed its
@@ -48,7 +48,12 @@ COPIED = (
     "README.md",
     "docs",
 )
-MODULES = ("harness/checks/*.py", "harness/plan/*.py", "harness/plan/traffic/*.py", "harness/judge/tolerance.py")
+MODULES = (
+    "harness/core/checks/*.py",
+    "harness/core/plan/*.py",
+    "harness/core/plan/traffic/*.py",
+    "harness/core/judge/tolerance.py",
+)
 SLOW = (  # tests of seconds, which alone notice hardly anything
     "judge/test_tolerance.py::test_the_bounds_of_the_debug_model_see_the_smallest_real_mistake",
     "plan/test_plan.py::test_the_plan_of_the_largest_model_covers_all_its_parameters",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from harness.run.mapping import as_imported
+from harness.nights.mapping import as_imported
 
 MODULE = """
 import threading

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from harness.affected.maps import CaseMap
-from harness.affected.selecting import reason_for
-from harness.affected.sources import Changes
-from harness.spec import case as requested
-from harness.spec.case import Case
+from harness.core.case import case as requested
+from harness.core.case.case import Case
+from harness.nights.affected.maps import CaseMap
+from harness.nights.affected.selecting import reason_for
+from harness.nights.affected.sources import Changes
 
 OWN = Path(__file__).resolve().parents[1] / "own_trainer.py"
 CASES = """
@@ -48,7 +48,7 @@ def repository(tmp_path: Path) -> Path:
     """A repository with a trainer, one module of which has a function that runs and one that does not."""
     text = OWN.read_text(encoding="utf-8").replace("import contextlib\n", "import contextlib\nimport sys\n")
     text = text.replace(
-        "from harness.spec.case", "sys.path.insert(0, os.path.dirname(__file__))\nfrom harness.spec.case"
+        "from harness.core.case.case", "sys.path.insert(0, os.path.dirname(__file__))\nfrom harness.core.case.case"
     )
     text = text.replace(
         "        assert weights is not None\n",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.affected.sources import between, compared
-from harness.spec.case import CaseError
+from harness.core.case.case import CaseError
+from harness.nights.affected.sources import between, compared
 
 BEFORE = """
 import os

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from harness.bisect import BisectError, checkouts, side_by_side
-from harness.bisect.commits import bisect
-from harness.bisect.search import Found, Judged
-from harness.judge.finding import Finding
-from harness.judge.judgement import Judgement
-from harness.judge.result import Result, Verdict, one_cause
-from harness.run.options import Options, Unsupported
-from harness.run.rank_main import started_file
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.judge.finding import Finding
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result, Verdict, one_cause
+from harness.core.run.options import Options, Unsupported
+from harness.core.run.rank_main import started_file
+from harness.nights.bisect import BisectError, checkouts, side_by_side
+from harness.nights.bisect.commits import bisect
+from harness.nights.bisect.search import Found, Judged
 
 CASE = Case("one", "a test", ParallelDims(dp_shard=2))
 

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 from literal_nights import nights, run
 
-from harness.bisect import BisectError, commits, culprits
-from harness.bisect.culprits import Where, searched
-from harness.bisect.search import Found, Judged
-from harness.cli import main
-from harness.report import outcome as outcomes
-from harness.report.outcome import Outcome
-from harness.run.history_text import Told, lines, told
-from harness.run.nights import by_case
-from harness.run.options import Options
-from harness.run.verdicts import RecordedRun
-from harness.spec.case import Case
+from harness.core.case.case import Case
+from harness.core.cli import main
+from harness.core.report import outcome as outcomes
+from harness.core.report.outcome import Outcome
+from harness.core.run.options import Options
+from harness.core.run.verdicts import RecordedRun
+from harness.nights.bisect import BisectError, commits, culprits
+from harness.nights.bisect.culprits import Where, searched
+from harness.nights.bisect.search import Found, Judged
+from harness.nights.history_text import Told, lines, told
+from harness.nights.nights import by_case
 
 DAY = datetime.date(2026, 3, 5)
 CAUSE, OTHER = "HSDP ran as FSDP", "the loss has no mean"

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from test_bisect import git
 
-from harness import trainers
-from harness.bisect import BisectError, checkouts
-from harness.bisect.commits import bisect
-from harness.judge.judgement import Judgement
-from harness.judge.result import Result, Verdict, one_cause
-from harness.run.options import Options
-from harness.run.rank_main import started_file
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
+from harness.core import trainers
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result, Verdict, one_cause
+from harness.core.run.options import Options
+from harness.core.run.rank_main import started_file
+from harness.nights.bisect import BisectError, checkouts
+from harness.nights.bisect.commits import bisect
 
 CASE = Case("one", "a test", ParallelDims(dp_shard=2))
 

@@ -6,8 +6,8 @@ import dataclasses
 
 from literal import tiny_case, trial_of
 
-from harness.bisect.side_by_side import facts
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.nights.bisect.side_by_side import facts
 
 
 def test_what_was_seen_of_rank_0_tells_hsdp_from_fsdp_and_the_losses_do_not() -> None:

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from harness import cli, trainers
-from harness.bisect import BisectError, versions
-from harness.bisect.search import Found, Judged
-from harness.bisect.side_by_side import bisect_report
-from harness.bisect.versions import Version, interpreter, search
-from harness.judge.judgement import Judgement
-from harness.judge.result import Result, Verdict, one_cause
-from harness.run.options import Options
-from harness.run.rank_main import started_file
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.trainers.support import environments
-from harness.trainers.support.environments import EnvironmentFailed, environment
+from harness.core import cli, trainers
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result, Verdict, one_cause
+from harness.core.run.options import Options
+from harness.core.run.rank_main import started_file
+from harness.core.trainers.support import environments
+from harness.core.trainers.support.environments import EnvironmentFailed, environment
+from harness.nights.bisect import BisectError, versions
+from harness.nights.bisect.search import Found, Judged
+from harness.nights.bisect.side_by_side import bisect_report
+from harness.nights.bisect.versions import Version, interpreter, search
 
 CASE = Case("one", "a test", ParallelDims(dp_shard=2))
 

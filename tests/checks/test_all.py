@@ -24,13 +24,13 @@ from literal import (
     without_step,
 )
 
-from harness.checks import all_checks, judge, run_check, statement
-from harness.evidence.provided import RECORDED
-from harness.evidence.records import Collective
-from harness.judge.finding import Part
-from harness.judge.result import Result, Verdict, verdict_of
-from harness.judge.traffic import OF_PARAMETERS
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.checks import all_checks, judge, run_check, statement
+from harness.core.evidence.provided import RECORDED
+from harness.core.evidence.records import Collective
+from harness.core.judge.finding import Part
+from harness.core.judge.result import Result, Verdict, verdict_of
+from harness.core.judge.traffic import OF_PARAMETERS
 
 NAMES = [
     "completed",

@@ -16,10 +16,10 @@ from literal import (
     without_rank,
 )
 
-from harness.checks import completed, judge
-from harness.diagnosis import diagnose
-from harness.evidence.records import Exit
-from harness.judge.result import Verdict
+from harness.core.causes import diagnose
+from harness.core.checks import completed, judge
+from harness.core.evidence.records import Exit
+from harness.core.judge.result import Verdict
 
 
 def with_exit(trial, exit: Exit):

@@ -17,10 +17,10 @@ from literal import (
 )
 from noisy import noise_of
 
-from harness.evidence.records import Exit
-from harness.judge.finding import Bound
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
+from harness.core.evidence.records import Exit
+from harness.core.judge.finding import Bound
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
 from harness.reference.record import Noise
 
 # ---- determinism

@@ -14,12 +14,12 @@ from checked import findings
 from diagnosed import kinds, proven
 from literal import TINY, judged, tiny_case, trial_of, with_rank, with_value
 
-from harness.evidence.exported import ExportedTensor, as_exported
-from harness.judge.exports import export_of, halves, merged, weights_of
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
+from harness.core.evidence.exported import ExportedTensor, as_exported
+from harness.core.judge.exports import export_of, halves, merged, weights_of
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.run.exports import read_export
 from harness.reference.config import Lora
-from harness.run.exports import read_export
 
 MODEL = replace(TINY, dim=8, n_kv_heads=1, ffn_dim=12)  # heads of four rows, so that their order shows
 LORA = Lora(rank=2, alpha=3.0, targets=("w1", "w2"))

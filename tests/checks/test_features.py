@@ -10,14 +10,14 @@ from checked import cause, found, like, with_activity
 from literal import ADAMW, TINY, judged, tiny_case, trial_of, with_collectives, with_rank, with_step
 from literal_ranks import APART
 
-from harness.diagnosis import diagnose
-from harness.evidence.step import Call, Matmul, SavedTensorsHook
-from harness.judge.finding import Limit
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.plan.make_plan import make_plan
-from harness.plan.traffic.flow import Flow
-from harness.report.cause_text import diagnosis_line
+from harness.core.causes import diagnose
+from harness.core.evidence.step import Call, Matmul, SavedTensorsHook
+from harness.core.judge.finding import Limit
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.traffic.flow import Flow
+from harness.core.report.cause_text import diagnosis_line
 
 
 def ran(requested: dict[str, Any], really: dict[str, Any]) -> Trial:

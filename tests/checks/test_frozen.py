@@ -9,8 +9,8 @@ import pytest
 from checked import findings
 from literal import ADAMW, judged, tiny_case, trial_of, with_step, with_value
 
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
 
 W2, OUTPUT, WQ = "layers.0.feed_forward.w2.weight", "output.weight", "layers.0.attention.wq.weight"
 SOME = replace(ADAMW, trainable=(W2, OUTPUT))

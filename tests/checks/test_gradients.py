@@ -20,11 +20,11 @@ from literal import (
     with_value,
 )
 
-from harness.checks.replica_agreement import replica_families
-from harness.judge.finding import Bound
-from harness.judge.result import Verdict
-from harness.plan.slices import numel
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.checks.replica_agreement import replica_families
+from harness.core.judge.finding import Bound
+from harness.core.judge.result import Verdict
+from harness.core.plan.slices import numel
 
 # ---- gradients
 

@@ -19,14 +19,14 @@ from literal import (
     with_step,
 )
 
-from harness.checks.features import QUANTIZED_PRODUCTS
-from harness.evidence.step import Attention, Call, Matmul, QuantizedMatmul
-from harness.judge.finding import Finding, Limit
-from harness.judge.output_layer import looked_at
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.plan.make_plan import make_plan
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.checks.features import QUANTIZED_PRODUCTS
+from harness.core.evidence.step import Attention, Call, Matmul, QuantizedMatmul
+from harness.core.judge.finding import Finding, Limit
+from harness.core.judge.output_layer import looked_at
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
 
 # ---- 8 bits
 

@@ -11,13 +11,13 @@ from checked import like
 from literal import judged, tiny_case, trial_of, with_step
 from torch import nn
 
-from harness.evidence.records import HeldTensor
-from harness.judge.finding import Finding, Limit
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.probe.clock import Clock
-from harness.probe.copies import CopyRecorder
-from harness.probe.growth import GrowthRecorder
+from harness.core.evidence.records import HeldTensor
+from harness.core.judge.finding import Finding, Limit
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.probe.clock import Clock
+from harness.core.probe.copies import CopyRecorder
+from harness.core.probe.growth import GrowthRecorder
 
 LOGITS = "float64 [2, 4, 8]"
 

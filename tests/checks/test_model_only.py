@@ -12,12 +12,12 @@ from diagnosed import broken
 from literal import ADAMW, judged, tiny_case, trial_of, with_step
 from resuming import FSDP_4, TP_2, WEIGHT, everywhere
 
-from harness.checks import judge
-from harness.diagnosis.resumed import copies_not_loaded
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.spec.case import Saved
-from harness.spec.dims import ParallelDims
+from harness.core.case.case import Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.checks import judge
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.hypotheses.resumed import copies_not_loaded
 
 
 def started(before: ParallelDims = TP_2, after: ParallelDims = FSDP_4, *, step: int = 2) -> Trial:

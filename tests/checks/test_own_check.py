@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from literal import tiny_case, trial_of, with_step
 
-from harness import checks
-from harness.evidence.errors import CheckError
-from harness.judge.judgement import Judgement
-from harness.judge.result import Result, Verdict
-from harness.judge.trial import Trial
-from harness.report.stored import store_report
-from harness.report.text import case_report
+from harness.core import checks
+from harness.core.evidence.errors import CheckError
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result, Verdict
+from harness.core.judge.trial import Trial
+from harness.core.report.stored import store_report
+from harness.core.report.text import case_report
 
 FILE = '''"""No rank takes a step of a rate above 1."""
 
@@ -84,7 +84,7 @@ def test_a_file_that_is_no_check_is_refused_with_what_it_lacks(
 ) -> None:
     (tmp_path / "no_check.py").write_text(written)
     monkeypatch.setattr(checks, "__path__", [*checks.__path__, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "harness.checks.no_check", raising=False)
+    monkeypatch.delitem(sys.modules, "harness.core.checks.no_check", raising=False)
     with pytest.raises(CheckError, match=rf"no_check\.py: not a check; it lacks {lacking}"):
         checks.all_checks.__wrapped__()
 

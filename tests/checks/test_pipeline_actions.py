@@ -9,18 +9,18 @@ from checked import like
 from literal import TINY, judged, tiny_case
 from literal_reference import reference_of
 
-from harness.checks import schedule
-from harness.diagnosis.engine import explain
-from harness.diagnosis.request import neighbours
-from harness.diagnosis.structure_facts import facts
-from harness.evidence.records import RankEvidence, Run
-from harness.evidence.step import StepEvidence
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.plan.make_plan import make_plan
-from harness.plan.stages import actions_of_rank
-from harness.spec.case import Case, Saved
-from harness.spec.dims import ParallelDims
+from harness.core.case.case import Case, Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.causes.engine import explain
+from harness.core.causes.request import neighbours
+from harness.core.causes.structure_facts import facts
+from harness.core.checks import schedule
+from harness.core.evidence.records import RankEvidence, Run
+from harness.core.evidence.step import StepEvidence
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.stages import actions_of_rank
 
 
 def pp_2(name: str = "1F1B", **features: Any) -> Case:

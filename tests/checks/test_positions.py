@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 from literal import ADAMW, judged, tiny_case, trial_of, with_step
 
-from harness.checks.positions import within_documents
-from harness.judge.finding import Value
-from harness.judge.trial import Trial
+from harness.core.checks.positions import within_documents
+from harness.core.judge.finding import Value
+from harness.core.judge.trial import Trial
 
 MASKED = replace(ADAMW, document_mask=True, seq_len=8)
 

@@ -11,13 +11,13 @@ from checked import findings
 from diagnosed import kinds, proven
 from literal import EIGHT, TINY, judged, tiny_case, trial_of, with_step
 
-from harness.evidence.numbers import Number
-from harness.judge.norms import PARAMETERS, norm_of
-from harness.judge.numbers import Book, NotOnRecord, parts_of_mean
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.spec.case import Saved
-from harness.spec.dims import ParallelDims
+from harness.core.case.case import Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.evidence.numbers import Number
+from harness.core.judge.norms import PARAMETERS, norm_of
+from harness.core.judge.numbers import Book, NotOnRecord, parts_of_mean
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
 
 STEPS = (1, 2, 3)
 GRID = trial_of(tiny_case("hsdp_2x2"))

@@ -18,16 +18,16 @@ from literal import (
     with_step,
 )
 
-from harness.checks import all_checks, judge
-from harness.diagnosis import diagnose
-from harness.evidence.step import AfterEvaluation, AfterForward
-from harness.judge.finding import Finding, Limit
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.plan.make_plan import make_plan
-from harness.plan.plan import Kept
-from harness.plan.slices import FlatUnit, flat_slices
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.checks import all_checks, judge
+from harness.core.evidence.step import AfterEvaluation, AfterForward
+from harness.core.judge.finding import Finding, Limit
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.plan import Kept
+from harness.core.plan.slices import FlatUnit, flat_slices
 
 FSDP_4 = ParallelDims(dp_shard=4)
 LAST = {"norm.weight", "output.weight"}

@@ -13,15 +13,15 @@ from literal import ADAMW, SGD, UNEVEN, judged, tiny_case, trial_of, with_rank, 
 from literal_ranks import microbatch_of
 from resuming import FSDP_4, TP_2, WEIGHT, everywhere, resumed, with_resumed
 
-from harness.checks import judge
-from harness.checks.resume import PARAMETER, put_together, step_received
-from harness.diagnosis import diagnose
-from harness.evidence.records import Resumed
-from harness.judge.result import Result, Verdict
-from harness.judge.trial import Trial
-from harness.spec.case import Case, Saved
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
+from harness.core.case.case import Case, Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.causes import diagnose
+from harness.core.checks import judge
+from harness.core.checks.resume import PARAMETER, put_together, step_received
+from harness.core.evidence.records import Resumed
+from harness.core.judge.result import Result, Verdict
+from harness.core.judge.trial import Trial
 
 LAYOUTS = {
     "the same": (FSDP_4, FSDP_4),

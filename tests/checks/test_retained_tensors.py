@@ -17,11 +17,11 @@ from literal import (
     without_rank,
 )
 
-from harness.evidence.records import Exit, HeldTensor, Wrapper
-from harness.judge.finding import Limit
-from harness.judge.result import Result, Verdict
-from harness.judge.trial import Trial
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.evidence.records import Exit, HeldTensor, Wrapper
+from harness.core.judge.finding import Limit
+from harness.core.judge.result import Result, Verdict
+from harness.core.judge.trial import Trial
 
 
 def test_a_rank_that_keeps_whole_parameters_after_the_last_step_is_named() -> None:

@@ -9,10 +9,10 @@ import pytest
 from checked import like
 from literal import ADAMW, cause_of, judged, tiny_case, trial_of, with_rank, with_step
 
-from harness.diagnosis import diagnose
-from harness.diagnosis.words import first_finding
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
+from harness.core.causes import diagnose
+from harness.core.causes.words import first_finding
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
 
 EVERYWHERE = tuple(itertools.product((0, 1), (1, 2, 3)))
 FLOAT32 = replace(ADAMW, dtype="float32")

@@ -17,15 +17,15 @@ from literal import (
     with_rank,
 )
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.diagnosis.words import first_finding
-from harness.evidence.records import Collective, Group, Wrapper
-from harness.judge.contents import locate
-from harness.judge.finding import Part
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.causes.words import first_finding
+from harness.core.checks import judge
+from harness.core.evidence.records import Collective, Group, Wrapper
+from harness.core.judge.contents import locate
+from harness.core.judge.finding import Part
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
 
 # ---- process_groups
 

@@ -16,13 +16,13 @@ from literal import (
     with_rank,
 )
 
-from harness.evidence.records import BACKGROUND, Collective
-from harness.evidence.summary import issued
-from harness.judge.result import Verdict
-from harness.judge.traffic import observed, observed_outside
-from harness.judge.trial import Trial
-from harness.plan.make_plan import make_plan
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.evidence.records import BACKGROUND, Collective
+from harness.core.evidence.summary import issued
+from harness.core.judge.result import Verdict
+from harness.core.judge.traffic import observed, observed_outside
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
 
 # ---- traffic
 

@@ -10,11 +10,11 @@ from checked import NORM, WQ, findings, like
 from literal import ADAMW, SGD, judged, tiny_case, trial_of, with_every_rank, with_step, with_value
 from literal_reference import optimize
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.judge import tolerance
-from harness.judge.result import Verdict
-from harness.report.cause_text import diagnosis_line
+from harness.core.causes import diagnose
+from harness.core.checks import judge
+from harness.core.judge import tolerance
+from harness.core.judge.result import Verdict
+from harness.core.report.cause_text import diagnosis_line
 
 
 def test_a_parameter_that_an_optimizer_forgot_is_named() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from harness import BUILTIN, ROOT
-from harness.cli import main
-from harness.spec import case_files
-from harness.spec.loading import load_all
+from harness.core.case import case_files
+from harness.core.case.loading import load_all
+from harness.core.cli import main
 
 MINE = "cases: {mine: {why: a test, dims: {dp_shard: 2}}}"
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from harness import ROOT
-from harness.cli import COMMANDS, main
-from harness.judge.judgement import Judgement
-from harness.judge.result import Result, Verdict
-from harness.run.selection import matching
-from harness.spec.case import Case
+from harness.core.case.case import Case
+from harness.core.cli import COMMANDS, main
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result, Verdict
+from harness.core.run.selection import matching
 
 PAIR = "cases: {pair: {why: a test, dims: {dp_replicate: 2}}}"
 NEW_RECIPE = "cases: {single: {why: a test, training: {steps: 1, seed: 7}}}"
@@ -189,7 +189,7 @@ def test_an_unexpected_exception_in_one_case_keeps_the_outcomes_of_all_others(
             raise KeyError("nobody thought of this")
         return Judgement(case, Path("x"), (Result("completed", Verdict.PASS, 1),), None, 1.0)
 
-    monkeypatch.setattr("harness.run.matrix.run_case", judged)
+    monkeypatch.setattr("harness.core.run.matrix.run_case", judged)
     arguments = cases("cases: {first: {why: a test}, second: {why: a test}, third: {why: a test}}")
     assert main(["matrix", "--launcher", "torchrun", *arguments]) == 2
     told = capsys.readouterr().out
@@ -212,7 +212,7 @@ def test_help_fits_a_terminal_of_80_columns(command: str, capsys: Any, monkeypat
 def test_cuda_without_gpus_is_skipped_with_the_reason_and_not_green(
     monkeypatch: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    monkeypatch.setattr("harness.run.supported.visible_gpus", lambda: 0)
+    monkeypatch.setattr("harness.core.run.supported.visible_gpus", lambda: 0)
     reason = "needs 2 GPUs, 0 visible (CUDA_VISIBLE_DEVICES, more machines, or several ranks on one: --ranks-per-gpu)"
     assert main(["run", "ddp_2", "--device", "cuda", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"harness: skipped, nothing was judged: {reason}\n"
@@ -331,9 +331,7 @@ def test_a_failing_check_exits_with_1_also_under_bisect(cases: Any, capsys: Any)
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "hsdp_2x8"], ["matrix", "--list"]])
 def test_what_needs_no_ranks_imports_no_torch(arguments: list[str]) -> None:
-    watch = (
-        "import sys; from harness.cli import main; code = main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
-    )
+    watch = "import sys; from harness.core.cli import main; code = main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", watch, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -13,7 +13,7 @@ import pytest
 from interrupting import interrupt
 
 from harness import ROOT
-from harness.cli.interrupt import ENDS, one_interrupt
+from harness.core.cli.interrupt import ENDS, one_interrupt
 
 AS_SIGINT = pytest.mark.slow("SIGINT ends a run in the same way")
 PAIR = "cases: {pair: {why: a test, dims: {dp_replicate: 2}}}"

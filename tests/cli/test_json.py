@@ -22,29 +22,29 @@ from literal_recording import hsdp
 from literal_traces import ddp_step, save_job
 
 from harness import ROOT, __version__
-from harness.bisect.search import Found, Judged
-from harness.checks import judge
-from harness.cli import COMMANDS, main, parser
-from harness.diagnosis import diagnose
-from harness.evidence.records import OwnCalls, OwnGroup
-from harness.evidence.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, Sketch, save_sketches, sketch_file
+from harness.adapters.onboarding.examination import Examination
+from harness.clusters.chosen import Chosen
+from harness.clusters.commands import CommandRun
+from harness.clusters.judging import Verdicts
+from harness.clusters.launches import Flown
+from harness.clusters.lone_rank import Used
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.checks import judge
+from harness.core.cli import COMMANDS, main, parser
+from harness.core.evidence.records import OwnCalls, OwnGroup
+from harness.core.judge.finding import Finding
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result, Verdict
+from harness.core.launch import LaunchError
 from harness.faults.attempt import METHODS, Attempt
 from harness.faults.attempt import Outcome as FaultOutcome
-from harness.judge.finding import Finding
-from harness.judge.judgement import Judgement
-from harness.judge.result import Result, Verdict
-from harness.judge.stored_recording import Recording
-from harness.judge.structure import structure
-from harness.launch import LaunchError
-from harness.onboarding.examination import Examination
-from harness.preflight.chosen import Chosen
-from harness.preflight.commands import CommandRun
-from harness.preflight.judging import Verdicts
-from harness.preflight.launches import Flown
-from harness.preflight.lone_rank import Used
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.traces.analyzer import Analysis
+from harness.nights.bisect.search import Found, Judged
+from harness.recording.judged.stored_recording import Recording
+from harness.recording.judged.structure import structure
+from harness.recording.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, Sketch, save_sketches, sketch_file
+from harness.recording.traces.analyzer import Analysis
 
 ONE = "cases: {one: {why: a test}}"
 FOUR = "cases: {a: {why: a test}, b: {why: a test}, c: {why: a test}, d: {why: a test}}"
@@ -80,8 +80,8 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             result = wrong if case.name in names else Result("loss", Verdict.PASS, 1)
             return Judgement(case, Path("x"), (result,), None, 1.0, trainer=options.trainer)
 
-        monkeypatch.setattr("harness.run.matrix.run_case", run)
-        monkeypatch.setattr("harness.cli.work.run.run_case", run)
+        monkeypatch.setattr("harness.core.run.matrix.run_case", run)
+        monkeypatch.setattr("harness.core.cli.work.run.run_case", run)
 
     return broken
 
@@ -165,7 +165,7 @@ def test_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: Answer)
 
     done = [attempt("one", FaultOutcome.CAUGHT), attempt("other", FaultOutcome.OTHERWISE)]
     tried = (done, attempt("control", FaultOutcome.MISSED), 2.0)
-    monkeypatch.setattr("harness.cli.work.faults.tried", lambda *_: tried)
+    monkeypatch.setattr("harness.faults.cli.work.faults.tried", lambda *_: tried)
     code, said = answer("faults", "faults", "--out", str(tmp_path))
     assert (code, [one["outcome"] for one in said["attempts"]]) == (1, ["CAUGHT", "CAUGHT OTHERWISE"])
 
@@ -173,7 +173,7 @@ def test_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: Answer)
 def test_goldens(cases: Any, monkeypatch: pytest.MonkeyPatch, answer: Answer) -> None:
     finding = Finding(check="golden", step=1, quantity="loss", expected=1.0, observed=2.0)
     monkeypatch.setattr(
-        "harness.cli.work.golden._against_golden", lambda *_: Result("golden", Verdict.FAIL, 1, (finding,))
+        "harness.core.cli.work.golden._against_golden", lambda *_: Result("golden", Verdict.FAIL, 1, (finding,))
     )
     code, said = answer("golden", "golden", *cases(ONE))
     assert (code, said["goldens"][0]["result"]["findings"][0]["step"]) == (1, 1)
@@ -185,25 +185,25 @@ def test_a_recording_its_layout_and_what_is_odd(
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()
     Path("run/recording.json").touch()
-    monkeypatch.setattr("harness.cli.work.recording_report.load_recording", lambda _: recording())
+    monkeypatch.setattr("harness.recording.cli.work.recording_report.load_recording", lambda _: recording())
     code, said = answer("recording", "report", "run")
     assert (code, said["odd"], said["left_evidence"]) == (0, [], [0, 1, 2, 3])
     assert said["structure"]["axes"] and said["facts"]
     results = (Result("traffic", Verdict.FAIL, 1, (Finding.at(1, 2, 3, check="traffic"),)),)
-    monkeypatch.setattr("harness.cli.work.recording_report.judged", lambda *_: (results, None))
+    monkeypatch.setattr("harness.recording.cli.work.recording_report.judged", lambda *_: (results, None))
     code, said = answer("layout", "report", "run", "--layout", "dp_replicate=2,dp_shard=2")
     assert (code, said["verdict"], said["layout"]["dp_shard"]) == (1, "FAIL", 2)
     assert [(one["verdict"], one["world"]) for one in said["jobs"]] == [("FAIL", 4)]
     odd = recording(contents={1: 5}, not_finite={2: ("w",)})
     odd.summaries[3] = hsdp(3, **SHOWN, contents={1: 99})
-    monkeypatch.setattr("harness.cli.work.recording_report.load_recording", lambda _: odd)
+    monkeypatch.setattr("harness.recording.cli.work.recording_report.load_recording", lambda _: odd)
     code, said = answer("recording", "report", "run")
     rows = {one["label"]: one for one in said["odd"]}
     assert (code, rows["NOT FINITE"]["ranks"], rows["NOT FINITE"]["step"]) == (1, [0, 1, 2], 2)
     moved = (OwnCalls("allreduce", "float32", "other", 1, 2, 8),)
     own = recording(own_groups=(OwnGroup("ProcessGroupGloo", "train.py:3", 0, 0, None, 2, moved),))
     both = replace(own, others=(replace(own, directory=Path("run/jobs/2"), job="second"),))
-    monkeypatch.setattr("harness.cli.work.recording_report.load_recording", lambda _: both)
+    monkeypatch.setattr("harness.recording.cli.work.recording_report.load_recording", lambda _: both)
     _, said = answer("recording", "report", "run")
     assert [(one["rank"], one["made"], one["calls"][0]["bytes"]) for one in said["own_groups"]][0] == (
         0,
@@ -216,7 +216,8 @@ def test_a_recording_its_layout_and_what_is_odd(
         False,
     )
     monkeypatch.setattr(
-        "harness.cli.work.recording_report.load_recording", lambda _: Recording(Path("run"), {}, nothing="no torch")
+        "harness.recording.cli.work.recording_report.load_recording",
+        lambda _: Recording(Path("run"), {}, nothing="no torch"),
     )
     code, said = answer("recording", "report", "run")
     assert (code, said["odd"][0]["label"], said["structure"]) == (2, "NO EVIDENCE", {})
@@ -261,7 +262,7 @@ def test_snapshots_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ans
     code, said = answer("comparison", "compare", "a.yaml", "b.yaml")
     assert (code, said["of"], said["differences"]) == (1, "structure", [{"where": ["optimizers"], "other": "SGD"}])
     assert main(["compare", "a.yaml", "a.yaml", "--json"]) == 0  # behind its words as well
-    monkeypatch.setattr("harness.cli.work.compare.load_recording", lambda _: recording())
+    monkeypatch.setattr("harness.nights.cli.work.compare.load_recording", lambda _: recording())
     assert answer("comparison", "compare", "a.yaml", "run")[0] == 0
     assert answer("error", "compare", "none.yaml", "run")[0] == 2
     assert answer("error", "compare", "c.yaml", "run", "--accept")[0] == 2
@@ -293,16 +294,16 @@ def test_a_preflight_of_a_case_and_of_a_command(
 ) -> None:
     found = verdicts()
     flown = Flown(found.trial.run, (0, 3), 2.0, {0: Used(1.0, 2, 3, "backward", 4)}, {3: "it cannot"})
-    monkeypatch.setattr("harness.cli.work.preflight.fly", lambda *_, **__: flown)
-    monkeypatch.setattr("harness.cli.work.preflight.judged", lambda *_: found)
+    monkeypatch.setattr("harness.clusters.cli.work.preflight.fly", lambda *_, **__: flown)
+    monkeypatch.setattr("harness.clusters.cli.work.preflight.judged", lambda *_: found)
     where = ["--out", str(tmp_path), "--trainer", "llama3", "--ranks", "0,3"]
     code, said = answer("preflight", "preflight", "hsdp_2x2", *where)
     assert (code, said["verdict"], [one["rank"] for one in said["ran"]]) == (1, "FAIL", [0, 3])
     assert said["ran"][1]["unable"] == "it cannot" and said["figures"]["neediest"]["most"] > 0
     ran = CommandRun(tmp_path, {0: 0, 3: 1}, {}, {}, 1.0)
-    monkeypatch.setattr("harness.preflight.commands.run_alone", lambda *_: ran)
-    monkeypatch.setattr("harness.preflight.commands.judged", lambda *_: found)
-    monkeypatch.setattr("harness.cli.work.preflight.chosen", lambda *_: Chosen({"x": (0, 3)}, 0))
+    monkeypatch.setattr("harness.clusters.commands.run_alone", lambda *_: ran)
+    monkeypatch.setattr("harness.clusters.commands.judged", lambda *_: found)
+    monkeypatch.setattr("harness.clusters.cli.work.preflight.chosen", lambda *_: Chosen({"x": (0, 3)}, 0))
     layout = ["--layout", "dp_replicate=2,dp_shard=2", "--world", "4"]
     code, said = answer("preflight", "preflight", *layout, "--out", str(tmp_path), "--", "python", "train.py")
     assert (code, said["command"], said["ran"][1]) == (1, ["python", "train.py"], {"rank": 3, "code": 1})
@@ -312,15 +313,15 @@ def test_bisecting(cases: Any, monkeypatch: pytest.MonkeyPatch, answer: Answer) 
     bad = Judged("b" * 40, "", "", "bad", frozenset({("one", "loss")}), {"one": "why"}, folders={"one": Path("none")})
     good = Judged("a" * 40, "", "", "good", folders={"one": Path("none")})
     found = Found(bad, good, (good, bad), (), 3.0)
-    monkeypatch.setattr("harness.bisect.commits.bisect", lambda *_: found)
+    monkeypatch.setattr("harness.nights.bisect.commits.bisect", lambda *_: found)
     words = ["--repo", ".", "--good", "a", "--bad", "b", *cases(ONE), "--trainer", "llama3"]
     code, said = answer("bisect", "bisect", *words)
     assert (code, said["first"]["broken"], said["before"]["verdict"]) == (0, [["one", "loss"]], "good")
     assert said["side_by_side"][0]["case"] == "one" and said["side_by_side"][0]["problem"]
-    monkeypatch.setattr("harness.bisect.side_by_side.load_trial", lambda _: trial_of(tiny_case("fsdp_2")))
+    monkeypatch.setattr("harness.nights.bisect.side_by_side.load_trial", lambda _: trial_of(tiny_case("fsdp_2")))
     (seen,) = answer("bisect", "bisect", *words)[1]["side_by_side"]
     assert seen["before"] == seen["first"] and seen["first"]["it shards over"] == "[0,1]"
-    monkeypatch.setattr("harness.bisect.commits.bisect", lambda *_: Found(None, None, (good,), ("x",), 1.0))
+    monkeypatch.setattr("harness.nights.bisect.commits.bisect", lambda *_: Found(None, None, (good,), ("x",), 1.0))
     assert answer("bisect", "bisect", *words)[0] == 2
 
 
@@ -333,7 +334,7 @@ def test_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Ans
         judgement = Judgement(cases[0], Path("x"), (Result("loss", Verdict.FAIL, 1),), None, 1.0)
         return Examination({cases[0].name: Verdict.FAIL}, stopped=True, judgements=(judgement,))
 
-    monkeypatch.setattr("harness.cli.work.doctor.examine", examine)
+    monkeypatch.setattr("harness.adapters.cli.work.doctor.examine", examine)
     code, said = answer("doctor", "doctor", "--cases", "builtin", "-k", "single")
     assert (code, said["judged"], said["cases"][0]["verdict"]) == (1, {said["cases"][0]["case"]: "FAIL"}, "FAIL")
     assert said["lines"][-1] == {"label": "cause", "text": "it is so"}
@@ -375,7 +376,7 @@ def test_what_is_raised_on_the_way_is_one_document(cases: Any, monkeypatch: pyte
             os.write(1, b"of C\n")
             raise error
 
-        monkeypatch.setattr("harness.cli.work.run.run_case", run)
+        monkeypatch.setattr("harness.core.cli.work.run.run_case", run)
         return answer("error", "run", "one", *where, "--trainer", "llama3")
 
     for error, code in ((LaunchError("no"), 2), (KeyError("x"), 2), (SystemExit(0), 2), (KeyboardInterrupt(), 130)):
@@ -393,7 +394,7 @@ def test_report_of_traces_and_of_dumps(answer: Answer, tmp_path: Path, monkeypat
     folder = save_job(tmp_path / "traces", ddp_step, world=2, shards=1)
     code, told = answer("traces", "report", str(folder), "--layout", "dp_replicate=2")
     assert (code, told["verdict"], told["traced"], told["layout"]["dp_replicate"]) == (0, "PASS", [0, 1], 2)
-    monkeypatch.setattr("harness.cli.work.trace_report.analysis_of", lambda dumps: Analysis((1,)))
+    monkeypatch.setattr("harness.recording.cli.work.trace_report.analysis_of", lambda dumps: Analysis((1,)))
     done = ("all_reduce", 100, "0", "completed")
     folder = save_dumps(tmp_path / "dumps", {0: [done, ("all_reduce", 100)], 1: [done]})
     code, told = answer("dumps", "report", str(folder))

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from harness.cli import COMMANDS
+from harness.core.cli import COMMANDS
 
 ROOMS = ("checks", "diagnosis", "judge", "launch", "trainers")
 TYPED = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from harness.cli import main
-from harness.judge.judgement import Judgement
-from harness.judge.result import Result, Verdict
-from harness.spec.case import Case
+from harness.core.case.case import Case
+from harness.core.cli import main
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result, Verdict
 
 FOUR = "cases: {a: {why: a test}, b: {why: a test}, c: {why: a test}, d: {why: a test}}"
 
@@ -27,7 +27,7 @@ def matrix(cases: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Any:
             verdict = Verdict.FAIL if case.name in broken else Verdict.PASS
             return Judgement(case, Path("x"), (Result("loss", verdict, 1),), None, 1.0)
 
-        monkeypatch.setattr("harness.run.matrix.run_case", judged)
+        monkeypatch.setattr("harness.core.run.matrix.run_case", judged)
         ran.clear()
         capsys.readouterr()
         once = [] if "--again" in arguments else ["--again", "0"]

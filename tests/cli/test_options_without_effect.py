@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.cli import main
-from harness.evidence.sketches import BUCKETS, WEIGHTS, RankSketches, Sketch, save_sketches, sketch_file
-from harness.report.outcome import Outcome
-from harness.run import verdicts
-from harness.run.options import Options
-from harness.spec.case import Case
+from harness.core.case.case import Case
+from harness.core.cli import main
+from harness.core.report.outcome import Outcome
+from harness.core.run import verdicts
+from harness.core.run.options import Options
+from harness.recording.sketches import BUCKETS, WEIGHTS, RankSketches, Sketch, save_sketches, sketch_file
 
 CASES = "cases: {one: {why: a test}}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from harness import ROOT
-from harness.cli import main
+from harness.core.cli import main
 
 
 def test_a_plan_shows_grid_groups_slices_and_bytes(capsys: Any) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from literal import tiny_case
 
-from harness.cli import main
-from harness.evidence.own_folders import CASE_FOLDER, RECORDING_FOLDER, emptied, list_trainer_files
-from harness.evidence.store import EvidenceError
-from harness.spec.case import to_json
+from harness.core.case.case import to_json
+from harness.core.cli import main
+from harness.core.evidence.own_folders import CASE_FOLDER, RECORDING_FOLDER, emptied, list_trainer_files
+from harness.core.evidence.store import EvidenceError
 
 CASES = """
 cases:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from harness.cli import main
-from harness.cli.run import FIRST_NODE
+from harness.core.cli import main
+from harness.core.cli.run import FIRST_NODE
 
 SERVER = {"pid": 7, "commands": 0, "ends": 300.0, "idle": 1.0, "torch": "2.13", "root": "here"}
 
@@ -24,7 +24,7 @@ def test_a_node_joins_the_launch_of_a_folder(
         joined.append((folder, seconds))
         return status
 
-    monkeypatch.setattr("harness.cli.work.run.join", join)
+    monkeypatch.setattr("harness.core.cli.work.run.join", join)
     assert main(["run", "--join", "out/pair", *told]) == code
     assert joined == [(Path("out/pair/run"), seconds)]
 
@@ -39,8 +39,8 @@ def test_rank_servers_are_shown_or_ended(
         stopped.append(every)
         return [SERVER, SERVER | {"pid": 8, "stays": not every}]
 
-    monkeypatch.setattr("harness.launch.resident_client.stop", stop)
-    monkeypatch.setattr("harness.launch.resident_client.status_of_all", lambda: [SERVER])
+    monkeypatch.setattr("harness.core.launch.resident_client.stop", stop)
+    monkeypatch.setattr("harness.core.launch.resident_client.status_of_all", lambda: [SERVER])
     assert main(["run", "--server", what]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert stopped == ended
@@ -62,7 +62,7 @@ def test_rank_servers_are_shown_or_ended(
     ],
 )
 def test_a_case_or_one_of_these_is_wanted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.cli.work.run.run_case", lambda *_: pytest.fail("a case is run"))
+    monkeypatch.setattr("harness.core.cli.work.run.run_case", lambda *_: pytest.fail("a case is run"))
     assert main(["run", *words]) == 2
 
 

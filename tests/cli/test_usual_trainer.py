@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from harness import ROOT
-from harness.cli import main
-from harness.cli.work import check, options
-from harness.cli.work import faults as faults_command
-from harness.cli.work import run as run_command
+from harness.core.case import usual_trainer
+from harness.core.case.case import Case
+from harness.core.case.trainer_spec import CHECKOUT
+from harness.core.cli import main
+from harness.core.cli.work import check, options
+from harness.core.cli.work import run as run_command
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result, Verdict
+from harness.core.plugin import checks
+from harness.core.run.options import Options
 from harness.faults.attempt import Attempt, Outcome
-from harness.judge.judgement import Judgement
-from harness.judge.result import Result, Verdict
-from harness.plugin import checks
-from harness.run.options import Options
-from harness.spec import usual_trainer
-from harness.spec.case import Case
-from harness.spec.trainer_spec import CHECKOUT
+from harness.faults.cli.work import faults as faults_command
 
 CASES = "cases: {single: {why: a test}}"
 IN_PYPROJECT = '[tool.pytest.ini_options]\nharness_trainer = "{}"\n'
@@ -59,7 +59,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return [], ended, 0.0  # type: ignore[return-value]
 
     monkeypatch.setattr(run_command, "run_case", judged)
-    monkeypatch.setattr("harness.run.matrix.run_case", judged)
+    monkeypatch.setattr("harness.core.run.matrix.run_case", judged)
     monkeypatch.setattr(faults_command, "tried", tried)
     monkeypatch.setattr(faults_command.shown, "report", lambda *_: "")
     return found

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from literal_reference import retrained, retrained_apart
 
-from harness.diagnosis import assume
+from harness.core.causes import assume
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from literal import tiny_case, trial_of
 
-from harness.diagnosis import assume
-from harness.evidence.provided import RECORDED
-from harness.judge.trial import Trial
-from harness.plan.plan import without_slices
-from harness.spec.measured import Measured
+from harness.core.case.measured import Measured
+from harness.core.causes import assume
+from harness.core.evidence.provided import RECORDED
+from harness.core.judge.trial import Trial
+from harness.core.plan.plan import without_slices
 
 RIGHT = trial_of(tiny_case("ddp_2"))
 

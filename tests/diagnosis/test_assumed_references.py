@@ -10,11 +10,12 @@ import pytest
 from diagnosed import NORM
 from literal import judged, tiny_case, trial_of, with_step
 
-from harness.diagnosis import assume, pieces
-from harness.diagnosis.differences import expected_gradient
-from harness.diagnosis.pieces import Pieces, assuming
-from harness.diagnosis.received import other_positions
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import assume
+from harness.core.causes.differences import expected_gradient
+from harness.hypotheses import pieces
+from harness.hypotheses.pieces import Pieces, assuming
+from harness.hypotheses.received import other_positions
 
 
 @pytest.fixture

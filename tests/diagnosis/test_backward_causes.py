@@ -26,7 +26,14 @@ from literal import (
 )
 from noisy import with_noise
 
-from harness.diagnosis.backward import (
+from harness.core.case.dims import ParallelDims
+from harness.core.causes.differences import wrong_pairs
+from harness.core.causes.hypothesis import Fact
+from harness.core.evidence.records import Collective
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.traffic.flow import OUTSIDE, Flow
+from harness.hypotheses.backward import (
     OF_ATTENTION,
     coarse,
     depth,
@@ -35,13 +42,6 @@ from harness.diagnosis.backward import (
     silent_axes,
     wrong_backward,
 )
-from harness.diagnosis.differences import wrong_pairs
-from harness.diagnosis.hypothesis import Fact
-from harness.evidence.records import Collective
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.plan.traffic.flow import OUTSIDE, Flow
-from harness.spec.dims import ParallelDims
 
 WQ = "layers.0.attention.wq.weight"
 TIED = trial_of(

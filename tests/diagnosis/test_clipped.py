@@ -13,10 +13,10 @@ from literal import tiny_case, trained_otherwise, trial_of, with_rank, with_step
 from literal_reference import clip
 from test_recipe import LITTLE, LOW, Arrays, given, kind, named, proposed
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.judge.norms import norm_of
-from harness.plan.slices import tp_dim
+from harness.core.causes import diagnose
+from harness.core.checks import judge
+from harness.core.judge.norms import norm_of
+from harness.core.plan.slices import tp_dim
 from harness.reference.config import TrainingConfig
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from literal_numbers import STEPS, numbers, sums_of
 
-from harness.diagnosis.sketched import cause_of
-from harness.evidence.sketches import GRADIENT
-from harness.judge.clipped_by_hand import unclipped
-from harness.judge.result import Verdict
-from harness.judge.same_training import compared
-from harness.judge.sketched import Numbers
+from harness.core.judge.result import Verdict
+from harness.recording.judged.clipped_by_hand import unclipped
+from harness.recording.judged.judge_same_training import compared
+from harness.recording.judged.judge_sketched import Numbers
+from harness.recording.judged.sketched import cause_of
+from harness.recording.sketches import GRADIENT
 
 AVERAGED = "AdamW(betas (0.9, 0.95))"
 

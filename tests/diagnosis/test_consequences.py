@@ -8,7 +8,7 @@ import pytest
 from diagnosed import NORM
 from literal import tiny_case, trial_of, with_step, with_value, without_step
 
-from harness.diagnosis.differences import (
+from harness.core.causes.differences import (
     consequences,
     distance,
     loss_off,
@@ -16,7 +16,7 @@ from harness.diagnosis.differences import (
     seen_gradients,
     wrong_pairs,
 )
-from harness.judge.trial import Trial
+from harness.core.judge.trial import Trial
 
 WRONG_IN_STEP_2 = with_value(trial_of(tiny_case("ddp_2")), 1, 2, "gradients", NORM, lambda gradient: 2 * gradient)
 """Of one of two replicas: there is no global norm."""

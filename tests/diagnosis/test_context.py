@@ -23,16 +23,16 @@ from literal import (
 )
 from literal_ranks import microbatch_of
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.diagnosis.pieces import Pieces, fit_of
-from harness.diagnosis.received import wrong_positions
-from harness.evidence.text import positions_text
-from harness.judge.finding import Finding
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.plan.stages import positions
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.checks import judge
+from harness.core.evidence.text import positions_text
+from harness.core.judge.finding import Finding
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.stages import positions
+from harness.hypotheses.pieces import Pieces, fit_of
+from harness.hypotheses.received import wrong_positions
 
 EIGHT = replace(ADAMW, seq_len=8)  # tokens enough that every part of a sample is one of a kind
 CP_2, FSDP_2_CP_2 = ParallelDims(cp=2), ParallelDims(dp_shard=2, cp=2)

@@ -24,14 +24,14 @@ from diagnosed import (
 from literal import sum_of_samples, tiny_case, trained_otherwise, trial_of, with_step, with_step_1_gradients
 from literal_reference import clip
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.diagnosis.engine import explain, failing_checks
-from harness.diagnosis.hypothesis import Hypothesis
-from harness.diagnosis.piece_weights import sums_of_pieces
-from harness.diagnosis.words import Arrays
-from harness.judge.trial import Trial
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.causes.engine import explain, failing_checks
+from harness.core.causes.hypothesis import Hypothesis
+from harness.core.causes.words import Arrays
+from harness.core.checks import judge
+from harness.core.judge.trial import Trial
+from harness.hypotheses.piece_weights import sums_of_pieces
 
 FIRST, SECOND = (0, 1, 4, 5), (2, 3, 6, 7)  # the samples of each microbatch where two ranks have two
 

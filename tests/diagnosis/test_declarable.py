@@ -8,15 +8,15 @@ import pytest
 from diagnosed import broken, dims
 from literal import judged, tiny_case, trial_of, with_collectives, with_every_rank, with_rank
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.diagnosis.declarable import IN_BACKWARD, lines_to_write
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.report.cause_text import evidence_rows
+from harness.core.causes import diagnose
+from harness.core.causes.declarable import IN_BACKWARD, lines_to_write
+from harness.core.checks import judge
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.report.cause_text import evidence_rows
 
 CLAIM = (
-    'if it needs no wrapper: `harness.probe.structure.note_wrapper(model, "{}", replicate_ranks=..)`, the rank\'s group over '
+    'if it needs no wrapper: `harness.core.probe.structure.note_wrapper(model, "{}", replicate_ranks=..)`, the rank\'s group over '
     "dp_replicate, of rank 0 [0,1]"
 )
 

@@ -12,17 +12,17 @@ from checked import with_activity
 from literal import TINY, judged, tiny_case, trial_of, with_rank, with_step
 from literal_ranks import APART
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.diagnosis.declarable import LABEL, as_declared
-from harness.evidence.records import Collective, HeldTensor
-from harness.evidence.step import Attention, Call, Matmul, SavedTensorsHook
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.plan.make_plan import make_plan
-from harness.spec.allowance import Allowance
-from harness.spec.case import to_json
-from harness.spec.loading import from_json
+from harness.core.case.allowance import Allowance
+from harness.core.case.case import to_json
+from harness.core.case.loading import from_json
+from harness.core.causes import diagnose
+from harness.core.causes.declarable import LABEL, as_declared
+from harness.core.checks import judge
+from harness.core.evidence.records import Collective, HeldTensor
+from harness.core.evidence.step import Attention, Call, Matmul, SavedTensorsHook
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
 
 KNOWN = Allowance("copied", 8, "their norm is logged")
 FUSED = {Attention("forward", "attention"): 2, Attention("backward", "attention_backward"): 2}

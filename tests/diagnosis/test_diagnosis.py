@@ -23,13 +23,13 @@ from literal import (
     with_value,
 )
 
-from harness.checks import judge
-from harness.diagnosis import FACTS, SUSPECTS, diagnose
-from harness.judge.result import Result, Verdict
-from harness.judge.trial import Trial
-from harness.report.cause_text import diagnosis_line, evidence_rows
-from harness.spec.case import Saved
-from harness.spec.dims import ParallelDims
+from harness.core.case.case import Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import FACTS, SUSPECTS, diagnose
+from harness.core.checks import judge
+from harness.core.judge.result import Result, Verdict
+from harness.core.judge.trial import Trial
+from harness.core.report.cause_text import diagnosis_line, evidence_rows
 
 
 def test_a_correct_run_has_no_diagnosis() -> None:

@@ -9,13 +9,13 @@ import pytest
 from diagnosed import fsdp_4
 from literal import tiny_case, trial_of, with_step_1_gradients
 
-from harness.checks import judge
-from harness.diagnosis import engine, hypothesis
-from harness.diagnosis.engine import explain
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis, as_seen
-from harness.evidence.provided import Provided
-from harness.judge.result import Cause, Result, Verdict
-from harness.judge.trial import Trial
+from harness.core.causes import engine, hypothesis
+from harness.core.causes.engine import explain
+from harness.core.causes.hypothesis import Broken, Fact, Hypothesis, as_seen
+from harness.core.checks import judge
+from harness.core.evidence.provided import Provided
+from harness.core.judge.result import Cause, Result, Verdict
+from harness.core.judge.trial import Trial
 from harness.reference import budget
 
 

@@ -26,9 +26,10 @@ from literal import (
 )
 from resuming import FSDP_4, TP_2, WEIGHT
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.diagnosis.facts import (
+from harness.core.case.case import Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.causes.facts import (
     ROWS,
     layers_lost,
     not_finite,
@@ -37,14 +38,13 @@ from harness.diagnosis.facts import (
     of_other_stages,
     process_failed,
 )
-from harness.diagnosis.words import elsewhere, first_finding
-from harness.evidence.checkpoint_index import SavedTensor
-from harness.evidence.records import Collective, Exit, HeldTensor
-from harness.judge.finding import Finding
-from harness.judge.trial import Trial
-from harness.plan.make_plan import make_plan
-from harness.spec.case import Saved
-from harness.spec.dims import ParallelDims
+from harness.core.causes.words import elsewhere, first_finding
+from harness.core.checks import judge
+from harness.core.evidence.checkpoint_index import SavedTensor
+from harness.core.evidence.records import Collective, Exit, HeldTensor
+from harness.core.judge.finding import Finding
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
 
 RING = "each waits for the other: rank 0 in x; rank 1 in y"
 WQ, LOGITS = "layers.0.attention.wq.weight", "float64 [2, 4, 8]"

@@ -15,21 +15,21 @@ from literal_ranks import microbatch_of
 from resuming import FSDP_4, resumed
 from trained import RECIPE, Ran, _ran, case_of, reference  # noqa: F401
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.diagnosis.factors import how_far
-from harness.diagnosis.fed import other_samples, wrong_samples
-from harness.diagnosis.received import Rows, seen_labels, shift_of, trained_on, wrong_positions
-from harness.diagnosis.received import received as rows_of
-from harness.diagnosis.words import rank_words
-from harness.evidence.step import Microbatch
-from harness.judge.losses import global_loss
-from harness.judge.received_samples import received_samples
-from harness.judge.trial import Trial
-from harness.plan.stages import positions
+from harness.core.case.case import Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.causes.factors import how_far
+from harness.core.causes.words import rank_words
+from harness.core.checks import judge
+from harness.core.evidence.step import Microbatch
+from harness.core.judge.losses import global_loss
+from harness.core.judge.received_samples import received_samples
+from harness.core.judge.trial import Trial
+from harness.core.plan.stages import positions
+from harness.hypotheses.fed import other_samples, wrong_samples
+from harness.hypotheses.received import Rows, seen_labels, shift_of, trained_on, wrong_positions
+from harness.hypotheses.received import received as rows_of
 from harness.reference.data import build_dataset, sample_order
-from harness.spec.case import Saved
-from harness.spec.dims import ParallelDims
 
 IGNORED = -100
 LENGTH_16 = replace(ADAMW, seq_len=16)

@@ -12,12 +12,12 @@ from diagnosed import broken
 from literal import ADAMW, EIGHT, judged, tiny_case, trial_of, with_step
 from trained import RECIPE, Ran, _ran, case_of, reference  # noqa: F401
 
-from harness.checks.positions import within_documents
-from harness.diagnosis.received import other_positions, wrong_positions
-from harness.evidence.text import positions_text
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.checks.positions import within_documents
+from harness.core.evidence.text import positions_text
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.hypotheses.received import other_positions, wrong_positions
 
 LENGTH_16 = replace(ADAMW, seq_len=16)
 

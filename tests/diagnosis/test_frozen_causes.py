@@ -7,7 +7,7 @@ from dataclasses import replace
 from diagnosed import proven
 from literal import ADAMW, tiny_case, trial_of, with_every_rank, with_value
 
-from harness.judge.trial import Trial
+from harness.core.judge.trial import Trial
 
 TRAINED = ("norm.weight", "output.weight")
 

@@ -22,7 +22,7 @@ def strings(node: ast.AST) -> set[str]:
 
 def named_in(source: Path) -> Iterator[str]:
     """Kinds that calls write out or hold in a variable, those of a table of rows, and those that a table gives fields."""
-    module = importlib.import_module(f"harness.diagnosis.{source.stem}")
+    module = importlib.import_module(f"harness.core.causes.{source.stem}")
     for function in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if not isinstance(function, ast.FunctionDef):
             continue

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from trained import Ran, _ran, case_of, diagnosed, reference  # noqa: F401
 
+from harness.core.case.case import Case
 from harness.reference.counterfactual import Apart, Batch, Otherwise, retrain_apart
-from harness.spec.case import Case
 
 Arrays = dict[str, np.ndarray]
 

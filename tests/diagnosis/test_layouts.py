@@ -12,20 +12,20 @@ import pytest
 from diagnosed import EMBEDDING, LAST, NORM, broken, dims, fsdp_4
 from literal import ADAMW, TINY, UNEVEN, judged, tiny_case, trial_of, with_parameter, with_rank
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.diagnosis.hypothesis import Hypothesis
-from harness.diagnosis.layouts import BY_RANK, Layout, layouts, other_layouts, renamed
-from harness.diagnosis.structure_facts import facts
-from harness.evidence.provided import RECORDED
-from harness.evidence.records import Exit
-from harness.judge.result import Cause, Verdict
-from harness.judge.trial import Trial
-from harness.plan.make_plan import make_plan
-from harness.plan.plan import Kept
-from harness.plan.slices import slices_of_rank
-from harness.spec.dims import AXES, ParallelDims
-from harness.spec.measured import Measured
+from harness.core.case.dims import AXES, ParallelDims
+from harness.core.case.measured import Measured
+from harness.core.causes import diagnose
+from harness.core.causes.hypothesis import Hypothesis
+from harness.core.causes.layouts import BY_RANK, Layout, layouts, other_layouts, renamed
+from harness.core.causes.structure_facts import facts
+from harness.core.checks import judge
+from harness.core.evidence.provided import RECORDED
+from harness.core.evidence.records import Exit
+from harness.core.judge.result import Cause, Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.plan import Kept
+from harness.core.plan.slices import slices_of_rank
 
 WIDE = replace(TINY, dim=16, vocab_size=16, ffn_dim=32)
 UP, DOWN = "layers.0.feed_forward.w1.weight", "layers.0.feed_forward.w2.weight"  # TP cuts into rows, into columns

@@ -14,16 +14,16 @@ from diagnosed import NORM, broken, here
 from literal import TINY, tiny_case, trial_of, with_parameter, with_step, with_value
 from noisy import with_noise
 
-from harness.diagnosis.localise import first_wrong_input, localise
-from harness.judge.finding import Finding
-from harness.judge.result import Cause, Result, Verdict
-from harness.judge.trial import Trial
-from harness.probe.activity import ActivityRecorder
-from harness.probe.clock import Clock
+from harness.core.causes.localise import first_wrong_input, localise
+from harness.core.judge.finding import Finding
+from harness.core.judge.result import Cause, Result, Verdict
+from harness.core.judge.trial import Trial
+from harness.core.probe.activity import ActivityRecorder
+from harness.core.probe.clock import Clock
+from harness.core.report.cause_text import cause_line
 from harness.reference.config import ModelConfig
 from harness.reference.model import initial_weights, llama_from
 from harness.reference.train import mean_squares
-from harness.report.cause_text import cause_line
 
 TRIAL = trial_of(tiny_case("hsdp_2x2", model=replace(TINY, n_layers=2)))
 NAMES = list(TRIAL.plan.shapes)

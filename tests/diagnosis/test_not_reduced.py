@@ -12,13 +12,13 @@ from caused import causes_of
 from diagnosed import LAST, NORM, accumulating, kinds, proven, reference_gradient
 from literal import EIGHT, sum_of_samples, tiny_case, trial_of, with_collectives, with_every_rank, with_step_1_gradients
 
-from harness.checks import judge
-from harness.diagnosis.engine import failing_checks
-from harness.diagnosis.hypothesis import Hypothesis
-from harness.diagnosis.piece_weights import sums_of_pieces
-from harness.judge.trial import Trial
-from harness.plan.grid import coordinate
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.causes.engine import failing_checks
+from harness.core.causes.hypothesis import Hypothesis
+from harness.core.checks import judge
+from harness.core.judge.trial import Trial
+from harness.core.plan.grid import coordinate
+from harness.hypotheses.piece_weights import sums_of_pieces
 
 HSDP = trial_of(tiny_case("hsdp_2x2"))
 HSDP_TP = trial_of(tiny_case(ParallelDims(dp_replicate=2, dp_shard=2, tp=2)))

@@ -24,18 +24,18 @@ from literal import (
 from noisy import with_noise
 from trained import Ran, _ran, case_of, diagnosed  # noqa: F401
 
-from harness.checks import judge
-from harness.diagnosis.backward import wrong_backward
-from harness.diagnosis.contributions import sums_of_whole_gradients
-from harness.diagnosis.engine import failing_checks
-from harness.diagnosis.hypothesis import Fact, Hypothesis
-from harness.diagnosis.piece_weights import sums_of_pieces
-from harness.diagnosis.words import Arrays
-from harness.judge.contents import take
-from harness.judge.trial import Trial
+from harness.core.case.dims import ParallelDims
+from harness.core.causes.contributions import sums_of_whole_gradients
+from harness.core.causes.engine import failing_checks
+from harness.core.causes.hypothesis import Fact, Hypothesis
+from harness.core.causes.words import Arrays
+from harness.core.checks import judge
+from harness.core.judge.contents import take
+from harness.core.judge.trial import Trial
+from harness.hypotheses.backward import wrong_backward
+from harness.hypotheses.piece_weights import sums_of_pieces
 from harness.reference.model import seed_masks
 from harness.reference.spellings import evaluating, output_detached, passing_back
-from harness.spec.dims import ParallelDims
 
 WQ = "layers.0.attention.wq.weight"
 

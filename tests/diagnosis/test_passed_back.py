@@ -9,12 +9,12 @@ import pytest
 from literal import with_step
 from trained import Ran, _ran, case_of, diagnosed  # noqa: F401
 
-from harness.checks import judge
-from harness.checks.gradients import check
-from harness.diagnosis.hypothesis import Hypothesis
-from harness.diagnosis.passed_back import multiples_passed_back
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
+from harness.core.causes.hypothesis import Hypothesis
+from harness.core.checks import judge
+from harness.core.checks.gradients import check
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.hypotheses.passed_back import multiples_passed_back
 from harness.reference.spellings import passing_back
 
 WO = ("layers.0.attention.wo",)

@@ -11,11 +11,11 @@ from diagnosed import NORM, fsdp_4, received
 from literal import EIGHT, tiny_case, trial_of, with_step_1_gradients, with_value
 from noisy import with_noise
 
-from harness.diagnosis.pieces import EXPLAINED, Fit, Pieces, fit_of
-from harness.judge.trial import Trial
-from harness.plan.stages import positions
-from harness.spec.case import Saved
-from harness.spec.dims import ParallelDims
+from harness.core.case.case import Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.judge.trial import Trial
+from harness.core.plan.stages import positions
+from harness.hypotheses.pieces import EXPLAINED, Fit, Pieces, fit_of
 
 SIXTEEN = replace(EIGHT, seq_len=16, variable_length=True)
 

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from literal import EIGHT, tiny_case, trial_of, with_every_rank, with_rank, with_step, without_rank, without_step
 from resuming import resumed
 
-from harness.checks import judge
-from harness.diagnosis import COSTLY, FACTS, SUSPECTS
-from harness.diagnosis.engine import Explanation, explain
-from harness.judge.trial import Trial
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import COSTLY, FACTS, SUSPECTS
+from harness.core.causes.engine import Explanation, explain
+from harness.core.checks import judge
+from harness.core.judge.trial import Trial
 
 TRIALS = {
     "ddp": trial_of(tiny_case("ddp_2", accumulation=2)),

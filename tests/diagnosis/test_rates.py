@@ -12,10 +12,10 @@ from literal import ADAMW, tiny_case, trained_otherwise, trial_of, with_step
 from literal_reference import clip
 from test_recipe import LOW, RATES, Arrays, given, kind, named, proposed
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.diagnosis.recipe import rule_of
-from harness.judge.trial import Trial
+from harness.core.causes import diagnose
+from harness.core.checks import judge
+from harness.core.judge.trial import Trial
+from harness.hypotheses.recipe import rule_of
 from harness.reference.config import TrainingConfig
 
 # ---- what is not moved

@@ -13,12 +13,12 @@ from literal import ADAMW, SGD, tiny_case, trained_otherwise, trial_of, with_ste
 from literal_reference import clip
 from resuming import resumed
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.diagnosis.engine import explain
-from harness.diagnosis.recipe import HALF, wrong_recipe
-from harness.judge.result import Cause, Verdict
-from harness.judge.trial import Trial
+from harness.core.causes import diagnose
+from harness.core.causes.engine import explain
+from harness.core.checks import judge
+from harness.core.judge.result import Cause, Verdict
+from harness.core.judge.trial import Trial
+from harness.hypotheses.recipe import HALF, wrong_recipe
 from harness.reference.config import TrainingConfig
 
 Arrays = dict[str, np.ndarray]

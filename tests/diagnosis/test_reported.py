@@ -11,15 +11,15 @@ from diagnosed import LOW_CLIP, accumulating, dims, is_listed, reference_gradien
 from literal import judged, tiny_case, trial_of, with_step
 from literal_reference import clip
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.diagnosis.engine import explain, failing_checks
-from harness.diagnosis.reported import norms, odd_reports, reported_of, wrong_reports
-from harness.judge.contents import to_bfloat16
-from harness.judge.norms import norm_of
-from harness.judge.result import Cause
-from harness.judge.trial import Trial
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.causes.engine import explain, failing_checks
+from harness.core.causes.reported import norms, odd_reports, reported_of, wrong_reports
+from harness.core.checks import judge
+from harness.core.judge.contents import to_bfloat16
+from harness.core.judge.norms import norm_of
+from harness.core.judge.result import Cause
+from harness.core.judge.trial import Trial
 
 FSDP_4, HSDP_8 = trial_of(tiny_case(dims(shard=4))), trial_of(tiny_case(dims(2, 4)))
 LOSS, NORM, RATE = "reported_loss", "grad_norm", "reported_lr"

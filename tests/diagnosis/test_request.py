@@ -13,18 +13,18 @@ from literal import ADAMW, EIGHT, TINY, tiny_case, trial_of, with_collectives, w
 from literal_ranks import APART
 from noisy import noise_of
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.diagnosis.hypothesis import Hypothesis
-from harness.diagnosis.request import Neighbour, neighbours, singles
-from harness.evidence.provided import RECORDED
-from harness.judge.result import Cause, Verdict
-from harness.judge.trial import Trial
-from harness.plan.stages import actions_of_rank
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.spec.traits import TrainerTraits
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.traits import TrainerTraits
+from harness.core.causes import diagnose
+from harness.core.causes.hypothesis import Hypothesis
+from harness.core.causes.request import Neighbour, neighbours, singles
+from harness.core.checks import judge
+from harness.core.evidence.provided import RECORDED
+from harness.core.judge.result import Cause, Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.stages import actions_of_rank
 
 CP_2 = ParallelDims(cp=2)
 NINE = replace(ADAMW, global_batch=9)

@@ -23,12 +23,12 @@ from diagnosed import (
 from literal import ADAMW, TINY, tiny_case, trained_otherwise, trial_of, with_step, with_step_1_gradients
 from literal_reference import clip
 
-from harness.checks import judge
-from harness.diagnosis.contributions import sums_of_whole_gradients
-from harness.diagnosis.engine import explain
-from harness.judge.losses import losses
-from harness.judge.trial import Trial
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.causes.contributions import sums_of_whole_gradients
+from harness.core.causes.engine import explain
+from harness.core.checks import judge
+from harness.core.judge.losses import losses
+from harness.core.judge.trial import Trial
 
 WQ = "layers.0.attention.wq.weight"
 TIED = replace(TINY, tied_embeddings=True)

@@ -10,12 +10,12 @@ from diagnosed import NORM, with_factors
 from literal import judged, tiny_case, trial_of, with_updates_that_follow, with_value
 from noisy import with_noise
 
-from harness.checks import judge
-from harness.diagnosis.assume import another_reference
-from harness.diagnosis.contributions import sums_of_whole_gradients
-from harness.diagnosis.engine import explain, failing_checks
-from harness.judge.result import Result, Verdict
-from harness.judge.trial import Trial
+from harness.core.causes.assume import another_reference
+from harness.core.causes.contributions import sums_of_whole_gradients
+from harness.core.causes.engine import explain, failing_checks
+from harness.core.checks import judge
+from harness.core.judge.result import Result, Verdict
+from harness.core.judge.trial import Trial
 from harness.reference.counterfactual import Batch
 
 WQ = "layers.0.attention.wq.weight"

@@ -10,14 +10,14 @@ import pytest
 from diagnosed import here
 from literal import tiny_case
 
-from harness.diagnosis import engine, hypothesis
-from harness.diagnosis.engine import Explanation, explain
-from harness.diagnosis.hypothesis import Broken, Fact, Hypothesis
-from harness.judge.result import Cause, Result, Verdict
-from harness.judge.tolerance import NoBound
+from harness.core.case.case import Case
+from harness.core.causes import engine, hypothesis
+from harness.core.causes.engine import Explanation, explain
+from harness.core.causes.hypothesis import Broken, Fact, Hypothesis
+from harness.core.judge.result import Cause, Result, Verdict
+from harness.core.judge.tolerance import NoBound
+from harness.core.report.cause_text import cause_line
 from harness.reference import budget
-from harness.report.cause_text import cause_line
-from harness.spec.case import Case
 
 CASE = tiny_case("single")
 SIZE = CASE.training.global_batch * CASE.training.seq_len * CASE.model.vocab_size

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from literal_numbers import ALIKE, FQNS, RIGHT, STEPS, numbers, rank, sums_of, told
 
-from harness.diagnosis.sketched import cause_of
-from harness.evidence.sketches import AFTER_PASS, BUCKETS, BY_ROWS, GRADIENT, WEIGHTS, RankSketches, Sketch
-from harness.judge.same_training import compared
-from harness.judge.sketched import Numbers, added_up
+from harness.recording.judged.judge_same_training import compared
+from harness.recording.judged.judge_sketched import Numbers, added_up
+from harness.recording.judged.sketched import cause_of
+from harness.recording.sketches import AFTER_PASS, BUCKETS, BY_ROWS, GRADIENT, WEIGHTS, RankSketches, Sketch
 
 
 def changed(of_kind: str, change: Callable[[int, str], np.ndarray]) -> Numbers:

@@ -24,18 +24,18 @@ from literal import (
 from resuming import TP_2, WEIGHT, everywhere, resumed, with_resumed
 from trained import RECIPE, Ran, _ran, case_of, reference  # noqa: F401
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.diagnosis.hypothesis import Hypothesis
-from harness.diagnosis.resumed import resumed_otherwise
-from harness.diagnosis.started import changed_weights, observed_weights, other_weights
-from harness.evidence.records import HeldTensor
-from harness.judge.contents import take
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
+from harness.core.case.case import Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.causes.hypothesis import Hypothesis
+from harness.core.checks import judge
+from harness.core.evidence.records import HeldTensor
+from harness.core.judge.contents import take
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.hypotheses.resumed import resumed_otherwise
+from harness.hypotheses.started import changed_weights, observed_weights, other_weights
 from harness.reference.train import train
-from harness.spec.case import Saved
-from harness.spec.dims import ParallelDims
 
 WQ, WO = "layers.0.attention.wq.weight", "layers.0.attention.wo.weight"
 W1, W3 = "layers.0.feed_forward.w1.weight", "layers.0.feed_forward.w3.weight"

@@ -21,21 +21,29 @@ from literal import (
     with_step,
 )
 
-from harness.checks import judge
-from harness.checks.traffic import IN_ANOTHER_DTYPE
-from harness.diagnosis import diagnose
-from harness.diagnosis.differences import OF_GRADIENTS
-from harness.diagnosis.hypothesis import Fact
-from harness.diagnosis.structure_facts import FOLLOWING, TABLE, facts
-from harness.evidence.records import Collective
-from harness.evidence.step import Activity, AfterEvaluation, Attention, Call, Matmul, QuantizedMatmul, SavedTensorsHook
-from harness.judge.finding import Finding
-from harness.judge.measured import measured
-from harness.judge.result import Result, Verdict
-from harness.judge.trial import Trial
-from harness.plan.make_plan import make_plan
-from harness.spec.dims import ParallelDims
-from harness.spec.traits import FlatLayout, TrainerTraits
+from harness.core.case.dims import ParallelDims
+from harness.core.case.traits import FlatLayout, TrainerTraits
+from harness.core.causes import diagnose
+from harness.core.causes.differences import OF_GRADIENTS
+from harness.core.causes.hypothesis import Fact
+from harness.core.causes.structure_facts import FOLLOWING, TABLE, facts
+from harness.core.checks import judge
+from harness.core.checks.traffic import IN_ANOTHER_DTYPE
+from harness.core.evidence.records import Collective
+from harness.core.evidence.step import (
+    Activity,
+    AfterEvaluation,
+    Attention,
+    Call,
+    Matmul,
+    QuantizedMatmul,
+    SavedTensorsHook,
+)
+from harness.core.judge.finding import Finding
+from harness.core.judge.measured import measured
+from harness.core.judge.result import Result, Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
 
 NORMS = ("layers.0.attention_norm.weight", "layers.0.ffn_norm.weight", "norm.weight")
 ODD, FEATURE, POLICY = "odd traces", "another feature", "another policy after forward"

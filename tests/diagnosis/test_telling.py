@@ -8,16 +8,16 @@ import pytest
 from diagnosed import NORM, fsdp_4
 from literal import with_step, with_value
 
-from harness.checks import judge
-from harness.diagnosis import telling
-from harness.diagnosis.engine import Explanation
-from harness.diagnosis.hypothesis import Fact, Hypothesis, Proof
-from harness.diagnosis.localise import KIND
-from harness.diagnosis.telling import told, what_weaker_tests_say
-from harness.judge.finding import Finding
-from harness.judge.result import Cause, Lines, Result, Verdict
-from harness.judge.trial import Trial
-from harness.report.cause_text import cause_line, evidence_rows
+from harness.core.causes import telling
+from harness.core.causes.engine import Explanation
+from harness.core.causes.hypothesis import Fact, Hypothesis, Proof
+from harness.core.causes.localise import KIND
+from harness.core.causes.telling import told, what_weaker_tests_say
+from harness.core.checks import judge
+from harness.core.judge.finding import Finding
+from harness.core.judge.result import Cause, Lines, Result, Verdict
+from harness.core.judge.trial import Trial
+from harness.core.report.cause_text import cause_line, evidence_rows
 
 RIGHT = fsdp_4()
 

@@ -12,17 +12,17 @@ from literal import with_step
 from torch import nn
 from trained import MODEL, RECIPE, Ran, _ran, case_of, diagnosed, proven, reference, with_inputs  # noqa: F401
 
-from harness.checks import judge
-from harness.diagnosis import COSTLY, SUSPECTS
-from harness.diagnosis.assume import another_case, inputs_of_first_step
-from harness.diagnosis.engine import explain
-from harness.diagnosis.localise import first_wrong_input, ranks_whose_losses_are_off
-from harness.judge.trial import Trial
+from harness.core.case.case import Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import COSTLY, SUSPECTS
+from harness.core.causes.assume import another_case, inputs_of_first_step
+from harness.core.causes.engine import explain
+from harness.core.causes.localise import first_wrong_input, ranks_whose_losses_are_off
+from harness.core.checks import judge
+from harness.core.judge.trial import Trial
 from harness.reference.model import llama_from
 from harness.reference.spellings import put_instead
 from harness.reference.train import mean_squares, train
-from harness.spec.case import Saved
-from harness.spec.dims import ParallelDims
 
 
 def not_explained(trial: Trial) -> bool:

@@ -10,7 +10,7 @@ from diagnosed import LOW_CLIP, fsdp_4, kinds
 from literal import tiny_case, trained_otherwise, trial_of, with_step
 from literal_reference import clip
 
-from harness.diagnosis.words import Arrays
+from harness.core.causes.words import Arrays
 
 REQUESTED = trial_of(tiny_case("fsdp_2", LOW_CLIP))
 

@@ -19,8 +19,8 @@ from literal import (
     with_value,
 )
 
-from harness.evidence.records import Collective
-from harness.judge.trial import Trial
+from harness.core.evidence.records import Collective
+from harness.core.judge.trial import Trial
 
 REPEATED = trial_of(tiny_case("fsdp_2", runs=2))
 

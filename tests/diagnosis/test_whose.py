@@ -14,12 +14,12 @@ from noisy import noise_of
 from torch import nn
 from trained import MODEL, RECIPE, Ran, _ran, case_of, reference  # noqa: F401
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.diagnosis.whose import Source, changes, relation_of
-from harness.judge.contents import to_bfloat16
-from harness.judge.result import Cause
-from harness.judge.trial import Trial
+from harness.core.causes import diagnose
+from harness.core.checks import judge
+from harness.core.judge.contents import to_bfloat16
+from harness.core.judge.result import Cause
+from harness.core.judge.trial import Trial
+from harness.hypotheses.whose import Source, changes, relation_of
 from harness.reference.spellings import put_instead
 
 WQ, W1, W2, W3 = (f"layers.0.{name}.weight" for name in ("attention.wq", *(f"feed_forward.w{n}" for n in (1, 2, 3))))

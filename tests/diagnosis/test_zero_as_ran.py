@@ -9,10 +9,10 @@ import pytest
 from diagnosed import broken, dims, kinds, proven
 from literal import ADAMW, UNEVEN, tiny_case, trial_of, with_every_rank, with_step
 
-from harness.diagnosis.recipe import wrong_recipe
-from harness.diagnosis.reported import norms
-from harness.judge.norms import norm_of
-from harness.judge.trial import Trial
+from harness.core.causes.reported import norms
+from harness.core.judge.norms import norm_of
+from harness.core.judge.trial import Trial
+from harness.hypotheses.recipe import wrong_recipe
 
 NINE = replace(ADAMW, global_batch=9)
 ZERO_1 = trial_of(tiny_case(dims(shard=3), NINE, wrapper="zero1", model=UNEVEN))

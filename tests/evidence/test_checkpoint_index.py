@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from literal import ADAMW, SGD, TINY, cause_of, judged, tiny_case, trial_of
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.evidence.checkpoint_index import Checkpoint, SavedTensor, read
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.run import rank_main
-from harness.spec.case import Saved
-from harness.spec.dims import ParallelDims
+from harness.core.case.case import Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.checks import judge
+from harness.core.evidence.checkpoint_index import Checkpoint, SavedTensor, read
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.run import rank_main
 
 WEIGHT = "layers.0.attention.wq.weight"
 

@@ -14,12 +14,12 @@ from literal import tiny_case, trial_of
 from literal_reference import reference_of
 from same_records import assert_same
 
-from harness.evidence import format
-from harness.evidence.format import fields_digest, version_of
-from harness.evidence.names import renamed
-from harness.evidence.records import Collective, Exit, Group, RankEvidence, Resumed, Run, TensorEvidence, Wrapper
-from harness.evidence.step import Activity, Call, Microbatch, QuantizedMatmul, StepEvidence
-from harness.evidence.store import EvidenceError, evidence_file, load, load_run, save, save_run
+from harness.core.evidence import format
+from harness.core.evidence.format import fields_digest, version_of
+from harness.core.evidence.names import renamed
+from harness.core.evidence.records import Collective, Exit, Group, RankEvidence, Resumed, Run, TensorEvidence, Wrapper
+from harness.core.evidence.step import Activity, Call, Microbatch, QuantizedMatmul, StepEvidence
+from harness.core.evidence.store import EvidenceError, evidence_file, load, load_run, save, save_run
 from harness.reference.record import ReferenceRun
 
 SMALL = RankEvidence(

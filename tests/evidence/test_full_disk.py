@@ -14,9 +14,9 @@ import pytest
 from same_records import assert_same
 
 from harness import ROOT
-from harness.evidence.records import Group, RankEvidence, TensorEvidence
-from harness.evidence.step import Microbatch
-from harness.evidence.store import EvidenceError, load, save, write_text
+from harness.core.evidence.records import Group, RankEvidence, TensorEvidence
+from harness.core.evidence.step import Microbatch
+from harness.core.evidence.store import EvidenceError, load, save, write_text
 
 SMALL = RankEvidence(
     rank=0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from harness.evidence.fused import Cuts
+from harness.core.evidence.fused import Cuts
 
 FUSED = {"wqkv": (("wq", 2), ("wk", 1), ("wq", 2), ("wk", 1))}
 """Two groups of heads; of two columns, the flattened tensor has wq at 0 to 3 and 6 to 9, wk at 4, 5, 10 and 11."""

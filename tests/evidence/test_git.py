@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.bisect.commits import clone, resolve
-from harness.evidence.git import git
-from harness.run.commit import commit_of
+from harness.core.evidence.git import git
+from harness.core.run.commit import commit_of
+from harness.nights.bisect.commits import clone, resolve
 
 
 @pytest.fixture

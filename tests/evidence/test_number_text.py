@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.evidence.text import number_text
+from harness.core.evidence.text import number_text
 
 
 @pytest.mark.parametrize(

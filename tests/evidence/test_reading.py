@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.evidence.reading import MOST, decompressed, json_of, read_bytes, read_json
-from harness.evidence.records import RankEvidence
-from harness.evidence.store import EvidenceError, load, load_run, save
+from harness.core.evidence.reading import MOST, decompressed, json_of, read_bytes, read_json
+from harness.core.evidence.records import RankEvidence
+from harness.core.evidence.store import EvidenceError, load, load_run, save
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_compressed_evidence_is_refused_before_it_is_read(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("world", [10**9, -1, 1, "2", None])
 def test_a_launch_has_as_many_ranks_as_it_has_exits(world: object, tmp_path: Path) -> None:
-    from harness.evidence.format import version_of
-    from harness.evidence.records import Exit
+    from harness.core.evidence.format import version_of
+    from harness.core.evidence.records import Exit
 
     record = {"format": version_of(Exit), "world_size": world, "exits": [], "seconds": 1.0, "fault": None}
     (tmp_path / "run.json").write_text(json.dumps(record))
@@ -76,8 +76,8 @@ def test_a_launch_has_as_many_ranks_as_it_has_exits(world: object, tmp_path: Pat
 
 
 def test_what_would_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.evidence import store
-    from harness.evidence.step import Call
+    from harness.core.evidence import store
+    from harness.core.evidence.step import Call
 
     assert json_of(b"1" * 9) == 111111111 and MOST > 1_000_000
     monkeypatch.setattr(store, "MOST", 10)

@@ -9,10 +9,17 @@ import numpy as np
 import pytest
 from literal import tiny_case, trial_of
 
-from harness.evidence.recording import RankRecord, RecordedStep, load_record, load_summary, record_file, save_record
-from harness.evidence.records import BACKGROUND, Collective, Wrapper
-from harness.evidence.store import EvidenceError
-from harness.evidence.summary import Summary, summary_of
+from harness.core.evidence.recording import (
+    RankRecord,
+    RecordedStep,
+    load_record,
+    load_summary,
+    record_file,
+    save_record,
+)
+from harness.core.evidence.records import BACKGROUND, Collective, Wrapper
+from harness.core.evidence.store import EvidenceError
+from harness.core.evidence.summary import Summary, summary_of
 
 
 def record(rank: int) -> RankRecord:

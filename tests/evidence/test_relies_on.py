@@ -7,8 +7,8 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 
-from harness.evidence import relies_on
-from harness.spec.releases import untested
+from harness.core.case.releases import untested
+from harness.core.evidence import relies_on
 
 
 def test_this_torch_has_all_of_it() -> None:

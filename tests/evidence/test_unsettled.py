@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from literal import judged, tiny_case, trial_of, with_every_rank, with_step
 
-from harness.evidence.records import RankEvidence
-from harness.evidence.step import UnsettledGradient
-from harness.evidence.unsettled import with_settled_gradients
-from harness.judge.result import Verdict
-from harness.judge.traffic import observed_outside
-from harness.judge.trial import Trial
+from harness.core.evidence.records import RankEvidence
+from harness.core.evidence.step import UnsettledGradient
+from harness.core.evidence.unsettled import with_settled_gradients
+from harness.core.judge.result import Verdict
+from harness.core.judge.traffic import observed_outside
+from harness.core.judge.trial import Trial
 
 NORM, EMBEDDING = "norm.weight", "tok_embeddings.weight"
 MESH = [[0, 1], [2, 3]]

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from literal import judged, tiny_case, trial_of, with_rank
 
-from harness.checks.reshard import left_by_evaluation
-from harness.evidence.step import AfterEvaluation
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
+from harness.core.case.dims import ParallelDims
+from harness.core.checks.reshard import left_by_evaluation
+from harness.core.evidence.step import AfterEvaluation
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
 from harness.reference.config import TrainingConfig
-from harness.spec.dims import ParallelDims
 
 LAST, EMBEDDING = 8 * (4 + 8 * 4), 8 * 8 * 4
 UNEVEN = ParallelDims(dp_shard=8)  # of a norm's 4 numbers each rank gathers 8

@@ -10,12 +10,12 @@ from checked import like
 from literal import ADAMW, judged, tiny_case, trial_of, with_step, with_value
 from noisy import with_noise
 
-from harness.judge.assembly import misfits
-from harness.judge.finding import Bound
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
+from harness.core.case.dims import ParallelDims
+from harness.core.judge.assembly import misfits
+from harness.core.judge.finding import Bound
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
 from harness.reference.distance import best_fit, relative_distance
-from harness.spec.dims import ParallelDims
 
 NORM, WQ = "norm.weight", "layers.0.attention.wq.weight"
 LOUD = {"loss": 1e-4, "grad_norm": 1e-2, "gradient": 0.1, "distance": 1e-3, "fit": 1e-3}

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from literal import ADAMW, SGD, TINY, tiny_case
 
-from harness.judge.finding import Bound
-from harness.judge.tolerance import (
+from harness.core.case.case import Case
+from harness.core.judge.finding import Bound
+from harness.core.judge.tolerance import (
     FIT_FACTOR,
     Bounds,
     NoBound,
@@ -25,7 +26,6 @@ from harness.judge.tolerance import (
     update_bound,
 )
 from harness.reference.record import Noise, ReferenceRun, ReferenceStep
-from harness.spec.case import Case
 
 U = 2.0**-53
 FORWARD = 8 * math.sqrt((7 * 1 + 1) * 8 * 4) * U  # 7 matmuls in one layer and the output; 8 samples of 4 tokens

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from literal import SGD, judged, tiny_case, trial_of, with_step
 
-from harness.evidence.step import StepEvidence
-from harness.judge.clipping import late_steps, with_gradients_after
-from harness.judge.result import Verdict
-from harness.judge.tolerance import clip_coefficient
-from harness.judge.trial import Trial
-from harness.probe.backward import common_factor
+from harness.core.evidence.step import StepEvidence
+from harness.core.judge.clipping import late_steps, with_gradients_after
+from harness.core.judge.result import Verdict
+from harness.core.judge.tolerance import clip_coefficient
+from harness.core.judge.trial import Trial
+from harness.core.probe.backward import common_factor
 
 EXACT = {"w": 2.0**-52, "b": 2.0**-52}
 GRADIENTS = {"w": np.array([[3.0, -4.0], [0.0, 1e-9]]), "b": np.array([0.1])}

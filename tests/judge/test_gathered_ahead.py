@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from literal import judged, tiny_case, trial_of, with_rank
 
-from harness.evidence.records import Collective
-from harness.judge.gathered_ahead import gathered_ahead
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
+from harness.core.evidence.records import Collective
+from harness.core.judge.gathered_ahead import gathered_ahead
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
 
 GATHER = ("all_gather", "forward")
 

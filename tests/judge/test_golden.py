@@ -12,8 +12,10 @@ from literal import SGD, tiny_case
 from literal_reference import reference_of
 
 from harness import ROOT
-from harness.judge import golden
-from harness.judge.golden import (
+from harness.core.case.dims import ParallelDims
+from harness.core.case.loading import find_case, load_all
+from harness.core.judge import golden
+from harness.core.judge.golden import (
     Golden,
     GoldenError,
     accept,
@@ -27,8 +29,6 @@ from harness.judge.golden import (
     review_command,
 )
 from harness.reference.record import Noise
-from harness.spec.dims import ParallelDims
-from harness.spec.loading import find_case, load_all
 
 CASE = tiny_case("fsdp_2")
 REFERENCE = reference_of(CASE)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.evidence.step import Microbatch
-from harness.judge.labels import laid_out
+from harness.core.evidence.step import Microbatch
+from harness.core.judge.labels import laid_out
 
 OWN = np.array([[1, 2, -100, 4], [5, -100, 6, 7]])
 

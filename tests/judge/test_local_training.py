@@ -13,24 +13,24 @@ import pytest
 from literal import LAYOUTS, tiny_case, trial_of
 from literal_recording import judged_of, summary
 
-from harness.checks import all_checks, run_check
-from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
-from harness.cli.work.recording_report import exit_code
-from harness.diagnosis import diagnose
-from harness.diagnosis.request import neighbours
-from harness.evidence.recording import RankRecord, RecordedStep
-from harness.evidence.records import Collective, RankEvidence, Wrapper
-from harness.evidence.summary import Use
-from harness.judge import recorded
-from harness.judge.local_training import averaged, local_by, partly_equal
-from harness.judge.result import Result, Verdict
-from harness.judge.stored_recording import Recording
-from harness.judge.trial import Trial
-from harness.plan.traffic.flow import Flow
-from harness.probe.clock import Clock
-from harness.report.recording_odd import oddities
-from harness.report.recording_page import costs
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.causes.request import neighbours
+from harness.core.checks import all_checks, run_check
+from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
+from harness.core.evidence.recording import RankRecord, RecordedStep
+from harness.core.evidence.records import Collective, RankEvidence, Wrapper
+from harness.core.evidence.summary import Use
+from harness.core.judge.local_training import averaged, local_by, partly_equal
+from harness.core.judge.result import Result, Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.traffic.flow import Flow
+from harness.core.probe.clock import Clock
+from harness.recording.cli.work.recording_report import exit_code
+from harness.recording.judged import recorded
+from harness.recording.judged.stored_recording import Recording
+from harness.recording.pages.recording_odd import oddities
+from harness.recording.pages.recording_page import costs
 
 LOCAL = {"hooks": ("post_localSGD_hook",), "slices": 7, "shown": 2}
 

@@ -9,10 +9,10 @@ import pytest
 from literal import judged, with_step
 from trained import RECIPE, Ran, _ran, case_of, reference  # noqa: F401
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
+from harness.core.causes import diagnose
+from harness.core.checks import judge
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
 from harness.reference.train import train
 
 MUON = replace(RECIPE, optimizer="muon")

@@ -8,9 +8,9 @@ import weakref
 import numpy as np
 import pytest
 
+from harness.faults.margins import NUMBERS, Margin, table
 from harness.reference.noise import measure
 from harness.reference.record import ReferenceStep
-from harness.run.margins import NUMBERS, Margin, table
 
 
 def step(number: int, loss: float = 1.0, norm: float = 1.0, gradient: float = 1.0) -> ReferenceStep:

@@ -6,9 +6,9 @@ import dataclasses
 
 from literal_recording import GATHER, SUM, hsdp, summary
 
-from harness.evidence.keys import ranks_key, ranks_of
-from harness.evidence.summary import Issued, Summary, Use
-from harness.judge.observed import axes, differing, odd_ranks, out_of_order, replicas
+from harness.core.evidence.keys import ranks_key, ranks_of
+from harness.core.evidence.summary import Issued, Summary, Use
+from harness.core.judge.observed import axes, differing, odd_ranks, out_of_order, replicas
 
 
 def test_groups_that_do_the_same_are_one_axis_with_the_name_that_wrappers_give_it() -> None:

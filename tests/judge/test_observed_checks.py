@@ -10,9 +10,9 @@ from typing import Any
 from checked import where
 from literal_recording import GATHER, SUM, hsdp, judged_of, summary
 
-from harness.evidence.summary import Outside, Summary, Use
-from harness.judge.result import Result, Verdict
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.evidence.summary import Outside, Summary, Use
+from harness.core.judge.result import Result, Verdict
 
 FOUR = ParallelDims(dp_shard=4)
 CHECKS = ("exchange", "replica_agreement", "samples", "finite")

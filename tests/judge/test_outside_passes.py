@@ -9,14 +9,14 @@ import pytest
 import yaml
 from literal_recording import hsdp, outside, summary
 
-from harness.cli import main
-from harness.evidence.recording import RankRecord, record_file, save_record
-from harness.evidence.records import Collective, RankEvidence
-from harness.evidence.step import StepEvidence
-from harness.evidence.summary import Outside, Summary, summary_of
-from harness.judge.stored_recording import Recording
-from harness.judge.structure import compared_outside, differences, structure
-from harness.report.recording_page import page
+from harness.core.cli import main
+from harness.core.evidence.recording import RankRecord, record_file, save_record
+from harness.core.evidence.records import Collective, RankEvidence
+from harness.core.evidence.step import StepEvidence
+from harness.core.evidence.summary import Outside, Summary, summary_of
+from harness.recording.judged.stored_recording import Recording
+from harness.recording.judged.structure import compared_outside, differences, structure
+from harness.recording.pages.recording_page import page
 
 ALL, STEPS = "0-3", (1, 2, 3)
 CLIPS, LOGS = outside(ALL, 1, 4, "1-3"), outside(ALL, 1, 8, "1-3", dtype="float64")

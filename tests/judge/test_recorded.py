@@ -12,21 +12,21 @@ import pytest
 from checked import like, where
 from literal import LAYOUTS, tiny_case, trial_of
 
-from harness.checks import all_checks, placements, run_check
-from harness.diagnosis import diagnose
-from harness.diagnosis.request import neighbours
-from harness.evidence.recording import RankRecord, RecordedStep
-from harness.evidence.records import RankEvidence, TensorEvidence
-from harness.judge import recorded
-from harness.judge.finding import Finding
-from harness.judge.measured import claimed_cut_dims
-from harness.judge.result import Result, Verdict
-from harness.judge.trial import Trial
-from harness.plan.make_plan import make_plan
-from harness.report.cause_text import diagnosis_line
-from harness.spec.dims import ParallelDims
-from harness.spec.measured import Measured
-from harness.spec.traits import TrainerTraits
+from harness.core.case.dims import ParallelDims
+from harness.core.case.measured import Measured
+from harness.core.case.traits import TrainerTraits
+from harness.core.causes import diagnose
+from harness.core.causes.request import neighbours
+from harness.core.checks import all_checks, placements, run_check
+from harness.core.evidence.recording import RankRecord, RecordedStep
+from harness.core.evidence.records import RankEvidence, TensorEvidence
+from harness.core.judge.finding import Finding
+from harness.core.judge.measured import claimed_cut_dims
+from harness.core.judge.result import Result, Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
+from harness.core.report.cause_text import diagnosis_line
+from harness.recording.judged import recorded
 
 FSDP_2 = LAYOUTS["fsdp_2"]
 STRUCTURE = {"completed", "collective_order", "process_groups", "placements", "traffic", "memory", "reshard"}

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from literal_recording import summary
 
-from harness.evidence.recording import Last
-from harness.evidence.records import Exit
-from harness.evidence.text import ranks_text
-from harness.judge.recorded_ends import exits_of, not_heard
-from harness.judge.recorded_waits import issued_otherwise
-from harness.judge.stored_recording import Recording
-from harness.report.recording_odd import odd as odd_rows
-from harness.report.recording_odd import oddities
+from harness.core.evidence.recording import Last
+from harness.core.evidence.records import Exit
+from harness.core.evidence.text import ranks_text
+from harness.recording.judged.recorded_ends import exits_of, not_heard
+from harness.recording.judged.recorded_waits import issued_otherwise
+from harness.recording.judged.stored_recording import Recording
+from harness.recording.pages.recording_odd import odd as odd_rows
+from harness.recording.pages.recording_odd import oddities
 
 LOST = "RuntimeError: Timed out waiting 8000ms for recv operation to complete (gloo)"
 LAST = Last("all_reduce in step 5, backward", (0, 1), "g", 9)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from literal import LAYOUTS, tiny_case, trial_of
 from test_recorded import judged, record_of, recorded_trial, verdicts
 
-from harness.evidence.recording import RecordedStep
-from harness.judge import recorded
-from harness.judge.result import Verdict
+from harness.core.evidence.recording import RecordedStep
+from harness.core.judge.result import Verdict
+from harness.recording.judged import recorded
 
 
 def test_where_parameters_have_no_gradient_nothing_is_said_of_traffic() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from literal_recording import GATHER, SUM, hsdp, outside, summary
 
-from harness.evidence.summary import Summary, Use
-from harness.judge.stored_recording import Recording
-from harness.judge.structure import costs, differences, structure
+from harness.core.evidence.summary import Summary, Use
+from harness.recording.judged.stored_recording import Recording
+from harness.recording.judged.structure import costs, differences, structure
 
 
 def recording(ranks: list[Summary]) -> Recording:

@@ -15,10 +15,10 @@ import pytest
 from literal import judged, tiny_case, trial_of, with_step, with_value, without_step
 from noisy import noise_of
 
-from harness.checks import gradients
-from harness.judge import tolerance
-from harness.judge.result import Result, Verdict
-from harness.judge.trial import Trial
+from harness.core.checks import gradients
+from harness.core.judge import tolerance
+from harness.core.judge.result import Result, Verdict
+from harness.core.judge.trial import Trial
 
 WQ = "layers.0.attention.wq.weight"
 RANKS, STEPS = range(4), (1, 2, 3)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from literal import EIGHT, judged, tiny_case, trial_of
 
-from harness.judge.result import Verdict
-from harness.judge.row_cuts import by_sample
-from harness.judge.trial import Trial
-from harness.plan.stages import positions
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.judge.result import Verdict
+from harness.core.judge.row_cuts import by_sample
+from harness.core.judge.trial import Trial
+from harness.core.plan.stages import positions
 
 
 def cut_as_rows(trial: Trial) -> Trial:

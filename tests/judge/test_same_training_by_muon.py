@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 from literal_numbers import rank, sums_of
 
-from harness.evidence.sketches import GRADIENT, WEIGHTS
-from harness.judge.same_training import compared, why_no_noise
-from harness.judge.sketched import Numbers, added_up
+from harness.recording.judged.judge_same_training import compared, why_no_noise
+from harness.recording.judged.judge_sketched import Numbers, added_up
+from harness.recording.sketches import GRADIENT, WEIGHTS
 
 MUON = ("AdamW(betas (0.9, 0.95))", "Muon(momentum 0.95)")
 UP = "layers.0.up"

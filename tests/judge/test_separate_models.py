@@ -7,12 +7,12 @@ from typing import Any
 
 from literal_recording import GATHER, SUM, hsdp, outside, summary
 
-from harness.evidence.records import OwnGroup
-from harness.evidence.summary import Outside, Summary, Use
-from harness.judge.separate_models import joined_sets, separate_models
-from harness.judge.stored_recording import Recording
-from harness.report.recording_odd import OF_RECORDER, odd, oddities
-from harness.report.recording_page import page
+from harness.core.evidence.records import OwnGroup
+from harness.core.evidence.summary import Outside, Summary, Use
+from harness.core.judge.separate_models import joined_sets, separate_models
+from harness.recording.judged.stored_recording import Recording
+from harness.recording.pages.recording_odd import OF_RECORDER, odd, oddities
+from harness.recording.pages.recording_page import page
 
 HELD = {"parameters": 1000}
 

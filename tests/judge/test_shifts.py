@@ -7,11 +7,22 @@ import dataclasses
 import pytest
 from literal import tiny_case, trial_of, with_collectives, with_step
 
-from harness.judge.figures import EXPOSED, MEMORY, STEP, TRAFFIC, WAITS, Figure, Figures, by_name, figures, shifts
-from harness.judge.measures import measured
-from harness.judge.run_as_recording import as_recording
-from harness.judge.trial import Trial
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.judge.measures import measured
+from harness.core.judge.trial import Trial
+from harness.recording.judged.figures import (
+    EXPOSED,
+    MEMORY,
+    STEP,
+    TRAFFIC,
+    WAITS,
+    Figure,
+    Figures,
+    by_name,
+    figures,
+    shifts,
+)
+from harness.recording.judged.run_as_recording import as_recording
 
 HSDP = trial_of(tiny_case(ParallelDims(dp_replicate=2, dp_shard=2)))
 SUM = (TRAFFIC, "all_reduce in backward, over 2 ranks")

@@ -11,8 +11,10 @@ import torch
 from literal import ADAMW, SGD, TINY, tiny_case
 from literal_reference import reference_of
 
-from harness.judge import golden
-from harness.judge.tolerance import (
+from harness.core.case.case import Case
+from harness.core.case.loading import find_case, load_all
+from harness.core.judge import golden
+from harness.core.judge.tolerance import (
     NoBound,
     bounds,
     clip_coefficient,
@@ -24,8 +26,6 @@ from harness.judge.tolerance import (
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.model import RMSNorm
 from harness.reference.train import train
-from harness.spec.case import Case
-from harness.spec.loading import find_case, load_all
 
 SMALLEST_MISTAKE = 1e-8
 U = 2.0**-53

@@ -9,17 +9,17 @@ import pytest
 from literal import ADAMW, TINY, tiny_case, trial_of, with_parameter
 from literal_reference import reference_of
 
-from harness.checks import judge
-from harness.evidence.records import RankEvidence, Resumed, Run
-from harness.evidence.text import bytes_text, ranks_text
-from harness.judge.contents import locate
-from harness.judge.order import flattened, reordered_reference
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.plan.make_plan import make_plan
-from harness.spec.case import Saved
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
+from harness.core.case.case import Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.checks import judge
+from harness.core.evidence.records import RankEvidence, Resumed, Run
+from harness.core.evidence.text import bytes_text, ranks_text
+from harness.core.judge.contents import locate
+from harness.core.judge.order import flattened, reordered_reference
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
 
 TWO_LAYERS = dataclasses.replace(TINY, n_layers=2)
 

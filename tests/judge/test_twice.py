@@ -10,8 +10,8 @@ import pytest
 from checked import WQ, with_loss
 from literal import last_bit, tiny_case, trial_of, with_rank, with_step, with_value
 
-from harness.judge.trial import Trial
-from harness.judge.twice import PASSED, PASSED_EARLY, Difference, first_difference
+from harness.core.judge.trial import Trial
+from harness.core.judge.twice import PASSED, PASSED_EARLY, Difference, first_difference
 
 Change = Callable[[Trial], Trial]
 

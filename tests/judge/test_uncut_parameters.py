@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from literal_recording import judged_of, summary
 
-from harness.evidence.claimed import uncut
-from harness.evidence.recording import RecordedStep
-from harness.evidence.records import TensorEvidence
-from harness.judge.result import Verdict
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.evidence.claimed import uncut
+from harness.core.evidence.recording import RecordedStep
+from harness.core.evidence.records import TensorEvidence
+from harness.core.judge.result import Verdict
 
 DIMS = ParallelDims(dp_shard=2, tp=2)
 GRID = [[0, 1], [2, 3]]

@@ -8,13 +8,13 @@ import pytest
 from literal import LAYOUTS, tiny_case, trial_of
 from test_recorded import record_of
 
-from harness.checks import all_checks, run_check
-from harness.evidence.glance import glance
-from harness.evidence.recording import RankRecord
-from harness.evidence.summary import summary_of
-from harness.judge import recorded
-from harness.judge.result import Result, Verdict
-from harness.judge.separate_models import joined_sets
+from harness.core.checks import all_checks, run_check
+from harness.core.evidence.glance import glance
+from harness.core.evidence.recording import RankRecord
+from harness.core.evidence.summary import summary_of
+from harness.core.judge.result import Result, Verdict
+from harness.core.judge.separate_models import joined_sets
+from harness.recording.judged import recorded
 
 STRUCTURE = ("collective_order", "memory", "placements", "process_groups", "traffic")
 

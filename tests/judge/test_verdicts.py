@@ -24,14 +24,14 @@ from literal import (
     with_value,
 )
 
-from harness.checks import judge, run_check
-from harness.evidence.records import Collective
-from harness.judge.finding import Bound, Limit, Part
-from harness.judge.received_samples import received_samples, shares_of_samples, ways_to_cut
-from harness.judge.result import Verdict
-from harness.judge.tolerance import Bounds
-from harness.judge.trial import Trial
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.checks import judge, run_check
+from harness.core.evidence.records import Collective
+from harness.core.judge.finding import Bound, Limit, Part
+from harness.core.judge.received_samples import received_samples, shares_of_samples, ways_to_cut
+from harness.core.judge.result import Verdict
+from harness.core.judge.tolerance import Bounds
+from harness.core.judge.trial import Trial
 
 WQ = "layers.0.attention.wq.weight"
 OF_NUMBERS = ("loss", "reported_loss", "grad_norm", "gradients")

@@ -21,18 +21,18 @@ from literal import (
     with_value,
 )
 
-from harness.checks import judge
-from harness.evidence.records import Collective
-from harness.judge.finding import Limit
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.plan.make_plan import make_plan
-from harness.plan.slices import FlatUnit, flat_slices
-from harness.spec.case import Case, CaseError
-from harness.spec.dims import ParallelDims
-from harness.spec.features import ZERO
-from harness.spec.traits import FlatLayout, TrainerTraits
-from harness.spec.validation import validate
+from harness.core.case.case import Case, CaseError
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import ZERO
+from harness.core.case.traits import FlatLayout, TrainerTraits
+from harness.core.case.validation import validate
+from harness.core.checks import judge
+from harness.core.evidence.records import Collective
+from harness.core.judge.finding import Limit
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.slices import FlatUnit, flat_slices
 
 THREE = replace(ADAMW, global_batch=9)
 LATE = replace(APART, zero_gathers_late=True)

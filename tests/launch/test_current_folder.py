@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 from harness import ROOT
-from harness.launch.job import Job
-from harness.launch.python_path import environment, module_command
-from harness.launch.torchrun import arguments
+from harness.core.launch.job import Job
+from harness.core.launch.python_path import environment, module_command
+from harness.core.launch.torchrun import arguments
 
-MODULES = ("harness.launch.server", "harness.launch.agent", "harness.launch.rank", "harness.launch.resident")
+MODULES = (
+    "harness.core.launch.server",
+    "harness.core.launch.agent",
+    "harness.core.launch.rank",
+    "harness.core.launch.resident",
+)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -30,7 +35,7 @@ def test_a_process_of_ours_imports_nothing_from_the_current_folder(module: str, 
 
 def test_workers_of_torchrun_are_started_so(tmp_path: Path) -> None:
     words = arguments(Job(tmp_path, 2, "a:b"))
-    assert words[-5:] == ["--no-python", sys.executable, "-P", "-m", "harness.launch.rank"]
+    assert words[-5:] == ["--no-python", sys.executable, "-P", "-m", "harness.core.launch.rank"]
 
 
 def test_no_list_of_words_runs_a_module_otherwise() -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.evidence.records import Exit
-from harness.launch import Inflight, Issued, Job, LaunchError, RankServer, default_server, launch, read_inflight
-from harness.launch.leftovers import leftovers
-from harness.spec.launching import LONGEST
+from harness.core.case.launching import LONGEST
+from harness.core.evidence.records import Exit
+from harness.core.launch import Inflight, Issued, Job, LaunchError, RankServer, default_server, launch, read_inflight
+from harness.core.launch.leftovers import leftovers
 
 ROOT = Path(__file__).parents[2]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for survivors in /proc")
@@ -128,7 +128,7 @@ def test_a_rank_that_hangs_as_it_exits_is_blamed_though_its_work_was_done(tmp_pa
 
 @needs_proc
 def test_processes_that_outlive_their_rank_are_named_and_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("harness.launch.leftovers.HELPER_PATIENCE", 2.0)
+    monkeypatch.setattr("harness.core.launch.leftovers.HELPER_PATIENCE", 2.0)
     well, leaves = launch(job(tmp_path, "leaves_processes"))
     assert summary([well, leaves]) == [("ok", False)] * 2
     command = f"{sys.executable} -c import time; time.sleep(600)"
@@ -248,7 +248,7 @@ def test_when_the_server_is_killed_its_ranks_are_lost_and_the_next_job_gets_anot
 
 
 def test_a_server_that_is_stopped_is_killed_and_nobody_is_blamed(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["harness.launch.supervise"], "KILL_PATIENCE", 1.0)
+    monkeypatch.setattr(sys.modules["harness.core.launch.supervise"], "KILL_PATIENCE", 1.0)
     with RankServer() as server:
         server.ready()
         os.kill(server.pid, signal.SIGSTOP)

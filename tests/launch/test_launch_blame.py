@@ -3,13 +3,13 @@
 import pytest
 from torch import nn
 
-from harness.evidence.records import Exit
-from harness.launch.blame import judge, last_words
-from harness.launch.inflight import Issued
-from harness.launch.rank import module_of
-from harness.launch.rank_exit import Fate, parse_stack, render, useful
-from harness.launch.sequences import describe
-from harness.launch.supervise import tail_of
+from harness.core.evidence.records import Exit
+from harness.core.launch.blame import judge, last_words
+from harness.core.launch.inflight import Issued
+from harness.core.launch.rank import module_of
+from harness.core.launch.rank_exit import Fate, parse_stack, render, useful
+from harness.core.launch.sequences import describe
+from harness.core.launch.supervise import tail_of
 
 RESET = {"type": "RuntimeError", "message": "[/x/gloo/tcp/pair.cc:5] Connection reset by peer [::1]", "time": 2.0}
 TIMED_OUT = {"type": "RuntimeError", "message": "[/x/gloo/tcp/unbound_buffer.cc:78] Timed out waiting", "time": 9.0}

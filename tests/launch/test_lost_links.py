@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from test_launch_blame import LIMIT, RESET, TIMED_OUT, WAITING, WAITING_FOR_A_QUEUE, all_reduce, blamed, failure, p2p
 
-from harness.launch.blame import judge, raised_words
-from harness.launch.rank_exit import Fate
+from harness.core.launch.blame import judge, raised_words
+from harness.core.launch.rank_exit import Fate
 
 
 def test_of_a_message_that_quotes_tracebacks_what_each_rank_raised_is_told() -> None:

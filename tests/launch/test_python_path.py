@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness import ROOT
-from harness.launch import python_path
+from harness.core.launch import python_path
 
 
 def test_a_checkout_comes_before_what_is_named_already(monkeypatch: pytest.MonkeyPatch) -> None:

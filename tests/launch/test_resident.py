@@ -18,9 +18,9 @@ from typing import IO
 import pytest
 
 from harness import ROOT
-from harness.launch import Job, RankServer, identity, launch, resident_client
-from harness.launch.leftovers import leftovers
-from harness.launch.resident_client import ResidentServer, connect, status_of_all, stop
+from harness.core.launch import Job, RankServer, identity, launch, resident_client
+from harness.core.launch.leftovers import leftovers
+from harness.core.launch.resident_client import ResidentServer, connect, status_of_all, stop
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="a kernel that tells when a command has died")
 LIGHT = ("json",)  # beside a torch that is empty

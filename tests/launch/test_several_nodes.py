@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness import ROOT
-from harness.launch.inflight import read_inflight
+from harness.core.launch.inflight import read_inflight
 
 LONG = "cases: {pair: {why: a test, dims: {dp_shard: 2}, training: {steps: 400}}}"
 SPANNING = "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29500 --rdzv-id 1"

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from harness import ROOT
-from harness.launch import Job, LaunchError, Pool, launch, machine, slots
-from harness.launch.process import is_stopped
-from harness.launch.slots import FOLDER, HELD, hold_mine, ranks_here
-from harness.launch.waiting import OVERTAKEN_AT_MOST
+from harness.core.launch import Job, LaunchError, Pool, launch, machine, slots
+from harness.core.launch.process import is_stopped
+from harness.core.launch.slots import FOLDER, HELD, hold_mine, ranks_here
+from harness.core.launch.waiting import OVERTAKEN_AT_MOST
 
 needs_other_user = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 EIGHT = tuple(f"GPU-{number}" for number in range(8))
@@ -185,7 +185,7 @@ def test_among_launches_that_could_start_the_first_that_came_starts_first(pool: 
 
 def test_one_that_waited_and_was_killed_bars_nobody(pool: Pool) -> None:
     code = (
-        "from pathlib import Path; from harness.launch import Pool\n"
+        "from pathlib import Path; from harness.core.launch import Pool\n"
         "print('waits', flush=True)\n"
         f"with Pool(Path({str(pool.folder)!r}), {EIGHT}, True).taken(8): pass"
     )
@@ -220,7 +220,7 @@ def test_a_folder_in_which_others_can_write_is_refused(pool: Pool) -> None:
 
 def test_a_waiter_that_is_stopped_blocks_nobody(pool: Pool) -> None:
     code = (
-        "import threading; from pathlib import Path; from harness.launch import Pool\n"
+        "import threading; from pathlib import Path; from harness.core.launch import Pool\n"
         "print('waits', flush=True)\n"
         f"with Pool(Path({str(pool.folder)!r}), {EIGHT}, True).taken(8): print('has them', flush=True)"
     )
@@ -250,7 +250,7 @@ def test_one_that_is_stopped_in_the_gate_before_it_writes_anything_blocks_nobody
 
 def test_slots_of_a_process_that_was_killed_are_free_again(pool: Pool) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from harness.launch import Pool\n"
+        "import sys, time; from pathlib import Path; from harness.core.launch import Pool\n"
         f"with Pool(Path({str(pool.folder)!r}), {EIGHT}, True).taken(8): print('has them', flush=True); time.sleep(600)"
     )
     with other_process(code) as process:
@@ -261,7 +261,7 @@ def test_slots_of_a_process_that_was_killed_are_free_again(pool: Pool) -> None:
 
 
 def test_slots_are_not_free_while_a_rank_is_left_of_a_launch_whose_harness_died(pool: Pool) -> None:
-    code = "import time; from harness.launch.slots import hold_mine\nhold_mine(); print('holds', flush=True); time.sleep(600)"
+    code = "import time; from harness.core.launch.slots import hold_mine\nhold_mine(); print('holds', flush=True); time.sleep(600)"
     with ExitStack() as rank:
         with pool.taken(2) as taken:
             rank.enter_context(other_process(code, **{HELD: taken.environment[HELD]}))
@@ -271,7 +271,7 @@ def test_slots_are_not_free_while_a_rank_is_left_of_a_launch_whose_harness_died(
 
 def test_a_harness_that_is_killed_gives_its_slots_back_with_its_ranks(pool: Pool, tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from harness.launch import *\n"
+        "from pathlib import Path; from harness.core.launch import *\n"
         f"launch(Job(Path({str(tmp_path)!r}) / 'job', 2, 'tests.launch_entries:sleeps'), "
         f"pool=Pool(Path({str(pool.folder)!r}), {EIGHT}, True), began=lambda: print('began', flush=True))"
     )

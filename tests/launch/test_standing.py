@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch.inflight import Issued
-from harness.launch.job import Job
-from harness.launch.rank_exit import Fate
-from harness.launch.standing import label, words
+from harness.core.launch.inflight import Issued
+from harness.core.launch.job import Job
+from harness.core.launch.rank_exit import Fate
+from harness.core.launch.standing import label, words
 
 AT_WORK = 'main thread 0x1\nThread 0x1 (most recent call first):\n  File "/my/train.py", line 7 in step\n'
 WAITS = (

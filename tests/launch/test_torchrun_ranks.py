@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from harness.launch import torchrun
-from harness.launch.job import Job, rank_file, write_json
-from harness.launch.torchrun import TorchrunRanks
+from harness.core.launch import torchrun
+from harness.core.launch.job import Job, rank_file, write_json
+from harness.core.launch.torchrun import TorchrunRanks
 
 
 def ranks_after(torchrun_ended_with: int, tmp_path: Path, *arguments: str) -> TorchrunRanks:

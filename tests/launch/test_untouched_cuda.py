@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch.local import importable
-from harness.launch.rank import refuse_touched_cuda
+from harness.core.launch.local import importable
+from harness.core.launch.rank import refuse_touched_cuda
 
 ASKED = """
 import sys, torch

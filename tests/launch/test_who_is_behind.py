@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from harness.evidence.records import Exit
-from harness.launch import Inflight, Issued, Job, launch
-from harness.launch.blame import judge
-from harness.launch.job import rank_file
-from harness.launch.rank import note_failure
-from harness.launch.rank_exit import Fate
-from harness.launch.supervise import advances
+from harness.core.evidence.records import Exit
+from harness.core.launch import Inflight, Issued, Job, launch
+from harness.core.launch.blame import judge
+from harness.core.launch.job import rank_file
+from harness.core.launch.rank import note_failure
+from harness.core.launch.rank_exit import Fate
+from harness.core.launch.supervise import advances
 
 LIMIT = "killed by the harness at the time limit of 5 s"
 WORLD = (0, 1, 2)

@@ -12,16 +12,16 @@ import pytest
 from noisy import noise_of, with_noise
 
 from harness import ROOT
-from harness.checks import judge
-from harness.cli import main
-from harness.cli.exit_codes import INTERRUPTED
-from harness.cli.work import doctor
-from harness.judge.finding import Finding
-from harness.judge.judgement import Judgement
-from harness.judge.result import Result, Verdict, one_cause
-from harness.onboarding import examination
-from harness.run.options import Options
-from harness.spec.case import Case
+from harness.adapters.cli.work import doctor
+from harness.adapters.onboarding import examination
+from harness.core.case.case import Case
+from harness.core.checks import judge
+from harness.core.cli import main
+from harness.core.cli.exit_codes import INTERRUPTED
+from harness.core.judge.finding import Finding
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result, Verdict, one_cause
+from harness.core.run.options import Options
 
 EVALUATES = """    with torch.no_grad():
         model(torch.zeros(2, 8, dtype=torch.int64))

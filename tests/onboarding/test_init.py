@@ -11,14 +11,14 @@ import pytest
 import yaml
 from scripts import FUSED, HUGGING_FACE, LITTLE, PARALLEL, RESUMES, SCRIPT, changed
 
-from harness import trainers
-from harness.cli import main
-from harness.onboarding import skeleton
-from harness.onboarding.observed import CASE, Facts, Flag, observe
-from harness.spec.case import Case, Saved
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.spec.loading import load_all
+from harness.adapters.onboarding import skeleton
+from harness.adapters.onboarding.observed import CASE, Facts, Flag, observe
+from harness.core import trainers
+from harness.core.case.case import Case, Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.loading import load_all
+from harness.core.cli import main
 
 
 @functools.cache

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from harness.onboarding.matching import Shapes, match, table
-from harness.onboarding.names import remedies
+from harness.adapters.onboarding.matching import Shapes, match, table
+from harness.adapters.onboarding.names import remedies
+from harness.adapters.support.requests import NOT_PASSED_ON
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.trainers import Adapter
+from harness.core.trainers.support.names import in_one, pairs, renamed
 from harness.reference.config import ModelConfig
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.trainers import Adapter
-from harness.trainers.support.names import in_one, pairs, renamed
-from harness.trainers.support.requests import NOT_PASSED_ON
 
 CASE = Case("any", "a test", ParallelDims())
 LINE = (

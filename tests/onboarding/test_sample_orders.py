@@ -8,22 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.evidence.records import RankEvidence, Run
-from harness.evidence.step import Microbatch, StepEvidence
-from harness.judge.trial import Trial
-from harness.onboarding import examination, sample_orders
-from harness.onboarding.observed import Facts
-from harness.onboarding.skeleton import adapter as begun
-from harness.plan.make_plan import make_plan
+from harness.adapters.onboarding import examination, sample_orders
+from harness.adapters.onboarding.observed import Facts
+from harness.adapters.onboarding.skeleton import adapter as begun
+from harness.adapters.support.requests import NOT_PASSED_ON
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.traits import USUAL
+from harness.core.evidence.records import RankEvidence, Run
+from harness.core.evidence.step import Microbatch, StepEvidence
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
+from harness.core.run.options import Options, Unsupported
+from harness.core.trainers import Adapter
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.data import build_dataset, epoch_order, sample_order
 from harness.reference.train import train
-from harness.run.options import Options, Unsupported
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.traits import USUAL
-from harness.trainers import Adapter
-from harness.trainers.support.requests import NOT_PASSED_ON
 
 MODEL = ModelConfig(dim=8, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=32, ffn_dim=8)
 TRAINING = TrainingConfig(steps=1, global_batch=4, seq_len=16)

@@ -12,23 +12,23 @@ import numpy as np
 import pytest
 import yaml
 
-from harness.diagnosis.assume import retrain
-from harness.evidence.records import RankEvidence, Run, TensorEvidence
-from harness.evidence.step import Microbatch, StepEvidence
-from harness.judge.order import reordered_reference
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.onboarding.skeleton import as_yaml
-from harness.onboarding.suppositions import Supposed, suppose, suppositions, with_own_rates
-from harness.plan.make_plan import make_plan
+from harness.adapters.onboarding.skeleton import as_yaml
+from harness.adapters.onboarding.suppositions import Supposed, suppose, suppositions, with_own_rates
+from harness.adapters.support.rows import halves
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.traits import USUAL
+from harness.core.causes.assume import retrain
+from harness.core.evidence.records import RankEvidence, Run, TensorEvidence
+from harness.core.evidence.step import Microbatch, StepEvidence
+from harness.core.judge.order import reordered_reference
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.record import ReferenceRun
 from harness.reference.train import train
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.spec.traits import USUAL
-from harness.trainers.support.rows import halves
 
 MODEL = ModelConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=32, ffn_dim=24)
 RECIPE = TrainingConfig(steps=2, global_batch=4, seq_len=8, seed=1)  # with other numbers of valid tokens in each step

@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 from literal import EIGHT, TINY, UNEVEN, tiny_case
 
-from harness.plan.figures.activations import activation_bytes, backward_bytes, block_bytes, most_waiting
-from harness.plan.figures.balance import attention_over_cp, layers_by_stage, matmuls_over_pp, rows_over_shards
-from harness.plan.figures.links import sent_bytes, traffic_by_axis
-from harness.plan.figures.pipeline_time import other_schedules, pipeline_time
-from harness.plan.figures.rank_bytes import rank_bytes
-from harness.plan.make_plan import make_plan
-from harness.plan.traffic.flow import Flow
+from harness.core.case import case_files
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.loading import find_case, load_all
+from harness.core.case.traits import MEGATRON
+from harness.core.plan.figures.activations import activation_bytes, backward_bytes, block_bytes, most_waiting
+from harness.core.plan.figures.balance import attention_over_cp, layers_by_stage, matmuls_over_pp, rows_over_shards
+from harness.core.plan.figures.links import sent_bytes, traffic_by_axis
+from harness.core.plan.figures.pipeline_time import other_schedules, pipeline_time
+from harness.core.plan.figures.rank_bytes import rank_bytes
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.traffic.flow import Flow
 from harness.reference.config import ModelConfig
-from harness.spec import case_files
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.spec.loading import find_case, load_all
-from harness.spec.traits import MEGATRON
 
 
 def layout(name: str) -> Case:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from literal import ADAMW, TINY, tiny_case
 
-from harness.plan.frozen import products_left_out, products_of_block
-from harness.plan.make_plan import make_plan
-from harness.plan.slices import tp_dim
+from harness.core.plan.frozen import products_left_out, products_of_block
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.slices import tp_dim
 from harness.reference.config import Lora
 
 ADAPTERS = ("*.lora_?.weight",)

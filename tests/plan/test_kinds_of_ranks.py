@@ -10,16 +10,16 @@ import pytest
 from literal import UNEVEN, tiny_case
 from test_plans import CASES, EIGHT, FIVE, FOUR
 
-from harness.plan import make_plan as module
-from harness.plan.kinds import PerRank, places_of_ranks
-from harness.plan.make_plan import make_plan
-from harness.plan.plan import Plan
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.measured import Unit
+from harness.core.case.traits import TrainerTraits
+from harness.core.plan import make_plan as module
+from harness.core.plan.kinds import PerRank, places_of_ranks
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.plan import Plan
 from harness.reference.config import PRESETS, TrainingConfig
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.spec.measured import Unit
-from harness.spec.traits import TrainerTraits
 
 MANY = {
     "hsdp, uneven": tiny_case(ParallelDims(dp_replicate=2, dp_shard=3), EIGHT, model=UNEVEN),

@@ -12,13 +12,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.plan.figures.rank_bytes import rank_bytes
-from harness.plan.make_plan import make_plan
+from harness.core.case.case import Case
+from harness.core.case.features import Features
+from harness.core.plan.figures.rank_bytes import rank_bytes
+from harness.core.plan.make_plan import make_plan
+from harness.core.trainers.llama3.recompute import apply_checkpointing
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.model import Llama
-from harness.spec.case import Case
-from harness.spec.features import Features
-from harness.trainers.llama3.recompute import apply_checkpointing
 
 
 class Live(TorchDispatchMode):

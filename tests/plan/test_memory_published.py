@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from harness.plan.figures.rank_bytes import RankBytes, rank_bytes
-from harness.plan.make_plan import make_plan
-from harness.preflight.config_file import TITAN
-from harness.preflight.request import Request
-from harness.report.layout_text import neediest
-from harness.spec.traits import TrainerTraits
+from harness.clusters.config_file import TITAN
+from harness.clusters.request import Request
+from harness.core.case.traits import TrainerTraits
+from harness.core.plan.figures.rank_bytes import RankBytes, rank_bytes
+from harness.core.plan.make_plan import make_plan
+from harness.core.report.layout_text import neediest
 
 FIXED_ON: dict[str, tuple[float, dict[str, Any]]] = {
     "8B on 8": (82.4, {"dims": "dp_shard=8", "model": "8B", "batch": 16, "checkpointing": "op"}),

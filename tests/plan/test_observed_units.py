@@ -11,26 +11,27 @@ from literal import judged, tiny_case, trial_of, with_rank
 from literal_ranks import held_part
 from literal_reference import reference_of
 
-from harness import ROOT, trainers
-from harness.checks import all_checks, judge
-from harness.diagnosis import diagnose
-from harness.evidence.records import Run
-from harness.judge import stored_trial
-from harness.judge.measured import measured
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.plan.make_plan import make_plan
-from harness.plan.plan import Plan
-from harness.plan.traffic.flow import Flow
-from harness.plan.units_text import modules_text, units_text
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec.dims import ParallelDims
-from harness.spec.loading import find_case, load_all
-from harness.spec.measured import Unit
-from harness.spec.traits import TrainerTraits
-from harness.trainers import Adapter
-from harness.trainers.support.requests import beyond
+from harness import ROOT
+from harness.adapters.support.requests import beyond
+from harness.core import trainers
+from harness.core.case.dims import ParallelDims
+from harness.core.case.loading import find_case, load_all
+from harness.core.case.measured import Unit
+from harness.core.case.traits import TrainerTraits
+from harness.core.causes import diagnose
+from harness.core.checks import all_checks, judge
+from harness.core.evidence.records import Run
+from harness.core.judge import stored_trial
+from harness.core.judge.measured import measured
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.plan import Plan
+from harness.core.plan.traffic.flow import Flow
+from harness.core.plan.units_text import modules_text, units_text
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
+from harness.core.trainers import Adapter
 
 FSDP_4 = ParallelDims(dp_shard=4)
 TWO = replace(tiny_case("single").model, n_layers=2)

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from literal import ADAMW, TINY, UNEVEN, tiny_case
 
-from harness.plan.grid import coordinate, groups, rank_grid
-from harness.plan.make_plan import make_plan
-from harness.plan.slices import chunk, numel, slice_text, slices_of_rank, tp_dim
-from harness.plan.stages import layers_of_stage, positions
+from harness.core.case.case import Case
+from harness.core.case.dims import AXES, ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.traits import TrainerTraits
+from harness.core.plan.grid import coordinate, groups, rank_grid
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.slices import chunk, numel, slice_text, slices_of_rank, tp_dim
+from harness.core.plan.stages import layers_of_stage, positions
 from harness.reference.config import PRESETS
-from harness.spec.case import Case
-from harness.spec.dims import AXES, ParallelDims
-from harness.spec.features import Features
-from harness.spec.traits import TrainerTraits
 
 EMBEDDING, WQ, WO = "tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention.wo.weight"
 SOME_DIMS = [

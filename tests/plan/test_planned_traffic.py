@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from literal import ADAMW, TINY, UNEVEN, tiny_case
 
-from harness.plan.make_plan import make_plan
-from harness.plan.traffic.flow import Flow
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.measured import Unit
-from harness.spec.traits import TrainerTraits
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.measured import Unit
+from harness.core.case.traits import TrainerTraits
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.traffic.flow import Flow
 
 # ---- traffic
 

@@ -15,14 +15,14 @@ from typing import Any
 
 from literal import EIGHT, UNEVEN, tiny_case
 
-from harness.evidence.text import ranks_text
-from harness.plan.make_plan import make_plan
-from harness.plan.plan import Plan
-from harness.plan.slices import slice_text
-from harness.plan.stages import actions_of_rank, positions, recomputed_layers
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.evidence.text import ranks_text
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.plan import Plan
+from harness.core.plan.slices import slice_text
+from harness.core.plan.stages import actions_of_rank, positions, recomputed_layers
 from harness.reference.config import ModelConfig
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
 
 STORED = Path(__file__).with_name("plans.txt")
 FOUR = ModelConfig(name="four", dim=8, n_layers=4, n_heads=2, n_kv_heads=2, vocab_size=8, ffn_dim=12)

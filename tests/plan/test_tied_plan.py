@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from literal import ADAMW, TINY, tiny_case
 
-from harness.plan.make_plan import make_plan
-from harness.plan.plan import Plan
-from harness.plan.traffic.flow import TIED
-from harness.spec.dims import ParallelDims
-from harness.spec.traits import TrainerTraits
+from harness.core.case.dims import ParallelDims
+from harness.core.case.traits import TrainerTraits
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.plan import Plan
+from harness.core.plan.traffic.flow import TIED
 
 EMBEDDING = "tok_embeddings.weight"
 FOUR_LAYERS = replace(TINY, n_layers=4, tied_embeddings=True)

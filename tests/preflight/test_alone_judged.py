@@ -6,15 +6,15 @@ from dataclasses import replace
 
 from literal import tiny_case, trial_of
 
-from harness.checks import all_checks, judging, run_check
-from harness.evidence.provided import ALONE
-from harness.evidence.text import ranks_text
-from harness.judge.recorded import NO_REFERENCE
-from harness.judge.result import Result, Verdict
-from harness.judge.trial import Trial
-from harness.preflight.judging import of_lone_ranks
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
+from harness.clusters.judging import of_lone_ranks
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.checks import all_checks, judging, run_check
+from harness.core.evidence.provided import ALONE
+from harness.core.evidence.text import ranks_text
+from harness.core.judge.result import Result, Verdict
+from harness.core.judge.trial import Trial
+from harness.recording.judged.recorded import NO_REFERENCE
 
 
 def alone(case: Case, ran: Case | None = None, *, ranks: tuple[int, ...] = (0, 3), left: tuple[int, ...] = ()) -> Trial:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from harness.preflight.chosen import chosen
-from harness.preflight.request import Request
-from harness.spec.case import CaseError
+from harness.clusters.chosen import chosen
+from harness.clusters.request import Request
+from harness.core.case.case import CaseError
 
 
 def test_of_a_large_layout_whole_lines_the_ends_of_long_ones_and_all_corners_are_run() -> None:

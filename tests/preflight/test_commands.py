@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import parser
-from harness.evidence.records import Exit
-from harness.preflight.commands import CommandRun, how_it_ended, judged, log_file, run_alone
-from harness.preflight.launches import LATE
-from harness.report.cause_text import diagnosis_line
-from harness.spec.dims import ParallelDims
+from harness.clusters.commands import CommandRun, how_it_ended, judged, log_file, run_alone
+from harness.clusters.launches import LATE
+from harness.core.case.dims import ParallelDims
+from harness.core.cli import parser
+from harness.core.evidence.records import Exit
+from harness.core.report.cause_text import diagnosis_line
 
 SCRIPT = str(Path(__file__).parents[1] / "recorded_script.py")
 
@@ -41,7 +41,7 @@ def test_a_script_without_an_adapter_that_runs_hsdp_as_fsdp_is_named_on_one_of_6
 def test_a_rank_in_which_the_recorder_cannot_be_installed_ends_and_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.preflight.commands.BY", "harness.no_such_module")
+    monkeypatch.setattr("harness.clusters.commands.BY", "harness.no_such_module")
     run = run_alone([sys.executable, "-c", "import torch, time; time.sleep(600)"], (3,), 64, tmp_path / "command", 1)
     assert run.codes == {3: 1} and "could not be installed" in run.unable[3]
     assert "no_such_module" in run.unable[3] and "no_such_module" in log_file(run.directory, 3).read_text()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.preflight.config_file import read
-from harness.spec.case import CaseError
-from harness.spec.dims import ParallelDims
+from harness.clusters.config_file import read
+from harness.core.case.case import CaseError
+from harness.core.case.dims import ParallelDims
 
 OF_2025 = """
 [model]

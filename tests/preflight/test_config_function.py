@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from harness.preflight.config_function import case_of
+from harness.clusters.config_function import case_of
+from harness.core.case.case import CaseError
+from harness.core.case.dims import ParallelDims
 from harness.reference.config import RopeScaling
-from harness.spec.case import CaseError
-from harness.spec.dims import ParallelDims
 
 
 @dataclass(frozen=True)

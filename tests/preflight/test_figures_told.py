@@ -5,11 +5,11 @@ from __future__ import annotations
 from literal import tiny_case
 from test_alone_judged import alone
 
-from harness.plan.make_plan import make_plan
-from harness.preflight.figures import of_layout, of_ranks
-from harness.preflight.launches import Flown
-from harness.preflight.lone_rank import Used
-from harness.preflight.request import Request
+from harness.clusters.figures import of_layout, of_ranks
+from harness.clusters.launches import Flown
+from harness.clusters.lone_rank import Used
+from harness.clusters.request import Request
+from harness.core.plan.make_plan import make_plan
 
 GB = 10**9
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from json_documents import valid
 
-from harness.cli import main
-from harness.plan.figures.gpus import MACHINES
-from harness.plan.figures.step_time import COMPUTES, bubble_of, step_time
-from harness.plan.make_plan import make_plan
-from harness.preflight.fitting import Wanted, fitting
+from harness.clusters.fitting import Wanted, fitting
+from harness.core.case.case import CaseError
+from harness.core.case.traits import USUAL
+from harness.core.cli import main
+from harness.core.plan.figures.gpus import MACHINES
+from harness.core.plan.figures.step_time import COMPUTES, bubble_of, step_time
+from harness.core.plan.make_plan import make_plan
 from harness.reference.config import PRESETS
-from harness.spec.case import CaseError
-from harness.spec.traits import USUAL
 
 SMALL = Wanted(PRESETS["8B"], world=16, memory=80e9, nodes_of=8)
 

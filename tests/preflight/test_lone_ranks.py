@@ -8,18 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness.evidence.records import Collective, RankEvidence
-from harness.evidence.step import StepEvidence
-from harness.evidence.store import load_run
-from harness.preflight.chosen import Chosen
-from harness.preflight.judging import judged
-from harness.preflight.launches import fly
-from harness.preflight.request import Request
-from harness.preflight.text import preflight_text
-from harness.report.cause_text import diagnosis_line
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec.loading import find_case, load_all
+from harness.clusters.chosen import Chosen
+from harness.clusters.judging import judged
+from harness.clusters.launches import fly
+from harness.clusters.request import Request
+from harness.clusters.text import preflight_text
+from harness.core.case.loading import find_case, load_all
+from harness.core.evidence.records import Collective, RankEvidence
+from harness.core.evidence.step import StepEvidence
+from harness.core.evidence.store import load_run
+from harness.core.report.cause_text import diagnosis_line
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
 
 
 def of_each_step(read: Callable[[StepEvidence], Any]) -> Callable[[RankEvidence], Any]:

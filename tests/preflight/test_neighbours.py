@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from harness.preflight.neighbours import hidden_state
-from harness.preflight.request import Request
+from harness.clusters.neighbours import hidden_state
+from harness.clusters.request import Request
 
 
 def test_a_stage_is_given_the_hidden_state_of_a_microbatch() -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import main
-from harness.plan.make_plan import make_plan
-from harness.preflight.request import Request
-from harness.spec.case import Case, CaseError
-from harness.spec.dims import ParallelDims
+from harness.clusters.request import Request
+from harness.core.case.case import Case, CaseError
+from harness.core.case.dims import ParallelDims
+from harness.core.cli import main
+from harness.core.plan.make_plan import make_plan
 
 TITAN = """
 [model]

@@ -14,11 +14,11 @@ from test_alone_judged import alone, results
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.evidence.records import Exit
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.preflight.judging import of_lone_ranks
-from harness.preflight.unable import why_unable
+from harness.clusters.judging import of_lone_ranks
+from harness.clusters.unable import why_unable
+from harness.core.evidence.records import Exit
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
 
 
 def raised(act: Callable[[torch.Tensor], object], asked: tuple[CodeType, ...] = ()) -> str:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import stage
 
-from harness.evidence.records import Wrapper
-from harness.probe import Probe
-from harness.probe.pipeline import note_action, pass_of_schedule
-from harness.probe.structure import note_placement, note_wrapper, parameter_evidence, wrappers
-from harness.probe.values import reducing_gradients
+from harness.core.evidence.records import Wrapper
+from harness.core.probe import Probe
+from harness.core.probe.pipeline import note_action, pass_of_schedule
+from harness.core.probe.structure import note_placement, note_wrapper, parameter_evidence, wrappers
+from harness.core.probe.values import reducing_gradients
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from harness.probe import call_times
-from harness.probe.call_times import CallTimes
+from harness.core.probe import call_times
+from harness.core.probe.call_times import CallTimes
 
 
 class Clock:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from harness.probe.clock import Clock
+from harness.core.probe.clock import Clock
 
 Where = tuple[int, str]
 

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.evidence.records import RankEvidence
-from harness.evidence.step import StepEvidence
-from harness.probe import Probe, host_copies, live_tensors, values
-from harness.probe.structure import as_numpy
+from harness.core.evidence.records import RankEvidence
+from harness.core.evidence.step import StepEvidence
+from harness.core.probe import Probe, host_copies, live_tensors, values
+from harness.core.probe.structure import as_numpy
 
 LABELS = torch.tensor([[1, 2, -100, 4], [5, -100, 6, 7]])
 WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "unique", "masked_select"}
@@ -50,7 +50,7 @@ def by_the_probe() -> bool:
     frame = sys._getframe(2)
     while frame.f_back and (frame.f_globals["__name__"].startswith("torch") or frame.f_code.co_name in STANDS_BEFORE):
         frame = frame.f_back
-    return str(frame.f_globals.get("__name__", "")).startswith("harness.probe")
+    return str(frame.f_globals.get("__name__", "")).startswith("harness.core.probe")
 
 
 def watched(clips: bool, waits: Waits | None = None) -> RankEvidence:

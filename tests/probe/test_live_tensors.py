@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from harness.probe import MANY, Probe, live_tensors
+from harness.core.probe import MANY, Probe, live_tensors
 
 
 def shapes() -> list[tuple[int, ...]]:

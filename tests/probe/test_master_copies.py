@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.evidence.records import RankEvidence
-from harness.probe import Probe
+from harness.core.evidence.records import RankEvidence
+from harness.core.probe import Probe
 
 STEPS = 3
 

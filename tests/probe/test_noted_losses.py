@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from harness.evidence.step import Microbatch
-from harness.probe import Probe
-from harness.probe.losses import note_loss
+from harness.core.evidence.step import Microbatch
+from harness.core.probe import Probe
+from harness.core.probe.losses import note_loss
 
 LABELS = torch.tensor([[1, 2, -100, 3]])
 TOKENS = torch.tensor([[1, 2, 3, 4]])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness.evidence.records import RankEvidence
-from harness.probe import Probe
+from harness.core.evidence.records import RankEvidence
+from harness.core.probe import Probe
 
 RATES = [0.1, 0.2, 0.3]
 

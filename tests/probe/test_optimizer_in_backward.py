@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from harness.probe import Probe
+from harness.core.probe import Probe
 
 
 def trained(model: nn.Sequential, optimizers: dict[nn.Parameter, torch.optim.Optimizer]) -> Probe:

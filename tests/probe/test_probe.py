@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from harness.evidence.records import Wrapper
-from harness.launch import Job, launch
-from harness.probe.values import add_states
-from harness.spec.case import to_json
-from harness.spec.loading import from_json
-from harness.trainers.torchtitan.source import HOW_TO_GET_IT
+from harness.adapters.torchtitan.source import HOW_TO_GET_IT
+from harness.core.case.case import to_json
+from harness.core.case.loading import from_json
+from harness.core.evidence.records import Wrapper
+from harness.core.launch import Job, launch
+from harness.core.probe.values import add_states
 
 
 def on_ranks(world_size: int, entry: str, folder: Path, **options: Any) -> list[Any]:

@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from harness.evidence.step import Activity, Attention, Call, Matmul, SavedTensorsHook
-from harness.probe.activity import ActivityRecorder
-from harness.probe.clock import Clock
-from harness.probe.compiler import CompilerRecorder, compiler
-from harness.probe.samples import SampleRecorder
-from harness.probe.saved_tensors import SavedTensorsRecorder
-from harness.probe.settings import SettingsRecorder
-from harness.probe.settings import settings as settings_now
+from harness.core.evidence.step import Activity, Attention, Call, Matmul, SavedTensorsHook
+from harness.core.probe.activity import ActivityRecorder
+from harness.core.probe.clock import Clock
+from harness.core.probe.compiler import CompilerRecorder, compiler
+from harness.core.probe.samples import SampleRecorder
+from harness.core.probe.saved_tensors import SavedTensorsRecorder
+from harness.core.probe.settings import SettingsRecorder
+from harness.core.probe.settings import settings as settings_now
 
 
 class Block(nn.Module):

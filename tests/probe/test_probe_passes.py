@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from harness.evidence.step import Call, Microbatch
-from harness.probe import Probe
+from harness.core.evidence.step import Call, Microbatch
+from harness.core.probe import Probe
 
 LABELS = torch.tensor([[1, 2, -100, 4], [5, -100, 6, 7]])
 

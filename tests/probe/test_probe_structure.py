@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from harness.probe.collectives import SUMMED_AT_ONCE, bits_of
-from harness.probe.structure import fqn_of, module_names, name_apart, named_parameters
+from harness.core.probe.collectives import SUMMED_AT_ONCE, bits_of
+from harness.core.probe.structure import fqn_of, module_names, name_apart, named_parameters
 
 
 def model() -> nn.Sequential:

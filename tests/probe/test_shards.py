@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from harness.probe import Probe
-from harness.probe.shards import note_shards
-from harness.probe.values import note_gradients, note_update
+from harness.core.probe import Probe
+from harness.core.probe.shards import note_shards
+from harness.core.probe.values import note_gradients, note_update
 
 PART = slice(1, 5)
 """Of a weight's six entries, those that this rank steps on."""

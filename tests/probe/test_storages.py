@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.probe.storages import Peak, StorageRecorder
+from harness.core.probe.storages import Peak, StorageRecorder
 
 KB = 256  # float32
 

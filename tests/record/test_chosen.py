@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.record.chosen import Chosen
+from harness.recording.chosen import Chosen
 
 
 def test_spans_and_every_so_many_are_chosen_and_what_goes_before_the_first_step() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo.decorators
 from torch import nn
 
-from harness.record.compiling import no_compiler, not_compiled
+from harness.recording.compiling import no_compiler, not_compiled
 
 Graphs = list[torch.fx.GraphModule]
 

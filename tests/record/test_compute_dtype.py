@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.record.numbers import compute_dtype_of
+from harness.recording.numbers import compute_dtype_of
 
 
 def test_a_forward_that_is_wrapped_in_autocast_computes_in_its_dtype() -> None:

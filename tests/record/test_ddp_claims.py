@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.probe.structure import wrappers
+from harness.core.probe.structure import wrappers
 
 
 @pytest.fixture(autouse=True)

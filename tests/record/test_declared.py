@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from harness.cli.work.same_training import one_declared
-from harness.record.boxes import Sharded
-from harness.record.declared import sharded_here
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.recording.boxes import Sharded
+from harness.recording.cli.work.same_training import one_declared
+from harness.recording.declared import sharded_here
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.record.digests import constant, digest, not_finite, packed_digests, row_digests
+from harness.recording.digests import constant, digest, not_finite, packed_digests, row_digests
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from forked_jobs import Main
 
-from harness.cli.exit_codes import NOT_JUDGED, PASSED
-from harness.judge.stored_recording import load_recording
+from harness.core.cli.exit_codes import NOT_JUDGED, PASSED
+from harness.recording.judged.stored_recording import load_recording
 
 SCRIPT = str(Path(__file__).parents[1] / "augmenting_script.py")
 RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from forked_jobs import Main
 
-from harness.cli import main
-from harness.evidence.recording import Reached
-from harness.judge.recorded_ends import exits_of
-from harness.judge.stored_recording import Recording, load_recording
-from harness.report.recording_odd import oddities
+from harness.core.cli import main
+from harness.core.evidence.recording import Reached
+from harness.recording.judged.recorded_ends import exits_of
+from harness.recording.judged.stored_recording import Recording, load_recording
+from harness.recording.pages.recording_odd import oddities
 
 JOB = """
 import os, signal, sys

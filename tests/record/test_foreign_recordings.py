@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from literal_recording import hsdp
 
-from harness.cli.exit_codes import NOT_JUDGED, PASSED
-from harness.cli.work.recording_report import exit_code
-from harness.evidence.recording import head, record_file
-from harness.judge.stored_recording import STARTED, load_recording
+from harness.core.cli.exit_codes import NOT_JUDGED, PASSED
+from harness.core.evidence.recording import head, record_file
+from harness.recording.cli.work.recording_report import exit_code
+from harness.recording.judged.stored_recording import STARTED, load_recording
 
 
 def recorded(directory: Path, changed: Any = None, **told: Any) -> Path:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from harness.probe.clock import Clock
-from harness.probe.collectives import CollectiveRecorder
-from harness.probe.pipeline import PipelineRecorder
-from harness.record.inputs import INPUTS, begins_of, inputs_of
-from harness.record.seen import Seen
+from harness.core.probe.clock import Clock
+from harness.core.probe.collectives import CollectiveRecorder
+from harness.core.probe.pipeline import PipelineRecorder
+from harness.recording.inputs import INPUTS, begins_of, inputs_of
+from harness.recording.seen import Seen
 
 TOKENS, MASK, ROWS = torch.arange(4).reshape(1, 4), torch.ones(1, 4, dtype=torch.int64), torch.rand(1, 4)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from harness.probe.clock import Clock
-from harness.probe.collectives import CollectiveRecorder
-from harness.probe.pipeline import PipelineRecorder
-from harness.record.digests import digest
-from harness.record.seen import Seen
+from harness.core.probe.clock import Clock
+from harness.core.probe.collectives import CollectiveRecorder
+from harness.core.probe.pipeline import PipelineRecorder
+from harness.recording.digests import digest
+from harness.recording.seen import Seen
 
 
 def seen_at(clock: Clock) -> Seen:

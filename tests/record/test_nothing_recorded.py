@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_recorded_jobs import record
 
-from harness.record.injection import why_nothing
+from harness.recording.injection import why_nothing
 
 
 def test_a_job_that_ignores_its_environment_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

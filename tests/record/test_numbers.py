@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from harness.probe.clock import Account, Clock
-from harness.record.digests import row_digests
-from harness.record.numbers import Numbers
-from harness.record.scalers import see_scalers
+from harness.core.probe.clock import Account, Clock
+from harness.recording.digests import row_digests
+from harness.recording.numbers import Numbers
+from harness.recording.scalers import see_scalers
 
 
 def test_a_norm_of_half_a_million_elements_is_measured() -> None:

@@ -11,7 +11,7 @@ import pytest
 from forked_jobs import Main
 from json_documents import valid
 
-from harness.cli import main
+from harness.core.cli import main
 
 SCRIPT = str(Path(__file__).parents[1] / "layouts_script.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from harness.probe.clock import Clock
-from harness.probe.collectives import CollectiveRecorder
-from harness.probe.pipeline import PipelineRecorder
-from harness.record.digests import digest
-from harness.record.optimizers import Optimizers, gradient_bytes
-from harness.record.seen import Seen
+from harness.core.probe.clock import Clock
+from harness.core.probe.collectives import CollectiveRecorder
+from harness.core.probe.pipeline import PipelineRecorder
+from harness.recording.digests import digest
+from harness.recording.optimizers import Optimizers, gradient_bytes
+from harness.recording.seen import Seen
 
 
 def sgd() -> torch.optim.Optimizer:

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from forked_jobs import Main
 
-from harness.evidence.records import OwnGroup
-from harness.judge.result import Verdict
-from harness.judge.separate_models import joined_sets
-from harness.judge.stored_recording import Recording, load_recording
-from harness.probe.clock import Clock
-from harness.record.progress import Progress
-from harness.record.trace import TracedCollectives
-from harness.report.recording_page import page
-from harness.run.recorded_layout import judged
-from harness.spec.layout import layout
+from harness.core.case.layout import layout
+from harness.core.evidence.records import OwnGroup
+from harness.core.judge.result import Verdict
+from harness.core.judge.separate_models import joined_sets
+from harness.core.probe.clock import Clock
+from harness.recording.judged.recorded_layout import judged
+from harness.recording.judged.stored_recording import Recording, load_recording
+from harness.recording.pages.recording_page import page
+from harness.recording.progress import Progress
+from harness.recording.trace import TracedCollectives
 
 SCRIPT = str(Path(__file__).parents[1] / "own_groups_script.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

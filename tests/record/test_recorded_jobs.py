@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from forked_jobs import Main
 
-from harness.cli import main
-from harness.evidence.recording import load_record, record_file
-from harness.evidence.summary import Use
-from harness.judge.observed import axes, out_of_order
-from harness.judge.stored_recording import load_recording
-from harness.record.injection import missing_script
-from harness.spec.launching import requested_ranks
+from harness.core.case.launching import requested_ranks
+from harness.core.cli import main
+from harness.core.evidence.recording import load_record, record_file
+from harness.core.evidence.summary import Use
+from harness.core.judge.observed import axes, out_of_order
+from harness.recording.injection import missing_script
+from harness.recording.judged.stored_recording import load_recording
 
 SCRIPT = str(Path(__file__).parents[1] / "recorded_script.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from forked_jobs import Main
 
-from harness.cli import main
-from harness.evidence.recording import load_record, record_file, save_record
-from harness.evidence.summary import summary_of
+from harness.core.cli import main
+from harness.core.evidence.recording import load_record, record_file, save_record
+from harness.core.evidence.summary import summary_of
 
 JOB = [sys.executable, str(Path(__file__).parents[1] / "resuming_job.py")]
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", JOB[1], "--fsdp"]

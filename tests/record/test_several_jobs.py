@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 from literal_recording import summary
 
-from harness.cli import main
-from harness.cli.exit_codes import BROKEN
-from harness.evidence.recording import RankRecord, head, record_file, save_record
-from harness.evidence.records import RankEvidence
-from harness.judge.result import Verdict
-from harness.judge.stored_recording import Recording, load_recording
-from harness.record import place
-from harness.record.folders import JOB, job_folders
-from harness.report.recording_jobs import job_rows
-from harness.report.recording_layout import jobs_report
-from harness.report.recording_odd import oddities
-from harness.run.recorded_layout import judged
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.cli import main
+from harness.core.cli.exit_codes import BROKEN
+from harness.core.evidence.recording import RankRecord, head, record_file, save_record
+from harness.core.evidence.records import RankEvidence
+from harness.core.judge.result import Verdict
+from harness.recording import place
+from harness.recording.folders import JOB, job_folders
+from harness.recording.judged.recorded_layout import judged
+from harness.recording.judged.stored_recording import Recording, load_recording
+from harness.recording.pages.recording_jobs import job_rows
+from harness.recording.pages.recording_layout import jobs_report
+from harness.recording.pages.recording_odd import oddities
 
 SCRIPT = str(Path(__file__).parents[1] / "two_jobs_script.py")
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from harness.evidence.sketches import BUCKETS, Box, boxes_of, place_text
-from harness.record.boxes import boxes_of_dims, chunk_of, rows_between, rows_of_interval
-from harness.record.sketching import Sketcher, alter, width_of
+from harness.recording.boxes import boxes_of_dims, chunk_of, rows_between, rows_of_interval
+from harness.recording.sketches import BUCKETS, Box, boxes_of, place_text
+from harness.recording.sketching import Sketcher, alter, width_of
 
 SHAPES = [(7,), (6, 4), (5, 3, 2), (90, 60), ()]
 """Of one, slices are small and the whole is not: their buckets are looked up in other ways."""

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.probe.clock import Clock
-from harness.record import trace
-from harness.record.progress import Progress
-from harness.record.trace import TracedCollectives
+from harness.core.probe.clock import Clock
+from harness.recording import trace
+from harness.recording.progress import Progress
+from harness.recording.trace import TracedCollectives
 
 
 @pytest.fixture

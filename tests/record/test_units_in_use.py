@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from harness.probe.resharding import after_forward
-from harness.probe.structure import switches, wrappers
+from harness.core.probe.resharding import after_forward
+from harness.core.probe.structure import switches, wrappers
 
 
 def test_a_unit_of_which_a_module_has_yet_to_run_is_not_looked_at() -> None:

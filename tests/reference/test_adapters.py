@@ -9,7 +9,7 @@ import pytest
 import torch
 from literal import ADAMW, TINY
 
-from harness.judge.exports import merged
+from harness.core.judge.exports import merged
 from harness.reference.config import Lora, TrainingConfig
 from harness.reference.counterfactual import Otherwise, retrain
 from harness.reference.model import initial_weights, llama_from

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.judge.order import flattened_reference, reordered_reference
+from harness.core.judge.order import flattened_reference, reordered_reference
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.counterfactual import Apart, Batch, Otherwise, retrain, retrain_apart
 from harness.reference.record import ReferenceRun

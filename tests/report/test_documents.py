@@ -17,30 +17,30 @@ from literal import SGD, tiny_case, trial_of, with_parameter, without_rank
 from literal_nights import nights, run
 
 from harness import ROOT
-from harness.bisect.search import Judged
-from harness.checks import judge
-from harness.diagnosis import diagnose
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.checks import judge
+from harness.core.judge import finding, result
+from harness.core.judge.finding import KINDS, Bound, Finding, Limit, Part
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.measures import HELD
+from harness.core.judge.result import Cause, Result, Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.figures.rank_bytes import RankBytes
+from harness.core.plan.traffic.flow import Flow
+from harness.core.report import documents
+from harness.core.report.as_data import as_data, document
+from harness.core.report.documents import SCHEMA_FILE, case, case_here, shown_results
+from harness.core.report.finding_text import SHOWN
+from harness.core.report.outcome import Outcome, as_document, from_json, judged, to_json
 from harness.faults import attempt
 from harness.faults.attempt import Attempt
-from harness.judge import finding, result
-from harness.judge.finding import KINDS, Bound, Finding, Limit, Part
-from harness.judge.judgement import Judgement
-from harness.judge.measures import HELD
-from harness.judge.result import Cause, Result, Verdict
-from harness.judge.trial import Trial
-from harness.plan.figures.rank_bytes import RankBytes
-from harness.plan.traffic.flow import Flow
-from harness.report import documents
-from harness.report.as_data import as_data, document
-from harness.report.documents import SCHEMA_FILE, case, case_here, shown_results
-from harness.report.finding_text import SHOWN
-from harness.report.outcome import Outcome, as_document, from_json, judged, to_json
-from harness.report.recording_odd import Odd
-from harness.run import history_text
-from harness.run.history_text import told
-from harness.run.nights import Culprit, by_case
-from harness.spec.dims import ParallelDims
-from harness.spec.quarantine import Quarantine
+from harness.nights import history_text
+from harness.nights.bisect.search import Judged
+from harness.nights.history_text import told
+from harness.nights.nights import Culprit, by_case
+from harness.nights.quarantine import Quarantine
+from harness.recording.pages.recording_odd import Odd
 
 
 def judgement_of(trial: Trial, **more: Any) -> Judgement:

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from harness.judge.finding import Bound, Finding, Limit, Part
-from harness.judge.result import Result, Verdict
-from harness.report.finding_text import finding_text, findings_text, sentence
+from harness.core.judge.finding import Bound, Finding, Limit, Part
+from harness.core.judge.result import Result, Verdict
+from harness.core.report.finding_text import finding_text, findings_text, sentence
 
 TRAFFIC = Finding.at(
     0,

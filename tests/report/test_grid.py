@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.checks import all_checks
-from harness.judge.judgement import Judgement
-from harness.judge.result import Result, Verdict
-from harness.report.grid import grid, not_applicable, summary
-from harness.report.outcome import Outcome, judged, problem, skipped
-from harness.spec.case import Case
+from harness.core.case.case import Case
+from harness.core.checks import all_checks
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result, Verdict
+from harness.core.report.grid import grid, not_applicable, summary
+from harness.core.report.outcome import Outcome, judged, problem, skipped
 
 
 def test_the_grid_names_checks_over_their_columns_and_reasons_in_the_row() -> None:

@@ -10,11 +10,11 @@ from xml.etree.ElementTree import fromstring
 
 import pytest
 
-from harness.cli import main
-from harness.report.junit import junit
-from harness.report.markdown import annotated, markdown
-from harness.report.outcome import Outcome
-from harness.report.page import Page, html
+from harness.core.cli import main
+from harness.core.report.outcome import Outcome
+from harness.core.report.page import Page, html
+from harness.nights.pages.junit import junit
+from harness.nights.pages.markdown import annotated, markdown
 
 HOSTILE = (
     "# head\n- [a](https://x.example) <script>1</script> `code` | @team ![i](//e/i.png)\n"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from xml.etree.ElementTree import fromstring
 
-from harness.report.junit import junit
-from harness.report.outcome import ERROR, SKIPPED, Outcome
+from harness.core.report.outcome import ERROR, SKIPPED, Outcome
+from harness.nights.pages.junit import junit
 
 OUTCOMES = [
     Outcome("right", "PASS", seconds=1.26),

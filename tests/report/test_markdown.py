@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import main
-from harness.report.markdown import MOST, annotated, markdown
-from harness.report.outcome import Outcome
-from harness.run import verdicts
-from harness.run.options import Options
-from harness.spec.case import Case
+from harness.core.case.case import Case
+from harness.core.cli import main
+from harness.core.report.outcome import Outcome
+from harness.core.run import verdicts
+from harness.core.run.options import Options
+from harness.nights.pages.markdown import MOST, annotated, markdown
 
 GOOD = Outcome("fsdp_2", "PASS", 2, checks={"loss": "PASS"}, layout="dp_shard 2", folder="fsdp_2")
 BAD = replace(

@@ -22,21 +22,21 @@ from literal import (
     without_rank,
 )
 
-from harness.cli import main
-from harness.judge.measures import OUTSIDE_THE_PLAN
-from harness.judge.trial import Trial
-from harness.report.causes import causes
-from harness.report.drawings import Drawn, drawn
-from harness.report.outcome import Outcome
-from harness.report.page import Page, Past, Shown, html, measured
-from harness.report.pictures import group_label
-from harness.report.shown import AS_REQUESTED, UsedGroup, used_groups
-from harness.report.svg import LETTER, Strip, strips
-from harness.run import verdicts
-from harness.run.options import Options
-from harness.run.page import shown
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.cli import main
+from harness.core.judge.measures import OUTSIDE_THE_PLAN
+from harness.core.judge.trial import Trial
+from harness.core.report.causes import causes
+from harness.core.report.drawings import Drawn, drawn
+from harness.core.report.outcome import Outcome
+from harness.core.report.page import Page, Past, Shown, html, measured
+from harness.core.report.shown import AS_REQUESTED, UsedGroup, used_groups
+from harness.core.report.svg import LETTER, Strip, strips
+from harness.core.run import verdicts
+from harness.core.run.options import Options
+from harness.nights.page import shown
+from harness.nights.pages.pictures import group_label
 
 TOOK = {"seconds of a step": 0.5, "bytes held": 4e6, "bytes moved": 1e6, "bytes moved over dp_shard": 1e6}
 GOOD = Outcome(
@@ -210,7 +210,7 @@ def test_memory_is_of_the_rank_that_differs_most_with_what_was_requested_of_it()
 def test_a_rank_that_holds_something_else_is_drawn_however_many_ranks_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("harness.report.drawings.MOST_RANKS", 2)
+    monkeypatch.setattr("harness.core.report.drawings.MOST_RANKS", 2)
     trial = trial_of(tiny_case(ParallelDims(dp_shard=4)))
     fqn = "tok_embeddings.weight"
     held = next(one for one in trial.ranks[3].parameters if one.fqn == fqn)

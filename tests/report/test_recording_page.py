@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from literal_recording import hsdp, judged_of, outside, summary
 
-from harness.evidence.keys import ranks_key
-from harness.evidence.recording import GROUPS, Last
-from harness.evidence.summary import Summary, Use
-from harness.judge.stored_recording import Recording
-from harness.report.recording_layout import layout_report
-from harness.report.recording_odd import odd, oddities, some_ranks
-from harness.report.recording_page import facts, groups_text, page
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.evidence.keys import ranks_key
+from harness.core.evidence.recording import GROUPS, Last
+from harness.core.evidence.summary import Summary, Use
+from harness.recording.judged.stored_recording import Recording
+from harness.recording.pages.recording_layout import layout_report
+from harness.recording.pages.recording_odd import odd, oddities, some_ranks
+from harness.recording.pages.recording_page import facts, groups_text, page
 
 TOLD: dict[str, Any] = {"parts": ("Model",), "placements": {"Replicate over 2, Shard(0) over 2": 3}, "shown": 2}
 

@@ -11,18 +11,18 @@ import pytest
 from expecttest import assert_expected_inline
 from literal import SGD, tiny_case, trial_of, with_parameter, without_rank
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.evidence.records import Exit
-from harness.judge.finding import Bound, Finding
-from harness.judge.judgement import Judgement
-from harness.judge.result import Result, Verdict, one_cause
-from harness.judge.trial import Trial
-from harness.report.finding_text import finding_text
-from harness.report.grid import replaced as replaced_in_cases
-from harness.report.outcome import judged
-from harness.report.text import case_report, check_text, command, headline, provenance, pytest_command
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.checks import judge
+from harness.core.evidence.records import Exit
+from harness.core.judge.finding import Bound, Finding
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result, Verdict, one_cause
+from harness.core.judge.trial import Trial
+from harness.core.report.finding_text import finding_text
+from harness.core.report.grid import replaced as replaced_in_cases
+from harness.core.report.outcome import judged
+from harness.core.report.text import case_report, check_text, command, headline, provenance, pytest_command
 
 
 def judgement_of(trial: Trial, fault: str | None = None, fired: bool | None = None) -> Judgement:

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from harness.report import progress
-from harness.report.output import say
-from harness.report.progress import CLEAR, stages
+from harness.core.report import progress
+from harness.core.report.output import say
+from harness.core.report.progress import CLEAR, stages
 
 TEXT = "FAIL hsdp_2x8\n  loss  PASS  PASSAGE x-FAIL\n  grid  UNKNOWN"
 

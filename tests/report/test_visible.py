@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 
-from harness.evidence.text import visible
-from harness.report.output import say
-from harness.report.page import Page, html
-from harness.report.progress import Progress
+from harness.core.evidence.text import visible
+from harness.core.report.output import say
+from harness.core.report.page import Page, html
+from harness.core.report.progress import Progress
 
 ORDERS = "\x1b]0;title\x07\x1b[2Jx\r\x9b31m\u202eabc\u2066\x7f\x00"
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.judge import golden
-from harness.judge.recorded import NO_REFERENCE
-from harness.plugin.items import accept_golden
-from harness.run.accepting import accept
-from harness.run.options import Options
-from harness.spec.case import Case
-from harness.spec.loading import load_all
+from harness.core.case.case import Case
+from harness.core.case.loading import load_all
+from harness.core.judge import golden
+from harness.core.plugin.items import accept_golden
+from harness.core.run.accepting import accept
+from harness.core.run.options import Options
+from harness.recording.judged.recorded import NO_REFERENCE
 
 CASES = """
 defaults: {training: {dtype: float32, steps: 2, seed: 99}}
@@ -41,8 +41,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return Path()
 
     monkeypatch.setenv("CI", "")
-    monkeypatch.setattr("harness.run.accepting.reference_folder", folder)
-    monkeypatch.setattr("harness.run.accepting.load", lambda *_: NO_REFERENCE)
+    monkeypatch.setattr("harness.core.run.accepting.reference_folder", folder)
+    monkeypatch.setattr("harness.core.run.accepting.load", lambda *_: NO_REFERENCE)
     return found
 
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from harness.cli import main
-from harness.judge.twice import PASSED
-from harness.report.outcome import Outcome
-from harness.report.progress import Progress
-from harness.report.repeats_text import repeats_text
-from harness.run.again import MOST, Again
-from harness.run.matrix import run_all
-from harness.run.options import Options
-from harness.spec.case import Case
-from harness.spec.loading import from_json
+from harness.core.case.case import Case
+from harness.core.case.loading import from_json
+from harness.core.cli import main
+from harness.core.judge.twice import PASSED
+from harness.core.report.outcome import Outcome
+from harness.core.report.progress import Progress
+from harness.core.report.repeats_text import repeats_text
+from harness.core.run.again import MOST, Again
+from harness.core.run.matrix import run_all
+from harness.core.run.options import Options
 
 BAD = Outcome("a", "FAIL", cause="gradients scaled", diagnosis={"kinds": ["gradients scaled"]})
 BAD = replace(BAD, report="FAIL a  gradients scaled\n  proof\n\n  checks")

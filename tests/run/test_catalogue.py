@@ -11,20 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from harness import ROOT, cli
-from harness.checks import all_checks
-from harness.cli.work.faults import faults_code
-from harness.evidence.records import Exit, Run
-from harness.evidence.store import save_run
+from harness import ROOT
+from harness.core import cli
+from harness.core.case.case import Case
+from harness.core.checks import all_checks
+from harness.core.evidence.records import Exit, Run
+from harness.core.evidence.store import save_run
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result, Verdict, one_cause
+from harness.core.run.options import Options
 from harness.faults import FAMILIES, Fault, FaultError, all_faults, faults_of_file
+from harness.faults import catalogue_text as shown
+from harness.faults import run_catalogue as lot
 from harness.faults.attempt import METHODS, Attempt, Outcome, accepted, from_json, to_json
-from harness.judge.judgement import Judgement
-from harness.judge.result import Result, Verdict, one_cause
-from harness.report import catalogue as shown
-from harness.run import catalogue as lot
-from harness.run.catalogue import Baseline
-from harness.run.options import Options
-from harness.spec.case import Case
+from harness.faults.cli.work.faults import faults_code
+from harness.faults.run_catalogue import Baseline
 from tests.literal import tiny_case
 
 FAULT = Fault(

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.parsing import BadInput, Parser, add_how_to_run
-from harness.cli.work.options import options_of
-from harness.launch import machine
-from harness.launch.rank import share_gpus
-from harness.run import communication, supported
-from harness.run.folders import folder_of
-from harness.run.launches import made_by, slots_for
-from harness.run.options import Options
-from harness.spec.loading import from_json
-from harness.trainers.support.process_group import backend_for
+from harness.core.case.loading import from_json
+from harness.core.cli.parsing import BadInput, Parser, add_how_to_run
+from harness.core.cli.work.options import options_of
+from harness.core.launch import machine
+from harness.core.launch.rank import share_gpus
+from harness.core.run import communication, supported
+from harness.core.run.folders import folder_of
+from harness.core.run.launches import made_by, slots_for
+from harness.core.run.options import Options
+from harness.core.trainers.support.process_group import backend_for
 
 CUDA = Options(device="cuda")
 SHARED = replace(CUDA, ranks_per_gpu=2)

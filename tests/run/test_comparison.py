@@ -9,16 +9,16 @@ import pytest
 from json_documents import valid
 from literal import tiny_case, trial_of, with_collectives, with_step
 
-from harness.cli import main
-from harness.evidence.store import evidence_file, save, save_run
-from harness.judge.run_as_recording import as_recording
-from harness.judge.structure import differences, structure
-from harness.judge.trial import Trial
-from harness.report.outcome import Outcome
-from harness.run import verdicts
-from harness.run.options import Options
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.cli import main
+from harness.core.evidence.store import evidence_file, save, save_run
+from harness.core.judge.trial import Trial
+from harness.core.report.outcome import Outcome
+from harness.core.run import verdicts
+from harness.core.run.options import Options
+from harness.recording.judged.run_as_recording import as_recording
+from harness.recording.judged.structure import differences, structure
 
 FSDP = trial_of(tiny_case(ParallelDims(dp_shard=2)))
 CHECKS = {"loss": "PASS", "traffic": "PASS"}

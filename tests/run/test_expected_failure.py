@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from literal import tiny_case
 
-from harness.judge.finding import Finding
-from harness.judge.judgement import Judgement
-from harness.judge.result import Result, Verdict, one_cause
-from harness.report.text import headline
-from harness.spec.case import CaseError, ExpectedFailure
-from harness.spec.loading import load_cases
+from harness.core.case.case import CaseError, ExpectedFailure
+from harness.core.case.loading import load_cases
+from harness.core.judge.finding import Finding
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result, Verdict, one_cause
+from harness.core.report.text import headline
 
 EXPECTED = ExpectedFailure(
     because="torch drops a term", script="upstream_bugs/x.py", checks="gradients", named="gradients scaled"

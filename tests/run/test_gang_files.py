@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch import LaunchError
-from harness.run import gang_files
-from harness.run.gang_files import FirstNode, joined, news
+from harness.core.launch import LaunchError
+from harness.nights import gang_files
+from harness.nights.gang_files import FirstNode, joined, news
 
 
 @pytest.fixture

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from literal_nights import nights, run
 
-from harness.cli import main
-from harness.report import outcome as outcomes
-from harness.report.outcome import Outcome
-from harness.report.page import html
-from harness.run.changes import State, changes, curves, differs, grown, shrunk
-from harness.run.history import runs_in, series
-from harness.run.history_text import as_document, bisect_command, lapsed, lines, told
-from harness.run.merged import merged
-from harness.run.page import page_of
-from harness.run.verdicts import RecordedRun
-from harness.spec import quarantine
-from harness.spec.case import CaseError
-from harness.spec.quarantine import Quarantine
+from harness.core.case.case import CaseError
+from harness.core.cli import main
+from harness.core.report import outcome as outcomes
+from harness.core.report.outcome import Outcome
+from harness.core.report.page import html
+from harness.core.run.verdicts import RecordedRun
+from harness.nights import quarantine
+from harness.nights.changes import State, changes, curves, differs, grown, shrunk
+from harness.nights.history import runs_in, series
+from harness.nights.history_text import as_document, bisect_command, lapsed, lines, told
+from harness.nights.merged import merged
+from harness.nights.page import page_of
+from harness.nights.quarantine import Quarantine
 
 DAY = datetime.date(2026, 3, 5)
 BROKEN = "HSDP ran as FSDP"

@@ -9,27 +9,27 @@ from pathlib import Path
 import pytest
 
 from harness import ROOT
-from harness.run import import_closure, sources
-from harness.run.options import Options
+from harness.core.run import import_closure, sources
+from harness.core.run.options import Options
 
 INSIDE = [
-    "harness/probe/backward.py",
-    "harness/trainers/llama3/clip.py",
-    "harness/trainers/support/names.py",
+    "harness/core/probe/backward.py",
+    "harness/core/trainers/llama3/clip.py",
+    "harness/core/trainers/support/names.py",
     "harness/reference/data.py",
-    "harness/launch/rank.py",
-    "harness/run/launches.py",
-    "harness/evidence/records.py",
-    "harness/spec/features.py",
+    "harness/core/launch/rank.py",
+    "harness/core/run/launches.py",
+    "harness/core/evidence/records.py",
+    "harness/core/case/features.py",
     "harness/faults/operators.py",
     "harness/faults/catalogue/mesh.py",
 ]
 OUTSIDE = [
-    "harness/report/text.py",
-    "harness/checks/loss.py",
-    "harness/diagnosis/engine.py",
-    "harness/cli/run.py",
-    "harness/record/recorder.py",
+    "harness/core/report/text.py",
+    "harness/core/checks/loss.py",
+    "harness/core/causes/engine.py",
+    "harness/core/cli/run.py",
+    "harness/recording/recorder.py",
     "harness/faults/catalogue/clipping.py",
 ]
 FAULT = f"{ROOT / 'harness' / 'faults' / 'catalogue' / 'mesh.py'}:hsdp_runs_as_fsdp"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.run.options import Options
+from harness.faults import margins
 from harness.reference.config import TrainingConfig
-from harness.run import margins
-from harness.run.options import Options
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
 
 
 def test_correct_runs_lie_within_the_bound_and_each_mistake_beyond_also_where_ranks_hold_flat_vectors(

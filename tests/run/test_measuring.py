@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 from literal import SGD, judged, tiny_case, trial_of
 
-from harness.evidence.store import EvidenceError, evidence_file, load, load_run, save, save_run
-from harness.judge.order import reordered_reference
-from harness.judge.result import Verdict
-from harness.judge.stored_trial import load_trial
-from harness.judge.trial import Trial
+from harness.core.case.case import to_json
+from harness.core.case.traits import TrainerTraits
+from harness.core.evidence.store import EvidenceError, evidence_file, load, load_run, save, save_run
+from harness.core.judge.order import reordered_reference
+from harness.core.judge.result import Verdict
+from harness.core.judge.stored_trial import load_trial
+from harness.core.judge.trial import Trial
+from harness.core.report.text import case_report
+from harness.core.run import run_case
+from harness.core.run.judging import judge_folder
+from harness.core.run.measuring import write_measured
+from harness.core.run.options import Options
+from harness.core.trainers import CannotStart, rows
 from harness.reference.record import ReferenceRun
-from harness.report.text import case_report
-from harness.run import run_case
-from harness.run.judging import judge_folder
-from harness.run.measuring import write_measured
-from harness.run.options import Options
-from harness.spec.case import to_json
-from harness.spec.traits import TrainerTraits
-from harness.trainers import CannotStart, rows
 
 MINE = """
 import numpy as np

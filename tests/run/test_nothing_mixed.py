@@ -14,14 +14,14 @@ import pytest
 from literal import tiny_case, trial_of
 
 from harness import ROOT
-from harness.evidence.store import EvidenceError, evidence_file, load_run, save, save_run
-from harness.run.folders import fresh_folder
-from harness.run.merged import ALIKE, merged
-from harness.run.options import Options
-from harness.run.reference_cache import FILES, WHOLE, hard_link, is_whole, state_of
-from harness.run.sources import digest_of_adapter
-from harness.run.verdicts import RecordedRun, begin, resume
-from harness.spec.case import Case, to_json
+from harness.core.case.case import Case, to_json
+from harness.core.evidence.store import EvidenceError, evidence_file, load_run, save, save_run
+from harness.core.run.folders import fresh_folder
+from harness.core.run.options import Options
+from harness.core.run.reference_cache import FILES, WHOLE, hard_link, is_whole, state_of
+from harness.core.run.sources import digest_of_adapter
+from harness.core.run.verdicts import RecordedRun, begin, resume
+from harness.nights.merged import ALIKE, merged
 
 CASE = json.dumps(to_json(tiny_case("fsdp_2")))
 

@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from harness.report.outcome import Outcome
-from harness.run.packing import Load, answering_soon, in_order, loads, makespan, remembered, share
-from harness.run.verdicts import RecordedRun
-from harness.spec.case import Case, CaseError
-from harness.spec.loading import from_json
+from harness.core.case.case import Case, CaseError
+from harness.core.case.loading import from_json
+from harness.core.report.outcome import Outcome
+from harness.core.run.packing import Load, answering_soon, in_order, loads, makespan, remembered, share
+from harness.core.run.verdicts import RecordedRun
 
 
 def case_of(name: str, ranks: int) -> Case:

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.run import rank_main
-from harness.spec.case import Case, to_json
-from harness.spec.dims import ParallelDims
-from harness.trainers import CannotStart
+from harness.core.case.case import Case, to_json
+from harness.core.case.dims import ParallelDims
+from harness.core.run import rank_main
+from harness.core.trainers import CannotStart
 
 MINE = """
 from harness.trainers import Adapter

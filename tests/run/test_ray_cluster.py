@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 
-from harness.cli import main
-from harness.report.grid import grid
-from harness.report.outcome import Outcome
-from harness.report.progress import Progress
-from harness.run import ray_cluster, verdicts
-from harness.run.matrix import run_all
-from harness.run.options import Options, Unsupported
-from harness.run.ray_cluster import Cluster, Gang, gang_of
-from harness.spec.case import Case
-from harness.spec.loading import from_json
+from harness.core.case.case import Case
+from harness.core.case.loading import from_json
+from harness.core.cli import main
+from harness.core.report.grid import grid
+from harness.core.report.outcome import Outcome
+from harness.core.report.progress import Progress
+from harness.core.run import verdicts
+from harness.core.run.matrix import run_all
+from harness.core.run.options import Options, Unsupported
+from harness.nights import ray_cluster
+from harness.nights.ray_cluster import Cluster, Gang, gang_of
 
 EACH = 1  # ranks that a node of one core takes here; each of a gang imports torch
 MISSING = "Ray is not installed: pip install ray"

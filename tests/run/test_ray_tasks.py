@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from harness.judge.judgement import Judgement
-from harness.judge.result import Result, Verdict
-from harness.launch import LaunchError
-from harness.run import ray_cluster
-from harness.run.options import Options, Unsupported
-from harness.run.ray_cluster import Cluster
-from harness.run.sources import sources_anywhere
-from harness.spec.case import Case
+from harness.core.case.case import Case
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result, Verdict
+from harness.core.launch import LaunchError
+from harness.core.run.options import Options, Unsupported
+from harness.core.run.sources import sources_anywhere
+from harness.nights import ray_cluster
+from harness.nights.ray_cluster import Cluster
 
 CASE = Case("one", "a test")
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.evidence.store import EvidenceError
-from harness.report.outcome import Outcome
-from harness.run import verdicts
-from harness.run.merged import merged, problems
-from harness.run.options import Options
-from harness.run.verdicts import RecordedRun, append, begin, last, read, resume
-from harness.spec.case import Case
+from harness.core.case.case import Case
+from harness.core.evidence.store import EvidenceError
+from harness.core.report.outcome import Outcome
+from harness.core.run import verdicts
+from harness.core.run.options import Options
+from harness.core.run.verdicts import RecordedRun, append, begin, last, read, resume
+from harness.nights.merged import merged, problems
 
 CASES = [Case(name, "a test") for name in ("first", "second", "third")]
 PASSED, FAILED = (

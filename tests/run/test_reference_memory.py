@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
-from harness.evidence.store import EvidenceError
-from harness.launch import machine
+from harness.core.case.case import Case
+from harness.core.evidence.store import EvidenceError
+from harness.core.launch import machine
+from harness.core.run import reference_cache
+from harness.core.run.options import Options
+from harness.core.run.reference_memory import does_not_fit_now, never_fits, of_activations, of_parameters
+from harness.core.run.supported import unsupported
 from harness.reference.config import PRESETS, ModelConfig, TrainingConfig
-from harness.run import reference_cache
-from harness.run.options import Options
-from harness.run.reference_memory import does_not_fit_now, never_fits, of_activations, of_parameters
-from harness.run.supported import unsupported
-from harness.spec.case import Case
 
 GB = 10**9
 LARGE = Case("single", "a test", model=PRESETS["1B"], file="/some/cases/first.yaml")

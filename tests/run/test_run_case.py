@@ -14,22 +14,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.evidence.store import EvidenceError, load_run
-from harness.judge.judgement import Judgement
-from harness.judge.result import Verdict
-from harness.report.cause_text import diagnosis_line
-from harness.report.text import case_report
-from harness.run import run_case as module
-from harness.run.commit import commit_of
-from harness.run.folders import folder_of
-from harness.run.judging import judge_folder
-from harness.run.options import Options
-from harness.run.reference_cache import reference_key
-from harness.run.run_case import run_case
-from harness.run.supported import unsupported
-from harness.spec.case import Case
-from harness.spec.loading import from_json
-from harness.spec.traits import TrainerTraits
+from harness.core.case.case import Case
+from harness.core.case.loading import from_json
+from harness.core.case.traits import TrainerTraits
+from harness.core.evidence.store import EvidenceError, load_run
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Verdict
+from harness.core.report.cause_text import diagnosis_line
+from harness.core.report.text import case_report
+from harness.core.run import run_case as module
+from harness.core.run.commit import commit_of
+from harness.core.run.folders import folder_of
+from harness.core.run.judging import judge_folder
+from harness.core.run.options import Options
+from harness.core.run.reference_cache import reference_key
+from harness.core.run.run_case import run_case
+from harness.core.run.supported import unsupported
 
 
 def case_of(name: str, **parts: Any) -> Case:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import main
-from harness.run.selection import holds
-from harness.spec.case import CaseError
+from harness.core.case.case import CaseError
+from harness.core.cli import main
+from harness.core.run.selection import holds
 
 WRONG = (
     *("hsdp (2x2)", "(hsdp)(tp)", "hsdp tp", "()", "hsdp()", "hsdp and", "and", "not", ")", "((", "a not b"),

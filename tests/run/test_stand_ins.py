@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from literal import LAYOUTS, tiny_case, trial_of
 
-from harness.evidence.recording import RankRecord, RecordedStep
-from harness.evidence.records import RankEvidence
-from harness.evidence.step import Activity
-from harness.evidence.summary import summary_of
-from harness.judge.result import Verdict
-from harness.judge.stored_recording import Recording
-from harness.run.recorded_layout import judged_by
-from harness.run.stand_ins import stand_ins
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.evidence.recording import RankRecord, RecordedStep
+from harness.core.evidence.records import RankEvidence
+from harness.core.evidence.step import Activity
+from harness.core.evidence.summary import summary_of
+from harness.core.judge.result import Verdict
+from harness.recording.judged.recorded_layout import judged_by
+from harness.recording.judged.stand_ins import stand_ins
+from harness.recording.judged.stored_recording import Recording
 
 HSDP = LAYOUTS["hsdp_2x2"]
 Changed = Callable[[RankEvidence], RankEvidence]

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from harness.faults import load_fault
+from harness.core.case.case import Case
+from harness.core.judge.result import Verdict
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
+from harness.faults import load_fault, stored_run
+from harness.faults import run_catalogue as catalogue
 from harness.faults.attempt import Outcome
-from harness.judge.result import Verdict
+from harness.faults.stored_run import judged_again
 from harness.reference.config import ModelConfig, TrainingConfig
-from harness.run import catalogue, stored_run
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.run.stored_run import judged_again
-from harness.spec.case import Case
 
 CASE = Case("alone", "a test", model=ModelConfig(n_layers=1), training=TrainingConfig(steps=1))
 

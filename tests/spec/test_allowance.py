@@ -11,17 +11,17 @@ from checked import with_activity
 from literal import judged, tiny_case, trial_of, with_rank, with_step
 from literal_ranks import APART
 
-from harness import trainers
-from harness.evidence.records import Collective, HeldTensor
-from harness.evidence.step import Attention, Matmul, SavedTensorsHook
-from harness.judge.finding import Limit
-from harness.judge.result import Verdict
-from harness.judge.traffic import observed_outside
-from harness.judge.trial import Trial
-from harness.spec.allowance import Allowance, declaration
-from harness.spec.case import Case, CaseError, to_json
-from harness.spec.loading import from_json
-from harness.spec.traits import TrainerTraits
+from harness.core import trainers
+from harness.core.case.allowance import Allowance, declaration
+from harness.core.case.case import Case, CaseError, to_json
+from harness.core.case.loading import from_json
+from harness.core.case.traits import TrainerTraits
+from harness.core.evidence.records import Collective, HeldTensor
+from harness.core.evidence.step import Attention, Matmul, SavedTensorsHook
+from harness.core.judge.finding import Limit
+from harness.core.judge.result import Verdict
+from harness.core.judge.traffic import observed_outside
+from harness.core.judge.trial import Trial
 
 AVERAGE = Allowance("kept", "1 x parameters", "a moving average of the weights")
 AVERAGED = Allowance("computed", matmuls="1 x forward", reason="the average is evaluated")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.core.case.case import Case, CaseError, to_json
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.loading import find_case, from_json, load_all, load_cases
+from harness.core.case.named_case import load_one
 from harness.reference.config import PRESETS, ModelConfig, TrainingConfig
-from harness.spec.case import Case, CaseError, to_json
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.spec.loading import find_case, from_json, load_all, load_cases
-from harness.spec.named_case import load_one
 
 
 def load(tmp_path: Path, text: str) -> list[Case]:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from literal import SGD, tiny_case
 
-from harness.spec.case import Case, CaseError, Saved
-from harness.spec.coverage import MISSING, pairs, pairs_text
-from harness.spec.dims import ParallelDims
-from harness.spec.loading import load_all, load_cases
-from harness.spec.options import options
-from harness.trainers import load
+from harness.core.case.case import Case, CaseError, Saved
+from harness.core.case.coverage import MISSING, pairs, pairs_text
+from harness.core.case.dims import ParallelDims
+from harness.core.case.loading import load_all, load_cases
+from harness.core.case.options import options
+from harness.core.trainers import load
 
 
 class Picky:

@@ -6,11 +6,11 @@ import pytest
 import yaml
 from literal import tiny_case
 
-from harness import trainers
-from harness.spec.case import Case, CaseError, to_json
-from harness.spec.declared_traits import declaration, with_declared
-from harness.spec.loading import from_json, load_cases
-from harness.spec.traits import TrainerTraits
+from harness.core import trainers
+from harness.core.case.case import Case, CaseError, to_json
+from harness.core.case.declared_traits import declaration, with_declared
+from harness.core.case.loading import from_json, load_cases
+from harness.core.case.traits import TrainerTraits
 
 
 def declaring(text: str) -> Case:

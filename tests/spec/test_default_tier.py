@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import combinations
 
-from harness.spec.case import Case
-from harness.spec.loading import load_all
-from harness.spec.options import options
+from harness.core.case.case import Case
+from harness.core.case.loading import load_all
+from harness.core.case.options import options
 
 KINDS = ("data parallel", "tp", "cp", "pp", "checkpoint")
 ONCE = ("precision", "repeat")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.spec.case import CaseError
-from harness.spec.dims import ParallelDims
-from harness.spec.layout import layout
+from harness.core.case.case import CaseError
+from harness.core.case.dims import ParallelDims
+from harness.core.case.layout import layout
 
 ND = """
 distributed_type: FSDP

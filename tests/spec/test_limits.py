@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from harness import ROOT
-from harness.launch.job import Job
+from harness.core.case.case import Case, CaseError
+from harness.core.case.limits import NODES, too_large_to_start
+from harness.core.case.loading import load_cases
+from harness.core.case.variants import reseeded
+from harness.core.launch.job import Job
+from harness.core.run.folders import folder_of, trainer_label, without_source
+from harness.core.run.options import Options
 from harness.reference.config import TrainingConfig
-from harness.run.folders import folder_of, trainer_label, without_source
-from harness.run.options import Options
-from harness.spec.case import Case, CaseError
-from harness.spec.limits import NODES, too_large_to_start
-from harness.spec.loading import load_cases
-from harness.spec.variants import reseeded
 
 BOMB = "\n".join(["a0: &a0 [x]", *(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]" for n in range(30))])
 AXES = ", ".join("a%d: {%s}" % (axis, ", ".join(f"_{n}: {{}}" for n in range(12))) for axis in range(7))  # noqa: UP031
@@ -131,7 +131,7 @@ class Writing:
 
 
 def test_a_rank_that_writes_without_end_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    supervise = importlib.import_module("harness.launch.supervise")
+    supervise = importlib.import_module("harness.core.launch.supervise")
     monkeypatch.setattr(supervise, "LOG_CAP", 1000)
     monkeypatch.setattr(supervise, "STACK_PATIENCE", 0.0)
     (tmp_path / "logs").mkdir()

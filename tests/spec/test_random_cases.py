@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import cli
-from harness.spec.case import CaseError
-from harness.spec.options import options
-from harness.spec.random_cases import LARGEST_WORLD, LEFT_OUT, draw, first, named
+from harness.core import cli
+from harness.core.case.case import CaseError
+from harness.core.case.options import options
+from harness.core.case.random_cases import LARGEST_WORLD, LEFT_OUT, draw, first, named
 
 DRAWN = [draw(3, number) for number in range(1, 201)]
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from literal import SGD, judged, tiny_case, trial_of, with_collectives
 
-from harness.evidence.records import Collective, Run
-from harness.judge.measured import torch_of
-from harness.plan.make_plan import make_plan
-from harness.spec import releases
-from harness.spec.dims import ParallelDims
-from harness.spec.loading import find_case, load_all
-from harness.spec.measured import Measured
-from harness.spec.traits import TrainerTraits
+from harness.core.case import releases
+from harness.core.case.dims import ParallelDims
+from harness.core.case.loading import find_case, load_all
+from harness.core.case.measured import Measured
+from harness.core.case.traits import TrainerTraits
+from harness.core.evidence.records import Collective, Run
+from harness.core.judge.measured import torch_of
+from harness.core.plan.make_plan import make_plan
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.spec.repository import from_here, name_here
+from harness.core.case.repository import from_here, name_here
 
 
 @pytest.fixture

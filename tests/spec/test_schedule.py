@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from harness.spec.features import LOOPED
-from harness.spec.schedule import ZERO_BUBBLE, Action, actions, gathers, refusal, stages_of
+from harness.core.case.features import LOOPED
+from harness.core.case.schedule import ZERO_BUBBLE, Action, actions, gathers, refusal, stages_of
 
 SINGLE = ("GPipe", "1F1B")
 GRID = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.spec.case import Case
-from harness.spec.loading import load_all
-from harness.spec.options import options
+from harness.core.case.case import Case
+from harness.core.case.loading import load_all
+from harness.core.case.options import options
 
 NAMES = Path(__file__).parents[1].joinpath("short_cases.txt").read_text().split()
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")

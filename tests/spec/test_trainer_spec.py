@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import trainers
-from harness.spec.trainer_spec import TrainerSpec
+from harness.core import trainers
+from harness.core.case.trainer_spec import TrainerSpec
 
 
 @pytest.mark.parametrize(
@@ -31,5 +31,5 @@ def test_a_trainer_is_a_name_or_a_file_and_may_have_a_source(text: str, name: st
 def test_a_trainer_in_a_folder_with_an_at_sign_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "me@work" / "mine.py"
     file.parent.mkdir()
-    file.write_text("from harness.trainers.llama3 import adapter\n")
+    file.write_text("from harness.core.trainers.llama3 import adapter\n")
     assert trainers.load(trainers.spec(str(file), None)).name == "llama3"

@@ -9,17 +9,17 @@ import pytest
 from literal import SGD, tiny_case
 from literal_ranks import APART
 
-from harness.evidence.store import EvidenceError
-from harness.judge.stored_trial import load_case
-from harness.plan.make_plan import make_plan
-from harness.plan.units import fsdp_units
-from harness.spec import case, traits
-from harness.spec.allowance import Allowance
-from harness.spec.case import ExpectedFailure, Saved
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.spec.measured import Measured, Unit
-from harness.spec.traits import TrainerTraits, settled
+from harness.core.case import case, traits
+from harness.core.case.allowance import Allowance
+from harness.core.case.case import ExpectedFailure, Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.measured import Measured, Unit
+from harness.core.case.traits import TrainerTraits, settled
+from harness.core.evidence.store import EvidenceError
+from harness.core.judge.stored_trial import load_case
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.units import fsdp_units
 
 ROOT_UNITS = TrainerTraits(fsdp_units="root")
 EXPECTED = ExpectedFailure(because="-", script="-", checks="-", named="-")

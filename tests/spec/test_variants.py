@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from harness import ROOT, cli
-from harness.judge import golden
+from harness import ROOT
+from harness.core import cli
+from harness.core.case.case import Case, Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.loading import find_case, load_all
+from harness.core.case.variants import in_dtype
+from harness.core.judge import golden
+from harness.core.run import reference_cache
+from harness.core.run.options import Options
+from harness.core.run.reference_cache import unknown_noise
+from harness.core.run.supported import other_dtype, unsupported
+from harness.core.trainers import load
 from harness.reference.config import TrainingConfig
-from harness.run import reference_cache
-from harness.run.options import Options
-from harness.run.reference_cache import unknown_noise
-from harness.run.supported import other_dtype, unsupported
-from harness.spec.case import Case, Saved
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.spec.loading import find_case, load_all
-from harness.spec.variants import in_dtype
-from harness.trainers import load
 
 OWN = str(ROOT / "tests" / "own_float32_trainer.py")
 CASES = load_all()

@@ -10,7 +10,7 @@ import pytest
 from json_documents import valid
 from literal_traces import GPU, Rank, ddp_step, fsdp_step, load_info, save_info, save_job
 
-from harness.cli import main
+from harness.core.cli import main
 
 HSDP = fsdp_step("shard", "replicate")
 

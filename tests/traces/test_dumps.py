@@ -14,13 +14,13 @@ import pytest
 from json_documents import valid
 from literal_dumps import Issued, save_dumps
 
-from harness.cli import main
-from harness.evidence.store import EvidenceError
-from harness.judge.result import Verdict
-from harness.traces.analyzer import analysis_of
-from harness.traces.dumps import load_dumps
-from harness.traces.hang import Hang, hang_of
-from harness.traces.plain_pickle import NotPlain, plain_of
+from harness.core.cli import main
+from harness.core.evidence.store import EvidenceError
+from harness.core.judge.result import Verdict
+from harness.recording.traces.analyzer import analysis_of
+from harness.recording.traces.dumps import load_dumps
+from harness.recording.traces.hang import Hang, hang_of
+from harness.recording.traces.plain_pickle import NotPlain, plain_of
 
 SUM = ("all_reduce", 100)
 DONE = ("all_reduce", 100, "0", "completed")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from literal_traces import Rank, ddp_step
 
-from harness.traces import stream
-from harness.traces.job import job_of
-from harness.traces.kineto import load_trace, operator_of
+from harness.recording.traces import stream
+from harness.recording.traces.job import job_of
+from harness.recording.traces.kineto import load_trace, operator_of
 
 WORLD = {"world": range(2)}
 

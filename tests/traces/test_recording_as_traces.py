@@ -13,14 +13,14 @@ import pytest
 from forked_jobs import TORCHRUN, Main
 from json_documents import valid
 
-from harness.cli import main
-from harness.evidence.recording import RankRecord, RecordedStep
-from harness.evidence.records import Collective, Group, RankEvidence
-from harness.evidence.step import StepEvidence
-from harness.traces.export import trace_of
-from harness.traces.job import job_of
-from harness.traces.kineto import load_trace
-from harness.traces.timeline import of_records
+from harness.core.cli import main
+from harness.core.evidence.recording import RankRecord, RecordedStep
+from harness.core.evidence.records import Collective, Group, RankEvidence
+from harness.core.evidence.step import StepEvidence
+from harness.recording.traces.export import trace_of
+from harness.recording.traces.job import job_of
+from harness.recording.traces.kineto import load_trace
+from harness.recording.traces.timeline import of_records
 
 NOTHING = StepEvidence(0, (), None, None, None, {}, {}, {}, {})
 

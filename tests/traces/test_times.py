@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from literal_traces import GPU, Rank, ddp_step, fsdp_step, save_job
 
-from harness.cli.work.trace_report import plan_of
-from harness.evidence.keys import ranks_of
-from harness.plan.figures.gpus import MACHINES
-from harness.report.trace_times import time_rows
-from harness.traces.job import job_of
-from harness.traces.kineto import load_trace
-from harness.traces.times import Times, times_of, with_links
+from harness.core.evidence.keys import ranks_of
+from harness.core.plan.figures.gpus import MACHINES
+from harness.recording.cli.work.trace_report import plan_of
+from harness.recording.pages.trace_times import time_rows
+from harness.recording.traces.job import job_of
+from harness.recording.traces.kineto import load_trace
+from harness.recording.traces.times import Times, times_of, with_links
 
 
 def times(folder: Path) -> Times:

@@ -15,7 +15,7 @@ import pytest
 from json_documents import valid
 from literal_traces import Rank, ddp_step, fsdp_step, load_info, save_info, save_job
 
-from harness.cli import main
+from harness.core.cli import main
 
 HSDP = ("--layout", "dp_replicate=2,dp_shard=8")
 SHARDED_AND_COPIED = fsdp_step("shard", "replicate")

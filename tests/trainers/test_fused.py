@@ -9,20 +9,20 @@ import torch
 from literal import tiny_case, trial_of
 from torch import nn
 
-from harness.checks import placements
-from harness.evidence.checkpoint_index import Checkpoint, SavedTensor
-from harness.evidence.fused import apart, blocks, saved_apart
-from harness.evidence.records import RankEvidence, Resumed, TensorEvidence
-from harness.evidence.step import StepEvidence
-from harness.judge.result import Verdict
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.traits import TrainerTraits
+from harness.core.checks import placements
+from harness.core.evidence.checkpoint_index import Checkpoint, SavedTensor
+from harness.core.evidence.fused import apart, blocks, saved_apart
+from harness.core.evidence.records import RankEvidence, Resumed, TensorEvidence
+from harness.core.evidence.step import StepEvidence
+from harness.core.judge.result import Verdict
+from harness.core.run.supported import cut_fused
+from harness.core.trainers import Adapter
+from harness.core.trainers.support.weights import DoNotFit, load_weights, tensor_parallel
 from harness.reference.config import ModelConfig
 from harness.reference.model import initial_weights
-from harness.run.supported import cut_fused
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.traits import TrainerTraits
-from harness.trainers import Adapter
-from harness.trainers.support.weights import DoNotFit, load_weights, tensor_parallel
 
 WHOLE = np.arange(12.0).reshape(6, 2)
 FUSED = {"qkv": (("q", 3), ("k", 2), ("v", 1))}

@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from harness import ROOT
-from harness.diagnosis.declarable import LABEL
-from harness.judge.result import Verdict
-from harness.report.cause_text import evidence_rows
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec.allowance import Allowance
-from harness.spec.loading import find_case, load_all
+from harness.core.case.allowance import Allowance
+from harness.core.case.loading import find_case, load_all
+from harness.core.causes.declarable import LABEL
+from harness.core.judge.result import Verdict
+from harness.core.report.cause_text import evidence_rows
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
 
 NEAR_THE_FIRST = pytest.mark.slow("real ranks; the first of these declares a choice in the same way")
 CHOICES = ROOT / "tests" / "own_choices.py"

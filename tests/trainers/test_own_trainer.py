@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from harness import ROOT, trainers
-from harness.judge.judgement import Judgement
-from harness.judge.result import Verdict
-from harness.report.cause_text import diagnosis_line
-from harness.report.text import command
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.loading import find_case, load_all
+from harness import ROOT
+from harness.core import trainers
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.loading import find_case, load_all
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Verdict
+from harness.core.report.cause_text import diagnosis_line
+from harness.core.report.text import command
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
 
 OWN = ROOT / "tests" / "own_trainer.py"
 HABITUAL = OWN.with_name("habitual_trainer.py")
@@ -85,7 +86,7 @@ def test_a_loss_that_nobody_can_see_is_unknown_and_says_what_to_write(tmp_path: 
     judgement = judged("ddp_2", "loss_by_hand+validates_with_gradients", tmp_path)
     assert {r.check: r.note for r in judgement.results if r.verdict not in (Verdict.PASS, Verdict.NOT_APPLICABLE)} == {
         "loss": "step 1: no rank's loss was seen; let"
-        f' {HABITUAL} call `harness.probe.losses.note_loss(labels, loss, reduction="sum")`'
+        f' {HABITUAL} call `harness.core.probe.losses.note_loss(labels, loss, reduction="sum")`'
         " where it is computed, if not by torch's cross_entropy or nll_loss in plain Python"
     }
 
@@ -111,13 +112,13 @@ def test_a_file_that_is_no_trainer_is_refused_with_the_reason(tmp_path: Path) ->
     empty.touch()
     three.write_text("adapter = 3")
     broken.write_text("import nonsense")
-    with pytest.raises(ValueError, match=r"empty.py: has no `adapter`; see harness/trainers/__init__.py"):
+    with pytest.raises(ValueError, match=r"empty.py: has no `adapter`; see harness/core/trainers/__init__.py"):
         trainers.load(str(empty))
     with pytest.raises(
         ValueError, match=r"three.py: its `adapter` has no name, unsupported, start, stop, fqn, rows; see"
     ):
         trainers.load(str(three))
-    own.write_text("from harness.trainers import Adapter\nclass Old(Adapter):\n    allow = ()\nadapter = Old()")
+    own.write_text("from harness.core.trainers import Adapter\nclass Old(Adapter):\n    allow = ()\nadapter = Old()")
     with pytest.raises(ValueError, match=r"own.py: its `adapter` has `own` or `allow`: it says that in `traits`; see"):
         trainers.load(str(own))
     with pytest.raises(ValueError) as unknown:

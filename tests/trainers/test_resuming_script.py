@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from harness import ROOT, trainers
-from harness.cli import main
-from harness.judge.judgement import Judgement
-from harness.judge.result import Verdict
-from harness.report.cause_text import diagnosis_line
-from harness.run.options import Options, Unsupported
-from harness.run.run_case import run_case
-from harness.spec.loading import load_all
-from harness.trainers.support import checkpoints
+from harness import ROOT
+from harness.core import trainers
+from harness.core.case.loading import load_all
+from harness.core.cli import main
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Verdict
+from harness.core.report.cause_text import diagnosis_line
+from harness.core.run.options import Options, Unsupported
+from harness.core.run.run_case import run_case
+from harness.core.trainers.support import checkpoints
 
 FLAGS = '''
     p.add_argument("--resume", default="")

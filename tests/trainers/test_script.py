@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from harness.trainers.support.script import Script
+from harness.adapters.support.script import Script
 
 NO_GUARD = '''
 """Trains where it stands."""
@@ -195,7 +195,7 @@ def test_a_prefix_that_holds_the_scripts_folder_hides_none_of_it(
 ) -> None:
     from types import ModuleType
 
-    from harness.trainers.support.script import is_beside
+    from harness.adapters.support.script import is_beside
 
     module = ModuleType("helper")
     module.__file__ = str(tmp_path / "src" / "app" / "helper.py")

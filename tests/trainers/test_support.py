@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.utils.data import DataLoader
 
+from harness.adapters.support.training_function import TrainingFunction
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.trainers.support import process_group
+from harness.core.trainers.support.names import pairs, renamed, with_tied_output
+from harness.core.trainers.support.samples import RecipeStream, rank_samples
 from harness.reference.config import ModelConfig, TrainingConfig
 from harness.reference.data import build_dataset
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.trainers.support import process_group
-from harness.trainers.support.names import pairs, renamed, with_tied_output
-from harness.trainers.support.samples import RecipeStream, rank_samples
-from harness.trainers.support.training_function import TrainingFunction
 
 
 def test_names_are_told_part_by_part_and_others_stay() -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from harness import ROOT
+from harness.core.case.loading import find_case, load_all
+from harness.core.judge.result import Verdict
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
 from harness.faults import fault
 from harness.faults import operators as op
-from harness.judge.result import Verdict
-from harness.report.pictures import draw_judged
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec.loading import find_case, load_all
+from harness.nights.pages.pictures import draw_judged
 
 SENDING = str(ROOT / "tests" / "tied_by_send.py")
 

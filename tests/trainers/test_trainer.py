@@ -14,21 +14,21 @@ import pytest
 import torch
 
 from harness import ROOT
-from harness.launch import Job, launch
+from harness.core.case.case import Case, to_json
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.loading import TrainingConfig
+from harness.core.launch import Job, launch
+from harness.core.trainers import load
+from harness.core.trainers.llama3 import data, recipe
+from harness.core.trainers.llama3.__main__ import main
 from harness.reference.config import ModelConfig
 from harness.reference.data import sample_order
 from harness.reference.model import initial_weights
 from harness.reference.train import ReferenceRun, learning_rate
 from harness.reference.train import train as train_reference
-from harness.spec.case import Case, to_json
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.spec.loading import TrainingConfig
-from harness.trainers import load
-from harness.trainers.llama3 import data, recipe
-from harness.trainers.llama3.__main__ import main
 
-EXACT = 1e-12  # harness/judge/tolerance.py: correct parallelism in float64 stays below, real bugs start at 1e-8
+EXACT = 1e-12  # harness/core/judge/tolerance.py: correct parallelism in float64 stays below, real bugs start at 1e-8
 # With eps 1e-8 AdamW turns a gradient of 1.5e-8, of which 2e-17 is rounding, into a parameter off by 5e-13 (measured):
 # one step's noise grows by lr * eps / (|g| + eps)^2, at most lr / eps. With 1e-3 it does not grow.
 TRAINING = TrainingConfig(eps=1e-3)
@@ -256,7 +256,7 @@ def test_what_it_cannot_do_is_refused_with_the_reason() -> None:
 
 
 def test_finding_a_trainer_does_not_import_torch() -> None:
-    script = "import sys; from harness.trainers import load; load('llama3'); sys.exit('torch' in sys.modules)"
+    script = "import sys; from harness.core.trainers import load; load('llama3'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT).returncode == 0
 
 

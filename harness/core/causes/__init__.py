@@ -1,0 +1,125 @@
+"""Failing checks -> causes that are proven, in the field's words, and the evidence for them in a few lines.
+
+Each file has one subject. It proposes hypotheses, which the engine tests: under the assumption the stored evidence is judged
+again. A hypothesis is proven if the failing checks pass then, and no passing check fails. A file also states facts, which a
+check saw directly. What neither explains is located: the place is given where numbers are first wrong.
+
+A diagnosis is a service; the checks alone decide the verdict. So what raises is skipped, and the evidence says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from harness.core.causes.contributions import lacks_the_outputs_part, sums_of_whole_gradients
+from harness.core.causes.declarable import LABEL, declared_once, lines_to_write, moved_inside
+from harness.core.causes.engine import explain
+from harness.core.causes.facts import (
+    adapters_scaled,
+    layers_lost,
+    not_finite,
+    not_frozen,
+    not_trained,
+    observed,
+    of_other_stages,
+    process_failed,
+)
+from harness.core.causes.hypothesis import Facts, Suspects, as_seen
+from harness.core.causes.reported import odd_reports, wrong_reports
+from harness.core.causes.request import neighbours
+from harness.core.causes.structure_facts import facts as facts_of_structure
+from harness.core.causes.structure_facts import fsdp2_switches
+from harness.core.causes.telling import HARMLESS, broken_elsewhere, told, what_weaker_tests_say
+from harness.core.checks import judge
+from harness.core.judge.result import Diagnosis, Result, Verdict, one_cause
+from harness.core.judge.trial import Trial, launch_label
+from harness.hypotheses.backward import coarse, random_state_not_restored, rounding, wrong_backward
+from harness.hypotheses.dropout import lacks_dropout, other_masks
+from harness.hypotheses.exported import odd_exports, wrong_exports
+from harness.hypotheses.fed import other_samples
+from harness.hypotheses.passed_back import multiples_passed_back
+from harness.hypotheses.piece_weights import sums_of_pieces
+from harness.hypotheses.received import other_positions
+from harness.hypotheses.recipe import wrong_recipe
+from harness.hypotheses.reported_numbers import odd_numbers, wrong_numbers
+from harness.hypotheses.resumed import copies_not_loaded, resumed_otherwise
+from harness.hypotheses.started import changed_weights, other_weights
+from harness.hypotheses.tied import copies_trained_apart
+from harness.hypotheses.whose import another_tensor
+
+SUSPECTS: tuple[Suspects, ...] = (
+    layers_lost,
+    not_trained,
+    not_frozen,
+    adapters_scaled,
+    neighbours,
+    resumed_otherwise,
+    copies_not_loaded,
+    changed_weights,
+    wrong_recipe,
+    wrong_reports,
+    wrong_numbers,
+    wrong_exports,
+    other_weights,
+    other_samples,
+    other_positions,
+    sums_of_whole_gradients,
+    lacks_the_outputs_part,
+    lacks_dropout,
+    other_masks,
+    copies_trained_apart,
+    multiples_passed_back,
+)
+COSTLY: tuple[Suspects, ...] = (sums_of_pieces, another_tensor)
+"""Suspects that compute models to propose something."""
+FACTS: tuple[Facts, ...] = (
+    as_seen(resumed_otherwise),
+    process_failed,
+    of_other_stages,
+    not_finite,
+    as_seen(other_weights),
+    as_seen(other_samples),
+    as_seen(other_positions),
+    as_seen(changed_weights),
+    facts_of_structure,
+    rounding,
+    coarse,
+    random_state_not_restored,
+    wrong_backward,
+    odd_reports,
+    odd_numbers,
+    odd_exports,
+    observed,
+)
+
+
+def diagnose(
+    trial: Trial,
+    results: Sequence[Result],
+    suspects: Sequence[Suspects] = SUSPECTS,
+    facts: Sequence[Facts] = FACTS,
+    costly: Sequence[Suspects] = COSTLY,
+) -> Diagnosis | None:
+    """None if no check fails. Never raises. If a case resumes, the first launch that fails a check is diagnosed. A launch that
+    only keeps or moves too much is passed over where more than that fails later, because it does not explain it."""
+    failed = [result for result in results if result.verdict is Verdict.FAIL]
+    before = judge(trial.saved[-1]) if failed and trial.saved else []
+    if before and (earlier := diagnose(trial.saved[-1], before, suspects, facts, costly)):
+        harmless = {result.check for result in before if result.verdict is Verdict.FAIL} <= HARMLESS
+        if not (harmless and {result.check for result in failed} - HARMLESS):
+            return dataclasses.replace(earlier, evidence=(*earlier.evidence, *broken_elsewhere(trial, failed, before)))
+    broken = {result.check: result for result in failed if result.findings}
+    if not broken:
+        return one_cause(f"{failed[0].check} is broken and does not say where") if failed else None
+    found = told(trial, results, explain(trial, results, suspects, facts, costly))
+    if trial.case.last_step is not None:
+        found = dataclasses.replace(found, launch=launch_label(trial))
+    others = broken_elsewhere(trial.saved[-1], before, failed) if before else ()
+    others += lines_to_write(trial, broken) + fsdp2_switches(trial)
+    others += moved_inside(trial, broken) if not any(label == LABEL for label, _ in found.evidence) else ()
+    evidence = declared_once(trial.case, (*found.evidence, *others, *what_weaker_tests_say(results)))
+    return dataclasses.replace(found, evidence=evidence)
+
+
+__all__ = ["COSTLY", "FACTS", "SUSPECTS", "Diagnosis", "diagnose"]
