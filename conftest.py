@@ -20,7 +20,7 @@ from harness.core.case.loading import load_all
 from harness.core.plugin.items import Check
 from harness.core.run.selection import holds
 
-pytest_plugins = ["harness.core.plugin"]
+pytest_plugins = ["harness.plugin"]
 TESTS = Path(__file__).with_name("tests")
 ADAPTERS = TESTS / "adapters"
 SHORT_CASES = TESTS / "short_cases.txt"

@@ -20,7 +20,7 @@ from harness.core.checks import all_checks
 NOTHING = "nothing was judged: all checks of all cases skipped or not applicable, which is not a pass"
 Pytest = Callable[..., subprocess.CompletedProcess[str]]
 WATCH = """
-from harness.plugin import items
+from harness.core.plugin import items
 run_case = items.run_case
 def noted(case, options):
     with open("runs", "a") as file:
@@ -30,7 +30,7 @@ items.run_case = noted
 """
 BREAKING = """
 import dataclasses
-from harness.plugin import checks
+from harness.core.plugin import checks
 options_of = checks.options_of
 checks.options_of = lambda config: dataclasses.replace(options_of(config), fault="wrong.py:fatal")
 """
@@ -64,7 +64,7 @@ def in_project(tmp_path: Path, served: dict[str, str]) -> Pytest:
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **served, **variables}
-        command = [sys.executable, "-m", "pytest", "-p", "harness.core.plugin", "-p", "no:cacheprovider", *arguments]
+        command = [sys.executable, "-m", "pytest", "-p", "harness.plugin", "-p", "no:cacheprovider", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
 
     return run
@@ -78,7 +78,7 @@ def test_without_cases_in_the_configuration_the_plugin_takes_no_part(in_project:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_own.py").write_text(
         "import pytest, sys\ndef test_own():\n"
-        "    assert [m for m in sys.modules if m.startswith('harness')] == ['harness', 'harness.core.plugin']\n"
+        "    assert [m for m in sys.modules if m.startswith('harness')] == ['harness', 'harness.plugin']\n"
         "    assert not {'torch', 'numpy', 'yaml'} & set(sys.modules)\n"
         "@pytest.mark.skip\ndef test_skipped(): pass\n"
     )
@@ -257,7 +257,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, workers: str) -> None:
     (tmp_path / "cases").mkdir()
     (tmp_path / "cases" / "some.yaml").write_text("cases: {long: {why: a test, training: {steps: 500}}}")
     (tmp_path / "pytest.ini").write_text(CONFIGURATION)
-    arguments = ["-p", "harness.core.plugin", "-p", "no:cacheprovider", "-n", workers, "cases"]
+    arguments = ["-p", "harness.plugin", "-p", "no:cacheprovider", "-n", workers, "cases"]
     started = lambda: any(tmp_path.glob("out/.reference/*.partial/logs/*.log"))  # noqa: E731
     code, _ = interrupt(arguments, when=started, cwd=tmp_path, module="pytest")
     assert code == 2

@@ -13,3 +13,15 @@ judging.py       the trial of those ranks, for the same checks.
 figures.py       what ranks hold, move and need at the most, in a few lines.
 text.py          what is proven of how many, and what is not.
 """
+
+from __future__ import annotations
+
+from harness.core.rings import Ring
+
+RING = Ring(
+    commands={
+        "plan": "show what a case's layout must look like, and what it costs",
+        "preflight": "judge a large layout on this machine: some ranks, each alone",
+    },
+    called={"layout_of_traces": "harness.clusters.request:layout_of_traces"},
+)

@@ -10,10 +10,11 @@ from harness.clusters.commands import CommandRun
 from harness.clusters.figures import moved_by_axis
 from harness.clusters.judging import Verdicts
 from harness.clusters.launches import Flown
-from harness.clusters.pages.layout_documents import figures, judged
+from harness.clusters.pages.layout_documents import figures
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
 from harness.core.report.as_data import as_data
+from harness.recording.pages.recording_documents import judged
 
 
 def of_case(

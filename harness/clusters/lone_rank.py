@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.core import trainers
+from harness.core import rings, trainers
 from harness.core.case.case import Case
 from harness.core.case.loading import from_json
 from harness.core.evidence.records import RankEvidence
 from harness.core.evidence.step import StepEvidence
 from harness.core.evidence.store import encoded_without_values, write_text
 from harness.core.run.rank_main import in_the_references_words
-from harness.faults import load_fault
 
 if TYPE_CHECKING:
     from harness.core.probe.storages import StorageRecorder
@@ -90,7 +89,7 @@ def _watched(
     fired: list[bool] = []
     adapter.importable()
     if fault:
-        load_fault(fault).apply(lambda: fired.append(True))
+        rings.one("called", "load_fault")(fault).apply(lambda: fired.append(True))
     probe = Probe(this, case.dims.world_size, row_length=functools.partial(_row_length, case))
     probe.install()
     try:

@@ -118,3 +118,8 @@ class Request:
             features["schedule"] = "Interleaved1F1B"
         said = {key: getattr(self, key) for key in ("seq", "batch") if getattr(self, key) is not None}
         return replace(draft, features=features, **said)
+
+
+def layout_of_traces(dims: str, world: int) -> Case:
+    """Return the case of a layout, for a job of which only traces are there. dims: degrees, or a file. Raises CaseError."""
+    return Request(dims=dims, world=world).asked().case

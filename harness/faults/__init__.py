@@ -37,6 +37,18 @@ from types import ModuleType
 from typing import Any
 
 from harness.core.evidence.errors import ToldError, error_in
+from harness.core.rings import Ring
+
+RING = Ring(
+    commands={"faults": "make every deliberate mistake of the catalogue: which are caught?"},
+    options={"run": "harness.faults.cli.options:add_fault", "golden": "harness.faults.cli.options:add_plot"},
+    run_options=("harness.faults.cli.work.options:fault_of",),
+    instead={"golden": "harness.faults.cli.work.options:plotted"},
+    called={
+        "load_fault": "harness.faults:load_fault",
+        "checked_fault": "harness.faults.cli.work.options:checked_fault",
+    },
+)
 
 Fired = Callable[[], None]
 

@@ -9,12 +9,12 @@ from functools import partial
 import numpy as np
 
 from harness.core.causes.contributions import Assume, Reading
+from harness.core.causes.pieces import Fit, assuming
 from harness.core.causes.words import groups_text
 from harness.core.judge.result import Cause
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate
 from harness.hypotheses.backward import groups_of_no_axis, silent_axes
-from harness.hypotheses.pieces import Fit, assuming
 
 Groups = tuple[tuple[int, ...], ...]
 

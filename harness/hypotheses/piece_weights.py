@@ -21,6 +21,7 @@ from harness.core.causes.contributions import Number, Reading, norm_of_all, scal
 from harness.core.causes.differences import first_wrong_step, seen_gradients, wrong_pairs
 from harness.core.causes.factors import factor_text, times_text
 from harness.core.causes.hypothesis import Broken, Hypothesis, verdict_of
+from harness.core.causes.pieces import Fit, Pieces, Weights, assuming, chunks_of_the_loss, fit_of
 from harness.core.causes.words import Arrays, Pair, where_text
 from harness.core.evidence.text import number_text
 from harness.core.judge.assumed import AssumedOptimizer
@@ -33,7 +34,6 @@ from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate
 from harness.hypotheses.backward import silent_axes, silent_text
 from harness.hypotheses.other_groups import summed_over_others
-from harness.hypotheses.pieces import Fit, Pieces, Weights, assuming, chunks_of_the_loss, fit_of
 from harness.reference.distance import best_fit
 
 if TYPE_CHECKING:

@@ -26,9 +26,14 @@ from harness.nights.affected.recorder import imported
 from harness.nights.affected.selecting import shared_files
 
 
-def keep_map(case: Case, options: Options, place: Path, folder: Path, judgement: Judgement) -> None:
-    """Write what a case ran; nothing where a rank did not come to its end: that case is always selected. Raises CaseError."""
-    path = file_of(place, case.name)
+def keep_map(case: Case, options: Options, folder: Path, judgement: Judgement) -> None:
+    """Write what a case ran, if that is asked for. Raises CaseError.
+
+    Nothing stays of a case of which a rank did not come to its end: that one is always selected.
+    """
+    if options.map is None:
+        return
+    path = file_of(options.map, case.name)
     if any(one.check == "completed" and one.verdict is not Verdict.PASS for one in judgement.results):
         refuse_foreign_file(path, is_map)
         path.unlink(missing_ok=True)

@@ -8,3 +8,12 @@
 
 In a rank it needs torch, numpy and the standard library.
 """
+
+from __future__ import annotations
+
+from harness.core.rings import Ring
+
+RING = Ring(
+    commands={"record": "run any training command, not edited, and record what its ranks do"},
+    called={"same_training": "harness.recording.same_training:judged"},
+)

@@ -37,7 +37,7 @@ MAIN = """
 import json, sys
 from pathlib import Path
 sys.path[:0] = [{harness!r}, {root!r}]
-from harness.affected.recorder import FunctionRecorder
+from harness.nights.affected.recorder import FunctionRecorder
 recorder = FunctionRecorder(Path({root!r}))
 recorder.start()
 import mine

@@ -20,7 +20,7 @@ from harness.nights.bisect.commits import bisect
 CASE = Case("one", "a test", ParallelDims(dp_shard=2))
 
 ADAPTER = """
-from harness.trainers import Adapter
+from harness.core.trainers import Adapter
 
 class Own(Adapter):
     name = {name!r}

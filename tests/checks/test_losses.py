@@ -65,7 +65,7 @@ def test_a_tp_peer_that_computed_another_loss_is_named() -> None:
 def test_losses_that_nobody_saw_are_unknown() -> None:
     trial = with_every_rank(trial_of(tiny_case("fsdp_2")), lambda t, rank: with_loss(t, rank, 2, lambda _: None))
     result = judged("loss", trial)
-    call = 'harness.core.probe.losses.note_loss(labels, loss, reduction="sum")'
+    call = 'harness.adapter.note_loss(labels, loss, reduction="sum")'
     remedy = f"let the adapter of llama3 call `{call}` where it is computed"
     assert result.verdict is Verdict.UNKNOWN
     assert result.note.startswith(f"step 2: no rank's loss was seen; {remedy}, if not by torch's cross_entropy")

@@ -20,9 +20,9 @@ from harness.core.report.text import case_report
 
 FILE = '''"""No rank takes a step of a rate above 1."""
 
-from harness.judge.finding import Finding, Limit
-from harness.judge.result import Result, verdict_of
-from harness.judge.trial import Trial
+from harness.core.judge.finding import Finding, Limit
+from harness.core.judge.result import Result, verdict_of
+from harness.core.judge.trial import Trial
 
 STAGE = "numbers"
 NEEDS = frozenset({"values"})

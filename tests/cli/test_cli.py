@@ -259,7 +259,7 @@ def test_stored_evidence_gets_the_verdict_it_got_when_it_was_made(stored: Path) 
     verdict = json.loads((stored / "verdict.json").read_text())
     watch = """
 import sys
-from harness.cli import main
+from harness.core.cli import main
 def refuse(event, details):
     assert event not in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec"), event
 sys.addaudithook(refuse)

@@ -11,7 +11,7 @@ import pytest
 
 LOOKING = """
 import argcomplete, functools, os, sys
-from harness.cli import main
+from harness.core.cli import main
 def leave(code):
     os.write(1, str(sorted({"torch", "numpy"} & {*sys.modules})).encode())
     os._exit(code)

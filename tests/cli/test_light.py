@@ -19,7 +19,7 @@ TYPED = {
 """Exit code -> what is typed."""
 SCRIPT = """
 import json, os, sys
-from harness.cli import main
+from harness.core.cli import main
 told = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 answers = []

@@ -13,8 +13,8 @@ from literal import judged, tiny_case, trial_of, with_step
 from harness.core.case.dims import ParallelDims
 from harness.core.causes import assume
 from harness.core.causes.differences import expected_gradient
+from harness.core.causes.pieces import Pieces, assuming
 from harness.hypotheses import pieces
-from harness.hypotheses.pieces import Pieces, assuming
 from harness.hypotheses.received import other_positions
 
 

@@ -25,13 +25,13 @@ from literal_ranks import microbatch_of
 
 from harness.core.case.dims import ParallelDims
 from harness.core.causes import diagnose
+from harness.core.causes.pieces import Pieces, fit_of
 from harness.core.checks import judge
 from harness.core.evidence.text import positions_text
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
 from harness.core.plan.stages import positions
-from harness.hypotheses.pieces import Pieces, fit_of
 from harness.hypotheses.received import wrong_positions
 
 EIGHT = replace(ADAMW, seq_len=8)  # tokens enough that every part of a sample is one of a kind

@@ -16,7 +16,7 @@ from harness.core.judge.trial import Trial
 from harness.core.report.cause_text import evidence_rows
 
 CLAIM = (
-    'if it needs no wrapper: `harness.core.probe.structure.note_wrapper(model, "{}", replicate_ranks=..)`, the rank\'s group over '
+    'if it needs no wrapper: `harness.adapter.note_wrapper(model, "{}", replicate_ranks=..)`, the rank\'s group over '
     "dp_replicate, of rank 0 [0,1]"
 )
 

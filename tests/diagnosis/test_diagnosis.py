@@ -25,7 +25,7 @@ from literal import (
 
 from harness.core.case.case import Saved
 from harness.core.case.dims import ParallelDims
-from harness.core.causes import FACTS, SUSPECTS, diagnose
+from harness.core.causes import all_facts, all_suspects, diagnose
 from harness.core.checks import judge
 from harness.core.judge.result import Result, Verdict
 from harness.core.judge.trial import Trial
@@ -47,7 +47,7 @@ def explode(trial, broken):
 def test_a_suspect_that_raises_is_skipped_and_said_so() -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     trial = with_value(trial, 0, 1, "gradients", NORM, lambda g: g**2)
-    whole, found = diagnose(trial, judge(trial)), diagnose(trial, judge(trial), (explode, *SUSPECTS), FACTS)
+    whole, found = diagnose(trial, judge(trial)), diagnose(trial, judge(trial), (explode, *all_suspects()), all_facts())
     assert whole is not None and found is not None
     assert diagnosis_line(found) == diagnosis_line(whole)
     more = [line for line in found.evidence if line not in whole.evidence]

@@ -13,9 +13,9 @@ from noisy import with_noise
 
 from harness.core.case.case import Saved
 from harness.core.case.dims import ParallelDims
+from harness.core.causes.pieces import EXPLAINED, Fit, Pieces, fit_of
 from harness.core.judge.trial import Trial
 from harness.core.plan.stages import positions
-from harness.hypotheses.pieces import EXPLAINED, Fit, Pieces, fit_of
 
 SIXTEEN = replace(EIGHT, seq_len=16, variable_length=True)
 

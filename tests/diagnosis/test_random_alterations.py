@@ -20,7 +20,7 @@ from literal import EIGHT, tiny_case, trial_of, with_every_rank, with_rank, with
 from resuming import resumed
 
 from harness.core.case.dims import ParallelDims
-from harness.core.causes import COSTLY, FACTS, SUSPECTS
+from harness.core.causes import all_facts, all_suspects, costly_suspects
 from harness.core.causes.engine import Explanation, explain
 from harness.core.checks import judge
 from harness.core.judge.trial import Trial
@@ -51,7 +51,7 @@ hypothesis.configuration.set_hypothesis_home_dir(KEPT.name)
 
 
 def explained(trial: Trial) -> Explanation:
-    return explain(trial, judge(trial), SUSPECTS, FACTS, COSTLY)
+    return explain(trial, judge(trial), all_suspects(), all_facts(), costly_suspects())
 
 
 # ---- what may become of an array, and of what a rank left

@@ -14,7 +14,7 @@ from trained import MODEL, RECIPE, Ran, _ran, case_of, diagnosed, proven, refere
 
 from harness.core.case.case import Saved
 from harness.core.case.dims import ParallelDims
-from harness.core.causes import COSTLY, SUSPECTS
+from harness.core.causes import all_suspects, costly_suspects
 from harness.core.causes.assume import another_case, inputs_of_first_step
 from harness.core.causes.engine import explain
 from harness.core.causes.localise import first_wrong_input, ranks_whose_losses_are_off
@@ -156,6 +156,6 @@ def at_random(trial: Trial, what: str) -> Trial:
 @pytest.mark.parametrize("what", ["losses", "all numbers"])
 def test_numbers_at_random_are_explained_by_no_hypothesis_no_pair_and_no_fitted_number(ran: Ran, what: str) -> None:
     trial = at_random(ran(case_of()), what)
-    found = explain(trial, judge(trial), SUSPECTS, (), COSTLY)
+    found = explain(trial, judge(trial), all_suspects(), (), costly_suspects())
     assert [proof.explained for proof in found.proofs if proof.explained] == []
     assert found.raised == ()

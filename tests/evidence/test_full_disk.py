@@ -62,8 +62,8 @@ import resource, sys
 sys.dont_write_bytecode = True  # what is imported under the limit would leave it truncated
 from pathlib import Path
 import numpy as np
-from harness.evidence.step import Microbatch
-from harness.evidence.store import EvidenceError, save
+from harness.core.evidence.step import Microbatch
+from harness.core.evidence.store import EvidenceError, save
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 try:
     save(Path(sys.argv[1]), Microbatch(np.zeros((100, 100), np.int64), None, None, None))

@@ -271,7 +271,7 @@ def test_a_server_that_cannot_start_says_its_last_words(tmp_path, monkeypatch):
 DRIVER = """
 import sys
 from pathlib import Path
-from harness.launch import Job, launch
+from harness.core.launch import Job, launch
 options = {"here": sys.argv[1]}
 job = Job(Path(sys.argv[1], "job"), 2, "tests.launch_entries:starts_a_process_and_sleeps", options, timeout=60.0)
 try:

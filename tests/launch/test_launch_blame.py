@@ -232,7 +232,7 @@ def test_only_the_main_threads_last_dump_is_shown_and_the_launchers_frames_are_n
                 ("/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 5),
                 ("/v/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", 6),
                 ("/t/train.py", 7),
-                ("/repo/harness/launch/rank.py", 8),
+                ("/repo/harness/core/launch/rank.py", 8),
             ]
         )
     )
@@ -242,13 +242,13 @@ def test_only_the_main_threads_last_dump_is_shown_and_the_launchers_frames_are_n
 OF_THREADS = {
     "00bb": (
         ("/t/train.py", 7, "main"),
-        ("/repo/harness/trainers/support/training_function.py", 60, "_run"),
+        ("/repo/harness/adapters/support/training_function.py", 60, "_run"),
         ("/usr/lib/python3.11/threading.py", 975, "run"),
     ),
     "00cc": (("/usr/lib/python3.11/queue.py", 1, "get"), ("/t/loader.py", 2, "work")),
     "00aa": (
         ("/usr/lib/python3.11/threading.py", 327, "wait"),
-        ("/repo/harness/trainers/support/training_function.py", 38, "train"),
+        ("/repo/harness/adapters/support/training_function.py", 38, "train"),
         ("/t/train_adapter.py", 84, "train"),
     ),
 }

@@ -130,7 +130,7 @@ def test_the_end_of_the_resident_server_ends_no_command(sockets, tmp_path):
 DRIVER = """
 import sys
 from pathlib import Path
-from harness.launch import Job, launch
+from harness.core.launch import Job, launch
 options = {"here": sys.argv[1]}
 job = Job(Path(sys.argv[1], "job"), 2, "tests.launch_entries:starts_a_process_and_sleeps", options, timeout=60.0)
 try:

@@ -261,7 +261,8 @@ def test_slots_of_a_process_that_was_killed_are_free_again(pool: Pool) -> None:
 
 
 def test_slots_are_not_free_while_a_rank_is_left_of_a_launch_whose_harness_died(pool: Pool) -> None:
-    code = "import time; from harness.core.launch.slots import hold_mine\nhold_mine(); print('holds', flush=True); time.sleep(600)"
+    code = "import time; from harness.core.launch.slots import hold_mine\n"
+    code += "hold_mine(); print('holds', flush=True); time.sleep(600)"
     with ExitStack() as rank:
         with pool.taken(2) as taken:
             rank.enter_context(other_process(code, **{HELD: taken.environment[HELD]}))

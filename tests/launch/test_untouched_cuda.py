@@ -13,7 +13,7 @@ from harness.core.launch.rank import refuse_touched_cuda
 
 ASKED = """
 import sys, torch
-from harness.launch.server import PRELOAD, preload
+from harness.core.launch.server import PRELOAD, preload
 asked = []
 def spied(name):
     original = getattr(torch.cuda, name)

@@ -95,7 +95,7 @@ def test_an_average_of_averages_is_answered_with_the_line_for_who_means_it(
 
 GATHERS = """
 from dataclasses import replace
-from harness.trainers import llama3
+from harness.core.trainers import llama3
 
 class Gathers(llama3.Llama3):
     name = "gathers"

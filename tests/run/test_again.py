@@ -75,7 +75,7 @@ ONCE = """
 import os
 from pathlib import Path
 
-from harness.trainers.llama3 import Llama3
+from harness.core.trainers.llama3 import Llama3
 
 
 class Once(Llama3):

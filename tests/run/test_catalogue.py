@@ -209,7 +209,7 @@ from harness.faults import fault, replace
 
 @fault(breaks="the gradient is doubled", bug="an example", case="fsdp_2", caught_by="gradients", named="gradients scaled")
 def doubled(fired):
-    from harness.trainers.llama3 import trainer
+    from harness.core.trainers.llama3 import trainer
 
     def make(original):
         def twice(loss, *args, **kwargs):

@@ -27,7 +27,7 @@ from harness.reference.record import ReferenceRun
 
 MINE = """
 import numpy as np
-from harness.trainers import Adapter
+from harness.core.trainers import Adapter
 class Mine(Adapter):
     name = "mine"
     def unsupported(self, case):

@@ -13,7 +13,7 @@ from harness.core.run import rank_main
 from harness.core.trainers import CannotStart
 
 MINE = """
-from harness.trainers import Adapter
+from harness.core.trainers import Adapter
 class Mine(Adapter):
     name = "mine"
     def unsupported(self, case):

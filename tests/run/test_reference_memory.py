@@ -27,7 +27,7 @@ SMALL = Case("small", "a test", model=MODEL, training=TrainingConfig(global_batc
 MEASURED = """
 import re, sys
 from pathlib import Path
-from harness.evidence.store import save
+from harness.core.evidence.store import save
 from harness.reference.train import train
 from test_reference_memory import SMALL
 

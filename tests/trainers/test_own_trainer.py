@@ -86,7 +86,7 @@ def test_a_loss_that_nobody_can_see_is_unknown_and_says_what_to_write(tmp_path: 
     judgement = judged("ddp_2", "loss_by_hand+validates_with_gradients", tmp_path)
     assert {r.check: r.note for r in judgement.results if r.verdict not in (Verdict.PASS, Verdict.NOT_APPLICABLE)} == {
         "loss": "step 1: no rank's loss was seen; let"
-        f' {HABITUAL} call `harness.core.probe.losses.note_loss(labels, loss, reduction="sum")`'
+        f' {HABITUAL} call `harness.adapter.note_loss(labels, loss, reduction="sum")`'
         " where it is computed, if not by torch's cross_entropy or nll_loss in plain Python"
     }
 

@@ -28,11 +28,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from harness.spec.case import Case
-from harness.trainers.support import checkpoints
-from harness.trainers.support.names import in_one, pairs
-from harness.trainers.support.rows import halves
-from harness.trainers.support.script_adapter import ScriptAdapter
+from harness.adapter import Case, ScriptAdapter, checkpoints, halves, in_one, pairs
 
 # theirs=ours, a part of a name each; nothing after = leaves the part out.
 NAMES = pairs("""{names}""")
@@ -54,7 +50,7 @@ class {name}(ScriptAdapter):
     def samples(self, script: Any, case: Case, rank: int) -> None:
         import torch
 
-        from harness.trainers.support.samples import RecipeSamples, RecipeStream, recipe_batches
+        from harness.adapter import RecipeSamples, RecipeStream, recipe_batches
 
 {data}
 {methods}

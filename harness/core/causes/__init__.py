@@ -10,8 +10,10 @@ A diagnosis is a service; the checks alone decide the verdict. So what raises is
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
+from harness.core import rings
 from harness.core.causes.contributions import lacks_the_outputs_part, sums_of_whole_gradients
 from harness.core.causes.declarable import LABEL, declared_once, lines_to_write, moved_inside
 from harness.core.causes.engine import explain
@@ -25,7 +27,7 @@ from harness.core.causes.facts import (
     of_other_stages,
     process_failed,
 )
-from harness.core.causes.hypothesis import Facts, Suspects, as_seen
+from harness.core.causes.hypothesis import Facts, Suspects
 from harness.core.causes.reported import odd_reports, wrong_reports
 from harness.core.causes.request import neighbours
 from harness.core.causes.structure_facts import facts as facts_of_structure
@@ -34,19 +36,6 @@ from harness.core.causes.telling import HARMLESS, broken_elsewhere, told, what_w
 from harness.core.checks import judge
 from harness.core.judge.result import Diagnosis, Result, Verdict, one_cause
 from harness.core.judge.trial import Trial, launch_label
-from harness.hypotheses.backward import coarse, random_state_not_restored, rounding, wrong_backward
-from harness.hypotheses.dropout import lacks_dropout, other_masks
-from harness.hypotheses.exported import odd_exports, wrong_exports
-from harness.hypotheses.fed import other_samples
-from harness.hypotheses.passed_back import multiples_passed_back
-from harness.hypotheses.piece_weights import sums_of_pieces
-from harness.hypotheses.received import other_positions
-from harness.hypotheses.recipe import wrong_recipe
-from harness.hypotheses.reported_numbers import odd_numbers, wrong_numbers
-from harness.hypotheses.resumed import copies_not_loaded, resumed_otherwise
-from harness.hypotheses.started import changed_weights, other_weights
-from harness.hypotheses.tied import copies_trained_apart
-from harness.hypotheses.whose import another_tensor
 
 SUSPECTS: tuple[Suspects, ...] = (
     layers_lost,
@@ -54,55 +43,43 @@ SUSPECTS: tuple[Suspects, ...] = (
     not_frozen,
     adapters_scaled,
     neighbours,
-    resumed_otherwise,
-    copies_not_loaded,
-    changed_weights,
-    wrong_recipe,
     wrong_reports,
-    wrong_numbers,
-    wrong_exports,
-    other_weights,
-    other_samples,
-    other_positions,
     sums_of_whole_gradients,
     lacks_the_outputs_part,
-    lacks_dropout,
-    other_masks,
-    copies_trained_apart,
-    multiples_passed_back,
 )
-COSTLY: tuple[Suspects, ...] = (sums_of_pieces, another_tensor)
-"""Suspects that compute models to propose something."""
-FACTS: tuple[Facts, ...] = (
-    as_seen(resumed_otherwise),
-    process_failed,
-    of_other_stages,
-    not_finite,
-    as_seen(other_weights),
-    as_seen(other_samples),
-    as_seen(other_positions),
-    as_seen(changed_weights),
-    facts_of_structure,
-    rounding,
-    coarse,
-    random_state_not_restored,
-    wrong_backward,
-    odd_reports,
-    odd_numbers,
-    odd_exports,
-    observed,
-)
+FACTS: tuple[Facts, ...] = (process_failed, of_other_stages, not_finite, facts_of_structure, odd_reports, observed)
+
+
+@functools.cache
+def all_suspects() -> tuple[Suspects, ...]:
+    """Return the core's and those of rings, in the order in which they are asked."""
+    return rings.in_order("suspects", SUSPECTS)
+
+
+@functools.cache
+def costly_suspects() -> tuple[Suspects, ...]:
+    """Return the suspects that compute models to propose something. All of them are of rings."""
+    return rings.in_order("costly", ())
+
+
+@functools.cache
+def all_facts() -> tuple[Facts, ...]:
+    """Return the core's and those of rings, in the order in which they are asked."""
+    return rings.in_order("facts", FACTS)
 
 
 def diagnose(
     trial: Trial,
     results: Sequence[Result],
-    suspects: Sequence[Suspects] = SUSPECTS,
-    facts: Sequence[Facts] = FACTS,
-    costly: Sequence[Suspects] = COSTLY,
+    suspects: Sequence[Suspects] | None = None,
+    facts: Sequence[Facts] | None = None,
+    costly: Sequence[Suspects] | None = None,
 ) -> Diagnosis | None:
     """None if no check fails. Never raises. If a case resumes, the first launch that fails a check is diagnosed. A launch that
     only keeps or moves too much is passed over where more than that fails later, because it does not explain it."""
+    suspects = all_suspects() if suspects is None else suspects
+    facts = all_facts() if facts is None else facts
+    costly = costly_suspects() if costly is None else costly
     failed = [result for result in results if result.verdict is Verdict.FAIL]
     before = judge(trial.saved[-1]) if failed and trial.saved else []
     if before and (earlier := diagnose(trial.saved[-1], before, suspects, facts, costly)):
@@ -122,4 +99,4 @@ def diagnose(
     return dataclasses.replace(found, evidence=evidence)
 
 
-__all__ = ["COSTLY", "FACTS", "SUSPECTS", "Diagnosis", "diagnose"]
+__all__ = ["Diagnosis", "all_facts", "all_suspects", "costly_suspects", "diagnose"]

@@ -26,6 +26,7 @@ from harness.core.causes.differences import (
 )
 from harness.core.causes.factors import ByStep, factor_text, times_text, token_factors
 from harness.core.causes.hypothesis import Broken, Hypothesis
+from harness.core.causes.pieces import with_slices
 from harness.core.causes.reported import assuming_reports, reported_of
 from harness.core.causes.words import Arrays, Pair, from_step, in_order, in_parameters, some
 from harness.core.evidence.text import number_text
@@ -37,7 +38,6 @@ from harness.core.judge.result import Cause
 from harness.core.judge.tolerance import NoBound, clip_coefficient
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import tied_axis
-from harness.hypotheses.pieces import with_slices
 from harness.reference.distance import best_fit
 
 if TYPE_CHECKING:

@@ -231,7 +231,7 @@ def _surplus(finding: Finding) -> int:
 
 IN_BACKWARD = (
     "gradients are reduced outside of backward; if functions of the trainer's own do that: "
-    "`with harness.core.probe.values.reducing_gradients():` around them; if lines of the training loop do, which no adapter can"
+    "`with harness.adapter.reducing_gradients():` around them; if lines of the training loop do, which no adapter can"
     " wrap: move them, and the division by the number of ranks, into a function of the script first"
 )
 
@@ -252,7 +252,7 @@ def _remedies(trial: Trial) -> Iterator[str]:
     if (behind or inside) and not wrapped and trial.case.wrapper in ("ddp", "replicate"):
         axis = trial.plan.replicate_axis
         ranks = ranks_text(trial.plan.group_of(min(trial.ranks), axis))
-        call = f'harness.core.probe.structure.note_wrapper(model, "{trial.case.wrapper}", replicate_ranks=..)'
+        call = f'harness.adapter.note_wrapper(model, "{trial.case.wrapper}", replicate_ranks=..)'
         yield f"if it needs no wrapper: `{call}`, the rank's group over {axis}, of rank 0 {ranks}"
 
 

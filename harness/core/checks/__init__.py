@@ -1,7 +1,7 @@
 """The checks. One file each: its docstring is the check, its `check(trial)` judges stored evidence and nothing else.
 
-A file has a STAGE, which only orders the display. Its NEEDS are the words of harness.core.evidence.provided without which it judges
-nothing: whether it applies to a kind of evidence follows from these. What all checks share is here: a check that raises,
+A file has a STAGE, which only orders the display. Its NEEDS are the words of harness.core.evidence.provided without which it
+judges nothing: whether it applies to a kind of evidence follows from these. What all checks share is here: a check that raises,
 or that examined nothing, has not passed.
 """
 

@@ -55,7 +55,7 @@ def check(trial: Trial) -> Result:
 
 def _remedy(step: int) -> str:
     text = f"step {step}: the optimizer was given the reference's clipped gradients, nobody saw them before clipping"
-    return f"{text}; let the adapter call `harness.core.probe.values.note_gradients()` just before the trainer clips"
+    return f"{text}; let the adapter call `harness.adapter.note_gradients()` just before the trainer clips"
 
 
 def _of_whole_parameters(trial: Trial) -> tuple[list[Misfit], str]:

@@ -38,7 +38,7 @@ def _remedy(trial: Trial) -> str:
     """For who computes it by hand, in a kernel of his own or in compiled code."""
     trainer = TrainerSpec.parse(trial.run.trainer)
     where = trainer.name if trainer.is_file else f"the adapter of {trainer.name}"
-    line = 'harness.core.probe.losses.note_loss(labels, loss, reduction="sum")'
+    line = 'harness.adapter.note_loss(labels, loss, reduction="sum")'
     return (
         f"let {where} call `{line}` where it is computed, if not by torch's cross_entropy or nll_loss in plain Python"
     )

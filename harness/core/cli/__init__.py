@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 
+from harness.core import rings
 from harness.core.cli.answer import asked, only_the_document, print_document
 from harness.core.cli.completion import complete
 from harness.core.cli.exit_codes import INTERRUPTED, NOT_JUDGED, PASSED, SAID, SKIP_COMMIT
@@ -21,23 +22,20 @@ from harness.core.cli.version import Version
 from harness.core.report.output import OutputError, any_letters, complain
 from harness.core.run.options import Unsupported
 
-COMMANDS = {
-    "init": "begin an adapter for a training script, and its first cases",
-    "doctor": "examine a trainer's adapter: what is wrong, and the line to write",
+OWN = {
     "run": "run one case and judge it",
     "matrix": "run and judge all cases, or those that -k selects",
     "check": "judge stored evidence; starts nothing",
-    "report": "show what is stored: a case, a run, a recording, many nights",
-    "record": "run any training command, not edited, and record what its ranks do",
-    "compare": "say what differs between two runs, or two recorded jobs",
-    "plan": "show what a case's layout must look like, and what it costs",
-    "preflight": "judge a large layout on this machine: some ranks, each alone",
     "golden": "compare the reference with its accepted curves, or accept it",
-    "faults": "make every deliberate mistake of the catalogue: which are caught?",
-    "bisect": "find what failed a check: a commit of a trainer, or a version of a package",
-    "nightly": "run the matrix, say what changed since earlier nights, and find the commits",
 }
-"""Each command, and its line of help."""
+"""Each command of the core, and its line of help."""
+
+
+def all_commands() -> dict[str, tuple[str, str]]:
+    """Return the package that has each command, of the core and of rings, and the command's line of help."""
+    return {name: (__name__, help) for name, help in OWN.items()} | rings.commands()
+
+
 RENAMED = {
     "show": "harness report RECORDING",
     "history": "harness report --history DIR",
@@ -84,7 +82,7 @@ def guarded(args: argparse.Namespace) -> int:
     expected: tuple[type[Exception], ...] = ()
     try:
         expected = importlib.import_module("harness.core.cli.work.expected").EXPECTED
-        return importlib.import_module(f"harness.core.cli.work.{args.command}").command(args)
+        return importlib.import_module(f"{args.package}.work.{args.command}").command(args)
     except expected as error:
         args.failed = str(error)
     except Unsupported as reason:
@@ -114,9 +112,9 @@ def parser(typed: str = "") -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action=Version, nargs=0, help="of the harness, its records, torch and Python")
     commands = top.add_subparsers(metavar="COMMAND", title="commands", required=True, parser_class=CommandParser)
-    for name, help in COMMANDS.items():
+    for name, (package, help) in all_commands().items():
         described = f"{help[0].upper()}{help[1:]}" + ("" if help.endswith("?") else ".")
-        of_command = commands.add_parser(name, command=name, help=help, description=described)
+        of_command = commands.add_parser(name, command=name, package=package, help=help, description=described)
         if name == typed:
             of_command.add_options()
     return top

@@ -12,7 +12,4 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_cases(parser)
     add_selection(parser)
     parser.add_argument("--accept", action="store_true", help="rewrite the goldens; judges nothing, refused in CI")
-    parser.add_argument(
-        "--plot", action="store_true", help="pictures and a table: correct runs, bounds, small mistakes"
-    )
     add_out(parser, help="where references and pictures go; default out")

@@ -38,9 +38,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_parts(parser)
     add_again(parser, usual=1)
-    parser.add_argument(
-        "--on", metavar="ray[://HOST:PORT]", help="on the nodes of a Ray cluster, which have the harness installed"
-    )
     add_how_to_run(parser)
 
 
@@ -64,20 +61,5 @@ def add_parts(parser: argparse.ArgumentParser) -> None:
     part.add_argument(
         "--resume", action="store_true", help="go on with the last run in OUT, which was cut short: with its cases"
     )
-    part.add_argument(
-        "--changed",
-        metavar="BASE",
-        help="those that run what changed since this commit of the trainer's repository; see --map",
-    )
-    add_map(part)
     part.add_argument("--last-failed", action="store_true", help="those not green in the last run in OUT")
     part.add_argument("--max-failures", type=positive_int, metavar="N", help="begin no other case after N failures")
-
-
-def add_map(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--map",
-        type=Path,
-        metavar="DIR",
-        help="record there which functions each case runs; --changed reads it, from OUT/map by default",
-    )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from harness.core import rings
 from harness.core.case import case_files
 from harness.core.case.launching import LONGEST, SERVERS
 from harness.core.cli.typed import remember_typed
@@ -57,17 +58,20 @@ class Parser(argparse.ArgumentParser):
 class CommandParser(Parser):
     """The parser of one command. It imports the command's file when it is to parse: all of them take a while."""
 
-    def __init__(self, command: str, **how: Any) -> None:
+    def __init__(self, command: str, package: str, **how: Any) -> None:
+        """package: where the command's files are."""
         super().__init__(**how)
-        self.command = command
+        self.command, self.package = command, package
         self.has_options = False
-        self.set_defaults(command=command, json=False)
+        self.set_defaults(command=command, package=package, json=False)
 
     def add_options(self) -> None:
         """Add what can be typed behind the command, once."""
         if not self.has_options:
             self.has_options = True
-            importlib.import_module(f"harness.core.cli.{self.command}").add(self)
+            importlib.import_module(f"{self.package}.{self.command}").add(self)
+            for add in rings.every("options", self.command):
+                add(self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.add_options()

@@ -19,9 +19,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     case.completer = case_names  # type: ignore[attr-defined]
     add_cases(parser)
     parser.add_argument(
-        "--fault", metavar="FILE.py:NAME", help="a deliberate mistake to make, or a NAME of the catalogue"
-    )
-    parser.add_argument(
         "--bisect", action="store_true", help="exit 125 where nothing could be judged, for `git bisect run`"
     )
     add_recipe(parser)

@@ -52,10 +52,10 @@ def moment(fate: Fate) -> float:
 
 
 LIBRARY = re.compile(
-    r"/(site|dist)-packages/(torch|numpy|torchao)/|/lib/python3\.\d+/(?!(site|dist)-packages/)|^<|/harness/probe/"
+    r"/(site|dist)-packages/(torch|numpy|torchao)/|/lib/python3\.\d+/(?!(site|dist)-packages/)|^<|/harness/core/probe/"
 )
-LAUNCH = re.compile(r"/harness/launch/|<frozen|/runpy\.py$")
-OWN_THREAD = re.compile(r"/harness/trainers/support/training_function\.py$")
+LAUNCH = re.compile(r"/harness/core/launch/|<frozen|/runpy\.py$")
+OWN_THREAD = re.compile(r"/harness/adapters/support/training_function\.py$")
 MAY_WAIT = re.compile(r"/torch/distributed/|/torch/autograd/graph\.py$|/torch/nn/parallel/|/torch/cuda/")
 WAITS = ("wait", "synchronize")
 SHOWN = 8

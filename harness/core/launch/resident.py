@@ -1,4 +1,6 @@
-"""The process that outlives a command, with torch imported: `python -P -m harness.core.launch.resident SOCKET IDLE BEGAN MODULE..`.
+"""The process that outlives a command, with torch imported.
+
+    python -P -m harness.core.launch.resident SOCKET IDLE BEGAN MODULE..
 
 For each command that connects it forks a separate rank server (server.py), which takes on the command's environment and ends
 with it. So commands share nothing but what was imported, and the end of this process ends none of them. It ends when no

@@ -1,8 +1,8 @@
 """Which of the harness's own files a process runs: those of some modules, and of all that these import, however deep.
 
 Sources are read and not run. A module counts as imported wherever the import stands, in a function as well, and if a text
-names it, as "harness.core.run.rank_main:rank" does. What is loaded by a name that is put together as the program runs is not seen:
-who asks names it.
+names it, as "harness.core.run.rank_main:rank" does. What is loaded by a name that is put together as the program runs is not
+seen: who asks names it.
 """
 
 from __future__ import annotations

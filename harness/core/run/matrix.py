@@ -6,6 +6,7 @@ import functools
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Protocol
 
 from harness.core import trainers
 from harness.core.case.case import Case, CaseError
@@ -21,6 +22,16 @@ from harness.core.run.run_case import run_case
 
 PROBLEMS = (CaseError, EvidenceError, LaunchError)
 """What a case can meet that is no verdict on the trainer. The message says what to do."""
+
+
+class Machines(Protocol):
+    """Other machines than this one."""
+
+    def carries(self) -> Sequence[int]:
+        """Return how many ranks each of them takes."""
+
+    def run_case(self, case: Case, options: Options) -> Judgement:
+        """Return the verdict of a case that was run there."""
 
 
 def run_all(

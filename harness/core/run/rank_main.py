@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.core import trainers
+from harness.core import rings, trainers
 from harness.core.case.case import Case
 from harness.core.case.loading import from_json
 from harness.core.evidence import relies_on
@@ -32,7 +32,6 @@ from harness.core.run.exports import read_export
 from harness.core.trainers import StartedTrainer
 from harness.core.trainers.support import checkpoints as checkpoints_of_case
 from harness.core.trainers.support.names import with_tied_output
-from harness.faults import load_fault
 
 if TYPE_CHECKING:
     from harness.core.probe import Probe
@@ -44,25 +43,15 @@ SHAPES_FILE = "parameters.json"  # of a model that does not fit: {name of the tr
 
 
 def rank(options: dict[str, Any]) -> StartedTrainer:
-    """Run the trainer under the probe; see `watched`. record_functions_of: a repository, whose functions that run are noted."""
+    """Run the trainer under the probe; see `watched`. For further keys of the options, what rings run around a rank."""
     import torch  # noqa: F401
 
     _refuse_lacking()
-    if "record_functions_of" not in options:
+    with contextlib.ExitStack() as around:
+        for key, wrapper in rings.table("rank_wrappers").items():
+            if key in options:
+                around.enter_context(rings.loaded(wrapper)(options, int(os.environ.get("RANK", 0))))
         return watched(options)
-    from harness.nights.affected.recorder import FunctionRecorder
-
-    recorder = FunctionRecorder(Path(options["record_functions_of"]))
-    recorder.start()
-    trainer = watched(options)
-    path = functions_file(Path(options["directory"]), int(os.environ.get("RANK", 0)))
-    write_text(path, json.dumps(recorder.stop()))
-    return trainer
-
-
-def functions_file(directory: Path, rank: int) -> Path:
-    """Which functions of the trainer's repository a rank ran."""
-    return evidence_file(directory, rank).with_suffix(".functions.json")
 
 
 def watched(options: dict[str, Any]) -> StartedTrainer:
@@ -257,7 +246,7 @@ def _apply_fault(options: dict[str, Any], rank: int) -> list[bool]:
         fired.append(True)
 
     if options.get("fault"):
-        load_fault(options["fault"]).apply(note)
+        rings.one("called", "load_fault")(options["fault"]).apply(note)
     return fired
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness.core import trainers
+from harness.core import rings, trainers
 from harness.core.case import case as requested
 from harness.core.case import traits
 from harness.core.case.case import Case
@@ -39,7 +39,6 @@ from harness.core.run.measuring import write_measured
 from harness.core.run.options import Options, Unsupported
 from harness.core.run.reference_cache import hard_link, reference_folder
 from harness.core.run.supported import unsupported
-from harness.nights.mapping import keep_map
 from harness.reference.record import ReferenceRun
 
 Stage = Callable[[str], None]
@@ -54,8 +53,8 @@ def run_case(case: Case, options: Options, stage: Stage = lambda _: None) -> Jud
         make(case, options, stage)
         stage("checks")
         judgement = judged(folder)
-        if options.map:
-            keep_map(case, options, options.map, folder, judgement)
+        for told in rings.all_of("judged"):
+            told(case, options, folder, judgement)
         return judgement
 
 

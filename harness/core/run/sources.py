@@ -43,6 +43,8 @@ EVIDENCE_MADE_BY = (
     "harness.core.run.launches",  # what decides a launch
     "harness.core.run.measuring",  # what is written once all ranks have ended
     "harness.core.trainers.llama3",  # which is loaded by its name
+    "harness.faults.operators",  # what makes a fault, with the package that loads it
+    "harness.nights.affected.in_rank",  # what runs around a rank that is mapped
 )
 """Modules whose imports are all that can change a run's evidence. Checks, causes and reports are not among them."""
 

@@ -5,9 +5,7 @@ and likewise pytest, matrix and bisect. (One in this folder goes by its name.) T
 no call of the harness: the probe watches torch. An adapter says how to build the trainer for a case, how it goes on, what it
 cannot do, and how its parameters are called. Here is a whole one, for a trainer `mine`.
 
-    from harness.trainers import Adapter, StartedTrainer
-    from harness.trainers.support.names import pairs, renamed
-    from harness.trainers.support.requests import beyond
+    from harness.adapter import Adapter, StartedTrainer, beyond, pairs, renamed
 
     NAMES = pairs("embed=tok_embeddings q=attention.wq k=attention.wk ..")       theirs=ours, a part of a name each
 
@@ -34,11 +32,11 @@ cannot do, and how its parameters are called. Here is a whole one, for a trainer
 
     adapter = Mine()
 
-`harness.core.case.case.Case` has what a case requests. Weights are an .npz of whole float64 tensors by the reference's fqn, of the
+`harness.adapter.Case` has what a case requests. Weights are an .npz of whole float64 tensors by the reference's fqn, of the
 shapes in `case.model.parameter_shapes()`. Every data-parallel rank reads its share of `step_samples(training, len(dataset),
 step)`, samples of `build_dataset(training, model)`, both in `harness.reference.data`. The learning rate is
-`harness.reference.train.lr_factor`. What brings these to a trainer, ready-made, is in `harness/core/trainers/support/`. All numbers
-are compared in the recipe's dtype, mostly float64: a cast to float32 inside the trainer is seen as what it is. One
+`harness.reference.train.lr_factor`. What brings these to a trainer, ready-made, is in `harness/core/trainers/support/`. All
+numbers are compared in the recipe's dtype, mostly float64: a cast to float32 inside the trainer is seen as what it is. One
 that can do no other says `dtypes = ("float32",)` and is judged by `harness matrix --dtype float32` (docs/adapters.md).
 
 The mapping is data, and is itself judged. The checks `initial_weights` and `shard_contents` compare bytes, so a name or a row
@@ -67,6 +65,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from harness.core import rings
+from harness.core.case import case_files
 from harness.core.case.declared_traits import with_declared
 from harness.core.case.trainer_spec import TrainerSpec
 from harness.core.case.traits import USUAL, TrainerTraits
@@ -262,11 +262,11 @@ def load(spec: str) -> Adapter:
     """The adapter of NAME or FILE.py, or of NAME@SOURCE. Raises ValueError with the known ones."""
     wanted = TrainerSpec.parse(spec)
     name = wanted.name
-    known = sorted({module.name for module in pkgutil.iter_modules(__path__)} - {"support"})
+    known = sorted(trainer_modules())
     if wanted.is_file:
         adapter = trainer_of_file(Path(name))
     elif name in known:
-        adapter = importlib.import_module(f"{__name__}.{name}").adapter
+        adapter = importlib.import_module(trainer_modules()[name]).adapter
     else:
         raise CannotStart(f"no trainer is named {name!r}; known: {', '.join(known)}, or the path of a FILE.py")
     if not wanted.source:
@@ -274,6 +274,20 @@ def load(spec: str) -> Adapter:
     if not hasattr(adapter, "of"):
         raise CannotStart(f"trainer {name} has no other sources; leave out @{wanted.source}")
     return adapter.of(wanted.source)
+
+
+def trainer_modules() -> dict[str, str]:
+    """Return the module that has each trainer's adapter: of the trainer that comes with the harness, and of those of rings."""
+    own = {module.name for module in pkgutil.iter_modules(__path__)} - {"support"}
+    return {name: f"{__name__}.{name}" for name in own} | rings.table("trainers")
+
+
+def folder_of_cases(name: str) -> Path | None:
+    """Return the folder of cases that come with a trainer's adapter; None where there is none."""
+    module = trainer_modules().get(name, "")
+    found = importlib.util.find_spec(module) if module else None
+    folder = Path(found.origin).parent / case_files.USUAL if found and found.origin else None
+    return folder if found and found.submodule_search_locations and folder and folder.is_dir() else None
 
 
 @contextlib.contextmanager

@@ -120,6 +120,8 @@ def shared_files(imported: Iterable[str], parents: Iterable[str], root: Path) ->
     """
     found = set(parents)
     if ROOT.is_relative_to(root):
-        watched = tuple(f"{(ROOT / 'harness' / room).relative_to(root)}/" for room in ("trainers", "probe"))
+        watched = tuple(
+            f"{(ROOT / 'harness' / room).relative_to(root)}/" for room in ("core/trainers", "core/probe", "adapters")
+        )
         found |= {file for file in imported if not file.startswith(watched)}
     return found

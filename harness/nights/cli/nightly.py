@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from harness.core.cli.matrix import add_map, add_tier
+from harness.core.cli.matrix import add_tier
 from harness.core.cli.parsing import (
     add_again,
     add_cases,
@@ -15,6 +15,7 @@ from harness.core.cli.parsing import (
     add_recipe,
     add_selection,
 )
+from harness.nights.cli.changed_options import add_map
 
 
 def add(parser: argparse.ArgumentParser) -> None:

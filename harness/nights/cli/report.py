@@ -8,11 +8,10 @@ from pathlib import Path
 from harness.core.cli.layout_options import add_degrees
 from harness.core.cli.parsing import add_json, positive_int
 from harness.core.plan.figures.gpus import MACHINES
+from harness.recording.cli.forms import CHROME
 
 FORMS = (MARKDOWN, ANNOTATIONS, FOLDERS, JUNIT) = ("markdown", "annotations", "folders", "junit")
 """What a run can be printed as."""
-CHROME = "chrome"
-"""The form of traces that a browser's tools show."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from harness.clusters.cli.work.layout_case import layout_case
 from harness.clusters.judging import judged
 from harness.clusters.launches import fly
 from harness.clusters.text import command_text, preflight_text
-from harness.core import trainers
+from harness.core import rings, trainers
 from harness.core.case import layout, traits
 from harness.core.case.case import Case, CaseError, to_json
 from harness.core.case.trainer_spec import TrainerSpec
@@ -25,7 +25,7 @@ from harness.core.cli.answer import answer
 from harness.core.cli.exit_codes import NOT_JUDGED
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.typed import typed_options
-from harness.core.cli.work.options import checked_fault, refuse_others, trainer_under_test
+from harness.core.cli.work.options import refuse_others, trainer_under_test
 from harness.core.cli.work.verdict_codes import code_of
 from harness.core.evidence.store import CASE_FILE, write_text
 from harness.core.run.folders import fresh_folder
@@ -83,7 +83,7 @@ def _of_case(args: argparse.Namespace) -> int:
     if reason := adapter.unsupported_alone(case):
         raise Unsupported(f"{case.name}: {adapter.name}: {reason}")
     selected = chosen(case, args.seed) if args.ranks == "auto" else _listed(args.ranks, case.dims.world_size)
-    fault = checked_fault(args.fault) if args.fault else None
+    fault = rings.one("called", "checked_fault")(args.fault) if args.fault else None
     folder = fresh_folder(args.out / f"preflight_{case.name}")
     write_text(folder / CASE_FILE, json.dumps(to_json(case), indent=1))
     flown = fly(case, selected.ranks, folder, trainer=trainer, fault=fault, timeout=args.timeout, at_once=args.jobs)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from harness.core import rings
 from harness.core.case.case import Case
 from harness.core.checks import golden as golden_check
 from harness.core.checks import run_check
 from harness.core.cli.answer import answer
 from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
-from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.cases import cases_of
-from harness.core.cli.work.options import needs_matplotlib, no_document
+from harness.core.cli.work.options import no_document
 from harness.core.evidence.records import Run
 from harness.core.evidence.store import load
 from harness.core.judge import golden
@@ -30,17 +30,15 @@ from harness.reference.record import ReferenceRun
 
 
 def command(args: argparse.Namespace) -> int:
-    for option in ("accept", "plot"):
-        if getattr(args, option):
-            no_document(args, f"--{option}")
-    if args.accept and args.plot:
-        raise BadInput("--plot: leave out --accept, which draws nothing")
+    for instead in rings.every("instead", "golden"):
+        if (code := instead(args)) is not None:
+            return int(code)
+    if args.accept:
+        no_document(args, "--accept")
     every = cases_of(args)
     chosen = matching(every, args.expression)
     recipes = {golden.recipe_name(of): of for case in chosen for of in golden.references(case)}
     options = Options(out=args.out)
-    if args.plot:
-        return _margins(chosen, options)
     if args.accept:
         names = [case.name for case in chosen]
         for case in recipes.values():  # done, though nothing is judged
@@ -60,20 +58,6 @@ def _unused(every: Sequence[Case]) -> list[str]:
     stored = {path for folder in {golden.home(case) for case in every} for path in folder.glob("*.json")}
     unused = sorted(stored - {golden.path_of(of) for case in every for of in golden.references(case)})
     return [f"{path.name}: no case uses it; delete it" for path in unused]
-
-
-def _margins(cases: Sequence[Case], options: Options) -> int:
-    needs_matplotlib()
-    from harness.faults import margins  # matplotlib takes half a second
-
-    pictured = []
-    for users in margins.recipes(cases):
-        one = margins.margin(users, options)
-        say(margins.table(one), margins.draw(one, options.out))
-        pictured.append(one)
-    if len(pictured) > 1:
-        say(margins.draw_all(pictured, options.out))
-    return PASSED if pictured else NOT_JUDGED
 
 
 def _lines(file: str, result: Result) -> list[str]:

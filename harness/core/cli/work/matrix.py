@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Container, Sequence
 
-from harness.core import trainers
+from harness.core import rings, trainers
 from harness.core.case import case_files, coverage, random_cases
 from harness.core.case.case import Case
 from harness.core.case.variants import in_dtype, reseeded
@@ -28,15 +28,13 @@ from harness.core.report.output import complain, say
 from harness.core.report.progress import Progress
 from harness.core.run import verdicts
 from harness.core.run.communication import device_text
-from harness.core.run.matrix import run_all
+from harness.core.run.matrix import Machines, run_all
 from harness.core.run.options import Options
 from harness.core.run.packing import Load, answering_soon, in_order, loads, remembered, share
 from harness.core.run.reference_cache import takes_long
 from harness.core.run.selection import matching, of_tier, weight
 from harness.core.run.supported import unsupported
 from harness.core.run.verdicts import Record
-from harness.nights.affected.selecting import Affected, affected
-from harness.nights.ray_cluster import Cluster
 
 OF_LIST = (
     *(
@@ -69,8 +67,8 @@ def command(args: argparse.Namespace) -> int:
         raise BadInput(f"{min(unused)}: leave it out; --resume goes on with the cases of the run that was cut short")
     cases, more = selected(args)
     notes = which_trainer(args)
-    if args.changed:
-        selection = changed(cases, args)
+    selection = next(filter(None, (select(cases, args) for select in rings.all_of("selections"))), None)
+    if selection is not None:
         cases, notes = list(selection.cases), [*notes, selection.sentence()]
         if not cases:
             answer(args, "matrix", {"outcomes": [], "seconds": 0.0, "notes": notes}, *notes)
@@ -78,14 +76,14 @@ def command(args: argparse.Namespace) -> int:
     if not args.resume:
         cases = part_of(cases, args)
     if args.list:
-        say("\n".join([listing(cases), *notes]) if args.changed else listing(cases))
+        say("\n".join([listing(cases), *notes]) if selection is not None else listing(cases))
         return PASSED
     options = options_of(args)
-    cluster = Cluster(args.on, options.device) if args.on else None
+    machines = next(filter(None, (where(args, options) for where in rings.all_of("machines"))), None)
     cases, record, before = resumed(cases, options, args) if args.resume else (cases, begin(cases, options, args), {})
     todo = [case for case in cases if case.name not in before]
     found, seconds = run(
-        todo, options, record, jobs=args.jobs, most=args.max_failures, cluster=cluster, again=args.again
+        todo, options, record, jobs=args.jobs, most=args.max_failures, machines=machines, again=args.again
     )
     done = before | {one.case: one for one in found}
     outcomes = [done[case.name] for case in cases if case.name in done]
@@ -100,15 +98,6 @@ def command(args: argparse.Namespace) -> int:
     return matrix_code(outcomes)
 
 
-def changed(cases: Sequence[Case], args: argparse.Namespace) -> Affected:
-    """Return which of the cases run what changed since --changed; none that would be skipped. Raises CaseError."""
-    options = options_of(args)
-    asked = [case for case in cases if not unsupported(case, options)]
-    return affected(
-        asked, args.changed, options.trainer, trainers.load(options.trainer).name, args.map or args.out / "map"
-    )
-
-
 def run(
     cases: Sequence[Case],
     options: Options,
@@ -116,13 +105,14 @@ def run(
     *,
     jobs: int | None,
     most: int | None = None,
-    cluster: Cluster | None = None,
+    machines: Machines | None = None,
     again: int = 0,
     remedy: str = "; the same command with --resume runs the rest",
 ) -> tuple[list[Outcome], float]:
     """What became of the cases, and how many seconds all took. jobs: cases at a time; None: as many as slots allow. most:
-    failures after which no other begins. again: how often a failing case is made again. remedy: what one does after Ctrl-C."""
-    slots = max(1, sum(cluster.carries()) if cluster else len(pool_of(options.device).slots))
+    failures after which no other begins. machines: others than this one.
+    again: how often a failing case is made again. remedy: what one does after Ctrl-C."""
+    slots = max(1, sum(machines.carries()) if machines else len(pool_of(options.device).slots))
     named = {case.name: case for case in cases}
     todo = ordered(cases, options, slots)
     progress = Progress({load.name: max(load.area, 0.1) for load in todo}, sys.stderr)
@@ -134,7 +124,7 @@ def run(
             progress=progress,
             ended=record.ended,
             most=most,
-            how=cluster.run_case if cluster else None,
+            how=machines.run_case if machines else None,
             again=again,
         )
     except KeyboardInterrupt:

@@ -6,21 +6,18 @@ import argparse
 import importlib.metadata
 import importlib.util
 import shlex
-import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
-from harness.core import trainers
+from harness.core import rings, trainers
 from harness.core.case import releases
-from harness.core.case.trainer_repository import clean_commit, repository_of
 from harness.core.case.usual_trainer import Usual, configured, usual_trainer
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.typed import typed_options
-from harness.core.evidence.errors import error_in
 from harness.core.launch import resident_client
 from harness.core.run.folders import trainer_label
 from harness.core.run.options import Options
-from harness.faults import FaultError, load_fault
 
 
 def trainer_under_test(args: argparse.Namespace) -> str:
@@ -84,13 +81,15 @@ def needs_matplotlib() -> None:
 
 
 def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Options:
-    """Raises BadInput and FaultError, before anything is started."""
+    """Raises BadInput and ToldError, before anything is started."""
     try:
         trainer = trainers.spec(trainer_under_test(args), args.source, args.out)
         trainers.load(trainer)
     except ValueError as error:
         raise BadInput(f"--trainer: {error}") from error
-    fault = checked_fault(args.fault) if getattr(args, "fault", None) else None
+    given: dict[str, Any] = {}
+    for options_of_ring in rings.all_of("run_options"):
+        given |= options_of_ring(args, trainer)
     resident_client.choose(args.server)
     torchrun_args = tuple(shlex.split(args.torchrun_args))
     if torchrun_args and args.launcher != "torchrun":
@@ -98,19 +97,18 @@ def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Optio
     if torchrun_args and not several_nodes:
         raise BadInput("--torchrun-args: other nodes join one launch of one case; use `harness run`")
     _check_sharing(args)
-    shared = {"ranks_per_gpu": args.ranks_per_gpu, "backend": args.backend, "map": recorded_map(args, trainer)}
-    how = (args.launcher, args.device, args.timeout or Options().timeout, fault, torchrun_args)
-    return Options(args.out, trainer, *how, cases=getattr(args, "cases", None) or "", **shared)
-
-
-def recorded_map(args: argparse.Namespace, trainer: str) -> Path | None:
-    """Return where to record what cases run, None for nowhere. Raises BadInput, and CaseError without a clean repository."""
-    if getattr(args, "map", None) is None or getattr(args, "changed", None):
-        return None
-    if args.device == "cuda" and sys.version_info < (3, 12):
-        raise BadInput("--map: on GPUs it needs Python 3.12, for what runs on the threads of backward")
-    clean_commit(repository_of(trainer))
-    return args.map.resolve()
+    return Options(
+        args.out,
+        trainer,
+        launcher=args.launcher,
+        device=args.device,
+        timeout=args.timeout or Options().timeout,
+        torchrun_args=torchrun_args,
+        ranks_per_gpu=args.ranks_per_gpu,
+        backend=args.backend,
+        cases=getattr(args, "cases", None) or "",
+        **given,
+    )
 
 
 def _check_sharing(args: argparse.Namespace) -> None:
@@ -119,15 +117,3 @@ def _check_sharing(args: argparse.Namespace) -> None:
         raise BadInput("--ranks-per-gpu and --backend are for --device cuda")
     if args.torchrun_args and args.ranks_per_gpu > 1:
         raise BadInput("--ranks-per-gpu: ranks share the GPUs of one machine; leave out it or --torchrun-args")
-
-
-def checked_fault(spec: str) -> str:
-    """The fault as ranks can load it, from whatever folder they run in. Raises FaultError."""
-    file, _, name = spec.rpartition(":")
-    try:
-        load_fault(spec)
-    except FaultError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise FaultError(f"--fault {spec}: cannot be loaded: {error_in(Path(file), error)}") from error
-    return f"{Path(file).resolve()}:{name}" if file else name

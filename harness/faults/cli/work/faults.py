@@ -59,15 +59,15 @@ def command(args: argparse.Namespace) -> int:
 def _with_cases(file: Path) -> str:
     """The trainer whose catalogue of the harness this is, if that trainer has its own cases; else empty."""
     ours = file.resolve().parent == Path(faults.__file__).parent
-    return file.stem if ours and (Path(trainers.__file__).parent / file.stem).is_dir() else ""
+    return file.stem if ours and file.stem in trainers.trainer_modules() else ""
 
 
 def cases_to_break(args: argparse.Namespace) -> list[Case]:
     """Return the cases of the harness and of the trainer's adapter; for a user's own catalogue those of the user's folder. They
     are in a dtype that the trainer computes in. Raises CaseError."""
     cases = cases_of(args, case_files.USUAL if args.file else case_files.OURS)
-    own = Path(trainers.__file__).parent / args.trainer / case_files.USUAL
-    if not (args.file or args.cases) and own.is_dir():
+    own = trainers.folder_of_cases(args.trainer)
+    if not (args.file or args.cases) and own is not None:
         cases += load_all(own)
     dtypes = trainers.load(args.trainer).dtypes
     return [case if case.training.dtype in dtypes else in_dtype(case, dtypes[0]) for case in cases]

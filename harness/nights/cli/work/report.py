@@ -14,9 +14,9 @@ from harness.core.report.documents import case_here
 from harness.core.report.output import say
 from harness.core.run.folders import case_folders
 from harness.core.run.judging import judge_folder
-from harness.nights.cli.report import CHROME
 from harness.nights.cli.work import history_report, run_report
 from harness.nights.stored_kind import Kind, kind_of
+from harness.recording.cli.forms import CHROME
 from harness.recording.cli.work import recording_report, trace_report
 
 FOR: Mapping[str, tuple[Kind, ...]] = {

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.clusters.pages.layout_documents import recording as document_of
 from harness.core.case import layout as spec
 from harness.core.cli.answer import answer
 from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
@@ -18,10 +17,11 @@ from harness.core.evidence.recording import load_record, record_file
 from harness.core.evidence.text import counted
 from harness.core.judge.result import Verdict
 from harness.core.report.output import complain, say
-from harness.nights.cli.report import CHROME
+from harness.recording.cli.forms import CHROME
 from harness.recording.cli.work.trace_report import write_times
 from harness.recording.judged.recorded_layout import judged
 from harness.recording.judged.stored_recording import Recording, load_recording
+from harness.recording.pages.recording_documents import recording as document_of
 from harness.recording.pages.recording_layout import jobs_report, results_of, verdict_of_all
 from harness.recording.pages.recording_odd import OF_RECORDER, odd
 from harness.recording.pages.recording_page import anomalies_text, page

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.clusters.pages.layout_documents import traces as document_of
-from harness.clusters.request import Request
+from harness.core import rings
 from harness.core.case import case_files
 from harness.core.case import layout as spec
 from harness.core.case.case import Case, CaseError
@@ -22,6 +21,7 @@ from harness.core.plan.figures.links import GPUS_PER_NODE
 from harness.core.report.output import say
 from harness.recording.judged.traced import judged
 from harness.recording.pages.hang_page import hang_document, hang_page
+from harness.recording.pages.recording_documents import traces as document_of
 from harness.recording.pages.recording_layout import layout_report, verdict_of_all
 from harness.recording.pages.trace_page import always_report, trace_page
 from harness.recording.traces.analyzer import analysis_of
@@ -67,7 +67,7 @@ def plan_of(layout: str, world: int) -> Case | None:
     if named := next((case for case in load_all(case_files.LAYOUTS) if case.name == layout), None):
         return named
     try:
-        return Request(dims=layout, world=world).asked().case
+        return rings.one("called", "layout_of_traces")(layout, world)
     except CaseError:  # a file from which its degrees are read and not all that a plan needs
         return None
 
