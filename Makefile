@@ -1,4 +1,5 @@
 # make test             the quick tests and 14 cases         make test K=hsdp     the cases, or tests, that K selects
+# make test R=recording the tests of one ring, or of the core
 # make test ALL=1       all tests, and all cases of the default tier, as the gate does
 # make matrix           the cases of the default tier, as a grid                 make matrix K=hsdp   those that K selects
 # make faults           every fault of the catalogue          make faults K=mesh    those that K selects
@@ -21,10 +22,10 @@ help:
 	@sed -n '/^# /!q;s/^# //p' Makefile
 
 test: $(INSTALLED)
-	.venv/bin/python -m pytest -n 3 $(if $(ALL)$(K),,--short) $(SELECT)
+	.venv/bin/python -m pytest -n 3 $(if $(ALL)$(K)$(R),,--short) $(if $(R),tests/$(R)) $(SELECT)
 
 test-adapters: .venv-adapters/.installed
-	.venv-adapters/bin/python -m pytest -n 3 tests/adapters $(SELECT)
+	.venv-adapters/bin/python -m pytest -n 3 tests/adapters/*.py $(SELECT)
 
 faults: $(INSTALLED)
 	.venv/bin/harness faults --checks-only $(SELECT)

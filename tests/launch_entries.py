@@ -1,4 +1,4 @@
-"""What the ranks of tests/launch/test_launch.py run. `all_reduce` and the like note what they issue as the probe would."""
+"""What the ranks of tests/core/launch/test_launch.py run. `all_reduce` and the like note what they issue as the probe would."""
 
 from __future__ import annotations
 

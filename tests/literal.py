@@ -1,7 +1,7 @@
 """Literal evidence: the trial that a correct run of a tiny case would leave, and ways to alter one thing in it.
 
-No process, no torch. Slices and bytes come from the plan (tests/plan/test_plan.py judges that by literals); samples, losses,
-gradients, parameters, claims and groups are made here, the optimizer in closed form instead of step by step.
+No process, no torch. Slices and bytes come from the plan (tests/core/plan/test_plan.py judges that by literals); samples,
+losses, gradients, parameters, claims and groups are made here, the optimizer in closed form instead of step by step.
 """
 
 from __future__ import annotations

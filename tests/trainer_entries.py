@@ -1,4 +1,4 @@
-"""What tests/trainers/test_trainer.py runs on every rank."""
+"""What tests/core/trainers/test_trainer.py runs on every rank."""
 
 from __future__ import annotations
 

@@ -48,9 +48,9 @@ def affected(fault: Fault, changed: Iterable[PurePosixPath]) -> bool:
 
 def _touches(fault: Fault, source: str, file: PurePosixPath) -> bool:
     """source: of the fault's file."""
-    if file.parts[:2] == ("harness", "checks"):
+    if file.parts[:3] == ("harness", "core", "checks"):
         return file.stem in fault.caught_by
-    if file.parts[:2] == ("harness", "diagnosis"):
+    if file.parts[:-1] in (("harness", "core", "causes"), ("harness", "hypotheses")):
         return bool(fault.named) and f'"{fault.named}"' in (ROOT / file).read_text(encoding="utf-8")
     if file.parent == TRAINER:
         return f'".{file.stem}:' in source

@@ -20,7 +20,7 @@ from harness.core.evidence.records import Exit
 from harness.core.launch import Inflight, Issued, Job, LaunchError, RankServer, default_server, launch, read_inflight
 from harness.core.launch.leftovers import leftovers
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 needs_proc = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for survivors in /proc")
 
 

@@ -93,7 +93,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
         made.cluster.shutdown()
 
 
-@pytest.mark.slow("a Ray cluster; tests/run/test_ray_tasks.py has its tasks without one")
+@pytest.mark.slow("a Ray cluster; tests/nights/run/test_ray_tasks.py has its tasks without one")
 def test_a_case_larger_than_a_node_is_one_launch_on_several_and_a_node_that_dies_loses_no_case(
     nodes: Nodes, tmp_path: Path
 ) -> None:

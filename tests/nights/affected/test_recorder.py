@@ -44,7 +44,7 @@ import mine
 {body}
 print(json.dumps(recorder.stop()))
 """
-HARNESS = str(Path(__file__).resolve().parents[2])
+HARNESS = str(Path(__file__).resolve().parents[3])
 
 
 def seen(root: Path, body: str) -> dict[str, Any]:

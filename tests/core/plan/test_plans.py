@@ -1,4 +1,4 @@
-"""Whole plans, number by number, of one small case for every option that changes one: tests/plan/plans.txt.
+"""Whole plans, number by number, of one small case for every option that changes one: tests/core/plan/plans.txt.
 
 Real ranks move these bytes and hold these slices (the checks `traffic`, `reshard`, `memory` and `shard_contents` pass on cases
 with each of these options); here is told what a change of the plan's arithmetic changes. EXPECTTEST_ACCEPT=1 rewrites it.

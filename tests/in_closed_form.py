@@ -11,7 +11,7 @@ from harness.core.causes import assume
 
 
 @pytest.fixture(autouse=True)
-def _in_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
     def retrain(model: Any, training: Any, reference: Any, **otherwise: Any) -> Any:
         return retrained(training, reference, **otherwise)
 

@@ -112,7 +112,7 @@ def test_evidence_lies_where_it_is_looked_for_though_the_trainer_keeps_its_own_r
     assert module.make(case, options) == folder_of(case, options)
 
 
-@pytest.mark.slow("two torchruns; tests/launch/test_torchrun_ranks.py reads what each leaves")
+@pytest.mark.slow("two torchruns; tests/core/launch/test_torchrun_ranks.py reads what each leaves")
 def test_two_nodes_make_one_run(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -8,7 +8,7 @@ from harness.core.case.case import Case
 from harness.core.case.loading import load_all
 from harness.core.case.options import options
 
-NAMES = Path(__file__).parents[1].joinpath("short_cases.txt").read_text().split()
+NAMES = Path(__file__).parents[2].joinpath("short_cases.txt").read_text().split()
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 FAMILIES = ("float32", "bfloat16", "float8", "mxfp8")
 """The beginnings of the names of precisions."""

@@ -109,7 +109,7 @@ def test_gloo_sends_no_tensors_of_gpus_so_no_pipeline_runs_by_it(monkeypatch: py
 
 def test_a_trainer_that_joins_nccl_only_shares_no_gpu_with_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     nccl(monkeypatch, 2, 28, 9)
-    own = str(Path(__file__).parents[1] / "own_trainer.py")
+    own = str(Path(__file__).parents[2] / "own_trainer.py")
     told = communication.obstacle(FSDP, replace(SHARED, trainer=own))
     assert told.endswith("joins no group of gloo on GPUs, and NCCL 2.28.9 lets no two ranks share one (2.30 does)")
 

@@ -18,7 +18,7 @@ from harness.nights.affected.maps import CaseMap
 from harness.nights.affected.selecting import reason_for
 from harness.nights.affected.sources import Changes
 
-OWN = Path(__file__).resolve().parents[1] / "own_trainer.py"
+OWN = Path(__file__).resolve().parents[2] / "own_trainer.py"
 CASES = """
 cases:
   pair:

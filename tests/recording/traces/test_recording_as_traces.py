@@ -99,7 +99,7 @@ def test_who_came_last_is_known_on_one_machine_only(host: str, compared: int) ->
 def test_a_recorded_job_is_exported_drawn_and_judged_as_its_traces(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], forked_main: Main
 ) -> None:
-    out, script = tmp_path / "out", Path(__file__).parents[1] / "recorded_script.py"
+    out, script = tmp_path / "out", Path(__file__).parents[2] / "recorded_script.py"
     command = [sys.executable, *TORCHRUN, "2", str(script)]
     assert forked_main(["record", "-o", str(out), "--", *command]) == 0
     capsys.readouterr()

@@ -11,7 +11,7 @@ from diagnosed import LISTED, is_listed
 
 from harness.faults import all_faults
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PLACE = {"Cause": 0, "stated": 2, "seen": 2}
 """Which argument of a call is the kind."""
 
@@ -22,7 +22,7 @@ def strings(node: ast.AST) -> set[str]:
 
 def named_in(source: Path) -> Iterator[str]:
     """Kinds that calls write out or hold in a variable, those of a table of rows, and those that a table gives fields."""
-    module = importlib.import_module(f"harness.core.causes.{source.stem}")
+    module = importlib.import_module(".".join(source.relative_to(ROOT).with_suffix("").parts))
     for function in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if not isinstance(function, ast.FunctionDef):
             continue
@@ -42,8 +42,12 @@ def named_in(source: Path) -> Iterator[str]:
 
 
 def named() -> set[str]:
-    files = (ROOT / "harness" / "diagnosis").glob("[a-z]*.py")
-    return {kind for source in files for kind in named_in(source)}
+    folders = (
+        ROOT / "harness" / "core" / "causes",
+        ROOT / "harness" / "hypotheses",
+        ROOT / "harness" / "recording" / "judged",
+    )
+    return {kind for folder in folders for source in folder.glob("[a-z]*.py") for kind in named_in(source)}
 
 
 def test_the_page_lists_every_kind_and_no_other() -> None:

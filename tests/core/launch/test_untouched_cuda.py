@@ -29,7 +29,7 @@ print(len(PRELOAD), asked)
 
 
 def test_nothing_that_the_server_imports_asks_for_a_gpu() -> None:
-    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, cwd=Path(__file__).parents[3])
     count, _, requested = done.stdout.strip().partition(" ")
     assert (int(count) > 10, requested) == (True, "[]"), done.stderr
 
