@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 
 from harness.core.evidence.checkpoint_index import Checkpoint
-from harness.core.evidence.format import other_version, version_of
+from harness.core.evidence.format import field_name, other_version, record_name, version_of
 from harness.core.evidence.reading import MOST, json_of, read_json, regular
 from harness.core.evidence.records import Exit, RankEvidence, Run
 from harness.core.evidence.unsettled import with_settled_gradients
@@ -40,7 +40,7 @@ def save(path: Path, record: Any) -> None:
     """Writes any of the records above (or another dataclass of plain values and arrays): complete or not at all."""
     arrays: list[np.ndarray] = []
     kind = type(record)
-    header = json.dumps({"format": version_of(kind), "type": kind.__name__, "record": _encode(record, arrays)})
+    header = json.dumps({"format": version_of(kind), "type": record_name(kind), "record": _encode(record, arrays)})
     if len(header) > MOST:
         raise EvidenceError(f"{path}: {len(header)} bytes of records, at most {MOST} are read; train fewer steps")
     try:
@@ -60,13 +60,13 @@ def load(path: Path, kind: type[T], *, values: bool = True) -> T:
         found, other = str(header["type"]), other_version(str(header["format"]), kind)
         arrays = _NoValues() if blob is None else _Blob(blob)
         read: Callable[[Any, _Blob | _NoValues], T] = _reader(kind)  # type: ignore[arg-type]
-        record = read(header["record"], arrays) if found == kind.__name__ and not other else None
+        record = read(header["record"], arrays) if found == record_name(kind) and not other else None
     except FileNotFoundError as error:
         raise EvidenceError(f"{path}: no such evidence; run the case again") from error
     except Exception as error:  # one flipped byte makes zipfile and numpy raise almost anything
         raise EvidenceError(f"{path}: damaged evidence ({error}); delete it and run the case again") from error
     if record is None:
-        problem = other if found == kind.__name__ else f"holds {found}, expected {kind.__name__}"
+        problem = other if found == record_name(kind) else f"holds {found}, expected {record_name(kind)}"
         raise EvidenceError(f"{path}: {problem}; run the case again")
     return record
 
@@ -113,7 +113,7 @@ def _join(arrays: list[np.ndarray]) -> np.ndarray:
 def _encode(value: Any, arrays: list[np.ndarray] | None) -> Any:
     """Plain JSON, each array replaced by its place in the blob; None where there is no blob."""
     if dataclasses.is_dataclass(value):
-        return {f.name: _encode(getattr(value, f.name), arrays) for f in dataclasses.fields(value)}
+        return {field_name(f): _encode(getattr(value, f.name), arrays) for f in dataclasses.fields(value)}
     if isinstance(value, np.ndarray):
         if arrays is not None:
             arrays.append(np.ascontiguousarray(value).reshape(-1))
@@ -146,9 +146,15 @@ def _reader(kind: Any) -> Callable[[Any, _Blob | _NoValues], Any]:
         inner = _reader(next(a for a in args if a is not type(None)))
         return lambda record, blob: None if record is None else inner(record, blob)
     if dataclasses.is_dataclass(kind):
-        readers = {name: _reader(hint) for name, hint in typing.get_type_hints(kind).items()}
+        hints = typing.get_type_hints(kind)
+        readers = {field_name(f): (f.name, _reader(hints[f.name])) for f in dataclasses.fields(kind)}
         make: Callable[..., Any] = kind  # type: ignore[assignment]
-        return lambda record, blob: make(**{name: readers[name](item, blob) for name, item in record.items()})
+
+        def rebuilt(record: Any, blob: _Blob | _NoValues) -> Any:
+            named = ((*readers[stored], item) for stored, item in record.items())
+            return make(**{name: read(item, blob) for name, read, item in named})
+
+        return rebuilt
     if kind is np.ndarray:
         return lambda record, blob: blob.take(*record)
     if origin is dict:
@@ -175,7 +181,7 @@ def save_run(run: Run) -> None:
     """The part of a Run that is not in the ranks' own files."""
     record: dict[str, Any] = {"format": version_of(Exit), "world_size": run.world_size}
     record |= {"seconds": run.seconds, "fault": run.fault, "trainer": run.trainer, "made": run.made}
-    record["exits"] = [dataclasses.asdict(exit) for exit in run.exits]
+    record["exits"] = [encoded_without_values(exit) for exit in run.exits]
     write_text(Path(run.directory) / RUN_FILE, json.dumps(record, indent=1))
 
 
@@ -187,7 +193,7 @@ def load_run(directory: Path, *, values: bool = True) -> Run:
         record = read_json(path)
         if other := other_version(str(record["format"]), Exit):
             raise EvidenceError(f"{path}: {other}; run the case again")
-        exits = tuple(Exit(**{**exit, "left": tuple(exit.get("left", ()))}) for exit in record["exits"])
+        exits = tuple(decoded_without_values(Exit, exit) for exit in record["exits"])
         if len(exits) != record["world_size"]:
             raise ValueError(f"exits of {len(exits)} ranks, world_size {record['world_size']!r}")
         run = Run(str(directory), len(exits), exits, {}, record["seconds"], fault=record["fault"])

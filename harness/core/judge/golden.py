@@ -5,7 +5,6 @@ A golden belongs to a recipe (model, training and what weights it starts from), 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -19,6 +18,7 @@ from typing import Any
 from harness import BUILTIN, ROOT
 from harness.core.case import case_files
 from harness.core.case.case import Case
+from harness.core.evidence.format import as_stored
 from harness.core.evidence.own_folders import has_keys, is_json, replace_own
 from harness.core.evidence.reading import read_json
 from harness.reference.config import ModelConfig, TrainingConfig
@@ -59,8 +59,8 @@ def references(case: Case) -> list[Case]:
 
 
 def _chosen(config: Any, default: Any) -> dict[str, Any]:
-    usual = dataclasses.asdict(default)
-    return {key: value for key, value in dataclasses.asdict(config).items() if value != usual[key]}
+    usual = as_stored(default)
+    return {key: value for key, value in as_stored(config).items() if value != usual[key]}
 
 
 def recipe_name(case: Case) -> str:
