@@ -6,7 +6,8 @@
     python -m tools.code_reads --keep                  write today's counts to tests/code_reads.json, where none may rise
 
 Counts are per 1000 statements, so neither the width of a line nor a longer docstring changes them. A count is a compass: what
-it finds is a place to look at, and a place may have its reason. No file is imported or run. Exit code 2 if there is nothing to count.
+it finds is a place to look at, and a place may have its reason. No file is imported or run. Exit code 2 if there is nothing to
+count.
 """
 
 from __future__ import annotations
@@ -146,12 +147,13 @@ def add_file(counts: Counts, file: Path) -> None:
             counts.statements += 1
         if isinstance(node, (ast.Name, ast.Attribute, ast.arg)):
             counts.names += 1
-        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        if is_function and node.name.startswith("__"):
-            continue
-        for rule, text in function_findings(node) if is_function else expression_findings(node):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            findings: Iterable[tuple[str, str]] = () if node.name.startswith("__") else function_findings(node)
+        else:
+            findings = expression_findings(node)
+        for rule, text in findings:
             counts.by_rule[rule] += 1
-            line = node.iter.lineno if isinstance(node, ast.comprehension) else node.lineno
+            line = getattr(node.iter if isinstance(node, ast.comprehension) else node, "lineno", 0)
             counts.places[rule].append(f"{file}:{line}  {text}".rstrip())
 
 
