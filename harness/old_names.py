@@ -52,7 +52,6 @@ NOW = {
     "diagnosis.other_groups": "hypotheses.other_groups",
     "diagnosis.passed_back": "hypotheses.passed_back",
     "diagnosis.piece_weights": "hypotheses.piece_weights",
-    "diagnosis.pieces": "hypotheses.pieces",
     "diagnosis.received": "hypotheses.received",
     "diagnosis.recipe": "hypotheses.recipe",
     "diagnosis.reported_numbers": "hypotheses.reported_numbers",
