@@ -11,10 +11,9 @@ from diagnosed import NORM
 from literal import judged, tiny_case, trial_of, with_step
 
 from harness.core.case.dims import ParallelDims
-from harness.core.causes import assume
+from harness.core.causes import assume, pieces
 from harness.core.causes.differences import expected_gradient
 from harness.core.causes.pieces import Pieces, assuming
-from harness.hypotheses import pieces
 from harness.hypotheses.received import other_positions
 
 

@@ -17,13 +17,15 @@ import pytest
 
 from harness import ROOT
 from harness.core.case.case import Case
-from harness.core.cli import COMMANDS, main
+from harness.core.cli import all_commands, main
 from harness.core.judge.judgement import Judgement
 from harness.core.judge.result import Result, Verdict
 from harness.core.run.selection import matching
 
 PAIR = "cases: {pair: {why: a test, dims: {dp_replicate: 2}}}"
 NEW_RECIPE = "cases: {single: {why: a test, training: {steps: 1, seed: 7}}}"
+
+COMMANDS = tuple(all_commands())
 
 
 @pytest.fixture(scope="session")
@@ -259,7 +261,8 @@ def test_stored_evidence_gets_the_verdict_it_got_when_it_was_made(stored: Path) 
     verdict = json.loads((stored / "verdict.json").read_text())
     watch = """
 import sys
-from harness.core.cli import main
+from harness.core.cli import all_commands, main
+
 def refuse(event, details):
     assert event not in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.exec"), event
 sys.addaudithook(refuse)

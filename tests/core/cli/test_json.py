@@ -32,7 +32,7 @@ from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
 from harness.core.causes import diagnose
 from harness.core.checks import judge
-from harness.core.cli import COMMANDS, main, parser
+from harness.core.cli import all_commands, main, parser
 from harness.core.evidence.records import OwnCalls, OwnGroup
 from harness.core.judge.finding import Finding
 from harness.core.judge.judgement import Judgement
@@ -45,6 +45,8 @@ from harness.recording.judged.stored_recording import Recording
 from harness.recording.judged.structure import structure
 from harness.recording.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, Sketch, save_sketches, sketch_file
 from harness.recording.traces.analyzer import Analysis
+
+COMMANDS = tuple(all_commands())
 
 ONE = "cases: {one: {why: a test}}"
 FOUR = "cases: {a: {why: a test}, b: {why: a test}, c: {why: a test}, d: {why: a test}}"

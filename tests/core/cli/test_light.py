@@ -7,9 +7,10 @@ import os
 import subprocess
 import sys
 
-from harness.core.cli import COMMANDS
+from harness.core.cli import all_commands
 
-ROOMS = ("checks", "diagnosis", "judge", "launch", "trainers")
+COMMANDS = tuple(all_commands())
+ROOMS = ("checks", "causes", "judge", "launch", "trainers")
 TYPED = {
     0: [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)],
     2: [[], ["nonsense"], ["nonsense", "--json"], ["--nonsense", "run", "--out", "x"], ["show", "x"]]
@@ -20,6 +21,7 @@ TYPED = {
 SCRIPT = """
 import json, os, sys
 from harness.core.cli import main
+
 told = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 answers = []
@@ -33,7 +35,7 @@ os.write(told, json.dumps(answers).encode())
 def test_neither_help_nor_a_mistyped_command_imports_torch_numpy_or_the_judge() -> None:
     """In one process, one after the other: what one of them imports, the later ones would have as well."""
     every = [(code, words) for code, lines in TYPED.items() for words in lines]
-    rooms = json.dumps([f"harness.{room}" for room in ROOMS])
+    rooms = json.dumps([f"harness.core.{room}" for room in ROOMS])
     command = [sys.executable, "-c", SCRIPT, json.dumps([words for _, words in every]), rooms]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"COLUMNS": "80"})
     answers = json.loads(done.stdout)

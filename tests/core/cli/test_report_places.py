@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from harness.core.cli import COMMANDS, RENAMED, main
+from harness.core.cli import RENAMED, all_commands, main
 from harness.core.evidence.store import EvidenceError
 from harness.nights.stored_kind import Kind, kind_of
+
+COMMANDS = tuple(all_commands())
 
 BEGINS = {"cases": {"a": ""}, "began": "2026-01-01 00:00:00 UTC", "machine": "m", "trainer": "llama3", "torch": "2.13"}
 PLACES = {
