@@ -1,11 +1,12 @@
 # make test             the quick tests and 14 cases         make test K=hsdp     the cases, or tests, that K selects
+# make test R=recording the tests of one ring, or of the core
 # make test ALL=1       all tests, and all cases of the default tier, as the gate does
 # make matrix           the cases of the default tier, as a grid                 make matrix K=hsdp   those that K selects
 # make faults           every fault of the catalogue          make faults K=mesh    those that K selects
 # make test-adapters    the tests of torchtitan's, Megatron's, DeepSpeed's, picotron's and transformers' adapters, with these
 # make titan            all cases on torchtitan 0.3.0     make titan TORCHTITAN=PATH   bisect issue 711 in a clone of it
 # make mutants          20 altered judgements of each check, the plan and the bounds: does a test notice?
-#                       make mutants N=0 MODULES=harness/checks/loss.py   all those of one file; harness/diagnosis/*.py too
+#                       make mutants N=0 MODULES=harness/core/checks/loss.py   all those of one file; harness/core/causes/*.py too
 # make gpu              all that fits on this machine's GPUs, in parts of 9 minutes; results lie under benchmarks/gpu
 #                       make gpu-packages   fills .gpu-packages, which travels to a machine without network
 # make lint             ruff and mypy                        PYTHON=python3.12    another interpreter for .venv
@@ -21,10 +22,10 @@ help:
 	@sed -n '/^# /!q;s/^# //p' Makefile
 
 test: $(INSTALLED)
-	.venv/bin/python -m pytest -n 3 $(if $(ALL)$(K),,--short) $(SELECT)
+	.venv/bin/python -m pytest -n 3 $(if $(ALL)$(K)$(R),,--short) $(if $(R),tests/$(R)) $(SELECT)
 
 test-adapters: .venv-adapters/.installed
-	.venv-adapters/bin/python -m pytest -n 3 tests/adapters $(SELECT)
+	.venv-adapters/bin/python -m pytest -n 3 tests/adapters/*.py $(SELECT)
 
 faults: $(INSTALLED)
 	.venv/bin/harness faults --checks-only $(SELECT)

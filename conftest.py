@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from harness.plugin.items import Check
-from harness.run.selection import holds
-from harness.spec.case import CaseError
-from harness.spec.loading import load_all
+from harness.core.case.case import CaseError
+from harness.core.case.loading import load_all
+from harness.core.plugin.items import Check
+from harness.core.run.selection import holds
 
 pytest_plugins = ["harness.plugin"]
 TESTS = Path(__file__).with_name("tests")

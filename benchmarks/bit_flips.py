@@ -20,16 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from harness.evidence.records import Run
-from harness.evidence.store import load_run
+from harness.core.case.case import Case
+from harness.core.case.loading import find_case, load_all
+from harness.core.evidence.records import Run
+from harness.core.evidence.store import load_run
+from harness.core.judge.result import Verdict
+from harness.core.judge.twice import first_difference
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
 from harness.faults import fault
 from harness.faults import operators as op
-from harness.judge.result import Verdict
-from harness.judge.twice import first_difference
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec.case import Case
-from harness.spec.loading import find_case, load_all
 
 FLIP = "HARNESS_BIT_FLIP"  # a file: ranks have the environment of the server that they are forked from
 SEEN = 1e-9

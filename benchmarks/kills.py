@@ -34,17 +34,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import ROOT
-from harness.judge.result import Verdict
-from harness.launch import default_server
-from harness.launch.leftovers import leftovers
-from harness.launch.local import LocalRanks
-from harness.launch.resident_client import stop
-from harness.report.text import headline
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec.case import Case
-from harness.spec.launching import SERVERS
-from harness.spec.loading import find_case, load_all
+from harness.core.case.case import Case
+from harness.core.case.launching import SERVERS
+from harness.core.case.loading import find_case, load_all
+from harness.core.judge.result import Verdict
+from harness.core.launch import default_server
+from harness.core.launch.leftovers import leftovers
+from harness.core.launch.local import LocalRanks
+from harness.core.launch.resident_client import stop
+from harness.core.report.text import headline
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
 
 CASES = ("fsdp_4", "tp_2", "cp_2", "pp_2", "hsdp_2x2")
 FATAL = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSEGV)

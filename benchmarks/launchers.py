@@ -14,15 +14,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from harness import trainers
-from harness.judge.result import Verdict
-from harness.launch import default_server
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec import case_files
-from harness.spec.case import Case
-from harness.spec.loading import load_all
-from harness.spec.variants import in_dtype
+from harness.core import trainers
+from harness.core.case import case_files
+from harness.core.case.case import Case
+from harness.core.case.loading import load_all
+from harness.core.case.variants import in_dtype
+from harness.core.judge.result import Verdict
+from harness.core.launch import default_server
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
 
 DATA = ["single", "ddp_2", "ddp_4", "fsdp_2", "fsdp_4", "fsdp_8", "hsdp_2x2", "hsdp_2x4", "hsdp_4x2", "hsdp_2x8"]
 TENSOR = ["tp_2", "tp_4", "fsdp_2_tp_2", "fsdp_4_tp_2", "hsdp_2x2_tp_2"]

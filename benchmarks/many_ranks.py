@@ -17,16 +17,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from harness.cli.work.recording_report import shown
-from harness.evidence.keys import number, ranks_key
-from harness.evidence.recording import Fed, RankRecord, RecordedStep, head, packed, record_file, save_record
-from harness.evidence.records import Collective, Group, RankEvidence, TensorEvidence, Wrapper
-from harness.evidence.step import StepEvidence
-from harness.evidence.store import without_values
-from harness.evidence.summary import Summary, summary_of
-from harness.plan.grid import coordinate, rank_grid
-from harness.spec.dims import AXES, ParallelDims
-from harness.spec.layout import layout
+from harness.core.case.dims import AXES, ParallelDims
+from harness.core.case.layout import layout
+from harness.core.evidence.keys import number, ranks_key
+from harness.core.evidence.recording import Fed, RankRecord, RecordedStep, head, packed, record_file, save_record
+from harness.core.evidence.records import Collective, Group, RankEvidence, TensorEvidence, Wrapper
+from harness.core.evidence.step import StepEvidence
+from harness.core.evidence.store import without_values
+from harness.core.evidence.summary import Summary, summary_of
+from harness.core.plan.grid import coordinate, rank_grid
+from harness.recording.cli.work.recording_report import shown
 
 LAYERS, ODD, WIDTH, STEPS = 2, 777, 4096, (1, 2, 3)
 MANY = 1 << 40

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from harness.evidence.sketches import (
+from harness.recording.judged.same_training import numbers_of
+from harness.recording.sketches import (
     BUCKETS,
     GRADIENT,
     WEIGHTS,
@@ -26,7 +27,6 @@ from harness.evidence.sketches import (
     save_sketches,
     sketch_file,
 )
-from harness.run.same_training import numbers_of
 
 DIM, LAYERS, HIDDEN, OF_KEYS, VOCABULARY = 16384, 126, 53248, 1024, 128256
 STAGES, DATA, TENSOR, MICROBATCHES = 16, 128, 8, 16

@@ -20,17 +20,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness.launch import Job, Pool, default_server, launch, pool_of
-from harness.report.outcome import Outcome
-from harness.report.progress import Progress
-from harness.run.matrix import run_all
-from harness.run.options import Options
-from harness.run.packing import Load, in_order, loads, makespan
-from harness.run.reference_cache import reference_folder
-from harness.run.selection import matching, of_tier
-from harness.spec.case import Case
-from harness.spec.case_files import OURS, folder_of
-from harness.spec.loading import load_all
+from harness.core.case.case import Case
+from harness.core.case.case_files import OURS, folder_of
+from harness.core.case.loading import load_all
+from harness.core.launch import Job, Pool, default_server, launch, pool_of
+from harness.core.report.outcome import Outcome
+from harness.core.report.progress import Progress
+from harness.core.run.matrix import run_all
+from harness.core.run.options import Options
+from harness.core.run.packing import Load, in_order, loads, makespan
+from harness.core.run.reference_cache import reference_folder
+from harness.core.run.selection import matching, of_tier
 
 
 def sleep(options: dict[str, float]) -> None:

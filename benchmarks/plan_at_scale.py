@@ -16,14 +16,14 @@ from collections.abc import Mapping
 from dataclasses import fields
 from unittest import mock
 
-from harness.plan import make_plan as module
-from harness.plan.kinds import PerRank
-from harness.plan.make_plan import make_plan
-from harness.plan.plan import Plan
-from harness.report.layout_text import kinds_of
-from harness.spec import case_files
-from harness.spec.case import Case
-from harness.spec.loading import find_case, load_all
+from harness.core.case import case_files
+from harness.core.case.case import Case
+from harness.core.case.loading import find_case, load_all
+from harness.core.plan import make_plan as module
+from harness.core.plan.kinds import PerRank
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.plan import Plan
+from harness.core.report.layout_text import kinds_of
 
 ROUNDS = 3
 SIDE_BY_SIDE = "llama3_70b_512"

@@ -24,10 +24,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness import trainers
-from harness.launch import Job, default_server, launch
-from harness.spec.case import Case, to_json
-from harness.spec.loading import find_case, from_json, load_cases
+from harness.core import trainers
+from harness.core.case.case import Case, to_json
+from harness.core.case.loading import find_case, from_json, load_cases
+from harness.core.launch import Job, default_server, launch
 
 FIRST, LATER = 4, 8  # steps of a block; the probe looks for what is kept between the first ones
 
@@ -37,7 +37,7 @@ Seconds = tuple[float, float]
 
 def measure(options: dict[str, Any]) -> None:
     """On every rank: step times of alternating blocks; rank 0 writes them down."""
-    from harness.probe import Probe
+    from harness.core.probe import Probe
 
     if options["unfrozen"]:
         gc.unfreeze()

@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.judge.stored_trial import load_trial
+from harness.core.causes import diagnose
+from harness.core.checks import judge
+from harness.core.judge.stored_trial import load_trial
 from harness.reference import counterfactual  # noqa: F401  what proving imports is no part of what it costs
 
 

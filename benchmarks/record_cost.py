@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
-from harness.record.injection import environment, fresh
+from harness.recording.injection import environment, fresh
 
 PAIRS, SKIPPED, COLLECTIVES = 200, 10, 12
 SIZES = {"15.8 million parameters": (60, 64), "4.0 million": (15, 256)}

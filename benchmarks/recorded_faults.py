@@ -21,22 +21,22 @@ from typing import Any
 
 import numpy as np
 
-from harness.checks import judging
-from harness.evidence.provided import RECORDED
-from harness.evidence.recording import Fed, RankRecord, RecordedStep
-from harness.evidence.records import RankEvidence, Run
-from harness.evidence.step import Activity, Microbatch, StepEvidence
-from harness.evidence.store import EvidenceError, load_run, without_values
-from harness.evidence.summary import summary_of
+from harness.core.case.case import Case
+from harness.core.checks import judging
+from harness.core.evidence.provided import RECORDED
+from harness.core.evidence.recording import Fed, RankRecord, RecordedStep
+from harness.core.evidence.records import RankEvidence, Run
+from harness.core.evidence.step import Activity, Microbatch, StepEvidence
+from harness.core.evidence.store import EvidenceError, load_run, without_values
+from harness.core.evidence.summary import summary_of
+from harness.core.judge.result import Verdict
+from harness.core.judge.stored_trial import load_case
+from harness.core.report.cause_text import diagnosis_line
 from harness.faults.attempt import Attempt, accepted
-from harness.judge.result import Verdict
-from harness.judge.stored_recording import Recording
-from harness.judge.stored_trial import load_case
-from harness.report.cause_text import diagnosis_line
-from harness.report.recording_odd import odd
-from harness.report.recording_page import costs
-from harness.run.recorded_layout import judged_by
-from harness.spec.case import Case
+from harness.recording.judged.recorded_layout import judged_by
+from harness.recording.judged.stored_recording import Recording
+from harness.recording.pages.recording_odd import odd
+from harness.recording.pages.recording_page import costs
 from tools.said import said_of
 
 ADAMW = "AdamW(betas (0.9, 0.95), weight_decay 0.1, amsgrad False)"

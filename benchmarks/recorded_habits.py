@@ -31,12 +31,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from harness.cli import main as command_line
-from harness.judge.stored_recording import load_recording
-from harness.record.injection import environment, fresh
-from harness.report.recording_odd import odd
-from harness.run.recorded_layout import judged
-from harness.spec import layout as layouts
+from harness.core.case import layout as layouts
+from harness.core.cli import main as command_line
+from harness.recording.injection import environment, fresh
+from harness.recording.judged.recorded_layout import judged
+from harness.recording.judged.stored_recording import load_recording
+from harness.recording.pages.recording_odd import odd
 from tools.said import said_of
 
 STEPS, HEIGHT, WIDTH = 4, 8, 16
@@ -258,7 +258,7 @@ def ranks_of(layout: str) -> int:
 
 def record(name: str, folder: Path) -> None:
     """Trap: atexit and its handlers are those of the process forked from."""
-    from harness.record import recorder
+    from harness.recording import recorder
 
     layout, run = JOBS[name]
     world, children = ranks_of(layout), []

@@ -20,12 +20,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from harness.core.case.case import Case, to_json
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.loading import from_json, load_all
 from harness.faults import load_fault
 from harness.faults.attempt import Attempt, accepted
-from harness.spec.case import Case, to_json
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.spec.loading import from_json, load_all
 
 OF_NUMBERS = {"gradients", "update"}
 SECONDS = 300
@@ -33,7 +33,7 @@ SECONDS = 300
 
 def job(file: Path, fault: str) -> None:
     """Train as a script does, which knows nothing of the harness but its trainer."""
-    from harness.trainers.llama3 import adapter
+    from harness.core.trainers.llama3 import adapter
 
     case = from_json(json.loads(file.read_text(encoding="utf-8")))
     if fault:

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness import ROOT
-from harness.launch import Pool
-from harness.run import verdicts
-from harness.run.merged import merged, problems
+from harness.core.launch import Pool
+from harness.core.run import verdicts
+from harness.nights.merged import merged, problems
 
 SMALL = "why: small, model: {n_layers: 1}, training: {steps: 1}"
 PATIENCE = 3600.0  # seconds that the last of the runs, without a kill, may take

@@ -16,7 +16,7 @@ import tempfile
 import time
 
 from harness import ROOT
-from harness.spec.launching import SERVERS
+from harness.core.case.launching import SERVERS
 
 
 def seconds(case: str, kind: str, out: str) -> float:

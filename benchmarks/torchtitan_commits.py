@@ -22,19 +22,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness import ROOT, trainers
-from harness.bisect.commits import clone, git
-from harness.evidence.store import write_text
-from harness.judge.judgement import Judgement
-from harness.judge.result import Verdict
-from harness.launch import default_server
-from harness.report.text import headline
-from harness.run.options import Options, Unsupported
-from harness.run.run_case import run_case
-from harness.spec.case import Case
-from harness.spec.loading import find_case, load_all
-from harness.trainers.torchtitan import source
-from harness.trainers.torchtitan.eras import TRAINER_CONFIG
+from harness import ROOT
+from harness.adapters.torchtitan import source
+from harness.adapters.torchtitan.eras import TRAINER_CONFIG
+from harness.core import trainers
+from harness.core.case.case import Case
+from harness.core.case.loading import find_case, load_all
+from harness.core.evidence.store import write_text
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Verdict
+from harness.core.launch import default_server
+from harness.core.report.text import headline
+from harness.core.run.options import Options, Unsupported
+from harness.core.run.run_case import run_case
+from harness.nights.bisect.commits import clone, git
 
 CASES = ("hsdp_2x2", "fsdp_2_tp_2", "cp_2", "pp_2", "hsdp_2x2_accum", "fsdp_4_to_hsdp_2x2")
 OF_MONTHS = (

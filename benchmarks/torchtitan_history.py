@@ -24,19 +24,20 @@ from typing import Any
 from torchtitan_commits import Found, found
 from torchtitan_fixes import BREAKS, FIXES, NOT_RUN, Change
 
-from harness import ROOT, trainers
-from harness.affected.maps import CaseMap, file_of
-from harness.affected.selecting import affected
-from harness.affected.sources import between
-from harness.bisect.commits import bisect, clone, git
-from harness.evidence.store import write_text
-from harness.judge.result import Verdict
-from harness.launch import default_server
-from harness.run.options import Options
-from harness.spec.case import Case
-from harness.spec.loading import find_case, load_all
-from harness.trainers.torchtitan import source
-from harness.trainers.torchtitan.eras import TRAINER_CONFIG
+from harness import ROOT
+from harness.adapters.torchtitan import source
+from harness.adapters.torchtitan.eras import TRAINER_CONFIG
+from harness.core import trainers
+from harness.core.case.case import Case
+from harness.core.case.loading import find_case, load_all
+from harness.core.evidence.store import write_text
+from harness.core.judge.result import Verdict
+from harness.core.launch import default_server
+from harness.core.run.options import Options
+from harness.nights.affected.maps import CaseMap, file_of
+from harness.nights.affected.selecting import affected
+from harness.nights.affected.sources import between
+from harness.nights.bisect.commits import bisect, clone, git
 
 STORED = Path(__file__).with_suffix(".json")
 PAGE = ROOT / "docs" / "results" / "torchtitan_history.md"
@@ -95,7 +96,7 @@ def trainer_of(change: Change, checkout: Path | str, out: Path) -> str:
         return trainers.spec("torchtitan", str(checkout))
     given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
     path = out / f"{change.commit}_{change.case}.py"
-    write_text(path, f"from harness.trainers.torchtitan import Torchtitan\n\nadapter = Torchtitan({given})\n")
+    write_text(path, f"from harness.adapters.torchtitan import Torchtitan\n\nadapter = Torchtitan({given})\n")
     return trainers.spec(str(path), str(checkout))
 
 

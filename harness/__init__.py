@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from harness import old_names
+
 __version__ = "0.2.0"
 """The version of the package, which pyproject.toml reads from here."""
 
@@ -11,3 +13,5 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILTIN = (ROOT / "harness" / "builtin" / "cases").resolve().parent
 """Where this project's own cases/, layouts/, golden/ and upstream_bugs/ lie: the top of a checkout, to which harness/builtin/
 links; harness/builtin/ itself where the harness is installed."""
+
+old_names.install()

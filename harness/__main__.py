@@ -16,7 +16,7 @@ def main() -> int:
         )
         return 2
     try:
-        from harness.cli import main as command_line
+        from harness.core.cli import main as command_line
     except KeyboardInterrupt:
         return 130
     return command_line()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.judge.result import Cause
-from harness.judge.trial import Trial
+from harness.core.causes import diagnose
+from harness.core.checks import judge
+from harness.core.judge.result import Cause
+from harness.core.judge.trial import Trial
 
 
 def causes_of(trial: Trial) -> tuple[Cause, ...]:

@@ -11,11 +11,11 @@ from literal import (
     with_step,
 )
 
-from harness.diagnosis import diagnose
-from harness.judge import tolerance
-from harness.judge.finding import Finding, Value
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
+from harness.core.causes import diagnose
+from harness.core.judge import tolerance
+from harness.core.judge.finding import Finding, Value
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
 
 
 class like:

@@ -12,10 +12,10 @@ from typing import Any
 
 from own_fsdp import KNOWN, Fsdp, Shard, StartedFsdp
 
-from harness.spec.case import Case
-from harness.spec.traits import TrainerTraits
-from harness.trainers import StartedTrainer
-from harness.trainers.support.requests import beyond
+from harness.adapters.support.requests import beyond
+from harness.core.case.case import Case
+from harness.core.case.traits import TrainerTraits
+from harness.core.trainers import StartedTrainer
 
 CHUNKS = 4
 
@@ -60,7 +60,7 @@ class Chunked(Fsdp):
 
 class StartedChunked(StartedFsdp):
     def wrapped(self, model: Any) -> Any:
-        from harness.probe import chunks
+        from harness.core.probe import chunks
 
         way = self.adapter.way
         loss = {"behind": behind_forward, "held": held}.get(way.partition("_")[0])

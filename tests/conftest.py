@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from forked_jobs import forked_main as forked_main
 
-from harness.launch import resident_client
+from harness.core.launch import resident_client
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read once, when torch is imported
 if (

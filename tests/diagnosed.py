@@ -21,15 +21,15 @@ from literal import (
 from literal_ranks import microbatch_of
 from noisy import with_noise
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
-from harness.diagnosis.hypothesis import Fact, Facts, Suspects
-from harness.judge.finding import Finding
-from harness.judge.result import Result, Verdict
-from harness.judge.trial import Trial
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.causes.hypothesis import Fact, Facts, Suspects
+from harness.core.checks import judge
+from harness.core.judge.finding import Finding
+from harness.core.judge.result import Result, Verdict
+from harness.core.judge.trial import Trial
+from harness.core.report.cause_text import cause_line, diagnosis_line, evidence_rows
 from harness.reference.config import TrainingConfig
-from harness.report.cause_text import cause_line, diagnosis_line, evidence_rows
-from harness.spec.dims import ParallelDims
 
 PAGE = (Path(__file__).parents[1] / "docs" / "causes.md").read_text(encoding="utf-8")
 ROWS_OF_KINDS = re.findall(r"^\| [\w ]+ \| (.+) \|$", PAGE[PAGE.index("\n## Kinds\n") :], re.MULTILINE)[1:]

@@ -1,6 +1,6 @@
 """Recorded jobs whose ranks are forked from one process that has torch imported, instead of each importing it again.
 
-`forked_main` is harness.cli.main, except for how a recorded command is started. It can start these:
+`forked_main` is harness.core.cli.main, except for how a recorded command is started. It can start these:
 
     python FILE ..    python -c CODE ..    python -m torch.distributed.run --standalone --nproc-per-node N FILE ..
 
@@ -27,8 +27,8 @@ from typing import Any
 import pytest
 
 from harness import ROOT
-from harness.cli import main
-from harness.record import injection
+from harness.core.cli import main
+from harness.recording import injection
 
 Main = Callable[[list[str]], int]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

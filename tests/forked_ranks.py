@@ -12,12 +12,12 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.launch.process import die_with_parent
-from harness.launch.rank import exit_code
-from harness.launch.server import Server, import_once
+from harness.core.launch.process import die_with_parent
+from harness.core.launch.rank import exit_code
+from harness.core.launch.server import Server, import_once
 
-SITECUSTOMIZE = Path(__file__).parents[1] / "harness" / "record" / "site" / "sitecustomize.py"
-PRELOAD = ("torch", "harness.record.entry", "harness.record.recorder")
+SITECUSTOMIZE = Path(__file__).parents[1] / "harness" / "recording" / "site" / "sitecustomize.py"
+PRELOAD = ("torch", "harness.recording.entry", "harness.recording.recorder")
 """What a recorded process has imported once it has imported torch. More would be there before the recorder is."""
 
 

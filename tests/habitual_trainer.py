@@ -11,8 +11,8 @@ from typing import Any
 from own_trainer import Own, Started
 from torch.nn.utils import clip_grad_norm_
 
-from harness.spec.case import Case
-from harness.trainers import StartedTrainer
+from harness.core.case.case import Case
+from harness.core.trainers import StartedTrainer
 
 
 class Habitual(Own):

@@ -1,4 +1,4 @@
-"""What the ranks of tests/launch/test_launch.py run. `all_reduce` and the like note what they issue as the probe would."""
+"""What the ranks of tests/core/launch/test_launch.py run. `all_reduce` and the like note what they issue as the probe would."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from harness.launch import current
+from harness.core.launch import current
 
 _issued: dict[str, int] = {}
 

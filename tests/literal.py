@@ -1,7 +1,7 @@
 """Literal evidence: the trial that a correct run of a tiny case would leave, and ways to alter one thing in it.
 
-No process, no torch. Slices and bytes come from the plan (tests/plan/test_plan.py judges that by literals); samples, losses,
-gradients, parameters, claims and groups are made here, the optimizer in closed form instead of step by step.
+No process, no torch. Slices and bytes come from the plan (tests/core/plan/test_plan.py judges that by literals); samples,
+losses, gradients, parameters, claims and groups are made here, the optimizer in closed form instead of step by step.
 """
 
 from __future__ import annotations
@@ -17,26 +17,22 @@ import numpy as np
 from literal_ranks import APART, checkpoint_of, held_part, rank_evidence
 from literal_reference import clip, optimize, recipe_of, reference_of, retrained
 
-from harness.checks import all_checks, run_check
-from harness.evidence.records import (
-    Collective,
-    Exit,
-    Run,
-)
-from harness.judge import golden
-from harness.judge.measured import measured
-from harness.judge.norms import norm_of
-from harness.judge.order import flattened, flattened_reference
-from harness.judge.result import Diagnosis, Result
-from harness.judge.trial import Trial
-from harness.plan.grid import coordinate
-from harness.plan.make_plan import make_plan
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.traits import TrainerTraits
+from harness.core.checks import all_checks, run_check
+from harness.core.evidence.records import Collective, Exit, Run
+from harness.core.judge import golden
+from harness.core.judge.measured import measured
+from harness.core.judge.norms import norm_of
+from harness.core.judge.order import flattened, flattened_reference
+from harness.core.judge.result import Diagnosis, Result
+from harness.core.judge.trial import Trial
+from harness.core.plan.grid import coordinate
+from harness.core.plan.make_plan import make_plan
+from harness.core.report.cause_text import diagnosis_line, evidence_rows
 from harness.reference.config import ModelConfig, TrainingConfig
-from harness.report.cause_text import diagnosis_line, evidence_rows
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.spec.traits import TrainerTraits
 
 TINY = ModelConfig(name="tiny", dim=4, n_layers=1, n_heads=2, n_kv_heads=2, vocab_size=8, ffn_dim=8)
 UNEVEN = replace(TINY, vocab_size=7, ffn_dim=5)  # no degree divides them

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from harness.report.outcome import Outcome
-from harness.run.history import Night, series
-from harness.run.verdicts import RecordedRun
+from harness.core.report.outcome import Outcome
+from harness.core.run.verdicts import RecordedRun
+from harness.nights.history import Night, series
 
 
 def run(number: int, *done: Outcome, **begins: Any) -> RecordedRun:

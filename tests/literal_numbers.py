@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from harness.diagnosis.sketched import cause_of
-from harness.evidence.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, Sketch
-from harness.judge.same_training import compared
-from harness.judge.sketched import Numbers, added_up
+from harness.recording.judged.judge_same_training import compared
+from harness.recording.judged.judge_sketched import Numbers, added_up
+from harness.recording.judged.sketched import cause_of
+from harness.recording.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, Sketch
 
 SHAPES = {"layers.0.norm": (4,), "layers.0.up": (8, 4), "output": (16, 4), "layers.1.up": (8, 4)}
 FQNS = (*SHAPES,)

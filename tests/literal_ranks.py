@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 from literal_reference import sample_loss
 
-from harness.evidence.checkpoint_index import Checkpoint, SavedTensor
-from harness.evidence.records import Collective, Group, RankEvidence, Resumed, TensorEvidence, Wrapper
-from harness.evidence.step import Activity, AfterForward, Attention, Call, Matmul, Microbatch, StepEvidence
-from harness.plan.frozen import differentiated_layers, products_left_out
-from harness.plan.make_plan import make_plan
-from harness.plan.slices import tp_dim
-from harness.plan.stages import positions as positions_of
-from harness.plan.traffic.flow import OUTSIDE
-from harness.plan.units import units_of_rank
+from harness.core.case.case import Case
+from harness.core.case.features import ZERO
+from harness.core.case.traits import TrainerTraits
+from harness.core.evidence.checkpoint_index import Checkpoint, SavedTensor
+from harness.core.evidence.records import Collective, Group, RankEvidence, Resumed, TensorEvidence, Wrapper
+from harness.core.evidence.step import Activity, AfterForward, Attention, Call, Matmul, Microbatch, StepEvidence
+from harness.core.plan.frozen import differentiated_layers, products_left_out
+from harness.core.plan.make_plan import make_plan
+from harness.core.plan.slices import tp_dim
+from harness.core.plan.stages import positions as positions_of
+from harness.core.plan.traffic.flow import OUTSIDE
+from harness.core.plan.units import units_of_rank
 from harness.reference.record import ReferenceRun, ReferenceStep
-from harness.spec.case import Case
-from harness.spec.features import ZERO
-from harness.spec.traits import TrainerTraits
 
 APART = TrainerTraits(fsdp_units="apart")
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.checks import all_checks, run_check
-from harness.evidence.summary import Outside, Summary, Use
-from harness.judge.recorded import trial_of
-from harness.judge.result import Result
-from harness.judge.stored_recording import Recording
-from harness.spec.dims import ParallelDims
+from harness.core.case.dims import ParallelDims
+from harness.core.checks import all_checks, run_check
+from harness.core.evidence.summary import Outside, Summary, Use
+from harness.core.judge.result import Result
+from harness.recording.judged.recorded import trial_of
+from harness.recording.judged.stored_recording import Recording
 
 GATHER = ("all_gather", "forward", "float32", 3, 1000)
 SUM = ("all_reduce", "backward", "float32", 1, 250)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from harness.core.case.case import Case
 from harness.reference.config import TrainingConfig, trains
 from harness.reference.counterfactual import Batch
 from harness.reference.record import ReferenceRun, ReferenceStep
-from harness.spec.case import Case
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.judge.trial import Trial
+from harness.core.case.case import Case
+from harness.core.judge.trial import Trial
 from harness.reference.record import Noise
-from harness.spec.case import Case
 
 
 def noise_of(

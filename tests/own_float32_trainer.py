@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.spec.case import Case
-from harness.trainers import StartedTrainer
-from harness.trainers.support.requests import beyond
+from harness.adapters.support.requests import beyond
+from harness.core.case.case import Case
+from harness.core.trainers import StartedTrainer
 
 sys.path.append(os.path.dirname(__file__))
 

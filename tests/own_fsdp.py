@@ -11,9 +11,9 @@ from typing import Any
 
 from own_trainer import Own, Started
 
-from harness.spec.case import Case
-from harness.trainers import Metrics, StartedTrainer
-from harness.trainers.support.requests import beyond
+from harness.adapters.support.requests import beyond
+from harness.core.case.case import Case
+from harness.core.trainers import Metrics, StartedTrainer
 
 FEATURES = ("dp_replicate", "dp_shard", "reshard_after_forward", "all_valid", "fsdp_units")
 SIZES = ("dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")

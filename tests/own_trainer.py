@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from harness.spec.case import Case
-from harness.trainers import Adapter, Metrics, StartedTrainer
-from harness.trainers.support.names import pairs, renamed
-from harness.trainers.support.requests import beyond
+from harness.adapters.support.requests import beyond
+from harness.core.case.case import Case
+from harness.core.trainers import Adapter, Metrics, StartedTrainer
+from harness.core.trainers.support.names import pairs, renamed
 
 NAMES = pairs("embed=tok_embeddings blocks=layers last=norm head=output")
 KNOWN = {"dp_replicate": ..., "wrapper": ("ddp",), "all_valid": ..., "accumulation": ...}
@@ -39,9 +39,9 @@ class Started(StartedTrainer):
         import numpy as np
         import torch
 
+        from harness.core.trainers.support import process_group
         from harness.reference.data import build_dataset
         from harness.reference.model import llama_from
-        from harness.trainers.support import process_group
 
         assert weights is not None
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -88,7 +88,7 @@ class Started(StartedTrainer):
 
     def batches(self, step: int) -> list[tuple[Any, Any]]:
         """Tokens and labels of this rank's microbatches."""
-        from harness.trainers.support.samples import rank_samples
+        from harness.core.trainers.support.samples import rank_samples
 
         tokens, labels = rank_samples(self.case, self.dataset, step, self.rank, self.world_size)
         cut = self.case.features.accumulation

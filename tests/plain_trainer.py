@@ -11,8 +11,8 @@ from typing import Any
 
 from own_trainer import Own, Started
 
-from harness.spec.case import Case
-from harness.trainers import Metrics, StartedTrainer
+from harness.core.case.case import Case
+from harness.core.trainers import Metrics, StartedTrainer
 
 
 class Plain(Own):

@@ -1,4 +1,4 @@
-"""What ranks do in test_probe.py: entries for harness.launch. Each writes what it saw to a JSON file."""
+"""What ranks do in test_probe.py: entries for harness.core.launch. Each writes what it saw to a JSON file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness import trainers
-from harness.probe import Probe
-from harness.probe.collectives import OPERATORS, CollectiveRecorder
-from harness.spec.loading import from_json
+from harness.core import trainers
+from harness.core.case.loading import from_json
+from harness.core.probe import Probe
+from harness.core.probe.collectives import OPERATORS, CollectiveRecorder
 
 
 def _rank() -> int:
@@ -208,7 +208,7 @@ def partial_gradient(options: dict[str, Any]) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    from harness.probe.unsettled import unsettled_gradients
+    from harness.core.probe.unsettled import unsettled_gradients
 
     _join()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

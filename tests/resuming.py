@@ -13,9 +13,9 @@ from literal import (
     with_rank,
 )
 
-from harness.judge.trial import Trial
-from harness.spec.case import Saved
-from harness.spec.dims import ParallelDims
+from harness.core.case.case import Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.judge.trial import Trial
 
 FSDP_4, TP_2 = ParallelDims(dp_shard=4), ParallelDims(tp=2)
 WEIGHT = "layers.0.attention.wq.weight"

@@ -15,12 +15,12 @@ import pytest
 from interrupting import interrupt
 
 from harness import ROOT
-from harness.checks import all_checks
+from harness.core.checks import all_checks
 
 NOTHING = "nothing was judged: all checks of all cases skipped or not applicable, which is not a pass"
 Pytest = Callable[..., subprocess.CompletedProcess[str]]
 WATCH = """
-from harness.plugin import items
+from harness.core.plugin import items
 run_case = items.run_case
 def noted(case, options):
     with open("runs", "a") as file:
@@ -30,7 +30,7 @@ items.run_case = noted
 """
 BREAKING = """
 import dataclasses
-from harness.plugin import checks
+from harness.core.plugin import checks
 options_of = checks.options_of
 checks.options_of = lambda config: dataclasses.replace(options_of(config), fault="wrong.py:fatal")
 """

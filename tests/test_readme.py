@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 from literal import tiny_case, trial_of, with_step
 
-from harness import ROOT, checks
-from harness.cli import parser
+from harness import ROOT
+from harness.core import checks
+from harness.core.case.loading import find_case, load_all
+from harness.core.cli import parser
+from harness.core.judge import finding, result
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.core.report.text import case_report
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
 from harness.faults import load_fault
-from harness.judge import finding, result
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
-from harness.report.text import case_report
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec.loading import find_case, load_all
 from tools.tables import PARTS
 
 NEAR_THE_FIRST = pytest.mark.slow("real ranks; the first of these halves the gradients, too")
@@ -55,7 +56,7 @@ def test_the_check_that_contributors_add_as_an_exercise_passes_its_own_test(
     try:
         exec(textwrap.dedent(test), space)
     finally:
-        sys.modules.pop("harness.checks.rate_below_one", None)
+        sys.modules.pop("harness.core.checks.rate_below_one", None)
         vars(checks).pop("rate_below_one", None)
     (tested,) = [value for name, value in space.items() if name.startswith("test_")]
     tested(rate, verdict)

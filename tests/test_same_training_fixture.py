@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from forked_jobs import TORCHRUN, Main
 
-from harness.plugin.same_training import judged
+from harness.recording.same_training import judged
 
 SCRIPT = Path(__file__).parent / "layouts_script.py"
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from harness.spec.case import Case
-from harness.spec.traits import TrainerTraits
-from harness.trainers.llama3 import Llama3
+from harness.core.case.case import Case
+from harness.core.case.traits import TrainerTraits
+from harness.core.trainers.llama3 import Llama3
 
 
 class BySend(Llama3):
@@ -18,7 +18,7 @@ class BySend(Llama3):
         return dataclasses.replace(super().traits(case), tied_reduces_by="send")
 
     def start(self, case: Case, weights: Any, device: str) -> Any:
-        from harness.trainers.llama3 import tied
+        from harness.core.trainers.llama3 import tied
 
         tied.group_of_ends, tied.sum_gradients = _whole_pipeline, _exchange
         return super().start(case, weights, device)
@@ -34,7 +34,7 @@ def _exchange(parts: Any, group: Any) -> None:
     import torch
     import torch.distributed as dist
 
-    from harness.trainers.llama3 import clip, tied
+    from harness.core.trainers.llama3 import clip, tied
 
     for gradient in clip.local_gradients(tied.weights(parts)) if group is not None else ():
         ranks, other = dist.get_process_group_ranks(group), torch.empty_like(gradient)

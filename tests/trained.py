@@ -13,18 +13,18 @@ import pytest
 import torch
 from literal import ADAMW, TINY, tiny_case, trial_of, with_step
 
-from harness.checks import judge
-from harness.diagnosis import assume, diagnose
-from harness.judge.result import Diagnosis
-from harness.judge.trial import Trial
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import assume, diagnose
+from harness.core.checks import judge
+from harness.core.judge.result import Diagnosis
+from harness.core.judge.trial import Trial
+from harness.core.report.cause_text import evidence_rows
 from harness.reference.counterfactual import Otherwise, losses_of_rows, retrain
 from harness.reference.model import llama_from
 from harness.reference.record import ReferenceRun
 from harness.reference.spellings import Alter
 from harness.reference.train import mean_squares, train
-from harness.report.cause_text import evidence_rows
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
 
 MODEL = replace(TINY, dim=16, n_heads=4, n_kv_heads=2, vocab_size=32, ffn_dim=16)
 RECIPE = replace(ADAMW, seq_len=8)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from literal import judged
 
-from harness.diagnosis.hypothesis import Hypothesis
-from harness.judge.contents import take
-from harness.judge.result import Verdict
-from harness.judge.trial import Trial
+from harness.core.causes.hypothesis import Hypothesis
+from harness.core.judge.contents import take
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
 
 
 def follows(trial: Trial, one: Hypothesis) -> Trial:

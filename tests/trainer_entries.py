@@ -1,4 +1,4 @@
-"""What tests/trainers/test_trainer.py runs on every rank."""
+"""What tests/core/trainers/test_trainer.py runs on every rank."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from harness.core.case.case import Case
+from harness.core.case.loading import from_json
+from harness.core.trainers import load
+from harness.core.trainers.llama3 import checkpoint, clip, data
+from harness.core.trainers.llama3.trainer import Trainer
 from harness.reference.data import IGNORED, sample_order
-from harness.spec.case import Case
-from harness.spec.loading import from_json
-from harness.trainers import load
-from harness.trainers.llama3 import checkpoint, clip, data
-from harness.trainers.llama3.trainer import Trainer
 
 
 def train(options: dict[str, Any]) -> None:

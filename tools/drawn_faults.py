@@ -21,7 +21,7 @@ from harness.faults import Fault, all_faults
 
 ROOT = Path(__file__).resolve().parent.parent
 ONE_IN = 4
-TRAINER = PurePosixPath("harness/trainers/llama3")
+TRAINER = PurePosixPath("harness/core/trainers/llama3")
 
 
 def drawn(base: str = "HEAD^") -> list[Fault]:
@@ -48,9 +48,9 @@ def affected(fault: Fault, changed: Iterable[PurePosixPath]) -> bool:
 
 def _touches(fault: Fault, source: str, file: PurePosixPath) -> bool:
     """source: of the fault's file."""
-    if file.parts[:2] == ("harness", "checks"):
+    if file.parts[:3] == ("harness", "core", "checks"):
         return file.stem in fault.caught_by
-    if file.parts[:2] == ("harness", "diagnosis"):
+    if file.parts[:-1] in (("harness", "core", "causes"), ("harness", "hypotheses")):
         return bool(fault.named) and f'"{fault.named}"' in (ROOT / file).read_text(encoding="utf-8")
     if file.parent == TRAINER:
         return f'".{file.stem}:' in source

@@ -32,17 +32,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
-from harness.evidence.store import EvidenceError, load_run
-from harness.report.outcome import GREEN, Outcome
-from harness.run import communication
-from harness.run.folders import folder_of
-from harness.run.matrix import attempt
-from harness.run.options import Options
-from harness.run.selection import holds
-from harness.spec.case import Case
-from harness.spec.loading import load_all
-from harness.spec.variants import in_dtype
+from harness.core.case.case import Case
+from harness.core.case.loading import load_all
+from harness.core.case.variants import in_dtype
+from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
+from harness.core.evidence.store import EvidenceError, load_run
+from harness.core.report.outcome import GREEN, Outcome
+from harness.core.run import communication
+from harness.core.run.folders import folder_of
+from harness.core.run.matrix import attempt
+from harness.core.run.options import Options
+from harness.core.run.selection import holds
 from tools import gpu_machine, gpu_programs
 
 FOLDER = Path("benchmarks/gpu")

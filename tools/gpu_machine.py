@@ -12,8 +12,8 @@ import platform
 import re
 from typing import Any
 
-from harness.launch.machine import answered
-from harness.run.communication import SHARES_GPUS_SINCE, nccl_version
+from harness.core.launch.machine import answered
+from harness.core.run.communication import SHARES_GPUS_SINCE, nccl_version
 
 NEEDED = {
     "torch": "everything",

@@ -44,7 +44,7 @@ class Program:
 def programs(device: str, out: Path) -> Iterator[Program]:
     """All, in the order of their worth for their time."""
     case = str(large_case(device, out))
-    train = ("-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "harness.trainers.llama3")
+    train = ("-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "harness.core.trainers.llama3")
     trainer = (*train, "--case", f"{case}::large", "--device", device)
     recorded = ("-m", "harness", "record", "--layout", "dp_shard=1", "-o", str(out / "recording"), "--", sys.executable)
     yield Program("large model", trainer)

@@ -1,8 +1,8 @@
 """Mutants of the harness's own judgement: does some test notice when a check, the plan or a bound is altered?
 
     make mutants                                      20 of each module, drawn at random, and the score
-    make mutants MODULES=harness/checks/loss.py N=0   all mutants of one module
-    make mutants MODULES='harness/diagnosis/*.py' FAULTS=out    what `harness faults --out out` stored must be named as before
+    make mutants MODULES=harness/core/checks/loss.py N=0   all mutants of one module
+    make mutants MODULES='harness/core/causes/*.py' FAULTS=out    what `harness faults --out out` stored must be named as before
 
 mutmut makes them (installed on demand, beside the environment). This file runs them, not mutmut: it collects the tests once,
 and each mutant is a fork. A fork runs only the tests that reach the mutated function. Tests come first that killed its
@@ -48,15 +48,20 @@ COPIED = (
     "README.md",
     "docs",
 )
-MODULES = ("harness/checks/*.py", "harness/plan/*.py", "harness/plan/traffic/*.py", "harness/judge/tolerance.py")
-SLOW = (  # tests of seconds, which alone notice hardly anything
-    "judge/test_tolerance.py::test_the_bounds_of_the_debug_model_see_the_smallest_real_mistake",
-    "plan/test_plan.py::test_the_plan_of_the_largest_model_covers_all_its_parameters",
-    "plan/test_plan.py::test_groups_are_the_ranks_whose_device_mesh_coordinates_differ_in_one_axis",
-    "plan/test_plan.py::test_slices_are_those_of_the_dtensors_of_fsdp_over_tensor_parallel",
+MODULES = (
+    "harness/core/checks/*.py",
+    "harness/core/plan/*.py",
+    "harness/core/plan/traffic/*.py",
+    "harness/core/judge/tolerance.py",
 )
-OF_SOURCES = ("diagnosis/test_kinds.py",)  # that read the modules' text, in which all mutants stand
-TESTS = ("checks", "diagnosis", "judge", "plan", "spec/test_schedule.py")
+SLOW = (  # tests of seconds, which alone notice hardly anything
+    "core/judge/test_tolerance.py::test_the_bounds_of_the_debug_model_see_the_smallest_real_mistake",
+    "core/plan/test_plan.py::test_the_plan_of_the_largest_model_covers_all_its_parameters",
+    "core/plan/test_plan.py::test_groups_are_the_ranks_whose_device_mesh_coordinates_differ_in_one_axis",
+    "core/plan/test_plan.py::test_slices_are_those_of_the_dtensors_of_fsdp_over_tensor_parallel",
+)
+OF_SOURCES = ("core/causes/test_kinds.py",)  # that read the modules' text, in which all mutants stand
+TESTS = ("core/checks", "core/causes", "hypotheses", "core/judge", "core/plan", "core/case/test_schedule.py")
 LITERAL = re.compile(r"""[rbuf]*("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
 CPU_SECONDS = 8  # of tests that one mutant gets unless --seconds is given: what lives on after that has survived
 ENDLESS = 60  # so much later what has not come to an end never will: it was noticed
@@ -262,7 +267,9 @@ def run(chosen: list[Path], asked: argparse.Namespace) -> None:
         found = [mutant for mutant in found if any(part in mutant.name for part in asked.k.split(","))]
         counts[str(module)] = len(found)
         mutants += draw.sample(found, asked.n) if 0 < asked.n < len(found) else found
-    if all(module.parent.name in ("checks", "diagnosis") or module.stem == "attribution" for module in chosen):
+    if all(
+        module.parent.name in ("checks", "causes", "hypotheses") or module.stem == "attribution" for module in chosen
+    ):
         keep_trials()
     runner = Runner(mutants, asked.j, asked.seconds)
     tests = [f"tests/{name}" for name in asked.tests]

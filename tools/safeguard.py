@@ -24,10 +24,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from harness.core.case.loading import load_all
+from harness.core.run.options import Options
+from harness.core.run.sources import digest
 from harness.faults import all_faults
-from harness.run.options import Options
-from harness.run.sources import digest
-from harness.spec.loading import load_all
 from tools import drawn_faults
 
 ROOT = Path(__file__).resolve().parent.parent

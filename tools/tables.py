@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness import ROOT
-from harness.checks import all_checks, statement
-from harness.evidence.store import write_text
+from harness.core.case.case import Case
+from harness.core.case.loading import load_all
+from harness.core.case.options import options
+from harness.core.checks import all_checks, statement
+from harness.core.evidence.store import write_text
 from harness.faults import Fault, all_faults
+from harness.faults import catalogue_text as catalogue
 from harness.faults.attempt import ACCEPTED, Attempt, accepted, from_json, to_json
-from harness.report import catalogue
-from harness.spec.case import Case
-from harness.spec.loading import load_all
-from harness.spec.options import options
 
 END = "<!-- end -->"
 REFUSED = "(refused on CPU)"

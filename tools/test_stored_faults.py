@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from harness.checks import judge
-from harness.diagnosis import diagnose
+from harness.core.causes import diagnose
+from harness.core.checks import judge
+from harness.core.judge.stored_trial import load_trial
+from harness.core.report.cause_text import diagnosis_line
 from harness.faults.attempt import accepted
-from harness.judge.stored_trial import load_trial
-from harness.report.cause_text import diagnosis_line
 
 OUT = Path(os.environ["FAULTS_OUT"])
 NAMED = {one.fault: one for one in accepted(OUT / "faults.json") if one.cause and " raised: " not in one.cause}

@@ -1,6 +1,6 @@
 """Megatron-LM's own pretrain_gpt.py as it is, on a machine without accelerator: its loop, optimizer, schedule and mock data.
 
-What `harness/trainers/megatron/cpu.py` stubs is stubbed here too. So is what else megatron.training asks a GPU: whether there
+What `harness/adapters/megatron/cpu.py` stubs is stubbed here too. So is what else megatron.training asks a GPU: whether there
 is one, its properties and memory. Triton, which it imports but does not call here, and CUDA kernels, which nothing here uses,
 are stubbed as well. The compiler of small functions is off. The index helper of its data is the compiled one of the wheel, laid
 beside its source.
@@ -51,7 +51,7 @@ def lend() -> None:
     cuda.memory_stats = lambda *_: {}
     for name in MEMORY:
         setattr(cuda, name, lambda *_: 0)
-    from harness.trainers.megatron import cpu
+    from harness.adapters.megatron import cpu
 
     cpu.arrange()
     for name in TRITON:

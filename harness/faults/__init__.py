@@ -15,7 +15,7 @@ Where that needs code, the fault is the function that an operator puts at the se
 
 and what no operator says is a function of `fired` that replaces something itself. It runs on every rank before the trainer is
 built, and calls `fired()` each time the wrong thing is really done. A fault whose code never ran on any rank is UNFIRED: a
-failure of the catalogue, not of the trainer. `harness faults` runs them all (harness/run/catalogue.py).
+failure of the catalogue, not of the trainer. `harness faults` runs them all (harness/faults/run_catalogue.py).
 
 `bug` begins with the entry it is modelled on, a letter for the kind of bug and a number, then where that happened. Several
 entries are separated by semicolons. A fault of a kind, modelled on no single entry, says "of the family of ...".
@@ -36,7 +36,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from harness.evidence.errors import ToldError, error_in
+from harness.core.evidence.errors import ToldError, error_in
+from harness.core.rings import Ring
+
+RING = Ring(
+    commands={"faults": "make every deliberate mistake of the catalogue: which are caught?"},
+    options={"run": "harness.faults.cli.options:add_fault", "golden": "harness.faults.cli.options:add_plot"},
+    run_options=("harness.faults.cli.work.options:fault_of",),
+    instead={"golden": "harness.faults.cli.work.options:plotted"},
+    called={
+        "load_fault": "harness.faults:load_fault",
+        "checked_fault": "harness.faults.cli.work.options:checked_fault",
+    },
+)
 
 Fired = Callable[[], None]
 

@@ -2,7 +2,7 @@
 
     harness faults --trainer deepspeed --checks-only
     harness run zero1_2 --fault harness/faults/deepspeed.py:NAME --dtype float32 \\
-        --trainer deepspeed --cases harness/trainers/deepspeed/cases
+        --trainer deepspeed --cases harness/adapters/deepspeed/cases
 
 What each is named: docs/results/deepspeed.md.
 """
@@ -20,7 +20,7 @@ STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 
 def configured_with(**zero: int) -> op.Operator:
     return op.change_result(
-        "harness.trainers.deepspeed.engine:configuration",
+        "harness.adapters.deepspeed.engine:configuration",
         lambda config: config | {"zero_optimization": config["zero_optimization"] | zero},
     )
 

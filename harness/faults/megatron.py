@@ -1,7 +1,7 @@
 """Deliberate mistakes in Megatron's distributed optimizer, checkpoints and loss, for its cases alone. All of them, and one:
 
     harness faults --trainer megatron --checks-only
-    harness run zero1_2 --fault harness/faults/megatron.py:NAME --trainer megatron --cases harness/trainers/megatron/cases
+    harness run zero1_2 --fault harness/faults/megatron.py:NAME --trainer megatron --cases harness/adapters/megatron/cases
 
 What each is named: docs/results/megatron.md.
 """
@@ -35,10 +35,10 @@ distributed_optimizer_left_out = fault(
     named="another stage of ZeRO",
     does=op.together(
         op.override_argument(
-            "harness.trainers.megatron.model:DistributedDataParallelConfig.__init__", use_distributed_optimizer=False
+            "harness.adapters.megatron.model:DistributedDataParallelConfig.__init__", use_distributed_optimizer=False
         ),
         op.override_argument(
-            "harness.trainers.megatron.trainer:OptimizerConfig.__init__", use_distributed_optimizer=False
+            "harness.adapters.megatron.trainer:OptimizerConfig.__init__", use_distributed_optimizer=False
         ),
     ),
 )
@@ -147,7 +147,7 @@ initialisers_left_out = fault(
     caught_by="grad_norm",
     named="clipped by another norm",
     does=op.override_argument(
-        "harness.trainers.megatron.model:TransformerConfig.__init__", perform_initialization=False
+        "harness.adapters.megatron.model:TransformerConfig.__init__", perform_initialization=False
     ),
 )
 
@@ -158,6 +158,6 @@ interleaved_as_it_comes = fault(
     caught_by="loss",
     named="",
     does=op.override_argument(
-        "harness.trainers.megatron.model:TransformerConfig.__init__", batch_p2p_comm=True, overlap_p2p_comm=False
+        "harness.adapters.megatron.model:TransformerConfig.__init__", batch_p2p_comm=True, overlap_p2p_comm=False
     ),
 )

@@ -1,8 +1,8 @@
 """What faults are made of: one wrong thing at one seam. An operator is what a fault `does`; operators compose.
 
 A target is "module:attribute", such as "torch.optim:Optimizer.zero_grad"; a module that begins with a dot is one of
-harness.trainers.llama3, such as ".trainer:scaled". It is looked up on each rank, before the trainer is built, and never put
-back: each rank is a separate process. Each operator calls `fired()` where it does the wrong thing, and not where it only
+harness.core.trainers.llama3, such as ".trainer:scaled". It is looked up on each rank, before the trainer is built, and never
+put back: each rank is a separate process. Each operator calls `fired()` where it does the wrong thing, and not where it only
 might have. `when` gets what the target was called with; where it does not hold, the call is left as it is.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from harness.faults import FaultError, Fired
 
-LLAMA3 = "harness.trainers.llama3"
+LLAMA3 = "harness.core.trainers.llama3"
 
 Operator = Callable[[Fired], None]
 Act = Callable[..., Any]

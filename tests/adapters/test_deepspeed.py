@@ -13,15 +13,15 @@ import pytest
 import torch
 from literal import ADAMW, tiny_case
 
-from harness import trainers
-from harness.judge.result import Verdict
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec.dims import ParallelDims
-from harness.spec.loading import load_cases
-from harness.spec.variants import in_dtype
-from harness.trainers import deepspeed
-from harness.trainers.deepspeed import shards
+from harness.adapters import deepspeed
+from harness.adapters.deepspeed import shards
+from harness.core import trainers
+from harness.core.case.dims import ParallelDims
+from harness.core.case.loading import load_cases
+from harness.core.case.variants import in_dtype
+from harness.core.judge.result import Verdict
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
 
 THERE = importlib.util.find_spec("deepspeed") is not None
 FLOAT32 = replace(ADAMW, dtype="float32")

@@ -9,17 +9,18 @@ from types import ModuleType
 
 import pytest
 
-from harness import faults, trainers
-from harness.judge.result import Verdict
+from harness import faults
+from harness.adapters import megatron
+from harness.adapters.support import checkout
+from harness.core import trainers
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.loading import find_case, load_all, load_cases
+from harness.core.judge.result import Verdict
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
 from harness.reference.config import ModelConfig, RopeScaling, TrainingConfig
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.spec.loading import find_case, load_all, load_cases
-from harness.trainers import megatron
-from harness.trainers.support import checkout
 
 THERE = importlib.util.find_spec("megatron") is not None
 ADAPTER = trainers.load("megatron")
@@ -154,7 +155,7 @@ def test_parameters_gathered_in_the_next_forward_pass_of_the_real_one_pass_every
 ) -> None:
     overlapping = tmp_path / "overlapping.py"
     overlapping.write_text(
-        "from harness.trainers.megatron import Megatron\n"
+        "from harness.adapters.megatron import Megatron\n"
         "adapter = Megatron(overlap_grad_reduce=True, overlap_param_gather=True)\n"
     )
     (wanted,) = (case for case in load_cases(CASES / "distributed_optimizer.yaml") if case.name == "zero1_2")

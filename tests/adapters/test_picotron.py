@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from literal import tiny_case
 
-from harness import trainers
-from harness.probe.clock import Clock
-from harness.probe.pipeline import PipelineRecorder, pass_of_schedule
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.spec.loading import load_cases
+from harness.core import trainers
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.loading import load_cases
+from harness.core.probe.clock import Clock
+from harness.core.probe.pipeline import PipelineRecorder, pass_of_schedule
 
 CASES = Path(trainers.__file__).parent / "picotron" / "cases" / "picotron.yaml"
 ITS_OWN = load_cases(CASES)
@@ -60,7 +60,7 @@ def test_without_a_checkout_it_says_that_it_wants_one(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_s_microbatches_are_its_accumulation() -> None:
-    from harness.trainers.picotron import lent
+    from harness.adapters.picotron import lent
 
     found = json.loads(lent.configuration(other(ParallelDims(pp=2), Features(microbatches=4)), "cpu"))
     assert found["distributed"] == {
@@ -91,11 +91,11 @@ class Stage:
 
 
 def test_what_a_schedule_calls_is_the_module_itself_and_each_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.trainers.picotron import lent
+    from harness.adapters.picotron import lent
 
     monkeypatch.setattr(lent, "grid", lambda: type("Grid", (), {"pp_rank": 1}))
     recorder, stage = PipelineRecorder(Clock()), Stage()
-    monkeypatch.setattr("harness.probe.pipeline._installed", [recorder])
+    monkeypatch.setattr("harness.core.probe.pipeline._installed", [recorder])
     lent.show_actions(stage, microbatches=2)
     with pass_of_schedule():
         seen = [stage.forward(tokens=1), stage.forward(tokens=2), stage.backward(5), stage.backward(6)]

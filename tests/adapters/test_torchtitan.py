@@ -12,15 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from harness import trainers
-from harness.plan.units import fsdp_units
+from harness.adapters.torchtitan import source
+from harness.adapters.torchtitan.job_config import configured, stages
+from harness.core import trainers
+from harness.core.case.case import Case, Saved
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.traits import settled
+from harness.core.plan.units import fsdp_units
 from harness.reference.config import ModelConfig, RopeScaling, TrainingConfig
-from harness.spec.case import Case, Saved
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.spec.traits import settled
-from harness.trainers.torchtitan import source
-from harness.trainers.torchtitan.job_config import configured, stages
 
 FSDP = ParallelDims(dp_shard=4)
 
@@ -280,7 +280,7 @@ def test_another_backend_stands_in_for_the_default_only_where_that_cannot_start(
 
 
 def test_positions_begin_anew_after_every_separator() -> None:
-    from harness.trainers.torchtitan.data_loader import anew
+    from harness.adapters.torchtitan.data_loader import anew
 
     assert anew(torch.tensor([[5, 0, 7, 8, 0, 0, 9]])).tolist() == [[0, 1, 0, 1, 2, 0, 0]]
 
@@ -327,7 +327,7 @@ def test_checkpoints_are_requested_of_0_3_0(release: Path) -> None:
 
 
 def test_a_loader_of_another_dp_degree_goes_on_with_the_next_step() -> None:
-    from harness.trainers.torchtitan.data_loader import Samples
+    from harness.adapters.torchtitan.data_loader import Samples
 
     requested = case(training=TrainingConfig(global_batch=4, steps=3))
     before, whole = Samples(requested, 2, 1, lambda: None), Samples(requested, 1, 0, lambda: None)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from harness import trainers
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
+from harness.core import trainers
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
 
 FSDP = ParallelDims(dp_shard=4)
 
@@ -24,9 +24,9 @@ def case(dims: ParallelDims = FSDP, **parts: object) -> Case:
 def test_a_loss_is_noted_once_whoever_computes_it() -> None:
     """torchtitan had a cross entropy of its own for two weeks before it used it."""
     torch = pytest.importorskip("torch")
-    from harness.probe.clock import Clock
-    from harness.probe.samples import SampleRecorder
-    from harness.trainers.torchtitan.loss import show_loss
+    from harness.adapters.torchtitan.loss import show_loss
+    from harness.core.probe.clock import Clock
+    from harness.core.probe.samples import SampleRecorder
 
     def torchs(logits: Any, labels: Any) -> Any:
         return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -95,9 +95,9 @@ def test_the_loss_is_computed_at_once_where_its_chunks_do_more_than_is_planned(
 
 def test_a_loss_in_chunks_is_one_loss_and_ends_the_forward_pass() -> None:
     torch = pytest.importorskip("torch")
-    from harness.probe.clock import Clock
-    from harness.probe.samples import SampleRecorder
-    from harness.trainers.torchtitan.loss import show_loss
+    from harness.adapters.torchtitan.loss import show_loss
+    from harness.core.probe.clock import Clock
+    from harness.core.probe.samples import SampleRecorder
 
     clock, labels, phases = Clock(), torch.arange(8).reshape(1, 8), []
 

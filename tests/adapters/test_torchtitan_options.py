@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness import trainers
-from harness.evidence.numbers import VALIDATION
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.trainers import Metrics
-from harness.trainers.torchtitan.data_loader import AheadOf, Samples
-from harness.trainers.torchtitan.job_config import configured, toml
-from harness.trainers.torchtitan.metrics import note_processor
+from harness.adapters.torchtitan.data_loader import AheadOf, Samples
+from harness.adapters.torchtitan.job_config import configured, toml
+from harness.adapters.torchtitan.metrics import note_processor
+from harness.core import trainers
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.evidence.numbers import VALIDATION
+from harness.core.trainers import Metrics
 
 CASE = Case("any", "a test", ParallelDims(dp_shard=4))
 
@@ -36,7 +36,7 @@ def test_who_parses_a_command_line_reads_options_of_ones_own_from_a_file() -> No
 def test_options_of_ones_own_are_said_with_every_verdict(checkout: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "from harness.trainers.torchtitan import Torchtitan\n"
+        "from harness.adapters.torchtitan import Torchtitan\n"
         'adapter = Torchtitan(options={"metrics.log_freq": 3}, chosen={"fsdp_units": "apart"}, shows=False)\n'
     )
     adapter = trainers.load(f"{file}@{checkout}")

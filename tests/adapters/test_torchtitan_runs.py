@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.judge.result import Verdict
-from harness.report.cause_text import diagnosis_line
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec.loading import find_case, load_all
-from harness.trainers.torchtitan import source
+from harness.adapters.torchtitan import source
+from harness.core.case.loading import find_case, load_all
+from harness.core.judge.result import Verdict
+from harness.core.report.cause_text import diagnosis_line
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
 
 REPO = os.environ.get("TORCHTITAN_REPO")
 HSDP_WORKS, HSDP_IS_FSDP = "db6b39acd", "9a4eebe1c^"

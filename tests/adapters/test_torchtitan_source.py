@@ -9,9 +9,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from literal import tiny_case
 
-from harness import trainers
-from harness.spec.dims import ParallelDims
-from harness.trainers.torchtitan import cpu, source, syntax
+from harness.adapters.torchtitan import cpu, source, syntax
+from harness.core import trainers
+from harness.core.case.dims import ParallelDims
 
 FSDP = ParallelDims(dp_shard=4)
 

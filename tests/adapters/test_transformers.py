@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from harness import trainers
-from harness.judge.result import Verdict
+from harness.core import trainers
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.loading import find_case, load_all, load_cases
+from harness.core.case.variants import in_dtype
+from harness.core.judge.result import Verdict
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
 from harness.reference.config import ModelConfig, TrainingConfig
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec.case import Case
-from harness.spec.dims import ParallelDims
-from harness.spec.features import Features
-from harness.spec.loading import find_case, load_all, load_cases
-from harness.spec.variants import in_dtype
 
 TRANSFORMERS = trainers.load("transformers")
 

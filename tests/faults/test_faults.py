@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from harness import ROOT
+from harness.core.case.loading import find_case, load_all
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Verdict
+from harness.core.report.text import case_report
+from harness.core.run.judging import judge_folder
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
 from harness.faults import FaultError, all_faults, load_fault
-from harness.judge.judgement import Judgement
-from harness.judge.result import Verdict
-from harness.report.text import case_report
-from harness.run.judging import judge_folder
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec.loading import find_case, load_all
 
 
 @pytest.fixture(scope="module")

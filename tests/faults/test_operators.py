@@ -171,7 +171,7 @@ def test_a_target_that_does_not_exist_is_refused_with_the_nearest_name(does: op.
 
 def test_a_target_without_a_package_is_one_of_the_trainers() -> None:
     owner, name = op.find(".clip:sum_of_squares")
-    assert (owner.__name__, name) == ("harness.trainers.llama3.clip", "sum_of_squares")
+    assert (owner.__name__, name) == ("harness.core.trainers.llama3.clip", "sum_of_squares")
 
 
 OWN_FAULTS = """

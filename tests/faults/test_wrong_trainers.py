@@ -9,14 +9,14 @@ import pytest
 import torch
 import wrong_trainers
 
-from harness.judge.judgement import Judgement
-from harness.judge.result import Diagnosis, Result, Verdict
-from harness.judge.stored_trial import load_trial
+from harness.core.case.loading import find_case, load_all
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Diagnosis, Result, Verdict
+from harness.core.judge.stored_trial import load_trial
+from harness.core.report.cause_text import diagnosis_line
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
 from harness.reference.model import Llama, kept_share
-from harness.report.cause_text import diagnosis_line
-from harness.run.options import Options
-from harness.run.run_case import run_case
-from harness.spec.loading import find_case, load_all
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from harness.core.case.loading import load_all
 from harness.faults import all_faults
-from harness.spec.loading import load_all
 from tools import gpu, gpu_machine, gpu_programs
 
 MACHINE = {

@@ -198,7 +198,7 @@ _initial: State = {}
 
 
 def _keep_initial_parameters(model: Any) -> Any:
-    from harness.trainers.llama3.checkpoint import get_model_state_dict
+    from harness.core.trainers.llama3.checkpoint import get_model_state_dict
 
     _initial.update({fqn: value.clone() for fqn, value in get_model_state_dict(model).items()})
     return model

@@ -142,7 +142,7 @@ ring_merges_in_float32 = fault(
     caught_by="traffic loss gradients",
     named="rounded",
     does=op.after_call(
-        "harness.trainers.support.cpu_attention:support_ring", _option_of_the_ring("convert_to_f32", True)
+        "harness.core.trainers.support.cpu_attention:support_ring", _option_of_the_ring("convert_to_f32", True)
     ),
 )
 

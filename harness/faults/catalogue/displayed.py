@@ -56,7 +56,7 @@ displayed_valid_tokens_with_padding = fault(
 def _mean_of_means(original: Any, model: Any, parts: Any, mesh: Any, case: Any) -> float:
     import torch
 
-    from harness.trainers.llama3 import parallelize, trainer
+    from harness.core.trainers.llama3 import parallelize, trainer
 
     with torch.no_grad():
         total = sum(trainer.loss_of(model, part) for part in parts)
@@ -107,7 +107,7 @@ displayed_mean_is_that_of_rank_0 = fault(
 def _mean_of_every_rank(trainer: Any, shown: Any) -> dict[str, float]:
     import torch
 
-    from harness.trainers.llama3 import parallelize
+    from harness.core.trainers.llama3 import parallelize
 
     if "valid tokens per sample" not in shown:
         return {}

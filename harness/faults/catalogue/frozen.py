@@ -74,7 +74,7 @@ def adapters_begin_with_what_was_in_memory(parts: list[Any], *_: Any) -> None:
 )
 @partial(op.after_call, ".lora:put_back")
 def adapters_scaled_twice_under_tp(model: Any, *_: Any) -> None:
-    from harness.trainers.llama3.lora import adapted
+    from harness.core.trainers.llama3.lora import adapted
 
     for module in adapted(model).values():
         module.scale *= 2

@@ -15,7 +15,7 @@ STARTS, INTO_STAGES = "fsdp_2_weights_to_fsdp_2", "fsdp_2_weights_to_pp_2"
 
 
 def _all_restored(original: Any, parts: Any, checkpoint: Path) -> None:
-    from harness.trainers.llama3.checkpoint import resume
+    from harness.core.trainers.llama3.checkpoint import resume
 
     begun = [part.scheduler.state_dict() for part in parts]
     rates = [[group["lr"] for group in part.optimizer.param_groups] for part in parts]

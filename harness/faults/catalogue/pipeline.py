@@ -43,7 +43,7 @@ stages_start_alike = fault(
     does=op.on_rank(  # layer 2 is its first one
         1,
         op.change_result(
-            "harness.trainers.support.weights:read_weights",
+            "harness.core.trainers.support.weights:read_weights",
             lambda weights: {fqn: weights[fqn.replace("layers.2.", "layers.0.")] for fqn in weights},
         ),
     ),

@@ -56,7 +56,7 @@ tied_gradients_summed_twice = fault(
 )
 @partial(op.after_call, SUM)
 def tied_gradients_averaged_over_stages(parts: Any, group: Any) -> None:
-    from harness.trainers.llama3 import clip, tied
+    from harness.core.trainers.llama3 import clip, tied
 
     for gradient in clip.local_gradients(tied.weights(parts)):
         gradient.div_(2)
@@ -125,7 +125,7 @@ tied_copy_starts_differently = fault(
     does=op.on_rank(
         1,
         op.change_result(
-            "harness.trainers.support.weights:read_weights",
+            "harness.core.trainers.support.weights:read_weights",
             lambda weights: {**weights, EMBEDDING: weights[EMBEDDING][::-1].copy()},
         ),
     ),

@@ -11,13 +11,13 @@ from typing import Any
 from harness.faults import fault
 from harness.faults import operators as op
 
-SLICE = "harness.trainers.support.weights:local_slice"
+SLICE = "harness.core.trainers.support.weights:local_slice"
 
 
 def _each(change: Callable[[str, Any, Any], Any]) -> op.Operator:
     """change(fqn, full, weights): the full weight that is loaded in the place of `full`."""
     return op.change_result(
-        "harness.trainers.support.weights:read_weights",
+        "harness.core.trainers.support.weights:read_weights",
         lambda weights: {fqn: change(fqn, weights[fqn], weights) for fqn in weights},
     )
 

@@ -1,0 +1,1 @@
+"""What can be typed behind the commands on adapters: init and doctor."""

@@ -1,0 +1,45 @@
+"""What the probe needs of an engine, whoever made it: where it reduces, where it clips, and where shards lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from harness.adapters.deepspeed.shards import PartitionedParameters, Vectors
+from harness.core.probe.shards import note_shards
+from harness.core.probe.structure import note_wrapper
+from harness.core.probe.values import note_gradients, reducing_gradients
+
+
+def note_engine(engine: Any) -> int:
+    """The stage of ZeRO that it runs. With 0 its clipping and DDP are noted."""
+    ranks, stage = range(dist.get_world_size()), int(engine.zero_optimization_stage())
+    engine.allreduce_gradients = _within(reducing_gradients, engine.allreduce_gradients)
+    if stage == 0:
+        if len(ranks) > 1:
+            note_wrapper(engine, "ddp", replicate_ranks=ranks)
+        engine.clip_fp32_gradients = _after(note_gradients, engine.clip_fp32_gradients)
+        return stage
+    zero = engine.optimizer
+    note_wrapper(engine, f"zero{stage}", shard_ranks=ranks)
+    note_shards(engine, (PartitionedParameters if stage == 3 else Vectors)(engine.module, zero))
+    zero.unscale_and_clip_grads = _after(note_gradients, zero.unscale_and_clip_grads)
+    return stage
+
+
+def _within(context: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    return inside
+
+
+def _after(first: Callable[[], None], function: Callable[..., Any]) -> Callable[..., Any]:
+    def then(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return function(*args, **kwargs)
+
+    return then

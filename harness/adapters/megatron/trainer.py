@@ -1,0 +1,284 @@
+"""The step and the loop, as pretrain_gpt.py's forward_step and loss_func and megatron.training's train_step have them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from torch import Tensor, nn
+
+from harness.adapters.megatron import Megatron, checkpoint
+from harness.adapters.megatron.model import build_chunks, build_config
+from harness.adapters.megatron.shards import Ranges
+from harness.adapters.support import float64
+from harness.core.case.case import Case
+from harness.core.probe.losses import note_loss
+from harness.core.probe.pipeline import note_action, pass_of_schedule
+from harness.core.probe.shards import note_shards
+from harness.core.probe.values import note_gradients, note_update, reducing_gradients
+from harness.core.trainers import Metrics, StartedTrainer
+from harness.core.trainers.support import process_group
+from harness.core.trainers.support.samples import dataset_of, rank_samples
+from harness.reference.data import IGNORED, documents
+from harness.reference.train import lr_factor
+
+CASTING = """utils optimizer.clip_grads optimizer.optimizer optimizer.distrib_optimizer tensor_parallel.cross_entropy
+    models.common.embeddings.rotary_pos_embedding"""
+
+
+class MegatronTrainer(StartedTrainer):
+    """One rank's trainer."""
+
+    def __init__(self, case: Case, weights: Path | None, device: str, adapter: Megatron) -> None:
+        self.case, self.metrics, self.device = case, list[Metrics](), _join(case, device)
+        float64.preserve(case.training.dtype, *(f"megatron.core.{name}" for name in CASTING.split()))
+        config = build_config(case, device)
+        self.model_parts: list[nn.Module] = build_chunks(case, config, weights, adapter)
+        self.late: list[Any] = [chunk for chunk in self.model_parts if chunk.use_forward_hook]
+        for chunk in self.late:
+            chunk.disable_forward_pre_hook(param_sync=False)
+        self.optimizer = get_megatron_optimizer(_optimizer_config(case), self.model_parts)
+        self.run, self.dataset = get_forward_backward_func(), dataset_of(case)
+        self.schedule, self.done = contextlib.ExitStack(), 0
+        config.finalize_model_grads_func = self.finalize
+        config.no_sync_func = [one.no_sync for one in self.model_parts]
+        config.no_sync_func = config.no_sync_func if len(self.model_parts) > 1 else config.no_sync_func[0]
+        _note_reductions()
+        _note_clipping(self.optimizer)
+        _note_shards(self.model_parts, self.optimizer)
+        self.actions = Actions(case.dims.pp)
+        if case.dims.pp > 1:
+            self.actions.install()
+
+    def train(self, last_step: int) -> None:
+        """With parameters gathered late as megatron.training does it: none in the first step, all behind the last."""
+        for step in range(self.done + 1, last_step + 1):
+            self.metrics.append(self.train_step(step))
+            for chunk in self.late if step == 1 else ():
+                chunk.enable_forward_pre_hook()
+            self.done = step
+        for chunk in self.late:
+            chunk.disable_forward_pre_hook()
+        if self.late:
+            note_update()
+
+    def save(self, folder: Path) -> None:
+        checkpoint.save(folder, self.done, self.model_parts, self.optimizer)
+
+    def resume(self, folder: Path) -> None:
+        self.done = checkpoint.load(folder, self.model_parts, self.optimizer)
+
+    def train_step(self, step: int) -> Metrics:
+        for chunk in self.model_parts:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = self.forward_backward(step)
+        if self.late and step > 1:
+            note_update(step - 1)
+        rate = self.set_rates(step)
+        succeeded, norm, _ = self.optimizer.step()
+        assert succeeded
+        if not self.late:
+            note_update()
+        return Metrics(step, self.mean_loss(losses), norm, rate)
+
+    def forward_backward(self, step: int) -> list[dict[str, Tensor]]:
+        """A pass of the schedule ends where gradients are reduced, which Megatron does inside the same function."""
+        several = len(self.model_parts) > 1
+        batches = [list(self.batches(step)) for _ in self.model_parts]
+        self.actions.begun.clear()
+        with self.schedule:
+            if self.case.dims.pp > 1:
+                self.schedule.enter_context(pass_of_schedule())
+            return self.run(
+                forward_step_func=self.forward_step,
+                data_iterator=[iter(one) for one in batches] if several else iter(batches[0]),
+                model=self.model_parts if several else self.model_parts[0],
+                num_microbatches=len(batches[0]),
+                seq_length=self.case.training.seq_len,
+                micro_batch_size=self.case.local_batch,
+                forward_only=False,
+            )
+
+    def batches(self, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """tokens, labels: int64 [local_batch, s]."""
+        place = ps.get_data_parallel_rank(), ps.get_data_parallel_world_size()
+        tokens, labels = rank_samples(self.case, self.dataset, step, *place)
+        size = self.case.local_batch
+        yield from zip(tokens.to(self.device).split(size), labels.to(self.device).split(size), strict=True)
+
+    def forward_step(self, batches: Any, model: Any) -> Any:
+        """The first stage is given tokens, the last labels, as get_batch_on_this_tp_rank hands them out. Positions are for a
+        learned embedding: the rotary one counts by itself."""
+        tokens, labels = next(batches)
+        stage = model.module
+        output = model(
+            input_ids=tokens if stage.pre_process else None,
+            position_ids=None,
+            attention_mask=self.mask(tokens),
+            labels=labels.clamp(min=0) if stage.post_process else None,
+        )
+        return output, functools.partial(_loss, labels)
+
+    def mask(self, tokens: Tensor) -> Tensor:
+        """bool [1 or b, 1, s, s], which positions do not see which."""
+        length = tokens.shape[1]
+        later = torch.ones(1, 1, length, length, dtype=torch.bool, device=self.device).triu(1)
+        if not self.case.training.document_mask:
+            return later
+        which = documents(tokens)[:, None]
+        return later | (which[..., :, None] != which[..., None, :])
+
+    def finalize(self, *args: Any, **kwargs: Any) -> None:
+        self.schedule.close()
+        finalize_model_grads(*args, **kwargs)
+
+    def set_rates(self, step: int) -> float:
+        """What OptimizerParamScheduler does, by the recipe's schedule; `decay: all` has no exceptions."""
+        recipe = self.case.training
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate = recipe.lr * lr_factor(step, recipe)
+            group["weight_decay"] = recipe.weight_decay * (group["wd_mult"] if recipe.decay == "matrices" else 1.0)
+        return rate
+
+    def mean_loss(self, losses: list[dict[str, Tensor]]) -> float | None:
+        """Return the loss that training_log reports; only the last stage has it."""
+        if not ps.is_pipeline_last_stage(ignore_virtual=True):
+            return None
+        total = torch.stack([one["lm loss"] for one in losses]).sum(0)
+        dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))
+        return float(total[0] / total[1])
+
+
+def _join(case: Case, device: str) -> torch.device:
+    dims = case.dims
+    if int(os.environ.get("WORLD_SIZE", 1)) != dims.world_size:
+        raise ValueError(f"case {case.name!r}: {dims} = {dims.world_size} ranks, but WORLD_SIZE is another")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    process_group.join(process_group.backend_for(device))
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=dims.tp,
+        pipeline_model_parallel_size=dims.pp,
+        virtual_pipeline_model_parallel_size=case.stages_per_rank if case.stages_per_rank > 1 else None,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(case.training.seed)
+    return torch.device(device)
+
+
+def _optimizer_config(case: Case) -> OptimizerConfig:
+    recipe = case.training
+    return OptimizerConfig(
+        optimizer="adam" if recipe.optimizer == "adamw" else "sgd",
+        lr=recipe.lr,
+        weight_decay=recipe.weight_decay,
+        adam_beta1=recipe.beta1,
+        adam_beta2=recipe.beta2,
+        adam_eps=recipe.eps,
+        sgd_momentum=0.0,
+        clip_grad=recipe.max_norm or 0.0,
+        params_dtype=getattr(torch, recipe.dtype),
+        use_distributed_optimizer=case.wrapper == "zero1",
+    )
+
+
+def _loss(labels: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """output: [b, s], of each token. The sum over valid tokens, their number, and both to be shown."""
+    mask = (labels != IGNORED).view(-1).float()
+    losses = output.view(-1).float() * mask
+    note_loss(labels, losses, reduction="none")
+    total, count = losses.sum(), mask.sum().clone().detach().to(torch.int)
+    return total, count, {"lm loss": torch.stack([total.clone().detach(), count])}
+
+
+# ---- what the probe needs
+
+
+def _note_reductions() -> None:
+    """Megatron's DDP reduces when backward has ended; with overlap it does so in the first step alone."""
+    original = DistributedDataParallel.finish_grad_sync
+
+    @functools.wraps(original)
+    def finish_grad_sync(*args: Any, **kwargs: Any) -> None:
+        with reducing_gradients():
+            original(*args, **kwargs)
+
+    DistributedDataParallel.finish_grad_sync = finish_grad_sync
+
+
+def _note_clipping(optimizer: Any) -> None:
+    """Its own functions clip what prepare_grads makes of the buffers."""
+    for one in _each(optimizer):
+        one.prepare_grads = _then_note(one.prepare_grads)
+
+
+def _note_shards(chunks: list[nn.Module], optimizer: Any) -> None:
+    for chunk in (chunk for chunk in chunks if chunk.ddp_config.use_distributed_optimizer):
+        (one,) = _each(optimizer)
+        shards = Ranges(chunk, one)
+        note_shards(chunk, shards, shards.starts())
+
+
+def _each(optimizer: Any) -> Any:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _then_note(prepare: Any) -> Any:
+    @functools.wraps(prepare)
+    def prepared() -> bool:
+        found: bool = prepare()
+        note_gradients()
+        return found
+
+    return prepared
+
+
+class Actions:
+    """What Megatron's schedules do, seen where they call one step forward or backward of a chunk. A forward is
+    of its chunk's next microbatch in this pass, a backward of the one whose output it is given."""
+
+    def __init__(self, degree: int) -> None:
+        self.degree = degree
+        self.begun, self.places = Counter[int](), dict[int, tuple[int, int]]()
+
+    def install(self) -> None:
+        schedules.forward_step = self.around_forward(schedules.forward_step)
+        schedules.backward_step = self.around_backward(schedules.backward_step)
+
+    def around_forward(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def forward_step(func: Any, iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            chunk = getattr(model.module, "vp_stage", None) or 0
+            stage = ps.get_pipeline_model_parallel_rank() + self.degree * chunk
+            note_action(stage, "F", self.begun[stage])
+            told = original(func, iterator, model, *args, **kwargs)
+            self.places[id(_first(told[0]))] = stage, self.begun[stage]
+            self.begun[stage] += 1
+            return told
+
+        return forward_step
+
+    def around_backward(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def backward_step(given: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+            stage, microbatch = self.places.pop(id(_first(output)))
+            note_action(stage, "B", microbatch)
+            return original(given, output, *args, **kwargs)
+
+        return backward_step
+
+
+def _first(tensors: Any) -> Any:
+    return tensors[0] if isinstance(tensors, list) else tensors

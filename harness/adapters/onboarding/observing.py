@@ -1,0 +1,268 @@
+"""The process that observes a script: it runs it on one rank, and writes down what torch and argparse were called with."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import gc
+import inspect
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
+
+from harness.adapters.onboarding import skeleton
+from harness.adapters.onboarding.observed import CASE, SECONDS, Facts, Flag
+from harness.adapters.support.script import Script, is_beside
+from harness.adapters.support.script_adapter import import_from, repository
+from harness.core.evidence.errors import error_in
+from harness.core.trainers.support.samples import RecipeSamples, RecipeStream, recipe_batches
+from harness.core.trainers.support.weights import plain
+
+FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "pair": lambda tokens, labels: (tokens, labels),
+    "joined": lambda tokens, labels: torch.cat([tokens, labels[-1:]]),
+}
+
+
+class Operators(TorchDispatchMode):
+    """Records the first use of each operator, the number of heads, and the sizes that are cut in halves."""
+
+    def __init__(self, facts: Facts, folder: Path) -> None:
+        super().__init__()
+        self.facts, self.folder, self.halved, self.added = facts, str(folder), set[int](), 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, first = func.overloadpacket.__name__, args[0] if args else None
+        if name not in self.facts.operators:
+            self.facts.operators[name] = self._place()
+        number = next((one for one in args[:2] if isinstance(one, float | int)), 0)
+        if name == "pow" and isinstance(first, float | int) and number > 1:
+            self.facts.sizes["rope_theta"] = float(number)
+        elif name in ("rsqrt", "sqrt") and self.added:
+            self.facts.sizes["norm_eps"] = self.added
+        elif name == "_fused_rms_norm" and args[3]:
+            self.facts.sizes["norm_eps"] = args[3]
+        self.added = number if name in ("add", "add_") and 0 < number < 1e-3 else 0.0
+        if isinstance(first, Tensor) and first.dim() == 4:
+            if "scaled_dot_product" in name or ("softmax" in name and first.shape[2] == first.shape[3]):
+                self.facts.heads = self.facts.heads or first.shape[1]
+            half, told = first.shape[3] // 2, str([one for one in args[1:] if isinstance(one, int | list)])
+            if told.replace("-1", "3") in (f"[3, 0, {half}]", f"[{half}, 3]", f"[[{half}, {half}], 3]"):
+                self.halved.add(2 * half)
+        return func(*args, **(kwargs or {}))
+
+    def _place(self) -> str:
+        frame = inspect.currentframe()
+        while frame and not frame.f_code.co_filename.startswith(self.folder):
+            frame = frame.f_back
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
+
+
+class Observer(Script):
+    def __init__(self, path: Path, facts: Facts) -> None:
+        self.facts, self.operators = facts, Operators(facts, path.parent)
+        with self.operators:  # which the script's thread takes over
+            super().__init__(path, CASE.training.dtype)
+        self.root = repository(path)
+        self.seen: nn.Module | None = None
+        self.defined: tuple[str, str, str] | None = None  # a data set that may never be made
+
+    def put_in(self) -> None:
+        """Wrap what makes samples as soon as it is defined, and count the names used."""
+        for name, value in [pair for module in self.beside() for pair in vars(module).items()]:
+            if inspect.isfunction(value) and Path(value.__code__.co_filename).is_relative_to(self.root):
+                self.facts.saves += [name] * ("save" in name and name not in self.facts.saves)
+                if "batch" in name:
+                    self.wrap(name, self._batches)
+            elif inspect.isclass(value) and issubclass(value, TorchDataset) and self._makes_samples(value):
+                self.wrap(name, self._samples)
+        super().put_in()
+
+    @staticmethod
+    def _makes_samples(cls: type) -> bool:
+        return not cls.__module__.startswith("torch.") or cls.__name__ == "TensorDataset"
+
+    def _samples(self, cls: type) -> Callable[..., Any]:
+        stream = issubclass(cls, IterableDataset)
+        kind = "stream" if stream else "samples"
+        self.defined = self.defined or (cls.__name__, kind, "pair")
+
+        def made(*args: Any, **kwargs: Any) -> Any:
+            form = "pair"
+            try:
+                own = cls(*args, **kwargs)
+                form = form_of(next(iter(own)) if stream else own[0])
+            except Exception as error:  # without its own data, the form is usual
+                print(f"{cls.__name__}: {error}", file=sys.stderr)
+            self.facts.data = self.facts.data or (cls.__name__, kind, form)
+            in_form = FORMS.get(form) or (lambda tokens, labels: dict(zip(form.split(), (tokens, labels), strict=True)))
+            return RecipeStream(CASE, 0, 1, form=in_form) if stream else RecipeSamples(CASE, form=in_form)
+
+        return made
+
+    def _batches(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        recipe, generates = recipe_batches(CASE), inspect.isgeneratorfunction(function)
+
+        def made(*args: Any, **kwargs: Any) -> Any:
+            try:
+                own = function(*args, **kwargs)
+                own = next(own) if generates else own
+            except Exception as error:
+                print(f"{function.__name__}: {error}", file=sys.stderr)
+            else:
+                if form_of(own) != "pair" or not all(isinstance(one, Tensor) and one.dim() == 2 for one in own):
+                    return function(*args, **kwargs)
+            self.facts.data = self.facts.data or (function.__name__, "generator" if generates else "function", "pair")
+            return recipe_batches(CASE) if generates else next(recipe)
+
+        return made
+
+    def load(self, model: nn.Module) -> None:
+        """Keep the model and its shapes, in place of copying weights."""
+        self.seen = model
+        self.facts.model = type(getattr(model, "module", model)).__name__.removeprefix("FSDP")
+        self.facts.shapes = {plain(name): tuple(one.shape) for name, one in model.named_parameters()}
+
+    def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """End the script when the model's optimizer has stepped."""
+        assert self.seen is not None
+        shapes = {id(one): self.facts.shapes.get(plain(name), ()) for name, one in self.seen.named_parameters()}
+        groups = optimizer.param_groups
+        if not any(id(one) in shapes for group in groups for one in group["params"]):
+            return
+        self.facts.optimizer = type(optimizer).__name__
+        decays = {group.get("weight_decay", 0) for group in groups}
+        spared = [one for group in groups if not group.get("weight_decay") for one in group["params"]]
+        if spared and len(decays) > 1 and all(len(shapes.get(id(one), (1,))) == 1 for one in spared):
+            self.facts.recipe["decay"] = "matrices"
+        first = max(groups, key=lambda group: group.get("weight_decay", 0))
+        betas = dict(zip(("beta1", "beta2"), first.get("betas", ()), strict=False))
+        self.facts.recipe |= betas | {key: first[key] for key in ("weight_decay", "eps") if key in first}
+        sys.exit(0)
+
+
+def form_of(sample: Any) -> str:
+    """Return "pair", "joined" for tokens with one label more, or both keys of a mapping."""
+    if hasattr(sample, "keys"):
+        return " ".join(list(sample.keys())[:2])
+    return "joined" if isinstance(sample, Tensor) else "pair"
+
+
+def names_used(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from names_used(inner)
+
+
+# ---- what is wrapped of Python and torch, in this process alone
+
+
+def watch(facts: Facts, observer: Observer) -> None:
+    def clipped(original: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(*args: Any, **kwargs: Any) -> Any:
+            own = inspect.signature(original).bind(*args, **kwargs).arguments["max_norm"]
+            facts.recipe.setdefault("max_norm", float(own) if float(own) < float("inf") else None)
+            return original(*args, **kwargs)
+
+        return clip
+
+    def sampled(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            facts.sampler = facts.sampler or (getattr(self, "shuffle", True), getattr(self, "seed", None))
+
+        return init
+
+    nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_ = clipped(nn.utils.clip_grad_norm_)
+    FullyShardedDataParallel.clip_grad_norm_ = clipped(FullyShardedDataParallel.clip_grad_norm_)
+    DistributedSampler.__init__ = sampled(DistributedSampler.__init__)
+    RandomSampler.__init__ = sampled(RandomSampler.__init__)
+    torch.compile = lambda model=None, **_: model if model is not None else (lambda function: function)
+    register_optimizer_step_post_hook(observer.stepped)
+    _watch_arguments(facts)
+
+
+def _watch_arguments(facts: Facts) -> None:
+    parse, execute = argparse.ArgumentParser.parse_known_args, builtins.exec
+
+    def parsed(self: Any, args: Any = None, namespace: Any = None) -> Any:
+        typed = args is None or [*args] == sys.argv[1:]
+        if typed and not facts.flags:
+            facts.flags += [flag for action in self._actions if (flag := _flag(action))]
+            sys.argv[1:] = skeleton.command_line(facts, CASE)
+        for action in self._actions:  # what is required may be the place of samples, which are replaced
+            action.required = False
+            action.nargs = action.nargs if action.option_strings else action.nargs or "?"
+        args = None if typed else args
+        return parse(self, args, namespace)
+
+    def executed(code: Any, names: Any = None, local: Any = None, /, **kwargs: Any) -> None:
+        frame = sys._getframe(1)
+        names = frame.f_globals if names is None else names
+        if isinstance(code, str) and "globals()" in code and "sys.argv" in code and not facts.flags:
+            own = {name: value for name, value in names.items() if isinstance(value, int | float | str)}
+            facts.flags += [Flag(f"--{name}", repr(value)) for name, value in own.items() if not name.startswith("_")]
+            sys.argv[1:] = skeleton.command_line(facts, CASE)
+        execute(code, names, local, **kwargs)
+
+    argparse.ArgumentParser.parse_known_args = parsed  # type: ignore[method-assign]
+    builtins.exec = executed
+
+
+def _flag(action: argparse.Action) -> Flag | None:
+    name = next((one for one in action.option_strings if one.startswith("--")), "")
+    if not name or action.dest == "help":
+        return None
+    choices = tuple(map(str, action.choices or ()))
+    return Flag(name, repr(action.default), action.nargs == 0, action.help or "", choices, action.required)
+
+
+def main(path: Path, out: Path) -> None:
+    facts = Facts()
+    import_from(repository(path))
+    observer = Observer(path, facts)
+    watch(facts, observer)
+    try:
+        signal.signal(signal.SIGALRM, _too_long)
+        signal.alarm(SECONDS)
+        observer.set_up([], observer.load)
+        observer.run()
+        facts.stopped = "" if facts.optimizer else "it ended before an optimizer of the model stepped"
+    except BaseException as error:
+        facts.stopped = error_in(path, error)
+        made = (one for one in gc.get_objects() if isinstance(one, nn.Module))
+        models = [one for one in made if is_beside(sys.modules[type(one).__module__], observer.root / path.name)]
+        if models and not facts.shapes:
+            observer.load(max(models, key=lambda one: sum(1 for _ in one.parameters())))
+    facts.data = facts.data or observer.defined
+    own = [module for module in list(sys.modules.values()) if is_beside(module, observer.root / path.name)]
+    files = dict.fromkeys([path, *(Path(module.__file__ or "") for module in own)])
+    facts.files = [str(file) for file in files if file.is_file()]
+    codes = [compile(Path(file).read_text(encoding="utf-8"), file, "exec") for file in facts.files]
+    facts.words = sorted({word for code in codes for word in names_used(code)})
+    facts.halves = CASE.model.dim // (facts.heads or CASE.model.n_heads) in observer.operators.halved
+    out.write_text(json.dumps(asdict(facts)))
+    os._exit(0)  # threads of the script may wait for ever
+
+
+def _too_long(*_: Any) -> None:
+    raise TimeoutError(f"no first step within {SECONDS} seconds")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

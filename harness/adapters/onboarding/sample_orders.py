@@ -1,0 +1,91 @@
+"""The order in which a trainer's sampler drew the recipe's samples in step 1: the seed, and shuffled or not, that gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from harness.adapters.onboarding.names import to_known
+from harness.adapters.onboarding.skeleton import NO_DATA_SET
+from harness.adapters.support.requests import NOT_PASSED_ON
+from harness.core.case.case import Case
+from harness.core.judge.received_samples import rows_received
+from harness.core.judge.trial import Trial
+from harness.core.trainers import Adapter
+from harness.reference.data import build_dataset, epoch_order, sample_order
+
+SEEDS = (*range(200), 777, 999, 1000, 1111, 1234, 1337, 2023, 2024, 2025, 3407, 4242, 12345, 31337, 123456)
+FIRST_EPOCHS = range(1, 4)  # by which scripts count that do not begin at 0
+MOST_SAMPLES = 100_000  # of a file of tokens, which is read whole
+MAKERS = ("RecipeSamples(", "RecipeStream(", "recipe_batches(")
+
+
+def drawn(trial: Trial) -> list[int | None]:
+    """Return the places in the whole data set of the samples received in step 1; None for a row of another origin."""
+    case, data = trial.case, build_dataset(trial.case.training, trial.case.model)
+    if case.dims.cp > 1 or len(data) > MOST_SAMPLES:
+        return []
+    received = rows_received(trial, 1)
+    rows = [row for rank in trial.one_rank_per_share() for row in received.get(rank, ())]
+    at = {data[index][0][: case.seq_len(1)].numpy().tobytes(): index for index in range(len(data))}
+    return [at.get(np.asarray(row, np.int64).tobytes()) for row in rows]
+
+
+def order_of(ids: Sequence[int], case: Case, n_samples: int) -> tuple[int | None, bool] | None:
+    """Return the seed of torch's DistributedSampler, its epoch added (None: not shuffled), and whether the adapter says
+    `shuffled`. Return None if no seed that is tried gives these samples."""
+    recipe, wanted, own = sample_order(case.training, n_samples, epoch=0), sorted(ids), case.training.seed
+    if wanted == list(range(len(ids))):
+        return None, True
+    for seed in dict.fromkeys((own, *(own + epoch for epoch in FIRST_EPOCHS), *SEEDS)):
+        places = [int(place) for place in epoch_order(n_samples, seed)[: len(ids)]]
+        for order, says_so in ((sorted(recipe[place] for place in places), False), (sorted(places), True)):
+            if order == wanted:
+                return seed, says_so
+    return None
+
+
+def advice(trial: Trial, adapter: Adapter, text: str, file: str) -> Iterator[str]:
+    """Yield lines to write. text: the adapter's code, in `file`."""
+    ids, case = drawn(trial), trial.case
+    known = [one for one in ids if one is not None]
+    code = "\n".join(line.partition("#")[0] for line in text.split("\n"))
+    if not known:
+        if any(maker in code for maker in MAKERS):
+            yield "none of the rows that the adapter hands over reached the model: another thing makes batches"
+            yield "(another NAME in script.replace(NAME, ..)), or changes the tokens on their way"
+            return
+        if NO_DATA_SET in text:
+            line = text[: text.index(NO_DATA_SET)].count("\n") + 1
+            yield f"the TODO in line {line} of {file} is not done: nothing hands the recipe's samples over"
+        yield "adapter: script.replace(NAME, ..) puts RecipeSamples, RecipeStream or recipe_batches in the place of what"
+        yield "makes its samples"
+    elif len(known) < len(ids):
+        yield f"{len(ids) - len(known)} of {len(ids)} rows are no sample of the recipe's: what changes tokens on their way?"
+    elif sorted(known) != sorted(trial.reference.samples[0]) and len(set(known)) == len(known):
+        refused = adapter.unsupported(replace(case, training=replace(case.training, seed=case.training.seed + 1)))
+        found = order_of(known, case, len(build_dataset(case.training, case.model)))
+        yield from _reordered(found, case, refused or "", file, passed_on=refused is None and "training.seed" in code)
+
+
+def _reordered(
+    found: tuple[int | None, bool] | None, case: Case, refused: str, file: str, *, passed_on: bool
+) -> Iterator[str]:
+    if found is None:
+        yield "they are the recipe's, in an order that no seed tried of torch's DistributedSampler gives"
+        return
+    seed, says_so = found
+    if seed is None:
+        yield "they are the recipe's, and its sampler does not shuffle: adapter: leave shuffled=True out of RecipeSamples"
+        return
+    yield f"they are the recipe's, shuffled by torch's DistributedSampler with seed {seed} (its epoch added)"
+    if not says_so:
+        yield "adapter: RecipeSamples(case, shuffled=True)"
+    if passed_on and (first := seed - case.training.seed) in FIRST_EPOCHS:
+        yield f"its first epoch is {first}, not 0: adapter: in `arguments`, case.training.seed - {first} as its seed"
+    elif seed != case.training.seed:
+        yield f"case: training: {{seed: {seed}}}, requested {case.training.seed}; or pass the seed on in `arguments`"
+        if NOT_PASSED_ON in refused:
+            yield to_known({"seed": seed}, file)

@@ -1,0 +1,142 @@
+"""Usual mistakes of an adapter about its trainer's model, each put to the test: the reference is trained as if it were so.
+
+The loss of step 1 chooses among suppositions, and pairs of them. The checks then judge all that there is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from harness.adapters.onboarding.skeleton import as_yaml
+from harness.core.causes.assume import another_case, another_reference
+from harness.core.checks import judge
+from harness.core.judge.losses import global_loss
+from harness.core.judge.result import Result
+from harness.core.judge.tolerance import NoBound
+from harness.core.judge.trial import Trial
+from harness.reference.config import ModelConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    from harness.reference.spellings import Alteration
+
+EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, float(np.finfo(np.float64).eps), float(np.finfo(np.float32).eps))
+THETAS = (10_000.0, 500_000.0, 1_000_000.0)
+SWAPPED = (("w1", "w3"), ("wq", "wo"), ("wk", "wv"), ("attention_norm", "ffn_norm"), ("tok_embeddings", "output"))
+SQUARE = ("wq", "wo")
+MOST_TOGETHER = 2
+
+
+@dataclass(frozen=True)
+class Supposition:
+    line: str
+    """What to write, and where."""
+    part: str
+    """The reference's modules that are altered."""
+    alter: Alteration = lambda module: None
+    """How each of them is altered."""
+    words: dict[str, Any] = field(default_factory=dict)
+    """What else the reference is trained with, in the words of reference.counterfactual."""
+
+
+@dataclass(frozen=True)
+class Supposed:
+    """The trial under suppositions that the loss of step 1 does not refute, and what the checks say then."""
+
+    suppositions: tuple[Supposition, ...]
+    trial: Trial
+    results: tuple[Result, ...]
+
+
+def suppose(trial: Trial) -> list[Supposed]:
+    """Return the fewest that give the loss of step 1; none if no loss was seen."""
+    wanted, usual = global_loss(trial, 1), list(suppositions(trial))
+    sets = (itertools.combinations(usual, together) for together in range(MOST_TOGETHER + 1))
+    chosen = ([one for one in each if _fits(trial, one, wanted)] for each in sets) if wanted is not None else ()
+    return [_judged(trial, one) for one in next(filter(None, chosen), [])]
+
+
+def suppositions(trial: Trial) -> Iterator[Supposition]:
+    from harness.reference import spellings as by
+
+    model = trial.case.model
+    for eps in EPSILONS:
+        if eps != model.norm_eps:
+            yield Supposition(f"case: model: {{norm_eps: {as_yaml(eps)}}}", "norm", by.with_eps(eps))
+    for theta in THETAS:
+        if theta != model.rope_theta:
+            yield Supposition(f"case: model: {{rope_theta: {theta}}}", "attention", by.setting(rope_theta=theta))
+    if "rows" in trial.order_of_entries:
+        yield Supposition(
+            "adapter: leave out `rows`; adjacent entries of a head turn together", "model", words={"rows": {}}
+        )
+    else:
+        for heads, kv in _other_heads(model):
+            alter = by.setting(n_heads=heads, n_kv_heads=kv)
+            yield Supposition(f"case: model: {{n_heads: {heads}, n_kv_heads: {kv}}}", "attention", alter)
+        yield Supposition("adapter: def rows(self, case): return halves(case)", "attention", by.turn_halves)
+    homes = {"w": "feed_forward.", "wq": "attention.", "wo": "attention.", "wk": "attention.", "wv": "attention."}
+    full = {name: homes.get(name, homes.get(name[:1], "")) + name for pair in SWAPPED for name in pair}
+    for one, other in SWAPPED:
+        ends = one == "tok_embeddings"
+        alter = by.ends_exchanged if ends else partial(by.exchange, one=full[one], other=full[other])
+        yield Supposition(f"adapter: exchange {one} and {other} in NAMES", "model" if ends else "block", alter)
+    for names in (SQUARE[:1], SQUARE[1:], SQUARE):
+        line = f"adapter: copy {' and '.join(names)} transposed, and judge with DDP only: no check covers transposed slices"
+        yield Supposition(line, "block", by.transposed(tuple(full[name] for name in names)))
+
+
+def _other_heads(model: ModelConfig) -> Iterator[tuple[int, int]]:
+    """Yield other numbers of heads that give weights of the same shapes. A head of two entries is too small."""
+    kv_dim = model.n_kv_heads * model.head_dim  # which divides dim
+    sizes = [size for size in range(kv_dim, 2, -2) if kv_dim % size == 0 and size != model.head_dim]
+    yield from ((model.dim // size, kv_dim // size) for size in sizes)
+
+
+# ---- the reference, as if it were so
+
+
+def _assumed(chosen: Sequence[Supposition]) -> dict[str, Any]:
+    from harness.reference.spellings import modules_of
+
+    def alter(model: Any, step: int) -> None:
+        for each in chosen if step == 1 else ():
+            for name in modules_of(model, each.part):
+                each.alter(model.get_submodule(name))
+
+    return {"altered": alter} | {key: value for each in chosen for key, value in each.words.items()}
+
+
+def _fits(trial: Trial, chosen: Sequence[Supposition], wanted: float) -> bool:
+    """Return whether the loss of step 1 is the one that the trainer computed."""
+    from harness.reference.counterfactual import Otherwise, losses_of_rows
+
+    otherwise = Otherwise(**(trial.order_of_entries | _assumed(chosen)))
+    losses = losses_of_rows(trial.case.model, trial.case.training, trial.reference, 1, otherwise)
+    try:
+        bound = trial.bounds.loss[1]
+    except NoBound:
+        bound = 1e-6
+    return bool(abs(losses.sum() / trial.reference_step(1).valid_tokens - wanted) <= bound * wanted)
+
+
+def _judged(trial: Trial, chosen: tuple[Supposition, ...]) -> Supposed:
+    """Judge with the rates that the optimizer took, whatever they are: they are no mistake of the model."""
+    requested = another_case(trial, replace(trial.case, training=with_own_rates(trial)))
+    assumed = another_reference(requested, **_assumed(chosen))
+    return Supposed(chosen, assumed, judge(assumed))
+
+
+def with_own_rates(trial: Trial) -> TrainingConfig:
+    """Return the recipe, with the rates that rank 0's optimizer took if these are others."""
+    training, steps = trial.case.training, trial.ranks[0].steps
+    rates = tuple(step.lr for step in steps if step.lr is not None)
+    wanted = [trial.reference_step(step.step).lr for step in steps]
+    if len(rates) < training.steps or np.allclose(rates, wanted, rtol=1e-12, atol=0):
+        return training
+    return replace(training, rates=rates)

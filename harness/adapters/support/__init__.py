@@ -1,0 +1,1 @@
+"""What adapters of several trainers need."""

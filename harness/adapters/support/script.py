@@ -1,0 +1,228 @@
+"""A trainer that is a script. It runs as a program up to its first forward pass that trains, stops there, and runs on later.
+
+The script is not edited. What it imports, builds and wraps is its own; it sees the arguments of a command line. It may end
+as scripts do: the process group is left by the adapter, once all has been read.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from harness.adapters.support import float64
+from harness.adapters.support.training_function import TrainingFunction
+from harness.core.probe.without_memory import trains
+from harness.core.trainers.support import process_group
+
+Load = Callable[[nn.Module], None]
+
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+"""Statements that define what others use, of a script that has no `if __name__ == "__main__"`."""
+
+
+class Script:
+    """A script that a trainer is. No line of it is run before `set_up`."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        """dtype: the recipe's; where that is float64, float32 means it in the script and in all that it imports from beside
+        it."""
+        process_group.redirect()
+        _keep_process_group()
+        float64.preserve(dtype)
+        self.path, self.dtype = path, dtype
+        self._makes: dict[str, Callable[[Any], Any]] = {}
+        self._given: dict[str, Any] = {}  # by name, once it was found
+        self._beside: dict[str, bool] = {}  # by name of a module, whether it is the script or lies beside it
+        self._function = TrainingFunction(lambda _: self._run())
+        self._model: nn.Module | None = None
+        self._called: Any = nn.Module.__call__
+
+    def replace(self, name: str, by: Any) -> None:
+        """Replace a name in the script and in all beside it. If nothing has this name, `set_up` raises ValueError."""
+        self.wrap(name, lambda _: by)
+
+    def wrap(self, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace a name as `replace` does, by what `make` returns for its value."""
+        self._makes[name] = make
+
+    def set_up(self, arguments: Sequence[str], load: Load) -> nn.Module:
+        """The module that its first forward pass with gradients calls, with whatever wraps it; what it evaluates before is not
+        stopped. load: copies weights into a model, before FSDP1 has flattened it, or else where that pass begins. Raises what
+        the script raises."""
+        sys.argv = [str(self.path), *arguments]
+        loaded = _before_fsdp1(load)
+        self._at_first_call()
+        self._function.set_up()
+        if nobodys := [name for name in self._makes if name not in self._given]:
+            raise ValueError(
+                f"{self.path.name} and what lies beside it have no {nobodys[0]!r} before the first forward pass"
+            )
+        assert self._model is not None
+        _cut_again(self._model)
+        if not loaded:
+            load(self._model)
+        return self._model
+
+    def wait(self, model: nn.Module) -> None:
+        """Stop here. An adapter puts this into a script whose first forward pass is too late to stop. In a pipeline the
+        last stage waits for the others first. model: what the script trains, with whatever wraps it."""
+        nn.Module.__call__ = self._called
+        self._model = model
+        self._function.wait()
+
+    def hold(self, name: str) -> None:
+        """Stop the script where it calls the function of this name, and again behind the call. The call itself is run by `run`
+        in between: what it moves, as a checkpoint does, belongs to no step."""
+
+        def held(original: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self._function.pause()
+                answer = original(*args, **kwargs)
+                self._function.pause()
+                return answer
+
+            return call
+
+        self.wrap(name, held)
+
+    def run(self) -> None:
+        """Run on to where it is held, or to its end. Raises what the script raises."""
+        self._function.train()
+
+    def _run(self) -> None:
+        module = _module(self.path)
+        try:
+            for acts, code in program(self.path):
+                if acts:
+                    self.put_in()
+                exec(code, vars(module))
+        except SystemExit as end:
+            if end.code:
+                raise RuntimeError(f"{self.path.name} ended with exit code {end.code}") from end
+
+    def put_in(self) -> None:
+        """Put what the adapter replaces, and float64, into all that is defined by now."""
+        for module in self.beside():
+            if hasattr(module, "torch"):
+                float64.widen(self.dtype, module.__name__)
+            for own in self._makes.keys() & vars(module).keys():
+                if own not in self._given:
+                    self._given[own] = self._makes[own](getattr(module, own))
+                setattr(module, own, self._given[own])
+
+    def beside(self) -> list[ModuleType]:
+        """Return the modules loaded so far that are the script or lie beside it."""
+        for name, module in list(sys.modules.items()):
+            if name not in self._beside:
+                self._beside[name] = is_beside(module, self.path)
+        return [sys.modules[name] for name, own in self._beside.items() if own and name in sys.modules]
+
+    def _at_first_call(self) -> None:
+        """Trap: stopped before the module looks for its hooks, so that those that are put on it now see this very call."""
+        original = self._called = nn.Module.__call__
+
+        def stop(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name == "trainer" and trains(module):
+                self.wait(module)
+            return original(module, *args, **kwargs)
+
+        nn.Module.__call__ = stop
+
+
+def _cut_again(model: nn.Module) -> None:
+    """An evaluation before the first step leaves FSDP's root gathered: weights copied there would be dropped, and step 1 would
+    gather less than the others."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+        elif isinstance(module, FullyShardedDataParallel) and module._is_root is not None and _shards(module._handle):
+            module._handle.reshard(True)
+            module._handle.post_reshard()
+
+
+def _shards(handle: Any) -> bool:
+    """Return whether a unit of FSDP1 is cut: one without parameters is not, and on a single rank none is."""
+    return handle is not None and handle.uses_sharded_strategy
+
+
+def program(path: Path) -> Iterator[tuple[bool, CodeType]]:
+    """Its statements as they are run, and whether each does what a program does: those under `if __name__ == "__main__"`,
+    or, without that, those that define nothing."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    futures = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    guarded = any(_is_main(node) for node in tree.body)
+    for node in tree.body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a text: compiled alone it would be the docstring
+        acts = _is_main(node) if guarded else not isinstance(node, DEFINITIONS)
+        for line in node.body if isinstance(node, ast.If) and _is_main(node) else [node]:
+            yield acts, compile(ast.Module([*futures, line], []), str(path), "exec", dont_inherit=True)
+
+
+def _is_main(node: ast.stmt) -> bool:
+    test = ast.unparse(node.test).replace('"', "'") if isinstance(node, ast.If) else ""
+    return test in ("__name__ == '__main__'", "'__main__' == __name__")
+
+
+def _module(path: Path) -> ModuleType:
+    """Empty, under its own name, and not as the program that is run: what it starts may import it again."""
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(found)
+    module.__doc__ = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False)
+    return module
+
+
+def is_beside(module: ModuleType, path: Path) -> bool:
+    """Return whether the module is the script's own, in its folder or below. What is installed there is not."""
+    file, folder = getattr(module, "__file__", None), path.resolve().parent
+    if not isinstance(file, str) or not (found := Path(file).resolve()).is_relative_to(folder):
+        return False
+    between = [folder / part for part in found.relative_to(folder).parents]
+    return not any(_is_installed(each) for each in between if each != folder)
+
+
+@functools.cache
+def _is_installed(folder: Path) -> bool:
+    """Return whether packages are installed into this folder, or it is an environment's, or hidden, as caches are."""
+    named = folder.name in ("site-packages", "dist-packages") or folder.name.startswith(".")
+    prefixes = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix, sys.exec_prefix)}
+    return named or folder in prefixes or (folder / "pyvenv.cfg").exists() or any(folder.glob("*.dist-info"))
+
+
+def _before_fsdp1(load: Load) -> list[nn.Module]:
+    """Load into what FSDP1 is about to wrap, the first time; whole, for it wraps parts from within. The list has it then."""
+    original, loaded = FullyShardedDataParallel.__init__, list[nn.Module]()
+
+    def wrap(self: FullyShardedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if not loaded:
+            loaded.append(module)
+            load(module)
+        original(self, module, *args, **kwargs)
+
+    FullyShardedDataParallel.__init__ = wrap
+    return loaded
+
+
+def _keep_process_group() -> None:
+    """A script that leaves it at its end does so later, by the adapter's `stop`."""
+    original = dist.destroy_process_group
+
+    def leave(*args: Any, **kwargs: Any) -> None:
+        if threading.current_thread().name != "trainer":
+            original(*args, **kwargs)
+
+    dist.destroy_process_group = leave

@@ -1,0 +1,114 @@
+"""The case's samples in the place of torchtitan's data loader, in the form that each version takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from harness.core.case.case import Case
+from harness.core.trainers.support.samples import dataset_of, rank_samples
+from harness.reference.data import documents
+
+
+class Samples:
+    """The case's samples of the data-parallel rank that torchtitan says this is, step after step: its data loader. Its
+    state is the last step that it gave samples of, the same on all ranks."""
+
+    def __init__(self, case: Case, dp_degree: int, dp_rank: int, at_start: Callable[[], None]) -> None:
+        self.case, self.dp_degree, self.dp_rank, self.at_start = case, dp_degree, dp_rank, at_start
+        self.dataset = dataset_of(case)
+        self.step, self.last = 0, case.training.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at_start()
+        size = self.case.local_batch * self.case.microbatches
+        while self.step < self.last:
+            self.step += 1
+            tokens, labels = rank_samples(self.case, self.dataset, self.step, self.dp_rank, self.dp_degree)
+            for batch in zip(tokens.split(size), labels.split(size), strict=True):
+                yield self.batch(*batch)
+
+    def batch(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        return tokens, labels
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+
+
+class Inputs(Samples):
+    """Tokens by name. No positions: without them attention is causal over the whole row, and needs no mask."""
+
+    def batch(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"input": tokens}, labels
+
+
+class Positioned(Inputs):
+    """Inputs with positions, which context parallel cuts along. SDPA makes no mask of them: they only turn. FlexAttention has a
+    document begin wherever they begin anew."""
+
+    def batch(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        inputs, labels = super().batch(tokens, labels)
+        positions = torch.arange(labels.shape[1]).expand(labels.shape)
+        return inputs | {"positions": anew(tokens) if self.case.training.document_mask else positions}, labels
+
+
+class Microbatches(Positioned):
+    """One at a time."""
+
+    def __iter__(self) -> Iterator[Any]:
+        size = self.case.local_batch
+        for inputs, labels in super().__iter__():
+            for start in range(0, len(labels), size):
+                part = {name: values[start : start + size] for name, values in inputs.items()}
+                yield part, labels[start : start + size]
+
+
+class Rows(Microbatches):
+    """A microbatch is one row, its samples end to end. Where positions begin anew torchtitan's mask has a sample begin."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for inputs, labels in super().__iter__():
+            yield {name: values.flatten() for name, values in inputs.items()}, labels.flatten()
+
+
+class Ahead:
+    """A data loader of validation. Each iterator gives the samples of the step that comes next, so that validation's loss is
+    the one that this step then has. If held-out samples are requested, it does so behind the last step, too.
+    make: samples from the first step on."""
+
+    def __init__(self, make: Callable[[], Samples]) -> None:
+        self.make, self.finished = make, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.finished += 1
+        samples = self.make()
+        samples.last += bool(samples.case.features.validate_every) and self.finished >= samples.last
+        samples.step = min(self.finished, samples.last - 1)
+        return iter(samples)
+
+
+@dataclasses.dataclass
+class AheadOf:
+    """The same in a configuration, whose builder it is; asked to build it once a validation."""
+
+    case: Case
+    inputs: type[Samples]
+    infinite: bool = True  # its name is `repeat` since 2026-08
+    repeat: bool = True
+    loaders: dict[int, Ahead] = dataclasses.field(default_factory=dict)
+
+    def build(self, *, dp_world_size: int, dp_rank: int, **_: Any) -> Ahead:
+        ahead = Ahead(lambda: self.inputs(self.case, dp_world_size, dp_rank, lambda: None))
+        return self.loaders.setdefault(dp_rank, ahead)
+
+
+def anew(tokens: torch.Tensor) -> torch.Tensor:
+    """Return each token's place in its own document, from 0. tokens int64 [b, s]; int64 [b, s]"""
+    of = documents(tokens)
+    return (of.unsqueeze(-1) == of.unsqueeze(-2)).tril(-1).sum(-1)

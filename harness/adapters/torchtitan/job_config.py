@@ -1,0 +1,167 @@
+"""torchtitan's JobConfig, model sizes and TrainSpec, up to 2026-02, with the case's values.
+
+An option is listed under every name that it ever had. It is given by the names that a version has; other names are left
+out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from harness.adapters.torchtitan import options
+from harness.core.case.case import Case
+from harness.core.plan.stages import layers_of_stage
+
+FLAVOR = "debugmodel"
+FLAVORS = ("model_args", "config")  # of a TrainSpec: the models' sizes, by flavor
+CONFIG_MODULES = ("torchtitan.config", "torchtitan.config_manager")  # where TORCH_DTYPE_MAP lies
+SUPERSEDED = {
+    "pipeline_parallel_split_points": "module_fqns_per_model_part"
+}  # kept for a while to refuse whoever gives it
+USUAL = {
+    "metrics.log_freq": 1,
+    "metrics.enable_tensorboard": False,
+    "metrics.enable_color_printing": False,
+    "metrics.disable_color_printing": True,
+    "comm.trace_buf_size": 0,
+}
+OF_OLD = {"1F1B": "1f1b", "GPipe": "gpipe"}  # names until 2024-10-09; since then any letters will do
+CHECKPOINTING = {"none": ("none", ""), "full": ("full", ""), "layer": ("selective", "2"), "op": ("selective", "op")}
+
+
+def configured(job: Any, case: Case, own: Mapping[str, Any] | None = None) -> Any:
+    """torchtitan's own defaults, the case's values, and options of one's own in their place."""
+    own = own or {}
+    for name in CONFIG_MODULES:
+        if name in sys.modules:
+            sys.modules[name].TORCH_DTYPE_MAP["float64"] = torch.float64
+    if hasattr(job, "parse_args"):
+        of_file(job, own)
+    for name, value in given(case).items():
+        section, _, key = name.partition(".")
+        if name not in own:
+            put(getattr(job, section, SimpleNamespace()), key, value)
+    if not hasattr(job, "parse_args"):
+        options.put_own(job, own)
+    return job
+
+
+def of_file(job: Any, own: Mapping[str, Any]) -> None:
+    """A job that parses its command line reads these from a file, as its users have it read them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "own.toml")
+        path.write_text(toml(own))
+        job.parse_args(["--job.config_file", str(path)] if own else [])
+
+
+def toml(own: Mapping[str, Any]) -> str:
+    """What is None is left out. Texts, numbers and lists are written as in JSON."""
+    given = [(*name.split("."), value) for name, value in own.items() if value is not None]
+    sections = dict.fromkeys(section for section, _, _ in given)
+    lines = {
+        one: [f"{key} = {json.dumps(value)}" for section, key, value in given if section == one] for one in sections
+    }
+    return "".join(f"[{one}]\n" + "\n".join(told) + "\n" for one, told in lines.items())
+
+
+def put(section: Any, key: str, value: object) -> None:
+    """Set the option if the section has it, and none that replaces it."""
+    if hasattr(section, key) and not hasattr(section, SUPERSEDED.get(key, "")):
+        setattr(section, key, value)
+
+
+def given(case: Case) -> dict[str, Any]:
+    """Return options by `section.name`. Degrees were options of the section `training` before they had their own."""
+    features, degrees = case.features, options.parallelism(case) | _former_degrees(case)
+    recompute, which = CHECKPOINTING[features.activation_checkpointing]
+    return {
+        "job.dump_folder": os.path.join(tempfile.gettempdir(), "torchtitan"),
+        "model.name": "llama3",
+        "model.flavor": FLAVOR,
+        "model.norm_type": "rmsnorm",
+        "optimizer.name": "AdamW",
+        "optimizer.lr": case.training.lr,
+        "optimizer.fused": True,
+        **options.under("training", options.training(case) | degrees),
+        "training.batch_size": case.local_batch * case.microbatches,
+        "training.warmup_steps": case.training.warmup_steps,
+        "training.compile": False,
+        **options.under("parallelism", degrees),
+        **options.under("experimental", degrees),
+        "activation_checkpoint.mode": recompute,
+        "activation_checkpoint.selective_ac_option": which,
+        **options.under("checkpoint", options.checkpoint(case)),
+        "checkpoint.enable_checkpoint": False,  # its name until 2025-08, when no resume was asked of it
+        **USUAL,
+    }
+
+
+def _former_degrees(case: Case) -> dict[str, Any]:
+    """And what else is said of parallelism under names that versions of this time alone have."""
+    features = case.features
+    return {
+        "data_parallel_degree": case.dims.dp,
+        "pipeline_parallel_schedule": OF_OLD.get(features.schedule, features.schedule),
+        "enable_loss_parallel": features.loss_parallel,
+        "disable_loss_parallel": not features.loss_parallel,
+        "context_parallel_rotate_method": features.cp_rotation,
+        "pipeline_parallel_microbatches": case.microbatches,
+        "pipeline_parallel_split_points": [part[0] for part in stages(case)[1:]],
+        "pipeline_parallel_expert_parallel_overlap": False,
+        "module_fqns_per_model_part": stages(case),
+    }
+
+
+def stages(case: Case) -> list[list[str]]:
+    """What each stage of a pipeline holds: torchtitan's own cut counts embedding and output as a layer each."""
+    parts = [[f"layers.{layer}" for layer in layers_of_stage(case, stage)] for stage in range(case.n_stages)]
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "output"]
+    return parts
+
+
+def sizes(flavor: Any, case: Case) -> Any:
+    """torchtitan's model arguments with the case's sizes.
+
+    ffn_dim is the least multiple of `multiple_of` that is not below 8/3 dim times the multiplier, here 1. Where RoPE
+    frequencies are always scaled, it is by 1.
+    """
+    model = case.model
+    values = {
+        "dim": model.dim,
+        "n_layers": model.n_layers,
+        "n_heads": model.n_heads,
+        "n_kv_heads": model.n_kv_heads,
+        "vocab_size": model.vocab_size,
+        "norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        "multiple_of": model.ffn_dim,
+        "ffn_dim_multiplier": 1.5 / int(8 * model.dim / 3),
+    }
+    if hasattr(flavor, "rope_scaling_args"):
+        values["rope_scaling_args"] = dataclasses.replace(flavor.rope_scaling_args, scaling_factor=1.0)
+    return dataclasses.replace(flavor, **values)
+
+
+def specified(spec: Any, case: Case, loader: Callable[..., Any]) -> Any:
+    """The TrainSpec with the case's sizes, and its samples in place of data set and tokenizer."""
+    flavors = next(getattr(spec, name) for name in FLAVORS if hasattr(spec, name))
+    flavors[FLAVOR] = sizes(flavors[FLAVOR], case)
+    spec.build_tokenizer_fn = spec.tokenizer_cls = lambda *_: tokenizer(case)
+    spec.build_dataloader_fn = loader
+    return spec
+
+
+def tokenizer(case: Case) -> SimpleNamespace:
+    """All that is asked of one without text."""
+    return SimpleNamespace(n_words=case.model.vocab_size, eos_id=0)

@@ -1,0 +1,76 @@
+"""What torchtitan reports, noted where it calls its logger."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from harness.core.evidence.numbers import VALIDATION, Number
+from harness.core.trainers import Metrics
+
+
+def note_logger(logger: Any, metrics: list[Metrics], shows: Callable[[], bool]) -> Any:
+    """The same logger, whose values are noted: the loss averaged over ranks and the largest, the gradient norm if any.
+
+    shows: as of note_processor.
+    """
+    original = logger.log
+
+    def log(values: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
+        norm = values.get("grad_norm", values.get("optim/grad_norm"))
+        mean, largest = (float(values[f"loss_metrics/global_{which}_loss"]) for which in ("avg", "max"))
+        loss, most = (mean, largest) if shows() else (None, None)
+        metrics.append(Metrics(step, loss, norm, values.get("lr"), most))
+        original(values, step, *args, **kwargs)
+
+    logger.log = log
+    return logger
+
+
+def note_processor(
+    processor: Any,
+    metrics: list[Metrics],
+    shows: Callable[[], bool] = lambda: True,
+    *,
+    tells_largest: bool = True,
+    separately: bool = False,
+) -> Any:
+    """The same metrics processor, whose values are noted. Versions without a gradient norm log none.
+
+    shows: whether this rank knows the loss, when it comes to it; ranks without the last stage of a pipeline show -1.
+    tells_largest: False where the largest loss is known to be wrong.
+    separately: the loss of a validation is one more number; if not, it is judged as the loss of the step that comes next.
+    """
+    original = processor.log
+    validated: dict[int, float] = {}
+
+    def log(step: int, average: float, largest: float, *norm: Any, **extra: Any) -> None:
+        rate = (extra.get("extra_metrics") or {}).get("lr")
+        loss, most = (float(average), float(largest)) if shows() else (None, None)
+        if loss is not None and step in validated:
+            loss, most = validated[step], None
+        metrics.append(Metrics(step, loss, norm[0] if norm else None, rate, most if tells_largest else None))
+        original(step, average, largest, *norm, **extra)
+
+    def note(loss: float, step: int) -> None:
+        if not separately:
+            validated[step + 1] = loss
+        elif shows() and metrics and metrics[-1].step == step:
+            metrics[-1] = dataclasses.replace(metrics[-1], numbers={VALIDATION: Number(loss, of=VALIDATION)})
+
+    processor.log = log
+    note_validation(processor, note)
+    return processor
+
+
+def note_validation(processor: Any, note: Callable[[float, int], None]) -> None:
+    """Note the loss of each validation, with the step that it follows."""
+    original = getattr(processor, "log_validation", None)
+
+    def log_validation(loss: float, step: int, *args: Any, **kwargs: Any) -> None:
+        note(float(loss), step)
+        original(loss, step, *args, **kwargs)  # type: ignore[misc]
+
+    if original is not None:
+        processor.log_validation = log_validation

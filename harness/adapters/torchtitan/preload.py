@@ -1,0 +1,18 @@
+"""What the rank server imports before it forks: torchtitan, which would take each rank half a second. It also reads what the
+files say of torchtitan's version.
+
+torchtitan itself is imported only where torch is built for CPUs alone: its import asks for the device, and nothing may touch
+CUDA before a fork.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from harness.adapters.torchtitan import cpu, source
+
+source.find(None)
+if not torch.backends.cuda.is_built():
+    cpu.before_import()
+    import torchtitan.models.llama3.config_registry
+    import torchtitan.trainer  # noqa: F401

@@ -1,0 +1,46 @@
+"""What of torchtitan does not run as its users run it, and what runs instead: said with every verdict.
+
+The case's own model sizes, samples, seed weights and learning rates are not among it: those are handed over as data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.adapters.torchtitan.eras import MAIN_FUNCTION, TRAINER_CONFIG
+from harness.adapters.torchtitan.source import Source, chunks_of, why_not_largest, why_not_spmd_types, why_whole
+from harness.core.case.case import Case
+
+
+def replaced(case: Case, source: Source, device: str) -> Iterator[str]:
+    """Each as "part: what by what (why)"."""
+    era = source.era
+    if era.chunks_loss and chunks_of(case, era) == 1:
+        yield f"loss: chunked cross entropy by whole cross entropy ({why_whole(case, era)})"
+    if era.run_by == TRAINER_CONFIG.run_by:
+        yield from _of_configurations(case, source, device)
+    if why := why_not_largest(case, era):
+        yield f"the largest loss that it reports: not judged ({why})"
+    for name, value in source.options.items():
+        yield f"{name}: {'as it comes' if value is None else value!r}, requested by the trainer's file"
+    if case.training.dtype == "float64":
+        yield "casts: those to float32 leave float64 as it is (a float64 recipe)"
+    if device == "cpu":
+        yield from _on_cpu(source)
+
+
+def _of_configurations(case: Case, source: Source, device: str) -> Iterator[str]:
+    if source.era.masks(case) and device == "cpu":
+        yield "attention: FlexAttention by SDPA with the same mask (no backward on CPU)"
+    elif not source.era.masks(case):
+        yield "attention: SDPA, whose samples lie each in a row of their own"
+    if case.training.optimizer == "sgd":
+        yield "optimizer: torch's SGD, which a subclass of its container adds (it names Adam, AdamW and DistMuon)"
+    if source.era.fed_microbatches and (why := why_not_spmd_types(case, source.spmd_backend, source.era)):
+        yield f"spmd_backend: spmd_types by partial_dtensor ({why})"
+
+
+def _on_cpu(source: Source) -> Iterator[str]:
+    yield "communication: NCCL by gloo; averages are sums, then divided"
+    if source.era.run_by == MAIN_FUNCTION.run_by:
+        yield "device: cuda is read as cpu in its sources"

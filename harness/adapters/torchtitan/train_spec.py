@@ -1,0 +1,46 @@
+"""torchtitan from 2025-03 to 2026-02 (0.1.0 to 0.2.2): `Trainer(job_config).train()`, its parts in a TrainSpec."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from harness.adapters.torchtitan import job_config
+from harness.adapters.torchtitan.data_loader import AheadOf, Inputs, Samples
+from harness.adapters.torchtitan.source import Source
+from harness.adapters.torchtitan.trainer import TitanTrainer, no_sleep
+from harness.core.case.case import Case
+from harness.core.trainers.support.weights import load_weights
+
+
+def start(case: Case, source: Source, weights: Path | None, device: str) -> TitanTrainer:
+    train = importlib.import_module("torchtitan.train")
+    no_sleep("torchtitan.train")
+    specify(train.train_spec_module, case, Inputs if source.era.inputs_by_name else Samples)
+    validate(case, source)
+    trainer = train.Trainer(job_config.configured(train.JobConfig(), case, source.options))
+    train.trainer = trainer  # type: ignore[attr-defined]  # as its entry point has it: until 2025-04-01 `train` reads it
+    load_weights(trainer.model_parts, case, weights, source.era.fqn)
+    return TitanTrainer(trainer, case, source)
+
+
+def validate(case: Case, source: Source) -> None:
+    """Where validation is requested by an option, its data loader has the samples of the step that comes next."""
+    if not source.options.get("validation.enable"):
+        return
+    module = importlib.import_module("torchtitan.components.validate")
+    ahead = AheadOf(case, Inputs if source.era.inputs_by_name else Samples)
+    for name in ("build_hf_validation_dataloader", "build_text_validation_dataloader"):
+        if hasattr(module, name):
+            setattr(module, name, ahead.build)
+
+
+def specify(specs: Any, case: Case, inputs: type[Samples]) -> None:
+    """Whatever TrainSpec is looked up has the case's sizes and samples."""
+    original = specs.get_train_spec
+
+    def loader(dp_world_size: int, dp_rank: int, **_: Any) -> Samples:
+        return inputs(case, dp_world_size, dp_rank, lambda: None)
+
+    specs.get_train_spec = lambda name: job_config.specified(original(name), case, loader)

@@ -1,0 +1,74 @@
+"""torchtitan's class Trainer, since 2025-03, as the trainer that is driven."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from harness.adapters.torchtitan import metrics
+from harness.adapters.torchtitan.source import Source, why_not_largest
+from harness.core.case.case import Case
+from harness.core.trainers import Metrics
+
+
+class TitanTrainer:
+    """harness.core.trainers.StartedTrainer around torchtitan's Trainer."""
+
+    def __init__(self, trainer: Any, case: Case, source: Source) -> None:
+        self.model_parts: list[nn.Module] = trainer.model_parts
+        self.metrics: list[Metrics] = []
+        self._trainer = trainer
+        metrics.note_processor(
+            trainer.metrics_processor,
+            self.metrics,
+            lambda: getattr(trainer, "pp_has_last_stage", True),
+            tells_largest=not why_not_largest(case, source.era),
+            separately=bool(case.features.validate_every),
+        )
+
+    def train(self, last_step: int) -> None:
+        """Its loop ends after the last step that it was configured for, and goes on from there where it is entered again."""
+        configuration = getattr(self._trainer, "config", None) or self._trainer.job_config
+        configuration.training.steps = last_step
+        self._trainer.train()
+
+    def save(self, folder: Path) -> object:
+        """Save as its loop does after a step. What goes on then saves no other step."""
+        checkpointer = self._trainer.checkpointer
+        usual = checkpointer.folder
+        checkpointer.folder, checkpointer.load_only, checkpointer.interval = str(folder), False, 1
+        checkpointer.save(self._trainer.step)
+        checkpointer.folder, checkpointer.load_only = usual, True
+        return getattr(checkpointer, "save_future", None)
+
+    def export(self, folder: Path) -> None:
+        """Save as its loop does after the last step, under Hugging Face's names, and keep what it put together."""
+        checkpointer = self._trainer.checkpointer
+        checkpointer.folder, checkpointer.load_only = str(folder), False
+        checkpointer.last_save_in_hf = checkpointer.last_save_model_only = True
+        checkpointer.save(self._trainer.step, last_step=True)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for slices in folder.rglob("sharded"):
+                shutil.rmtree(slices)
+
+    def resume(self, folder: Path) -> None:
+        """Load as `train` does it, which then finds nothing in the folder that it is left with."""
+        checkpointer = self._trainer.checkpointer
+        usual, checkpointer.folder = checkpointer.folder, str(folder)
+        if not checkpointer.load():
+            raise ValueError(f"{folder}: no complete checkpoint there")
+        checkpointer.folder = usual
+
+
+def no_sleep(module: str) -> None:
+    """torchtitan's rank 0 sleeps two seconds at the end, for the others."""
+    found = importlib.import_module(module)
+    found.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)  # type: ignore[attr-defined]

@@ -1,7 +1,0 @@
-"""What failed a check: a commit of a trainer, or a version of a package."""
-
-from harness.evidence.errors import ToldError
-
-
-class BisectError(ToldError):
-    """Nothing can be searched for. The message says what to change."""

@@ -1,0 +1,40 @@
+"""A layout as a person names or types it: a case, a published layout of layouts/, or degrees, a model and lengths."""
+
+from __future__ import annotations
+
+import argparse
+
+from harness.clusters.fitting import traits_of
+from harness.clusters.request import Asked, Request
+from harness.core.case import case_files
+from harness.core.case.case import Case
+from harness.core.case.loading import load_all
+from harness.core.case.traits import USUAL
+from harness.core.cli.parsing import BadInput
+from harness.core.cli.work.cases import case_of
+
+KEYS = (
+    *("dims", "world", "model", "seq", "batch", "microbatches", "stages_per_rank", "schedule", "checkpointing"),
+    *("wrapper", "cp_replicates"),
+)
+
+
+def layout_case(args: argparse.Namespace) -> Asked:
+    """Raises BadInput and CaseError."""
+    if bool(args.case) == bool(args.dims):
+        raise BadInput("name a CASE, or give a layout by --dims")
+    if args.case:
+        if unused := [key for key in KEYS if getattr(args, key) is not None]:
+            raise BadInput(f"--{unused[0].replace('_', '-')} is of --dims, and {args.case} is a CASE")
+        published = _published(args)
+        traits = traits_of(published) if published else USUAL
+        return Asked(case=published or case_of(args), traits=traits, set_aside=())
+    if args.cases:
+        raise BadInput("--cases: leave it out; --dims is a layout of no file of cases")
+    return Request(**{key: getattr(args, key) for key in KEYS}).asked()
+
+
+def _published(args: argparse.Namespace) -> Case | None:
+    """Layouts have no folder of their own on the command line: their names are known beside those of cases."""
+    known = () if args.cases else load_all(case_files.LAYOUTS)
+    return next((case for case in known if case.name == args.case), None)

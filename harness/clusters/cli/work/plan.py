@@ -1,0 +1,60 @@
+"""`harness plan CASE`: what must be true of a case's layout, and what it costs; or which layouts fit."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from harness.clusters.cli.work.layout_case import layout_case
+from harness.clusters.fitting import Wanted, fitting
+from harness.clusters.pages import layout_documents
+from harness.clusters.pages.fitting_text import fitting_text
+from harness.core.cli.answer import answer
+from harness.core.cli.exit_codes import NOT_JUDGED, PASSED
+from harness.core.cli.parsing import BadInput
+from harness.core.cli.work.options import refuse_others
+from harness.core.plan.figures.gpus import GPUS, MACHINES
+from harness.core.plan.make_plan import make_plan
+from harness.core.report.plan_text import plan_text
+from harness.reference.config import PRESETS
+
+OF_LIST = ("--json", "--world", "--model", "--seq", "--batch", "--gpu", "--gpu-memory", "--nodes-of")
+
+
+def command(args: argparse.Namespace) -> int:
+    if args.model and args.world and not args.case and not args.dims:
+        refuse_others(args, "a list of layouts that fit", OF_LIST)
+        return list_fitting(args)
+    if args.gpu_memory or args.nodes_of:
+        raise BadInput("--gpu-memory and --nodes-of are for a list of layouts: --model and --world, without a layout")
+    asked = layout_case(args)
+    case, plan = asked.case, make_plan(asked.case, asked.traits)
+    text = plan_text(case, plan, args.gpu, set_aside=asked.set_aside)
+    answer(args, "plan", lambda: layout_documents.plan(case, plan, args.gpu, asked.set_aside), text)
+    return PASSED
+
+
+def list_fitting(args: argparse.Namespace) -> int:
+    """Print the layouts that fit; 2 where none does. Raises BadInput."""
+    if args.model not in PRESETS:
+        raise BadInput(f"--model {args.model!r}: choose one of {', '.join(PRESETS)}")
+    memory = 1e9 * (gigabytes(args.gpu_memory) if args.gpu_memory else GPUS[args.gpu])
+    size = (PRESETS[args.model], args.world, memory, args.nodes_of or 8)
+    fits = fitting(Wanted(*size, seq=args.seq, batch=args.batch, machine=MACHINES[args.gpu]))
+    asked = {
+        "model": args.model,
+        "world": args.world,
+        "gpu": args.gpu,
+        "memory": memory,
+        "nodes_of": args.nodes_of or 8,
+    }
+    answer(args, "layouts", lambda: layout_documents.layouts(asked, fits), fitting_text(fits))
+    return PASSED if fits.found else NOT_JUDGED
+
+
+def gigabytes(text: str) -> float:
+    """Return 80 of "80", "80GB" or "80 GB". Raises BadInput."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:GB)?\s*", text, re.IGNORECASE)
+    if not found or not float(found[1]):
+        raise BadInput(f"--gpu-memory {text!r}: expected GB, such as 80")
+    return float(found[1])

@@ -1,0 +1,150 @@
+"""`harness preflight`: a production layout, before a cluster is spent on it: some of its ranks, each run alone and judged.
+
+It takes a case or a layout with a trainer that has an adapter, torchtitan's configuration file, or any command that trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from harness.clusters import commands, config_file, data
+from harness.clusters.chosen import Chosen, chosen
+from harness.clusters.cli.work.layout_case import layout_case
+from harness.clusters.judging import judged
+from harness.clusters.launches import fly
+from harness.clusters.text import command_text, preflight_text
+from harness.core import rings, trainers
+from harness.core.case import layout, traits
+from harness.core.case.case import Case, CaseError, to_json
+from harness.core.case.trainer_spec import TrainerSpec
+from harness.core.cli.answer import answer
+from harness.core.cli.exit_codes import NOT_JUDGED
+from harness.core.cli.parsing import BadInput
+from harness.core.cli.typed import typed_options
+from harness.core.cli.work.options import refuse_others, trainer_under_test
+from harness.core.cli.work.verdict_codes import code_of
+from harness.core.evidence.store import CASE_FILE, write_text
+from harness.core.run.folders import fresh_folder
+from harness.core.run.options import Unsupported
+from harness.recording import injection
+from harness.recording.pages.recording_layout import verdict_of_all
+
+OF_CONFIG = (
+    *("--config", "--world", "--trainer", "--source", "--steps", "--ranks", "--seed", "--gpu", "--fault", "--timeout"),
+    *("--jobs", "--out", "--json"),
+)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Raises BadInput, CaseError and EvidenceError."""
+    words, args.case = args.case, args.case[0] if args.case else None
+    if args.layout:
+        return _of_command(args, words)
+    if len(words) > 1:
+        raise BadInput(f"one CASE, not {len(words)}; a command needs --layout and --world")
+    return _of_case(args)
+
+
+def _of_command(args: argparse.Namespace, words: list[str]) -> int:
+    if not words or not args.world or args.dims or args.config:
+        raise BadInput(
+            "--layout is of a command: `harness preflight --world 512 --layout dp_shard=512 -- python train.py`"
+        )
+    refuse_others(
+        args, "a command's ranks", {"--layout", "--world", "--ranks", "--timeout", "--jobs", "--out", "--json"}
+    )
+    dims = layout.layout(args.layout, args.world)
+    if dims.world_size != args.world:
+        raise BadInput(f"--layout: {dims} = {dims.world_size} ranks, --world says {args.world}")
+    ends = tuple(sorted({0, args.world - 1}))
+    selected = Chosen({"first and last": ends}, args.seed) if args.ranks == "auto" else _listed(args.ranks, args.world)
+    try:
+        run = commands.run_alone(
+            words, selected.ranks, args.world, args.out / "preflight_command", args.jobs, args.timeout
+        )
+    except injection.CommandError as error:
+        raise BadInput(str(error)) from error
+    verdicts = commands.judged(run, dims)
+    told = (words, dims, selected, run, verdicts)
+    answer(args, "preflight", lambda: data.of_command(*told), command_text(*told))
+    return code_of(verdict_of_all(verdicts.results))
+
+
+def _of_case(args: argparse.Namespace) -> int:
+    if args.ranks != "auto" and "--seed" in typed_options(args):
+        raise BadInput("--seed: it draws ranks, and --ranks names them; leave out one")
+    (case, set_aside), trainer = _case(args), _trainer(args)
+    adapter = _loaded(trainer)
+    case = traits.settled(case, trainers.traits_by_launch(case, trainer))
+    if reason := adapter.unsupported_alone(case):
+        raise Unsupported(f"{case.name}: {adapter.name}: {reason}")
+    selected = chosen(case, args.seed) if args.ranks == "auto" else _listed(args.ranks, case.dims.world_size)
+    fault = rings.one("called", "checked_fault")(args.fault) if args.fault else None
+    folder = fresh_folder(args.out / f"preflight_{case.name}")
+    write_text(folder / CASE_FILE, json.dumps(to_json(case), indent=1))
+    flown = fly(case, selected.ranks, folder, trainer=trainer, fault=fault, timeout=args.timeout, at_once=args.jobs)
+    began = time.monotonic()
+    verdicts = judged(case, flown)
+    told, more = (case, selected, flown, verdicts, time.monotonic() - began), {"set_aside": set_aside, "gpu": args.gpu}
+    answer(args, "preflight", lambda: data.of_case(*told, **more), preflight_text(*told, **more))
+    unfired = fault is not None and not any(evidence.fault for evidence in flown.run.ranks.values())
+    return NOT_JUDGED if unfired else code_of(verdict_of_all(verdicts.results))
+
+
+def _case(args: argparse.Namespace) -> tuple[Case, tuple[str, ...]]:
+    """Return the case, and what of a configuration is not run. Raises BadInput and CaseError."""
+    if args.config is not None:
+        if args.case or args.dims or not args.world:
+            raise BadInput("--config needs --world, and neither CASE nor --dims")
+        refuse_others(args, "a configuration of torchtitan's", OF_CONFIG)
+        found = _configured(args)
+        return replace(found.case, training=replace(found.case.training, steps=args.steps)), found.set_aside
+    asked = layout_case(args)
+    case = asked.case
+    if args.case and args.steps > case.training.steps:
+        raise BadInput(f"--steps {args.steps}: case {case.name} trains {case.training.steps} steps; give at most these")
+    return replace(case, training=replace(case.training, steps=args.steps)), asked.set_aside
+
+
+def _configured(args: argparse.Namespace) -> config_file.FromFile:
+    """A function of a module, or of a FILE.py; else a file of options. Raises BadInput and CaseError."""
+    if ":" not in args.config:
+        return config_file.read(Path(args.config), args.world)
+    wanted = TrainerSpec.parse(_trainer(args))
+    if wanted.name != "torchtitan":
+        raise BadInput("--config MODULE:FUNCTION needs --trainer torchtitan")
+    from harness.clusters import config_function  # imports torch
+
+    return config_function.read(args.config, args.world, wanted.source or None)
+
+
+def _trainer(args: argparse.Namespace) -> str:
+    """Raises BadInput."""
+    try:
+        return trainers.spec(trainer_under_test(args), args.source, args.out)
+    except ValueError as error:
+        raise BadInput(f"--trainer: {error}") from error
+
+
+def _loaded(trainer: str) -> trainers.Adapter:
+    """Raises BadInput."""
+    try:
+        return trainers.load(trainer)
+    except ValueError as error:
+        raise BadInput(f"--trainer: {error}") from error
+
+
+def _listed(text: str, world: int) -> Chosen:
+    """Raises CaseError."""
+    try:
+        spans = [span.partition("-") for span in text.split(",")]
+        ranks = [rank for first, dash, last in spans for rank in range(int(first), int(last if dash else first) + 1)]
+    except ValueError as error:
+        raise CaseError(f"--ranks {text!r}: write auto, or ranks and spans of them: 0-7,512") from error
+    if wrong := [rank for rank in ranks if rank >= world]:
+        raise CaseError(f"--ranks {text!r}: rank {wrong[0]} of {world} ranks")
+    return Chosen({"as requested": tuple(sorted(set(ranks)))}, 0)

@@ -1,0 +1,111 @@
+"""Somebody's command as some ranks of a world, each alone: no adapter, the checks of recordings."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.clusters.judging import Verdicts, of_lone_ranks
+from harness.clusters.launches import LATE
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.causes.facts import process_failed
+from harness.core.causes.request import neighbours
+from harness.core.checks import judge
+from harness.core.evidence.recording import RankRecord, load_record, record_file
+from harness.core.evidence.records import Exit
+from harness.core.judge.trial import Trial
+from harness.recording import injection
+from harness.recording.judged.recorded import trial_of
+
+STEPS = "1-3"
+"""What of a command's training is recorded; with the step that follows a rank's process ends."""
+ALONE = "HARNESS_RECORD_ALONE"
+"""Variable: of how many ranks the command's process is one."""
+BY = "harness.clusters.scripted"
+
+
+@dataclass(frozen=True)
+class CommandRun:
+    """codes: by rank, of its exit. unable: by rank, why it could not be run alone."""
+
+    directory: Path
+    codes: Mapping[int, int]
+    records: Mapping[int, RankRecord]
+    unable: Mapping[int, str]
+    seconds: float
+
+
+def run_alone(
+    words: Sequence[str],
+    ranks: Sequence[int],
+    world: int,
+    directory: Path,
+    at_once: int | None = None,
+    timeout: float = 600.0,
+) -> CommandRun:
+    """The command once for each rank. timeout: seconds for one. Raises injection.CommandError and EvidenceError."""
+    began = time.monotonic()
+    injection.fresh(directory)
+
+    def alone(rank: int) -> int:
+        environment = dict(places(rank, world)) | {injection.BY: BY, ALONE: str(world)}
+        log = log_file(directory, rank)
+        try:
+            return injection.run(words, directory, STEPS, more=environment, log=log, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            unable_file(directory, rank).write_text(LATE.format(timeout), encoding="utf-8")
+            return -signal.SIGKILL
+
+    with ThreadPoolExecutor(at_once or os.cpu_count() or 1) as pool:
+        codes = dict(zip(ranks, pool.map(alone, ranks), strict=True))
+    records = {rank: load_record(file) for rank in ranks if (file := record_file(directory, rank)).exists()}
+    unable = {
+        rank: file.read_text(encoding="utf-8") for rank in ranks if (file := unable_file(directory, rank)).exists()
+    }
+    return CommandRun(directory, codes, records, unable, time.monotonic() - began)
+
+
+def places(rank: int, world: int) -> Iterator[tuple[str, str]]:
+    """The variables that a launcher sets for a rank, on machines of one rank."""
+    told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
+    yield from ((name, str(number)) for name, number in told.items())
+    yield "MASTER_ADDR", "localhost"
+
+
+def unable_file(directory: Path, rank: int) -> Path:
+    return directory / injection.PROCESSES / f"rank_{rank:05d}.unable"
+
+
+def log_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank:05d}.log"
+
+
+def judged(run: CommandRun, dims: ParallelDims) -> Verdicts:
+    trial = alone_of(run, dims)
+    results = judge(trial)
+    return Verdicts(trial, results, diagnose(trial, results, (neighbours,), (process_failed,), costly=()))
+
+
+def alone_of(run: CommandRun, dims: ParallelDims) -> Trial:
+    """Return the trial of the ranks that ran, as of a recording."""
+    trial = trial_of(run.records, dims, str(run.directory), dims.world_size)
+    exits = tuple(how_it_ended(run, exit) for exit in trial.run.exits if exit.rank in run.codes)
+    return replace(trial, run=of_lone_ranks(replace(trial.run, exits=exits), [*run.codes], run.unable))
+
+
+def how_it_ended(run: CommandRun, exit: Exit) -> Exit:
+    """A rank that trained nothing before it ended left no record: its last words are in its log."""
+    code = run.codes[exit.rank]
+    if exit.how == "raised" or (exit.how == "ok" and code == 0):
+        return exit
+    if code == 0:
+        return Exit(exit.rank, "ok", 0)
+    lines = log_file(run.directory, exit.rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return Exit(exit.rank, "raised", code, error=lines[-1][:300] if lines else f"exit code {code}", blamed=True)

@@ -1,0 +1,194 @@
+"""torchtitan's configuration as a function returns it (since 2026-04), as a case: read as its file of options is.
+
+The model's sizes are those of what is returned. What its parts are and this pre-flight does not run, as an attention of another
+kind or 8 bits, is set aside, and said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.adapters.torchtitan import source
+from harness.clusters import config_file
+from harness.clusters.config_file import DEGREES, OF_NUMBERS, READ, FromFile
+from harness.core.case.case import Case, CaseError
+from harness.reference.config import ModelConfig, RopeScaling
+
+ALSO_READ = (
+    *("enable_sequence_parallel", "context_parallel_load_balancer", "spmd_backend"),
+    *("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers"),
+)
+OF_GPUS = ("disable_cuda_graphs", "gc_debug", "expert_parallel_degree")  # the last has no effect on a Llama
+RUN = (
+    *("Llama3Model", "Llama3TransformerBlock", "Embedding", "Linear", "RMSNorm", "FeedForward"),
+    *("GQAttention", "QKVLinear", "ScaledDotProductAttention", "ComplexRoPE"),
+)
+"""Parts of a model that are run as they are."""
+RECOMPUTED = {"NoneType": ("none", ""), "FullAC": ("full", ""), "SelectiveAC": ("selective", "op")}
+
+
+def read(named: str, world: int, where: str | None = None) -> FromFile:
+    """named: MODULE:FUNCTION or FILE.py:FUNCTION. where: a checkout of torchtitan, or the installed one. Raises CaseError."""
+    try:
+        return case_of(named, returned(named, source.find(where)), world)
+    except CaseError:
+        raise
+    except Exception as error:  # of somebody's module
+        raise CaseError(f"--config {named}: {type(error).__name__}: {error}") from error
+
+
+def returned(named: str, found: source.Source) -> Any:
+    """What the function returns, on a machine without GPU."""
+    from torch.utils._triton import has_triton
+
+    from harness.adapters.torchtitan import cpu
+
+    has_triton()  # torch keeps this answer; after the next line it would take triton to be there
+    cpu.before_import()
+    sys.path[:0] = [str(found.folder), str(Path.cwd())]
+    module, _, function = named.rpartition(":")
+    made = getattr(_module(module), function)
+    for loaded in [module for name, module in sys.modules.items() if name.startswith("torchtitan.")]:
+        if "has_cuda_capability" in vars(loaded):  # a configuration of 8 bits is refused where no GPU has them
+            loaded.has_cuda_capability = lambda *_: True  # type: ignore[attr-defined]
+    return made()
+
+
+def _module(name: str) -> Any:
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+    assert spec is not None and spec.loader is not None  # of a .py there is one
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def case_of(named: str, config: Any, world: int) -> FromFile:
+    """Raises CaseError."""
+    if not hasattr(config, "parallelism") or getattr(config.model_spec, "name", None) != "llama3":
+        raise CaseError(f"--config {named}: returns no configuration of torchtitan's llama3")
+    if not getattr(config.model_spec.model, "layers", None):
+        raise CaseError(f"--config {named}: the layers of its model are not spelled out, as they are since 2026-04")
+    told = {"training": options(config.training), "parallelism": options(config.parallelism)}
+    recomputed = {"activation_checkpoint": recomputation(config.activation_checkpoint)}
+    read_so = {key: {name: value for name, value in said.items() if name in READ} for key, said in told.items()}
+    model = sizes(config.model_spec)
+    found = config_file.case_of(named, read_so | recomputed, model, world)
+    said = told["training"] | told["parallelism"]
+    case = carried_out(found.case, said)
+    return FromFile(case, (*not_run(config), *_backend(case, said)))
+
+
+def options(section: Any) -> dict[str, Any]:
+    return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+
+
+def recomputation(asked: Any) -> dict[str, str]:
+    """Return it in the words of a file's section. Raises CaseError."""
+    kind = _kind(asked)
+    if kind not in RECOMPUTED:
+        raise CaseError(f"activation_checkpoint {kind}: FullAC, SelectiveAC and None are known here")
+    mode, which = RECOMPUTED[kind]
+    return {"mode": mode, "selective_ac_option": which}
+
+
+def sizes(spec: Any) -> ModelConfig:
+    """Raises CaseError."""
+    shapes = {_layer_sizes(layer) for layer in spec.model.layers}
+    if len(shapes) > 1:
+        raise CaseError("layers of one model have different sizes")
+    heads, kv_heads, ffn_dim, eps = shapes.pop()
+    rope = spec.model.layers[0].attention.rope
+    return ModelConfig(
+        name=spec.flavor,
+        dim=spec.model.dim,
+        n_layers=len(spec.model.layers),
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        vocab_size=spec.model.vocab_size,
+        ffn_dim=ffn_dim,
+        norm_eps=eps,
+        rope_theta=float(rope.theta),
+        rope_scaling=_scaling(rope),
+        tied_embeddings=spec.model.enable_weight_tying,
+    )
+
+
+def _layer_sizes(layer: Any) -> tuple[int, int, int, float]:
+    heads = layer.attention.n_heads
+    return heads, layer.attention.n_kv_heads or heads, layer.feed_forward.w1.out_features, layer.attention_norm.eps
+
+
+def _scaling(rope: Any) -> RopeScaling | None:
+    if rope.scaling == "none":
+        return None
+    if rope.scaling != "llama":
+        raise CaseError(f"rope scaling {rope.scaling}: none and llama are known here")
+    original = rope.original_max_position_embeddings
+    return RopeScaling(rope.scaling_factor, rope.low_freq_factor, rope.high_freq_factor, original)
+
+
+def carried_out(case: Case, said: Mapping[str, Any]) -> Case:
+    """Return the case with what a file of options does not say."""
+    features = dataclasses.replace(
+        case.features,
+        sequence_parallel=said.get("enable_sequence_parallel", True),
+        cp_load_balance=said.get("context_parallel_load_balancer") is not None or case.dims.cp == 1,
+        first_stage_less_layers=_fewer(case, said, "first"),
+        last_stage_less_layers=_fewer(case, said, "last"),
+    )
+    return dataclasses.replace(case, features=features)
+
+
+def _fewer(case: Case, said: Mapping[str, Any], which: str) -> int:
+    """1 is torchtitan's own."""
+    return said.get(f"pipeline_parallel_{which}_stage_less_layers", 1) if case.dims.pp > 1 else 0
+
+
+def not_run(config: Any) -> Iterator[str]:
+    if config.compile.enable:
+        yield "torch.compile"
+    if getattr(config.compile, "enable_async_tensor_parallel", False):
+        yield "enable_async_tensor_parallel"
+    known = (*DEGREES, *READ, *ALSO_READ, *OF_NUMBERS, *OF_GPUS)
+    for section in (config.training, config.parallelism, config.activation_checkpoint):
+        yield from (name for name in _changed(section) if name not in known)
+    if (balancer := getattr(config.parallelism, "context_parallel_load_balancer", None)) not in (None, "headtail"):
+        yield f"context_parallel_load_balancer {balancer}"
+    yield from sorted({kind for kind in _parts(config.model_spec.model) if kind not in RUN})
+
+
+def _backend(case: Case, said: Mapping[str, Any]) -> Iterator[str]:
+    why = source.why_not_spmd_types(case, None)
+    if (asked := said.get("spmd_backend")) and asked != ("partial_dtensor" if why else "spmd_types"):
+        yield f"spmd_backend {asked}" + (f" ({why})" if asked == "spmd_types" else "")
+
+
+def _changed(section: Any) -> Iterator[str]:
+    """Options that are not as torchtitan has them by itself."""
+    for field in dataclasses.fields(section) if section is not None else ():
+        made = field.default_factory
+        usual = field.default if made is dataclasses.MISSING else made()
+        if getattr(section, field.name) != usual:
+            yield field.name
+
+
+def _parts(model: Any) -> Iterator[str]:
+    """The kinds of all that a model's configuration has in it: `Linear` of `Linear.Config`."""
+    yield _kind(model)
+    for field in dataclasses.fields(model):
+        value = getattr(model, field.name)
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if dataclasses.is_dataclass(each) and type(each).__qualname__.endswith(".Config"):
+                yield from _parts(each)
+
+
+def _kind(config: Any) -> str:
+    return type(config).__qualname__.removesuffix(".Config")

@@ -1,0 +1,72 @@
+"""What a configuration file or the words of a command say of a layout, before options add to it and it becomes a case."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.features import Features
+from harness.core.case.traits import USUAL, TrainerTraits
+from harness.reference.config import ModelConfig, TrainingConfig
+
+LLAMA_3 = TrainingConfig(dtype="float32", compute_dtype="bfloat16")
+"""Its precision; gradients are reduced in float32."""
+LENGTH = 8192
+"""Tokens of a sample where a file does not say it."""
+HALVES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "bfloat16"}
+"""Dtypes of configurations, by what is planned for them: of fp16 the sizes are the same, and fp8 is of matmuls alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """What is said of a layout; None where it is not said."""
+
+    dims: ParallelDims
+    """Degrees of the layout."""
+    model: ModelConfig | None = None
+    """Sizes of the model."""
+    seq: int | None = None
+    """Tokens of a sample."""
+    batch: int | None = None
+    """Samples of a step over all ranks."""
+    local: int = 1
+    """Samples of a microbatch on a data rank, where `batch` is not said."""
+    training: Mapping[str, Any] = field(default_factory=lambda: {"dtype": "float32", "compute_dtype": "bfloat16"})
+    """Other fields of the recipe."""
+    features: Mapping[str, Any] = field(default_factory=lambda: {"reduce_dtype": "float32"})
+    """Fields of Features."""
+    traits: TrainerTraits = USUAL
+    """Traits of the trainer that the file is of."""
+    set_aside: tuple[str, ...] = ()
+    """What of the file is not planned."""
+
+    def case(self, model: ModelConfig, name: str, why: str) -> Case:
+        """Return the case, not validated yet. Raises ValueError."""
+        features = Features(**self.features)
+        bare = Case(name=name, why=why, dims=self.dims, model=model, features=features)
+        whole = self.dims.dp * features.accumulation * bare.microbatches
+        if self.batch is not None and self.batch % whole:
+            shares = f"{self.dims.dp} data ranks x {bare.microbatches * features.accumulation} microbatches"
+            raise ValueError(f"{self.batch} samples of a step: {shares} do not divide it")
+        sizes = {"seq_len": self.seq or LENGTH, "global_batch": self.batch or whole * self.local}
+        return replace(bare, training=TrainingConfig(**{**self.training, "steps": 1, **sizes}))
+
+
+def of_case(case: Case, traits: TrainerTraits, set_aside: tuple[str, ...]) -> Draft:
+    """Return what a whole case says."""
+    training = {key: getattr(case.training, key) for key in ("dtype", "compute_dtype", "max_norm")}
+    usual = Features()
+    features = {key: value for key, value in vars(case.features).items() if value != getattr(usual, key)}
+    return Draft(
+        dims=case.dims,
+        model=case.model,
+        seq=case.training.seq_len,
+        batch=case.training.global_batch,
+        training=training,
+        features=features,
+        traits=traits,
+        set_aside=set_aside,
+    )

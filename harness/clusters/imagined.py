@@ -1,0 +1,134 @@
+"""Tensors without memory (torch's FakeTensors), and what of torch does not work with them, made to.
+
+Changes torch for the rest of the process, which runs one rank. If a trainer asks a tensor for a number, it gets 1; so no
+verdict may depend on a number.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import _disable_current_modes
+
+from harness.clusters.unable import asking
+from harness.core.probe.witness import Witness
+
+OF_MESHES = ("init_device_mesh", "_get_post_forward_mesh_info")
+"""Functions of modules that compute with a mesh's ranks."""
+asked: set[CodeType] = set()
+"""The functions that a number was answered to."""
+
+
+def prepared() -> FakeTensorMode:
+    """The mode, once torch is ready for it."""
+    _answer_numbers()
+    _one_cpu()
+    _keep_meshes_real()
+    nn.Module._apply = _converted
+    torch.nn.init._no_grad_trunc_normal_ = lambda tensor, *_, **__: tensor  # it draws until numbers lie within bounds
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def silence_propagation(witness: Witness) -> None:
+    """DTensor does an operator once more, to know the shape of what it makes: that is no matmul of the trainer's."""
+    for name in ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"):
+        if original := getattr(ShardingPropagator, name, None):
+            setattr(ShardingPropagator, name, _silent(original, witness))
+
+
+def _silent(original: Callable[..., Any], witness: Witness) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def quiet(*args: Any, **kwargs: Any) -> Any:
+        with witness.silence():
+            return original(*args, **kwargs)
+
+    return quiet
+
+
+# ---- numbers
+
+
+def _answer_numbers() -> None:
+    """A number asked of a tensor is 1: .item(), int(), float(), bool(), .tolist()."""
+
+    def one(mode: Any, operator: Any, tensor: torch.Tensor) -> bool | int | float:
+        asked.update(asking())
+        return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+    def ones(tensor: torch.Tensor) -> Any:
+        asked.update(asking())
+        return _disabled(lambda: torch.ones(tuple(tensor.shape), dtype=tensor.dtype).tolist())()
+
+    fake_impls.op_implementations_dict[torch.ops.aten._local_scalar_dense.default] = one
+    FakeTensor.tolist = ones
+
+
+def _one_cpu() -> None:
+    """cpu:0, which a rank's mesh may name, is the cpu."""
+    original = FakeTensor.__new__
+
+    def made(kind: Any, mode: Any, inner: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+        device = torch.device("cpu") if torch.device(device).type == "cpu" else device
+        return original(kind, mode, inner, device, *args, **kwargs)
+
+    FakeTensor.__new__ = staticmethod(made)
+
+
+# ---- meshes
+
+
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return outside
+
+
+def _keep_meshes_real() -> None:
+    """A mesh's ranks are numbers, whatever all else is: what makes and reads meshes runs outside of the mode."""
+    for name, member in list(vars(DeviceMesh).items()):
+        if isinstance(member, staticmethod | classmethod):
+            setattr(DeviceMesh, name, type(member)(_disabled(member.__func__)))
+        elif isinstance(member, property) and member.fget is not None:
+            setattr(DeviceMesh, name, property(_disabled(member.fget), member.fset))
+        elif callable(member) and not isinstance(member, type):
+            setattr(DeviceMesh, name, _disabled(member))
+    for module in list(sys.modules.values()):
+        for name in OF_MESHES:
+            function = vars(module).get(name) if hasattr(module, "__dict__") else None
+            if callable(function) and getattr(function, "__module__", "").startswith("torch.distributed"):
+                setattr(module, name, _disabled(function))
+
+
+# ---- conversions
+
+
+def _converted(module: nn.Module, convert: Callable[..., Any], recurse: bool = True) -> nn.Module:
+    """to() and to_empty() put new parameters in place; torch would exchange the contents of old ones, and there are none."""
+    for child in module.children() if recurse else ():
+        child._apply(convert)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            with torch.no_grad():
+                made = nn.Parameter(convert(parameter), requires_grad=parameter.requires_grad)
+            if not isinstance(parameter, DTensor):
+                kept = {key: value for key, value in vars(parameter).items() if key not in vars(made)}
+                vars(made).update({} if isinstance(parameter, FakeTensor) else kept)
+            module._parameters[name] = made
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = convert(buffer)
+    return module

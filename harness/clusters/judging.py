@@ -1,0 +1,53 @@
+"""The trial of ranks that ran alone, what the checks say of it, and the cause where one is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from harness.clusters.launches import Flown
+from harness.core import trainers
+from harness.core.case import traits
+from harness.core.case.case import Case
+from harness.core.causes import diagnose
+from harness.core.causes.facts import observed, process_failed
+from harness.core.causes.request import neighbours
+from harness.core.causes.structure_facts import facts
+from harness.core.checks import judge
+from harness.core.evidence.provided import alone
+from harness.core.evidence.records import Exit, Run
+from harness.core.judge.measured import measured
+from harness.core.judge.result import Diagnosis, Result
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
+from harness.recording.judged.recorded import NO_REFERENCE
+
+SUSPECTS = (neighbours,)
+FACTS = (process_failed, facts, observed)
+"""Hypotheses and facts that need no numbers."""
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    trial: Trial
+    results: tuple[Result, ...]
+    diagnosis: Diagnosis | None
+
+
+def judged(case: Case, flown: Flown) -> Verdicts:
+    trial = trial_of(case, flown)
+    results = judge(trial)
+    return Verdicts(trial, results, diagnose(trial, results, SUSPECTS, FACTS, costly=()))
+
+
+def trial_of(case: Case, flown: Flown) -> Trial:
+    chosen = trainers.traits_of(trainers.load(flown.run.trainer), case)
+    case = traits.settled(case, {"run": chosen})
+    plan = make_plan(case, measured(case, chosen, flown.run))
+    return Trial(case, plan, of_lone_ranks(flown.run, flown.ranks, flown.unable), NO_REFERENCE)
+
+
+def of_lone_ranks(run: Run, ranks: Sequence[int], unable: Mapping[int, str]) -> Run:
+    """The run of these ranks, each alone. unable: by rank, why it could not be run so, which is not the trainer's mistake."""
+    exits = [Exit(one.rank, "unable", error=unable[one.rank]) if one.rank in unable else one for one in run.exits]
+    return replace(run, exits=tuple(exits), chosen=tuple(sorted(ranks)), provided=alone(run.provided))

@@ -1,0 +1,75 @@
+"""A process for each rank, as many at a time as there are cores; each is forked from the rank server and runs alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.clusters.lone_rank import Used, evidence_file, unable_file
+from harness.core import trainers
+from harness.core.case.case import Case, to_json
+from harness.core.evidence.reading import read_json
+from harness.core.evidence.records import AT_LIMIT, Exit, RankEvidence, Run
+from harness.core.evidence.store import decoded_without_values
+from harness.core.launch import Job, default_server, launch
+
+ENTRY = "harness.clusters.lone_rank:rank"
+LATE = "it had not ended after {:g} s, and alone it waits for no other rank: --timeout gives it more"
+
+
+@dataclass(frozen=True)
+class Flown:
+    """The ranks that ran."""
+
+    run: Run
+    ranks: tuple[int, ...]
+    seconds: float  # altogether
+    used: Mapping[int, Used] = field(default_factory=dict)  # by rank that left evidence
+    unable: Mapping[int, str] = field(default_factory=dict)  # by rank, why it could not
+
+
+def fly(
+    case: Case,
+    ranks: Sequence[int],
+    folder: Path,
+    *,
+    trainer: str = "llama3",
+    fault: str | None = None,
+    timeout: float = 600.0,
+    at_once: int | None = None,
+) -> Flown:
+    """Run these ranks of a case's world. `folder` is fresh. A rank that fails is an Exit of the run, and no other's matter."""
+    began, preload = time.monotonic(), trainers.load(trainer).preload
+    default_server(preload)
+    wanted = {"case": to_json(case), "trainer": trainer, "fault": fault, "directory": str(folder.resolve())}
+
+    def alone(rank: int) -> Exit:
+        options = {**wanted, "ranks": [rank]}
+        job = Job(folder / f"job_{rank:05d}", 1, ENTRY, options, timeout=timeout, preload=preload)
+        return dataclasses.replace(launch(job)[0], rank=rank, last_collective="")
+
+    pool = ThreadPoolExecutor(at_once or os.cpu_count() or 1)
+    try:
+        exits = tuple(pool.map(alone, ranks))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    evidence, used = _read(folder, ranks)
+    run = Run(str(folder), case.dims.world_size, exits, evidence, fault=fault, trainer=trainer)
+    unable = {rank: text.read_text(encoding="utf-8") for rank in ranks if (text := unable_file(folder, rank)).exists()}
+    unable |= {exit.rank: LATE.format(timeout) for exit in exits if exit.how == "killed" and AT_LIMIT in exit.error}
+    return Flown(run, tuple(ranks), time.monotonic() - began, used, unable)
+
+
+def _read(folder: Path, ranks: Sequence[int]) -> tuple[dict[int, RankEvidence], dict[int, Used]]:
+    found, used = {}, {}
+    for rank in ranks:
+        if evidence_file(folder, rank).exists():
+            record = read_json(evidence_file(folder, rank))
+            found[rank] = decoded_without_values(RankEvidence, record["evidence"])
+            used[rank] = Used(**record["used"])
+    return found, used

@@ -1,0 +1,114 @@
+"""What one process does: be one rank of a world that is not there, under the probe, and leave what it saw.
+
+One rank a process: DTensor keeps groups of a world that is gone, and torch is changed for good.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.core import rings, trainers
+from harness.core.case.case import Case
+from harness.core.case.loading import from_json
+from harness.core.evidence.records import RankEvidence
+from harness.core.evidence.step import StepEvidence
+from harness.core.evidence.store import encoded_without_values, write_text
+from harness.core.run.rank_main import in_the_references_words
+
+if TYPE_CHECKING:
+    from harness.core.probe.storages import StorageRecorder
+
+
+def rank(options: dict[str, Any]) -> object:
+    """options: case, trainer, fault, directory (of the evidence), ranks (which rank of the world each process is)."""
+    started = time.process_time()
+    case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
+    this = options["ranks"][int(os.environ["RANK"])]
+    try:
+        trainer, evidence, storages = _watched(case, adapter, this, options.get("fault"))
+    except Exception as error:
+        _note_if_unable(error, unable_file(Path(options["directory"]), this))
+        raise
+    used = Used(
+        seconds=time.process_time() - started,
+        bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        most=storages.most.bytes,
+        phase=storages.most.phase,
+        outside=storages.outside,
+    )
+    record = {"used": dataclasses.asdict(used), "evidence": encoded_without_values(evidence)}
+    write_text(evidence_file(Path(options["directory"]), this), json.dumps(record))
+    return trainer
+
+
+@dataclass(frozen=True)
+class Used:
+    """What one rank that ran alone used. Its tensors are those that it had in place of a GPU's."""
+
+    seconds: float  # processor time
+    bytes: int  # memory of its process
+    most: int  # bytes of its tensors at once in a step
+    phase: str  # of that moment
+    outside: int  # bytes of its tensors at once outside of steps, as while its model is built
+
+
+def evidence_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank:05d}.json"
+
+
+def unable_file(directory: Path, rank: int) -> Path:
+    """Return the file in which a rank says why it could not be run alone."""
+    return directory / f"unable_{rank:05d}.txt"
+
+
+def _note_if_unable(error: Exception, path: Path) -> None:
+    from harness.clusters import imagined, unable
+
+    if reason := unable.why_unable(error, imagined.asked):
+        write_text(path, reason)
+
+
+def _watched(
+    case: Case, adapter: trainers.Adapter, this: int, fault: str | None
+) -> tuple[object, RankEvidence, StorageRecorder]:
+    from harness.clusters import imagined, neighbours, world
+    from harness.core.probe import Probe
+
+    world.join(this, case.dims.world_size)
+    neighbours.vote_alone()
+    neighbours.tell_shapes(case)
+    mode = imagined.prepared()
+    fired: list[bool] = []
+    adapter.importable()
+    if fault:
+        rings.one("called", "load_fault")(fault).apply(lambda: fired.append(True))
+    probe = Probe(this, case.dims.world_size, row_length=functools.partial(_row_length, case))
+    probe.install()
+    try:
+        with probe.watching(mode) as witness:
+            imagined.silence_propagation(witness)
+            trainer = adapter.dry(case)
+            probe.attach(trainer.model_parts)
+            trainer.train(case.steps[-1])
+            probe.trained()
+            evidence = probe.evidence({}, fault=bool(fired) if fault else None)
+    finally:
+        probe.remove()
+    evidence = dataclasses.replace(evidence, steps=tuple(map(_without_samples, evidence.steps)))
+    return trainer, in_the_references_words(evidence, adapter, case, probe.starts), witness.storages
+
+
+def _without_samples(step: StepEvidence) -> StepEvidence:
+    return dataclasses.replace(step, microbatches=(), positions=(), lr=None, seconds=None)
+
+
+def _row_length(case: Case, step: int) -> int:
+    return case.seq_len(step) // case.dims.cp

@@ -1,0 +1,73 @@
+"""What the other stages of a pipeline would have sent of shapes.
+
+torch's stages vote whether each was given the shapes between them; alone, a stage's own vote is that of all. Without them each
+asks its neighbours. Then gradients come back as the stage's own outputs are, and what comes in is the hidden state of the
+case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from harness.core.case.case import Case
+
+
+def vote_alone() -> None:
+    """Replace the vote of stages in torch 2.13 and newer."""
+    from torch.distributed.pipelining import schedules, stage
+
+    modes = getattr(stage, "InferenceMode", None)
+    original = getattr(schedules._PipelineSchedule, "_warmup_p2p", None)
+    if modes is None or original is None:
+        return
+
+    def voted(schedule: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+        original(schedule, stages, has_backward, p2p_done)
+        for each in stages:
+            told = not modes.needs_dynamic(each._user_meta, has_backward)
+            each._inference_mode = modes.STATIC if told else modes.DYNAMIC
+
+    schedules._PipelineSchedule._warmup_p2p = voted
+
+
+def tell_shapes(case: Case) -> None:
+    """For torch 2.13 and newer, whose stages send each other what their tensors look like. Alone it is neither sent
+    nor received, so that no group moves what only one end was seen to."""
+    from torch.distributed.pipelining import _utils, stage
+
+    if not hasattr(stage.PipelineStage, "_recv_meta"):
+        return
+
+    def told(this: Any, source: int) -> Any:
+        if source > this.stage_index:
+            return _utils._StageBackwardMeta(tuple(map(_gradient, this._stage_meta.outputs)))
+        return _utils._StageForwardMeta((_utils.extract_tensor_meta(hidden_state(case, this.submod)),))
+
+    stage.PipelineStage._recv_meta = told
+    stage.PipelineStage._send_meta = lambda *_: None
+
+
+def _gradient(output: Any) -> Any:
+    return dataclasses.replace(output, requires_grad=False) if output.requires_grad else None
+
+
+def hidden_state(case: Case, module: nn.Module) -> torch.Tensor:
+    """Return a microbatch's, as the stage before gives it to this one; over tp a DTensor, if the parameters here are."""
+    mesh, sharded = _tp_mesh(module), case.features.sequence_parallel
+    rows = case.seq_len(case.steps[0]) // case.dims.cp // (case.dims.tp if mesh is not None and sharded else 1)
+    dtype = getattr(torch, case.training.compute_dtype or case.training.dtype)
+    local = torch.empty(case.local_batch, rows, case.model.dim, dtype=dtype, requires_grad=True)
+    if mesh is None:
+        return local
+    return DTensor.from_local(local, mesh, [Shard(1) if sharded else Replicate()], run_check=False)
+
+
+def _tp_mesh(module: nn.Module) -> DeviceMesh | None:
+    meshes = (parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor))
+    return next((mesh["tp"] for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())), None)

@@ -1,0 +1,125 @@
+"""A production layout as a person types it, as a case: degrees or a job's configuration, a published model, lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from harness.clusters import config_file, nemo, other_files
+from harness.clusters.draft import Draft, of_case
+from harness.core.case.case import Case, CaseError, to_json
+from harness.core.case.layout import layout
+from harness.core.case.loading import built_case
+from harness.core.case.traits import TrainerTraits
+from harness.reference.config import PRESETS
+
+READERS: dict[str, Callable[[str, int | None], Draft]] = {
+    ".yaml": other_files.of_yaml,
+    ".yml": other_files.of_yaml,
+    ".json": other_files.of_deepspeed,
+    ".py": nemo.of_recipe,
+}
+"""End of a file's name -> its reader."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A layout that was requested."""
+
+    case: Case
+    """What is requested."""
+    traits: TrainerTraits
+    """What the trainer chose that the file is of."""
+    set_aside: tuple[str, ...]
+    """What of a file is not planned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """dims: degrees, or a file that has them. What is None is as the file says; else as a command's help says."""
+
+    dims: str
+    world: int | None = None
+    """Number of ranks, where the file does not say it."""
+    model: str | None = None
+    """A published size."""
+    seq: int | None = None
+    """Tokens of a sample."""
+    batch: int | None = None
+    """Samples of a step over all ranks; None: one a microbatch of each data rank."""
+    microbatches: int | None = None
+    """Parts that a pipeline cuts a batch in."""
+    stages_per_rank: int | None = None
+    """Stages of a pipeline on each rank."""
+    schedule: str | None = None
+    """Schedule of a pipeline."""
+    checkpointing: str | None = None
+    """Blocks that are recomputed."""
+    wrapper: str | None = None
+    """Who looks after the data ranks."""
+    cp_replicates: bool | None = None
+    """Whether FSDP does not shard over cp."""
+    steps: int = 1
+    """Steps that are trained."""
+
+    def case(self) -> Case:
+        """Raises CaseError."""
+        return self.asked().case
+
+    def asked(self) -> Asked:
+        """Return the case, the traits that go with a file, and what of it is not planned. Raises CaseError."""
+        if self.model is not None and self.model not in PRESETS:
+            raise CaseError(f"--model {self.model!r}: choose one of {', '.join(PRESETS)}")
+        draft = self._with_options(self._draft())
+        model = PRESETS[self.model] if self.model else draft.model
+        if model is None:
+            raise CaseError(
+                f"{self.dims}: it does not say which model is trained: add --model, of {', '.join(PRESETS)}"
+            )
+        if self.world not in (None, draft.dims.world_size):
+            raise CaseError(f"{self.dims}: {draft.dims} = {draft.dims.world_size} ranks, --world says {self.world}")
+        try:
+            case = draft.case(
+                model, f"{model.name}_{draft.dims.world_size}", "a layout before a cluster is spent on it"
+            )
+            case = replace(case, training=replace(case.training, steps=self.steps))
+            case = replace(built_case(to_json(case), "--dims"), file="")
+        except CaseError:
+            raise
+        except ValueError as error:
+            raise CaseError(f"{self.dims}: {error}") from error
+        return Asked(case=case, traits=draft.traits, set_aside=draft.set_aside)
+
+    def _draft(self) -> Draft:
+        path = Path(self.dims.partition(":")[0])
+        if path.suffix == ".toml":  # torchtitan's is read as a case
+            found = config_file.read(path, self.world, self.model)
+            return of_case(found.case, config_file.TITAN, found.set_aside)
+        if path.suffix in READERS:
+            return READERS[path.suffix](self.dims, self.world)
+        words = ":" not in self.dims
+        model = PRESETS["debug"] if words else None
+        return Draft(dims=layout(self.dims, self.world), model=model)
+
+    def _with_options(self, draft: Draft) -> Draft:
+        """Options take precedence over a file."""
+        asked: dict[str, Any] = {
+            "microbatches": self.microbatches,
+            "stages_per_rank": self.stages_per_rank,
+            "schedule": self.schedule,
+            "activation_checkpointing": self.checkpointing,
+            "wrapper": self.wrapper,
+            "shards_over_cp": False if self.cp_replicates else None,
+        }
+        features = {**draft.features, **{key: value for key, value in asked.items() if value is not None}}
+        if (self.stages_per_rank or 1) > 1 and "schedule" not in features:
+            features["schedule"] = "Interleaved1F1B"
+        said = {key: getattr(self, key) for key in ("seq", "batch") if getattr(self, key) is not None}
+        return replace(draft, features=features, **said)
+
+
+def layout_of_traces(dims: str, world: int) -> Case:
+    """Return the case of a layout, for a job of which only traces are there. dims: degrees, or a file. Raises CaseError."""
+    return Request(dims=dims, world=world).asked().case

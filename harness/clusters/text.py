@@ -1,0 +1,112 @@
+"""What is said of a pre-flight: what was run, of how many ranks it is proven, and what is not."""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from harness.clusters.chosen import Chosen
+from harness.clusters.commands import CommandRun
+from harness.clusters.figures import of_layout, of_ranks
+from harness.clusters.judging import Verdicts
+from harness.clusters.launches import Flown
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.evidence.text import bytes_text
+from harness.core.judge.result import Verdict
+from harness.core.report.cause_text import diagnosis_line, evidence_rows
+from harness.core.report.finding_text import sentence
+from harness.core.report.text import table, wrapped
+from harness.recording.pages.recording_layout import silent, verdict_of_all
+
+SHOWN = 4  # ranks of a line
+NEVER = "numbers, samples, checkpoints, NCCL, what libraries keep on a GPU, time"
+
+
+def preflight_text(
+    case: Case,
+    chosen: Chosen,
+    flown: Flown,
+    verdicts: Verdicts,
+    judging: float,
+    *,
+    set_aside: tuple[str, ...] = (),
+    gpu: str = "H100",
+) -> str:
+    """judging: the seconds that plan and checks took. set_aside: what of a configuration was not run. gpu: whose memory is
+    compared."""
+    world, trial = case.dims.world_size, verdicts.trial
+    rows = [
+        ("plan and checks", f"of {world:,} ranks, {judging:.0f} s"),
+        ("ran alone", f"{len(flown.ranks)} rank{'s' * (len(flown.ranks) != 1)}: {_why(chosen)}"),
+        ("", f"{_time(flown.seconds)}{_of_one(flown)}"),
+        *([("not run", ", ".join(set_aside))] if set_aside else []),
+        *of_ranks(flown, trial, gpu),
+        *of_layout(case, trial.plan, gpu),
+    ]
+    lines = [f"preflight {case.dims}, {case.model.name}, sequence {case.training.seq_len:,}", *table(rows)]
+    return "\n".join([*lines, *_judged(len(flown.ranks), verdicts, world)])
+
+
+def command_text(words: Sequence[str], dims: ParallelDims, chosen: Chosen, run: CommandRun, verdicts: Verdicts) -> str:
+    """Return the text on a user's command."""
+    rows = [
+        ("ran alone", f"{len(run.codes)} rank{'s' * (len(run.codes) != 1)}: {_why(chosen)}; {_time(run.seconds)}"),
+        ("logs", f"{run.directory}/rank_*.log"),
+    ]
+    first = wrapped(f"preflight {dims}, {shlex.join(words)}", "")
+    return "\n".join([*first, *table(rows), *_judged(len(run.codes), verdicts, dims.world_size)])
+
+
+def _judged(ran: int, verdicts: Verdicts, world: int) -> list[str]:
+    return [*_verdict(ran, verdicts, world), *table(list(_not_judged(ran, verdicts, world)))]
+
+
+def _of_one(flown: Flown) -> str:
+    """What the process of a rank took, at the most."""
+    seconds = max((used.seconds for used in flown.used.values()), default=0)
+    most = max((used.bytes for used in flown.used.values()), default=0)
+    return f"; one of them {seconds:.0f} s of processor time, {bytes_text(most)}" if flown.used else ""
+
+
+def _why(chosen: Chosen) -> str:
+    parts = (f"{reason} {_some(ranks)}" for reason, ranks in chosen.why.items())
+    return "   ".join(parts) + (f" (seed {chosen.seed})" if "drawn" in chosen.why else "")
+
+
+def _some(ranks: tuple[int, ...]) -> str:
+    return ",".join(map(str, ranks[:SHOWN])) + (f",.. ({len(ranks)})" if len(ranks) > SHOWN else "")
+
+
+def _time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def headline(ran: int, verdicts: Verdicts, world: int) -> str:
+    """Never PASS alone."""
+    return f"{verdict_of_all(verdicts.results)} for {ran:,} of {world:,} ranks"
+
+
+def _verdict(ran: int, verdicts: Verdicts, world: int) -> Iterator[str]:
+    by = defaultdict(list)
+    for result in verdicts.results:
+        by[result.verdict].append(result.check)
+    yield from wrapped(headline(ran, verdicts, world), "")
+    if verdicts.diagnosis is not None:
+        yield from wrapped(diagnosis_line(verdicts.diagnosis), "  ")
+        yield from table(evidence_rows(verdicts.diagnosis.evidence))
+    yield from table([(str(verdict), " ".join(by[verdict])) for verdict in (Verdict.FAIL, Verdict.PASS) if by[verdict]])
+    yield from table([(result.check, sentence(result.findings[0])) for result in verdicts.results if result.findings])
+    unknown = defaultdict(list)
+    for result in verdicts.results:
+        if result.verdict is Verdict.UNKNOWN:
+            unknown[result.note].append(result.check)
+    yield from table([("UNKNOWN", f"{' '.join(checks)}: {note}") for note, checks in unknown.items()])
+
+
+def _not_judged(ran: int, verdicts: Verdicts, world: int) -> Iterator[tuple[str, str]]:
+    yield from (("not applicable", text) for text in silent(verdicts.results))
+    left = world - ran
+    yield "not judged", NEVER + (f", {left:,} other ranks" if left else "")

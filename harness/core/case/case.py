@@ -1,0 +1,247 @@
+"""One row of the matrix: what is requested of a trainer, and of the launches that it resumes from."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from harness.core.case.allowance import Allowance
+from harness.core.case.dims import CpReplicates, ParallelDims
+from harness.core.case.features import LOOPED, Features
+from harness.reference.config import ModelConfig, TrainingConfig, noise_key
+
+
+class CaseError(ValueError):
+    """A case requests something that does not exist or does not fit. The message is for the person who wrote it."""
+
+
+TIERS = ("default", "nightly", "compiled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedFailure:
+    """A case that torch gets wrong. It must fail in just this way; if it does not, the entry is outdated."""
+
+    because: str = ""
+    """What is wrong, and where that is reported."""
+    script: str = ""
+    """Path of a minimal program that shows it without the harness."""
+    checks: str = ""
+    """Names of the checks that fail, separated by blanks."""
+    named: str = ""
+    """The kind of a cause that the diagnosis names, of docs/causes.md."""
+    raised: str = ""
+    """Part of the error that ended a rank; empty where none ends so."""
+    torch: str = ""
+    """Releases that get it wrong, such as "<2.15"; empty for all. Other releases are judged as usual."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """An earlier launch, which saved a checkpoint that a later one continues."""
+
+    after: int
+    """Step that it saved after."""
+    dims: ParallelDims = ParallelDims()
+    """Degrees of its layout."""
+    features: Features = Features()
+    """How it carried out the recipe."""
+    until: int | None = None
+    """Step that it went on to before it was lost; None if it ended with the checkpoint."""
+    cut_short: bool = False
+    """Whether it was lost while it saved once more, after step `until`. That checkpoint is incomplete: its index is missing."""
+    model_only: bool = False
+    """Whether the later launch reads the weights alone. Its optimizer, schedule and data begin anew, and so do its steps."""
+
+    def __post_init__(self) -> None:
+        if self.after < 1:
+            raise ValueError(f"after must be at least 1, got {self.after}")
+        if self.until is not None and self.until <= self.after:
+            raise ValueError(f"until must be above after {self.after}, got {self.until}")
+        if self.cut_short and self.until is None:
+            raise ValueError("cut_short is about a save after step `until`, which is not given")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the matrix."""
+
+    name: str
+    """Name, unique among all cases."""
+    why: str
+    """What the case is there for, in one sentence."""
+    dims: ParallelDims = ParallelDims()
+    """Degrees of the layout of the last launch."""
+    model: ModelConfig = ModelConfig()
+    """Sizes of the model."""
+    training: TrainingConfig = TrainingConfig()
+    """Recipe: what is computed."""
+    features: Features = Features()
+    """How the last launch carries out the recipe."""
+    runs: int = 1
+    """Number of times that the case runs; with 2 the check `determinism` compares both."""
+    tier: str = "default"
+    """When it runs: default (before every push), nightly (larger and rarer combinations) or compiled (it waits for a
+    compiler)."""
+    expected_failure: ExpectedFailure | None = None
+    """What torch gets wrong in it; None for most."""
+    resume: tuple[Saved, ...] = ()
+    """Earlier launches that this one continues, in order."""
+    last_step: int | None = None
+    """Last step of an earlier launch; None for the last launch. Never written in a file."""
+    saves_after: int | None = None
+    """Step that an earlier launch saves after, if it is not its last. Never written in a file."""
+    cut_short: bool = False
+    """Whether an earlier launch saves once more at its end, of which the index is lost. Never written in a file."""
+    file: str = ""
+    """Path of the YAML file; empty for a case of no file."""
+    allow: tuple[Allowance, ...] = ()
+    """What the trainer may retain, copy, move or compute beyond the plan, each with its reason."""
+    traits: tuple[tuple[str, Any], ...] = ()
+    """Traits of the trainer by name that hold in this case, whatever its adapter says."""
+
+    @property
+    def steps(self) -> range:
+        """The steps that this launch trains, counted on from the launch that it continues. A start from weights alone counts
+        from 1."""
+        first = self.resume[-1].after + 1 if self.resume and self.model_of is None else 1
+        return range(first, (self.last_step or self.training.steps) + 1)
+
+    @property
+    def model_of(self) -> int | None:
+        """After which step of an earlier launch the weights were saved that this one starts from, which takes nothing else from
+        it; None for all other launches."""
+        return self.resume[-1].after if self.resume and self.resume[-1].model_only else None
+
+    @property
+    def from_the_seed(self) -> Case:
+        """The first launch, whose weights are the seed's."""
+        return next(iter(self.launches.values()))
+
+    @property
+    def saved_step(self) -> int | None:
+        """After which step this launch saves; None if it saves nothing."""
+        return self.saves_after or self.last_step
+
+    @property
+    def launches(self) -> dict[str, Case]:
+        """Return all launches by folder name: the earlier ones, each as a case, then this one."""
+        earlier = {
+            f"saved_{number}": dataclasses.replace(
+                self,
+                dims=s.dims,
+                features=s.features,
+                resume=self.resume[: number - 1],
+                last_step=s.until or s.after,
+                saves_after=s.until and s.after,
+                cut_short=s.cut_short,
+                runs=1,
+            )
+            for number, s in enumerate(self.resume, start=1)
+        }
+        return earlier | {"run": self}
+
+    @property
+    def local_batch(self) -> int:
+        """Samples in one microbatch of one rank."""
+        return self.training.global_batch // (self.dims.dp * self.features.accumulation * self.microbatches)
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many parts a pipeline's schedule cuts a batch: twice the stages, if the case does not say; else 1."""
+        if self.dims.pp == 1:
+            return 1
+        return self.features.microbatches or 2 * self.dims.pp
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of a sample's length and width per optimizer step on a rank."""
+        return self.features.accumulation * self.microbatches
+
+    @property
+    def stages_per_rank(self) -> int:
+        if self.dims.pp == 1:
+            return 1
+        return self.features.stages_per_rank or (2 if self.features.schedule in LOOPED else 1)
+
+    @property
+    def n_stages(self) -> int:
+        return self.dims.pp * self.stages_per_rank
+
+    @property
+    def wrapper(self) -> str | None:
+        """Who looks after the data ranks: FSDP2 where parameters are sharded, else DDP; None without data parallelism.
+
+        Context parallel counts as sharding: its ranks hold equal parameters and different tokens.
+        """
+        if self.features.wrapper is not None:
+            return self.features.wrapper
+        if self.dims.dp_shard * self.dims.cp > 1:
+            return "fsdp2"
+        return "ddp" if self.dims.dp_replicate > 1 else None
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks a parameter is cut, by FSDP or ZeRO-3. ZeRO-1 and 2 leave it whole."""
+        return 1 if self.wrapper in ("zero1", "zero2") else self.data_dims.shards
+
+    @property
+    def data_dims(self) -> ParallelDims:
+        """The ranks as parameters lie on them. DDP shards over nothing, so that ranks of cp are replicas among others; where it
+        is, dp_shard is 1, and folding both changes no rank's place."""
+        if not self.features.shards_over_cp:
+            return CpReplicates(*self.dims.degrees)
+        if self.wrapper not in ("ddp", "replicate") or self.dims.cp == 1:
+            return self.dims
+        return dataclasses.replace(self.dims, dp_replicate=self.dims.dp_replicate * self.dims.cp, cp=1)
+
+    @property
+    def replicate_axis(self) -> str:
+        """Return the axis that reduces whole gradients: DDP's, joined with cp where FSDP does not shard over cp."""
+        if self.data_dims == self.dims:
+            return "dp_replicate"
+        return "cp" if self.dims.dp_replicate == 1 else "dp_replicate_cp"
+
+    def seq_len(self, step: int) -> int:
+        """Tokens of each sample that step (from 1) trains on."""
+        return self.training.seq_len // 2 if self.training.variable_length and step % 2 == 0 else self.training.seq_len
+
+    def at(self, step: int) -> Case:
+        """The case as it is in a step: the last one may have fewer samples, in fewer or in smaller microbatches."""
+        if self.training.last_batch is None or step != self.training.steps:
+            return self
+        whole = self.training.last_batch // (self.dims.dp * self.local_batch)
+        training = dataclasses.replace(self.training, global_batch=self.training.last_batch, last_batch=None)
+        return dataclasses.replace(
+            self, training=training, features=dataclasses.replace(self.features, accumulation=max(1, whole))
+        )
+
+    def sizes_at(self, step: int, share: int) -> tuple[int, ...]:
+        """Return how many samples each microbatch of a step has on a data rank, counted from 0. Where the last batch is not
+        divided evenly, the first ranks have one more, and some may have none."""
+        of = self.at(step)
+        total, ranks = of.training.global_batch, of.dims.dp
+        return (len(range(share, total, ranks)),) if total % ranks else (of.local_batch,) * of.passes
+
+    @property
+    def noise_key(self) -> str:
+        """Under which the reference's noise is kept: how gradients are added over ranks, and whether matmuls are rounded
+        as on one device."""
+        cut = self.dims.tp * self.dims.cp > 1 or self.features.compile
+        return noise_key(self.training, self.features.reduce_dtype, "parts" if cut else "shares")
+
+    @property
+    def golden_noise_key(self) -> str:
+        """The same for the reference itself: another build's kernels may sum in any order."""
+        return noise_key(self.training, self.features.reduce_dtype, "parts")
+
+    @property
+    def exact(self) -> bool:
+        """Judged by derived float64 bounds, rather than by a bound measured from the reference's own noise."""
+        narrow = {self.training.compute_dtype, self.features.reduce_dtype} - {None, "float64"}
+        return self.training.dtype == "float64" and not narrow and not self.training.quantize
+
+
+def to_json(case: Case) -> dict[str, Any]:
+    return dataclasses.asdict(case) | {"traits": dict(case.traits)}

@@ -1,0 +1,66 @@
+"""Where files of cases lie, and what belongs to them: in somebody's repository, or in this one, whose cases are built in.
+
+A repository has cases/ and golden/ side by side. The path of a case's file is absolute, and relative for one that is built in.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from harness import BUILTIN
+from harness.core.case.case import CaseError
+from harness.core.case.repository import from_here
+
+USUAL = "cases"
+LAYOUTS = BUILTIN / "layouts"  # for a cluster, of which no case is run
+OURS = "builtin"  # what is typed for the cases that come with the harness
+
+
+def folder_of(typed: str) -> Path:
+    """The folder that `--cases` means, absolute. Raises CaseError where there is none."""
+    if typed == OURS:
+        return BUILTIN / USUAL
+    folder = Path(typed).absolute()
+    if folder.is_file():
+        raise CaseError(
+            f"{typed!r} is a file: name its folder, --cases {from_here(folder.parent)}, and choose cases by name"
+        )
+    if not folder.is_dir():
+        raise CaseError(
+            f"no folder {typed!r} in {Path.cwd()}: name one that has YAML files of cases, --cases DIR; "
+            f"those that come with the harness are --cases {OURS}"
+        )
+    return folder
+
+
+def path_of(file: str) -> Path:
+    return BUILTIN / file
+
+
+def repository_of(file: str) -> Path:
+    """What lies beside cases/; of a file in a folder of another name, that folder itself."""
+    folder = path_of(file).parent
+    return folder.parent if folder.name == USUAL else folder
+
+
+def recorded(path: Path) -> str:
+    """The path as a case and its evidence keep it."""
+    path = Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for a loop of links, which reading reports
+    return str(path.relative_to(BUILTIN)) if path.is_relative_to(BUILTIN) else str(path)
+
+
+def shown(file: str) -> str:
+    """The path as a person reads it here."""
+    return from_here(path_of(file))
+
+
+def typed(file: str) -> list[str]:
+    """What selects the file's folder on a command line here: nothing where it is the usual one, or of no file."""
+    return typed_folder(path_of(file).parent) if file else []
+
+
+def typed_folder(folder: Path) -> list[str]:
+    if folder == Path.cwd() / USUAL:
+        return []
+    return ["--cases", OURS if folder == BUILTIN / USUAL else from_here(folder)]

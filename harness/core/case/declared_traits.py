@@ -1,0 +1,55 @@
+"""Traits that a case declares of its trainer, beside those of the adapter: `traits: {loss_chunks: 4}`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from harness.core.case.case import Case
+from harness.core.case.traits import TrainerTraits
+
+ELSEWHERE = {
+    "wrapper": "features: wrapper",
+    "fsdp_units": "features: fsdp_units",
+    "rates": "training: rates",
+    "allow": "allow",
+    "expected_failure": "expected_failure",
+    "flat_order": "the adapter",
+    "zero_layout": "the adapter",
+    "measured": "nothing",
+}
+"""Traits that no case declares in `traits`, and what declares them."""
+_KINDS: dict[str, tuple[type, ...]] = {"attention": (str, type(None)), "defers_sync": (bool, str)}
+"""Types of the traits that may have another one than their default."""
+NAMES = tuple(field.name for field in dataclasses.fields(TrainerTraits) if field.name not in ELSEWHERE)
+
+
+def with_declared(case: Case, traits: TrainerTraits) -> TrainerTraits:
+    """Return the adapter's traits with those of the case, which take precedence."""
+    return dataclasses.replace(traits, **dict(case.traits))
+
+
+def declaration(values: Iterable[tuple[str, Any]]) -> str:
+    """Return the line that declares these traits in a case."""
+    return f"traits: {{{', '.join(f'{name}: {json.dumps(value)}' for name, value in values)}}}"
+
+
+def checked(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return them as a case keeps them. Raise ValueError for a trait or a value that there is not."""
+    pairs = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in values.items())
+    for name, value in pairs:
+        if name in ELSEWHERE:
+            raise ValueError(f"{name} is declared by {ELSEWHERE[name]}, not here")
+        if name not in NAMES:
+            near = difflib.get_close_matches(str(name), NAMES, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown trait {name!r}{hint}; known: {', '.join(NAMES)}")
+        usual = getattr(TrainerTraits(), name)
+        kinds = _KINDS.get(name, (type(usual),))
+        if type(value) not in kinds:
+            raise ValueError(f"{name}: expected {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
+    dataclasses.replace(TrainerTraits(), **dict(pairs))  # type: ignore[arg-type]
+    return pairs

@@ -1,0 +1,183 @@
+"""A layout as a person types it: dp_replicate=2,dp_shard=8; or the configuration that a job is started with."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.core.case.case import CaseError
+from harness.core.case.dims import AXES, ParallelDims
+from harness.core.case.yaml_documents import document_of
+from harness.core.evidence.reading import read_text
+
+TITAN = {
+    "data_parallel_replicate_degree": "dp_replicate",
+    "data_parallel_shard_degree": "dp_shard",
+    "context_parallel_degree": "cp",
+    "tensor_parallel_degree": "tp",
+    "pipeline_parallel_degree": "pp",
+}
+"""torchtitan's words for the degrees."""
+SECTIONS = ("training", "experimental", "parallelism")
+"""Where its TOML files have them: in the first two until 2025."""
+FILES = "torchtitan's .toml, its MODULE:FUNCTION, or accelerate's .yaml"
+"""What may be given in the place of degrees."""
+REST = "dp_shard"  # what -1 may be written for
+MANY = 1 << 40  # ranks: any layout has room on them
+ACCELERATE = {f"parallelism_config_{axis}_size": axis for axis in ("dp_replicate", "dp_shard", "cp", "tp")}
+"""accelerate's, in the section parallelism_config of its configuration (1.10 on)."""
+REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU")
+"""What accelerate calls DDP, by the kind of machine."""
+NOT_SHARDED, WITHIN_MACHINES = ("NO_SHARD", "3"), ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "4", "5")
+"""Of FSDP1's strategies, which accelerate takes by name or number."""
+
+
+def layout(text: str, world_size: int | None) -> ParallelDims:
+    """Degrees, or what has them: torchtitan's TOML file, MODULE:FUNCTION that returns its configuration, accelerate's YAML
+    file. world_size: None where only a file can say it. Raises CaseError."""
+    degrees = _reader(text)(text, world_size)
+    try:
+        return ParallelDims(**degrees)
+    except ValueError as error:
+        raise CaseError(f"{text!r}: {error}") from error
+
+
+def _reader(text: str) -> Callable[[str, int | None], dict[str, int]]:
+    if text.endswith(".toml"):
+        return _of_toml
+    if text.endswith((".yaml", ".yml")):
+        return _of_accelerate
+    return _of_python if ":" in text and "=" not in text else _of_words
+
+
+def _of_words(text: str, _world_size: int | None) -> dict[str, int]:
+    degrees: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        axis, _, degree = part.strip().partition("=")
+        if axis not in AXES or not degree.isdigit():
+            near = difflib.get_close_matches(axis, AXES, 1)
+            meant = f"; did you mean {near[0]}?" if near and axis not in AXES else ""
+            raise CaseError(f"{part!r}: write AXIS=DEGREE, such as dp_shard=8; the axes are {', '.join(AXES)}{meant}")
+        degrees[axis] = int(degree)
+    return degrees
+
+
+# ---- torchtitan
+
+
+def _of_toml(file: str, world_size: int | None) -> dict[str, int]:
+    text = _read(file)
+    try:
+        told = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CaseError(f"{file}: {error}") from error
+    words = {word: degree for name in SECTIONS for word, degree in _section(file, told, name).items()}
+    return _of_titan(file, words, world_size)
+
+
+def _of_python(reference: str, world_size: int | None) -> dict[str, int]:
+    """Imported as a job started here would import it."""
+    module, _, name = reference.partition(":")
+    if "" not in sys.path:
+        sys.path.append("")
+    try:
+        told = getattr(importlib.import_module(module), name)().parallelism
+    except Exception as error:
+        raise CaseError(f"{reference}: no configuration with `parallelism` was returned: {error!r}") from error
+    return _of_titan(reference, {word: getattr(told, word) for word in TITAN if hasattr(told, word)}, world_size)
+
+
+def _of_titan(source: str, told: Mapping[str, Any], world_size: int | None) -> dict[str, int]:
+    """A shard degree of -1 is what the others leave of the ranks."""
+    degrees = {axis: _degree(source, word, told[word]) for word, axis in TITAN.items() if word in told}
+    if degrees.get(REST, -1) == -1:
+        others = math.prod(max(degree, 1) for axis, degree in degrees.items() if axis != REST)
+        degrees[REST] = rest_of(source, "data_parallel_shard_degree -1", others, world_size)
+    return degrees
+
+
+def rest_of(source: str, word: str, others: int, world_size: int | None) -> int:
+    """Return what other degrees leave of the ranks. Raises CaseError if they do not divide the ranks or the world size is
+    unknown."""
+    if world_size is None:
+        raise CaseError(f"{source}: {word} is what is left of a world that it does not say: add --world N")
+    if world_size % others and world_size != MANY:
+        raise CaseError(f"{source}: {others} ranks of the other degrees do not divide the {world_size} of the world")
+    return world_size // others
+
+
+# ---- accelerate
+
+
+def _of_accelerate(file: str, world_size: int | None) -> dict[str, int]:
+    """Return its degrees. Its world is num_processes unless another one is given."""
+    told = accelerate_file(file)
+    section = _section(file, told, "parallelism_config")
+    if section.get("parallelism_config_sp_size", 1) != 1:
+        raise CaseError(f"{file}: parallelism_config_sp_size: no axis of a layout; give the degrees themselves")
+    degrees = {axis: _degree(file, word, section[word]) for word, axis in ACCELERATE.items() if word in section}
+    return degrees or _of_kind(file, told, world_size or processes(file, told))
+
+
+def accelerate_file(file: str) -> dict[str, Any]:
+    """Return what accelerate's configuration says. Raises CaseError for a file that is none."""
+    text = _read(file)
+    try:
+        told = document_of(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise CaseError(f"{file}: not valid YAML: {error}") from error
+    if not isinstance(told, dict) or "distributed_type" not in told:
+        raise CaseError(f"{file}: no configuration of accelerate: it has no distributed_type")
+    return told
+
+
+def processes(file: str, told: Mapping[str, Any]) -> int:
+    """Return the number of ranks in accelerate's configuration. Raises CaseError if it has none."""
+    number = told.get("num_processes")
+    if number is None:
+        raise CaseError(f"{file}: it has no num_processes, of how many ranks it is: add --world N")
+    return _degree(file, "num_processes", number)
+
+
+def _of_kind(file: str, told: Mapping[str, Any], world_size: int) -> dict[str, int]:
+    """Return the degrees of a configuration that names only a kind. Trap: YAML reads an unquoted NO as false."""
+    kind = str(told["distributed_type"] or "NO")
+    if kind in REPLICATED:
+        return {"dp_replicate": world_size}
+    if kind != "FSDP":
+        raise CaseError(f"{file}: distributed_type {kind} tells no degrees that are read; give them themselves")
+    fsdp = _section(file, told, "fsdp_config")
+    strategy = str(fsdp.get("fsdp_sharding_strategy", fsdp.get("fsdp_reshard_after_forward", ""))).upper()
+    if strategy in NOT_SHARDED:
+        return {"dp_replicate": world_size}
+    if strategy not in WITHIN_MACHINES:
+        return {"dp_shard": world_size}
+    machines = max(1, _degree(file, "num_machines", told.get("num_machines", 1)))
+    return {"dp_replicate": machines, "dp_shard": rest_of(file, strategy, machines, world_size)}
+
+
+def _section(file: str, told: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if not isinstance(section := told.get(name) or {}, dict):
+        raise CaseError(f"{file}: {name}: expected a mapping")
+    return section
+
+
+def _read(file: str) -> str:
+    try:
+        return read_text(Path(file))
+    except OSError as error:
+        raise CaseError(f"{file}: {error.strerror}") from error
+
+
+def _degree(source: str, word: str, given: object) -> int:
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise CaseError(f"{source}: {word} is {given!r}, and no number of ranks")
+    return given

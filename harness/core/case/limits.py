@@ -1,0 +1,96 @@
+"""How large a case may be. Neither the plan's arithmetic nor a run of a larger one would end: it is refused before any work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    from harness.core.case.case import Case
+
+RANKS = 2**17  # of a plan
+STARTED = 4096  # of one run
+TOKENS = 2**27  # of a step of a plan
+TRAINED = 2**24  # of a step of a run
+NAME = 100  # letters; a file's name has at most 255 bytes, and gets more words
+COMBINATIONS = 10_000  # of one cross product
+NODES = 100_000  # of a YAML file, whatever an alias stands for counted each time
+SIZES = {"steps": 10_000, "warmup_steps": 2**20, "n_layers": 512, "seed": 2**63 - 1}
+SIZES |= dict.fromkeys(("dim", "ffn_dim", "vocab_size", "n_heads", "n_kv_heads", "accumulation"), 2**20)
+WORD = re.compile(rf"[\w.-]{{1,{NAME}}}")
+
+
+def too_large(case: Case) -> str:
+    """Which number is too large, or which name no part of a path; empty if all is well."""
+    for record in (case.training, case.model, case.features):
+        for key, most in SIZES.items():
+            if getattr(record, key, 0) > most:
+                return f"{key} {shown(getattr(record, key))} is more than the {most} that a case may have"
+    if case.training.seed < 0:
+        return f"seed must be at least 0, got {shown(case.training.seed)}"
+    if len(case.name) > NAME:
+        return f"a name has at most {NAME} letters, this one {len(case.name)}"
+    if not WORD.fullmatch(case.model.name):
+        return (
+            f"model: name {shown(case.model.name)}: letters, digits, '_', '.' and '-' only, it becomes part of a path"
+        )
+    if "\0" in (case.training.data or ""):
+        return "training: data: no file has a NUL in its name"
+    ranks, tokens = case.dims.world_size, case.training.global_batch * case.training.seq_len
+    if ranks > RANKS:
+        return f"{shown(ranks)} ranks, more than {RANKS}"
+    if tokens > TOKENS:
+        return f"global_batch x seq_len = {shown(tokens)} tokens a step, more than {TOKENS}"
+    return ""
+
+
+def too_large_to_start(case: Case) -> str:
+    """Return why a run of this case is refused; empty if it can be tried."""
+    ranks = max(launched.dims.world_size for launched in case.launches.values())
+    tokens = case.training.global_batch * case.training.seq_len
+    for what, number, most in (("ranks", ranks, STARTED), ("tokens a step", tokens, TRAINED)):
+        if number > most:
+            return f"{number} {what}, more than the {most} of a run; `harness plan` and `harness preflight` take it"
+    return ""
+
+
+def _product(shape: Iterable[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def too_many(axes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return why a cross product is refused; empty if it is not."""
+    count = _product(map(len, axes.values()))
+    return f"{shown(count)} combinations, more than {COMBINATIONS}" if count > COMBINATIONS else ""
+
+
+def refuse_bombs(node: yaml.Node | None) -> None:
+    """A few lines of aliases of aliases stand for more than any memory holds. Raises YAMLError."""
+    if node is not None and (count := _nodes(node, {})) > NODES:
+        raise yaml.YAMLError(f"{shown(count)} values, counting what each alias stands for, more than {NODES}")
+
+
+def _nodes(node: yaml.Node, known: dict[int, int]) -> int:
+    if id(node) not in known:
+        known[id(node)] = 0
+        inside = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
+        some = inside if isinstance(node, yaml.CollectionNode) else []
+        known[id(node)] = 1 + sum(_nodes(one, known) for one in some)
+    elif known[id(node)] == 0:
+        raise yaml.YAMLError(f"line {node.start_mark.line + 1}: an alias within what it stands for")
+    return known[id(node)]
+
+
+def shown(value: Any) -> str:
+    """At most 200 letters of it."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        return f"a number of {value.bit_length()} bits"
+    return text if len(text) <= 200 else f"{text[:197]}..."

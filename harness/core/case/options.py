@@ -1,0 +1,200 @@
+"""Every option that a user can request, and cases that are made of a list of them.
+
+An option is a fragment of a case, and how to recognise it in one. A case that says `options: CPU offload; AC, full` is the
+fragments of both together; what else it says wins. The table of docs/checks.md lists the names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.core.case.case import Case, CaseError
+from harness.reference.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Option:
+    """kind: what it is an alternative of. fragment: the least that a case must say to request it."""
+
+    name: str
+    kind: str
+    fragment: Mapping[str, Any]
+    holds: Callable[[Case], bool]
+
+
+def options() -> list[Option]:
+    """In the order of the table in docs/checks.md."""
+    return [*_layouts(), *_of_features(), *_of_training(), *_of_model(), *_of_runs()]
+
+
+def with_options(fragment: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Puts what the options say in the place of their names. Raises CaseError for a name that there is not."""
+    if "options" not in fragment:
+        return fragment
+    known = {option.name: option for option in options()}
+    names = str(fragment["options"]).split("; ")
+    if unknown := [name for name in names if name not in known]:
+        raise CaseError(f"{where}: options: unknown {unknown[0]!r}; they are parted by '; ': {'; '.join(known)}")
+    rest = {key: value for key, value in fragment.items() if key != "options"}
+    return merge(functools.reduce(merge, (known[name].fragment for name in names), {}), rest)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`over` wins; mappings are merged key by key. A model named by its preset counts as {preset: name}."""
+    merged = dict(base)
+    for key, value in (over or {}).items():
+        old = {"preset": merged[key]} if isinstance(merged.get(key), str) and key == "model" else merged.get(key)
+        new = {"preset": value} if isinstance(value, str) and key == "model" else value
+        new = {} if new is None and isinstance(old, Mapping) else new  # a key with nothing after it changes nothing
+        merged[key] = merge(old, new) if isinstance(old, Mapping) and isinstance(new, Mapping) else value
+    return merged
+
+
+# ---- the options
+
+
+def _layouts() -> Iterator[Option]:
+    shard, replicate = {"dp_shard": 2}, {"dp_replicate": 2}
+    both = shard | replicate
+    for name, dims, wrapper in (
+        ("DDP", replicate, "ddp"),
+        ("replicate", replicate, "replicate"),
+        ("FSDP2", shard, "fsdp2"),
+        ("HSDP", both, "fsdp2"),
+        ("HSDP, dp_shard 1", replicate, "fsdp2"),
+        ("FSDP1", shard, "fsdp1"),
+        ("FSDP1, NO_SHARD", replicate, "fsdp1"),
+        ("FSDP1, hybrid", both, "fsdp1"),
+    ):
+        yield Option(name, "data parallel", {"dims": dims, "features": {"wrapper": wrapper}}, _wrapped(dims, wrapper))
+    yield Option("TP", "tp", {"dims": {"tp": 2}}, lambda case: case.dims.tp > 1 and case.features.sequence_parallel)
+    yield _feature("TP without sequence parallel", "tp", "sequence_parallel", False, {"tp": 2})
+    yield Option(
+        "CP", "cp", {"dims": {"cp": 2}}, lambda case: case.dims.cp > 1 and case.features.cp_rotation == "allgather"
+    )
+    yield _feature("CP, all-to-all", "cp", "cp_rotation", "alltoall", {"cp": 2})
+    for schedule in (
+        "GPipe",
+        "1F1B",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ):
+        fragment = {"dims": {"pp": 2}, "features": {"schedule": schedule}, "model": {"n_layers": 4}}
+        yield Option(f"PP, {schedule}", "pp", fragment, _scheduled(schedule))
+
+
+def _wrapped(dims: Mapping[str, int], wrapper: str) -> Callable[[Case], bool]:
+    """CP shards like dp_shard: FSDP over its ranks is FSDP."""
+
+    def holds(case: Case) -> bool:
+        replicated, sharded = case.dims.dp_replicate > 1, case.dims.dp_shard * case.dims.cp > 1
+        return (case.wrapper, replicated, sharded) == (wrapper, "dp_replicate" in dims, "dp_shard" in dims)
+
+    return holds
+
+
+def _scheduled(schedule: str) -> Callable[[Case], bool]:
+    return lambda case: case.dims.pp > 1 and case.features.schedule == schedule
+
+
+def _feature(name: str, kind: str, key: str, value: Any, dims: Mapping[str, int] | None = None) -> Option:
+    fragment: dict[str, Any] = {"features": {key: value}} | ({"dims": dict(dims)} if dims else {})
+    return Option(name, kind, fragment, lambda case: getattr(case.features, key) == value)
+
+
+def _of_features() -> Iterator[Option]:
+    yield _feature("no loss parallel", "loss parallel", "loss_parallel", False, {"tp": 2})
+    yield _feature("async TP", "async TP", "async_tp", True, {"tp": 2})
+    yield _feature("CP, no load balance", "load balance", "cp_load_balance", False, {"cp": 2})
+    for policy in ("always", "never", 2):
+        yield _feature(
+            f"reshard {policy}", "reshard", "reshard_after_forward", policy, {"dp_shard": 4 if policy == 2 else 2}
+        )
+    yield _feature("CPU offload", "CPU offload", "cpu_offload", True, {"dp_shard": 2})
+    for kind in ("full", "layer", "op"):
+        yield _feature(f"AC, {kind}", "activation checkpointing", "activation_checkpointing", kind)
+    twice = {"features": {"accumulation": 2}}
+    yield Option("accumulation", "accumulation", twice, lambda case: case.features.accumulation > 1)
+    yield _feature("torch.compile", "compile", "compile", True)
+
+
+def _of_training() -> Iterator[Option]:
+    small = {"global_batch": 8}  # as in cases/precision.yaml: noise is measured once a recipe, and takes long
+    bf16 = {"dtype": "float32", "compute_dtype": "bfloat16"} | small
+    yield Option(
+        "float32",
+        "precision",
+        {"training": {"dtype": "float32"} | small},
+        lambda case: (
+            case.training.dtype == "float32" and not case.training.compute_dtype and not case.training.quantize
+        ),
+    )
+    yield Option(
+        "bfloat16, reduced in float32",
+        "precision",
+        {"dims": {"dp_shard": 2}, "training": bf16, "features": {"reduce_dtype": "float32"}},
+        lambda case: case.training.compute_dtype == "bfloat16" and case.features.reduce_dtype == "float32",
+    )
+    yield Option(
+        "bfloat16, reduced in bfloat16",
+        "precision",
+        {"dims": {"dp_shard": 2}, "training": bf16},
+        lambda case: case.training.compute_dtype == "bfloat16" and case.features.reduce_dtype in (None, "bfloat16"),
+    )
+    for quantize, dtype in (
+        ("float8_tensorwise", "float32"),
+        ("float8_rowwise", "float64"),
+        ("float8_rowwise_with_gw_hp", "float64"),
+        ("mxfp8", "float32"),
+    ):
+        fragment: dict[str, Any] = {"training": {"dtype": dtype, "quantize": quantize} | small}
+        fragment |= (
+            {"model": {"dim": 128, "ffn_dim": 256}} if quantize == "mxfp8" else {}
+        )  # blocks of 32, also under tp
+        yield Option(quantize, "precision", fragment, _quantized(quantize))
+    yield _training("SGD", "optimizer", "optimizer", "sgd")
+    yield _training("no clipping", "clipping", "max_norm", None)
+    yield _training("two optimizer groups", "optimizer groups", "decay", "matrices")
+    yield _training("variable length", "length", "variable_length", True)
+    yield _training("document mask", "document mask", "document_mask", True)
+    yield _training("samples without a label", "labels", "masked_samples", True)
+
+
+def _quantized(quantize: str) -> Callable[[Case], bool]:
+    return lambda case: case.training.quantize == quantize
+
+
+def _training(name: str, kind: str, key: str, value: Any) -> Option:
+    return Option(name, kind, {"training": {key: value}}, lambda case: getattr(case.training, key) == value)
+
+
+def _of_model() -> Iterator[Option]:
+    yield Option(
+        "tied embeddings", "tied", {"model": {"tied_embeddings": True}}, lambda case: case.model.tied_embeddings
+    )
+    yield Option(
+        "RoPE scaling",
+        "RoPE",
+        {"model": {"rope_scaling": {"factor": 8.0, "original_max_position": 256}}},
+        lambda case: case.model.rope_scaling is not None,
+    )
+    yield Option(
+        "uneven sizes",
+        "sizes",
+        {"model": {"vocab_size": 259}},
+        lambda case: case.model.vocab_size % 2 > 0,
+    )
+    yield Option(
+        "dropout", "dropout", {"model": {"dropout": 0.1}}, lambda case: case.model.dropout > ModelConfig().dropout
+    )
+
+
+def _of_runs() -> Iterator[Option]:
+    yield Option("run twice", "repeat", {"runs": 2}, lambda case: case.runs == 2)
+    yield Option("resumed from a checkpoint", "checkpoint", {"resume": [{"after": 1}]}, lambda case: bool(case.resume))

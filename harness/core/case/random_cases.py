@@ -1,0 +1,92 @@
+"""Generated cases: options of options.py drawn at random and combined, as bugs live where several of them meet.
+
+`harness matrix --random 40 --seed 7` judges 40 of them, `random_7_1` and on. A name says all: `harness run random_7_1` draws
+that very case again, with the options of the harness at hand; evidence keeps the case itself. They have no golden, and the
+noise of narrow recipes is measured on the spot.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from harness.core.case.case import Case, CaseError
+from harness.core.case.dims import AXES
+from harness.core.case.loading import from_json
+from harness.core.case.options import Option, merge, options
+from harness.core.case.variants import in_dtype
+
+LAYOUTS = ("data parallel", "tp", "cp", "pp")
+LEFT_OUT = ("compile", "async TP")  # minutes each; no CPU kernel
+LARGEST_WORLD = 8
+MOST_REFUSED = 2000  # draws in a row that cannot run, before cases that can are said to be too rare
+MOST_REASONS = 3
+
+
+def named(name: str) -> Case | None:
+    """The case of such a name; None for any other."""
+    found = re.fullmatch(r"random_(\d+)_(\d+)", name)
+    return draw(int(found[1]), int(found[2])) if found else None
+
+
+def first(count: int, seed: int, reason: Callable[[Case], str | None], dtype: str | None = None) -> list[Case]:
+    """The first ones for which there is no reason why they cannot run, in this dtype. Raises CaseError if they are too rare."""
+    found: list[Case] = []
+    reasons: list[str] = []
+    for number in itertools.count(1):
+        case = in_dtype(draw(seed, number), dtype)
+        if refused := reason(case):
+            reasons.append(refused)
+        else:
+            found, reasons = [*found, case], []
+        if len(found) == count:
+            return found
+        if len(reasons) == MOST_REFUSED:
+            raise CaseError(f"--random {count}: {_too_rare(len(found), number, reasons)}")
+    raise AssertionError("counting does not end")
+
+
+def _too_rare(found: int, drawn: int, reasons: list[str]) -> str:
+    """What keeps most of them from running, so that a person sees which option of the adapter or command would help."""
+    most = [f"{count} x {reason}" for reason, count in Counter(reasons).most_common(MOST_REASONS)]
+    text = f"of {drawn} drawn this trainer runs {found}, of the last {len(reasons)} none"
+    return f"{text}; most often because of: {'; '.join(most)}"
+
+
+def draw(seed: int, number: int) -> Case:
+    """One to three ways to divide the model, and two to four other options; drawn anew until that is a valid case."""
+    chance = random.Random(f"{seed} {number}")
+    kinds = _by_kind()
+    others = [kind for kind in kinds if kind not in (*LAYOUTS, *LEFT_OUT)]
+    while True:
+        drawn = [*chance.sample(LAYOUTS, chance.randint(1, 3)), *chance.sample(others, chance.randint(2, 4))]
+        chosen = [chance.choice(kinds[kind]) for kind in drawn]
+        if case := _combined(chosen, chance, f"random_{seed}_{number}"):
+            return case
+
+
+@functools.cache
+def _by_kind() -> dict[str, list[Option]]:
+    found: dict[str, list[Option]] = {}
+    for option in options():
+        found.setdefault(option.kind, []).append(option)
+    return found
+
+
+def _combined(chosen: list[Option], chance: random.Random, name: str) -> Case | None:
+    fragment: dict[str, Any] = functools.reduce(merge, (option.fragment for option in chosen), {})
+    wider = {axis: degree * chance.choice((1, 1, 2)) for axis, degree in fragment.get("dims", {}).items()}
+    earlier = {"dims": {chance.choice(AXES[1:]): 2}} if "resume" in fragment else {}
+    fragment |= {"dims": wider, "name": name, "why": ", ".join(option.name for option in chosen)}
+    fragment |= {"resume": [entry | earlier for entry in fragment.get("resume", [])]}
+    fragment = merge(fragment, {"model": {"n_layers": chance.choice((2, 4, 5, 8))}})
+    try:
+        case = from_json(fragment)
+    except CaseError:
+        return None
+    return case if case.dims.world_size <= LARGEST_WORLD and all(option.holds(case) for option in chosen) else None

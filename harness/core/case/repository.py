@@ -1,0 +1,37 @@
+"""The repository around the current folder: its name, and paths as they are typed in it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from harness.core.evidence.git import git
+
+
+def root_of(folder: Path) -> Path | None:
+    """Return the nearest folder, this one or one above it, that has .git. None outside of a repository."""
+    folder = folder.absolute()
+    return next((above for above in (folder, *folder.parents) if (above / ".git").exists()), None)
+
+
+def name_here() -> str:
+    """Return the name of the repository, and the folder in it in which commands are typed. Empty outside of a repository."""
+    here = Path.cwd()
+    root = root_of(here)
+    if root is None:
+        return ""
+    try:
+        remote = git(root, "config", "--get", "remote.origin.url").stdout.strip()
+    except OSError:
+        remote = ""
+    name = remote.rstrip("/").replace(":", "/").rpartition("/")[2].removesuffix(".git") or root.name
+    return "/".join([name, *here.relative_to(root).parts])
+
+
+def from_here(path: str | Path) -> str:
+    """Return the path relative to the current folder if both lie in one repository, or the path below that folder."""
+    path, here = Path(path), Path.cwd()
+    if not path.is_absolute():
+        return str(path)
+    root = root_of(here) or here
+    return os.path.relpath(path, here) if path.is_relative_to(root) else str(path)

@@ -1,0 +1,32 @@
+"""The repository that holds a trainer's sources, and the commit that is checked out there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness import BUILTIN, ROOT
+from harness.core.case.case import CaseError
+from harness.core.case.repository import root_of
+from harness.core.case.trainer_spec import TrainerSpec
+from harness.core.evidence.git import git
+
+
+def repository_of(spec: str) -> Path:
+    """Return the root of the repository that has the sources of a trainer. Raises CaseError where there is none."""
+    trainer = TrainerSpec.parse(spec)
+    if trainer.source or trainer.is_file:
+        place = Path(trainer.source) if trainer.source else Path(trainer.name).parent
+        root = root_of(place.resolve())
+    else:
+        root = root_of(ROOT) if BUILTIN == ROOT and spec == "llama3" else None
+    if root is None:
+        raise CaseError(f"{spec}: its sources are in no git repository, so what changed is not known; --source PATH")
+    return root
+
+
+def clean_commit(root: Path) -> str:
+    """Return the commit that is checked out. Raises CaseError if files differ from it: a map is of a commit."""
+    commit = git(root, "rev-parse", "--verify", "HEAD").stdout.strip()
+    if not commit or git(root, "status", "--porcelain", "--untracked-files=no").stdout.strip():
+        raise CaseError(f"{root}: has changes that are not committed; a map is of a commit: commit them or leave --map")
+    return commit

@@ -1,0 +1,113 @@
+"""The trainer under test where none is typed, for every command and the pytest plugin. It is the one in the repository's
+pytest configuration, else the one adapter of this folder, else the trainer that comes with the harness."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.core.case.repository import from_here
+from harness.core.case.trainer_spec import CHECKOUT
+
+OURS = "llama3"
+"""The trainer that comes with the harness."""
+KEY = "harness_trainer"
+TABLES = {"pytest.toml": ("pytest",), ".pytest.toml": ("pytest",), "pyproject.toml": ("tool", "pytest")}
+SECTIONS = {"pytest.ini": "pytest", ".pytest.ini": "pytest", "tox.ini": "pytest", "setup.cfg": "tool:pytest"}
+FILES = ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
+"""In pytest's order. The first of the nearest folder that has a section for pytest counts."""
+
+
+@dataclass(frozen=True)
+class Usual:
+    name: str
+    """NAME, or FILE.py: absolute if a configuration names it, else relative to this folder."""
+    because: str = ""
+    """What chose it, in words; empty if nothing did."""
+
+
+def usual_trainer() -> Usual:
+    """Return the trainer to use if none is named. Raises ValueError if this folder has several adapters."""
+    here = adapters_here()
+    if found := configured(Path.cwd()):
+        return found
+    if len(here) > 1:
+        raise ValueError(
+            f"name one of the adapters of this folder: {', '.join(here)}; or write {KEY} into pyproject.toml, table"
+            " [tool.pytest.ini_options]"
+        )
+    return Usual(here[0], "the only adapter of this folder") if here else Usual(OURS)
+
+
+def adapters_here() -> list[str]:
+    """Return the files of this folder that are called as `harness init` calls adapters."""
+    return sorted(str(file) for file in Path().glob("*.py") if file.stem == "adapter" or file.stem.endswith("_adapter"))
+
+
+def typed(name: str) -> list[str]:
+    """Return the words of a command line here that select the trainer: none if it is the usual one. An adapter in a checkout
+    of `harness nightly` is the repository's."""
+    name = name.rpartition(f"/{CHECKOUT}/")[2]
+    try:
+        found = usual_trainer().name
+    except ValueError:
+        found = ""
+    same = name == found or (found.endswith(".py") and Path(found).resolve() == Path(name).resolve())
+    return [] if same else ["--trainer", from_here(name) if name.endswith(".py") else name]
+
+
+# ---- the configuration
+
+
+def configured(folder: Path) -> Usual | None:
+    """Return what the nearest pytest configuration names, in this folder or above it. Raises ValueError."""
+    for path in (above / name for above in (folder, *folder.parents) for name in FILES):
+        if path.is_file() and (section := section_of(path)) is not None:
+            return of_configuration(section[KEY], path) if KEY in section else None
+    return None
+
+
+def of_configuration(value: Any, path: Path) -> Usual:
+    """Return the trainer of that value; a FILE.py in it is relative to the configuration. Raises ValueError."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{path}: {KEY} = {value!r}: a NAME or a FILE.py is needed")
+    name = value.strip()
+    if name.endswith(".py") and not (path.parent / name).is_file():
+        raise ValueError(f"{path}: {KEY} = {name!r}: there is no such file")
+    return Usual(str(path.parent / name) if name.endswith(".py") else name, f"{KEY} of {path.name}")
+
+
+def section_of(path: Path) -> Mapping[str, Any] | None:
+    """Return the part that is for pytest; None if the file has none. Raises ValueError if it cannot be read."""
+    try:
+        if path.name in TABLES:
+            return _of_toml(tomllib.loads(path.read_text(encoding="utf-8")), path.name)
+        return next(_of_ini(path), None)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+
+
+def _of_toml(document: Any, name: str) -> Mapping[str, Any] | None:
+    for key in TABLES[name]:
+        document = document.get(key, {})
+        if not isinstance(document, dict):
+            raise ValueError(f"{key} is no table")
+    found = document | document.get("ini_options", {})
+    return found if found or name != "pyproject.toml" else None
+
+
+def _of_ini(path: Path) -> Iterator[Mapping[str, Any]]:
+    """A pytest.ini counts even if it is empty."""
+    from iniconfig import IniConfig, ParseError  # what pytest reads it with
+
+    try:
+        sections = IniConfig(str(path)).sections
+    except ParseError as error:
+        raise ValueError(str(error)) from error
+    if SECTIONS[path.name] in sections:
+        yield sections[SECTIONS[path.name]]
+    elif path.name.endswith("pytest.ini"):
+        yield {}

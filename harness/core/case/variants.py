@@ -1,0 +1,41 @@
+"""Cases in another dtype than they are written in, for a trainer that computes in one only: `harness matrix --dtype float32`.
+
+Layout, features and name stay, so all checks judge what they judge in float64; the reference computes the same recipe, and
+bounds are measured from its noise. docs/adapters.md says what is seen then, and what not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from harness.core.case import limits
+from harness.core.case.case import Case, CaseError
+from harness.core.case.features import Features
+
+
+def in_dtype(case: Case, dtype: str | None) -> Case:
+    """The same case in this dtype; it is no longer the case of any file. A case in this dtype is returned unchanged."""
+    old = case.training.dtype
+    if dtype is None or dtype == old:
+        return case
+    compute = dtype if case.training.compute_dtype == old else case.training.compute_dtype
+    return dataclasses.replace(
+        case,
+        training=dataclasses.replace(case.training, dtype=dtype, compute_dtype=compute),
+        features=_reduced(case.features, old, dtype),
+        resume=tuple(dataclasses.replace(s, features=_reduced(s.features, old, dtype)) for s in case.resume),
+        file="",
+    )
+
+
+def _reduced(features: Features, old: str, dtype: str) -> Features:
+    return dataclasses.replace(features, reduce_dtype=dtype) if features.reduce_dtype == old else features
+
+
+def reseeded(case: Case, seed: int) -> Case:
+    """The same case with other weights, data and order. It is no longer the case of any file, and has no golden. Raises
+    CaseError for a seed that there is not."""
+    other = dataclasses.replace(case, training=dataclasses.replace(case.training, seed=seed), file="")
+    if problem := limits.too_large(other):
+        raise CaseError(problem)
+    return other

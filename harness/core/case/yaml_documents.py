@@ -1,0 +1,69 @@
+"""YAML as people mean it: a key that is written twice is an error, and what is nested or grows without bound is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
+from yaml.resolver import Resolver
+
+from harness.core.case import limits
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML as people mean it: a key written twice is an error, not the last one winning."""
+
+
+if yaml.__with_libyaml__:
+    from yaml.cyaml import CParser  # type: ignore[attr-defined]
+
+    class _FastLoader(Composer, CParser, SafeConstructor, Resolver):
+        """The same, scanned and parsed in C. Trap: libyaml's composer crashes on what is nested deeply, so it has Python's."""
+
+        def __init__(self, text: str) -> None:
+            CParser.__init__(self, text)
+            for part in (Composer, SafeConstructor, Resolver):
+                part.__init__(self)
+
+else:
+    _FastLoader = _UniqueKeyLoader  # type: ignore[assignment,misc]
+
+
+def _unique_mapping(loader: SafeConstructor, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    merges = [key for key, _ in node.value if key.tag == "tag:yaml.org,2002:merge"]
+    if len(merges) > 1:
+        line = merges[1].start_mark.line + 1
+        raise yaml.YAMLError(f"line {line}: key '<<' is written twice; one list merges several: <<: [*first, *second]")
+    written = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # << may be overridden
+    keys = [loader.construct_object(key, deep=deep) for key in written]
+    for position, key in enumerate(keys):
+        if key in keys[:position]:
+            raise yaml.YAMLError(f"line {written[position].start_mark.line + 1}: key {key!r} is written twice")
+    return SafeConstructor.construct_mapping(loader, node, deep)
+
+
+for _loader in (_UniqueKeyLoader, _FastLoader):
+    _loader.add_constructor(  # type: ignore[type-var]
+        yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping
+    )
+
+
+def document_of(text: str) -> Any:
+    """Return what a YAML file holds. Raises yaml.YAMLError or ValueError, also for one that is nested too deeply.
+
+    The slow loader says what is wrong, in the same words with and without libyaml.
+    """
+    try:
+        try:
+            return _loaded(_FastLoader(text))
+        except (yaml.YAMLError, ValueError, RecursionError):
+            return _loaded(_UniqueKeyLoader(text))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _loaded(loader: Any) -> Any:
+    limits.refuse_bombs(node := loader.get_single_node())
+    return None if node is None else loader.construct_document(node)

@@ -1,0 +1,102 @@
+"""Failing checks -> causes that are proven, in the field's words, and the evidence for them in a few lines.
+
+Each file has one subject. It proposes hypotheses, which the engine tests: under the assumption the stored evidence is judged
+again. A hypothesis is proven if the failing checks pass then, and no passing check fails. A file also states facts, which a
+check saw directly. What neither explains is located: the place is given where numbers are first wrong.
+
+A diagnosis is a service; the checks alone decide the verdict. So what raises is skipped, and the evidence says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from harness.core import rings
+from harness.core.causes.contributions import lacks_the_outputs_part, sums_of_whole_gradients
+from harness.core.causes.declarable import LABEL, declared_once, lines_to_write, moved_inside
+from harness.core.causes.engine import explain
+from harness.core.causes.facts import (
+    adapters_scaled,
+    layers_lost,
+    not_finite,
+    not_frozen,
+    not_trained,
+    observed,
+    of_other_stages,
+    process_failed,
+)
+from harness.core.causes.hypothesis import Facts, Suspects
+from harness.core.causes.reported import odd_reports, wrong_reports
+from harness.core.causes.request import neighbours
+from harness.core.causes.structure_facts import facts as facts_of_structure
+from harness.core.causes.structure_facts import fsdp2_switches
+from harness.core.causes.telling import HARMLESS, broken_elsewhere, told, what_weaker_tests_say
+from harness.core.checks import judge
+from harness.core.judge.result import Diagnosis, Result, Verdict, one_cause
+from harness.core.judge.trial import Trial, launch_label
+
+SUSPECTS: tuple[Suspects, ...] = (
+    layers_lost,
+    not_trained,
+    not_frozen,
+    adapters_scaled,
+    neighbours,
+    wrong_reports,
+    sums_of_whole_gradients,
+    lacks_the_outputs_part,
+)
+FACTS: tuple[Facts, ...] = (process_failed, of_other_stages, not_finite, facts_of_structure, odd_reports, observed)
+
+
+@functools.cache
+def all_suspects() -> tuple[Suspects, ...]:
+    """Return the core's and those of rings, in the order in which they are asked."""
+    return rings.in_order("suspects", SUSPECTS)
+
+
+@functools.cache
+def costly_suspects() -> tuple[Suspects, ...]:
+    """Return the suspects that compute models to propose something. All of them are of rings."""
+    return rings.in_order("costly", ())
+
+
+@functools.cache
+def all_facts() -> tuple[Facts, ...]:
+    """Return the core's and those of rings, in the order in which they are asked."""
+    return rings.in_order("facts", FACTS)
+
+
+def diagnose(
+    trial: Trial,
+    results: Sequence[Result],
+    suspects: Sequence[Suspects] | None = None,
+    facts: Sequence[Facts] | None = None,
+    costly: Sequence[Suspects] | None = None,
+) -> Diagnosis | None:
+    """None if no check fails. Never raises. If a case resumes, the first launch that fails a check is diagnosed. A launch that
+    only keeps or moves too much is passed over where more than that fails later, because it does not explain it."""
+    suspects = all_suspects() if suspects is None else suspects
+    facts = all_facts() if facts is None else facts
+    costly = costly_suspects() if costly is None else costly
+    failed = [result for result in results if result.verdict is Verdict.FAIL]
+    before = judge(trial.saved[-1]) if failed and trial.saved else []
+    if before and (earlier := diagnose(trial.saved[-1], before, suspects, facts, costly)):
+        harmless = {result.check for result in before if result.verdict is Verdict.FAIL} <= HARMLESS
+        if not (harmless and {result.check for result in failed} - HARMLESS):
+            return dataclasses.replace(earlier, evidence=(*earlier.evidence, *broken_elsewhere(trial, failed, before)))
+    broken = {result.check: result for result in failed if result.findings}
+    if not broken:
+        return one_cause(f"{failed[0].check} is broken and does not say where") if failed else None
+    found = told(trial, results, explain(trial, results, suspects, facts, costly))
+    if trial.case.last_step is not None:
+        found = dataclasses.replace(found, launch=launch_label(trial))
+    others = broken_elsewhere(trial.saved[-1], before, failed) if before else ()
+    others += lines_to_write(trial, broken) + fsdp2_switches(trial)
+    others += moved_inside(trial, broken) if not any(label == LABEL for label, _ in found.evidence) else ()
+    evidence = declared_once(trial.case, (*found.evidence, *others, *what_weaker_tests_say(results)))
+    return dataclasses.replace(found, evidence=evidence)
+
+
+__all__ = ["Diagnosis", "all_facts", "all_suspects", "costly_suspects", "diagnose"]

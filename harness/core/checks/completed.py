@@ -1,0 +1,173 @@
+"""Every rank exited by itself with code 0, left evidence of every requested step and parameter, and left no process behind.
+
+A failure of the harness is no verdict on the trainer. Examples: a disk that could not take evidence, a file that was damaged
+later, ranks that were lost together with their launcher. For ranks that ran alone, it is no verdict either that a tensor has no
+contents.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+
+from harness.core.evidence.records import Exit, RankEvidence, Run
+from harness.core.evidence.store import EvidenceError
+from harness.core.judge.finding import Finding
+from harness.core.judge.result import Result, Verdict, verdict_of
+from harness.core.judge.trial import Trial
+from harness.core.plan.slices import numel
+from harness.core.trainers import CannotStart
+from harness.reference.config import trains
+
+STAGE = "process"
+NEEDS = frozenset({"ends"})
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a write meets where the machine, and no trainer, has set a limit."""
+
+
+def check(trial: Trial) -> Result:
+    ended = sorted(trial.run.exits, key=lambda exit: not exit.blamed)
+    if note := _not_the_trainers(trial.run):
+        return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
+    unable = {exit.rank: exit.error for exit in ended if exit.how == "unable"}
+    failed = [exit for exit in ended if (exit.how != "ok" or exit.blamed) and exit.rank not in unable]
+    findings = [_exit_finding(trial, exit) for exit in failed]
+    findings += [
+        Finding.at(exit.rank, None, exit.left, kind="process", quantity="processes left behind")
+        for exit in ended
+        if exit.left
+    ]
+    if trial.run.world_size != trial.plan.dims.world_size:
+        requested, ran = trial.plan.dims.world_size, trial.run.world_size
+        findings.append(Finding(quantity="launch", expected=requested, observed=ran, unit="ranks started"))
+    exited = {exit.rank for exit in trial.run.exits}
+    for rank in trial.due:
+        if rank not in exited:
+            findings.append(Finding.at(rank, "exit code 0", "exit not reported", kind="process"))
+        if rank in trial.ranks:
+            findings += _wrong_identity(trial, rank)
+            findings += _evidence_findings(trial, trial.ranks[rank]) if "declared" in trial.run.provided else []
+        elif not any(exit.rank == rank and (exit.how != "ok" or rank in trial.run.unreadable) for exit in ended):
+            findings.append(Finding.at(rank, "an evidence file", None, kind="process"))
+    if trial.run.unreadable and not findings:
+        rank, damage = min(trial.run.unreadable.items())
+        note = f"the evidence of rank {rank} cannot be read: {damage}"
+        return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
+    if unable and not findings:
+        rank, reason = min(unable.items())
+        note = f"rank {rank} could not be run alone: {reason}"
+        return Result("completed", Verdict.UNKNOWN, trial.run.world_size, note=note)
+    return verdict_of("completed", findings, examined=len(trial.run.started))
+
+
+def _not_the_trainers(run: Run) -> str:
+    """What the harness lacked, so that nothing is known of the trainer; empty where some rank failed by itself."""
+    blamed = [exit for exit in run.exits if exit.blamed]
+    for exit in blamed:
+        if _raised(EvidenceError, exit):
+            return f"rank {exit.rank} could not leave its evidence: {exit.error}"
+        if any(os.strerror(number) in exit.error for number in FULL):
+            return f"rank {exit.rank} could not write: {exit.error}; free the disk, or raise the quota or ulimit -f"
+    if unable := _unable_to_start(run):
+        return f"rank {unable[0].rank} ran nothing of the trainer: {unable[0].error}"
+    failed = [exit for exit in run.exits if exit.how != "ok" or exit.blamed]
+    if failed and all(exit.how == "lost" for exit in failed):
+        return f"rank {failed[0].rank} was lost: {failed[0].error}"
+    return ""
+
+
+def _unable_to_start(run: Run) -> list[Exit]:
+    """The ranks that could not start; none where another got further, for what they lack may be the trainer's own mistake."""
+    unable = [exit for exit in run.exits if _raised(CannotStart, exit)]
+    reached = {"", *(exit.last_collective for exit in unable)}
+    others = [exit for exit in run.exits if exit not in unable]
+    further = [
+        exit for exit in others if exit.how == "ok" or exit.rank in run.ranks or exit.last_collective not in reached
+    ]
+    return [] if further or any(exit.blamed for exit in others) else unable
+
+
+def _raised(kind: type[Exception], exit: Exit) -> bool:
+    return re.match(rf"(.*; raised again as )?{kind.__name__}: ", exit.error) is not None
+
+
+def left_words(trial: Trial, rank: int) -> str:
+    """What is said of a rank that exited with 0 while others wanted something of it: it may have run all that is requested."""
+    done = {step.step for step in trial.run.ranks[rank].steps} if rank in trial.run.ranks else set()
+    return DONE if "declared" in trial.run.provided and {*trial.case.steps} <= done else "left early"
+
+
+def _exit_finding(trial: Trial, exit: Exit) -> Finding:
+    words = {"signal": f"died by {exit.signal}", "ok": left_words(trial, exit.rank)}
+    ended = words.get(exit.how, exit.how)
+    observed = (
+        exit.error
+        if exit.error.startswith((ended, "exited with code"))
+        else ": ".join(text for text in (ended, exit.error) if text)
+    )
+    if exit.reason:
+        observed = f"{observed}; {exit.reason}"
+    if exit.last_collective:
+        observed += f"; last collective {exit.last_collective}"
+    if reason := why(exit.error):
+        observed += f"\n{reason}"
+    if exit.blamed and exit.stack:
+        observed += "\n" + exit.stack.rstrip()
+    expected = "to take part in what its peers wait for" if exit.how == "ok" else "exit code 0"
+    return Finding.at(exit.rank, expected, observed, kind="process", quantity="" if exit.blamed else WAITED)
+
+
+HELD = "value at the start"
+DONE = "ended after the last step"
+WAITED = "only waited"
+"""Of a rank that is not to blame."""
+
+
+def why(error: str) -> str:
+    """Return reason and remedy of an error of torch's that has neither; empty for any other."""
+    if re.search(r"linalg\.vector_norm: .*\(Double\).* without narrowing to .*\(Float\)", error) is None:
+        return ""
+    return (
+        "clip_grad_norm_ of FSDP1 computes this norm in float32 only: judge the trainer by --dtype float32; for that the"
+        ' adapter has dtypes = ("float32",), and where it has KNOWN, dtype in it'
+    )
+
+
+def _wrong_identity(trial: Trial, rank: int) -> list[Finding]:
+    """Ranks that never met each train alone, each the whole batch, and all agree."""
+    evidence, world_size = trial.ranks[rank], trial.plan.dims.world_size
+    if (evidence.rank, evidence.world_size) == (rank, world_size):
+        return []
+    names = (f"rank {one} of {world}" for one, world in ((rank, world_size), (evidence.rank, evidence.world_size)))
+    return [Finding.at(rank, *names, kind="process", quantity="its own place")]
+
+
+def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
+    findings = []
+    steps = [step.step for step in evidence.steps]
+    wanted, ended_well = list(trial.case.steps), {one.rank for one in trial.run.exits if one.how == "ok"}
+    if steps != wanted:
+        merged = evidence.rank in ended_well and len(steps) < len(wanted)
+        note = f"{len(steps)} in all: passes that no optimizer's step follows count to the next one" * merged
+        findings.append(Finding.at(evidence.rank, tuple(wanted), tuple(steps), quantity="optimizer steps", note=note))
+    held = {tensor.fqn for tensor in evidence.parameters}
+    wanted_here = set(trial.plan.slices.get(evidence.rank, {}))
+    findings += _inventory(partial(Finding.at, evidence.rank, quantity=HELD), wanted_here, held)
+    empty = {tensor.fqn for tensor in evidence.parameters if tensor.value.size == 0}  # FSDP1 gives them no gradient
+    empty |= {fqn for fqn, part in trial.plan.gradient_slices.get(evidence.rank, {}).items() if not numel(part)}
+    trained = {fqn for fqn in held if trains(trial.case.training, fqn)}
+    for step in evidence.steps:
+        gradients, updates = set(step.gradients) | empty & trained, set(step.parameters)
+        for what, due, seen in (("gradient", trained, gradients), ("update", held, updates)):
+            findings += _inventory(partial(Finding.at, evidence.rank, step=step.step, quantity=what), due, seen)
+    return findings
+
+
+def _inventory(here: Callable[..., Finding], wanted: set[str], seen: set[str]) -> list[Finding]:
+    if wanted == seen:
+        return []
+    findings = [here("one", None, kind="parameter", name=fqn) for fqn in sorted(wanted - seen)]
+    return findings + [here(None, "one", kind="parameter", name=fqn) for fqn in sorted(seen - wanted)]

@@ -1,0 +1,388 @@
+"""Every requested feature left traces that it ran, and no feature that was not requested left any.
+
+Recomputation is a block's forward call inside backward, and the matmuls that are done once more than a forward and a backward
+pass need. A compiled block calls none of its modules from Python. Wrappers are known by their kind, precision by the dtype of
+matmuls and of reduced gradients, dropout by random numbers drawn in forward. CPU offload is known by the wrapper's claim;
+where the device is the CPU nothing else shows it. Buckets show in how much is reduced at once. Fused attention is done once a
+layer and pass, in context parallel once for each part that a rank may look at. The only batched matmul beside it is that of a
+table of angles. Matmuls outside of passes, beyond those allowed, are a second pass that was not requested. Hooks on tensors
+saved for backward are recomputation's only. Blocks are compiled once for each length. The output layer is applied
+once a pass, or as often as the trainer's traits say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator
+from functools import partial
+from typing import Any
+
+from harness.core.case.allowance import allowed_matmuls, said
+from harness.core.evidence.step import Attention, QuantizedMatmul, StepEvidence
+from harness.core.judge import adapters, compiled_code, output_layer, policies, saved_hooks
+from harness.core.judge.finding import Finding, Limit, Value
+from harness.core.judge.received_samples import sizes_wanted
+from harness.core.judge.result import Result, verdict_of
+from harness.core.judge.trial import Trial
+from harness.core.plan.frozen import differentiated_layers, products_left_out
+from harness.core.plan.grid import coordinate
+from harness.core.plan.slices import BYTES
+from harness.core.plan.stages import layers_of_stage, recomputed_layers
+
+STAGE = "structure"
+NEEDS = frozenset({"structure", "declared"})
+
+Looked = Iterator[Finding | None]  # None: something was looked at, and was right
+
+
+def check(trial: Trial) -> Result:
+    looked: list[Finding | None] = []
+    looks = (_recomputed_blocks, output_layer.looked_at, _compiled_blocks, _products, _quantized_products)
+    looks += (*((_attention,) if attention_is_fused(trial) else ()), _beside, _hooks, _random_numbers)
+    for rank, evidence in sorted(trial.ranks.items()):
+        looked += [*wrapped(trial, rank), *_offloaded(trial, rank), *compiled_code.looked_at(trial, rank)]
+        for step in evidence.steps:
+            of = trial.of_step(step.step)
+            looked += [one for look in looks for one in look(of, rank, step)]
+        looked += [*reduced(trial, rank), *buckets_in_force(trial, rank)]
+    found = [finding for finding in looked if finding]
+    notes = (_allowances_text(trial), policies.switches(trial))
+    return verdict_of("features", found, len(looked), note="; ".join(filter(None, notes)))
+
+
+def _expect(
+    rank: int, quantity: str, expected: Value, observed: Value, *, module: str = "", **place: Any
+) -> Finding | None:
+    what: dict[str, Any] = {"kind": "module" if module else "feature", "name": module, "quantity": quantity, **place}
+    return None if expected == observed else Finding.at(rank, expected, observed, **what)
+
+
+# ---- wrappers and precision
+
+
+def wrapped(trial: Trial, rank: int) -> Looked:
+    kinds = sorted({wrapper.kind for wrapper in trial.ranks[rank].structure.values()})
+    alone = trial.case.wrapper is None and len(kinds) == 1 and trial.case.dims.dp * trial.case.dims.cp == 1
+    wanted = kinds[0] if alone else trial.case.wrapper or "none"  # over one data rank any wrapper does
+    yield _expect(rank, "data-parallel wrapper", wanted, " and ".join(kinds) or "none")
+
+
+def _offloaded(trial: Trial, rank: int) -> Looked:
+    seen = {wrapper.cpu_offload for wrapper in trial.ranks[rank].structure.values()}
+    wanted = {trial.case.features.cpu_offload} if seen else seen
+    yield _expect(rank, "CPU offload", _onoff(wanted), _onoff(seen))
+
+
+def _onoff(seen: Collection[bool]) -> Value:
+    return tuple("on" if one else "off" for one in sorted(seen))
+
+
+def reduced(trial: Trial, rank: int) -> Looked:
+    """Return the gradients on their way over the data ranks. The check `traffic` judges whether there are any."""
+    case, plan = trial.case, trial.plan
+    groups = {plan.group_of(rank, axis) for axis in (plan.shard_axis, plan.replicate_axis) if axis in plan.groups}
+    seen = {
+        call.dtype
+        for call in trial.ranks[rank].collectives
+        if call.ranks in groups and call.phase == "backward" and call.op in ("reduce_scatter", "all_reduce")
+    }
+    computed = case.training.compute_dtype or case.training.dtype
+    wanted = case.features.reduce_dtype or computed
+    if trial.traits.cp_gathers and wanted in seen and plan.groups.get("cp") and plan.group_of(rank, "cp") in groups:
+        seen -= {computed} - {wanted}  # of keys and values
+    if floats := sorted(dtype for dtype in seen if "float" in dtype):
+        note = policies.unlike_others(trial.ranks[rank], wanted, "reduces_in")
+        yield _expect(rank, REDUCED, wanted, " and ".join(floats), note=note)
+
+
+def buckets(trial: Trial, rank: int) -> list[int]:
+    """Bytes of each reduction over the replicas in the last step, in which DDP's buckets have their final order."""
+    ranks, last = trial.plan.peers(rank, trial.plan.replicate_axis), trial.ranks[rank].steps[-1].step
+    calls = [call for call in trial.ranks[rank].collectives if (call.ranks, call.op) == (ranks, "all_reduce")]
+    return [call.bytes for call in calls if (call.phase, call.step) == ("backward", last)]
+
+
+def buckets_in_force(trial: Trial, rank: int) -> Looked:
+    """A bucket is closed by the parameter that fills it, so it is smaller than its size and one parameter more."""
+    if trial.case.features.bucket_mb is None:
+        return
+    size = int(trial.case.features.bucket_mb * 2**20)
+    most = size + max(math.prod(shape) for shape in trial.plan.shapes.values()) * BYTES[trial.case.training.dtype]
+    largest, note = max(buckets(trial, rank), default=0), f"buckets of {size} bytes"
+    finding = Finding.at(rank, Limit(1, most - 1), largest, kind="feature", quantity=BUCKET, unit="bytes", note=note)
+    yield None if 0 < largest < most else finding
+
+
+# ---- recomputation
+
+
+def layers_of(trial: Trial, rank: int) -> list[int]:
+    return [layer for stage in trial.plan.stages[rank] for layer in layers_of_stage(trial.case, stage)]
+
+
+def recomputations(step: StepEvidence) -> dict[str, int]:
+    """How often each module was called inside backward."""
+    return {call.fqn: count for call, count in step.activity.calls.items() if call.phase == "backward"}
+
+
+def _recomputed_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    """Compiled code recomputes without calling anything: then only the matmuls tell. Where not a block but its forward
+    is checkpointed (transformers), only what is in it is called again."""
+    again = [] if trial.case.features.compile else recomputed_layers(trial.case, rank)
+    seen, requested = recomputations(step), {f"layers.{layer}" for layer in again}
+    for layer in layers_of(trial, rank):
+        wanted, block = trial.case.passes if layer in again else 0, f"layers.{layer}"
+        inside = (count for fqn, count in seen.items() if fqn.startswith(f"{block}."))
+        called = seen.get(block, max(inside, default=0))
+        yield _expect(rank, RECOMPUTATIONS, wanted, called, step=step.step, module=block)
+    for fqn in seen.keys() - {output_layer.OUTPUT}:
+        if not any(fqn == block or fqn.startswith(f"{block}.") for block in requested):
+            yield _expect(rank, RECOMPUTATIONS, 0, seen[fqn], step=step.step, module=fqn or "the model")
+
+
+def matmuls(step: StepEvidence, phase: str) -> Counter[str]:
+    """Matmuls of a phase by dtype."""
+    counted = Counter[str]()
+    for key, count in step.activity.matmuls.items():
+        if key.phase == phase:
+            counted[key.dtype] += count
+    return counted
+
+
+def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
+    """Return how many matmuls backward repeats: in every block recomputed all but the last, whose result is not needed, if
+    the trainer stops there (`ac_early_stop`).
+
+    "op" keeps every second one, the first and the last among them. How many a block has is read off the forward pass,
+    for trainers fuse weights. A matmul has two in backward, one for each of its gradients. Under dropout the last one is
+    repeated too: what backward needs last is the mask behind it. Where tp reduces attention's result and "op" keeps it,
+    the matmul before is needed for nothing, which a compiler sees and leaves it out.
+    """
+    case, layers = trial.case, len(layers_of(trial, rank))
+    inside = projects_inside(trial, rank, step)
+    projected = inside * output_layer.applied(trial, rank)
+    each, rest = divmod(matmuls(step, "forward").total() - projected, layers * case.passes)
+    if rest or each < 1:
+        return None
+    last = 1 if trial.traits.ac_early_stop and not case.model.dropout else 0
+    needless = int(case.features.compile and case.dims.tp > 1)
+    again = each // 2 - needless if case.features.activation_checkpointing == "op" else each - last
+    return again * case.passes * len(recomputed_layers(case, rank)) + inside * output_layer.applied_again(trial, rank)
+
+
+BUCKET, RECOMPUTATIONS = "largest bucket reduced", "recomputations"
+REDUCED = "dtype of reduced gradients"
+UNEVEN = "matmuls in forward"  # which are not those of alike blocks and of the output
+LACKING = "matmuls in backward"  # fewer than what was multiplied in forward needs
+RECOMPUTED, DTYPE = "matmuls in backward beyond planned gradients", "matmuls' dtype"
+
+
+def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    """Quantised matmuls are judged by their own format."""
+    if trial.case.training.quantize:
+        return
+    expect = partial(_expect, rank, step=step.step)
+    forward, backward = matmuls(step, "forward"), matmuls(step, "backward")
+    wanted = trial.case.training.compute_dtype or trial.case.training.dtype
+    note = policies.of_matmuls(trial.ranks[rank], wanted, forward)
+    yield expect(DTYPE, wanted, " and ".join(sorted(forward | backward)) or None, note=note)
+    again, outputs = products_again(trial, rank, step), output_layer.applied(trial, rank)
+    if again is None:
+        wanted = f"equally many in every block, and {outputs} of the output"
+        yield expect(UNEVEN, wanted, forward.total())
+    else:
+        layers = layers_of(trial, rank)
+        of_blocks = forward.total() - outputs * projects_inside(trial, rank, step)
+        merged = adapters.are_merged(trial.case, of_blocks, layers)
+        frozen = products_left_out(trial.case, layers, outputs=outputs // trial.case.passes, merged=merged)
+        seen = backward.total() - 2 * forward.total() + frozen
+        beside = 0 if projects_inside(trial, rank, step) else matmuls_beside(step)
+        right = seen in {again + times * beside for times in (0, 2, 3)}  # the loss's: at once, later, or again
+        if right or seen >= 0:
+            called = sorted({fqn.split(".")[2] for fqn in recomputations(step) if fqn.count(".") > 1})
+            note = f"called in backward: {', '.join(called)}" * bool(called)
+            yield expect(RECOMPUTED, again, again if right else seen, note=note)
+        else:
+            yield expect(LACKING, 2 * forward.total() + again, backward.total())
+
+
+# ---- attention
+
+FUSED, ATTENDED, ATTENDED_AGAIN = Attention("forward", "attention"), "attention in forward", "attention recomputed"
+
+
+def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    """Each layer's, in each step: one that falls back to matmuls leaves too few kernels, and batched matmuls instead."""
+    seen, case = step.activity.attention, trial.case
+    if not any(sizes_wanted(trial, rank, step.step)):  # torch calls no kernel
+        return
+    parts, expect = case.passes * parts_attended(trial, rank), partial(_expect, rank, step=step.step)
+    again = 0 if case.features.activation_checkpointing == "op" else parts * len(recomputed_layers(case, rank))
+    yield expect(ATTENDED, parts * len(layers_of(trial, rank)), seen.get(FUSED, 0))
+    yield expect(ATTENDED_AGAIN, again, seen.get(Attention("backward", "attention"), 0))
+    backward = parts * differentiated_layers(case, layers_of(trial, rank))
+    yield expect("attention's gradients", backward, seen.get(Attention("backward", "attention_backward"), 0))
+    batched, most = batched_in_training(trial, step), case.passes * len(trial.plan.stages[rank])
+    yield None if batched <= most else expect("batched matmuls", Limit(most=most), batched)
+
+
+def batched_matmuls(step: StepEvidence, phases: Collection[str] = ()) -> int:
+    """Count all phases where none are given."""
+    kinds = step.activity.attention.items()
+    return sum(n for key, n in kinds if key.kind == "batched matmul" and key.phase in (phases or (key.phase,)))
+
+
+def batched_in_training(trial: Trial, step: StepEvidence) -> int:
+    """Return them without those that are allowed in addition."""
+    besides = batched_matmuls(step, BESIDE)
+    return batched_matmuls(step) - (besides if 0 < computed_beside(step) <= most_computed(trial, step) else 0)
+
+
+def attention_is_fused(trial: Trial) -> bool:
+    """The trainer says so, where there is a kernel; else seen anywhere: a trainer has it in all layers and steps.
+
+    What is not fused, or is one kernel of a compiler's (flex attention), cannot be distinguished from what else is done.
+    """
+    if trial.traits.attention == "fused" and has_fused_kernel(trial):
+        return True
+    return any(step.activity.attention.get(FUSED) for _, step in trial.own_steps())
+
+
+def has_fused_kernel(trial: Trial) -> bool:
+    """On GPUs none takes float64 or heads of uneven sizes (sdp_utils.cpp of torch)."""
+    training, devices = trial.case.training, {e.environment.get("device", "cpu") for e in trial.ranks.values()}
+    narrow = (training.compute_dtype or training.dtype) != "float64" and trial.case.model.head_dim % 8 == 0
+    return narrow or devices == {"cpu"}
+
+
+def parts_attended(trial: Trial, rank: int) -> int:
+    """Count a layer's kernels: around a ring one for each rank whose keys a query may see; all of them, if balanced."""
+    if trial.traits.cp_gathers or trial.case.features.cp_load_balance:
+        return 1 if trial.traits.cp_gathers else trial.case.dims.cp
+    return coordinate(trial.case.dims, rank)["cp"] + 1
+
+
+# ---- what is computed in addition
+
+BESIDE, BESIDES = ("pipeline", "optimizer", "other"), "matmuls outside training passes"
+
+
+def beside(trial: Trial, rank: int, step: StepEvidence) -> int:
+    """Return the matmuls outside of forward and backward, where they are more than is allowed. A loss that projects to the
+    vocabulary itself, which forward then lacks, has those that no block does."""
+    if 0 < computed_beside(step) <= most_computed(trial, step):
+        return 0
+    return matmuls_beside(step) if projects_inside(trial, rank, step) or blocks_beside(step) else 0
+
+
+def computed_beside(step: StepEvidence) -> int:
+    """Return the matmuls outside of training passes, batched ones among them."""
+    return matmuls_beside(step) + batched_matmuls(step, BESIDE)
+
+
+def most_computed(trial: Trial, step: StepEvidence) -> int:
+    """Return how many of these the case or the trainer allows, in addition to what Muon multiplies in the optimizer."""
+    muon = trial.case.training.optimizer == "muon"
+    forward, own = (matmuls(step, p).total() + batched_matmuls(step, (p,)) for p in ("forward", "optimizer"))
+    return allowed_matmuls(trial.allow, forward) + own * muon
+
+
+def _allowances_text(trial: Trial) -> str:
+    hooks = {name for _, step in trial.own_steps() for name in saved_hooks.all_hooks(step)}
+    used = {
+        "computed": any(computed_beside(step) for _, step in trial.own_steps()),
+        "compiled": any(evidence.compiler.get("graphs") for evidence in trial.ranks.values()),
+    }
+    kinds = (*used, "hooks")
+    return said({one: one.name in hooks or used.get(one.what, False) for one in trial.allow if one.what in kinds})
+
+
+def matmuls_beside(step: StepEvidence) -> int:
+    return sum(matmuls(step, phase).total() for phase in BESIDE)
+
+
+def blocks_beside(step: StepEvidence) -> int:
+    """Calls of blocks, and of what is in them, outside of forward and backward."""
+    calls = step.activity.calls.items()
+    return sum(count for call, count in calls if call.phase in BESIDE and call.fqn.startswith("layers."))
+
+
+def projects_inside(trial: Trial, rank: int, step: StepEvidence) -> bool:
+    """Whether forward has the matmuls of the output projection. One that lacks them has equally many in every block."""
+    seen, blocks = matmuls(step, "forward").total(), trial.case.passes * len(layers_of(trial, rank))
+    lacks_them = (seen - output_layer.applied(trial, rank)) % blocks and seen % blocks == 0
+    return not (lacks_them and matmuls_beside(step))
+
+
+def _beside(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    seen, most = beside(trial, rank, step), most_computed(trial, step)
+    wanted = Limit(most=most) if most and seen else 0
+    yield _expect(rank, BESIDES, wanted, seen, step=step.step)
+
+
+# ---- tensors saved for backward
+
+
+def _hooks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    yield _expect(rank, saved_hooks.HOOKS, (), tuple(saved_hooks.foreign_hooks(trial, step)), step=step.step)
+
+
+# ---- 8 bits
+
+QUANTIZED_PRODUCTS = {
+    "float8_tensorwise": ("float8_tensorwise", 2),
+    "float8_rowwise": ("float8_rowwise", 2),
+    "float8_rowwise_with_gw_hp": ("float8_rowwise", 1),  # the weight's gradient is multiplied in high precision
+    "mxfp8": ("mxfp8", 2),
+}
+"""By recipe: the format of matmuls, and how many of a module's two in backward have it."""
+
+
+def _quantized_products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    """Exactly the recipe's modules: one matmul a pass in forward, and in backward one for each gradient."""
+    seen = step.activity.quantized
+    if trial.case.features.compile:  # compiled code does not tell
+        return
+    wanted = _planned_products(trial, rank, seen)
+    for key in sorted(wanted | seen):
+        place: dict[str, Any] = {"step": step.step, "module": key.fqn, "phase": key.phase}
+        yield _expect(rank, f"{key.format} matmuls", wanted.get(key, 0), seen.get(key, 0), **place)
+
+
+def _planned_products(trial: Trial, rank: int, seen: dict[QuantizedMatmul, int]) -> dict[QuantizedMatmul, int]:
+    """Recomputation may repeat the forward matmul; it stops where the rest is not needed."""
+    case, layers, again = trial.case, layers_of(trial, rank), recomputed_layers(trial.case, rank)
+    wanted: dict[QuantizedMatmul, int] = {}
+    for fqn in trial.plan.quantized:
+        format, backward = QUANTIZED_PRODUCTS[case.training.quantize or ""]
+        in_block = fqn.startswith("layers.")
+        layer = int(fqn.split(".")[1]) if in_block else case.model.n_layers - 1  # the output's stage has the last one
+        if layer in layers:
+            in_backward = QuantizedMatmul("backward", fqn, format)
+            repeated = in_block and layer in again and seen.get(in_backward) == (backward + 1) * case.passes
+            wanted[QuantizedMatmul("forward", fqn, format)] = case.passes
+            wanted[in_backward] = (backward + repeated) * case.passes
+    return wanted
+
+
+# ---- modules called
+
+
+def _compiled_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    """Each module of a block is called once a pass; of a compiled block none is."""
+    wanted = 0 if trial.case.features.compile else trial.case.passes
+    for layer in layers_of(trial, rank):
+        calls = ((call, n) for call, n in step.activity.calls.items() if call.phase == "forward")
+        inside = {count for call, count in calls if call.fqn.startswith(f"layers.{layer}.")}
+        called = tuple(sorted(inside)) if len(inside) > 1 else max(inside, default=0)
+        yield _expect(rank, "calls of each module", wanted, called, step=step.step, module=f"layers.{layer}")
+
+
+# ---- dropout
+
+
+def _random_numbers(trial: Trial, rank: int, step: StepEvidence) -> Looked:
+    wanted = "drawn" if trial.case.model.dropout and step.step not in trial.assumption.undrawn else "none"
+    drawn = "drawn" if step.activity.random.get("forward", 0) else "none"
+    yield _expect(rank, "random numbers in forward", wanted, drawn, step=step.step)

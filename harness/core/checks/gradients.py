@@ -1,0 +1,80 @@
+"""Every rank's gradients, before clipping and before the optimizer, are its slices of the reference's gradients.
+
+Each entry is judged, relative to its parameter's largest. In recipes with noise each parameter's whole gradient is judged
+in addition: by its best-fitting factor and its distance, which are far sharper (harness/core/judge/tolerance.py).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from harness.core.judge import tolerance
+from harness.core.judge.assembly import Misfit, gradient_distance, misfits
+from harness.core.judge.clipping import clipped_unseen, late_steps
+from harness.core.judge.finding import Finding
+from harness.core.judge.result import Result, Verdict, verdict_of
+from harness.core.judge.trial import Trial
+
+STAGE = "numbers"
+NEEDS = frozenset({"reference", "values"})
+OF_GRADIENTS = True
+UNSETTLED = (
+    "step {}: which gradients clipping was given was not decided, for no bound was known then; run the case again"
+)
+
+
+def check(trial: Trial) -> Result:
+    bounds = trial.bounds
+    if unsettled := late_steps(trial):
+        return Result("gradients", Verdict.UNKNOWN, note=UNSETTLED.format(min(unsettled)))
+    findings: list[tuple[int, float, Finding]] = []
+    worst: list[float] = [0.0]
+    for rank, step, reference in trial.steps():
+        for fqn, gradient in step.gradients.items():
+            if fqn not in reference.gradients:  # it is frozen, which `completed` says
+                continue
+            difference = gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn])
+            worst.append(difference)
+            if not difference <= bounds.gradient[step.step]:
+                place: dict[str, Any] = {"step": step.step, "kind": "parameter", "name": fqn, "quantity": "gradient"}
+                off: dict[str, Any] = {"unit": "of the largest entry", "bound": bounds.of(bounds.gradient[step.step])}
+                finding = Finding.at(rank, "the reference's", difference, **place, **off)
+                findings.append((step.step, difference, finding))
+    unseen = {step for step in {step for step, _, _ in findings} if clipped_unseen(trial, step)}
+    seen = sorted((each for each in findings if each[0] not in unseen), key=lambda each: -each[1])
+    ordered = [finding for _, _, finding in seen]
+    whole, lacking = ([], "") if trial.case.exact else _of_whole_parameters(trial)
+    ordered += [_finding(trial, misfit) for misfit in whole if not misfit.within]
+    if (lacking or unseen) and not ordered:
+        return Result("gradients", Verdict.UNKNOWN, len(worst) - 1, note=lacking or _remedy(min(unseen)))
+    return verdict_of("gradients", ordered, len(worst) - 1 + len(whole), largest=max(worst))
+
+
+def _remedy(step: int) -> str:
+    text = f"step {step}: the optimizer was given the reference's clipped gradients, nobody saw them before clipping"
+    return f"{text}; let the adapter call `harness.adapter.note_gradients()` just before the trainer clips"
+
+
+def _of_whole_parameters(trial: Trial) -> tuple[list[Misfit], str]:
+    """Worst first; and what kept a parameter from being judged as a whole."""
+    found: list[Misfit] = []
+    problem = ""
+    for step in trial.case.steps:
+        some, lacking = misfits(trial, step)
+        found += some
+        if lacking and not problem:
+            problem = f"step {step}, {lacking[0]}: the slices that ranks hold do not make up one whole gradient"
+    return sorted(found, key=lambda one: -np.nan_to_num(one.excess, nan=np.inf)), problem
+
+
+def _finding(trial: Trial, misfit: Misfit) -> Finding:
+    place: dict[str, Any] = {"step": misfit.step, "kind": "parameter", "name": misfit.fqn, "quantity": "gradient"}
+    here = partial(Finding, ranks=misfit.ranks, expected="the reference's", **place)
+    if misfit.scaled:
+        bound = trial.bounds.of(misfit.fit_bound, tolerance.FIT_FACTOR)
+        return here(observed=misfit.fit, unit="times the reference by best fit", bound=bound)
+    bound = trial.bounds.of(misfit.distance_bound, tolerance.distance_factor(trial.case, misfit.step))
+    return here(observed=misfit.distance, unit="of its norm", bound=bound)

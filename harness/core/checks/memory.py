@@ -1,0 +1,291 @@
+"""Between steps a rank keeps the bytes of its slices and no more: parameters, gradients and optimizer state.
+
+The plan allows the padding of uneven chunks. A DTensor's gradient that clipping or the optimizer is yet to cut may be larger
+than the slice. Gradients may be freed; AdamW's state is two numbers a parameter, Muon's one.
+When training has ended, no copies of weights or gradients are kept anywhere in the process. These are floating-point tensors
+of the shape of a parameter or of the rank's slice of one, and flat buffers. Allowed are the buckets in which DDP reduces
+gradients, and as much as tables of positions take, which may have such a shape. Other tensors (a mask, logits) are the
+trainer's business. So is what a pipeline's stages hand on: it has a parameter's shape by chance where samples lie end to end
+in a row. But nothing grows from step to step, whatever its shape, except single numbers. Within a step there are copies of
+no more weights at once than of two parameters, also of those made before its forward pass. No autograd graph that backward
+retains lives on in the next forward pass. What a case or an adapter allows in addition is added, and the report states it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from typing import Any
+
+from harness.core.case.allowance import allowed, said
+from harness.core.case.case import Case
+from harness.core.evidence.records import HeldTensor, RankEvidence
+from harness.core.evidence.text import counted
+from harness.core.judge.finding import Finding, Limit
+from harness.core.judge.result import Result, Verdict, verdict_of
+from harness.core.judge.trial import Trial
+from harness.core.judge.unsettled import unsettled_bytes
+from harness.core.plan.memory import muon_bytes
+from harness.core.plan.slices import BYTES, numel
+
+STAGE = "structure"
+NEEDS = frozenset({"structure", "slices", "sizes"})
+
+BEFORE_FORWARD = "before forward"
+"""Stands for a phase: copies that were there when a step began, and were given up in it."""
+COPIES = {"adamw": 2, "sgd": 0, "muon": 2}
+UNACCOUNTED = "unaccounted tensors after the last step"
+BUCKETED = ("ddp", "replicate")
+"""Wrappers that reduce gradients in buckets, which they keep."""
+
+
+def check(trial: Trial) -> Result:
+    if "declared" not in trial.provided:
+        return _at_most(trial)
+    findings, examined = [], 0
+    for rank, evidence in sorted(trial.ranks.items()):
+        wanted = planned(trial, rank)
+        examined += len(evidence.steps) * len(wanted)
+        findings += _held(evidence, wanted)
+        findings += _beside(trial, rank) + _growing(trial, rank) + _copied(trial, rank) + _graphs(evidence)
+        examined += sum(len(looked) for looked in (looks(evidence), copied_at_once(evidence)))
+    if findings:
+        return verdict_of("memory", findings, examined, note=_allowances_text(trial))
+    if unlooked := _unlooked(trial):
+        note = f"what rank {unlooked[0][0]} holds after step {unlooked[0][1]} was not observed: no optimizer stepped"
+        return Result("memory", Verdict.UNKNOWN, examined, note=note)
+    unseen = [rank for rank, evidence in sorted(trial.ranks.items()) if evidence.held is None]
+    if unseen:
+        note = f"what rank {unseen[0]} keeps besides parameters, gradients and optimizer state was not observed"
+        return Result("memory", Verdict.UNKNOWN, examined, note=note)
+    return verdict_of("memory", findings, examined, note=_allowances_text(trial))
+
+
+def _unlooked(trial: Trial) -> list[tuple[int, int]]:
+    """Return ranks and steps without a measurement: memory is measured as an optimizer has stepped."""
+    return [
+        (rank, step.step)
+        for rank, evidence in sorted(trial.ranks.items())
+        for step in evidence.steps
+        if "parameters" not in step.memory
+    ]
+
+
+def planned(trial: Trial, rank: int) -> dict[str, tuple[int, int]]:
+    """The least and the most bytes that a rank holds between steps, by kind."""
+    least, most = trial.plan.parameter_bytes[rank]
+    copies = COPIES[trial.case.training.optimizer] + trial.assumption.optimizer.copies
+    fewer = muon_bytes(trial.case, trial.plan.slices[rank])
+    _, gradients = trial.plan.gradient_bytes.get(rank, (least, most))
+    of_state = trial.plan.state_bytes.get(rank, (least, most))
+    return {
+        "parameters": (least, most + allowed_bytes(trial, rank, "gathered")),
+        "gradients": (0, gradients + trial.plan.gradient_spare.get(rank, 0)),
+        "optimizer_state": (copies * of_state[0] - fewer, copies * of_state[1] - fewer),
+    }
+
+
+def _held(evidence: RankEvidence, wanted: dict[str, tuple[int, int]]) -> list[Finding]:
+    """wanted: by kind, the least and the most bytes. What was not looked at is no 0."""
+    findings = []
+    for step in evidence.steps:
+        for kind, (low, high) in wanted.items():
+            held = step.memory.get(kind)
+            if kind == "gradients":
+                high += unsettled_bytes(step)
+            if held is not None and not low <= held <= high:
+                planned = low if low == high else Limit(low, high)
+                what: dict[str, Any] = {"step": step.step, "quantity": kind, "unit": "bytes"}
+                findings.append(Finding.at(evidence.rank, planned, held, **what))
+    return findings
+
+
+def _at_most(trial: Trial) -> Result:
+    """Yield findings of a job that declares no parameters with gradients and state. What else a job keeps is its own."""
+    findings, examined = [], 0
+    copies = _copies(trial)
+    for rank, evidence in sorted(trial.ranks.items()):
+        least, most = trial.plan.parameter_bytes[rank]
+        wanted = {"parameters": (least, most), "gradients": (0, most)}
+        wanted |= {} if copies is None else {"optimizer_state": (0, copies * most)}
+        examined += len(evidence.steps) * len(wanted)
+        findings += _held(evidence, wanted)
+    if (unlooked := _unlooked(trial)) and not findings:
+        rank, step = unlooked[0]
+        return Result("memory", Verdict.UNKNOWN, examined, note=f"rank {rank}, step {step}: no optimizer stepped")
+    return verdict_of("memory", findings, examined, note="other tensors are not recorded")
+
+
+def _copies(trial: Trial) -> int | None:
+    """How many numbers a parameter torch's optimizers that were seen keep at most; None of others."""
+    known = {_copies_of(text) for one in trial.run.summaries.values() for text in one.optimizers}
+    return max((one or 0 for one in known), default=None) if None not in known else None
+
+
+def _copies_of(text: str) -> int | None:
+    if text.startswith(("Adam(", "AdamW(")):
+        return 3 if re.search("amsgrad [^,)]*True", text) else 2
+    return (1 if "momentum 0," not in f"{text}," else 0) if text.startswith("SGD(") else None
+
+
+def allowed_bytes(trial: Trial, rank: int, what: str) -> int:
+    return allowed(trial.allow, what, trial.plan.parameter_bytes[rank][1])
+
+
+def most_kept(trial: Trial, rank: int) -> int:
+    return spare(trial, rank) + allowed_bytes(trial, rank, "kept")
+
+
+def spare(trial: Trial, rank: int) -> int:
+    """Around a single rank, too, DDP has its buckets, though no case requests it there."""
+    requested = trial.case.wrapper in BUCKETED
+    unrequested = not requested and any(one.kind in BUCKETED for one in trial.ranks[rank].structure.values())
+    buckets = trial.plan.parameter_bytes[rank][0] if unrequested else 0
+    return trial.plan.spare_bytes[rank] + buckets + staged(trial, rank)
+
+
+def staged(trial: Trial, rank: int) -> int:
+    """Return the bytes that a save in the background copies first: parameters and optimizer state, until they are written."""
+    if not trial.case.features.async_save:
+        return 0
+    return sum(planned(trial, rank)[kind][1] for kind in ("parameters", "optimizer_state"))
+
+
+def _allowances_text(trial: Trial) -> str:
+    used = {
+        "kept": any(sum(t.bytes for t in copies_kept(trial, r)) > spare(trial, r) for r in trial.ranks),
+        "copied": any(
+            size > most_copied(trial, rank, phase, step) - allowed_bytes(trial, rank, "copied")
+            for rank, evidence in trial.ranks.items()
+            for step, phase, size in copied_at_once(evidence)
+        ),
+    }
+    return said({one: used[one.what] for one in trial.allow if one.what in used})
+
+
+def _beside(trial: Trial, rank: int) -> list[Finding]:
+    held, most = copies_kept(trial, rank), most_kept(trial, rank)
+    if not kept_beside(trial, rank):
+        return []
+    shown = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in held[:3])
+    note = f"{counted(len(held), 'tensor')}: {shown}{', ..' * (len(held) > 3)}"
+    total = sum(tensor.bytes for tensor in held)
+    return [Finding.at(rank, Limit(most=most), total, quantity=UNACCOUNTED, unit="bytes", note=note)]
+
+
+def kept_beside(trial: Trial, rank: int) -> bool:
+    return sum(tensor.bytes for tensor in copies_kept(trial, rank)) > most_kept(trial, rank)
+
+
+def looks(evidence: RankEvidence) -> list[tuple[int, int]]:
+    """Return, by step, the bytes of tensors of more than one number that lived on when it was over, where measured."""
+    return [(step.step, sum(_more_than_one(step.kept).values())) for step in evidence.steps if step.kept is not None]
+
+
+def _more_than_one(kept: dict[str, int]) -> dict[str, int]:
+    """Return bytes by "dtype shape". A list of losses grows, and may."""
+    return {key: size for key, size in kept.items() if set(key.partition(" ")[2].strip("[]").split(", ")) - {"", "1"}}
+
+
+def growth(evidence: RankEvidence) -> float:
+    """Bytes that are kept more after each step, the least of all intervals looked at; 0 if there are not two of them.
+
+    A cache that fills once grows in one interval, a buffer that is filled anew in none.
+    """
+    seen = looks(evidence)
+    rates = [(later - sooner) / (end - begin) for (begin, sooner), (end, later) in itertools.pairwise(seen)]
+    return max(0.0, min(rates)) if len(rates) > 1 else 0.0
+
+
+def grown(evidence: RankEvidence) -> dict[str, int]:
+    """Return, by "dtype shape", how much more is kept after the last step than after the first, most first."""
+    first, *_, last = [_more_than_one(step.kept) for step in evidence.steps if step.kept is not None]
+    more = {key: size - first.get(key, 0) for key, size in last.items() if size > first.get(key, 0)}
+    return dict(sorted(more.items(), key=lambda item: -item[1]))
+
+
+def unwaited_more(evidence: RankEvidence) -> int:
+    """Return how many functional collectives were never waited for, first step to last, where each step brought more."""
+    seen = [step.unwaited for step in evidence.steps if step.unwaited is not None]
+    return seen[-1] - seen[0] if all(later > sooner for sooner, later in itertools.pairwise(seen)) and seen else 0
+
+
+def _growing(trial: Trial, rank: int) -> list[Finding]:
+    evidence, most = trial.ranks[rank], trial.plan.table_bytes
+    if (rate := growth(evidence)) <= most:
+        return []
+    note = f"steps {looks(evidence)[0][0]} to {looks(evidence)[-1][0]}: {', '.join(list(grown(evidence))[:3])}"
+    if more := unwaited_more(evidence):
+        note += f"; torch keeps the results of {more} functional collectives that nothing waited for"
+    return [
+        Finding.at(
+            rank, Limit(most=most), math.ceil(rate), quantity="retained more after each step", unit="bytes", note=note
+        )
+    ]
+
+
+def _graphs(evidence: RankEvidence) -> list[Finding]:
+    seen = [(step.step, step.graphs_retained) for step in evidence.steps if step.graphs_retained]
+    name = "autograd graphs that live on in the next forward pass"
+    return [Finding.at(evidence.rank, 0, count, step=step, quantity=name) for step, count in seen]
+
+
+def copied_at_once(evidence: RankEvidence) -> list[tuple[int, str, int]]:
+    """Step, phase and bytes of copies of weights, the most at once; a step without copies has none, in no phase."""
+    found = []
+    for step in evidence.steps:
+        if step.copied is not None:
+            found += [(step.step, phase, size) for phase, size in step.copied.items()] or [(step.step, "", 0)]
+    return found
+
+
+def most_copied(trial: Trial, rank: int, phase: str, step: int) -> int:
+    """Twice the largest parameter: who copies one after the other has two while the second is made. Outside of forward and
+    backward, where nothing is gathered, twice the largest slice. What is written in the background is copied first."""
+    inside = phase in ("forward", "backward", "pipeline")
+    kept = allowed_bytes(trial, rank, "kept") * (phase == BEFORE_FORWARD)  # which may be replaced in each step
+    parts = trial.plan.slices[rank]
+    largest = max(math.prod(trial.plan.shapes[fqn]) if inside else numel(part) for fqn, part in parts.items())
+    saving = staged(trial, rank) if step > (trial.case.saved_step or 0) else 0
+    return 2 * largest * BYTES[trial.case.training.dtype] + allowed_bytes(trial, rank, "copied") + kept + saving
+
+
+def copied_too_much(trial: Trial, rank: int) -> list[tuple[int, int, str]]:
+    """Bytes, step and phase; most first."""
+    found = copied_at_once(trial.ranks[rank])
+    return sorted(
+        ((size, step, phase) for step, phase, size in found if size > most_copied(trial, rank, phase, step)),
+        reverse=True,
+    )
+
+
+def _copied(trial: Trial, rank: int) -> list[Finding]:
+    return [
+        Finding.at(
+            rank,
+            Limit(most=most_copied(trial, rank, phase, step)),
+            size,
+            step=step,
+            phase=phase,
+            quantity="copies of weights at once",
+            unit="bytes",
+            note="two may be there at a time",
+        )
+        for size, step, phase in copied_too_much(trial, rank)
+    ]
+
+
+def copies_kept(trial: Trial, rank: int) -> list[HeldTensor]:
+    """What may hold weights or gradients; one number may not."""
+    own = {tensor.value.shape for tensor in trial.ranks[rank].parameters}
+    shapes = own | set(trial.case.model.parameter_shapes().values())
+    shapes = (shapes | {shape[::-1] for shape in shapes}) - _handed_on(trial.case)
+    held = trial.ranks[rank].held or ()
+    return [t for t in held if math.prod(t.shape) > 1 and (len(t.shape) == 1 or tuple(t.shape) in shapes)]
+
+
+def _handed_on(case: Case) -> set[tuple[int, ...]]:
+    """[tokens of a microbatch, dim], and with sequence parallel a tp rank's part of it."""
+    lengths = {case.seq_len(step) // case.dims.cp for step in case.steps} if case.dims.pp > 1 else set()
+    return {(case.local_batch * length // ways, case.model.dim) for length in lengths for ways in (1, case.dims.tp)}

@@ -1,0 +1,60 @@
+"""Every rank is a member of the group that the plan gives it on each axis, and all its members agree.
+
+This only lists groups. Whether a group that exists is used is judged by `traffic` and `placements`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.core.evidence.text import ranks_text
+from harness.core.judge.finding import Finding
+from harness.core.judge.result import Result, not_applicable, verdict_of
+from harness.core.judge.trial import Trial
+from harness.core.plan.grid import ENDS
+
+STAGE = "structure"
+NEEDS = frozenset({"structure", "groups", "members"})
+
+
+def check(trial: Trial) -> Result:
+    if trial.plan.dims.world_size == 1:
+        return not_applicable("process_groups", "one rank has no groups")
+    findings, examined = [], 0
+    for rank, evidence in sorted(trial.ranks.items()):
+        exist = {group.ranks for group in evidence.groups}
+        for axis in _axes_in_use(trial):
+            wanted = trial.plan.group_of(rank, axis)
+            if len(wanted) == 1:
+                continue
+            examined += 1
+            if wanted not in exist:
+                near = [ranks_text(ranks) for ranks in sorted(exist) if len(ranks) == len(wanted)]
+                note = f"groups of that size: {' '.join(near)}" * bool(near)
+                what: dict[str, Any] = {"kind": "group", "axis": axis, "group": wanted, "note": note}
+                findings.append(Finding.at(rank, "a group of these ranks", None, **what))
+    findings += _disagreements(trial) if "moment" in trial.provided else []
+    return verdict_of("process_groups", findings, examined)
+
+
+def _axes_in_use(trial: Trial) -> list[str]:
+    """Nothing runs over dp_shard or dp_replicate by itself where it is folded with cp. Two ranks that send need no group."""
+    plan = trial.plan
+    unused = {axis.removesuffix("_cp") for axis in (plan.shard_axis, plan.replicate_axis) if axis.endswith("_cp")}
+    unused |= {ENDS} if trial.traits.tied_reduces_by == "send" else set()
+    return [axis for axis in plan.groups if axis not in unused]
+
+
+def _disagreements(trial: Trial) -> list[Finding]:
+    """A group's name must mean the same ranks to each of its members."""
+    findings = []
+    for rank, evidence in sorted(trial.ranks.items()):
+        for group in evidence.groups:
+            for other in group.ranks:
+                if other != rank and other in trial.ranks and group not in trial.ranks[other].groups:
+                    what: dict[str, Any] = {"kind": "group", "name": group.name, "group": group.ranks}
+                    expected = f"the same group on rank {other}"
+                    findings.append(
+                        Finding(ranks=tuple(sorted((rank, other))), expected=expected, observed=None, **what)
+                    )
+    return findings

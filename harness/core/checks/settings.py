@@ -1,0 +1,83 @@
+"""In every step, torch's settings are those the rank started with or the trainer declared, and the same on all ranks.
+
+They are first read before any module of the trainer is imported. Anomaly detection, deterministic algorithms and a
+distributed debug level cost time; TF32 changes numbers. Other switches are set for good reasons, but not in some steps or on
+some ranks only. A case that runs twice may be deterministic.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from harness.core.evidence.records import RankEvidence
+from harness.core.judge.finding import Finding
+from harness.core.judge.result import Result, verdict_of
+from harness.core.judge.trial import Trial
+
+STAGE = "structure"
+NEEDS = frozenset({"structure", "declared", "values"})
+ELSEWHERE = "as elsewhere"
+"""Behind what most ranks and steps have, where a trainer may choose."""
+
+DETERMINISM = ("deterministic algorithms", "cudnn.deterministic")
+TF32 = "TF32 in CUDA matmuls"
+FLOAT32 = ("float32 matmul precision", TF32, "NVIDIA_TF32_OVERRIDE")
+FREE = ("cudnn.benchmark", "bfloat16 sums in CUDA matmuls", "CUBLAS_WORKSPACE_CONFIG")  # kernels that are all right
+
+
+def check(trial: Trial) -> Result:
+    examined = sum(len(step.settings) for evidence in trial.ranks.values() for step in evidence.steps)
+    return verdict_of("settings", findings(trial), examined)
+
+
+def findings(trial: Trial) -> list[Finding]:
+    """One of each rank and switch, those that break what was requested first."""
+    return [*_changed(trial), *_unlike(trial)]
+
+
+def is_free(trial: Trial, name: str) -> bool:
+    """Whether a trainer may set it as it likes, as long as it does so everywhere."""
+    training = trial.case.training
+    multiplies_float32 = "float32" in (training.compute_dtype or training.dtype, training.quantize and training.dtype)
+    deterministic = trial.case.runs > 1 and name in DETERMINISM
+    chosen = training.tf32 and name == FLOAT32[0]  # how TF32 is requested
+    return name in FREE or deterministic or chosen or (name in FLOAT32 and not multiplies_float32)
+
+
+def allowed(trial: Trial, evidence: RankEvidence, name: str) -> tuple[str, ...]:
+    """A recipe's dtype may be the default of all tensors, and TF32 is as it says."""
+    requested = "on" if name == TF32 and trial.case.training.tf32 else evidence.settings[name]
+    return (requested, trial.case.training.dtype) if name == "default dtype" else (requested,)
+
+
+def _changed(trial: Trial) -> Iterator[Finding]:
+    """Return, for each rank and switch, the first step in which it is another."""
+    for rank, evidence in sorted(trial.ranks.items()):
+        for name in evidence.settings:
+            right = allowed(trial, evidence, name)
+            for step in evidence.steps if not is_free(trial, name) else ():
+                if set(step.settings.get(name, right)) - set(right):
+                    yield _finding(rank, step.step, name, right[:1], step.settings[name])
+                    break
+
+
+def _unlike(trial: Trial) -> Iterator[Finding]:
+    """Return, for each switch that a trainer may set, the first rank and step that differs from most."""
+    names = {name for evidence in trial.ranks.values() for step in evidence.steps for name in step.settings}
+    for name in sorted(name for name in names if is_free(trial, name) or name == "default dtype"):
+        seen = {
+            (rank, step.step): step.settings.get(name, ())
+            for rank, evidence in sorted(trial.ranks.items())
+            for step in evidence.steps
+        }
+        ((usual, _),) = Counter(seen.values()).most_common(1)
+        for (rank, step), values in seen.items():
+            if values != usual:
+                yield replace(_finding(rank, step, name, usual, values), note=ELSEWHERE)
+                break
+
+
+def _finding(rank: int, step: int, name: str, expected: tuple[str, ...], observed: tuple[str, ...]) -> Finding:
+    return Finding.at(rank, expected, observed or "not seen", step=step, kind="setting", name=name)

@@ -1,0 +1,33 @@
+"""Each rank holds, byte for byte, the slice of every seed weight that the plan gives it.
+
+Found by comparing bytes, so no metadata can flatter; the slices of the plan tile a tensor once per replica. A launch that
+has resumed before it could be looked at is compared with what was saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.core.judge.finding import Finding, Part
+from harness.core.judge.result import Result, verdict_of
+from harness.core.judge.trial import Trial
+
+STAGE = "structure"
+NEEDS = frozenset({"reference", "values"})
+NOWHERE = "bytes that are nowhere in the seed weight"
+
+
+def check(trial: Trial) -> Result:
+    findings, examined = [], 0
+    for rank, held in sorted(trial.holdings.items()):
+        for fqn, wanted in trial.plan.slices[rank].items():
+            if fqn not in held:
+                continue
+            examined += 1
+            found = held[fqn]
+            if found != wanted:
+                shape, flat = trial.plan.shapes[fqn], bool(trial.plan.flat)
+                observed = NOWHERE if found is None else Part(found, shape, flat)
+                what: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": "slice"}
+                findings.append(Finding.at(rank, Part(wanted, shape, flat), observed, **what))
+    return verdict_of("shard_contents", findings, examined)

@@ -1,0 +1,291 @@
+"""In its passes each rank moves exactly the plan's bytes, per axis and purpose, and outside of them no more than a bound.
+
+Bytes are counted on unsharded tensors, so bucketing does not matter. Traffic outside forward and backward (losses, norms,
+counts) has an upper bound. What ZeRO and Muon gather there, and the gradients of a tied weight that two stages add up, have a
+lower bound. Integers inside them have an upper bound, too.
+DDP agrees on parameters and buckets in the first two steps, and with find_unused_parameters in every step on which were used.
+Before a forward pass DDP may broadcast its module's buffers, exactly these bytes, once for every pass at most.
+A trainer may gather parameters by hand before a forward pass, which then gathers so many bytes less.
+Inside of a pass no rank waits at a barrier.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from harness.core.case.allowance import said
+from harness.core.evidence.records import RankEvidence
+from harness.core.evidence.text import bytes_text
+from harness.core.judge import after_evaluation
+from harness.core.judge.finding import Finding, Limit
+from harness.core.judge.gathered_ahead import ahead_outside, lacking_in_forward
+from harness.core.judge.kept_alike import first_difference, moves_in_step
+from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
+from harness.core.judge.traffic import (
+    INSIDE,
+    Key,
+    axis_text,
+    is_traffic,
+    observed,
+    observed_outside,
+    of_collective,
+    planned,
+    planned_outside,
+)
+from harness.core.judge.trial import Trial
+from harness.core.judge.units_seen import untold_units
+from harness.core.judge.unsettled import settling_bytes
+from harness.core.plan.slices import BYTES
+from harness.core.plan.traffic.flow import OUTSIDE, TIED
+from harness.core.plan.traffic.muon import MATRICES
+
+STAGE = "structure"
+NEEDS = frozenset({"structure", "slices", "flows", "sizes", "members"})
+MOVED = "bytes moved"
+"""Of all collectives outside of forward and backward."""
+INTEGERS = "integers in forward and backward"
+WITHOUT_DATA = "without data"
+IN_ANOTHER_DTYPE = "in another dtype"
+LACKING = "of updated parameters"
+"""Of what ZeRO gathers behind its optimizer."""
+LACKING_OF = {MATRICES: "of matrices that Muon orthogonalises", TIED: "of the gradients of a tied weight"}
+"""Of other roles."""
+
+
+def check(trial: Trial) -> Result:
+    if trial.plan.dims.world_size == 1:
+        return not_applicable("traffic", "one rank moves nothing")
+    if reason := untold_units(trial):
+        return Result("traffic", Verdict.UNKNOWN, note=reason)
+    if "declared" not in trial.provided:
+        return _at_least(trial)
+    findings, examined, used = [], 0, set[Key]()
+    for rank, evidence in sorted(trial.ranks.items()):
+        for step in trial.case.steps:
+            wanted = planned(trial, rank, step)
+            optional = planned(trial, rank, step, optional_only=True)
+            seen = observed(trial, evidence, step)
+            inside = sum(optional[key] for key in optional if seen.get(key, 0) == wanted[key])
+            # What may be missing or added is made equal to the plan first: the rest is compared to the byte.
+            seen |= {key: wanted[key] for key in optional if seen.get(key, 0) == wanted[key] - optional[key]}
+            seen |= _by_evaluation(trial, rank, step, wanted, seen) | lacking_in_forward(trial, rank, step)
+            seen |= {key: wanted.get(key, 0) for key in _of_buffers(trial, rank, wanted, seen)}
+            examined += len(wanted) + 1
+            extra = {key: seen.get(key, 0) - wanted.get(key, 0) for key in _allowed(trial, rank)}
+            used |= {key for key in extra if extra[key] > 0}
+            within = {key for key, most in _allowed(trial, rank).items() if 0 < extra[key] <= most}
+            seen |= {key: wanted.get(key, 0) for key in within}
+            findings += _compare(trial, rank, step, wanted, seen)
+            findings += _outside(trial, rank, step, inside) + _lacking_outside(trial, rank, step)
+            findings += _integers(trial, rank, step)
+            findings += _waiting(trial, evidence, step)
+    return verdict_of("traffic", findings, examined, note=_allowances_text(trial, used))
+
+
+def _at_least(trial: Trial) -> Result:
+    """Judge a job that declares no passes, frozen parameters or other uses of its groups. What sharding and replication need
+    is moved over the groups of the layout. Parameters that no optimizer has need no sum."""
+    findings, examined = [], 0
+    for rank, evidence in sorted(trial.ranks.items()):
+        for step in trial.case.steps:
+            wanted, seen = planned(trial, rank, step), observed(trial, evidence, step)
+            seen |= _by_evaluation(trial, rank, step, wanted, seen) | lacking_in_forward(trial, rank, step)
+            examined += len(wanted)
+            seen |= {key: count for key, count in wanted.items() if seen.get(key, 0) > count}
+            lacking = _compare(trial, rank, step, wanted, {key: seen.get(key, 0) for key in wanted})
+            findings += [one for found in lacking for one in _by_optimizer(trial, rank, found)]
+    return verdict_of("traffic", findings, examined, note="at least what the layout needs is moved; more is not judged")
+
+
+def _by_optimizer(trial: Trial, rank: int, lacking: Finding) -> list[Finding]:
+    """Return nothing for replicas that no sum of gradients joins, if their optimizer's step moves something and leaves them the
+    same bytes; else the finding."""
+    step, group = lacking.step or 0, lacking.group
+    moved = moves_in_step(trial, rank, step, group)
+    if lacking.axis != "dp_replicate" or lacking.phase != "backward" or not moved:
+        return [lacking]
+    differ = first_difference(trial, group)
+    if differ == 0:
+        return []
+    said = "was not read" if differ is None else f"differs after step {differ}"
+    note = f"the optimizer's step moves {bytes_text(moved)} over these ranks, and what they hold {said}"
+    return [replace(lacking, note="; ".join(filter(None, (lacking.note, note))))]
+
+
+def _allowed(trial: Trial, rank: int) -> dict[Key, int]:
+    """Return, for each collective that is allowed in addition to the plan's, the most bytes in a step."""
+    most: dict[Key, int] = defaultdict(int)
+    for one in trial.allow:
+        if one.what == "moved":
+            world = tuple(range(trial.plan.dims.world_size))
+            ranks = world if one.axis == "world" else trial.plan.peers(rank, one.axis)
+            most[ranks, one.op, one.phase] += one.amount(trial.plan.parameter_bytes[rank][1])
+    return dict(most)
+
+
+def _allowances_text(trial: Trial, used: set[Key]) -> str:
+    """Return what is allowed to be moved. Outside of passes any collective of that kind uses it."""
+    used |= {key for rank, step in trial.own_steps() for key in observed_outside(trial.ranks[rank], step.step)}
+    seen = {key[1:] for key in used}
+    return said({one: (one.op, one.phase) in seen for one in trial.allow if one.what == "moved"})
+
+
+def _by_evaluation(trial: Trial, rank: int, step: int, wanted: dict[Key, int], seen: dict[Key, int]) -> dict[Key, int]:
+    """The plan's bytes, of the collectives that differ from it by just what evaluation before this step explains."""
+    more = {key: seen.get(key, 0) - wanted.get(key, 0) for key in wanted | seen}
+    spared = after_evaluation.spared(trial, rank, step)
+    explained = spared if all(more.get(key, 0) == count for key, count in spared.items()) else {}
+    ahead = (key for key in more if more[key] in after_evaluation.prefetched(trial, rank, step, key))
+    return {key: wanted.get(key, 0) for key in (*explained, *ahead)}
+
+
+def _buffers(trial: Trial, rank: int, kind: str) -> dict[Key, int]:
+    """Bytes that DDP broadcasts before a forward pass. kind: float_buffers or other_buffers."""
+    sizes: dict[Key, int] = defaultdict(int)
+    for wrapper in trial.ranks[rank].structure.values():
+        sizes[wrapper.replicate_ranks, "broadcast", "forward"] += getattr(wrapper, kind)
+    return {key: size for key, size in sizes.items() if size}
+
+
+def _of_buffers(trial: Trial, rank: int, wanted: dict[Key, int], seen: dict[Key, int]) -> list[Key]:
+    """The collectives that differ from the plan by as much as some of the passes broadcast. While an accumulation's gradients
+    wait, DDP leaves that out."""
+    return [
+        key
+        for key, size in _buffers(trial, rank, "float_buffers").items()
+        if seen.get(key, 0) - wanted.get(key, 0) in range(0, (trial.case.passes + 1) * size, size)
+    ]
+
+
+def _outside(trial: Trial, rank: int, step: int, inside: int) -> list[Finding]:
+    """inside: bytes that may move there or in a pass, and moved in a pass."""
+    seen, allowed = observed_outside(trial.ranks[rank], step), _allowed(trial, rank)
+    for more in (settling_bytes(trial, rank, step), ahead_outside(trial, rank, step)):
+        allowed |= {key: allowed.get(key, 0) + size for key, size in more.items()}
+    moved = sum(max(count - allowed.get(key, 0), 0) for key, count in seen.items())
+    most = trial.plan.outside_bytes[rank] + sum(planned_outside(trial, rank, step).values()) - inside
+    if moved <= most:
+        return []
+    what: dict[str, Any] = {"step": step, "kind": "collective", "quantity": MOVED, "phase": OUTSIDE, "unit": "bytes"}
+    return [Finding.at(rank, Limit(most=most), moved, **what, note=_outside_words(trial, rank, step, seen))]
+
+
+def _outside_words(trial: Trial, rank: int, step: int, seen: dict[Key, int]) -> str:
+    """Return what each collective moved there and in how many calls, the most first."""
+    calls = Counter(
+        (call.ranks, call.op)
+        for call in trial.ranks[rank].collectives
+        if call.step == step and call.phase in ("optimizer", "other") and call.bytes
+    )
+    most = sorted(seen.items(), key=lambda item: -item[1])[:3]
+    return "; ".join(
+        f"{bytes_text(moved)} by {op} over {axis_text(trial, ranks)}"
+        + f" in {calls[ranks, op]} calls" * (calls[ranks, op] > 1)
+        for (ranks, op, _), moved in most
+    )
+
+
+def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
+    """What ZeRO gathers behind its optimizer, and Muon in its own, is moved there, whatever else is. So are the gradients of a
+    tied weight over two stages."""
+    wanted = planned_outside(trial, rank, step)
+    seen = observed_outside(trial.ranks[rank], step, pairs={key[0] for key, _ in wanted})
+    return [
+        Finding.at(
+            rank,
+            Limit(least=least),
+            seen.get(key, 0),
+            step=step,
+            **of_collective(trial, key) | {"quantity": LACKING_OF.get(role, LACKING)},
+        )
+        for (key, role), least in wanted.items()
+        if seen.get(key, 0) < least
+    ]
+
+
+def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:
+    """Truth values and bytes among them. Stages of a pipeline tell each other their shapes by send and receive."""
+    seen, allowed = Counter[Key](), _allowed(trial, rank)
+    for call in trial.ranks[rank].collectives:
+        here = call.step == step and call.phase in INSIDE and len(call.ranks) > 1
+        if here and "float" not in call.dtype and call.op not in ("send", "recv"):
+            seen[call.ranks, call.op, call.phase] += call.bytes
+    moved = sum(max(count - allowed.get(key, 0), 0) for key, count in seen.items())
+    finds_unused = any(wrapper.find_unused_parameters for wrapper in trial.ranks[rank].structure.values())
+    later = trial.plan.used_bytes if finds_unused else 0
+    most = trial.plan.integer_bytes if step <= trial.first_step + 1 else later
+    most += trial.case.passes * sum(_buffers(trial, rank, "other_buffers").values())
+    if moved <= most:
+        return []
+    what: dict[str, Any] = {"step": step, "quantity": INTEGERS, "kind": "collective", "unit": "bytes"}
+    note = calls_words(trial, rank, step, list(seen), integers=True)
+    return [Finding.at(rank, Limit(most=most) if most else 0, moved, **what, note=note)]
+
+
+def waits(evidence: RankEvidence, step: int) -> Counter[Key]:
+    """Collectives that move nothing, of which ranks only wait for each other. Between passes that is a habit, not in them."""
+    return Counter(
+        (call.ranks, call.op, call.phase)
+        for call in evidence.collectives
+        if call.step == step and call.op in ("barrier", "all_reduce", "broadcast") and not call.bytes
+        if call.phase in (*INSIDE, "optimizer") and len(call.ranks) > 1
+    )
+
+
+def _waiting(trial: Trial, evidence: RankEvidence, step: int) -> list[Finding]:
+    """What ZeRO-3's ranks compare in the first two steps may be an empty list."""
+    if trial.case.wrapper == "zero3" and step <= trial.first_step + 1:
+        return []
+    return [
+        Finding.at(
+            evidence.rank, 0, count, step=step, **of_collective(trial, key) | {"quantity": WITHOUT_DATA, "unit": ""}
+        )
+        for key, count in sorted(waits(evidence, step).items())
+    ]
+
+
+def _compare(trial: Trial, rank: int, step: int, wanted: dict[Key, int], seen: dict[Key, int]) -> list[Finding]:
+    findings = []
+    for key in sorted(set(wanted) | set(seen), key=lambda k: (k[2], k[1], k[0])):
+        expected, moved = wanted.get(key, 0), seen.get(key, 0)
+        if expected != moved:
+            what = of_collective(trial, key)
+            often = calls_words(trial, rank, step, [key]) if moved > expected else ""
+            if dtypes := dtype_words(trial, rank, step, key, expected, moved):
+                what["quantity"] = IN_ANOTHER_DTYPE
+            what["note"] = "; ".join(filter(None, (dtypes, often, what["note"])))
+            findings.append(Finding.at(rank, expected, moved, step=step, **what))
+    return findings
+
+
+def calls_words(trial: Trial, rank: int, step: int, keys: Sequence[Key], *, integers: bool = False) -> str:
+    """Return in how many calls a rank moved what it moved by these collectives, the largest first: "4 all_gather over dp_shard
+    of 32.77 kB each". integers: of what is no floating-point number alone."""
+    sizes: dict[Key, list[int]] = defaultdict(list)
+    for call in trial.ranks[rank].collectives:
+        key = (call.ranks, call.op, call.phase)
+        if call.step == step and key in keys and call.bytes and not (integers and "float" in call.dtype):
+            sizes[key].append(call.bytes)
+    texts = (
+        f"{len(of)} {key[1]} over {axis_text(trial, key[0])} of {bytes_text(max(of))}{' each' * (len({*of}) == 1 < len(of))}"
+        f"{' at most' * (len({*of}) > 1)}"
+        for key, of in sorted(sizes.items(), key=lambda item: -sum(item[1]))
+    )
+    return "; ".join(texts)
+
+
+def dtype_words(trial: Trial, rank: int, step: int, key: Key, expected: int, moved: int) -> str:
+    """Where as many elements in one dtype of the recipe would be what was expected, says in which dtypes they moved."""
+    elements = Counter[str]()
+    for call in trial.ranks[rank].collectives:
+        if call.step == step and is_traffic(call) and (call.ranks, call.op, call.phase) == key:
+            elements[call.dtype] += call.bytes // BYTES.get(call.dtype, 1)
+    recipe = (trial.case.training.dtype, trial.case.training.compute_dtype, trial.case.features.reduce_dtype)
+    alike = next((dtype for dtype in recipe if dtype and elements.total() * BYTES[dtype] == expected), "")
+    if not alike or moved == expected or not elements.keys() <= BYTES.keys():
+        return ""
+    seen = " and ".join(f"{count} elements of {dtype}" for dtype, count in sorted(elements.items()))
+    return f"{seen}; expected {'all' if len(elements) > 1 else 'as many'} of {alike}"

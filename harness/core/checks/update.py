@@ -1,0 +1,335 @@
+"""After every step, parameters and optimizer state are what the recipe's optimizer makes of the gradients seen, and stay so.
+
+Recomputed here in numpy, rank by rank, from the bytes before the step, the gradients before clipping, their global norm
+over all ranks, and the recipe's learning rate. For Muon, matrices are put together from the slices of all ranks. So a wrong
+gradient is not blamed twice, and clipping, weight decay, the schedule and the optimizer are judged on their own. What the
+optimizer left must be, bit for bit, what the next step begins with, and what there is when training has ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from harness.core.evidence.records import RankEvidence, TensorEvidence
+from harness.core.evidence.step import StepEvidence
+from harness.core.evidence.text import number_text
+from harness.core.judge import tolerance
+from harness.core.judge.clipping import clipped_unseen
+from harness.core.judge.finding import Bound, Finding
+from harness.core.judge.muon import Matrices
+from harness.core.judge.norms import norm_of
+from harness.core.judge.result import Result, Verdict, verdict_of
+from harness.core.judge.trial import Trial
+from harness.reference.config import TrainingConfig, rule_of, trains
+
+STAGE = "numbers"
+NEEDS = frozenset({"reference", "values"})
+OF_GRADIENTS = True
+Here = Callable[..., Finding]  # Finding.at of a rank, a step and a parameter
+
+
+@dataclass
+class _State:
+    """One parameter on one rank; first and second moments, and their values with nothing cancelling (for the bound)."""
+
+    value: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+    first_magnitude: np.ndarray
+    largest_second: np.ndarray | float = 0.0
+
+
+def check(trial: Trial) -> Result:
+    findings = list(mistakes(trial, clipped_norms(trial)))
+    examined = sum(len(evidence.steps) * len(trial.start_of(rank)) for rank, evidence in trial.ranks.items())
+    if not findings and (unseen := _unseen(trial)):
+        return Result("update", Verdict.UNKNOWN, examined, note=f"parameters were not observed {unseen}")
+    return verdict_of("update", findings, examined)
+
+
+def holds(trial: Trial, norms: dict[int, float]) -> bool:
+    """Whether `check` would say PASS, by these norms; ends at the first mistake."""
+    return not _unseen(trial) and next(mistakes(trial, norms), None) is None
+
+
+def clipped_norms(trial: Trial) -> dict[int, float]:
+    """Return, by step, the global norm for clipping; 0 where what was clipped was not seen."""
+    return {step: 0.0 if clipped_unseen(trial, step) else norm_of(trial, step) for step in trial.case.steps}
+
+
+def mistakes(trial: Trial, norms: dict[int, float]) -> Iterator[Finding]:
+    """Return, by rank, wrong rates and the first step at which each parameter is wrong. norms: by step, the global ones."""
+    rates = {step.step: step.lr for step in trial.reference.steps}
+    matrices = Matrices(trial, partial(_gathered, trial, norms), partial(recipe_of, trial))
+    for evidence in trial.ranks.values():
+        for step in _as_requested(trial, evidence):
+            yield from _wrong_lr(trial, evidence.rank, step, rates[step.step])
+        for fqn in trial.start_of(evidence.rank):
+            yield from _replay(trial, evidence, fqn, norms, rates, matrices)
+
+
+def _unseen(trial: Trial) -> str:
+    """After which step."""
+    unseen = [step for _, step, _ in trial.steps() if step.changed is None]
+    return until(trial, unseen[0].step) if unseen else ""
+
+
+def until(trial: Trial, step: int) -> str:
+    """The time after a step, in words."""
+    if step == trial.case.steps[-1]:
+        return "after the last step"
+    return f"between steps {step} and {step + 1}" + ", where it saves" * (step == trial.case.saved_step)
+
+
+def changed(trial: Trial) -> dict[int, list[tuple[int, str]]]:
+    """Return, by step, the (rank, fqn) that were something else afterwards than what the optimizer had left."""
+    found: dict[int, list[tuple[int, str]]] = {}
+    for rank, step, _ in trial.steps():
+        for fqn in step.changed or {}:
+            found.setdefault(step.step, []).append((rank, fqn))
+    return dict(sorted(found.items()))
+
+
+def _as_requested(trial: Trial, evidence: RankEvidence) -> list[StepEvidence]:
+    """`completed` reports others."""
+    return [step for step in evidence.steps if step.step in trial.case.steps]
+
+
+def recipe_of(trial: Trial, fqn: str, step: int = 1) -> TrainingConfig:
+    """The recipe as it is for this parameter: without weight decay, if it has one dim and only matrices decay."""
+    if trial.assumption.optimizer.recipe:
+        return trial.assumption.optimizer.recipe(step, fqn)
+    training = trial.case.training
+    spared = training.decay == "matrices" and len(trial.case.model.parameter_shapes().get(fqn, ())) == 1
+    return replace(training, weight_decay=0.0) if spared else training
+
+
+def is_right_rate(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> bool:
+    """Whether the optimizer shows this rate, or another one that is assumed of some of its parameters."""
+    rates = {_rate(trial, rank, step.step, fqn, wanted) for fqn in step.gradients} | {wanted}
+    return step.lr is not None and any(math.isclose(step.lr, rate, rel_tol=1e-12) for rate in rates)
+
+
+def _wrong_lr(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> list[Finding]:
+    if is_right_rate(trial, rank, step, wanted):
+        return []
+    return [Finding.at(rank, wanted, step.lr, step=step.step, quantity="learning rate")]
+
+
+def _replay(
+    trial: Trial,
+    evidence: RankEvidence,
+    fqn: str,
+    norms: dict[int, float],
+    rates: dict[int, float],
+    matrices: Matrices,
+) -> list[Finding]:
+    """The first step at which this parameter is not what the optimizer makes of it."""
+    state, assumed = _start(trial, evidence, fqn), trial.assumption.optimizer
+    for step in _as_requested(trial, evidence):
+        trained = trains(trial.case.training, fqn)
+        if (trained and fqn not in step.gradients) or fqn not in step.parameters:
+            return []  # `completed` reports it
+        held, given = state.value.shape, step.gradients[fqn].shape if trained else state.value.shape
+        if given != held:
+            what: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": "gradient", "unit": "shape"}
+            return [Finding.at(evidence.rank, held, given, step=step.step, **what)]
+        frozen = np.zeros(held) if assumed.decays_frozen else None
+        gradient = _given(trial, evidence.rank, step, fqn, norms[step.step]) if trained else frozen
+        rate = _rate(trial, evidence.rank, step.step, fqn, rates[step.step])
+        counted = replace(step, step=assumed.counter(step.step, fqn)) if assumed.counter else step
+        rule = rule_of(recipe := recipe_of(trial, fqn, step.step), fqn)
+        expected, magnitude = _advance(state, counted, gradient, rate, recipe, rule=rule, amsgrad=assumed.amsgrad)
+        bound = tolerance.update_bound(trial.case, magnitude) if trained or gradient is not None else None
+        if rule == "muon" and gradient is not None:
+            if (turned := matrices.added(evidence.rank, step.step, fqn, rate)) is None:
+                return []  # another rank lacks a gradient, which `completed` reports
+            expected, bound = expected - turned[0], bound + turned[1]
+        here = partial(Finding.at, evidence.rank, step=step.step, kind="parameter", name=fqn)
+        left = trial.stepped_part(evidence.rank, fqn, step.parameters[fqn])
+        finding = _compare(here, left, expected, bound, state.value)
+        if step is evidence.steps[-1] or step.optimizer_state:
+            kept = step.optimizer_state.get(fqn, {})
+            finding = finding or _compare_moments(here, trial, rule if trained else FROZEN, kept, state)
+        finding = finding or _compare_with_what_was_left(here, trial, step, fqn)
+        if finding:
+            return [finding]
+        state.value = left.astype(np.float64)  # go on from what is there: one mistake, one finding
+    return []
+
+
+def _rate(trial: Trial, rank: int, step: int, fqn: str, requested: float) -> float:
+    rate = trial.assumption.optimizer.rate
+    return rate(rank, step, fqn) if rate else requested
+
+
+def _given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm: float) -> np.ndarray | None:
+    """Return the clipped gradient, or what is assumed instead."""
+    gradient = step.gradients[fqn].astype(np.float64)
+    if trial.assumption.optimizer.given:
+        return trial.assumption.optimizer.given(rank, step.step, fqn, gradient)
+    return tolerance.clip_coefficient(norm, trial.case.training.max_norm) * gradient
+
+
+def _gathered(trial: Trial, norms: dict[int, float], rank: int, step: StepEvidence, fqn: str) -> np.ndarray:
+    """Return what others gather of a rank: also of one whose own optimizer is assumed to do nothing."""
+    given = _given(trial, rank, step, fqn, norms[step.step])
+    own = step.gradients[fqn].astype(np.float64)
+    return tolerance.clip_coefficient(norms[step.step], trial.case.training.max_norm) * own if given is None else given
+
+
+def _start(trial: Trial, evidence: RankEvidence, fqn: str) -> _State:
+    """Averages begin at zero, or where the checkpoint left them, whatever that is: the check `resume` judges that."""
+    begun = trial.assumption.optimizer.begun
+    value = begun(evidence.rank, fqn) if begun else trial.start_of(evidence.rank)[fqn]
+    value = trial.stepped_part(evidence.rank, fqn, value)
+    held = evidence.resumed.optimizer_state.get(fqn, {}) if evidence.resumed else {}
+    value = value.astype(np.float64)
+    average = "momentum_buffer" if rule_of(recipe_of(trial, fqn), fqn) == "muon" else "exp_avg"
+    first, second = (held.get(key, np.zeros_like(value)).astype(np.float64) for key in (average, "exp_avg_sq"))
+    return _State(value, first, second, np.abs(first))
+
+
+def explained_by_clip(trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, *, clip: float) -> bool:
+    """Whether the first step left what the optimizer makes of this parameter's gradient times `clip`."""
+    first = evidence.steps[0]
+    if tensor.fqn not in first.gradients or tensor.fqn not in first.parameters:
+        return False
+    expected, bound = expected_after_first_step(trial, evidence, tensor, clip=clip)
+    left = trial.stepped_part(evidence.rank, tensor.fqn, first.parameters[tensor.fqn])
+    return left.shape == expected.shape and bool((np.abs(left - expected) <= bound).all())
+
+
+def expected_after_first_step(
+    trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, *, clip: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the optimizer makes of this parameter's gradient times `clip`, and the bound on what is seen of it."""
+    first, state = evidence.steps[0], _start(trial, evidence, tensor.fqn)
+    gradient = first.gradients.get(tensor.fqn)
+    if gradient is None or gradient.shape != state.value.shape:  # explains nothing
+        return np.full_like(state.value, math.nan), np.zeros_like(state.value)
+    lr, recipe = trial.reference_step(first.step).lr, recipe_of(trial, tensor.fqn, first.step)
+    rule = rule_of(recipe, tensor.fqn)
+    expected, magnitude = _advance(state, first, clip * gradient, lr, recipe, rule=rule)
+    bound = tolerance.update_bound(trial.case, magnitude)
+    if rule == "muon":
+        clipped = Matrices(trial, lambda r, s, f: clip * s.gradients[f].astype(np.float64), partial(recipe_of, trial))
+        added, more = clipped.added(evidence.rank, first.step, tensor.fqn, lr) or (np.full_like(bound, math.nan), 0.0)
+        return expected - added, bound + more
+    return expected, bound
+
+
+def _advance(
+    state: _State,
+    step: StepEvidence,
+    gradient: np.ndarray | None,
+    lr: float,
+    training: TrainingConfig,
+    *,
+    rule: str,
+    amsgrad: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """One optimizer step: the new value, and the sum of absolute values of all that went into it. Without a gradient, none.
+    For Muon, only what needs no whole matrix."""
+    if gradient is None:
+        return state.value, np.abs(state.value)
+    decay = lr * training.weight_decay
+    if rule == "sgd":
+        moved = lr * np.abs(gradient) + decay * np.abs(state.value)
+        return state.value - lr * (gradient + training.weight_decay * state.value), np.abs(state.value) + moved
+    if rule == "muon":
+        state.first = training.momentum * state.first + (1 - training.momentum) * gradient
+        state.first_magnitude = training.momentum * state.first_magnitude + (1 - training.momentum) * np.abs(gradient)
+        return state.value * (1 - decay), np.abs(state.value) * (1 + decay)
+    b1, b2 = training.beta1, training.beta2
+    state.first = b1 * state.first + (1 - b1) * gradient
+    state.first_magnitude = b1 * state.first_magnitude + (1 - b1) * np.abs(gradient)
+    state.second = b2 * state.second + (1 - b2) * gradient * gradient
+    state.largest_second = np.maximum(state.largest_second, state.second)
+    with np.errstate(invalid="ignore"):  # what a checkpoint gave back may be below 0
+        denominator = np.sqrt((state.largest_second if amsgrad else state.second) / (1 - b2**step.step)) + training.eps
+    scale = lr / (1 - b1**step.step) / denominator
+    magnitude = np.abs(state.value) * (1 + decay) + scale * state.first_magnitude
+    return state.value * (1 - decay) - scale * state.first, magnitude
+
+
+def _compare(
+    here: Here, observed: np.ndarray, expected: np.ndarray, bound: np.ndarray | None, before: np.ndarray
+) -> Finding | None:
+    """bound: None of what is frozen."""
+    if observed.shape != expected.shape:
+        return here(expected.shape, observed.shape, quantity="value", unit="shape")
+    if bound is None:
+        return _moved(here, observed, before)
+    wrong = ~_alike(observed, expected, bound)
+    if not wrong.any():
+        return None
+    if np.array_equal(observed, before):
+        return here("moved by the optimizer", "unchanged", quantity=MOVE)
+    off = np.where(wrong, np.abs(observed - expected) / np.maximum(bound, 1e-300), -1.0)
+    at = np.unravel_index(np.argmax(off), observed.shape)
+    moved, should = float(observed[at] - before[at]), float(expected[at] - before[at])
+    ratio = moved / should if should else math.inf
+    entry, some = tuple(map(int, at)), f"{int(wrong.sum())} of {wrong.size} entries wrong"
+    note = f"entry {entry}, ratio {number_text(ratio, 10)}; {some}"
+    return here(should, moved, quantity=MOVE, note=note, bound=Bound(float(bound[at])))
+
+
+def _alike(observed: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> np.ndarray:
+    """Entry by entry. What is made of gradients that are not finite is not finite: the check `finite` says that."""
+    same = (observed == expected) | (np.isnan(observed) & np.isnan(expected))
+    return same | (np.abs(observed - expected) <= bound)
+
+
+def _moved(here: Here, observed: np.ndarray, before: np.ndarray) -> Finding | None:
+    """What is frozen never changes by a bit."""
+    if np.array_equal(observed, before):
+        return None
+    most = number_text(float(np.max(np.abs(observed - before))), 2)
+    return here("unchanged: it is frozen", f"moved by up to {most}", quantity=MOVE)
+
+
+MOVE = "the optimizer's step"
+FROZEN = "frozen"
+"""Stands for the rule of an optimizer: what is not trained has no state."""
+
+
+def _compare_with_what_was_left(here: Here, trial: Trial, step: StepEvidence, fqn: str) -> Finding | None:
+    """Only what differed was put on record, so its presence is enough: there is no bound."""
+    now = (step.changed or {}).get(fqn)
+    if now is None:
+        return None
+    left, when = step.parameters[fqn], until(trial, step.step)
+    if now.size != left.size or now.dtype != left.dtype:
+        seen = f"{left.dtype} {left.shape} became {now.dtype} {now.shape}"
+        return here("unchanged", seen, quantity="value", note=when)
+    differing = now.reshape(-1) != left.reshape(-1)
+    most = np.max(np.abs(now.reshape(-1) - left.reshape(-1)), initial=0.0)
+    note = f"{when}, by up to {number_text(most, 2)}"
+    return here(0, int(differing.sum()), unit=f"of {now.size} entries changed", quantity="value", note=note)
+
+
+def _compare_moments(here: Here, trial: Trial, rule: str, seen: dict[str, np.ndarray], state: _State) -> Finding | None:
+    """The state after the last step, and where a checkpoint is written: these are averages over all steps until then."""
+    first, second = (state.first, state.first_magnitude), (state.second, state.second)
+    kept = {
+        FROZEN: {},
+        "sgd": {},
+        "adamw": {"exp_avg": first, "exp_avg_sq": second},
+        "muon": {"momentum_buffer": first},
+    }
+    if rule == FROZEN and (beyond := [key for key, value in seen.items() if value.ndim]):
+        return here(None, "one", quantity=beyond[0], note="the parameter is frozen")
+    for key, (expected, magnitude) in kept[rule].items():
+        bound = 4 * tolerance.update_bound(trial.case, magnitude)
+        held = seen.get(key)
+        if held is None or held.shape != expected.shape or not _alike(held, expected, bound).all():
+            found = None if held is None else "another value"
+            return here("the optimizer's average of the gradients seen", found, quantity=key)
+    return None

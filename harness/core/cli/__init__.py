@@ -1,0 +1,120 @@
+"""The command line. Each command has two files of its name: one says what can be typed, and the one in work/ does it.
+
+What can be typed is known without importing what does it. Help, completion and a mistyped command need no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from harness.core import rings
+from harness.core.cli.answer import asked, only_the_document, print_document
+from harness.core.cli.completion import complete
+from harness.core.cli.exit_codes import INTERRUPTED, NOT_JUDGED, PASSED, SAID, SKIP_COMMIT
+from harness.core.cli.interrupt import one_interrupt
+from harness.core.cli.parsing import CommandParser, Parser, Usage
+from harness.core.cli.version import Version
+from harness.core.report.output import OutputError, any_letters, complain
+from harness.core.run.options import Unsupported
+
+OWN = {
+    "run": "run one case and judge it",
+    "matrix": "run and judge all cases, or those that -k selects",
+    "check": "judge stored evidence; starts nothing",
+    "golden": "compare the reference with its accepted curves, or accept it",
+}
+"""Each command of the core, and its line of help."""
+
+
+def all_commands() -> dict[str, tuple[str, str]]:
+    """Return the package that has each command, of the core and of rings, and the command's line of help."""
+    return {name: (__name__, help) for name, help in OWN.items()} | rings.commands()
+
+
+RENAMED = {
+    "show": "harness report RECORDING",
+    "history": "harness report --history DIR",
+    "snapshot": "harness compare FILE.yaml RECORDING --accept",
+    "join": "harness run --join DIR",
+    "server": "harness run --server show|end|end-all",
+}
+"""Commands of the release before, for one release, and what is typed instead."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    any_letters()
+    complete(parser)
+    try:
+        refuse_renamed(argv)
+        args = parser().parse_args(argv)
+    except SystemExit as stop:  # it has said what was wrong
+        code = NOT_JUDGED if stop.code else PASSED
+        args = argparse.Namespace(json=bool(stop.code) and asked(argv), failed=getattr(stop, "message", ""))
+    else:
+        with one_interrupt(), only_the_document() if args.json else nullcontext():
+            code = guarded(args)
+    code = SKIP_COMMIT if code == NOT_JUDGED and "--bisect" in argv else code
+    try:
+        if args.json:
+            print_document(args, code)
+    except OutputError as error:
+        complain(str(error))
+        return NOT_JUDGED
+    return code
+
+
+def refuse_renamed(argv: Sequence[str]) -> None:
+    """Raises Usage for a command that has another name now."""
+    if argv and (now := RENAMED.get(argv[0])):
+        message = f"`harness {argv[0]}` has another name now: {now}"
+        complain(message)
+        raise Usage(message)
+
+
+def guarded(args: argparse.Namespace) -> int:
+    """The command's exit code. What keeps it from judging is a message and never a verdict."""
+    expected: tuple[type[Exception], ...] = ()
+    try:
+        expected = importlib.import_module("harness.core.cli.work.expected").EXPECTED
+        return importlib.import_module(f"{args.package}.work.{args.command}").command(args)
+    except expected as error:
+        args.failed = str(error)
+    except Unsupported as reason:
+        args.failed = f"skipped, nothing was judged: {reason}"
+    except KeyboardInterrupt as stop:
+        args.failed = "\n  ".join(["interrupted; nothing was judged, the ranks are killed", *map(str, stop.args)])
+        complain(args.failed)
+        return INTERRUPTED
+    except (Exception, SystemExit) as error:  # a mistake of ours, or a trainer's exit, must look like no verdict
+        args.failed = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+        return NOT_JUDGED
+    complain(args.failed)
+    return NOT_JUDGED
+
+
+def parser(typed: str = "") -> argparse.ArgumentParser:
+    """Return the parser of all commands. A command's own options are added as it parses.
+
+    typed: the command whose options are added at once, for who looks at them without parsing.
+    """
+    top = Parser(
+        prog="harness",
+        description="Proves that a distributed trainer does what its configuration says.",
+        epilog=SAID,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action=Version, nargs=0, help="of the harness, its records, torch and Python")
+    commands = top.add_subparsers(metavar="COMMAND", title="commands", required=True, parser_class=CommandParser)
+    for name, (package, help) in all_commands().items():
+        described = f"{help[0].upper()}{help[1:]}" + ("" if help.endswith("?") else ".")
+        of_command = commands.add_parser(name, command=name, package=package, help=help, description=described)
+        if name == typed:
+            of_command.add_options()
+    return top

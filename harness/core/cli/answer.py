@@ -1,0 +1,47 @@
+"""What a command answers: text for a person, or with --json one document on stdout and everything else on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from typing import Any
+
+from harness.core.report.as_data import document
+from harness.core.report.output import say, write
+
+Data = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+
+
+def answer(args: argparse.Namespace, kind: str, data: Data, *text: object) -> None:
+    """Say the text, or keep the document for main to print. data: what takes time is a function."""
+    if not args.json:
+        return say(*text) if text else None
+    args.answered = document(kind, data() if callable(data) else data)
+
+
+def asked(argv: Sequence[str]) -> bool:
+    """Return whether a document is wanted of what could not be parsed. Words behind -- are another command's."""
+    return "--json" in [*argv, "--"][: [*argv, "--"].index("--")]
+
+
+@contextmanager
+def only_the_document() -> Iterator[None]:
+    """What a trainer, a library or a command that is recorded prints goes to stderr."""
+    with ExitStack() as stack:
+        if sys.stdout is not None and sys.stderr is not None:  # neither was closed by who called
+            sys.stdout.flush()
+            kept = os.dup(1)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, 1)
+            os.dup2(2, 1)
+        stack.enter_context(redirect_stdout(sys.stderr))
+        yield
+
+
+def print_document(args: argparse.Namespace, code: int) -> None:
+    """Print what the command answered, or why it did not. Raises OutputError."""
+    failed = document("error", {"message": getattr(args, "failed", ""), "exit": code})
+    write(getattr(args, "answered", failed) + "\n", sys.stdout)

@@ -1,0 +1,187 @@
+"""What several commands let a person type. Nothing here takes long to import: help and completion need no more."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness.core import rings
+from harness.core.case import case_files
+from harness.core.case.launching import LONGEST, SERVERS
+from harness.core.cli.typed import remember_typed
+from harness.core.run.options import Options
+from harness.reference.config import DTYPES
+
+
+class BadInput(Exception):
+    """What was typed cannot be done. The message is for the person who typed it."""
+
+
+class Usage(SystemExit):
+    """What was typed is not understood, and that was said."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(2)
+        self.message = message
+
+
+class Parser(argparse.ArgumentParser):
+    """Options are typed in full: another may begin like them one day, and main() looks for --bisect."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(allow_abbrev=False, **how)
+        remember_typed(self)
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self._print_message(f"{self.prog}: error: {message}\n", sys.stderr)
+        raise Usage(message)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What a command does not know it says itself, with its own usage; argparse leaves that to the parser of all."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown and self._subparsers is None:
+            near = [
+                difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, 1) for word in unknown
+            ]
+            meant = next((f"; did you mean {one[0]}?" for one in near if one), "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return found, unknown
+
+
+class CommandParser(Parser):
+    """The parser of one command. It imports the command's file when it is to parse: all of them take a while."""
+
+    def __init__(self, command: str, package: str, **how: Any) -> None:
+        """package: where the command's files are."""
+        super().__init__(**how)
+        self.command, self.package = command, package
+        self.has_options = False
+        self.set_defaults(command=command, package=package, json=False)
+
+    def add_options(self) -> None:
+        """Add what can be typed behind the command, once."""
+        if not self.has_options:
+            self.has_options = True
+            importlib.import_module(f"{self.package}.{self.command}").add(self)
+            for add in rings.every("options", self.command):
+                add(self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.add_options()
+        return super().parse_known_args(args, namespace)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Let a person ask for the answer that a program reads."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document, all else to stderr")
+
+
+def add_cases(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cases",
+        metavar="DIR",
+        help=f"folder of YAML files; default {case_files.USUAL}; {case_files.OURS}: those that come with the harness",
+    )
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-k", dest="expression", default="", metavar="EXPR", help='parts of names, as in pytest: "hsdp and not sgd"'
+    )
+
+
+def add_jobs(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("-j", "--jobs", type=positive_int, metavar="N", help=what)
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """What a case's recipe may be changed in."""
+    parser.add_argument("--seed", type=int, metavar="N", help="another seed; goldens do not apply")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        metavar="DTYPE",
+        help=f"judge by the recipe in {', '.join(DTYPES)}, for a trainer that computes in no other",
+    )
+
+
+def add_how_to_run(parser: argparse.ArgumentParser, more: Sequence[str] = (), what: str = "") -> Any:
+    """Return the group of these options. more, what: other choices of --server, and what they mean."""
+    how = parser.add_argument_group("how ranks are started")
+    add_trainer(how)
+    how.add_argument(
+        "--source", metavar="PATH|VERSION", help="a checkout of that trainer, or a release that pip brings"
+    )
+    how.add_argument("--launcher", default="local", choices=("local", "torchrun"))
+    how.add_argument(
+        "--torchrun-args", default="", metavar="ARGS", help='for several nodes: "--nnodes 2 --rdzv-endpoint HOST:PORT"'
+    )
+    how.add_argument(
+        "--server",
+        choices=(*SERVERS, *more),
+        help=f"the process that forks ranks: resident is kept for the next commands, own ends with this one; default resident, "
+        f"in CI own{what}",
+    )
+    how.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    how.add_argument("--ranks-per-gpu", type=positive_int, default=1, metavar="N", help="may share one; default 1")
+    how.add_argument(
+        "--backend",
+        choices=("nccl", "gloo"),
+        default="",
+        help="on GPUs; default nccl, gloo where ranks share one it cannot",
+    )
+    add_out(how, help="where evidence goes; default out")
+    usual = Options().timeout
+    how.add_argument("--timeout", type=seconds, metavar="S", help=f"seconds for one launch; default {usual:g}")
+    return how
+
+
+def add_trainer(parser: Any) -> None:
+    parser.add_argument(
+        "--trainer",
+        metavar="NAME|FILE.py",
+        help="the trainer under test; default harness_trainer of the pytest configuration, else the one *_adapter.py or "
+        "adapter.py of this folder, else llama3, which comes with the harness",
+    )
+
+
+def add_out(parser: Any, help: str) -> None:
+    parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help=help)
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    return value
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= LONGEST:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most {LONGEST:g} seconds, got {text}")
+    return value
+
+
+def add_again(parser: argparse._ActionsContainer, *, usual: int) -> None:
+    """Let a person say how often a failing case is made again, in fresh ranks; `usual` times where it is not said."""
+    what = f"make a failing case again N times, in fresh ranks, to see whether it always fails; default {usual}"
+    parser.add_argument("--again", type=count, default=usual, metavar="N", help=what)
+
+
+def positive_int(text: str) -> int:
+    return int(positive(str(int(text))))
+
+
+def count(text: str) -> int:
+    """Return a whole number from 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0, got {text}")
+    return int(text)

@@ -1,0 +1,34 @@
+"""What can be typed behind `harness run`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from harness.core.cli.completion import case_names
+from harness.core.cli.parsing import add_again, add_cases, add_how_to_run, add_json, add_recipe
+
+FIRST_NODE = 600.0  # seconds in which the first node begins the launch; it may run the reference before
+OF_SERVERS = (SHOW, END, END_ALL) = ("show", "end", "end-all")
+"""What can be done with the rank servers that stay."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
+    case = parser.add_argument("case", metavar="CASE", nargs="?", help="its name; `harness matrix --list` lists them")
+    case.completer = case_names  # type: ignore[attr-defined]
+    add_cases(parser)
+    parser.add_argument(
+        "--bisect", action="store_true", help="exit 125 where nothing could be judged, for `git bisect run`"
+    )
+    add_recipe(parser)
+    add_again(parser, usual=0)
+    what = "; without CASE: show those that stay, end them, or end-all of other environments"
+    how = add_how_to_run(parser, OF_SERVERS, what)
+    how.add_argument(
+        "--join",
+        type=Path,
+        metavar="DIR",
+        help=f"without CASE, on every other node: its part of the launch in OUT/CASE; waits {FIRST_NODE:g} s for it, "
+        "or --timeout",
+    )

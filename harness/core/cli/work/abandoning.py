@@ -1,0 +1,19 @@
+"""Leaving what many threads are at, after Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+from harness.core.cli.exit_codes import INTERRUPTED
+from harness.core.launch import standing
+from harness.core.report.output import complain
+from harness.core.report.progress import Progress
+
+
+def abandon(progress: Progress, what: str, remedy: str = "") -> NoReturn:
+    """Ends this process at once, whatever its threads wait for. The rank server sees it and kills what it started."""
+    progress.clear()
+    first = f"interrupted after {len(progress.done)} of {len(progress.weights)} {what}{remedy}"
+    complain("\n  ".join([first, *standing()]))
+    os._exit(INTERRUPTED)

@@ -1,0 +1,41 @@
+"""`harness check`: stored evidence, judged again."""
+
+from __future__ import annotations
+
+import argparse
+
+from harness.core.cli.answer import answer
+from harness.core.cli.exit_codes import NOT_JUDGED, worst
+from harness.core.cli.work.options import other_trainers
+from harness.core.cli.work.verdict_codes import exit_code
+from harness.core.evidence.store import EvidenceError
+from harness.core.report.documents import case_here
+from harness.core.report.output import complain
+from harness.core.report.stored import store_report
+from harness.core.report.text import case_report, provenance
+from harness.core.run.folders import case_folders
+from harness.core.run.judging import judge_folder
+
+
+def command(args: argparse.Namespace) -> int:
+    """What cannot be read in one folder is said, and keeps no other from being judged."""
+    judgements, codes, unread = [], [], list[str]()
+    for folder in case_folders(args.folders):
+        try:
+            judgements.append(judge_folder(folder))
+        except EvidenceError as error:
+            complain(str(error))
+            codes.append(NOT_JUDGED)
+            unread.append(str(error))
+    if judgements:
+        others = other_trainers(judgement.trainer for judgement in judgements)
+        data = {"cases": list(map(case_here, judgements)), "unread": unread, "notes": others}
+        told = (*(f"{case_report(judgement)}\n" for judgement in judgements), provenance(judgements), *others)
+        answer(args, "cases", data, *told)
+    args.failed = "\n".join(unread)
+    for judgement in judgements:
+        try:
+            store_report(judgement)
+        except EvidenceError as error:  # somebody else's evidence is judged all the same
+            complain(f"the report was not stored: {error}")
+    return worst([*codes, *map(exit_code, judgements)])

@@ -1,0 +1,82 @@
+"""`harness golden`: the reference's accepted curves."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from harness.core import rings
+from harness.core.case.case import Case
+from harness.core.checks import golden as golden_check
+from harness.core.checks import run_check
+from harness.core.cli.answer import answer
+from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
+from harness.core.cli.work.cases import cases_of
+from harness.core.cli.work.options import no_document
+from harness.core.evidence.records import Run
+from harness.core.evidence.store import load
+from harness.core.judge import golden
+from harness.core.judge.golden import GoldenError
+from harness.core.judge.result import Result, Verdict
+from harness.core.judge.trial import Trial
+from harness.core.plan.make_plan import make_plan
+from harness.core.report.finding_text import findings_text
+from harness.core.report.output import say
+from harness.core.run.accepting import accept
+from harness.core.run.options import Options
+from harness.core.run.reference_cache import reference_folder
+from harness.core.run.selection import matching
+from harness.reference.record import ReferenceRun
+
+
+def command(args: argparse.Namespace) -> int:
+    for instead in rings.every("instead", "golden"):
+        if (code := instead(args)) is not None:
+            return int(code)
+    if args.accept:
+        no_document(args, "--accept")
+    every = cases_of(args)
+    chosen = matching(every, args.expression)
+    recipes = {golden.recipe_name(of): of for case in chosen for of in golden.references(case)}
+    options = Options(out=args.out)
+    if args.accept:
+        names = [case.name for case in chosen]
+        for case in recipes.values():  # done, though nothing is judged
+            said = accept(case, options, every, names)
+            say(*said, f"  accepted, not judged: review `{golden.review_command(case)}`")
+        for line in _unused(every):
+            say(line)
+        return PASSED if recipes else NOT_JUDGED
+    results = {golden.path_of(case).name: _against_golden(case, options) for case in recipes.values()}
+    data = {"goldens": [{"file": file, "result": result} for file, result in results.items()], "unused": _unused(every)}
+    answer(args, "golden", data, *(line for found in results.items() for line in _lines(*found)), *_unused(every))
+    codes = {Verdict.PASS: PASSED, Verdict.FAIL: BROKEN}
+    return worst(codes.get(result.verdict, NOT_JUDGED) for result in results.values())
+
+
+def _unused(every: Sequence[Case]) -> list[str]:
+    stored = {path for folder in {golden.home(case) for case in every} for path in folder.glob("*.json")}
+    unused = sorted(stored - {golden.path_of(of) for case in every for of in golden.references(case)})
+    return [f"{path.name}: no case uses it; delete it" for path in unused]
+
+
+def _lines(file: str, result: Result) -> list[str]:
+    return [f"{file}: {result.verdict}" + (f": {result.note}" if result.note else ""), *findings_text(result, "  ")]
+
+
+def _against_golden(case: Case, options: Options) -> Result:
+    """The check `golden`, which looks at no rank."""
+    return run_check("golden", golden_check.check, _trial(case, options))
+
+
+def _trial(case: Case, options: Options) -> Trial:
+    """Return what the check needs, without any rank."""
+    reference = load(reference_folder(case, options, ()) / "reference.npz", ReferenceRun)
+    accepted, problem = None, ""
+    try:
+        accepted = golden.load(case)
+    except GoldenError as error:
+        problem = str(error)
+    saved = tuple(_trial(of, options) for of in golden.references(case)[:-1])
+    plan, run = make_plan(case), Run("", 0, (), {})
+    return Trial(case, plan, run, reference, golden=accepted, golden_problem=problem, saved=saved)

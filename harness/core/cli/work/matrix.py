@@ -1,0 +1,237 @@
+"""`harness matrix`: all cases, or those selected, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections import Counter
+from collections.abc import Container, Sequence
+
+from harness.core import rings, trainers
+from harness.core.case import case_files, coverage, random_cases
+from harness.core.case.case import Case
+from harness.core.case.variants import in_dtype, reseeded
+from harness.core.cli.answer import answer
+from harness.core.cli.exit_codes import NOT_JUDGED, PASSED, worst
+from harness.core.cli.parsing import BadInput
+from harness.core.cli.typed import typed_options
+from harness.core.cli.work.abandoning import abandon
+from harness.core.cli.work.cases import cases_of
+from harness.core.cli.work.options import no_document, options_of, refuse_others, trainer_under_test, which_trainer
+from harness.core.cli.work.verdict_codes import code_of
+from harness.core.judge import golden
+from harness.core.launch import pool_of
+from harness.core.report.grid import matrix_report
+from harness.core.report.outcome import Outcome, as_document
+from harness.core.report.output import complain, say
+from harness.core.report.progress import Progress
+from harness.core.run import verdicts
+from harness.core.run.communication import device_text
+from harness.core.run.matrix import Machines, run_all
+from harness.core.run.options import Options
+from harness.core.run.packing import Load, answering_soon, in_order, loads, remembered, share
+from harness.core.run.reference_cache import takes_long
+from harness.core.run.selection import matching, of_tier, weight
+from harness.core.run.supported import unsupported
+from harness.core.run.verdicts import Record
+
+OF_LIST = (
+    *(
+        "--list",
+        "--cases",
+        "-k",
+        "--tier",
+        "--random",
+        "--seed",
+        "--dtype",
+        "--trainer",
+        "--source",
+        "--device",
+        "--out",
+    ),
+    *("--shard", "--durations", "--changed", "--map", "--last-failed"),
+)
+"""Options that choose which cases are listed."""
+
+
+def command(args: argparse.Namespace) -> int:
+    if args.all:
+        no_document(args, "--all")
+        refuse_others(args, "a list of pairs", {"--all", "--cases", "--trainer"})
+        return pairs_code(coverage.pairs(cases_of(args), trainers.load(trainer_under_test(args)).unsupported))
+    if args.list:
+        no_document(args, "--list")
+        refuse_others(args, "a list", OF_LIST)
+    if args.resume and (unused := {"--last-failed", "--durations"} & {*typed_options(args)}):
+        raise BadInput(f"{min(unused)}: leave it out; --resume goes on with the cases of the run that was cut short")
+    cases, more = selected(args)
+    notes = which_trainer(args)
+    selection = next(filter(None, (select(cases, args) for select in rings.all_of("selections"))), None)
+    if selection is not None:
+        cases, notes = list(selection.cases), [*notes, selection.sentence()]
+        if not cases:
+            answer(args, "matrix", {"outcomes": [], "seconds": 0.0, "notes": notes}, *notes)
+            return PASSED
+    if not args.resume:
+        cases = part_of(cases, args)
+    if args.list:
+        say("\n".join([listing(cases), *notes]) if selection is not None else listing(cases))
+        return PASSED
+    options = options_of(args)
+    machines = next(filter(None, (where(args, options) for where in rings.all_of("machines"))), None)
+    cases, record, before = resumed(cases, options, args) if args.resume else (cases, begin(cases, options, args), {})
+    todo = [case for case in cases if case.name not in before]
+    found, seconds = run(
+        todo, options, record, jobs=args.jobs, most=args.max_failures, machines=machines, again=args.again
+    )
+    done = before | {one.case: one for one in found}
+    outcomes = [done[case.name] for case in cases if case.name in done]
+    if len(outcomes) < len(cases):
+        notes += [
+            f"{len(cases) - len(outcomes)} more were not run after {args.max_failures} failures: --resume runs them"
+        ]
+    if more:
+        notes += [f"{more} more of other tiers were not run: --tier all"]
+    data = {"outcomes": list(map(as_document, outcomes)), "seconds": seconds, "notes": notes}
+    answer(args, "matrix", data, matrix_report(outcomes, seconds), *notes)
+    return matrix_code(outcomes)
+
+
+def run(
+    cases: Sequence[Case],
+    options: Options,
+    record: Record,
+    *,
+    jobs: int | None,
+    most: int | None = None,
+    machines: Machines | None = None,
+    again: int = 0,
+    remedy: str = "; the same command with --resume runs the rest",
+) -> tuple[list[Outcome], float]:
+    """What became of the cases, and how many seconds all took. jobs: cases at a time; None: as many as slots allow. most:
+    failures after which no other begins. machines: others than this one.
+    again: how often a failing case is made again. remedy: what one does after Ctrl-C."""
+    slots = max(1, sum(machines.carries()) if machines else len(pool_of(options.device).slots))
+    named = {case.name: case for case in cases}
+    todo = ordered(cases, options, slots)
+    progress = Progress({load.name: max(load.area, 0.1) for load in todo}, sys.stderr)
+    try:
+        found = run_all(
+            [named[load.name] for load in todo],
+            options,
+            jobs=jobs or slots + 1,  # one that is judged has given its slots back
+            progress=progress,
+            ended=record.ended,
+            most=most,
+            how=machines.run_case if machines else None,
+            again=again,
+        )
+    except KeyboardInterrupt:
+        abandon(progress, "cases", remedy)
+    return found, progress.elapsed()
+
+
+def begin(cases: Sequence[Case], options: Options, args: argparse.Namespace) -> Record:
+    return verdicts.begin(cases, options, args.shard or "")
+
+
+def resumed(
+    selected: Sequence[Case], options: Options, args: argparse.Namespace
+) -> tuple[list[Case], Record, dict[str, Outcome]]:
+    """The cases of the run that was cut short, where it is recorded, and the outcomes that it has."""
+    record, run, unread = verdicts.resume(selected, options, args.shard)
+    for line in unread:
+        complain(line)
+    return [case for case in selected if case.name in run.begins["cases"]], record, run.outcomes
+
+
+def ordered(cases: Sequence[Case], options: Options, slots: int) -> list[Load]:
+    """Largest first, by how long they took when they were last run here."""
+    file = verdicts.file_in(options.out)
+    runs, _ = verdicts.read(file) if file else ([], [])
+    seconds = remembered(
+        runs, trainer=verdicts.name_of_trainer(options.trainer), device=device_text(options), machine=platform.node()
+    )
+    long = {case.name for case in cases if takes_long(case, options)}
+    return answering_soon(in_order(loads(cases, seconds, slots), slots), small_ones(cases, long), long)
+
+
+SOON = 10
+"""Cases whose verdicts a person sees before the large ones begin."""
+
+
+def small_ones(cases: Sequence[Case], long: Container[str]) -> list[str]:
+    """Return the names of the smallest cases of the recipe that most cases have: they wait for one reference, a short one."""
+    shared = Counter(golden.recipe_name(case) for case in cases if case.name not in long)
+    if not shared:
+        return []
+    ((recipe, _),) = shared.most_common(1)
+    of_recipe = [case for case in cases if case.name not in long and golden.recipe_name(case) == recipe]
+    return [case.name for case in sorted(of_recipe, key=lambda case: (weight(case), case.name))[:SOON]]
+
+
+def part_of(cases: Sequence[Case], args: argparse.Namespace) -> list[Case]:
+    """Return the cases of a shard, and of --last-failed those that failed last. Raises BadInput where none is left."""
+    cases = list(cases)
+    if args.last_failed:
+        run, _ = verdicts.last(args.out)
+        cases = [case for case in cases if case.name in run.outcomes and run.outcomes[case.name].failed]
+    if args.shard:
+        cases = share(cases, common_durations(args), args.shard)
+    elif args.durations:
+        raise BadInput("--durations: they are for --shard; a machine remembers its own in --out")
+    if not cases:
+        raise BadInput(
+            "--last-failed: no selected case failed in the last run" if args.last_failed else "--shard: no case is left"
+        )
+    return cases
+
+
+def common_durations(args: argparse.Namespace) -> dict[str, float]:
+    """What every machine knows that is given the same files; nothing without any."""
+    if not args.durations:
+        return {}
+    runs = [run for file in args.durations for run in verdicts.read(file)[0]]
+    return remembered(runs, trainer=verdicts.name_of_trainer(options_of(args).trainer), device=args.device)
+
+
+def selected(args: argparse.Namespace) -> tuple[list[Case], int]:
+    """Return the selected cases, and how many more there are in other tiers."""
+    if args.random:
+        if unused := {"-k", "--tier", "--cases"} & {*typed_options(args)}:
+            raise BadInput(f"{min(unused)}: leave it out; it is for cases of files, and --random draws others")
+        options, seed = options_of(args), 1 if args.seed is None else args.seed
+        return random_cases.first(args.random, seed, lambda case: unsupported(case, options), dtype=args.dtype), 0
+    return of_files(args)
+
+
+def of_files(args: argparse.Namespace) -> tuple[list[Case], int]:
+    chosen = matching(cases_of(args), args.expression)
+    cases = of_tier(chosen, args.tier)
+    cases = [in_dtype(case if args.seed is None else reseeded(case, args.seed), args.dtype) for case in cases]
+    return cases, len(chosen) - len(cases)
+
+
+def matrix_code(outcomes: Sequence[Outcome]) -> int:
+    """Cases that were skipped count for nothing; if no other is left, nothing was judged."""
+    return worst(code_of(outcome.verdict) for outcome in outcomes if not outcome.skipped)
+
+
+def pairs_code(found: Sequence[coverage.Pair]) -> int:
+    """Every pair of options with its case or its reason; a pair with neither is a gap in the matrix."""
+    say(coverage.pairs_text(found))
+    return NOT_JUDGED if any(pair.missing for pair in found) else PASSED
+
+
+def listing(cases: Sequence[Case]) -> str:
+    width = max(len(case.name) for case in cases)
+    lines = []
+    for file in dict.fromkeys(case.file for case in cases):
+        lines += [case_files.shown(file)] if file else []
+        lines += [
+            f"  {case.name:<{width}}  {case.dims.world_size:>2} ranks  {case.why}"
+            for case in cases
+            if case.file == file
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,119 @@
+"""What options of several commands mean."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import shlex
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+from harness.core import rings, trainers
+from harness.core.case import releases
+from harness.core.case.usual_trainer import Usual, configured, usual_trainer
+from harness.core.cli.parsing import BadInput
+from harness.core.cli.typed import typed_options
+from harness.core.launch import resident_client
+from harness.core.run.folders import trainer_label
+from harness.core.run.options import Options
+
+
+def trainer_under_test(args: argparse.Namespace) -> str:
+    """Return the trainer under test, as it is typed or as the repository has it. Raises BadInput."""
+    return args.trainer or usual().name
+
+
+def usual() -> Usual:
+    """Return the trainer for who types none. Raises BadInput."""
+    try:
+        return usual_trainer()
+    except ValueError as error:
+        raise BadInput(f"--trainer: {error}") from error
+
+
+def which_trainer(args: argparse.Namespace) -> list[str]:
+    """Return a line on the trainer that was judged, if configuration or folder chose it, and one on a torch that is not among
+    those tried."""
+    found = Usual(args.trainer) if args.trainer else usual()
+    because = f"judged was {shown(found.name)}, {found.because}" if found.because else ""
+    return [line for line in (because, releases.untested(importlib.metadata.version("torch"))) if line]
+
+
+def other_trainers(judged: Iterable[str]) -> list[str]:
+    """Return a line on each trainer of stored evidence that is another than the configuration names. Raises BadInput for a
+    configuration that names none: then whose verdict is wanted is not known."""
+    try:
+        found = configured(Path.cwd())
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    if found is None:
+        return []
+    own = Path(found.name).stem if found.name.endswith(".py") else found.name
+    names = dict.fromkeys(trainer_label(trainer).partition("@")[0] for trainer in judged)
+    return [f"judged was {name}, not {shown(found.name)} ({found.because})" for name in names if name != own]
+
+
+def shown(trainer: str) -> str:
+    """Return it as a person reads it here."""
+    path, here = Path(trainer), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else trainer
+
+
+def refuse_others(args: argparse.Namespace, what: str, effective: Collection[str]) -> None:
+    """Raises BadInput for the first typed option that is not among the effective ones. what: the command does, in words."""
+    for option in typed_options(args):
+        if option not in effective:
+            raise BadInput(f"{option} has no effect on {what}; leave it out")
+
+
+def no_document(args: argparse.Namespace, option: str) -> None:
+    """Raises BadInput where a document is wanted of what has none."""
+    if args.json:
+        raise BadInput(f"--json: leave out {option}, which has no document")
+
+
+def needs_matplotlib() -> None:
+    """Raises BadInput where it is not installed: it is needed by pictures alone."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BadInput("pictures need matplotlib: pip install matplotlib")
+
+
+def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Options:
+    """Raises BadInput and ToldError, before anything is started."""
+    try:
+        trainer = trainers.spec(trainer_under_test(args), args.source, args.out)
+        trainers.load(trainer)
+    except ValueError as error:
+        raise BadInput(f"--trainer: {error}") from error
+    given: dict[str, Any] = {}
+    for options_of_ring in rings.all_of("run_options"):
+        given |= options_of_ring(args, trainer)
+    resident_client.choose(args.server)
+    torchrun_args = tuple(shlex.split(args.torchrun_args))
+    if torchrun_args and args.launcher != "torchrun":
+        raise BadInput("--torchrun-args: they are for --launcher torchrun only")
+    if torchrun_args and not several_nodes:
+        raise BadInput("--torchrun-args: other nodes join one launch of one case; use `harness run`")
+    _check_sharing(args)
+    return Options(
+        args.out,
+        trainer,
+        launcher=args.launcher,
+        device=args.device,
+        timeout=args.timeout or Options().timeout,
+        torchrun_args=torchrun_args,
+        ranks_per_gpu=args.ranks_per_gpu,
+        backend=args.backend,
+        cases=getattr(args, "cases", None) or "",
+        **given,
+    )
+
+
+def _check_sharing(args: argparse.Namespace) -> None:
+    """Raises BadInput."""
+    if args.device == "cpu" and (args.ranks_per_gpu > 1 or args.backend):
+        raise BadInput("--ranks-per-gpu and --backend are for --device cuda")
+    if args.torchrun_args and args.ranks_per_gpu > 1:
+        raise BadInput("--ranks-per-gpu: ranks share the GPUs of one machine; leave out it or --torchrun-args")

@@ -1,0 +1,85 @@
+"""`harness run CASE`: one case, judged. Or another node's part of one, and the servers that fork its ranks."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import shlex
+import sys
+from collections.abc import Callable
+
+from harness.core.case.case import Case
+from harness.core.case.launching import requested_ranks
+from harness.core.case.variants import in_dtype, reseeded
+from harness.core.cli.answer import answer
+from harness.core.cli.exit_codes import NOT_JUDGED, PASSED
+from harness.core.cli.parsing import BadInput
+from harness.core.cli.run import FIRST_NODE, OF_SERVERS
+from harness.core.cli.work import rank_servers
+from harness.core.cli.work.cases import case_of
+from harness.core.cli.work.options import no_document, options_of, refuse_others, which_trainer
+from harness.core.cli.work.verdict_codes import exit_code
+from harness.core.judge.judgement import Judgement
+from harness.core.launch.torchrun import join
+from harness.core.report.documents import case_here
+from harness.core.report.outcome import Outcome, judged
+from harness.core.report.output import complain, say
+from harness.core.report.progress import stages
+from harness.core.report.text import case_report
+from harness.core.run.again import Again
+from harness.core.run.folders import folder_of
+from harness.core.run.matrix import attempt
+from harness.core.run.options import Options
+from harness.core.run.run_case import run_case
+
+
+def command(args: argparse.Namespace) -> int:
+    other = "--join" if args.join else f"--server {args.server}" if args.server in OF_SERVERS else ""
+    if bool(other) == bool(args.case):
+        raise BadInput(f"{other}: leave out CASE" if other else "run: name a CASE; `harness matrix --list` lists them")
+    if other:
+        no_document(args, other)
+    if args.join:
+        refuse_others(args, "this node's part of a launch", {"--join", "--timeout"})
+        return _join(args)
+    if other:
+        refuse_others(args, "rank servers that are there", {"--server"})
+        rank_servers.shown_or_ended(args.server)
+        return PASSED
+    return _run(args)
+
+
+def _join(args: argparse.Namespace) -> int:
+    """Do this node's part. The first node judges."""
+    status = join(args.join / "run", seconds=args.timeout or FIRST_NODE)
+    if status:
+        complain(f"torchrun ended with code {status} here; the first node judges")
+    return NOT_JUDGED if status else PASSED
+
+
+def _run(args: argparse.Namespace) -> int:
+    case, options = case_of(args), options_of(args)
+    case = in_dtype(case if args.seed is None else reseeded(case, args.seed), args.dtype)
+    ranks, degrees = requested_ranks(["torchrun", *options.torchrun_args]), case.dims
+    if ranks not in (None, degrees.world_size):
+        raise BadInput(
+            f"--torchrun-args: they start {ranks} ranks, but {case.name} is {degrees} = {degrees.world_size} ranks"
+        )
+    if options.torchrun_args:
+        say(f"on every other node: harness run --join {shlex.quote(str(folder_of(case, options)))}", to=sys.stderr)
+    with stages(case.name, sys.stderr) as stage:
+        judgement = run_case(case, options, stage)
+        again = functools.partial(attempt, how=functools.partial(run_case, stage=stage))
+        outcome = with_repeats(judgement, options, args.again, again)
+    data, text = case_here(judgement), outcome.report or case_report(judgement)
+    if outcome.repeats:
+        data |= {"repeats": outcome.repeats, "cause": outcome.cause, "diagnosis": outcome.diagnosis or None}
+    answer(args, "case", data, text, *which_trainer(args))
+    return exit_code(judgement)
+
+
+def with_repeats(first: Judgement, options: Options, times: int, make: Callable[[Case, Options], Outcome]) -> Outcome:
+    """Return what became of a case that was made, and of a failing one when it was made again so many times."""
+    return Again(times).outcome(
+        first.case, options, lambda case, each: judged(first) if each is options else make(case, each)
+    )

@@ -1,0 +1,16 @@
+"""The exit codes that follow from verdicts."""
+
+from __future__ import annotations
+
+from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Verdict
+
+
+def exit_code(judgement: Judgement) -> int:
+    return NOT_JUDGED if judgement.fired is False else code_of(judgement.verdict)
+
+
+def code_of(verdict: str) -> int:
+    codes: dict[str, int] = {Verdict.PASS: PASSED, Verdict.XFAIL: PASSED, Verdict.FAIL: BROKEN}
+    return codes.get(verdict, NOT_JUDGED)

@@ -1,0 +1,61 @@
+"""Evidence under the reference's names."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from harness.core.evidence.records import RankEvidence, Resumed
+from harness.core.evidence.step import StepEvidence
+from harness.core.evidence.store import T
+
+
+def renamed(evidence: RankEvidence, fqn: Callable[[str], str]) -> RankEvidence:
+    """The same with parameters and modules under the names that `fqn` gives them; it is asked once for each name."""
+    fqn = functools.cache(fqn)
+    keys = functools.partial(_keys, fqn)
+    parameters = tuple(dataclasses.replace(tensor, fqn=fqn(tensor.fqn)) for tensor in evidence.parameters)
+    resumed = evidence.resumed and Resumed(keys(evidence.resumed.parameters), keys(evidence.resumed.optimizer_state))
+    left = tuple(
+        dataclasses.replace(after, bytes=keys(after.bytes), gathered=tuple(map(fqn, after.gathered)))
+        for after in evidence.after_evaluation
+    )
+    structure = {
+        fqn(module): dataclasses.replace(wrapper, parameters=tuple(map(fqn, wrapper.parameters)))
+        for module, wrapper in evidence.structure.items()
+    }
+    return dataclasses.replace(
+        evidence,
+        steps=tuple(_renamed_step(step, fqn) for step in evidence.steps),
+        parameters=parameters,
+        resumed=resumed,
+        structure=structure,
+        switches=keys(evidence.switches),
+        after_evaluation=left,
+    )
+
+
+def _renamed_step(step: StepEvidence, fqn: Callable[[str], str]) -> StepEvidence:
+    keys = functools.partial(_keys, fqn)
+    return dataclasses.replace(
+        step,
+        gradients=keys(step.gradients),
+        unsettled=keys(step.unsettled),
+        parameters=keys(step.parameters),
+        optimizer_state=keys(step.optimizer_state),
+        activity=dataclasses.replace(
+            step.activity,
+            calls={key._replace(fqn=fqn(key.fqn)): n for key, n in step.activity.calls.items()},
+            quantized={key._replace(fqn=fqn(key.fqn)): n for key, n in step.activity.quantized.items()},
+            other_states=keys(step.activity.other_states),
+            inputs=keys(step.activity.inputs),
+        ),
+        changed=None if step.changed is None else keys(step.changed),
+        after_forward=tuple(dataclasses.replace(after, bytes=keys(after.bytes)) for after in step.after_forward),
+        gathered=None if step.gathered is None else tuple(map(fqn, step.gathered)),
+    )
+
+
+def _keys(fqn: Callable[[str], str], found: dict[str, T]) -> dict[str, T]:
+    return {fqn(name): value for name, value in found.items()}

@@ -1,0 +1,238 @@
+"""The records a rank leaves behind, and how they are saved and loaded.
+
+Every record is a frozen dataclass of plain values; arrays are numpy. A rank's evidence is one file, complete or absent:
+it is written under another name, flushed to disk and renamed. Its parts carry checksums (zip), so damage is noticed.
+
+bfloat16 has no numpy dtype: such values are stored as float32, which holds every bfloat16 exactly; the field `dtype`
+keeps the true one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+
+from harness.core.evidence.checkpoint_index import Checkpoint
+from harness.core.evidence.format import field_name, other_version, record_name, version_of
+from harness.core.evidence.reading import MOST, json_of, read_json, regular
+from harness.core.evidence.records import Exit, RankEvidence, Run
+from harness.core.evidence.unsettled import with_settled_gradients
+from harness.core.evidence.whole_file import whole_file
+
+T = TypeVar("T")
+
+
+class EvidenceError(Exception):
+    """An evidence file is missing, damaged or of another version. The message names the file and the remedy."""
+
+
+def save(path: Path, record: Any) -> None:
+    """Writes any of the records above (or another dataclass of plain values and arrays): complete or not at all."""
+    arrays: list[np.ndarray] = []
+    kind = type(record)
+    header = json.dumps({"format": version_of(kind), "type": record_name(kind), "record": _encode(record, arrays)})
+    if len(header) > MOST:
+        raise EvidenceError(f"{path}: {len(header)} bytes of records, at most {MOST} are read; train fewer steps")
+    try:
+        with whole_file(path) as file:
+            np.savez(file, header=np.frombuffer(header.encode(), np.uint8), blob=_join(arrays))
+    except OSError as error:
+        raise EvidenceError(_unwritable(path, error)) from error
+
+
+def load(path: Path, kind: type[T], *, values: bool = True) -> T:
+    """Read what save wrote; without values arrays have their shapes alone. Raise EvidenceError for any other file."""
+    try:
+        with regular(path) as file:
+            _refuse_bombs(file)
+            with np.load(file, allow_pickle=False) as parts:
+                header, blob = json_of(parts["header"].tobytes()), parts["blob"].tobytes() if values else None
+        found, other = str(header["type"]), other_version(str(header["format"]), kind)
+        arrays = _NoValues() if blob is None else _Blob(blob)
+        read: Callable[[Any, _Blob | _NoValues], T] = _reader(kind)  # type: ignore[arg-type]
+        record = read(header["record"], arrays) if found == record_name(kind) and not other else None
+    except FileNotFoundError as error:
+        raise EvidenceError(f"{path}: no such evidence; run the case again") from error
+    except Exception as error:  # one flipped byte makes zipfile and numpy raise almost anything
+        raise EvidenceError(f"{path}: damaged evidence ({error}); delete it and run the case again") from error
+    if record is None:
+        problem = other if found == record_name(kind) else f"holds {found}, expected {record_name(kind)}"
+        raise EvidenceError(f"{path}: {problem}; run the case again")
+    return record
+
+
+def _refuse_bombs(file: BinaryIO) -> None:
+    """What this harness writes is not compressed, so that a file holds no more than its size."""
+    with zipfile.ZipFile(file) as parts:
+        if any(
+            part.compress_type != zipfile.ZIP_STORED or part.file_size > part.compress_size for part in parts.filelist
+        ):
+            raise ValueError("its parts are compressed")
+    file.seek(0)
+
+
+def _unwritable(path: Path, error: OSError) -> str:
+    return f"{path}: cannot be written: {error.strerror or error}; free the disk or choose another --out"
+
+
+def encoded_without_values(record: Any) -> Any:
+    """Plain JSON. Arrays keep only their types and shapes."""
+    return _encode(record, None)
+
+
+def decoded_without_values(kind: type[T], plain: Any) -> T:
+    """The inverse: arrays have the right shape, take no memory and hold zeros, which are not their values."""
+    read: Callable[[Any, _NoValues], T] = _reader(kind)  # type: ignore[arg-type]
+    return read(plain, _NoValues())
+
+
+class _NoValues:
+    def take(self, dtype: str, shape: list[int]) -> np.ndarray:
+        return without_values(tuple(shape), dtype)
+
+
+def without_values(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Stands for an array whose values are not kept."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def _join(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([a.view(np.uint8).reshape(-1) for a in arrays]) if arrays else np.zeros(0, np.uint8)
+
+
+def _encode(value: Any, arrays: list[np.ndarray] | None) -> Any:
+    """Plain JSON, each array replaced by its place in the blob; None where there is no blob."""
+    if dataclasses.is_dataclass(value):
+        return {field_name(f): _encode(getattr(value, f.name), arrays) for f in dataclasses.fields(value)}
+    if isinstance(value, np.ndarray):
+        if arrays is not None:
+            arrays.append(np.ascontiguousarray(value).reshape(-1))
+        return [str(value.dtype), list(value.shape)]
+    if isinstance(value, dict):
+        return [[key, _encode(item, arrays)] for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_encode(item, arrays) for item in value]
+    return value
+
+
+class _Blob:
+    """The arrays of a file, taken in the order in which they were encoded."""
+
+    def __init__(self, blob: bytes) -> None:
+        self.blob, self.position = blob, 0
+
+    def take(self, dtype: str, shape: list[int]) -> np.ndarray:
+        count = math.prod(shape)
+        array = np.frombuffer(self.blob, dtype, count, self.position) if count else np.zeros(0, dtype)
+        self.position += array.nbytes
+        return array.reshape(shape)
+
+
+@functools.cache
+def _reader(kind: Any) -> Callable[[Any, _Blob | _NoValues], Any]:
+    """How a value of this annotated type is rebuilt; made once a type, for a run has tens of thousands of values."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        inner = _reader(next(a for a in args if a is not type(None)))
+        return lambda record, blob: None if record is None else inner(record, blob)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        readers = {field_name(f): (f.name, _reader(hints[f.name])) for f in dataclasses.fields(kind)}
+        make: Callable[..., Any] = kind  # type: ignore[assignment]
+
+        def rebuilt(record: Any, blob: _Blob | _NoValues) -> Any:
+            named = ((*readers[stored], item) for stored, item in record.items())
+            return make(**{name: read(item, blob) for name, read, item in named})
+
+        return rebuilt
+    if kind is np.ndarray:
+        return lambda record, blob: blob.take(*record)
+    if origin is dict:
+        read, key_of = _reader(args[1]), _key_reader(args[0])
+        return lambda record, blob: {key_of(key): read(item, blob) for key, item in record}
+    if origin is tuple:
+        each = _reader(args[0])
+        return lambda record, blob: tuple([each(item, blob) for item in record])
+    return lambda record, blob: record
+
+
+def _key_reader(kind: Any) -> Callable[[Any], Any]:
+    """Keys are words, or NamedTuples of words, which JSON makes lists of."""
+    return kind._make if hasattr(kind, "_make") else lambda key: key
+
+
+RUN_FILE = "run.json"
+CASE_FILE = "case.json"
+TRAITS_FILE = "traits.json"
+CHECKPOINT_FILE = "checkpoint.npz"
+
+
+def save_run(run: Run) -> None:
+    """The part of a Run that is not in the ranks' own files."""
+    record: dict[str, Any] = {"format": version_of(Exit), "world_size": run.world_size}
+    record |= {"seconds": run.seconds, "fault": run.fault, "trainer": run.trainer, "made": run.made}
+    record["exits"] = [encoded_without_values(exit) for exit in run.exits]
+    write_text(Path(run.directory) / RUN_FILE, json.dumps(record, indent=1))
+
+
+def load_run(directory: Path, *, values: bool = True) -> Run:
+    """Read a stored launch; values: as in `load`. A rank file that is damaged or missing is not fatal: `unreadable` says why,
+    and checks judge it."""
+    path = directory / RUN_FILE
+    try:
+        record = read_json(path)
+        if other := other_version(str(record["format"]), Exit):
+            raise EvidenceError(f"{path}: {other}; run the case again")
+        exits = tuple(decoded_without_values(Exit, exit) for exit in record["exits"])
+        if len(exits) != record["world_size"]:
+            raise ValueError(f"exits of {len(exits)} ranks, world_size {record['world_size']!r}")
+        run = Run(str(directory), len(exits), exits, {}, record["seconds"], fault=record["fault"])
+        run = dataclasses.replace(run, trainer=record.get("trainer", run.trainer), made=record.get("made", run.made))
+    except FileNotFoundError as error:
+        began = "this launch did not end, or still runs; run the case again"
+        remedy = began if directory.exists() else "`harness check` wants the folder that `harness run` wrote"
+        raise EvidenceError(f"{path}: no such file; {remedy}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EvidenceError(f"{path}: damaged ({error}); run the case again") from error
+    for rank in filter(lambda rank: evidence_file(directory, rank).exists(), range(run.world_size)):
+        try:
+            run.ranks[rank] = _of_launch(run, load(evidence_file(directory, rank), RankEvidence, values=values))
+        except EvidenceError as error:
+            run.unreadable[rank] = str(error)
+    run.ranks.update(with_settled_gradients(run.ranks))
+    if (directory / CHECKPOINT_FILE).exists():
+        run = dataclasses.replace(run, checkpoint=load(directory / CHECKPOINT_FILE, Checkpoint))
+    return run
+
+
+def _of_launch(run: Run, evidence: RankEvidence) -> RankEvidence:
+    """Raises EvidenceError for evidence of another launch: copied there, or left by one that was killed."""
+    if evidence.launch != run.made.get("launch", ""):
+        ids = f"{evidence.launch or 'none'}, and run.json of {run.made.get('launch') or 'none'}"
+        path = evidence_file(Path(run.directory), evidence.rank)
+        raise EvidenceError(f"{path}: belongs to another launch (it is of {ids}); run the case again")
+    return evidence
+
+
+def evidence_file(directory: Path, rank: int) -> Path:
+    """Return the file of a rank's evidence: ranks/rank_00.npz below the launch's folder."""
+    return directory / "ranks" / f"rank_{rank:02d}.npz"
+
+
+def write_text(path: Path, text: str) -> None:
+    """A small text file, complete or not at all."""
+    try:
+        with whole_file(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise EvidenceError(_unwritable(path, error)) from error

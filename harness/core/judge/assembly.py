@@ -1,0 +1,135 @@
+"""Whole gradients put together from the slices that ranks hold, and how far each is from the reference's.
+
+A rank holds a slice, and a bound on a whole parameter says little of one: a sum over few entries varies more. So slices
+are put together, as often as there are holders of each: every rank's slice is in one of these copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.core.evidence.step import StepEvidence
+from harness.core.judge import tolerance
+from harness.core.judge.contents import take
+from harness.core.judge.tolerance import Bounds, NoBound, ParameterBounds
+from harness.core.judge.trial import Trial
+from harness.core.plan.slices import Slice
+from harness.reference.distance import best_fit, relative_distance
+from harness.reference.record import ReferenceStep
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """How one copy of a parameter's gradient lies to the reference's, and what noise explains of that.
+
+    fit: the best-fitting factor. rest: the distance from that multiple of the reference's, relative to the longer of both.
+    """
+
+    fqn: str
+    step: int
+    ranks: tuple[int, ...]
+    distance: float
+    fit: float
+    rest: float
+    distance_bound: float
+    fit_bound: float
+
+    @property
+    def excess(self) -> float:
+        """How many times its bound it is off, in what shows it most; NaN where the gradient has one."""
+        return float(np.max([self.distance / self.distance_bound, abs(self.fit - 1) / self.fit_bound]))
+
+    @property
+    def within(self) -> bool:
+        return self.excess <= 1
+
+    @property
+    def scaled(self) -> bool:
+        """The factor alone is what is wrong: without it, what is left is within the noise."""
+        return abs(self.fit - 1) > self.fit_bound and self.rest <= self.distance_bound
+
+
+def misfits(trial: Trial, number: int, bounds: Bounds | None = None) -> tuple[list[Misfit], list[str]]:
+    """Return the misfits of every copy of every parameter in a step, and parameters without a whole gradient.
+
+    bounds: those of the trial, if not others. Raises NoBound.
+    """
+    reference, by_parameter = trial.reference_step(number), (bounds or trial.bounds).by_parameter
+    found: list[Misfit] = []
+    lacking: list[str] = []
+    for fqn, full in reference.gradients.items():
+        if fqn not in by_parameter:
+            accept = f"`harness golden --accept -k {trial.case.name}` measures it"
+            raise NoBound(f"the noise of each parameter's gradient was never measured; {accept}")
+        copies = [
+            _misfit(fqn, trial.reference_of(ranks[0]).steps[number - 1], by_parameter[fqn], ranks, whole)
+            for ranks, whole in _copies(trial, number, fqn, full)
+        ]
+        found += copies
+        lacking += [] if copies else [fqn]
+    return found, lacking
+
+
+def _misfit(
+    fqn: str, reference: ReferenceStep, bounds: ParameterBounds, ranks: tuple[int, ...], whole: np.ndarray
+) -> Misfit:
+    expected = reference.gradients[fqn]
+    fit = best_fit(whole, expected)
+    rest = relative_distance(whole - (fit - 1) * expected, expected) / max(1.0, abs(fit))
+    return Misfit(
+        fqn=fqn,
+        step=reference.step,
+        ranks=ranks,
+        distance=relative_distance(whole, expected),
+        fit=fit,
+        rest=rest,
+        distance_bound=bounds.distance[reference.step],
+        fit_bound=bounds.fit[reference.step],
+    )
+
+
+def _copies(trial: Trial, number: int, fqn: str, full: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """The ranks that a copy is of, and the copy. None if slices do not make up the whole, each entry once."""
+    held = _holders(trial, number, fqn)
+    filled = np.zeros(full.shape, dtype=int)
+    for part in held:
+        filled[tuple(slice(start, stop) for start, stop in part)] += 1
+    if not held or not np.all(filled == 1):
+        return
+    for copy in range(max(map(len, held.values()))):
+        whole, ranks = np.empty(full.shape), []
+        for part, holders in held.items():
+            rank, gradient = holders[copy % len(holders)]
+            whole[tuple(slice(start, stop) for start, stop in part)] = gradient
+            ranks.append(rank)
+        yield tuple(sorted(set(ranks))), whole
+
+
+def _holders(trial: Trial, number: int, fqn: str) -> dict[Slice, list[tuple[int, np.ndarray]]]:
+    """Return, by slice, the ranks that hold it, and their values. Empty slices, and those found nowhere, are left out."""
+    held: dict[Slice, list[tuple[int, np.ndarray]]] = {}
+    for rank, evidence in sorted(trial.ranks.items()):
+        part, gradient = trial.gradient_slice_of(rank, fqn), _gradient(evidence.steps, number, fqn)
+        if part is not None and gradient is not None and gradient.size and gradient.shape == _shape(part):
+            held.setdefault(part, []).append((rank, gradient))
+    return held
+
+
+def _gradient(steps: tuple[StepEvidence, ...], number: int, fqn: str) -> np.ndarray | None:
+    return next((step.gradients.get(fqn) for step in steps if step.step == number), None)
+
+
+def _shape(part: Slice) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in part)
+
+
+def gradient_distance(trial: Trial, rank: int, fqn: str, gradient: np.ndarray, full: np.ndarray) -> float:
+    """The largest difference between a rank's slice and the reference's, relative to the whole gradient's largest entry. It
+    is inf if the rank should hold nothing of the parameter."""
+    part = trial.gradient_slice_of(rank, fqn)
+    if part is None:
+        return float("inf")
+    return tolerance.relative_difference(gradient, take(full, part), float(np.max(np.abs(full))))

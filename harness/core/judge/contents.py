@@ -1,0 +1,56 @@
+"""Where in a whole parameter the bytes lie that a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from harness.core.plan.slices import Slice, numel
+
+
+def locate(value: np.ndarray, full: np.ndarray, guess: Slice | None = None) -> Slice | None:
+    """The slice of `full` whose bytes are those of `value`; `guess` is tried first. None if there is none."""
+    if value.ndim != full.ndim:
+        return None
+    if value.size == 0:
+        return guess if guess is not None and numel(guess) == 0 else tuple((0, size) for size in value.shape)
+    places = (_from(corner, value.shape) for corner in _corners(value, full, guess))
+    return next((place for place in places if is_at(value, full, place)), None)
+
+
+def _corners(value: np.ndarray, full: np.ndarray, guess: Slice | None) -> Iterator[Iterable[int]]:
+    """Yield places where the value may begin."""
+    if guess is not None:
+        yield [start for start, _ in guess]
+    yield from np.argwhere(full == value.flat[0])
+
+
+def _from(corner: Iterable[int], shape: tuple[int, ...]) -> Slice:
+    return tuple((int(start), int(start) + size) for start, size in zip(corner, shape, strict=True))
+
+
+def is_at(value: np.ndarray, full: np.ndarray, place: Slice) -> bool:
+    region = take(full, place)
+    return region.shape == value.shape and region.dtype == value.dtype and region.tobytes() == value.tobytes()
+
+
+def take(full: np.ndarray, part: Slice) -> np.ndarray:
+    """The slice `part` of a whole parameter."""
+    return full[tuple(slice(start, stop) for start, stop in part)]
+
+
+# ---- coarser formats
+
+
+def to_bfloat16(value: np.ndarray) -> np.ndarray:
+    """Round to the nearest, to even where two are."""
+    bits = value.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).view(np.float32)
+
+
+ROUNDED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "float32": lambda value: value.astype(np.float32),
+    "bfloat16": to_bfloat16,
+    "float16": lambda value: np.clip(value, -65504, 65504).astype(np.float16),
+}

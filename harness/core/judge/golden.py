@@ -1,0 +1,237 @@
+"""The reference's own curves, reviewed in git: they guard the reference over time. Render, compare, accept.
+
+A golden belongs to a recipe (model, training and what weights it starts from), whatever the layout of the cases that use it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import BUILTIN, ROOT
+from harness.core.case import case_files
+from harness.core.case.case import Case
+from harness.core.evidence.format import as_stored
+from harness.core.evidence.own_folders import has_keys, is_json, replace_own
+from harness.core.evidence.reading import read_json
+from harness.reference.config import ModelConfig, TrainingConfig
+from harness.reference.record import Noise, ReferenceRun
+
+FOLDER = BUILTIN / "golden"
+NUMBERS = ("loss", "grad_norm", "gradient")
+OF_PARAMETER = ("distance", "fit")
+
+
+class GoldenError(Exception):
+    """A golden is missing, damaged, or may not be rewritten here. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Golden:
+    """Loss and gradient norm (before clipping) of every step, and the environment that made them.
+
+    noise: by TrainerTraits.noise_key, how far repeats of the reference lie from it; empty for exact recipes.
+    """
+
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    environment: dict[str, str]
+    noise: dict[str, Noise] = field(default_factory=dict)
+
+
+def recipe(case: Case) -> dict[str, Any]:
+    """What differs from the defaults, so that a new option leaves the goldens of recipes without it alone."""
+    chosen = {"model": _chosen(case.model, ModelConfig()), "training": _chosen(case.training, TrainingConfig())}
+    return chosen | ({"model_of": case.model_of} if case.model_of is not None else {})
+
+
+def references(case: Case) -> list[Case]:
+    """Return a launch for each reference that the case is judged by, the last one's last: one that starts from weights alone
+    has a reference of its own."""
+    return [case] if case.model_of is None else [case.from_the_seed, case]
+
+
+def _chosen(config: Any, default: Any) -> dict[str, Any]:
+    usual = as_stored(default)
+    return {key: value for key, value in as_stored(config).items() if value != usual[key]}
+
+
+def recipe_name(case: Case) -> str:
+    """Stable and readable: model, optimizer, dtype, and eight digits of the recipe's hash."""
+    digest = hashlib.sha256(json.dumps(recipe(case), sort_keys=True).encode()).hexdigest()[:8]
+    return f"{case.model.name}-{case.training.optimizer}-{case.training.dtype}-{digest}"
+
+
+def home(case: Case) -> Path:
+    """Where the goldens of its file's cases lie: golden/ beside cases/; of no file, this project's."""
+    return case_files.repository_of(case.file) / FOLDER.name if case.file else FOLDER
+
+
+def path_of(case: Case, folder: Path | None = None) -> Path:
+    """The file of the case's recipe, there or not."""
+    return (folder or home(case)) / f"{recipe_name(case)}.json"
+
+
+def from_reference(reference: ReferenceRun) -> Golden:
+    """What a golden keeps of a reference run."""
+    losses = tuple(step.loss for step in reference.steps)
+    norms = tuple(step.grad_norm for step in reference.steps)
+    return Golden(losses, norms, dict(reference.environment), dict(reference.noise))
+
+
+def load(case: Case, folder: Path | None = None) -> Golden:
+    """From its home, or for a recipe that this project has too from its own. Raises GoldenError where there is none, or it is
+    not whole."""
+    path, ours = path_of(case, folder), path_of(case, FOLDER)
+    path = ours if folder is None and not path.exists() and ours.exists() else path
+    try:
+        record = read_json(path)
+        steps = record["steps"]
+        golden = Golden(
+            tuple(float(step["loss"]) for step in steps),
+            tuple(float(step["grad_norm"]) for step in steps),
+            record["environment"],
+            {key: _noise(stored) for key, stored in record.get("noise", {}).items()},
+        )
+    except FileNotFoundError as error:
+        remedy = f"make it with `{accept_of(case)}`, review it"
+        raise GoldenError(f"{path}: no golden for this recipe; {remedy}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise GoldenError(
+            f"{path}: damaged golden ({error!r}); restore it from git or accept it anew: `{accept_of(case)}`"
+        ) from error
+    if record.get("recipe") != json.loads(json.dumps(recipe(case))):
+        raise GoldenError(f"{path}: made for another recipe; accept it anew with `{accept_of(case)}`")
+    return golden
+
+
+def accept_command(case: Case, *more: str) -> str:
+    """What is typed to accept the golden of a case, wherever its file lies."""
+    return shlex.join(["harness", "golden", "--accept", *case_files.typed(case.file), *more])
+
+
+def accept_of(case: Case) -> str:
+    """The same for this case alone: without its name every recipe's golden is made anew."""
+    return accept_command(case, "-k", case.name)
+
+
+def review_command(case: Case) -> str:
+    """What shows how the accepted goldens of the case's folder differ from those in git, new ones included."""
+    folder, here = home(case), Path.cwd()
+    if folder.is_relative_to(here):
+        there = f"{shlex.quote(str(folder.relative_to(here)))}/"
+        return f"git add -N {there} && git diff {there}"
+    there = shlex.quote(str(folder))
+    return f"git -C {there} add -N . && git -C {there} diff ."
+
+
+def _noise(stored: dict[str, Any]) -> Noise:
+    loss, grad_norm, gradient = (_numbers(stored[name]) for name in NUMBERS)
+    by_parameter = stored.get("by_parameter", {})
+    distance, fit = ({fqn: _numbers(spreads[name]) for fqn, spreads in by_parameter.items()} for name in OF_PARAMETER)
+    return Noise(int(stored["repeats"]), loss, grad_norm, gradient, distance, fit)
+
+
+def _numbers(stored: Iterable[float]) -> tuple[float, ...]:
+    return tuple(map(float, stored))
+
+
+def _noise_lines(noise: Mapping[str, Noise]) -> str:
+    """One line a kind and one a parameter."""
+    lines = ",\n".join(f'    "{key}": {_as_json(one)}' for key, one in noise.items())
+    return f',\n  "noise": {{\n{lines}\n  }}' if lines else ""
+
+
+def _as_json(one: Noise) -> str:
+    numbers = _spreads({name: getattr(one, name) for name in NUMBERS})
+    lines = ",\n".join(
+        f'      "{fqn}": {{{_spreads({name: getattr(one, name)[fqn] for name in OF_PARAMETER})}}}'
+        for fqn in one.distance
+    )
+    more = f', "by_parameter": {{\n{lines}\n    }}' if lines else ""
+    return f'{{"repeats": {one.repeats}, {numbers}{more}}}'
+
+
+def _spreads(by_name: Mapping[str, tuple[float, ...]]) -> str:
+    """Two digits: it is a spread over a few repeats."""
+    return ", ".join(f'"{name}": [{", ".join(f"{x:.1e}" for x in spread)}]' for name, spread in by_name.items())
+
+
+def render(case: Case, golden: Golden) -> str:
+    """The file's text: one line a step, floats in full precision, so that a review sees what moved."""
+    steps = [
+        f'    {{"step": {number}, "loss": {loss!r}, "grad_norm": {norm!r}}}'
+        for number, (loss, norm) in enumerate(zip(golden.losses, golden.grad_norms, strict=True), start=1)
+    ]
+    head = json.dumps({"recipe": recipe(case), "environment": golden.environment}, indent=2)
+    return (
+        head.removesuffix("\n}")
+        + ',\n  "steps": [\n'
+        + ",\n".join(steps)
+        + "\n  ]"
+        + _noise_lines(golden.noise)
+        + "\n}\n"
+    )
+
+
+def accept(case: Case, reference: ReferenceRun, folder: Path | None = None) -> str:
+    """Rewrites the golden and returns what changed, old, new and largest difference. Raises GoldenError in CI."""
+    if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+        raise GoldenError("goldens are not accepted in CI (the variable CI is set); accept on your machine and review")
+    new, path = from_reference(reference), path_of(case, folder)
+    if path.is_relative_to(ROOT / "harness"):
+        raise GoldenError(f"{path}: comes with the installed harness; it is accepted in a checkout of it")
+    if not all(map(math.isfinite, (*new.losses, *new.grad_norms))):
+        raise GoldenError(f"{path}: the reference has a loss or norm that is no number, not accepted")
+    if not all(noise.finite for noise in new.noise.values()):
+        raise GoldenError(f"{path}: a repeat of the reference has a NaN, not accepted: there is no noise to judge by")
+    old: Golden | None
+    try:
+        old = load(case, folder)
+    except GoldenError:
+        old = None
+    replace_own(path, render(case, new), _is_golden)
+    return describe(path.name, old, new)
+
+
+def _is_golden(text: str) -> bool:
+    """Return whether a file with a golden's name is one, or is one that was cut short or has the marks of a merge in it."""
+    damaged = text.startswith("{") and not is_json(text)
+    return damaged or has_keys(text, frozenset({"recipe", "environment", "steps"}))
+
+
+def describe(name: str, old: Golden | None, new: Golden) -> str:
+    """Describe, for review, what accepting the new one changes, step by step."""
+    if old is None:
+        return f"{name}: new, losses {', '.join(map(repr, new.losses))}"
+    if (old.losses, old.grad_norms) == (new.losses, new.grad_norms):
+        return f"{name}: unchanged" + (", its noise measured anew" if new.noise else "")
+    lines = [f"{name}: largest relative difference {largest_difference(old, new):.2e}"]
+    for what, before, after in (("loss", old.losses, new.losses), ("grad_norm", old.grad_norms, new.grad_norms)):
+        for step, (was, is_now) in enumerate(zip(before, after, strict=False), start=1):
+            lines += [f"  step {step}  {what} {was!r} -> {is_now!r}"] if was != is_now else []
+    if len(old.losses) != len(new.losses):
+        lines.append(f"  {len(old.losses)} -> {len(new.losses)} steps")
+    return "\n".join(lines)
+
+
+def largest_difference(old: Golden, new: Golden) -> float:
+    """Relative, over losses and gradient norms of all steps; inf where the number of steps differs."""
+    if len(old.losses) != len(new.losses):
+        return math.inf
+    pairs = zip((*old.losses, *old.grad_norms), (*new.losses, *new.grad_norms), strict=True)
+    return max((_relative(before, after) for before, after in pairs), default=0.0)
+
+
+def _relative(before: float, after: float) -> float:
+    if before == after:
+        return 0.0
+    difference = abs(after - before) / abs(before) if before else math.inf
+    return difference if math.isfinite(difference) else math.inf

@@ -1,0 +1,87 @@
+"""The reference with its rows in a trainer's order, as it is stored; and all tensors flat where the plan cuts flat ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeVar
+
+import numpy as np
+
+from harness.core.evidence.records import RankEvidence, Resumed, Run
+from harness.core.evidence.step import StepEvidence
+from harness.core.judge.trial import Trial
+from harness.reference import columns
+from harness.reference.record import ReferenceRun, ReferenceStep
+
+Step = TypeVar("Step", StepEvidence, ReferenceStep)
+State = TypeVar("State", StepEvidence, ReferenceStep, Resumed)
+USUAL: Mapping[str, int] = MappingProxyType({})
+
+
+def flattened(trial: Trial) -> Trial:
+    """The same trial; every tensor as a vector where the plan cuts flattened parameters."""
+    if not trial.plan.flat:
+        return trial
+    run, repeat = _flattened_run(trial.run), trial.repeat and _flattened_run(trial.repeat)
+    reference = flattened_reference(trial.reference, trial.plan.columns)
+    return dataclasses.replace(trial, reference=reference, run=run, repeat=repeat)
+
+
+def reordered_reference(reference: ReferenceRun, rows: Mapping[str, np.ndarray]) -> ReferenceRun:
+    """Return the reference as it is stored for a trainer. rows: by fqn, which of the model's rows each row is to be."""
+
+    def ordered(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {fqn: array[rows[fqn]] if fqn in rows else array for fqn, array in arrays.items()}
+
+    def state(fqn: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {key: array[rows[fqn]] for key, array in arrays.items()} if fqn in rows else arrays
+
+    steps = tuple(
+        dataclasses.replace(
+            step,
+            gradients=ordered(step.gradients),
+            parameters=ordered(step.parameters),
+            optimizer_state={fqn: state(fqn, arrays) for fqn, arrays in step.optimizer_state.items()},
+        )
+        for step in reference.steps
+    )
+    return dataclasses.replace(reference, weights=ordered(reference.weights), steps=steps, rows=dict(rows))
+
+
+def flattened_reference(reference: ReferenceRun, blocks: Mapping[str, int] = USUAL) -> ReferenceRun:
+    """Every array as one row, as FSDP1 holds slices of flattened units. blocks: by fqn, of how many blocks of columns one lies
+    behind the other, as tp ranks flatten each its own."""
+    steps = tuple(_flattened_step(step, blocks) for step in reference.steps)
+    return dataclasses.replace(reference, weights=_flattened(reference.weights, blocks), steps=steps)
+
+
+def _flattened_run(run: Run) -> Run:
+    return dataclasses.replace(run, ranks={rank: _flattened_rank(evidence) for rank, evidence in run.ranks.items()})
+
+
+def _flattened_rank(evidence: RankEvidence) -> RankEvidence:
+    parameters = tuple(dataclasses.replace(t, value=t.value.ravel()) for t in evidence.parameters)
+    steps = tuple(_flattened_step(step) for step in evidence.steps)
+    resumed = evidence.resumed and _flattened_state(evidence.resumed)
+    return dataclasses.replace(evidence, parameters=parameters, steps=steps, resumed=resumed)
+
+
+def _flattened_step(step: Step, blocks: Mapping[str, int] = USUAL) -> Step:
+    return dataclasses.replace(_flattened_state(step, blocks), gradients=_flattened(step.gradients, blocks))
+
+
+def _flattened_state(record: State, blocks: Mapping[str, int] = USUAL) -> State:
+    """Flatten all but an optimizer's step counter, which has no dims."""
+    state = {
+        fqn: {
+            key: columns.flattened(value, blocks.get(fqn, 1)) if value.ndim else value for key, value in values.items()
+        }
+        for fqn, values in record.optimizer_state.items()
+    }
+    return dataclasses.replace(record, parameters=_flattened(record.parameters, blocks), optimizer_state=state)
+
+
+def _flattened(arrays: dict[str, np.ndarray], blocks: Mapping[str, int]) -> dict[str, np.ndarray]:
+    return {fqn: columns.flattened(array, blocks.get(fqn, 1)) for fqn, array in arrays.items()}

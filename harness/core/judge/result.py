@@ -1,0 +1,103 @@
+"""What a check states: verdict, findings, how much was examined; and what a diagnosis says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from harness.core.judge.finding import Finding
+
+
+class Verdict(StrEnum):
+    """XFAIL is a case's only, never a check's: it failed in just the way that it is expected to."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    UNKNOWN = "UNKNOWN"
+    XFAIL = "XFAIL"
+    NOT_APPLICABLE = "NOT APPLICABLE"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A check's verdict on a trial."""
+
+    check: str
+    """The name of the check: that of its file."""
+    verdict: Verdict
+    """PASS, FAIL, UNKNOWN or NOT APPLICABLE."""
+    examined: int = 0
+    """How many things were compared; a check that examined nothing cannot pass."""
+    findings: tuple[Finding, ...] = ()
+    """Where it fails, the worst first."""
+    note: str = ""
+    """What a person should know: why UNKNOWN or NOT APPLICABLE."""
+    largest: float | None = None
+    """The largest relative difference that was seen; None where nothing of the kind is measured."""
+
+
+def not_applicable(name: str, reason: str) -> Result:
+    """The result of a check that has no object here, with the reason that the report shows."""
+    return Result(name, Verdict.NOT_APPLICABLE, note=reason)
+
+
+def verdict_of(
+    name: str, findings: list[Finding], examined: int, note: str = "", *, largest: float | None = None
+) -> Result:
+    """Return FAIL with findings, PASS without."""
+    verdict = Verdict.FAIL if findings else Verdict.PASS
+    return Result(name, verdict, examined, tuple(replace(one, check=name) for one in findings), note, largest)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What is wrong. harness/core/report makes the sentence of it."""
+
+    kind: str
+    """Its name in the list of docs/causes.md, which faults of the catalogue refer to."""
+    observed: str
+    """What is so; empty where `finding` says it all."""
+    where: str = ""
+    """In which parameters, on which ranks, in which steps; empty where it is so everywhere."""
+    expected: str = ""
+    """What was requested."""
+    hint: str = ""
+    """What of the case that number or place is, as far as it was tried."""
+    finding: Finding | None = None
+    """The first finding that shows it, where no more is known than that."""
+    explains: tuple[str, ...] = ()
+    """The failing checks that pass if this is assumed, or that saw it themselves."""
+    ranks: tuple[int, ...] = ()
+    """Global ranks of the findings of these checks."""
+    steps: tuple[int, ...] = ()
+    """Steps of these findings."""
+    parameters: tuple[str, ...] = ()
+    """Parameters of these findings, by fqn."""
+    details: tuple[tuple[str, object], ...] = ()
+    """What the sentence says, as data: ("factor", 0.5), ("axes", ("dp_replicate",)), ("step", 2)."""
+
+
+Line = tuple[str, str | Finding | Cause]
+"""A label, and what stands beside it. Findings and causes are put in words where they are shown."""
+Lines = tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why checks fail."""
+
+    causes: tuple[Cause, ...]
+    """The ones that explain most checks first."""
+    evidence: Lines = ()
+    """What was expected and observed, and what is proven."""
+    launch: str = ""
+    """The launch of a case that resumes in which it is so, as in Finding.launch."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(cause.kind for cause in self.causes)
+
+
+def one_cause(text: str, evidence: Lines = (), kind: str = "") -> Diagnosis:
+    """A diagnosis of one cause that is a sentence already."""
+    return Diagnosis((Cause(kind, text),), evidence)

@@ -1,0 +1,20 @@
+"""Hooks on tensors that autograd saves for backward, by whose they are."""
+
+from __future__ import annotations
+
+from harness.core.evidence.step import StepEvidence
+from harness.core.judge.trial import Trial
+
+HOOKS = "hooks on tensors saved for backward"
+HOOKS_OF = ("torch.utils.checkpoint", "torch._functorch", "torch._dynamo", "torch._inductor")
+"""Recomputation's are judged by what is recomputed; a compiler's are there while it traces."""
+
+
+def all_hooks(step: StepEvidence) -> set[str]:
+    """Return whose hooks were put on tensors saved for backward, except recomputation's."""
+    return {f"{hook.module}.{hook.owner}" for hook in step.activity.saved if not hook.module.startswith(HOOKS_OF)}
+
+
+def foreign_hooks(trial: Trial, step: StepEvidence) -> list[str]:
+    """Return those that neither the case nor the trainer allows."""
+    return sorted(all_hooks(step) - {one.name for one in trial.allow})

@@ -1,0 +1,226 @@
+"""Which rank caused the failure, and which only waited for it. These are pure functions of plain data; the first rule counts.
+
+failed_alone   it died by a signal that was not ours, or was stopped, or raised something else than "my peer is gone".
+disagreeing    at one place of a group's sequence it issued another collective than the others.
+aborted        C++ ended it for an exception, which is gloo's way of finding out about the above.
+none           all lost their peers, one of them in what every member of the group had issued: nothing came through between
+               them. A rank that is ahead received, before the link went down, what others still wait for.
+waited_for     others are ahead of it in a group's sequence, while it waits for none. In a cycle it left out what most issued,
+               or made groups in another order, or it is elsewhere than most; else all are named.
+left_early     it exited 0 before the others lost their connection.
+stuck          it was killed while computing, the others while waiting; without a stack, all that were killed.
+none           the first to fail timed out in what every member of the group had issued, or those that were killed waited
+               in that: nothing came through.
+first_failed   it raised first.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from harness.core.evidence.records import AT_WORK, Exit
+from harness.core.evidence.text import ranks_text
+from harness.core.launch.inflight import MAKING
+from harness.core.launch.rank_exit import (
+    Fate,
+    busy,
+    failed,
+    frames,
+    in_collective,
+    last_words,
+    lost_peer,
+    moment,
+    render,
+    thrown,
+    timed_out,
+    useful,
+    winding_up,
+)
+from harness.core.launch.sequences import (
+    POINT_TO_POINT,
+    describe,
+    disagreeing,
+    gave_up,
+    has_come,
+    members,
+    place,
+    position,
+    waited_for,
+)
+
+
+def judge(fates: Sequence[Fate]) -> list[Exit]:
+    """One Exit per rank, the culprits blamed, with the reason."""
+    blamed = culprits(fates)
+    between = "" if blamed else undelivered(fates)
+    diverged = bool(blamed) and blamed == disagreeing(fates)
+    return [replace(exit_of(fate, blamed.get(fate.rank), diverged), undelivered=between) for fate in fates]
+
+
+def exit_of(fate: Fate, why: str | None, diverged: bool = False) -> Exit:
+    """`why`: None for a rank that is not to blame, "" for one whose own error says it all."""
+    how = how_it_ended(fate)
+    return Exit(
+        rank=fate.rank,
+        how=how,
+        code=fate.status if fate.status is not None and fate.status >= 0 else None,
+        signal=signal_name(fate.status) if how in ("signal", "killed") else None,
+        error=what_happened(fate),
+        stack="" if how == "ok" else render(useful(frames(fate))),
+        last_collective=describe(fate.issued[-1]) if fate.issued else "",
+        blamed=why is not None,
+        reason=why or "",
+        diverged=diverged and bool(why),
+        log=fate.log,
+        left=fate.left,
+    )
+
+
+def how_it_ended(fate: Fate) -> str:
+    if fate.killed:
+        return "killed"
+    if fate.status is None:
+        return "lost"
+    return "ok" if fate.status == 0 else "raised" if fate.status > 0 else "signal"
+
+
+def signal_name(status: int | None) -> str | None:
+    return signal.Signals(-status).name if status in {-number for number in signal.Signals} else f"signal {status}"
+
+
+def what_happened(fate: Fate) -> str:
+    """One line."""
+    how = how_it_ended(fate)
+    if how == "raised" and fate.failure:
+        return raised_words(fate.failure)
+    if how == "raised":
+        return f"exited with code {fate.status} without an exception"
+    if how == "signal":
+        return one_line(f"died by {signal_name(fate.status)}, not sent by the harness. {last_words(fate)}")
+    return {"ok": "", "killed": fate.killed, "lost": f"how it ended is unknown. {fate.trouble}".strip()}[how]
+
+
+def raised_words(failure: dict[str, Any]) -> str:
+    """The exception that came first, then what it was raised again as: that may hide it."""
+    text, where = f"{failure['type']}: {failure['message']}", failure.get("module")
+    kind, message = failure.get("cause") or (failure["type"], failure["message"])
+    first = one_line(f"{kind}: {message}") + (f" (in {where})" if where else "")
+    return f"{first}; raised again as {one_line(text)}" if failure.get("cause") else first
+
+
+GLOO_PADDING = re.compile(r"\[(enforce fail at )?\S+/(gloo/\S+?:\d+)\]|This is typically caused.*|GLHF.*")
+
+
+def one_line(text: str) -> str:
+    """At most 300 characters, without the builder's paths and the good wishes of gloo."""
+    line = " ".join(GLOO_PADDING.sub(r"\2", " ".join(without_tracebacks(text).split())).split())
+    return line if len(line) <= 300 else f"{line[:297]}..."
+
+
+def without_tracebacks(text: str) -> str:
+    """Return what was raised in each traceback that a message quotes, as torch's about a checkpoint quotes all ranks'."""
+    if "Traceback (most recent call last)" not in text:
+        return text
+    lines = (line for line in text.splitlines() if line.strip() and not line[0].isspace())
+    return ": ".join(dict.fromkeys(line for line in lines if not line.startswith("Traceback")))
+
+
+# --- the rules -------------------------------------------------------------------------------------------------------
+
+
+def culprits(fates: Sequence[Fate]) -> dict[int, str]:
+    """Ranks to blame and why. {} when all is well, or nothing is known, or they only were slow."""
+    if all(fate.status == 0 for fate in fates) or any(AT_WORK in fate.killed for fate in fates):
+        return {}
+    return (
+        failed_alone(fates)
+        or disagreeing(fates)
+        or aborted(fates)
+        or ({} if all(map(lost_peer, fates)) and undelivered(fates) else lagging(fates))
+    )
+
+
+def lagging(fates: Sequence[Fate]) -> dict[int, str]:
+    return waited_for(fates) or left_early(fates) or stuck(fates) or ({} if undelivered(fates) else first_failed(fates))
+
+
+def failed_alone(fates: Sequence[Fate]) -> dict[int, str]:
+    """Deaths first: what is raised after one may be what came of it, in whatever words."""
+    gone = [fate for fate in fates if died(fate) or fate.stopped]
+    first = min((0.0 if fate.stopped else fate.ended for fate in gone), default=float("inf"))
+    raised = [fate for fate in fates if failed(fate) and fate.status > 0 and not lost_peer(fate)]  # type: ignore[operator]
+    alone = {fate.rank for fate in [*gone, *(fate for fate in raised if moment(fate) < first)]}
+    return {fate.rank: stopped_words(fate) for fate in fates if fate.rank in alone}
+
+
+def died(fate: Fate) -> bool:
+    """Return whether a signal ended it, from outside or by its own doing."""
+    return failed(fate) and fate.status < 0 and not lost_peer(fate) and not thrown(fate)  # type: ignore[operator]
+
+
+def stopped_words(fate: Fate) -> str:
+    return "it had been stopped (SIGSTOP or a debugger) and did not go on" if fate.stopped else ""
+
+
+def aborted(fates: Sequence[Fate]) -> dict[int, str]:
+    return {fate.rank: "" for fate in fates if thrown(fate) and not lost_peer(fate)}
+
+
+def undelivered(fates: Sequence[Fate]) -> str:
+    """In words, where all had issued what timed out and still nothing came: the network, not a rank. "" where that was not
+    seen."""
+    if any(fate.status == 0 or died(fate) for fate in fates):
+        return ""
+    lost, killed = sorted(filter(failed, fates), key=moment), [fate for fate in fates if fate.killed]
+    asked = lost if all(map(lost_peer, fates)) else lost[:1]
+    waited = list(filter(timed_out, asked)) if lost else killed * all(map(in_collective, killed))
+    issued = next((fate.issued[-1] for fate in waited if issued_by_all(fate, fates)), None)
+    if issued is None:
+        return ""
+    hosts: dict[str, list[int]] = defaultdict(list)
+    for fate in members(issued, fates):
+        hosts[fate.host].append(fate.rank)
+    ends = " and ".join(f"{host} (ranks {ranks_text(ranks)})" for host, ranks in sorted(hosts.items()))
+    between = f"between {ends}" if len(hosts) > 1 else "between them"
+    return f"nothing came through {between} in {describe(issued)}, which all of them had issued"
+
+
+def issued_by_all(fate: Fate, fates: Sequence[Fate]) -> bool:
+    """What this rank issued last, before the first of all gave up; of a send or receive nothing is said."""
+    if not fate.issued or fate.issued[-1].op in POINT_TO_POINT:
+        return False
+    mine, first = fate.issued[-1], min(map(gave_up, fates))
+    if mine.op in MAKING:
+        return all(has_come(peer, mine, first) for peer in members(mine, fates))
+    return all(position(peer, place(mine), first) >= mine.seq for peer in members(mine, fates))
+
+
+def first_failed(fates: Sequence[Fate]) -> dict[int, str]:
+    first = min(filter(failed, fates), key=moment, default=None)
+    return {first.rank: "the first to fail"} if first else {}
+
+
+def left_early(fates: Sequence[Fate]) -> dict[int, str]:
+    """A rank that exits closes its connections; those that still wanted something of it fail."""
+    first = min(map(moment, filter(lost_peer, fates)), default=0.0)
+    gone = [fate for fate in fates if fate.status == 0 and fate.ended < first]
+    return {fate.rank: "exited while others still waited for a collective" for fate in gone}
+
+
+def stuck(fates: Sequence[Fate]) -> dict[int, str]:
+    killed = [fate for fate in fates if fate.killed]
+    guilty = [fate for fate in killed if busy(fate)]
+    if not guilty and not any(map(failed, fates)) and not undelivered(fates):
+        guilty = killed
+    return {fate.rank: stuck_words(fate) for fate in guilty}
+
+
+def stuck_words(fate: Fate) -> str:
+    if winding_up(fate):
+        return "its work was done, and a thread or something registered with atexit kept it from exiting"
+    return "still running, and no other rank is known to be the cause"

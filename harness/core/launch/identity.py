@@ -1,0 +1,140 @@
+"""What identifies a resident rank server: the environment that its ranks find, and the sources that it has imported.
+
+Some settings can be changed in a running process (working directory, umask, soft limits, processors, any variable): each
+command brings its own. The others are part of the name of the server's socket: a command that differs in one uses another
+server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import site
+import stat
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness import ROOT
+from harness.core.launch.python_path import environment
+
+HARMLESS = (
+    *("COLORTERM", "COLUMNS", "HARNESS_", "LINES", "LS_COLORS", "OLDPWD", "PS1", "PWD", "PYTEST_", "SHLVL", "SSH_"),
+    *("STY", "TERM", "TMUX", "VSCODE_", "WINDOWID", "XDG_SESSION_", "_="),
+)
+"""How variables begin, NAME=, that nothing reads while it is imported. Any other may be read then, by a library in C too."""
+
+NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+
+Stamp = tuple[int, int, int, int]
+
+
+class Unsafe(OSError):
+    """The folder of the sockets may be somebody else's."""
+
+
+def folder() -> Path:
+    """Return the folder of this user's sockets; no other user may look into it. Raises Unsafe."""
+    given = os.environ.get("XDG_RUNTIME_DIR", "")
+    path = Path(given, "harness") if given and owned(Path(given)) else Path(f"/tmp/harness-{os.geteuid()}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    if not owned(path) or path.lstat().st_mode & 0o077:
+        raise Unsafe(f"{path} is open to others: remove it")
+    return path
+
+
+def owned(path: Path) -> bool:
+    """Whether it is a folder, no link to one, and ours."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def identity(modules: Iterable[str]) -> str:
+    """What names the server for a command like this one, which has `modules` imported."""
+    what = {
+        "interpreter": [sys.executable, sys.version, sys.prefix, list(sys.flags)],
+        "harness": str(ROOT),
+        "packages": [[folder, installed(folder)] for folder in (*site.getsitepackages(), site.getusersitepackages())],
+        "modules": list(modules),
+        "environment": {name: value for name, value in sorted(environment().items()) if not harmless(name)},
+        "user": [os.getresuid(), os.getresgid(), sorted(os.getgroups()), os.getpriority(os.PRIO_PROCESS, 0)],
+        "limits": {name: resource.getrlimit(number)[1] for name, number in LIMITS.items()},
+        "namespaces": [os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES] + [os.readlink("/proc/self/root")],
+        "cgroup": Path("/proc/self/cgroup").read_text(),
+    }
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+def harmless(name: str) -> bool:
+    return f"{name}=".startswith(HARMLESS)
+
+
+def installed(folder: str) -> int:
+    """Changes whenever a package comes or goes."""
+    try:
+        return os.stat(folder).st_mtime_ns
+    except OSError:
+        return 0
+
+
+# ---- sources
+
+
+def imported() -> dict[str, Stamp]:
+    """The files of all modules that are imported here, as they are now."""
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    return {file: found for file in files if file and (found := stamp(file))}
+
+
+def stamp(file: str) -> Stamp | None:
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def changed(files: Mapping[str, Stamp], began: int) -> str | None:
+    """A file that is not what it was, or was written after we `began` (nanoseconds) to import."""
+    return next((file for file, was in files.items() if was[-1] > began or stamp(file) != was), None)
+
+
+# ---- what is the command's
+
+
+def circumstances() -> dict[str, Any]:
+    """Return this process's circumstances, for adopt()."""
+    return {
+        "environment": environment(),
+        "umask": umask(),
+        "limits": {name: resource.getrlimit(number)[0] for name, number in LIMITS.items()},
+        "processors": sorted(os.sched_getaffinity(0)),
+    }
+
+
+def adopt(theirs: Mapping[str, Any], *, working_directory: int, output: int) -> None:
+    """Take on the circumstances of another process; two of its file descriptors."""
+    os.environ.clear()
+    os.environ.update(theirs["environment"])
+    os.umask(theirs["umask"])
+    for name, soft in theirs["limits"].items():
+        resource.setrlimit(LIMITS[name], (soft, resource.getrlimit(LIMITS[name])[1]))
+    os.sched_setaffinity(0, theirs["processors"])
+    os.fchdir(working_directory)
+    for standard in (1, 2):
+        os.dup2(output, standard)
+    for descriptor in (working_directory, output):
+        os.close(descriptor)
+
+
+def umask() -> int:
+    """Read, not set and set back: a thread may be making a file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)

@@ -1,0 +1,209 @@
+"""The harness's side of the rank server: start it, ask it for ranks, hear how they end. Any thread may launch."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import IO, Any
+
+from harness.core.launch.job import LaunchError
+from harness.core.launch.own_server import Link, OwnServer
+from harness.core.launch.process import kill_group
+from harness.core.launch.resident_client import any_server
+
+READY_PATIENCE = 120.0  # importing torch takes 3 s, on a cold disk a minute
+MEETING_PATIENCE = 300.0  # for one that outlives commands: others may wait for it, or it is replaced
+CLOSE_PATIENCE = 5.0
+
+
+class LocalRanks:
+    """The ranks of one job that the server forked (`supervise.Ranks`). Leaving the context kills those that live."""
+
+    def __init__(self, server: RankServer, job_file: Path, world_size: int, modules: Iterable[str] = ()) -> None:
+        """modules: what the server imports first, if it has not."""
+        self.server, self.job_file, self.world_size, self.modules = server, job_file, world_size, tuple(modules)
+        self.job = next(server.numbers)
+        self.started = 0
+        self.pids: dict[int, int] = {}
+        self.statuses: dict[int, int] = {}
+        self.ended: dict[int, float] = {}
+        self.hosts: dict[int, str] = {}
+        self.gone, self.trouble = False, ""
+
+    def wait(self, done: Callable[[], bool], seconds: float) -> bool:
+        with self.server.news:
+            return self.server.news.wait_for(done, seconds)
+
+    def signal(self, number: int) -> None:
+        self.server.ask(signal=number, job=self.job)
+
+    def give_up(self) -> None:
+        self.server.kill("it did not answer (stopped?) and was killed")
+        self.wait(lambda: self.gone, CLOSE_PATIENCE)
+
+    def hear(self, report: dict[str, Any]) -> None:
+        if "pid" in report:
+            self.pids[report["rank"]] = report["pid"]
+        elif "status" in report:
+            self.statuses[report["rank"]] = report["status"]
+            self.ended[report["rank"]] = report["ended"]
+        else:
+            self.gone, self.trouble = True, report["error"]
+
+    def start(self) -> None:
+        """To be called inside the context, so that an interrupt meets something that will clean up."""
+        self.server.ready()
+        self.server.jobs[self.job] = self
+        self.started = self.world_size
+        self.server.ask(start=self.job, path=str(self.job_file), world_size=self.world_size, modules=self.modules)
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.signal(signal.SIGKILL)
+        self.wait(lambda: self.gone or len(self.statuses) == self.started, CLOSE_PATIENCE)
+        self.server.jobs.pop(self.job, None)
+
+
+class RankServer:
+    """One server, which is met or started at once, in the background; many jobs, also at the same time.
+
+    The ranks see the modules the server imported (torch, harness.reference.model) as they were then. Close it and make another
+    after another version of one of these is checked out.
+    """
+
+    def __init__(
+        self, modules: Iterable[str] = (), link: Callable[[Iterable[str], IO[bytes]], Link] = OwnServer
+    ) -> None:
+        """modules: a trainer's own dependencies, imported in addition if they are there."""
+        self.modules = tuple(modules)
+        self.news = threading.Condition()
+        self.jobs: dict[int, LocalRanks] = {}
+        self.numbers = itertools.count(1)
+        self.seconds: float | None = None  # what starting took; None until it is ready
+        self.gone, self.closed = False, False
+        self.ill, self.status = "", ""
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - the server holds it too
+        self.link: Link | None = None
+        self.owner = os.getpid()
+        self.listener = threading.Thread(target=self.listen, args=(link,), name="rank server reports", daemon=True)
+        self.listener.start()
+
+    @property
+    def pid(self) -> int:
+        """Once it is ready."""
+        assert self.link is not None
+        return self.link.pid
+
+    def listen(self, link: Callable[[Iterable[str], IO[bytes]], Link]) -> None:
+        try:
+            found = link(self.modules, self.errors)
+        except OSError as error:
+            self.ill = str(error)
+            return self.end(f"the rank server did not start: {error}")
+        with self.news:
+            self.link = found
+            self.news.notify_all()
+            if self.closed:
+                found.hang_up()
+        reports = open(found.reports, encoding="utf-8", closefd=False)  # noqa: SIM115 - the link closes it
+        with contextlib.suppress(ConnectionResetError):
+            for line in reports:
+                self.hear(json.loads(line))
+        self.status = found.end()
+        self.end(f"the rank server (pid {found.pid}) ended: {self.last_words()}")
+
+    def end(self, why: str) -> None:
+        """It is gone, and so are all ranks."""
+        with self.news:
+            self.gone = True
+            for ranks in list(self.jobs.values()):
+                for rank in set(ranks.pids) - set(ranks.statuses):
+                    kill_group(ranks.pids[rank])  # the rank died with the server, what it started did not
+                ranks.gone, ranks.trouble = True, why
+            self.news.notify_all()
+
+    def hear(self, report: dict[str, Any]) -> None:
+        with self.news:
+            if "ready" in report:
+                self.seconds = report["ready"]
+            elif report["job"] in self.jobs:
+                self.jobs[report["job"]].hear(report)
+            self.news.notify_all()
+
+    def kill(self, why: str) -> None:
+        self.ill = why
+        if self.link:
+            self.link.kill()
+
+    def last_words(self) -> str:
+        if self.ill:
+            return self.ill
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else self.status
+
+    def ready(self) -> None:
+        """Wait until the server has imported torch; LaunchError if it never will."""
+        with self.news:
+            self.news.wait_for(lambda: self.gone or self.link, MEETING_PATIENCE)
+            if not self.news.wait_for(lambda: self.gone or self.seconds is not None, READY_PATIENCE):
+                self.kill(f"it was not ready in {READY_PATIENCE:g} s and was killed")
+        if self.gone or self.seconds is None:
+            raise LaunchError(f"the rank server did not start: {self.last_words()}")
+
+    def ask(self, **request: Any) -> None:
+        with self.news:
+            if self.link and not self.gone:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it just died; listen() will say so
+                    os.write(self.link.requests, json.dumps(request).encode() + b"\n")
+
+    def close(self) -> None:
+        """End the server and every rank it has. launch() calls under way return, their ranks "lost"."""
+        if self.owner != os.getpid() or self.closed:
+            return
+        with self.news:
+            over, self.gone, self.closed = self.gone, True, True
+            if self.link is None or over:  # listen() hangs up as soon as there is one
+                return
+            self.link.hang_up()
+        self.listener.join(CLOSE_PATIENCE)
+        if self.listener.is_alive():
+            self.link.kill()
+            self.listener.join()
+
+    def __enter__(self) -> RankServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_default: RankServer | None = None
+_default_lock = threading.Lock()
+
+
+def importable(modules: Iterable[str], device: str) -> tuple[str, ...]:
+    """What a server may import for the ranks of a job. For GPUs nothing of a trainer: torchao (0.18) asks for one when it is
+    imported, which starts CUDA, and no process forked after that can use it."""
+    return tuple(modules) if device == "cpu" else ()
+
+
+def default_server(modules: Iterable[str] = (), *, device: str = "cpu") -> RankServer:
+    """This process's server, met or started now, with these modules, if there is none or the last one died. Call it early:
+    one that starts takes 3 s."""
+    global _default
+    with _default_lock:
+        if _default is None or _default.gone or _default.owner != os.getpid():
+            _default = RankServer(importable(modules, device), any_server)
+            atexit.register(_default.close)
+        return _default

@@ -1,0 +1,309 @@
+"""One rank, from its first instruction to its exit status; the same under both launchers.
+
+Locally the server forks and calls `run_forked`. Under torchrun this module is the worker: it forks the rank and only waits to
+write down how it ended. torchrun neither reports exit statuses nor lets the others finish their output.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import faulthandler
+import importlib
+import itertools
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness.core.launch import inflight
+from harness.core.launch.job import rank_file, read_json, write_json
+from harness.core.launch.leftovers import end_leftovers, mark
+from harness.core.launch.process import bury, detach, die_with_parent, kill_group, loopback
+from harness.core.launch.slots import hold_mine
+
+_stacks: Any = None  # the file faulthandler writes to: it must never be collected
+
+
+def run_forked(job_file: Path, rank: int, parent: int) -> NoReturn:
+    """Be rank `rank` of a job on this machine, in a process just forked from the server, whose pid is `parent`."""
+    die_with_parent(parent)
+    if "numpy" in sys.modules:  # forked with one generator, all ranks of all launches would draw the same from it
+        sys.modules["numpy"].random.seed()
+    job = json.loads(job_file.read_text(encoding="utf-8"))
+    run(job, rank, environment=local_environment(job, rank))
+
+
+def local_environment(job: dict[str, Any], rank: int) -> dict[str, str]:
+    """What torchrun would set, and a meeting place that needs neither a port nor a name server."""
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job["world_size"], "LOCAL_WORLD_SIZE": job["world_size"]}
+    return {
+        **loopback(),
+        **job["env"],
+        **{name: str(value) for name, value in here.items()},
+        "INIT_METHOD": f"file://{job['directory']}/store",
+    }
+
+
+def run(job: dict[str, Any], rank: int, *, environment: dict[str, str]) -> NoReturn:
+    """Set up, call the entry, write down what it raised, exit.
+
+    One that raised exits at once, so that the others hear of it. os._exit: no destructor holds us.
+    """
+    directory = Path(job["directory"])
+    code = 1
+    try:
+        detach(rank_file(directory, "logs", rank))
+        os.environ.update(environment)
+        share_gpus(job)
+        hold_mine()
+        mark(directory, rank)
+        sys.path[:] = list(dict.fromkeys([*job["sys_path"], *sys.path, os.getcwd()]))  # a trainer may lie here
+        dump_stacks_to(rank_file(directory, "stacks", rank))
+        inflight.open_current(rank_file(directory, "inflight", rank))
+        set_up_torch(job)
+        note_groups(job["world_size"])
+        _held = resolve(job["entry"])(job["options"])  # until the end: freeing process groups may hang
+        code = 0
+    except BaseException as error:
+        code = note_failure(error, rank_file(directory, "failures", rank))
+    finally:
+        try:
+            if code == 0:
+                wind_up()
+            flush()
+        finally:
+            os._exit(code)
+
+
+def wind_up() -> None:
+    """What the interpreter does when a program ends: wait for its threads, then call what it registered with atexit.
+
+    A trainer that hangs there hangs here. Nothing is freed afterwards: freeing process groups may hang.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
+def dump_stacks_to(path: Path) -> None:
+    """Dump stacks on SIGUSR1 and fatal signals. faulthandler writes from C, so also while Python waits inside gloo or NCCL.
+
+    A thread that does nothing else takes SIGUSR1. In any other one the signal could end a call early, such as C's sleep(3):
+    the rank would go on too soon.
+    """
+    global _stacks
+    _stacks = open(path, "w", encoding="utf-8")  # noqa: SIM115 - open until the end
+    print(f"main thread {threading.main_thread().ident:#018x}", file=_stacks, flush=True)
+    faulthandler.enable(file=_stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=_stacks, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # threads and processes to come inherit it
+    os.register_at_fork(after_in_child=take_dump_signal)
+    _thread.start_new_thread(wait_to_be_asked, ())
+
+
+def take_dump_signal() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+
+
+def wait_to_be_asked() -> None:
+    """Until the end, with SIGUSR1 let in. `threading` does not list this thread, and waits for it nowhere."""
+    take_dump_signal()
+    never = _thread.allocate_lock()
+    never.acquire()
+    never.acquire()
+
+
+def set_up_torch(job: dict[str, Any]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    limit_groups(job["group_timeout"])
+    if job["device"] == "cuda":
+        refuse_touched_cuda(torch.cuda._is_in_bad_fork())
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def share_gpus(job: dict[str, Any]) -> None:
+    """Ranks that share a GPU have its number for LOCAL_RANK, by which trainers choose theirs."""
+    if job["device"] == "cuda" and job["ranks_per_gpu"] > 1:
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) // job["ranks_per_gpu"])
+
+
+def refuse_touched_cuda(touched: bool) -> None:
+    if touched:
+        why = "a module that it imported asked for a GPU, and CUDA cannot be used in a process forked after that"
+        raise RuntimeError(f"the rank server has touched CUDA: {why}; --launcher torchrun forks from no server")
+
+
+def limit_groups(seconds: float) -> None:
+    """Give every group made without a timeout this one, DeviceMesh's too, which ignore init_process_group(timeout=).
+
+    torch 2.11 to 2.14 look the default up in these module globals when a group is made.
+    """
+    import torch.distributed as dist
+
+    for module in (dist, dist.constants, dist.distributed_c10d):
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            if getattr(module, name, None) is not None:  # the NCCL one is None in a CPU build
+                setattr(module, name, timedelta(seconds=seconds))
+
+
+def note_groups(world_size: int) -> None:
+    """Put on record that this rank begins to make a group, in which it waits for others: some of them may never come.
+
+    torch 2.11 to 2.14 ask for a name first, before any rank waits for another. The making of a group that only its
+    members take part in is not on record, and its name is a digest.
+    """
+    from torch.distributed import distributed_c10d
+
+    name_of, record, made = distributed_c10d._process_group_name, inflight.current(), itertools.count()
+
+    def named(ranks: Any, use_hashed_name: bool) -> Any:
+        name = name_of(ranks, use_hashed_name)
+        if record is not None and not use_hashed_name:
+            op = inflight.MAKING[bool(ranks)]
+            record.issue(str(name), tuple(ranks) or tuple(range(world_size)), next(made), op, 0, 0, "")
+        return name
+
+    distributed_c10d._process_group_name = named
+
+
+def resolve(entry: str) -> Callable[[dict[str, Any]], Any]:
+    module, colon, name = entry.partition(":")
+    if not colon:
+        raise ValueError(f"entry {entry!r}: expected package.module:function")
+    return getattr(importlib.import_module(module), name)
+
+
+def note_failure(error: BaseException, path: Path) -> int:
+    """Write the exception to `path` and to the log; return the exit code. sys.exit(0) is not a failure."""
+    code = exit_code(error)
+    if code:
+        record = {"type": type(error).__name__, "message": text_of(error), "time": time.time()}
+        record |= {"inside": [], "traceback": "", "module": "", "cause": None, "chain": []}
+        for name, read in DETAILS.items():
+            try:
+                record[name] = read(error)
+            except Exception as another:  # of the trainer's own classes, which a detail asks
+                record["traceback"] = f"{name} cannot be read: {type(another).__name__}"
+        print(record["traceback"], file=sys.stderr)
+        write_json(path, printable(record))
+    return code
+
+
+def text_of(error: BaseException) -> str:
+    """Return str(error), or what that raised."""
+    try:
+        return str(error)
+    except BaseException as another:
+        return f"no text: its __str__ raised {type(another).__name__}"
+
+
+def printable(value: Any) -> Any:
+    """Return JSON in which every text can be encoded: a lone surrogate is written as \\udc80."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list | tuple):
+        return [printable(each) for each in value]
+    return {name: printable(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+def links(error: BaseException) -> list[BaseException]:
+    """What it was raised from, or while that was handled, and what that was; a circle is followed once."""
+    found: list[BaseException] = []
+    link = error.__cause__ or error.__context__
+    while link is not None and link is not error and all(link is not each for each in found):
+        found.append(link)
+        link = link.__cause__ or link.__context__
+    return found
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """It, what it was said to be raised from, and so on: `raise ... from`."""
+    found = [error]
+    while (link := found[-1].__cause__) is not None and all(link is not each for each in found):
+        found.append(link)
+    return found
+
+
+def first_cause(error: BaseException) -> list[str] | None:
+    first = causes(error)[-1]
+    return None if first is error else [type(first).__name__, text_of(first)]
+
+
+def chain(error: BaseException) -> list[list[str]]:
+    return [[type(link).__name__, text_of(link)] for link in links(error)]
+
+
+def inside(error: BaseException) -> list[list[Any]]:
+    """The frames of the first cause, innermost first, then of what it was raised again as."""
+    tracebacks = [traceback.extract_tb(each.__traceback__) for each in reversed(causes(error))]
+    return [[frame.filename, frame.lineno, frame.name] for frames in tracebacks for frame in reversed(frames)]
+
+
+def module_of(error: BaseException) -> str:
+    """The module in whose forward the first cause was raised, by its name in the outermost one; empty in that one itself."""
+    kind = getattr(sys.modules.get("torch.nn"), "Module", ())
+    owners: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(causes(error)[-1].__traceback__)]
+    entered = [owner for owner in owners if isinstance(owner, kind)]
+    names = {id(each): name for name, each in entered[0].named_modules()} if entered else {}
+    return next((names[id(each)] for each in reversed(entered) if id(each) in names), "")
+
+
+DETAILS: dict[str, Callable[[BaseException], Any]] = {
+    "inside": inside,
+    "traceback": lambda error: "".join(traceback.format_exception(error)),
+    "module": module_of,
+    "cause": first_cause,
+    "chain": chain,
+}
+
+
+def exit_code(error: BaseException) -> int:
+    """Return what the system makes of it: eight bits."""
+    if not isinstance(error, SystemExit):
+        return 1
+    return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+
+
+def flush() -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def main(job_file: Path) -> int:
+    """torchrun's worker. SIGTERM, which torchrun sends when another rank failed, is ignored: the harness kills.
+
+    torchrun's own death reaches it as SIGUSR2, so that it can take along what the rank started.
+    """
+    die_with_parent(int(os.environ["HARNESS_AGENT"]), by=signal.SIGUSR2)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # the second: until the rank can dump its stack
+        signal.signal(number, signal.SIG_IGN)
+    job, rank, guard = read_json(job_file), int(os.environ["RANK"]), os.getpid()
+    record = rank_file(job["directory"], "exits", rank)
+    pid = os.fork()
+    if pid == 0:
+        die_with_parent(guard)
+        run(job, rank, environment=job["env"])
+    signal.signal(signal.SIGUSR2, lambda *_: kill_group(pid))
+    known = {"pid": pid, "host": socket.gethostname()}
+    write_json(record, {**known, "status": None})
+    status = bury(pid)
+    if status == -signal.SIGKILL:
+        end_leftovers(Path(job["directory"]), [rank])
+    write_json(record, {**known, "status": status, "ended": time.time()})
+    return int(status != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,166 @@
+"""How one rank of a job ended, and where it was: plain data, and what its stack says."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from harness.core.evidence.lost_peer import tells_of_lost_peer
+from harness.core.launch.inflight import Issued
+
+
+@dataclass(frozen=True)
+class Fate:
+    """How one rank ended."""
+
+    rank: int
+    status: int | None  # exit code, minus the signal, or None if it was not reported
+    ended: float = 0.0
+    killed: str = ""  # why we killed it
+    failure: dict[str, Any] | None = None  # failures/rank_NN.json
+    issued: tuple[Issued, ...] = ()
+    stack: str = ""  # stacks/rank_NN.txt
+    log: str = ""
+    log_tail: str = ""
+    trouble: str = ""  # what happened to the launcher, if something did
+    stopped: bool = False  # when it was killed: by SIGSTOP, its terminal or a debugger
+    left: tuple[str, ...] = ()  # the processes that outlived it
+    host: str = ""  # its name, where there may be several
+
+
+class Frame(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+
+def failed(fate: Fate) -> bool:
+    return bool(fate.status) and not fate.killed
+
+
+def winding_up(fate: Fate) -> bool:
+    """Its work was done: threads that it waited for, or what was to be called at its exit, kept it."""
+    return any(frame.function == "wind_up" and LAUNCH.search(frame.file) for frame in frames(fate))
+
+
+def moment(fate: Fate) -> float:
+    return fate.failure["time"] if fate.failure else fate.ended
+
+
+LIBRARY = re.compile(
+    r"/(site|dist)-packages/(torch|numpy|torchao)/|/lib/python3\.\d+/(?!(site|dist)-packages/)|^<|/harness/core/probe/"
+)
+LAUNCH = re.compile(r"/harness/core/launch/|<frozen|/runpy\.py$")
+OWN_THREAD = re.compile(r"/harness/adapters/support/training_function\.py$")
+MAY_WAIT = re.compile(r"/torch/distributed/|/torch/autograd/graph\.py$|/torch/nn/parallel/|/torch/cuda/")
+WAITS = ("wait", "synchronize")
+SHOWN = 8
+
+
+def frames(fate: Fate) -> list[Frame]:
+    """Innermost first: of the exception, or of the main thread when its stack was dumped."""
+    if fate.failure:
+        return [Frame(*frame) for frame in fate.failure["inside"]]
+    return parse_stack(fate.stack)
+
+
+def parse_stack(text: str) -> list[Frame]:
+    """The main thread's frames in the last dump of a stacks file, whose first line names that thread. If it only waits for a
+    trainer in another thread, that one's frames."""
+    main, found = re.match(r"main thread (0x[0-9a-f]+)", text), threads(text)
+    stack = found.get(main.group(1), []) if main else []
+    if not any(OWN_THREAD.search(frame.file) for frame in stack):
+        return stack
+    others = (one for one in found.values() if any(_begins_own_thread(frame) for frame in one))
+    return next(others, stack)
+
+
+def _begins_own_thread(frame: Frame) -> bool:
+    return bool(OWN_THREAD.search(frame.file)) and frame.function == "_run"
+
+
+def threads(text: str) -> dict[str, list[Frame]]:
+    """Return the frames of each thread in its last dump, by the thread's number."""
+    parts = re.split(r"^(?:Current thread|Thread) (0x[0-9a-f]+).*$", text, flags=re.MULTILINE)
+    bodies = dict(zip(parts[1::2], parts[2::2], strict=True))
+    frame = r'File "(.+)", line (\d+) in (.+)'
+    return {
+        number: [Frame(file, int(line), name) for file, line, name in re.findall(frame, body)]
+        for number, body in bodies.items()
+    }
+
+
+def useful(stack: Sequence[Frame]) -> list[Frame]:
+    """Up to eight frames of the trainer, under the library call it is in; the library's alone without a trainer."""
+    stack = [frame for frame in stack if not LAUNCH.search(frame.file)]
+    own = [frame for frame in stack if not LIBRARY.search(frame.file)]
+    if not own:
+        return list(stack[:SHOWN])
+    return [*stack[: stack.index(own[0])][:1], *own[:SHOWN]]
+
+
+def render(stack: Iterable[Frame]) -> str:
+    """`file:line in function`, innermost first; library paths from the package on."""
+    return "\n".join(f"{re.sub('.*/(site|dist)-packages/', '', f.file)}:{f.line} in {f.function}" for f in stack)
+
+
+def busy(fate: Fate) -> bool:
+    """Its stacks say that it computes or sleeps in its own code, so it waits for no rank. False without a stack."""
+    calls = called(frames(fate))
+    others = [called(stack) for stack in threads(fate.stack).values()] if not fate.failure else []
+    in_torch = any("/torch/distributed/" in each.file for other in others for each in other)
+    waits = (MAY_WAIT.search(each.file) or each.function in WAITS or calls_wait(each) for each in calls)
+    return bool(calls) and not in_torch and not any(waits)
+
+
+def calls_wait(frame: Frame) -> bool:
+    """Whether the line of source is one that waits: torch's Work.wait() is written in C++, and in no stack."""
+    return bool(re.search(rf"\.({'|'.join(WAITS)})\(", linecache.getline(frame.file, frame.line)))
+
+
+def in_collective(fate: Fate) -> bool:
+    """Its stack says that it is in torch.distributed, so it waits for others. False without a stack."""
+    return not winding_up(fate) and any("/torch/distributed/" in frame.file for frame in called(frames(fate)))
+
+
+def called(stack: Sequence[Frame]) -> Sequence[Frame]:
+    """Return the calls that a thread is in, innermost first, up to the first one that is not a library's."""
+    own = (number for number, frame in enumerate(stack) if not LIBRARY.search(frame.file))
+    return stack[: next(own, len(stack)) + 1]
+
+
+def last_words(fate: Fate) -> str:
+    """What C++ says when it terminates, or the last line of the log."""
+    lines = [line.strip() for line in fate.log_tail.splitlines() if line.strip()]
+    thrown = [line for line in lines if line.startswith("what():")]
+    return (thrown or lines or [""])[-1]
+
+
+def thrown(fate: Fate) -> str:
+    """Return the message of the uncaught C++ exception that ended the rank."""
+    words = last_words(fate) if fate.status == -signal.SIGABRT else ""
+    return words if words.startswith("what():") else ""
+
+
+TIMED_OUT = re.compile(r"[Tt]imed ?out|[Tt]imeout")
+
+
+def lost_peer(fate: Fate) -> bool:
+    """It failed because another rank did not answer, also if what it raised was caught and raised again as something else.
+
+    NCCL's watchdog says so by SIGABRT.
+    """
+    if fate.failure:
+        links = [(fate.failure["type"], fate.failure["message"]), *fate.failure.get("chain", ())]
+        within = next((frame.file for frame in frames(fate)), "")
+        return any(tells_of_lost_peer(*link, within=within) for link in links)
+    watchdog = "Watchdog caught collective operation timeout" in fate.log_tail
+    return fate.status == -signal.SIGABRT and (watchdog or tells_of_lost_peer("", thrown(fate)))
+
+
+def timed_out(fate: Fate) -> bool:
+    return lost_peer(fate) and bool(TIMED_OUT.search((fate.failure or {}).get("message", "")))

@@ -1,0 +1,212 @@
+"""The process that outlives a command, with torch imported.
+
+    python -P -m harness.core.launch.resident SOCKET IDLE BEGAN MODULE..
+
+For each command that connects it forks a separate rank server (server.py), which takes on the command's environment and ends
+with it. So commands share nothing but what was imported, and the end of this process ends none of them. It ends when no
+command has been connected for IDLE seconds. BEGAN: time_ns() when it was started.
+
+A command says, in one line of JSON with two file descriptors (working directory, output) .
+
+    {"modules", "environment", "umask", "limits", "processors"}   ->  {"server": pid}, from then on as in server.py; or
+                                                                      {"changed": file}, and this process retires
+    {"status": true}                                              ->  {"pid", "root", "torch", "commands", "idle", "ends"}
+    {"stop": true}                                                ->  the same, and this process retires
+    {"status": true, "stop_if": [prefix, root]}                   ->  the same, and this process retires and says "stays": false
+                                                                      if it is of that environment.
+
+Once it retires it answers no other command, and ends with its last one.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness import ROOT
+from harness.core.launch import server
+from harness.core.launch.identity import adopt, changed, imported
+from harness.core.launch.process import peer
+
+RETIRE = 75  # exit status of a child that should, or saw that a source has changed
+GREETING_PATIENCE = 10.0
+LARGEST_GREETING = 10_000_000  # bytes; an environment has at most a few
+
+
+class Resident:
+    def __init__(self, path: Path, idle: float, began: int) -> None:
+        self.path, self.idle = path, idle
+        self.listener: socket.socket | None = listening(path)
+        self.inode = path.stat().st_ino
+        self.commands: set[int] = set()  # pids of their servers
+        self.latest = time.monotonic()
+        self.began = began
+
+    def prepare(self, modules: Iterable[str]) -> None:
+        server.preload(modules)
+        self.files = imported()
+        self.path.with_suffix(".ready").write_text(str(os.getpid()))
+        self.latest = time.monotonic()
+        self.deaths, wake = os.pipe()
+        os.set_blocking(wake, False)
+        self.private = [self.deaths, wake]
+        signal.set_wakeup_fd(wake)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def serve(self) -> None:
+        while self.listener or self.commands:
+            listening = [self.listener.fileno()] if self.listener else []
+            ready, _, _ = select.select([self.deaths, *listening], [], [], 1.0)
+            if self.deaths in ready:
+                os.read(self.deaths, 4096)
+                self.reap()
+            if self.listener and self.listener.fileno() in ready:
+                self.receive(self.listener)
+            if not self.commands and time.monotonic() - self.latest > self.idle:
+                self.retire()
+
+    def receive(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            pid = os.fork()
+            if pid == 0:
+                self.become_server(connection)
+            self.commands.add(pid)
+
+    def reap(self) -> None:
+        while self.commands and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            self.commands.discard(ended[0])
+            self.latest = time.monotonic()
+            if os.waitstatus_to_exitcode(ended[1]) == RETIRE:
+                self.retire()
+
+    def retire(self) -> None:
+        """The name goes first: who finds us silent later may have given it to another."""
+        if self.listener and self.path.exists() and self.path.stat().st_ino == self.inode:
+            self.path.unlink()
+            for suffix in (".ready", ".log"):
+                self.path.with_suffix(suffix).unlink(missing_ok=True)
+        if self.listener:
+            self.listener.close()
+        self.listener = None
+
+    # ---- in the child
+
+    def become_server(self, connection: socket.socket) -> NoReturn:
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if self.listener:
+                self.listener.close()
+            for descriptor in self.private:
+                os.close(descriptor)
+            status = self.answer(connection)
+        except OSError:  # the command went away
+            pass
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    def answer(self, connection: socket.socket) -> int:
+        pid, user = peer(connection)
+        if user != os.geteuid():
+            return 1
+        command = os.pidfd_open(pid)
+        request, descriptors = greeting(connection)
+        if "status" in request or "stop" in request:
+            ends = "stop" in request or request.get("stop_if") == [sys.prefix, str(ROOT)]
+            say(connection, self.status() | {"stays": not ends})
+            return RETIRE if ends else 0
+        if file := changed(self.files, self.began):
+            say(connection, {"changed": file})
+            return RETIRE
+        adopt(request, working_directory=descriptors[0], output=descriptors[1])
+        serve(connection, command, request["modules"])
+        return 0
+
+    def status(self) -> dict[str, Any]:
+        """The command that asks is none of them: it was forked before it was counted."""
+        return {
+            "pid": os.getppid(),
+            "root": str(ROOT),
+            "torch": importlib.metadata.version("torch"),
+            "commands": len(self.commands),
+            "idle": time.monotonic() - self.latest,
+            "ends": self.idle,
+        }
+
+
+def serve(connection: socket.socket, command: int, modules: Iterable[str]) -> None:
+    """What server.py does for the command that started it, for one that did not."""
+
+    def alive() -> bool:
+        return not select.select([command], [], [], 0)[0]
+
+    say(connection, {"server": os.getpid()})
+    began, stream = time.monotonic(), connection.fileno()
+    server._import.cache_clear()
+    ranks = server.Server(stream, stream, alive, private=[command])
+    server.import_once(modules)
+    ranks.serve(time.monotonic() - began)
+
+
+def listening(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(128)
+    return listener
+
+
+def greeting(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Raises OSError for one that is not whole in time."""
+    connection.settimeout(GREETING_PATIENCE)
+    data, descriptors, _, _ = socket.recv_fds(connection, 65536, 2)
+    while data and not data.endswith(b"\n") and len(data) < LARGEST_GREETING:
+        more = connection.recv(65536)
+        if not more:
+            raise ConnectionResetError
+        data += more
+    connection.settimeout(None)
+    return json.loads(data), descriptors
+
+
+def say(connection: socket.socket, value: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(value).encode() + b"\n")
+
+
+def main(path: Path, idle: float, began: int, modules: Iterable[str]) -> None:
+    """In the background: who started us waits for the first process, which ends once we can be reached."""
+    told, tell = os.pipe()
+    if os.fork():
+        os.close(tell)
+        os._exit(0 if os.read(told, 1) else 1)
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    resident = Resident(path, idle, began)
+    os.write(tell, b"1")
+    os.close(tell)
+    os.close(told)
+    resident.prepare(modules)
+    try:
+        resident.serve()
+    finally:
+        resident.retire()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -1,0 +1,262 @@
+"""A command's side of resident rank servers (resident.py): meet one, start one, replace one, ask them all, end them all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from harness import ROOT
+from harness.core.evidence.text import visible
+from harness.core.launch.identity import circumstances, folder, identity
+from harness.core.launch.own_server import Link, OwnServer
+from harness.core.launch.process import peer
+from harness.core.launch.python_path import environment, module_command
+
+KIND = "HARNESS_SERVER"
+"""One of SERVERS (spec/launching.py): whether ranks come from a server that outlives the command."""
+
+IDLE = 300.0  # seconds without a command, after which a server ends
+START_PATIENCE = 100.0  # importing torch takes 3 s, on a cold disk a minute
+LARGEST_ANSWER = 10_000  # bytes; what writes more is no server of ours
+ANSWER_PATIENCE = 10.0  # of a server that has imported all: it only forks
+GLANCE = 0.5
+
+
+def wanted(environment: Mapping[str, str] = os.environ) -> bool:
+    """Not in CI, where no second command follows; the kernel must be one that reports when a command has died."""
+    in_ci = environment.get("CI", "").lower() not in ("", "0", "false")
+    return environment.get(KIND, "" if not in_ci else "own") != "own" and hasattr(os, "pidfd_open")
+
+
+def any_server(modules: Iterable[str], output: IO[bytes]) -> Link:
+    """One that outlives the command, where that is wanted and can be had."""
+    if not wanted():
+        return OwnServer(modules, output)
+    try:
+        return connect(modules, output)
+    except OSError as error:
+        note(f"no resident rank server, this command starts its own: {error}")
+        return OwnServer(modules, output)
+
+
+def choose(kind: str | None) -> None:
+    """For this process and those that it starts; None leaves it as it is."""
+    if kind:
+        os.environ[KIND] = kind
+
+
+class NoResident(OSError):
+    """None can be had; the message says why."""
+
+
+@dataclass(frozen=True)
+class ResidentServer:
+    """This command's own server, forked by the resident one (`local.Link`)."""
+
+    connection: socket.socket
+    pid: int
+
+    @property
+    def requests(self) -> int:
+        return self.connection.fileno()
+
+    reports = requests
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # it is gone already
+            self.connection.shutdown(socket.SHUT_WR)
+
+    def end(self) -> str:
+        self.connection.close()
+        return "the connection was closed"
+
+
+def connect(modules: Iterable[str], output: IO[bytes]) -> ResidentServer:
+    """A server that writes to `output`; one is started where there is none. Raises OSError, NoResident among them."""
+    modules = tuple(modules)
+    path = folder() / f"{identity(modules)}.sock"
+    answer: dict[str, Any] = {}
+    with one_at_a_time(path):
+        for meet in (reached, functools.partial(started, modules=modules)):
+            if connection := meet(path):
+                answer = greeted(connection, path, modules, output)
+                if "server" in answer:
+                    return ResidentServer(connection, answer["server"])
+                connection.close()
+                path.unlink(missing_ok=True)
+    if "changed" in answer:
+        raise NoResident(f"{answer['changed']} changes while it is imported, or its disk has another clock")
+    raise NoResident(f"it ended as it started, see {path.with_suffix('.log')}")
+
+
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """The kernel lets go for who dies."""
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def reached(path: Path) -> socket.socket | None:
+    """Connect; None if the socket's server was killed."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(START_PATIENCE)
+    try:
+        connection.connect(str(path))
+    except (FileNotFoundError, ConnectionRefusedError):
+        connection.close()
+        return None
+    if peer(connection)[1] != os.geteuid():
+        raise NoResident(f"{path} is another user's")
+    return connection
+
+
+def started(path: Path, modules: Iterable[str]) -> socket.socket:
+    """Start it in the background, with no terminal, no folder and a separate log."""
+    if path.exists():
+        note("the resident rank server had died; another one is started")
+    for left in (path, path.with_suffix(".ready")):
+        left.unlink(missing_ok=True)
+    with open(path.with_suffix(".log"), "wb") as log:
+        done = subprocess.run(
+            module_command("harness.core.launch.resident", str(path), str(IDLE), str(time.time_ns()), *modules),
+            cwd="/",
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    connection = reached(path)
+    if done.returncode or connection is None:
+        raise NoResident(f"it did not start, see {path.with_suffix('.log')}")
+    return connection
+
+
+def greeted(connection: socket.socket, path: Path, modules: Iterable[str], output: IO[bytes]) -> dict[str, Any]:
+    """Its answer. {} from one that ended, or that is silent and therefore killed, which is said."""
+    working_directory = os.open(".", os.O_PATH)
+    try:
+        answer = asked(connection, path, {"modules": modules, **circumstances()}, [working_directory, output.fileno()])
+    finally:
+        os.close(working_directory)
+    if answer is None:
+        server, _ = peer(connection)
+        note(f"the resident rank server (pid {server}) did not answer and was killed; another one is started")
+        kill(server)
+    return answer or {}
+
+
+def asked(
+    connection: socket.socket, path: Path, request: dict[str, Any], descriptors: Iterable[int] = ()
+) -> dict[str, Any] | None:
+    """Its answer; {} if it ended, None if it is silent. It may still be importing, which takes what it takes."""
+    try:
+        data = json.dumps(request).encode() + b"\n"
+        sent = socket.send_fds(connection, [data[:4096]], list(descriptors))
+        connection.sendall(data[sent:])
+        return heard(connection, path)
+    except (BrokenPipeError, ConnectionResetError):
+        return {}
+
+
+def heard(connection: socket.socket, path: Path) -> dict[str, Any] | None:
+    data, began, ready = b"", time.monotonic(), 0.0
+    connection.settimeout(GLANCE)
+    while not data.endswith(b"\n"):
+        try:
+            more = connection.recv(1)  # what comes after the answer is another's
+        except TimeoutError:
+            now = time.monotonic()
+            if not ready and path.with_suffix(".ready").exists():
+                ready = now
+            if now - began > START_PATIENCE or (ready and now - ready > ANSWER_PATIENCE):
+                return None
+            continue
+        if not more:
+            return {}
+        data += more
+        if len(data) > LARGEST_ANSWER:
+            return None
+    connection.settimeout(None)
+    return json.loads(data)
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def note(text: str) -> None:
+    print(visible(f"harness: {text}"), file=sys.stderr, flush=True)
+
+
+# ---- all of this user's
+
+
+def status_of_all() -> list[dict[str, Any]]:
+    """What each says of itself (resident.py); the pid alone of one that is silent."""
+    return [status for _, status in ask_all({"status": True})]
+
+
+def stop(*, every: bool = False) -> list[dict[str, Any]]:
+    """End the servers of this environment, or every one of this user, and return what each says of itself; one of another
+    environment "stays". One that serves commands ends with them; one that is silent is killed."""
+    found = []
+    request = {"stop": True} if every else {"status": True, "stop_if": environment_of_ours()}  # others' may be older
+    for path, status in ask_all(request):
+        silent = "commands" not in status
+        ours = interpreter_of(status["pid"]) == Path(sys.executable).parent if silent else not status.get("stays", True)
+        if not (every or ours):
+            found.append(status | {"stays": True})
+            continue
+        found.append(status)
+        if silent:
+            kill(status["pid"])
+        else:
+            wait_for_the_end(path)
+    return found
+
+
+def environment_of_ours() -> list[str]:
+    """Return what servers of one environment have in common."""
+    return [sys.prefix, str(ROOT)]
+
+
+def interpreter_of(pid: int) -> Path | None:
+    """Return the folder of the interpreter of a server that is silent; None if it has ended."""
+    try:
+        return Path(os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0])).parent
+    except OSError:
+        return None
+
+
+def wait_for_the_end(path: Path) -> None:
+    give_up = time.monotonic() + ANSWER_PATIENCE
+    while path.exists() and time.monotonic() < give_up:
+        time.sleep(0.02)
+
+
+def ask_all(request: dict[str, Any]) -> list[tuple[Path, dict[str, Any]]]:
+    found = []
+    for path in sorted(folder().glob("*.sock")):
+        if connection := reached(path):
+            with connection:
+                found.append((path, asked(connection, path, request) or {"pid": peer(connection)[0]}))
+    return found

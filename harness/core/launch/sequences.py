@@ -1,0 +1,287 @@
+"""What the ranks of a group issued, in order: who issued something else, and who waits for whom."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+from harness.core.evidence.records import IN_A_RING
+from harness.core.evidence.text import ranks_text
+from harness.core.launch.inflight import MAKING, Issued
+from harness.core.launch.rank_exit import Fate, busy, moment, timed_out
+
+Place = tuple[str, tuple[int, ...]]  # a group, by name and members: two groups of one split can share a name
+EQUAL_BYTES = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"}  # every member passes as many
+POINT_TO_POINT = {"send": "recv", "recv": "send"}  # and what the other side does
+
+
+def place(issued: Issued) -> Place:
+    return issued.group, issued.ranks
+
+
+def members(issued: Issued, fates: Sequence[Fate]) -> list[Fate]:
+    """Return those who take part: all ranks in init_process_group."""
+    return [fate for fate in fates if issued.op == MAKING[0] or fate.rank in issued.ranks]
+
+
+def collectives(fate: Fate) -> list[Issued]:
+    """Without sends and receives, which are counted for each pair of ranks, and without the making of groups."""
+    return [each for each in fate.issued if each.op not in POINT_TO_POINT and each.op not in MAKING]
+
+
+def sequenced(fates: Iterable[Fate]) -> list[Place]:
+    """Groups over which collectives ran: their members must issue the same sequence."""
+    return list(dict.fromkeys(place(each) for fate in fates for each in collectives(fate)))
+
+
+def disagreeing(fates: Sequence[Fate]) -> dict[int, str]:
+    """Return the minority at the first place, in time, where members issued different collectives. If there is none, return the
+    ranks that torch's monitored_barrier named there, or the one that most others wait for; else all."""
+    there: dict[tuple[Place, int], dict[int, Issued]] = defaultdict(dict)
+    for fate in fates:
+        for each in collectives(fate):
+            there[place(each), each.seq][fate.rank] = each
+    found = [
+        (max(each.time for each in issued.values()), seq, issued)
+        for (_, seq), issued in there.items()
+        if minority({rank: signature(each) for rank, each in issued.items()})
+    ]
+    if not found:
+        return mismatched_sends(fates)
+    _, _, issued = min(found, key=lambda each: each[:2])
+    odd = minority({rank: signature(each) for rank, each in issued.items()})
+    missed = {rank for fate in fates for rank, each in missed_barrier(fate).items() if each == issued.get(fate.rank)}
+    odd = [rank for rank in odd if rank in missed] or most_awaited(odd, fates)
+    return {rank: against(rank, issued) for rank in odd}
+
+
+def most_awaited(ranks: list[int], fates: Sequence[Fate]) -> list[int]:
+    """Return the one of these for which most of the other ranks wait; all of them if there is none."""
+    others = [waiting(fate, fates) for fate in fates if fate.rank not in ranks]
+    counts = Counter(rank for waits in others for rank in waits if rank in ranks).most_common()
+    clear = counts and (len(counts) == 1 or counts[0][1] > counts[1][1])
+    return [counts[0][0]] if clear else ranks
+
+
+def mismatched_sends(fates: Sequence[Fate]) -> dict[int, str]:
+    """A send and its receive of different sizes: neither side is known to be right."""
+    for fate in fates:
+        for sent in (each for each in fate.issued if each.op == "send"):
+            received = next((each for each in other_side(fate, sent, fates) if each.seq == sent.seq), None)
+            if received is not None and (received.bytes, received.dtype) != (sent.bytes, sent.dtype):
+                issued = {fate.rank: sent, sent.peer: received}
+                return {rank: against(rank, issued) for rank in issued}  # type: ignore[misc, arg-type]
+    return {}
+
+
+def other_side(fate: Fate, issued: Issued, fates: Sequence[Fate]) -> list[Issued]:
+    """Return what the peer received of a send by this rank over that group, or the other way round; oldest first."""
+    peer = next((peer for peer in fates if peer.rank == issued.peer), None)
+    answer = POINT_TO_POINT[issued.op]
+    found = peer.issued if peer else ()
+    return [e for e in found if e.op == answer and place(e) == place(issued) and e.peer in (fate.rank, None)]
+
+
+def signature(issued: Issued) -> Hashable:
+    """What all members of a group must have in common."""
+    alike = issued.op in EQUAL_BYTES or issued.op in POINT_TO_POINT
+    return issued.op, issued.root, (issued.bytes, issued.dtype) if alike else None
+
+
+def minority(signatures: Mapping[int, Hashable]) -> list[int]:
+    """Return the ranks that differ from most; all of them where two answers are as frequent, [] where all are alike."""
+    counts = Counter(signatures.values()).most_common()
+    if len(counts) < 2:
+        return []
+    usual = counts[0][0] if counts[0][1] > counts[1][1] else None
+    return [rank for rank, each in signatures.items() if each != usual]
+
+
+def against(rank: int, issued: dict[int, Issued]) -> str:
+    """Say what a rank issued, and what most of the others that issued something else did."""
+    own = signature(issued[rank])
+    usual = Counter(of for each in issued.values() if (of := signature(each)) != own).most_common(1)[0][0]
+    others = [each for each in sorted(issued) if signature(issued[each]) == usual]
+    return f"issued {describe(issued[rank])} where {_ranks(others)} issued {describe(issued[others[0]])}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks_text([*ranks])}"
+
+
+def waited_for(fates: Sequence[Fate]) -> dict[int, str]:
+    """Follow who waits for whom to those that wait for none. If ranks wait for each other, return those that are elsewhere than
+    most."""
+    waits = {fate.rank: waiting(fate, fates) for fate in fates}
+    ends = {peer for peers in waits.values() for peer in peers if not waits[peer]}
+    if ends:
+        return {peer: why_waited_for(peer, fates, waits) for peer in sorted(ends)}
+    ring = cycle(waits)
+    computing = [fate.rank for fate in fates if fate.rank in ring and busy(fate)]
+    stuck_in = {rank: next(each for peer, each in waits[rank].items() if peer in ring) for rank in ring}
+    jumped = [rank for rank, here in stuck_in.items() if left_out(rank, here, waits, fates)]
+    places = {rank: (place(each), each.op in POINT_TO_POINT) for rank, each in stuck_in.items()}
+    elsewhere = jumped or misnamed(waits, fates) or minority(places)
+    alike: dict[str, list[int]] = defaultdict(list)
+    for rank, each in stuck_in.items():
+        alike[f"{describe(each)} named {each.group!r}"].append(rank)
+    text = "; ".join(f"{_ranks(ranks)} in {what}" for what, ranks in alike.items())
+    return {rank: f"{IN_A_RING}: {text}" for rank in computing or elsewhere or ring}
+
+
+def left_out(rank: int, here: Issued, waits: dict[int, dict[int, Issued]], fates: Sequence[Fate]) -> bool:
+    """Whether others wait for this rank in what it did not issue, and most ranks issued before the collective that it is in."""
+    mine = [fate for fate in fates if fate.rank == rank]
+    awaited = [peers[rank] for peers in waits.values() if rank in peers]
+    missed = [each for each in awaited if [before(fate, each, here, fates) for fate in mine] == [False]]
+    votes = [[before(fate, each, here, fates) for fate in fates] for each in missed]
+    return any(some.count(True) > some.count(False) for some in votes)
+
+
+def misnamed(waits: dict[int, dict[int, Issued]], fates: Sequence[Fate]) -> list[int]:
+    """Return the ranks that named a group, for whose making others wait, unlike most. torch counts groups, so they left one
+    out, added one, or made them in another order. If there are several such groups, the one with fewest such ranks counts."""
+    awaited = {each.ranks: each for peers in waits.values() for each in peers.values() if each.op in MAKING}
+    names = (
+        {fate.rank: made.group for fate in fates for made in fate.issued if same(made, each)}
+        for _, each in sorted(awaited.items())
+    )
+    return min(filter(None, map(minority, names)), key=len, default=[])
+
+
+def before(fate: Fate, first: Issued, second: Issued, fates: Sequence[Fate]) -> bool | None:
+    """Whether this rank issued `first` and not `second` before it; None if it issued neither, or cannot be asked."""
+    both = (first, second)
+    others = any(each.op not in MAKING and fate not in members(each, fates) for each in both)
+    if others or same(first, second) or any(each.op in POINT_TO_POINT for each in both):
+        return None
+    orders = [next((each.order for each in fate.issued if same(each, wanted)), 0) for wanted in both]
+    there = [bool(order) or past(fate, wanted) for order, wanted in zip(orders, both, strict=True)]
+    if all(there):
+        return orders[0] < orders[1] if all(orders) else None
+    return there[0] if any(there) else None
+
+
+def same(one: Issued, other: Issued) -> bool:
+    """Whether two ranks issued one and the same: a group that is made may have got another name."""
+    if one.op in MAKING or other.op in MAKING:
+        return (one.op, one.ranks) == (other.op, other.ranks)
+    return (place(one), one.seq) == (place(other), other.seq)
+
+
+def past(fate: Fate, wanted: Issued) -> bool:
+    return has_come(fate, wanted) if wanted.op in MAKING else position(fate, place(wanted)) >= wanted.seq
+
+
+def why_waited_for(peer: int, fates: Sequence[Fate], waits: dict[int, dict[int, Issued]]) -> str:
+    waiters = [rank for rank, peers in waits.items() if peer in peers]
+    left = any(fate.rank == peer and fate.status == 0 for fate in fates)
+    who = f"rank{'s' * (len(waiters) > 1)} {', '.join(map(str, waiters))} waited for it"
+    return f"{'exited while ' * left}{who} in {describe(waits[waiters[0]][peer])}"
+
+
+def waiting(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
+    """The ranks this one waits for, and in what. One that exited 0 waits for none."""
+    if fate.status == 0:
+        return {}
+    ahead = {peer.rank: each for group in sequenced(fates) for peer, each in behind(fate, group, fates)}
+    ahead = missed_barrier(fate) | unanswered(fate, fates) | ahead | not_come(fate, fates)
+    there = {fate.rank for fate in fates}
+    return {rank: each for rank, each in ahead.items() if rank in there}
+
+
+BARRIER_MISSED = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
+
+
+def missed_barrier(fate: Fate) -> dict[int, Issued]:
+    """Return the ranks that torch's monitored_barrier named, by their position in the group, as not having come."""
+    named = BARRIER_MISSED.search(fate.failure["message"]) if fate.failure else None
+    barriers = [each for each in fate.issued if each.op == "barrier"]
+    if not named or not barriers:
+        return {}
+    ranks = barriers[-1].ranks
+    places = [int(number) for number in re.findall(r"\d+", named.group(1))]
+    return {ranks[place]: barriers[-1] for place in places if place < len(ranks)}
+
+
+def unanswered(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
+    """Return, by peer, the first send or receive that the peer has yet to receive or send."""
+    found: dict[int, Issued] = {}
+    for each in fate.issued:
+        if each.op in POINT_TO_POINT and each.peer is not None:
+            answers = other_side(fate, each, fates)
+            unknown = any(answer.peer is None for answer in answers)  # received from any rank: not known
+            if not unknown and max((answer.seq for answer in answers), default=-1) < each.seq:
+                found.setdefault(each.peer, each)
+    return found
+
+
+def not_come(fate: Fate, fates: Sequence[Fate]) -> dict[int, Issued]:
+    """Return the ranks that this one waits for in the making of a group, which is the last that it began."""
+    mine = fate.issued[-1] if fate.issued and fate.issued[-1].op in MAKING else None
+    if mine is None:
+        return {}
+    return {peer.rank: mine for peer in members(mine, fates) if not has_come(peer, mine, gave_up(fate))}
+
+
+def has_come(peer: Fate, making: Issued, until: float = float("inf")) -> bool:
+    """Whether a rank had begun to make a group by then. All ranks make groups in one order, or else only their members do. So a
+    rank that made later ones may have come, unless it is making one of the same ranks by another name."""
+    made = [each for each in peer.issued if each.op in MAKING and each.time <= until]
+    if any(place(each) == place(making) for each in made):
+        return True
+    return any(each.seq > making.seq for each in made) and not same(made[-1], making)
+
+
+def behind(fate: Fate, group: Place, fates: Sequence[Fate]) -> list[tuple[Fate, Issued]]:
+    """Members of `group` that had yet to issue what this rank issued last in it, when it gave up."""
+    mine = last(fate, group)
+    peers = members(mine, fates) if mine else []
+    return [(peer, mine) for peer in peers if mine and position(peer, group, gave_up(fate)) < mine.seq]
+
+
+def gave_up(fate: Fate) -> float:
+    """When it had waited for as long as it would: what a rank issues after that comes too late."""
+    return moment(fate) if timed_out(fate) else float("inf")
+
+
+def last(fate: Fate, group: Place) -> Issued | None:
+    mine = (each for each in collectives(fate) if place(each) == group)
+    return max(mine, key=lambda each: each.seq, default=None)
+
+
+def position(fate: Fate, group: Place, until: float = float("inf")) -> int:
+    """Return how far it had come in the sequence of a group by then; -1 if it had issued nothing."""
+    mine = [each for each in collectives(fate) if place(each) == group]
+    first = min((each.seq for each in mine), default=0)
+    return max((each.seq for each in mine if each.time <= until), default=first - 1)
+
+
+def cycle(waits: dict[int, dict[int, Issued]]) -> list[int]:
+    """The ranks that wait for each other: drop, until none is left, ranks for which no remaining one waits."""
+    ring = {rank for rank, peers in waits.items() if peers}
+    while idle := {rank for rank in ring if not any(rank in waits[other] for other in ring)}:
+        ring -= idle
+    return sorted(ring)
+
+
+def describe(issued: Issued) -> str:
+    """`all_reduce #12 of group [0-3] (step 2, backward, 16.4 KB)`"""
+    if issued.op in MAKING:
+        return f"{issued.op} #{issued.seq} of group {ranks_text(issued.ranks)}"
+    peer = "" if issued.peer is None else f" {'to' if issued.op == 'send' else 'from'} rank {issued.peer}"
+    root = "" if issued.root is None else f"root {issued.root}"
+    many = size(issued.bytes) + f" {issued.dtype}" * bool(issued.bytes and issued.dtype)
+    outside = issued.phase == "other"  # a step begins with its first pass: a trainer's own may have begun before
+    step = f"step {issued.step}{' or behind it, outside of passes' * outside}" if issued.step > 0 else ""
+    step = step or "before the first pass" * (issued.step == 0)
+    about = ", ".join(filter(None, [step, issued.phase * (not outside), root, many]))
+    return f"{issued.op} #{issued.seq}{peer} of group {ranks_text(issued.ranks)} ({about})"
+
+
+def size(count: int) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} B"

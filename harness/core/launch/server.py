@@ -1,0 +1,184 @@
+"""The process that has torch imported and forks every local rank: `python -m harness.core.launch.server IN OUT MODULE..`.
+
+One JSON value per line. In:  {"start": job, "path": job.json, "world_size": n, "modules": [..]}
+                              {"signal": number, "job": job}
+                         Out: {"ready": seconds}   {"job", "rank", "pid"}   {"job", "rank", "status", "ended"}
+                              {"job", "error"}: some rank could not be started.
+End of input, however the harness ended, kills every rank. multiprocessing's forkserver would not do: it imports the caller's
+__main__ again and does not report by which signal a child died.
+
+It runs no tensor operation, has one thread and never touches CUDA: a child forked from anything else may hang. Asking whether
+there is a GPU is touching it (cudaGetDeviceCount); none of what is preloaded here does.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from harness.core.launch.leftovers import end_leftovers
+from harness.core.launch.process import bury, kill_group
+
+PRELOAD = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint._fsspec_filesystem",
+    "torch.distributed.tensor.experimental",
+    "torch.distributed.tensor.debug",
+    "torch.distributed._composable.replicate",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch._dynamo",
+    "numpy",
+    "yaml",
+    "torch.distributed.checkpoint.state_dict",
+    "harness.core.run.rank_main",
+    "harness.core.launch.rank",
+    "harness.core.probe",
+    "harness.core.trainers.llama3.trainer",
+    "harness.reference.train",
+)
+
+
+class Server:
+    """requests, reports: file descriptors, maybe the same one. alive: whether the harness is, as far as the kernel knows: a
+    process forked from it may hold our input open after its death. private: more descriptors that are not for ranks."""
+
+    def __init__(self, requests: int, reports: int, alive: Callable[[], bool], private: Iterable[int] = ()) -> None:
+        self.requests, self.reports, self.alive = requests, reports, alive
+        self.children: dict[int, tuple[int, int]] = {}  # pid -> (job, rank)
+        self.folders: dict[int, Path] = {}  # of jobs
+        self.unread = b""
+        self.deaths, wake = os.pipe()
+        os.set_blocking(wake, False)
+        self.private = {requests, reports, self.deaths, wake, *private}
+        signal.set_wakeup_fd(wake)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler the wake-up is not written
+        for number in (signal.SIGINT, signal.SIGUSR1):  # a rank too young to dump its stack must not die of being asked
+            signal.signal(number, signal.SIG_IGN)
+
+    def serve(self, ready: float) -> None:
+        """Until the harness is gone. ready: seconds that importing took."""
+        try:
+            self.report(ready=ready)
+            while self.alive():
+                found, _, _ = select.select([self.requests, self.deaths], [], [], 1.0)
+                if self.deaths in found:
+                    os.read(self.deaths, 4096)
+                    self.reap()
+                if self.requests in found and not self.read():
+                    break
+        except (BrokenPipeError, ConnectionResetError):  # it died while we spoke with it
+            pass
+        self.end()
+
+    def end(self) -> None:
+        """The harness is gone: no other process ends what the ranks leave."""
+        living = list(self.children.values())
+        self.send(signal.SIGKILL)
+        for job, rank in living:
+            end_leftovers(self.folders[job], [rank])
+
+    def read(self) -> bool:
+        data = os.read(self.requests, 65536)
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        for line in lines:
+            self.obey(json.loads(line))
+        return bool(data)
+
+    def obey(self, request: dict[str, Any]) -> None:
+        if "signal" in request:
+            return self.send(request["signal"], job=request["job"])
+        self.folders[request["start"]] = Path(request["path"]).parent
+        import_once(request["modules"])
+        try:
+            for rank in range(request["world_size"]):
+                self.fork(request["start"], rank, Path(request["path"]))
+        except OSError as error:
+            self.report(job=request["start"], error=f"cannot start rank {rank}: {error.strerror}")
+
+    def fork(self, job: int, rank: int, path: Path) -> None:
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self.become(path, rank, server)
+        self.children[pid] = (job, rank)
+        self.report(job=job, rank=rank, pid=pid)
+
+    def become(self, path: Path, rank: int, server: int) -> NoReturn:
+        try:
+            from harness.core.launch.rank import run_forked
+
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for fd in self.private:
+                os.close(fd)
+            run_forked(path, rank, server)
+        finally:
+            os._exit(1)
+
+    def reap(self) -> None:
+        while self.children and (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+            job, rank = self.children.pop(found.si_pid)
+            self.report(job=job, rank=rank, status=bury(found.si_pid), ended=time.time())
+
+    def send(self, number: int, job: int | None = None) -> None:
+        """Send it to the living ranks of `job`, or of all jobs. SIGKILL takes what the rank started with it."""
+        for pid, (owner, _) in self.children.items():
+            if owner == job or job is None:
+                os.kill(pid, number)
+                if number == signal.SIGKILL:
+                    kill_group(pid)
+
+    def report(self, **values: Any) -> None:
+        os.write(self.reports, json.dumps(values).encode() + b"\n")
+
+
+def preload(modules: Iterable[str]) -> None:
+    """Import these and what every trainer will."""
+    import_once((*PRELOAD, *modules))
+
+
+@functools.cache
+def _import(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        print(f"harness.core.launch.server: {name} is not there", file=sys.stderr)
+
+
+def import_once(modules: Iterable[str]) -> None:
+    """What ranks find imported. Keeps the collector, and the end of a rank, from touching (so copying) those pages in it."""
+    before = len(sys.modules)
+    for name in modules:
+        _import(name)
+    if len(sys.modules) > before:
+        for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+            finalizer.atexit = False  # torch dismantles its libraries of operators there
+        gc.collect()
+        gc.freeze()
+
+
+def main(requests: int, reports: int, modules: Iterable[str]) -> None:
+    began, harness = time.monotonic(), os.getppid()
+    server = Server(requests, reports, alive=lambda: os.getppid() == harness)
+    preload(modules)
+    server.serve(time.monotonic() - began)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,246 @@
+"""The slots of this machine, taken by launches of all processes of one user: a launch takes as many as it has ranks.
+
+A slot is a file in one folder; it is taken while a process holds a shared lock on it. Such are the harness that took it, each
+rank that runs on it, what such a rank forked. So it is free when all these are dead, however they died, and not before.
+
+Launches take slots in the gate, one at a time, and all that they want at once. So two cannot have half each. Launches of few
+ranks may pass one of many, but not without end (waiting.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from harness.core.evidence.text import visible
+from harness.core.launch.job import Job, LaunchError
+from harness.core.launch.machine import core_slots, cores, gpus
+from harness.core.launch.process import is_stopped
+from harness.core.launch.waiting import may_start, ticket
+
+HELD = "HARNESS_HELD_SLOTS"  # in the environment of a rank: the files of the slots it runs on
+FOLDER = "HARNESS_SLOTS_FOLDER"
+POLL = 0.02  # seconds
+PATIENCE = 30.0  # seconds after which one that waits for others says so
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Slots by name, and their files."""
+
+    names: tuple[str, ...]
+    files: tuple[Path, ...]
+    gpus: bool
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What ranks on these slots need: rank i of this machine finds its GPU as device i."""
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(self.names)} if self.gpus and self.names else {}
+        return {HELD: os.pathsep.join(map(str, self.files)), **visible}
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Slots that are shared by all who name the same folder."""
+
+    folder: Path
+    slots: tuple[str, ...]
+    gpus: bool = False
+
+    @contextmanager
+    def taken(self, wanted: int) -> Iterator[Taken]:
+        """Wait for that many slots; all of them where more are wanted, but no GPU carries two ranks (LaunchError)."""
+        if self.gpus and wanted > len(self.slots):
+            raise LaunchError(f"{wanted} GPUs are wanted on this machine, {len(self.slots)} are visible")
+        with ExitStack() as held:
+            try:
+                own_folder(self.folder)
+                taken = self._take(min(wanted, len(self.slots)), held)
+            except OSError as error:
+                why = f"cannot keep slots ({error.strerror}): name another folder in {FOLDER}"
+                raise LaunchError(f"{self.folder}: {why}") from error
+            yield taken
+
+    def _take(self, wanted: int, held: ExitStack) -> Taken:
+        """All at once or none: who waits holds no slot, so that one that is stopped meanwhile keeps none from others."""
+        since = time.monotonic()
+        with ExitStack() as waiting:
+            with self._gate():
+                own = waiting.enter_context(ticket(self.folder / ("waiting_gpus" if self.gpus else "waiting"), wanted))
+            while True:
+                with self._gate(), ExitStack() as tried:
+                    free = self._free(tried)
+                    if may_start(own, len(free)):
+                        taken = dict(list(free.items())[:wanted])
+                        if all(map(_keeps, taken.values())):
+                            for file in taken.values():
+                                held.enter_context(os.fdopen(os.dup(file.fileno())))
+                            return Taken(tuple(taken), tuple(self.folder / name for name in taken), self.gpus)
+                time.sleep(POLL)
+                since = self._say_who(wanted, list(free), since)
+
+    @contextmanager
+    def _gate(self) -> Iterator[None]:
+        """One thread of one process at a time."""
+        with _of_this_process, standing_in(self.folder / "gate"):
+            yield
+
+    def _free(self, tried: ExitStack) -> dict[str, IO[str]]:
+        """Return the slots that nobody holds, each with its file, which is locked until `tried` ends."""
+        free: dict[str, IO[str]] = {}
+        for name in self.slots:
+            file = tried.enter_context(open(self.folder / name, "a+", encoding="utf-8"))  # noqa: SIM115 - a stack closes it
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                free[name] = file
+        return free
+
+    def _say_who(self, wanted: int, found: Sequence[str], since: float) -> float:
+        """Once in PATIENCE, if others than this process hold what is waited for."""
+        if time.monotonic() - since < PATIENCE:
+            return since
+        others = {(self.folder / name).read_text(encoding="utf-8") for name in self.slots if name not in found}
+        others = {text for text in others if text.partition(" ")[0] != str(os.getpid())}
+        if others:
+            told = "; ".join(f"pid {text}" for text in sorted(others))
+            print(
+                visible(f"harness: waits for {wanted - len(found)} of {wanted} slots, held by {told}"), file=sys.stderr
+            )
+        return time.monotonic()
+
+
+_of_this_process = threading.Lock()
+"""Held by the thread that stands in the gate, or tries to."""
+
+
+def _keeps(file: IO[str]) -> bool:
+    """Write in a slot's file who holds it, and share its lock with ranks. Return whether nobody else came between."""
+    file.truncate(0)
+    file.write(own_words())
+    file.flush()
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def own_words() -> str:
+    """Return what a lock's file says of its holder: pid and command."""
+    return f"{os.getpid()} {shlex.join(sys.argv)[:200]}"
+
+
+@contextmanager
+def standing_in(gate: Path) -> Iterator[None]:
+    """One process at a time. One that is stopped in the gate (Ctrl-Z, SIGSTOP) loses its place to the next."""
+    while (file := entered(gate)) is None:
+        time.sleep(POLL)
+    with file:
+        yield
+
+
+def entered(gate: Path) -> IO[str] | None:
+    """Return the locked file, or None while another process that is not stopped stands in the gate."""
+    file = open(gate, "a+", encoding="utf-8")  # noqa: SIM115 - held while the caller stands there
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = holder_of(file)
+        if holder is not None and is_stopped(holder) and is_at(gate, file):
+            gate.unlink(missing_ok=True)
+        file.close()
+        return None
+    if not is_at(gate, file):
+        file.close()
+        return None
+    return file
+
+
+def holder_of(file: IO[str]) -> int | None:
+    """Return the process that holds a file's lock, as the kernel says; None where it does not say.
+
+    What the holder writes into the file may not be there yet: it may be stopped before it writes.
+    """
+    inode = str(os.fstat(file.fileno()).st_ino)
+    try:
+        lines = Path("/proc/locks").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, kind, *_, pid, place, _, _ = line.split()  # 1: FLOCK ADVISORY WRITE 1234 fd:01:5678 0 EOF
+        if kind == "FLOCK" and place.rpartition(":")[2] == inode and int(pid) > 0:
+            return int(pid)
+    return None
+
+
+def is_at(path: Path, file: IO[str]) -> bool:
+    """Return whether the name still is this file's."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def own_folder(folder: Path) -> None:
+    """Makes it; refuses one in which somebody else could put files."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stat = folder.lstat()
+    if folder.is_symlink() or stat.st_uid != os.getuid() or stat.st_mode & 0o022:
+        raise LaunchError(f"{folder}: not a folder that is yours alone: remove it, or name another in {FOLDER}")
+
+
+def pool_of(device: str) -> Pool:
+    """The slots of this machine for ranks on `device`. LaunchError if the variable for their count is no number."""
+    folder = Path(os.environ.get(FOLDER) or f"/tmp/harness-slots-{os.getuid()}")
+    try:
+        return Pool(folder, gpus(), gpus=True) if device == "cuda" else Pool(folder, core_slots())
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+
+
+def pool_of_references() -> Pool:
+    """Return the slots of this machine for references on CPU, one for each core.
+
+    They lie beside those of ranks: a launch that waits for all slots of ranks does not wait for a reference that takes minutes.
+    """
+    ranks = pool_of("cpu")
+    return Pool(ranks.folder / "references", tuple(f"reference_{core:03d}" for core in cores()))
+
+
+def wanted_by(job: Job) -> int:
+    """Return as many as the job has ranks on this machine."""
+    if job.slots is not None:
+        return job.slots
+    return ranks_here(job.torchrun_args) if job.torchrun_args else job.world_size
+
+
+def ranks_here(torchrun_args: tuple[str, ...]) -> int:
+    """What torchrun starts on each node: `--nproc-per-node 8`, as typed in any of its spellings; else 1."""
+    words = [part for word in torchrun_args for part in word.split("=", 1)]
+    places = [place for place, word in enumerate(words) if word.replace("_", "-") == "--nproc-per-node"]
+    told = words[places[-1] + 1] if places and places[-1] + 1 < len(words) else "1"
+    if told.isdecimal():
+        return int(told)
+    return len(gpus()) if told in ("gpu", "auto") and gpus() else len(core_slots())
+
+
+def hold_mine() -> None:
+    """To be called by a rank: its slots are taken as long as it lives. The harness holds them too, so one whose file is gone
+    or closed to us is taken as long as the harness lives."""
+    for path in filter(None, os.environ.get(HELD, "").split(os.pathsep)):
+        with contextlib.suppress(OSError):
+            kept_open.append(open(path, encoding="utf-8"))  # noqa: SIM115 - held until the end
+            fcntl.flock(kept_open[-1], fcntl.LOCK_SH)
+
+
+kept_open: list = []

@@ -1,0 +1,109 @@
+"""Bytes that autograd keeps of a forward pass until its backward, by a formula: an estimate, unlike all else in a plan.
+
+h is the model's dim, v that of keys and values, f that of the feed-forward. t is the tp degree; r = t with sequence parallel,
+else 1. For each token of a rank, in the dtype that it computes in, a block keeps
+
+    2 h / r              inputs of its two norms.
+    2 h                  inputs of the matmuls that follow them, which every tp rank has whole.
+    (2 h + 2 v + 4 f)/t  queries, keys, values, attention's output; what w1 and w3 give, silu of it, and the input of w2.
+
+This is an eager block with fused norms and a fused attention kernel. Recomputed, it keeps its input, h / r; by operator ("op")
+also what the trainer's policy names (`op_keeps`) and the two results that tp reduces. Norm and output keep their inputs.
+Left out: what unfused norms keep (2 h, in float32), rotary tables, masks, K/V of other cp ranks, heads after GQA expansion.
+
+At its most in backward a block also has its gradients, of which there are 2 h / r + h + 3 f / t at once. At its most the loss
+has three numbers of at least float32 for each token and row of the vocabulary, in one of `loss_chunks` at a time. They are the
+logarithms that autograd keeps, their gradient, and that of the logits; over tp (`loss_parallel`) also their exponentials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from harness.core.case.case import Case
+from harness.core.case.traits import USUAL, TrainerTraits
+from harness.core.plan.slices import BYTES
+from harness.core.plan.stages import actions_of_rank, layers_of_stage, recomputed_layers, stages_of_rank
+
+
+def activation_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
+    """The most that a rank keeps at any moment of a step: of all microbatches that wait for their backward."""
+    recomputed = set(recomputed_layers(case, rank))
+
+    def of_stage(stage: int) -> int:
+        layers = layers_of_stage(case, stage)
+        again = sum(layer in recomputed for layer in layers)
+        blocks = (len(layers) - again) * block_bytes(case) + again * recomputed_block_bytes(case, traits)
+        return blocks + (_loss_inputs(case) if stage == case.n_stages - 1 else 0)
+
+    return most_waiting(case, rank, of_stage)
+
+
+def most_waiting(case: Case, rank: int, of_stage: Callable[[int], int]) -> int:
+    """Return the most that forward passes leave until their backward, at one time in the schedule's order."""
+    if case.dims.pp == 1:
+        return of_stage(0)
+    sizes = {stage: of_stage(stage) for stage in stages_of_rank(case, rank)}
+    there = most = 0
+    for stage, kind, _ in actions_of_rank(case, rank):
+        there += {"F": 1, "B": -1, "W": -1, "I": 0}[kind] * sizes[stage]
+        most = max(most, there)
+    return most
+
+
+def block_bytes(case: Case) -> int:
+    """Return the bytes that one block keeps of one microbatch."""
+    model, tp = case.model, case.dims.tp
+    kv = model.n_kv_heads * model.head_dim
+    width = 2 * model.dim // _residual_degree(case) + 2 * model.dim + (2 * model.dim + 2 * kv + 4 * model.ffn_dim) // tp
+    return tokens(case) * width * size(case)
+
+
+def recomputed_block_bytes(case: Case, traits: TrainerTraits = USUAL) -> int:
+    """Return the bytes that a block keeps that is computed again in backward."""
+    model, tp = case.model, case.dims.tp
+    width = model.dim // _residual_degree(case)
+    if case.features.activation_checkpointing == "op":
+        kv = model.n_kv_heads * model.head_dim
+        results = {"attention": model.dim // tp, "wq": model.dim // tp, "wk": kv // tp, "wv": kv // tp}
+        results |= {"w1": model.ffn_dim // tp, "w3": model.ffn_dim // tp, "wo": model.dim, "w2": model.dim}
+        width += sum(results[name] for name in traits.op_keeps)
+        width += 2 * model.dim // _residual_degree(case) if tp > 1 else 0
+    return tokens(case) * width * size(case)
+
+
+def backward_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
+    """What the backward of one block has in addition to what was kept: its recomputed values and its gradients."""
+    model, tp = case.model, case.dims.tp
+    again = max(block_bytes(case) - recomputed_block_bytes(case, traits), 0) if recomputed_layers(case, rank) else 0
+    gradients = 2 * model.dim // _residual_degree(case) + model.dim + 3 * model.ffn_dim // tp
+    return again + tokens(case) * gradients * size(case)
+
+
+def loss_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
+    """Return the most bytes of a microbatch's logits, their copies and gradients, on a rank with the last stage."""
+    if case.n_stages - 1 not in stages_of_rank(case, rank):
+        return 0
+    model, tp = case.model, case.dims.tp
+    parallel = case.features.loss_parallel and tp > 1
+    columns = -(-model.vocab_size // tp) if parallel else model.vocab_size
+    numbers = 4 if parallel else 3
+    return tokens(case) * columns * numbers * max(size(case), BYTES["float32"]) // traits.loss_chunks
+
+
+def _loss_inputs(case: Case) -> int:
+    return tokens(case) * (case.model.dim // _residual_degree(case) + case.model.dim) * size(case)
+
+
+def _residual_degree(case: Case) -> int:
+    return case.dims.tp if case.features.sequence_parallel else 1
+
+
+def tokens(case: Case) -> int:
+    """Return the tokens of a microbatch on a rank."""
+    return case.local_batch * (case.training.seq_len // case.dims.cp)
+
+
+def size(case: Case) -> int:
+    """Return the bytes of a number as it is computed."""
+    return BYTES[case.training.compute_dtype or case.training.dtype]

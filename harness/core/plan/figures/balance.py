@@ -1,0 +1,50 @@
+"""How unequal ranks are: the matmuls of stages, rows of the vocabulary over shards, causal attention over cp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from harness.core.case.case import Case
+from harness.core.plan.figures.pipeline_time import matmul_operations
+from harness.core.plan.grid import shard_place
+from harness.core.plan.plan import Plan
+from harness.core.plan.slices import numel, slice_of
+from harness.core.plan.stages import layers_of_stage, positions, stages_of_rank
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What a kind of ranks has, by place along the axis."""
+
+    shares: tuple[float, ...]
+
+    @property
+    def excess(self) -> float:
+        """Return how much more than the mean the busiest has: all others wait for it."""
+        return max(self.shares) * len(self.shares) / sum(self.shares) - 1
+
+
+def layers_by_stage(case: Case) -> tuple[int, ...]:
+    return tuple(len(layers_of_stage(case, stage)) for stage in range(case.n_stages))
+
+
+def matmuls_over_pp(case: Case) -> Balance:
+    """Return the matmuls of each rank of a pipeline, all its stages together."""
+    first = [index * case.dims.world_size // case.dims.pp for index in range(case.dims.pp)]
+    return Balance(tuple(sum(matmul_operations(case, stage) for stage in stages_of_rank(case, rank)) for rank in first))
+
+
+def attention_over_cp(case: Case, *, load_balance: bool | None = None) -> Balance:
+    """Pairs of a query and a key that is not masked. load_balance: None as requested."""
+    balanced = case.features.cp_load_balance if load_balance is None else load_balance
+    other = replace(case, features=replace(case.features, cp_load_balance=balanced))
+    ranks = [index * case.dims.tp for index in range(case.dims.cp)]
+    return Balance(tuple(float((positions(other, rank, case.training.seq_len) + 1).sum()) for rank in ranks))
+
+
+def rows_over_shards(case: Case, plan: Plan, fqn: str) -> Balance:
+    """Elements of a parameter on each rank of a shard group, as tp's first rank has them."""
+    degree, _ = shard_place(case.data_dims, 0)
+    places = ((degree, index) for index in range(degree))
+    shape, cut_dim = plan.shapes[fqn], plan.traits.measured.cut_dims.get(fqn, 0)
+    return Balance(tuple(numel(slice_of(fqn, shape, (case.dims.tp, 0), place, cut_dim)) for place in places))

@@ -1,0 +1,171 @@
+"""The bytes of a rank's memory: what is kept between steps exactly, what is there within a step by its wrapper's arithmetic.
+
+A step has most either while the loss is differentiated or while the last block is. Left out: the CUDA context, buffers of NCCL,
+workspaces of kernels, copies for communication. What an allocator wastes of what it reserves is a factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from harness.core.case.case import Case
+from harness.core.case.features import ZERO
+from harness.core.plan.figures.activations import activation_bytes, backward_bytes, loss_bytes
+from harness.core.plan.frozen import trained
+from harness.core.plan.grid import coordinate
+from harness.core.plan.memory import muon_bytes
+from harness.core.plan.plan import Plan
+from harness.core.plan.slices import BYTES, padded_numel
+from harness.core.plan.zero import kept_dtype
+from harness.reference.config import trains
+
+STATES = {"adamw": 2, "sgd": 0, "muon": 2}
+FREED = (None, "fsdp2", "fsdp1")
+"""Wrappers that keep no buffers of gradients, so that these are gone when a step begins."""
+
+
+ALLOCATOR = 1.2
+"""What an allocator reserves, of what is in use at the most: fixed on two published runs (docs/results/preflight.md)."""
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of a rank. The first four stay between steps."""
+
+    parameters: int
+    """Bytes of its slices, exactly."""
+    gradients: int
+    """Bytes of its slices, exactly."""
+    optimizer: int
+    """Bytes of its optimizer's state, exactly."""
+    padding: int
+    """Padding of parameters and gradients, at most."""
+    gathered: int
+    """Parameters of other ranks, at their most."""
+    gathered_after_forward: int
+    """Gathered parameters that are there while the loss is computed."""
+    unreduced: int
+    """Gradients that wait to be reduced."""
+    waiting: bool
+    """Whether gradients of earlier microbatches are there while the loss is computed."""
+    activations: int
+    """What autograd keeps of microbatches, an estimate (activations.py)."""
+    in_block: int
+    """What the backward of a block has in addition, an estimate."""
+    in_loss: int
+    """Logits, their copies and gradients, an estimate; 0 without the last stage."""
+
+    @property
+    def stays(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.padding
+
+    @property
+    def loss(self) -> int:
+        """What is in use while the loss is differentiated. A step begins without gradients."""
+        if not self.in_loss:
+            return 0
+        gradients = self.gradients + self.unreduced if self.waiting else 0
+        held = self.parameters + self.optimizer + self.padding + gradients + self.gathered_after_forward
+        return held + self.activations + self.in_loss
+
+    @property
+    def backward(self) -> int:
+        """What is in use while the last block is differentiated."""
+        return self.stays + self.gathered + self.unreduced + self.activations + self.in_block
+
+    @property
+    def most(self) -> int:
+        return max(self.loss, self.backward)
+
+    @property
+    def phase(self) -> str:
+        """Return the phase in which there is most."""
+        return "loss" if self.loss > self.backward else "backward"
+
+    @property
+    def reserved(self) -> int:
+        """What an allocator takes for it, an estimate."""
+        return int(ALLOCATOR * self.most)
+
+
+def rank_bytes(case: Case, plan: Plan, rank: int) -> RankBytes:
+    parameters, padded = plan.parameter_bytes[rank]
+    gradients, state = _gradients(case, plan, rank), plan.state_bytes[rank][0] if plan.state_bytes else parameters
+    copied = plan.traits.master_weights or kept_dtype(case) != case.training.dtype
+    numbers = STATES[case.training.optimizer] + (copied and case.wrapper in ZERO)
+    return RankBytes(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=numbers * state - muon_bytes(case, plan.slices[rank]),
+        padding=2 * (padded - parameters),
+        gathered=_gathered(case, plan, rank),
+        gathered_after_forward=_after_forward(case, plan, rank),
+        unreduced=_unreduced(case, plan, rank),
+        waiting=case.passes > 1 or case.wrapper not in FREED,
+        activations=activation_bytes(case, rank, plan.traits),
+        in_block=backward_bytes(case, rank, plan.traits),
+        in_loss=loss_bytes(case, rank, plan.traits),
+    )
+
+
+def _gradients(case: Case, plan: Plan, rank: int) -> int:
+    """Return the bytes of its slices as they are reduced; ZeRO-1 keeps them whole, in the dtype of their sum."""
+    if case.wrapper not in ZERO:
+        return plan.gradient_bytes.get(rank, plan.parameter_bytes[rank])[0]
+    kept = kept_dtype(case)
+    if plan.gradient_bytes:
+        return plan.gradient_bytes[rank][0] * BYTES[kept] // BYTES[case.training.dtype]
+    return plan.parameter_bytes[rank][0] * BYTES[case.features.reduce_dtype or kept] // BYTES[kept]
+
+
+def _after_forward(case: Case, plan: Plan, rank: int) -> int:
+    if case.dims.pp > 1 or plan.shards == 1:
+        return _gathered(case, plan, rank)
+    return sum(one.bytes for one in plan.after_forward[rank].values() if one.degree < plan.shards)
+
+
+def _gathered(case: Case, plan: Plan, rank: int) -> int:
+    """What is kept whole after forward, and the two largest units that are freed: one in use, one prefetched. A pipeline's
+    stages keep what backward gathered until the pass is over."""
+    if plan.shards == 1:
+        return 0
+    size = BYTES[case.training.compute_dtype or case.training.dtype]
+    if case.dims.pp > 1:
+        return _elements(case, plan, rank, plan.slices[rank]) * size
+    after = plan.after_forward[rank]
+    kept = sum(one.bytes for one in after.values() if one.degree < plan.shards)
+    return kept + _two_largest(case, plan, rank, freed=True) * size
+
+
+def _unreduced(case: Case, plan: Plan, rank: int) -> int:
+    """If several backwards add up before a reduction, whole gradients are kept, in the dtype of the reduction. If not,
+    those of two units are kept, as computed. DDP's buckets are a copy of all. ZeRO-1 adds up in the gradients that it keeps."""
+    if case.wrapper in ("ddp", "replicate"):
+        return plan.gradient_bytes.get(rank, plan.parameter_bytes[rank])[1]
+    if case.wrapper == "zero1" or (plan.shards == 1 and case.wrapper is None):
+        return 0
+    computed, features = case.training.compute_dtype or case.training.dtype, case.features
+    if case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync is True):
+        return _elements(case, plan, rank, trained(case, plan.slices[rank])) * BYTES[features.reduce_dtype or computed]
+    return _two_largest(case, plan, rank, freed=False) * BYTES[computed]
+
+
+def _two_largest(case: Case, plan: Plan, rank: int, *, freed: bool) -> int:
+    """Elements of FSDP's units: those that are freed after forward, or those that are trained."""
+    after = plan.after_forward[rank]
+    units = [
+        [
+            fqn
+            for fqn in unit
+            if (fqn not in after or after[fqn].degree == plan.shards if freed else trains(case.training, fqn))
+        ]
+        for unit in plan.units[rank]
+    ]
+    return sum(sorted(_elements(case, plan, rank, unit) for unit in units)[-2:])
+
+
+def _elements(case: Case, plan: Plan, rank: int, names: Iterable[str]) -> int:
+    """Return the elements of these parameters as tp leaves them, padded as FSDP gathers them."""
+    tp_index = coordinate(case.dims, rank)["tp"]
+    return sum(padded_numel(case, plan.traits, fqn, tp_index) for fqn in names)

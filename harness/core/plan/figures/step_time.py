@@ -1,0 +1,110 @@
+"""How long a step takes, an estimate to compare layouts by: what is computed, and for what of communication a rank waits.
+
+Computing attains a fixed part of a GPU's peak, links a fixed part of theirs. Tensor, context and pipeline parallel wait for all
+that they send. Data parallel sends while blocks compute, and is waited for beyond that. Latencies and stragglers are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from harness.core.case.case import Case
+from harness.core.plan.figures.gpus import Machine
+from harness.core.plan.figures.links import traffic_by_axis
+from harness.core.plan.figures.pipeline_time import linear_operations, matmul_operations, pipeline_time
+from harness.core.plan.figures.rank_bytes import RankBytes
+from harness.core.plan.plan import Plan
+from harness.core.plan.stages import stages_of_rank
+
+COMPUTES, SENDS = 0.6, 0.7
+"""Parts of the peak and of the links that are attained: chosen, not measured."""
+AGAIN = {"none": 0.0, "op": 0.5, "layer": 0.5, "full": 1.0}
+"""Forward passes that checkpointing computes again."""
+WAITED = ("tp", "cp", "pp")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step of one rank, by what they are spent on."""
+
+    computing: float
+    """Matmuls and attention, those that are computed again among them."""
+    bubble: float
+    """Idle time of the busiest rank of a pipeline."""
+    waited: float
+    """Communication of tp, cp and pp."""
+    data: float
+    """Communication of data parallel, which computing may hide."""
+    useful: float
+    """Matmuls and attention alone, at the GPU's peak."""
+    spared: float
+    """What of computing float8 spares, if the linear layers of blocks run in it."""
+
+    @property
+    def exposed(self) -> float:
+        """Return the communication of data parallel beyond what computing hides."""
+        return max(0.0, self.data - self.computing)
+
+    @property
+    def seconds(self) -> float:
+        return self.computing + self.bubble + self.waited + self.exposed
+
+    @property
+    def in_float8(self) -> StepTime:
+        """Return the same with linear layers in float8, which send as much."""
+        computing = self.computing - self.spared
+        return replace(self, computing=computing, bubble=self.bubble * computing / self.computing, spared=0.0)
+
+    @property
+    def utilization(self) -> float:
+        """Return the part of the peak that the model's own operations use (MFU)."""
+        return self.useful / self.seconds
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A layout that fits."""
+
+    case: Case
+    """The layout as a case."""
+    most: RankBytes
+    """Bytes of the kind of ranks that needs most."""
+    time: StepTime
+    """Estimated time of the kind of ranks that takes longest."""
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The layouts of one request."""
+
+    found: tuple[Fit, ...]
+    """Those that fit, best first."""
+    looked: int
+    """How many were looked at."""
+    published: Mapping[int, str]
+    """Place among those that fit -> the name of a layout that was published."""
+    unlisted: Mapping[str, str]
+    """Name of a published layout of this model and number of GPUs that is not among them -> why."""
+    degrees: Mapping[str, int]
+    """Name of a published layout of this request -> the best place of its degrees, whatever else differs."""
+
+
+def bubble_of(case: Case) -> float:
+    """Return how long the busiest rank of a pipeline is idle, as a part of what it computes."""
+    return pipeline_time(case).bubble if case.dims.pp > 1 else 0.0
+
+
+def step_time(case: Case, plan: Plan, rank: int, machine: Machine, gpus_per_node: int, bubble: float) -> StepTime:
+    """rank: one of the kind that is asked about. bubble: of the case (`bubble_of`)."""
+    tokens = case.training.global_batch // case.dims.dp * case.training.seq_len
+    stages, each = stages_of_rank(case, rank), tokens / (case.dims.tp * case.dims.cp) / machine.peak
+    once = sum(matmul_operations(case, stage) for stage in stages) * each
+    passes = (3 + AGAIN[case.features.activation_checkpointing]) / COMPUTES
+    spared = sum(linear_operations(case, stage) for stage in stages) * each * passes * (1 - 1 / machine.float8)
+    computing = once * passes
+    took = {"waited": 0.0, "hidden": 0.0}
+    for axis in traffic_by_axis(plan, rank, gpus_per_node=gpus_per_node):
+        speed = machine.within if axis.nodes == 1 else machine.across
+        took["waited" if axis.axis in WAITED else "hidden"] += axis.sent / (speed * SENDS)
+    return StepTime(computing, computing * bubble, took["waited"], took["hidden"], 3 * once, spared)

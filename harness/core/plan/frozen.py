@@ -1,0 +1,109 @@
+"""What a recipe trains, and what backward leaves out because all before it is frozen."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from harness.core.case.case import Case
+from harness.core.case.measured import Unit
+from harness.reference.config import ModelConfig, TrainingConfig, trains
+
+T = TypeVar("T")
+HALVES = (("attention_norm", "attention", ("wq", "wk", "wv"), "wo"), ("ffn_norm", "feed_forward", ("w1", "w3"), "w2"))
+"""Of a block: the norm, the module, its matrices that share an input, and the one that gives the result."""
+
+
+def has_frozen(case: Case) -> bool:
+    return len(trained(case, case.model.parameter_shapes())) < len(case.model.parameter_shapes())
+
+
+def trained(case: Case, held: Mapping[str, T]) -> dict[str, T]:
+    """Return what there is of parameters that are trained."""
+    return {fqn: value for fqn, value in held.items() if trains(case.training, fqn)}
+
+
+def gathered_in_backward(case: Case, units: Sequence[Unit]) -> list[Unit]:
+    """Return the units, in forward's order, that FSDP2 gathers for backward: from the first one of which the result has a
+    gradient. The one before is gathered for nothing, because each unit has its predecessor fetched ahead."""
+    first = next((n for n, unit in enumerate(units) if any(trains(case.training, f) for f in unit.parameters)), 0)
+    at_start = case.model.tied_embeddings and trains(case.training, "tok_embeddings.weight")
+    return [*units] if at_start else [*units[max(0, first - 1) :]]
+
+
+class Gradients(NamedTuple):
+    """What has a gradient, by module: its input, and its result."""
+
+    into: Mapping[str, bool]
+    out_of: Mapping[str, bool]
+
+
+@functools.lru_cache(maxsize=64)
+def gradients_of_activations(model: ModelConfig, training: TrainingConfig) -> Gradients:
+    """A result has a gradient if something is trained in what it is made of."""
+
+    def is_trained(module: str) -> bool:
+        weights = (f"{module}.weight", *(model.lora.shapes(f"{module}.weight", (0, 0)) if model.lora else ()))
+        return any(trains(training, fqn) for fqn in weights)
+
+    stream = is_trained("tok_embeddings")
+    into, out_of = dict[str, bool](), {"tok_embeddings": stream}
+    for layer in range(model.n_layers):
+        for norm, module, shared, last in HALVES:
+            prefix = f"layers.{layer}.{module}"
+            normed = stream or is_trained(f"layers.{layer}.{norm}")
+            into |= dict.fromkeys((f"{prefix}.{name}" for name in shared), normed)
+            into[f"{prefix}.{last}"] = normed or any(is_trained(f"{prefix}.{name}") for name in shared)
+            out_of[prefix] = into[f"{prefix}.{last}"] or is_trained(f"{prefix}.{last}")
+            stream = stream or out_of[prefix]
+    into["output"] = stream or is_trained("norm")
+    return Gradients(into, out_of)
+
+
+def differentiated_layers(case: Case, layers: Sequence[int]) -> int:
+    """Return in how many of these layers attention has a gradient."""
+    into = gradients_of_activations(case.model, case.training).into
+    return sum(into[f"layers.{layer}.attention.wo"] for layer in layers)
+
+
+def products_of_block(model: ModelConfig, *, merged: bool) -> int:
+    """Return the matmuls of a block's forward, whose matrices are all apart. merged: whether an adapter's halves are multiplied
+    with each other and added to their matrix, rather than applied one after the other."""
+    matrices = sum(len(shared) + 1 for _, _, shared, _ in HALVES)
+    return matrices + (len(model.lora.targets) * (1 if merged else 2) if model.lora else 0)
+
+
+def products_left_out(case: Case, layers: Sequence[int], *, outputs: int, merged: bool = False) -> int:
+    """Return how many matmuls fewer than two for each of forward's a step's backward has: those of frozen weights' gradients,
+    and of inputs without one. outputs: how often a pass applies the output layer, such as once for each chunk of a loss.
+    merged: as in `products_of_block`; a frozen matrix then has a gradient that goes on to the adapter's halves."""
+    model, training, count = case.model, case.training, 0
+    into = gradients_of_activations(model, training).into
+    mine = (*(f"layers.{layer}." for layer in layers), *(["output"] if outputs else []))
+    for module in (module for module in into if module.startswith(mine)):
+        tied = module == "output" and model.tied_embeddings
+        weight = "tok_embeddings.weight" if tied else f"{module}.weight"
+        if merged and (halves := _halves(model, module)):
+            a, b = (trains(training, fqn) for fqn in halves)
+            left = (not into[module]) + (not (a or b or trains(training, weight))) + (not a) + (not b)
+        else:
+            left = (not into[module]) + (not trains(training, weight))
+            left += _of_adapter(model, training, module, into[module])
+        count += left * (outputs if module == "output" else 1)
+    return case.passes * count
+
+
+def _of_adapter(model: ModelConfig, training: TrainingConfig, module: str, into: bool) -> int:
+    halves = _halves(model, module)
+    if not halves:
+        return 0
+    a, b = (trains(training, fqn) for fqn in halves)
+    return (not into) + (not a) + (not (into or a)) + (not b)
+
+
+def _halves(model: ModelConfig, module: str) -> tuple[str, ...]:
+    """Return the fqns of a module's adapter, the half that its input comes to first; none if it has no adapter."""
+    if model.lora is None or module.rpartition(".")[2] not in model.lora.targets:
+        return ()
+    return tuple(model.lora.shapes(f"{module}.weight", (0, 0)))

@@ -1,0 +1,159 @@
+"""What must be true of a case, by arithmetic alone: no torch, no DeviceMesh, nothing that a trainer uses.
+
+The rank grid is arange(world_size) reshaped to the degrees, outermost axis first (pp, dp_replicate, dp_shard, cp, tp).
+Groups are its lines. "dp_shard_cp" is dp_shard and cp folded into one, over which FSDP shards if both are there.
+"dp_replicate_cp" is folded likewise, and DDP reduces over it. "pp_ends" is the first and the last rank of a pipeline, which
+share a tied embedding. A pipeline deals out the layers, so that a rank holds only its stages' parameters. Tensor parallel cuts
+a parameter along one dim, data-parallel sharding then cuts dim 0 of what is left. Both cut as torch.chunk does: equal chunks of
+ceil(n / parts), the last ones shorter or empty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from harness.core.case.case import Case
+from harness.core.case.features import ZERO
+from harness.core.case.measured import Observed, Unit
+from harness.core.case.traits import USUAL, TrainerTraits
+from harness.core.plan.frozen import has_frozen, trained
+from harness.core.plan.grid import groups_by_axis, shard_axis, shard_place, tp_place
+from harness.core.plan.kinds import PerRank, Shapes, kinds_of_ranks, numbered, places_of_ranks
+from harness.core.plan.memory import (
+    gradient_spare,
+    kept_after_forward,
+    padding_after_forward,
+    parameter_bytes,
+    spare_bytes,
+    state_bytes,
+    table_bytes,
+)
+from harness.core.plan.plan import Plan
+from harness.core.plan.slices import FlatUnit, Slice, flat_slices, flat_units, slices_of_rank
+from harness.core.plan.stages import parameters_of_stage, stages_of_rank
+from harness.core.plan.traffic.flow import Flow
+from harness.core.plan.traffic.ranks import flows_of_rank, integer_bytes, outside_bytes, used_bytes
+from harness.core.plan.units import held_units, units_of_rank
+from harness.core.plan.zero import zero_units
+from harness.reference.config import quantized_modules
+
+T = TypeVar("T")
+
+
+def make_plan(case: Case, traits: TrainerTraits = USUAL) -> Plan:
+    """Return the plan of one launch. FSDP's units are those named, else those measured, else assumed ones."""
+    flat, shapes = _shapes(case, traits)
+    units = PerRank(_claims(case, traits.measured.units), lambda rank: units_of_rank(case, traits, rank))
+    stages, slices, kinds = _ranks(case, traits, shapes, flat, units)
+
+    def each(make: Callable[[int], T]) -> PerRank[T]:
+        return PerRank(kinds, make)
+
+    moved = partial(_flows, case, traits, units, kinds)
+    flows = moved(1)
+    plan = Plan(
+        dims=case.dims,
+        steps=case.steps,
+        shapes=shapes,
+        groups=groups_by_axis(case, units.of_each_kind()),
+        shard_axis=shard_axis(case.data_dims),
+        replicate_axis=case.replicate_axis,
+        stages=stages,
+        slices=slices,
+        flows=flows,
+        even_flows=moved(2) if case.training.variable_length else flows,
+        last_flows=moved(case.steps[-1]),
+        outside_bytes=each(lambda rank: outside_bytes(case, traits, rank, flows[rank])),
+        integer_bytes=integer_bytes(case),
+        used_bytes=used_bytes(case),
+        parameter_bytes=each(lambda rank: parameter_bytes(case, traits, rank, slices[rank], flat)),
+        units=each(lambda rank: held_units(case, slices[rank], units[rank])),
+        traits=traits,
+        table_bytes=table_bytes(case),
+        spare_bytes=each(lambda rank: spare_bytes(case, traits, rank, slices[rank], flat)),
+        gradient_spare=each(lambda rank: gradient_spare(case, traits, rank)),
+        quantized=quantized_modules(case.model) if case.training.quantize else (),
+        flat=flat,
+        after_forward=each(lambda rank: kept_after_forward(case, traits, rank, slices[rank], units[rank])),
+        padding_after_forward=each(
+            lambda rank: padding_after_forward(case, traits, rank, slices[rank], flat, units[rank])
+        ),
+    )
+    return _with_zero(case, _with_frozen(case, plan))
+
+
+def _flows(
+    case: Case, traits: TrainerTraits, units: PerRank[list[Unit]], kinds: Mapping[int, int], step: int
+) -> PerRank[tuple[Flow, ...]]:
+    """Return the traffic of a step."""
+    of = case.at(step)
+    return PerRank(kinds, lambda rank: flows_of_rank(of, traits, rank, case.seq_len(step), units[rank]))
+
+
+def _ranks(
+    case: Case, traits: TrainerTraits, shapes: Shapes, flat: tuple[FlatUnit, ...], units: PerRank[list[Unit]]
+) -> tuple[PerRank[tuple[int, ...]], PerRank[dict[str, Slice]], dict[int, int]]:
+    """The stages that ranks run, the slices that they hold, and of which kind they are. Flattened, each place is a kind."""
+    places = places_of_ranks(case.data_dims)
+    stages = PerRank({rank: place.pp for rank, place in places.items()}, lambda rank: stages_of_rank(case, rank))
+    held = PerRank(stages.kinds, lambda rank: _shapes_of_stages(case, stages[rank], shapes))
+    slices = PerRank(places, lambda rank: _slices(case, traits, rank, held[rank], flat))
+    if flat:
+        return stages, slices, numbered({rank: (place, units.kinds[rank]) for rank, place in places.items()})
+    return stages, slices, kinds_of_ranks(case.data_dims, places, held, units, traits)
+
+
+def _shapes(case: Case, traits: TrainerTraits) -> tuple[tuple[FlatUnit, ...], dict[str, tuple[int, ...]]]:
+    """The vectors that are cut in place of parameters, if any, and the shape of each parameter, which then is a vector too."""
+    flat: tuple[FlatUnit, ...] = flat_units(case, traits.vector_order) if case.wrapper == "fsdp1" else ()
+    flat = zero_units(case, traits) if case.wrapper in ZERO else flat
+    return flat, {fqn: (math.prod(shape),) if flat else shape for fqn, shape in case.model.parameter_shapes().items()}
+
+
+def _with_frozen(case: Case, plan: Plan) -> Plan:
+    """Add that what is frozen has neither gradients nor optimizer state."""
+    if not has_frozen(case):
+        return plan
+
+    def kept(rank: int) -> tuple[int, int]:
+        return parameter_bytes(case, plan.traits, rank, trained(case, plan.slices[rank]), plan.flat)
+
+    ranks = {rank: rank for rank in range(case.dims.world_size)}
+    return replace(plan, gradient_bytes=PerRank(ranks, kept), state_bytes=PerRank(ranks, kept))
+
+
+def _with_zero(case: Case, plan: Plan) -> Plan:
+    """Add what ZeRO leaves a rank of gradients and optimizer state. ZeRO-1 may keep the whole gradients that it reduces."""
+    if case.wrapper not in ZERO:
+        return plan
+    ranks = {rank: rank for rank in range(case.dims.world_size)}
+    held = PerRank(ranks, lambda rank: {fqn: plan.shapes[fqn] for fqn in plan.slices[rank]})
+    cut = PerRank(
+        ranks, lambda rank: flat_slices(plan.flat, held[rank], *shard_place(case.dims, rank), tp_place(case.dims, rank))
+    )
+    kept = PerRank(ranks, lambda rank: state_bytes(case, cut[rank], plan.flat))
+    gradients = {} if case.wrapper == "zero1" else kept
+    return replace(plan, gradient_slices=cut, state_slices=cut, gradient_bytes=gradients, state_bytes=kept)
+
+
+def _claims(case: Case, observed: Observed | None) -> dict[int, int]:
+    """Kinds of ranks by what their wrappers claim: those that claim the same have the same units."""
+    seen = observed or {}
+    return numbered({rank: tuple(seen.get(rank, ())) for rank in range(case.dims.world_size)})
+
+
+def _shapes_of_stages(case: Case, stages: Sequence[int], shapes: Shapes) -> Shapes:
+    """Return the shapes of the parameters of these stages, by fqn."""
+    return {fqn: shapes[fqn] for stage in stages for fqn in parameters_of_stage(case, stage)}
+
+
+def _slices(case: Case, traits: TrainerTraits, rank: int, held: Shapes, flat: tuple[FlatUnit, ...]) -> dict[str, Slice]:
+    """What a rank holds of each parameter of its stages, by fqn."""
+    place = shard_place(case.data_dims, rank) if case.shards > 1 else (1, 0)
+    if flat:
+        return flat_slices(flat, held, *place, tp_place(case.dims, rank))
+    return slices_of_rank(case.data_dims, rank, held, traits)

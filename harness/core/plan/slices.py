@@ -1,0 +1,185 @@
+"""Which part of each parameter a rank holds: cut by tp, then by FSDP on dim 0 of what is left, or flat (FSDP1).
+
+Trap: cuts are torch.chunk's, ceil(n / parts) each, so that the last ranks may hold less, or nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.core.case.case import Case
+from harness.core.case.dims import ParallelDims
+from harness.core.case.traits import USUAL, TrainerTraits
+from harness.core.plan.grid import coordinate, shard_place
+from harness.reference.config import ModelConfig
+
+Interval = tuple[int, int]
+Slice = tuple[Interval, ...]
+"""Half-open intervals of the full tensor, one a dim. A slice with an empty interval holds nothing."""
+
+
+# Which dim tensor parallel cuts: 0 for column-parallel weights and the vocabulary, 1 for row-parallel weights.
+# Norm weights are whole on every tp rank. (Llama's layout in Megatron-LM and torchtitan.)
+TP_DIM = {
+    "tok_embeddings": 0,
+    "output": 0,
+    "attention.wq": 0,
+    "attention.wk": 0,
+    "attention.wv": 0,
+    "attention.wo": 1,
+    "feed_forward.w1": 0,
+    "feed_forward.w2": 1,
+    "feed_forward.w3": 0,
+}
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class FlatUnit:
+    """A module's parameters one after the other in a vector, which FSDP1 or ZeRO cuts in equal parts, one a rank.
+
+    starts: by fqn, where each of a parameter's equal blocks begins: one, but for parts of a fused tensor that has several of
+    each. numel: elements of the vector, before it is padded to equal parts. multiple, whole: of which each part's elements,
+    and the vector's, are one.
+    """
+
+    starts: dict[str, tuple[int, ...]]
+    numel: int
+    multiple: int = 1
+    whole: int = 1
+
+    def part(self, degree: int) -> int:
+        """Elements of each rank's part."""
+        padded = math.lcm(degree * self.multiple, self.whole)
+        return -(-self.numel // padded) * padded // degree
+
+    def held(self, fqn: str, size: int, first: int, last: int) -> Interval:
+        """Return which of a parameter's `size` elements lie from `first` to `last` of the vector. They are one interval, for
+        its blocks follow each other in its own order."""
+        starts = self.starts[fqn]
+        block = size // len(starts)
+        begin, end = (sum(min(max(at - start, 0), block) for start in starts) for at in (first, last))
+        return begin, end
+
+
+def chunk(interval: Interval, parts: int, index: int) -> Interval:
+    """The index-th of `parts` chunks of an interval, as torch.chunk cuts."""
+    start, stop = interval
+    size = -(-(stop - start) // parts)
+    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
+
+
+def slices_of_rank(
+    dims: ParallelDims, rank: int, shapes: Mapping[str, tuple[int, ...]], traits: TrainerTraits = USUAL
+) -> dict[str, Slice]:
+    """Return the rank's part of parameters of these shapes, by fqn: tp first, then data-parallel sharding."""
+    tp, shard = (dims.tp, coordinate(dims, rank)["tp"]), shard_place(dims, rank)
+    cuts = traits.measured.cut_dims
+    return {fqn: slice_of(fqn, shape, tp, shard, cuts.get(fqn, 0)) for fqn, shape in shapes.items()}
+
+
+def flat_units(case: Case, order: Sequence[str] = ()) -> tuple[FlatUnit, ...]:
+    """FSDP1's, the root's first: it has what no block has. Each parameter begins at a multiple of 16 bytes. order: the one in
+    which a unit's parameters follow each other; what is not in it follows behind, as the reference has it."""
+    place = {fqn: at for at, fqn in enumerate(order)}
+    names = sorted(parameter_shapes(case.model), key=lambda fqn: place.get(fqn, len(place)))
+    blocks = [[fqn for fqn in names if fqn.startswith(f"layers.{n}.")] for n in range(case.model.n_layers)]
+    root = [fqn for fqn in names if not fqn.startswith("layers.")]
+    return tuple(_flat_unit(case, names) for names in (root, *blocks))
+
+
+def _flat_unit(case: Case, names: list[str]) -> FlatUnit:
+    aligned, end, starts = 16 // BYTES[case.training.dtype], 0, dict[str, tuple[int, ...]]()
+    for fqn in names:
+        start = -(-end // aligned) * aligned
+        starts[fqn], end = (start,), start + math.prod(parameter_shapes(case.model)[fqn])
+    return FlatUnit(starts, end)
+
+
+def flat_slices(
+    units: Iterable[FlatUnit],
+    shapes: Mapping[str, tuple[int, ...]],
+    degree: int,
+    index: int,
+    tp: tuple[int, int] = (1, 0),
+) -> dict[str, Slice]:
+    """Return what each flattened parameter has in the index-th of `degree` equal parts of its unit. tp: this tensor-parallel
+    place (degree, index). What tp cuts is flattened rank by rank: one tp rank's elements lie behind the other's."""
+    found: dict[str, Slice] = {}
+    for unit in units:
+        first = index * unit.part(degree)
+        for fqn in unit.starts.keys() & shapes.keys():
+            size = local_numel(fqn, shapes[fqn], tp[0])
+            before = size * tp[1] if tp_dim(fqn) is not None else 0
+            begin, end = unit.held(fqn, size, first, first + unit.part(degree))
+            found[fqn] = ((before + begin, before + end),)
+    return {fqn: found[fqn] for fqn in shapes}
+
+
+def local_numel(fqn: str, shape: tuple[int, ...], degree: int) -> int:
+    """Elements that each of `degree` tensor parallel ranks has of a parameter that they divide evenly."""
+    return math.prod(shape) // (degree if tp_dim(fqn) is not None else 1)
+
+
+def slice_of(fqn: str, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int], cut_dim: int = 0) -> Slice:
+    """The part of a parameter at place (degree, index) of tensor parallel and, inside it, of sharding along that dim."""
+    return _cut(tp_dim(fqn), shape, tp, shard, cut_dim)
+
+
+@functools.lru_cache(maxsize=2**15)
+def _cut(dim: int | None, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int], cut_dim: int) -> Slice:
+    """All layers are cut alike, so that ranks by the thousand share these. A recorded parameter may have no dim to be cut."""
+    intervals = [(0, size) for size in shape]
+    if dim is not None and dim < len(shape):
+        intervals[dim] = chunk(intervals[dim], *tp)
+    if cut_dim < len(shape):
+        intervals[cut_dim] = chunk(intervals[cut_dim], *shard)
+    return tuple(intervals)
+
+
+@functools.lru_cache(maxsize=2**14)
+def tp_dim(fqn: str) -> int | None:
+    """The dim that tensor parallel cuts, None for a parameter that every tp rank holds whole. An adapter has
+    one part that is cut as its matrix is: B by rows, or A by columns."""
+    module, _, adapter = fqn.removesuffix(".weight").partition(".lora_")
+    dim = next((dim for suffix, dim in TP_DIM.items() if module == suffix or module.endswith("." + suffix)), None)
+    return dim if not adapter or dim == {"a": 1, "b": 0}[adapter] else None
+
+
+def numel(part: Slice) -> int:
+    """Elements of a slice."""
+    return math.prod(stop - start for start, stop in part)
+
+
+def slice_text(part: Slice, shape: tuple[int, ...], *, flat: bool = False) -> str:
+    """A slice as a person reads it: "1/8 of dim 0 [0:32]", "1/8 of its elements [0:2048]" or "whole"."""
+    cuts = []
+    for dim, ((start, stop), size) in enumerate(zip(part, shape, strict=True)):
+        if (start, stop) != (0, size):
+            parts = size / (stop - start) if stop > start else math.inf
+            share = "nothing" if stop == start else f"1/{parts:.3g}"
+            cuts.append(f"{share} of {'its elements' if flat else f'dim {dim}'} [{start}:{stop}]")
+    return ", ".join(cuts) or "whole"
+
+
+@functools.cache
+def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes, cached: every parameter and rank needs them, and making them took 25 s for 405B on 32 ranks."""
+    return model.parameter_shapes()
+
+
+def padded_numel(case: Case, traits: TrainerTraits, fqn: str, tp_index: int) -> int:
+    """Elements FSDP2 moves for a parameter: its tp part, the dim that is cut padded to a multiple of the shard degree."""
+    shape = list(parameter_shapes(case.model)[fqn]) or [1]
+    dim = tp_dim(fqn)
+    if dim is not None and dim < len(shape):
+        start, stop = chunk((0, shape[dim]), case.dims.tp, tp_index)
+        shape[dim] = stop - start
+    degree = case.data_dims.shards
+    cut_dim = traits.measured.cut_dims.get(fqn, 0)
+    shape[cut_dim] = -(-shape[cut_dim] // degree) * degree
+    return math.prod(shape)

@@ -1,0 +1,168 @@
+"""Traffic of data parallelism: gradients of DDP and replicate; gathers and reduce-scatters of FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harness.core.case import schedule
+from harness.core.case.case import Case
+from harness.core.case.features import LOOPED, ZERO
+from harness.core.case.measured import Unit
+from harness.core.case.traits import TrainerTraits
+from harness.core.plan.frozen import gathered_in_backward
+from harness.core.plan.grid import coordinate, gathered_over, shard_axis
+from harness.core.plan.slices import BYTES, flat_units, padded_numel, parameter_shapes
+from harness.core.plan.stages import actions_of_rank, parameters_of_stage, stages_of_rank
+from harness.core.plan.traffic.flow import Flow
+from harness.core.plan.traffic.zero import zero_flows
+from harness.core.plan.units import output_alone, output_weight
+from harness.reference.config import trains
+
+
+def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
+    """Bytes of a step over the data-parallel axes: parameters gathered, gradients reduced."""
+    if case.wrapper == "fsdp1":
+        yield from _fsdp1_flows(case, traits)
+        return
+    if case.wrapper in ZERO:
+        yield from zero_flows(case, traits, rank)
+        return
+    dims, features, tp_index = case.data_dims, case.features, coordinate(case.dims, rank)["tp"]
+    stored = case.training.dtype
+    gathered = BYTES[case.training.compute_dtype or stored]
+    reduced = BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
+    scattered = reduced * reductions_per_step(case)
+    over_replicas = reduced if features.defer_sync else scattered
+    shards, axis = dims.shards, shard_axis(dims)
+    held = [fqn for unit in units for fqn in unit.parameters] if shards > 1 else parameter_shapes(case.model)
+    everything = _padded(case, traits, held, tp_index)
+    differentiated = _padded(case, traits, [fqn for fqn in held if trains(case.training, fqn)], tp_index)
+    alone = output_alone(units) if traits.loss_chunks > 1 else None
+    waited = _reduced_apart(case, traits, everything, tp_index) if alone else 0
+    if shards > 1:
+        times = features.accumulation * gathered
+        freed = _gathered_again(case, units, alone if traits.holds_output else None)
+        first = gathered if traits.keeps_over_accumulation and case.wrapper == "fsdp2" else times
+        yield Flow(axis, "parameters", "all_gather", "forward", first * everything)
+        for degree in sorted({unit.degree for unit in freed}):
+            named = [fqn for unit in freed if unit.degree == degree for fqn in unit.parameters]
+            again_bytes = times * _padded(case, traits, named, tp_index)
+            yield Flow(gathered_over(case, degree), "parameters", "all_gather", "backward", again_bytes)
+        yield Flow(axis, "gradients", "reduce_scatter", "backward", differentiated * scattered + waited * reduced)
+        if alone and not traits.holds_output:
+            yield from _gathered_for_each_chunk(case, traits, axis, alone, tp_index)
+        elif traits.chunks_behind_forward and not alone:
+            yield from _gathered_for_the_loss(case, traits, axis, units[-1], tp_index)
+    if dims.replicas > 1:
+        replicated = differentiated * over_replicas + waited * reduced
+        yield Flow(case.replicate_axis, "gradients", "all_reduce", "backward", replicated // shards)
+    if case.wrapper == "replicate":  # it begins in its first forward what DDP does when it is made
+        weights = everything * BYTES[stored]
+        yield Flow(case.replicate_axis, "weights", "broadcast", "forward", weights, first=True)
+
+
+def _gathered_again(case: Case, units: list[Unit], held_whole: Unit | None) -> list[Unit]:
+    """Return the units that backward gathers."""
+    reached = gathered_in_backward(case, units)
+    return [unit for unit in reached if unit.degree > 1 and unit.backward_gathers and unit is not held_whole]
+
+
+def _padded(case: Case, traits: TrainerTraits, fqns: Iterable[str], tp_index: int) -> int:
+    """Return the elements that FSDP2 moves for these parameters."""
+    return sum(padded_numel(case, traits, fqn, tp_index) for fqn in fqns)
+
+
+def _gathered_for_the_loss(case: Case, traits: TrainerTraits, axis: str, last: Unit, tp_index: int) -> Iterable[Flow]:
+    """Final norm and output are a unit. A loss in chunks calls the output when the model's forward is over. A unit that its
+    policy frees is free by then, and is gathered once more for the loss. The loss leaves the unit with that policy, so a
+    unit that its policy keeps is kept in the first pass only."""
+    size = BYTES[case.training.compute_dtype or case.training.dtype]
+    once = _padded(case, traits, last.parameters, tp_index) * size
+    yield Flow(axis, "parameters", "all_gather", "forward", (case.features.accumulation - 1) * once)
+    yield Flow(axis, "parameters", "all_gather", "forward", once, later=case.features.reshard_after_forward != "always")
+
+
+def _gathered_for_each_chunk(
+    case: Case, traits: TrainerTraits, axis: str, output: Unit, tp_index: int
+) -> Iterable[Flow]:
+    """What an output that is its own unit gathers for every chunk after the first. FSDP2 frees a unit behind each backward of
+    its module, and by its policy behind each forward."""
+    size = BYTES[case.training.compute_dtype or case.training.dtype]
+    once = _padded(case, traits, output.parameters, tp_index) * size
+    others = (traits.loss_chunks - 1) * case.features.accumulation * once
+    if output.degree > 1:
+        yield Flow(gathered_over(case, output.degree), "parameters", "all_gather", "forward", others)
+    yield Flow(axis, "parameters", "all_gather", "backward", others)
+
+
+def _gathered_for_chunks_of_a_stage(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
+    """What each chunk after a microbatch's first one gathers. A pipeline's backward frees nothing before the pass is over."""
+    output, last = output_alone(units), case.n_stages - 1
+    if output is None or output.degree == 1 or last not in stages_of_rank(case, rank):
+        return
+    size = BYTES[case.training.compute_dtype or case.training.dtype] * case.features.accumulation
+    once = padded_numel(case, traits, output_weight(case), coordinate(case.data_dims, rank)["tp"]) * size
+    others = (traits.loss_chunks - 1) * case.microbatches * once
+    yield Flow(gathered_over(case, output.degree), "parameters", "all_gather", "forward", others)
+
+
+def _reduced_apart(case: Case, traits: TrainerTraits, everything: int, tp_index: int) -> int:
+    """Return the elements of gradients that waited for the last microbatch and are reduced ahead of the gradients of that one.
+
+    FSDP2 reduces them at the first backward that comes to their unit, which is a chunk's. They are the output's; where the
+    output waits for the last chunk (`holds_output`) they are all others."""
+    if case.features.accumulation == 1 or case.features.defer_sync is not True:
+        return 0
+    output = padded_numel(case, traits, output_weight(case), tp_index)
+    return everything - output if traits.holds_output else output
+
+
+def reductions_per_step(case: Case) -> int:
+    """How often gradients are reduced over the data ranks in a step, over replicas perhaps less often."""
+    return 1 if case.features.defer_sync is True else case.features.accumulation
+
+
+def _fsdp1_flows(case: Case, traits: TrainerTraits) -> Iterable[Flow]:
+    """Whole flat vectors, padded to equal parts. A unit that is kept after forward is kept after backward too, until one
+    reduces gradients; but not the root's, whose strategy is to free it."""
+    degree, passes, computed = case.dims.dp_shard, case.features.accumulation, case.training.compute_dtype
+    size = BYTES[computed or case.training.dtype]
+    again = BYTES[case.features.reduce_dtype or computed or case.training.dtype]
+    kept = case.features.reshard_after_forward == "never"
+    moved = [unit.part(degree) * degree * size for unit in flat_units(case, traits.vector_order)]
+    reduced = reductions_per_step(case) * sum(moved) // size * again
+    if degree > 1:
+        times = reductions_per_step(case) if kept else passes
+        yield Flow("dp_shard", "parameters", "all_gather", "forward", times * sum(moved))
+        yield Flow("dp_shard", "parameters", "all_gather", "backward", 0 if kept else passes * sum(moved[1:]))
+        yield Flow("dp_shard", "gradients", "reduce_scatter", "backward", reduced)
+    if case.dims.dp_replicate > 1:
+        yield Flow("dp_replicate", "gradients", "all_reduce", "backward", reduced // degree)
+
+
+def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
+    """Under pp torch gathers a stage when its schedule needs it, and reduces once a pass, after its last backward.
+    DDP's hooks reduce in the last microbatch's backward of each pass. ZeRO-1 does as without a pipeline."""
+    if case.wrapper in ZERO:
+        yield from zero_flows(case, traits, rank)
+        return
+    dims, features, stored = case.data_dims, case.features, case.training.dtype
+    tp_index = coordinate(dims, rank)["tp"]
+    held = [fqn for stage in stages_of_rank(case, rank) for fqn in parameters_of_stage(case, stage)]
+    differentiated = _padded(case, traits, [fqn for fqn in held if trains(case.training, fqn)], tp_index)
+    gathered = features.accumulation * BYTES[case.training.compute_dtype or stored]
+    reduced = features.accumulation * BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
+    shards, axis = dims.shards, shard_axis(dims)
+    order, looped = actions_of_rank(case, rank), features.schedule in LOOPED
+    freed = {fqn for unit in units if unit.degree == shards for fqn in unit.parameters}
+    for again in (False, True) if shards > 1 else ():
+        for (stage, phase), count in schedule.gathers(order, looped=looped, freed=again).items():
+            mine = [fqn for fqn in parameters_of_stage(case, stage) if (fqn in freed) == again]
+            size = _padded(case, traits, mine, tp_index)
+            yield Flow(axis, "parameters", "all_gather", phase, count * size * gathered)
+    if shards > 1:
+        yield from _gathered_for_chunks_of_a_stage(case, traits, rank, units)
+        yield Flow(axis, "gradients", "reduce_scatter", "pipeline", differentiated * reduced)
+    if dims.replicas > 1:
+        phase = "backward" if case.wrapper == "ddp" else "pipeline"
+        yield Flow(case.replicate_axis, "gradients", "all_reduce", phase, differentiated // shards * reduced)

@@ -1,0 +1,48 @@
+"""Traffic of Muon: the matrices that it orthogonalises whole, of which each rank has a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harness.core.case.case import Case
+from harness.core.case.traits import TrainerTraits
+from harness.core.plan.grid import coordinate, shard_axis
+from harness.core.plan.slices import BYTES, padded_numel, parameter_shapes, tp_dim
+from harness.core.plan.stages import parameters_of_stage, stages_of_rank
+from harness.core.plan.traffic.flow import OUTSIDE, Flow
+from harness.reference.config import rule_of
+
+MATRICES = "matrices"
+"""Role of what Muon gathers: updates whose slices lie on several ranks."""
+
+
+def muon_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
+    """Yield what every rank gathers of all matrices, unless each has an owner that does it for the others (`muon_owner`)."""
+    if not traits.muon_owner:
+        for axis, size in _whole(case, traits, rank):
+            yield Flow(axis, MATRICES, "all_gather", OUTSIDE, size)
+
+
+def owners_bytes(case: Case, traits: TrainerTraits, rank: int) -> int:
+    """Return what ranks move at most to the owners of matrices and back, by collectives of their own choice."""
+    return 2 * sum(size for _, size in _whole(case, traits, rank)) if traits.muon_owner else 0
+
+
+def _whole(case: Case, traits: TrainerTraits, rank: int) -> Iterable[tuple[str, int]]:
+    """Yield axes and bytes: FSDP's cuts are undone first, of what tp left of a matrix; then those of tp."""
+    stages = stages_of_rank(case, rank)
+    held = [
+        fqn for stage in stages for fqn in parameters_of_stage(case, stage) if rule_of(case.training, fqn) == "muon"
+    ]
+    size, tp_index = BYTES[case.training.dtype], coordinate(case.dims, rank)["tp"]
+    if case.shards > 1:
+        yield shard_axis(case.data_dims), sum(padded_numel(case, traits, fqn, tp_index) for fqn in held) * size
+    if case.dims.tp > 1:
+        yield "tp", sum(_padded_over_tp(case, fqn) for fqn in held) * size
+
+
+def _padded_over_tp(case: Case, fqn: str) -> int:
+    """Elements of a whole matrix, the dim that tp cuts padded to equal parts."""
+    (rows, columns), tp = parameter_shapes(case.model)[fqn], case.dims.tp
+    dim = tp_dim(fqn)
+    return -(-(rows, columns)[dim or 0] // tp) * tp * (rows if dim else columns)

@@ -1,0 +1,39 @@
+"""Traffic of pipeline parallelism: activations and their gradients between stages; gradients of a tied embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harness.core.case.case import Case
+from harness.core.case.traits import TrainerTraits
+from harness.core.plan.grid import shard_place, tied_axis, tp_place
+from harness.core.plan.slices import BYTES, numel, parameter_shapes, slice_of
+from harness.core.plan.stages import stages_of_rank
+from harness.core.plan.traffic.flow import OUTSIDE, TIED, Flow
+
+
+def pipeline_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
+    """A microbatch's activations go to the rank of the next stage, and their gradients come back. Neighbouring stages on one
+    rank (the tip of a V) send nothing. With sequence parallel each tp rank sends its part."""
+    dims, training = case.dims, case.training
+    mine = stages_of_rank(case, rank)
+    borders = [stage for stage in (*mine, *(stage + 1 for stage in mine)) if 0 < stage < case.n_stages]
+    crossings = sum(borders.count(stage) == 1 for stage in borders)
+    degree = dims.cp * (dims.tp if case.features.sequence_parallel else 1)
+    size = BYTES[training.compute_dtype or training.dtype]
+    moved = crossings * case.passes * case.local_batch * (length // degree) * case.model.dim * size
+    if dims.pp > 1:
+        yield Flow("pp", "activations and their gradients", "send", "pipeline", moved)
+        yield Flow("pp", "activations and their gradients", "recv", "pipeline", moved)
+
+
+def tied_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
+    """Each rank's slice of the gradient, once a step. Over the data ranks it is reduced before: the sums commute."""
+    axis, fqn = tied_axis(case), "tok_embeddings.weight"
+    if not axis or not {0, case.n_stages - 1} & {*stages_of_rank(case, rank)}:
+        return
+    place = shard_place(case.data_dims, rank) if case.shards > 1 else (1, 0)
+    held = slice_of(fqn, parameter_shapes(case.model)[fqn], tp_place(case.dims, rank), place)
+    size = numel(held) * BYTES[case.training.dtype]
+    for op in ("send", "recv") if traits.tied_reduces_by == "send" else ("all_reduce",):
+        yield Flow(axis, TIED, op, OUTSIDE, size)

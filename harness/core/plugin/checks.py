@@ -1,0 +1,167 @@
+"""What the plugin does once a repository names its cases: which checks are collected, selected, run, and said at the end.
+
+Under `pytest -n` all checks of a case go to one worker. Checks that do not apply to a case are only counted: nothing was
+looked at, and nothing was left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+from harness.core import trainers
+from harness.core.case.case import TIERS
+from harness.core.case.launching import LONGEST
+from harness.core.case.usual_trainer import KEY, of_configuration, usual_trainer
+from harness.core.launch import default_server, resident_client
+from harness.core.plugin.items import MARK, CaseFile, Check, tier_mark
+from harness.core.run.options import Options
+
+NOT_APPLICABLE = "harness_not_applicable"
+
+
+class Checks:
+    """folders: those of the cases, absolute. Raises pytest.UsageError for what cannot be."""
+
+    def __init__(self, config: pytest.Config, folders: Sequence[Path]) -> None:
+        self.config, self.folders = config, folders
+        self.not_applicable: set[str] = set()  # of node ids, as are the next two
+        self.judged: set[str] = set()
+        self.skipped: set[str] = set()
+        for folder in folders:
+            if not folder.is_dir():
+                raise pytest.UsageError(f"harness_cases: no folder {folder}; name one that has YAML files of cases")
+        self.options = options_of(config)
+        add_to_testpaths(config, folders)
+        config.addinivalue_line("markers", f"{MARK}: a check of a case, of whatever tier")
+        for tier in TIERS:
+            config.addinivalue_line("markers", f"{tier_mark(tier)}: a check of a case of tier {tier}")
+
+    # ---- collection
+
+    def pytest_collect_file(self, file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        if file_path.suffix == ".yaml" and file_path.parent in self.folders:
+            return CaseFile.from_parent(parent, path=file_path, options=self.options)
+        return None
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Cases of other tiers are deselected, unless -m names one of our marks or an argument a case: FILE.yaml::CASE."""
+        named = set(re.findall(r"\w+", self.config.getoption("markexpr", "")))
+        if named & {MARK, *map(tier_mark, TIERS)} or any(".yaml::" in argument for argument in self.config.args):
+            return
+        left_out = [item for item in items if isinstance(item, Check) and item.parent.case.tier != "default"]
+        self.config.hook.pytest_deselected(items=left_out)
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """The rank server needs 3 s to start; other tests may run meanwhile."""
+        local = self.options.launcher == "local" and not self.config.getoption("collectonly")
+        if local and not session.testsfailed and any(isinstance(item, Check) for item in session.items):
+            default_server(trainers.load(self.options.trainer).preload, device=self.options.device)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """`pytest -n`: all checks of a case on one worker, as they share a run; every other test wherever there is room."""
+        from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+        class ByCase(LoadScopeScheduling):
+            def _split_scope(self, nodeid: str) -> str:
+                return nodeid.rpartition("::")[0] if ".yaml::" in nodeid else nodeid
+
+        return ByCase(config, log) if config.getvalue("dist") == "load" else None
+
+    # ---- running
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        """Do what pytest does, but hold the reports back until it is known whether the check applies."""
+        if not isinstance(item, Check) or self.config.getoption("--harness-not-applicable"):
+            return None
+        runs_now = item.parent.outcome is None
+        if runs_now:
+            item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        if item.not_applicable and not any(report.failed for report in reports):
+            self.not_applicable.add(item.nodeid)
+            return True
+        if not runs_now:
+            item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        for report in reports:
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if MARK not in report.keywords:
+            return
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self.skipped.add(report.nodeid)
+        elif report.when == "call" or report.failed:
+            self.judged.add(report.nodeid)
+
+    # ---- the end: what was not judged is said, and is not green
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """What a worker of `pytest -n` counted."""
+        self.not_applicable |= set(getattr(node, "workeroutput", {}).get(NOT_APPLICABLE, ()))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput[NOT_APPLICABLE] = sorted(self.not_applicable)
+        elif session.exitstatus == pytest.ExitCode.OK and self._nothing_judged():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.not_applicable:
+            checks, cases = len(self.not_applicable), len({name.rpartition("::")[0] for name in self.not_applicable})
+            terminalreporter.write_line(
+                f"{checks} check{'s' * (checks > 1)} in {cases} case{'s' * (cases > 1)} did not apply and were not judged: "
+                "--harness-not-applicable shows each, with its reason"
+            )
+        if self._nothing_judged():
+            terminalreporter.write_line(
+                "nothing was judged: all checks of all cases skipped or not applicable, which is not a pass", red=True
+            )
+
+    def _nothing_judged(self) -> bool:
+        return bool(self.skipped | self.not_applicable) and not self.judged
+
+
+def add_to_testpaths(config: pytest.Config, folders: Sequence[Path]) -> None:
+    """The folders are collected where `testpaths` says what is, too."""
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        named = {config.invocation_params.dir / argument for argument in config.args}
+        config.args += [str(folder) for folder in folders if not named & {folder, *folder.parents}]
+
+
+def options_of(config: pytest.Config) -> Options:
+    """Raises pytest.UsageError."""
+    timeout, out = config.getoption("--harness-timeout"), Path(config.getoption("--harness-out"))
+    if not 0 < timeout <= LONGEST:
+        raise pytest.UsageError(f"--harness-timeout must be above 0 and at most {LONGEST:g}, got {timeout:g}")
+    try:
+        trainer = trainers.spec(trainer_of(config), config.getoption("--harness-source"), out)
+        trainers.load(trainer)
+    except ValueError as error:
+        raise pytest.UsageError(f"--harness-trainer: {error}") from error
+    resident_client.choose(config.getoption("--harness-server"))
+    launcher, device = config.getoption("--harness-launcher"), config.getoption("--harness-device")
+    shared = config.getoption("--harness-ranks-per-gpu")
+    if shared < 1 or (shared > 1 and device == "cpu"):
+        raise pytest.UsageError(f"--harness-ranks-per-gpu {shared}: at least 1, and 1 on CPU")
+    return Options(out=out, trainer=trainer, launcher=launcher, device=device, timeout=timeout, ranks_per_gpu=shared)
+
+
+def trainer_of(config: pytest.Config) -> str:
+    """What is typed; else what the configuration says, a path in it being relative to its file. Raises ValueError."""
+    typed, written = config.getoption("--harness-trainer"), config.getini(KEY)
+    if typed or not written:
+        return typed or usual_trainer().name
+    return of_configuration(written, config.inipath or config.rootpath / "x").name

@@ -1,0 +1,119 @@
+"""A file of cases, its cases and their checks as pytest's nodes, without further logic: harness.core.run runs and judges.
+
+A case runs once, when the first of its checks is requested.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import pytest
+
+from harness.core.case.case import Case, CaseError
+from harness.core.case.case_files import path_of
+from harness.core.case.loading import load_all, load_cases
+from harness.core.checks import all_checks
+from harness.core.evidence.store import EvidenceError
+from harness.core.evidence.text import visible
+from harness.core.judge import golden
+from harness.core.judge.golden import GoldenError
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Verdict
+from harness.core.launch import LaunchError
+from harness.core.report.text import check_text
+from harness.core.run.accepting import accept
+from harness.core.run.options import Options, Unsupported
+from harness.core.run.run_case import run_case
+
+EXPECTED = (CaseError, EvidenceError, GoldenError, LaunchError)
+MARK = "harness"  # of every check; and with a tier behind it, of those of that tier
+
+
+class Broken(Exception):
+    """A check that did not pass. The message is all a person needs; a traceback would only show how pytest called us."""
+
+
+class CaseFile(pytest.File):
+    def __init__(self, *, options: Options, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.options = options
+
+    def collect(self) -> Iterator[CaseNode]:
+        try:
+            cases = load_cases(self.path)
+        except CaseError as error:
+            raise self.CollectError(str(error)) from None
+        for case in cases:
+            yield CaseNode.from_parent(self, name=case.name, case=case, options=self.options)
+
+
+class CaseNode(pytest.Collector):
+    """One case. Holds what came of its run, be it a judgement or the reason why there is none."""
+
+    def __init__(self, *, case: Case, options: Options, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.case, self.options = case, options
+        self.outcome: Judgement | Exception | None = None
+        self.add_marker(MARK)
+        self.add_marker(tier_mark(case.tier))
+
+    def collect(self) -> Iterator[Check]:
+        for check in all_checks():
+            yield Check.from_parent(self, name=check)
+
+    def judgement(self) -> Judgement:
+        if self.outcome is None:
+            try:
+                self.outcome = run_case(self.case, self.options)
+            except (Unsupported, *EXPECTED) as error:
+                self.outcome = error
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+class Check(pytest.Item):
+    parent: CaseNode
+    not_applicable = False
+    """After its run: whether it has nothing to say about the case."""
+
+    def runtest(self) -> None:
+        if self.name == "golden" and self.config.getoption("--harness-accept-golden"):
+            selected = {one.parent.case.name for one in self.session.items if isinstance(one, Check)}
+            raise Broken(accept_golden(self.parent.case, self.parent.options, selected))
+        try:
+            judgement = self.parent.judgement()
+        except Unsupported as reason:
+            pytest.skip(visible(f"not run: {reason}"))
+        result = next(result for result in judgement.results if result.check == self.name)
+        expected = self.parent.case.expected_failure
+        if judgement.verdict is Verdict.XFAIL and result.verdict in (Verdict.FAIL, Verdict.UNKNOWN) and expected:
+            pytest.xfail(visible(f"{expected.because}; see {expected.script}"))
+        if expected and judgement.verdict is Verdict.FAIL and self.name in expected.checks.split():
+            raise Broken(visible(check_text(judgement, result)))
+        if result.verdict is Verdict.NOT_APPLICABLE:
+            self.not_applicable = True
+            pytest.skip(visible(f"{self.name} not applicable: {result.note}"))
+        if result.verdict is not Verdict.PASS:
+            raise Broken(visible(check_text(judgement, result)))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        if isinstance(excinfo.value, (Broken, *EXPECTED)):
+            return visible(str(excinfo.value))
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[os.PathLike[str], int | None, str]:
+        return self.path, None, f"{self.parent.name}::{self.name}"
+
+
+def tier_mark(tier: str) -> str:
+    return f"{MARK}_{tier}"
+
+
+def accept_golden(case: Case, options: Options, selected: Collection[str]) -> str:
+    """Rewrite the case's goldens and return what changed. selected: names of the cases that run. Raises GoldenError in CI."""
+    every = load_all(path_of(case.file).parent)
+    said = [line for of in golden.references(case) for line in accept(of, options, every, selected)]
+    return "\n".join([*said, f"accepted, not a pass: review `{golden.review_command(case)}`"])

@@ -1,0 +1,261 @@
+"""The probe: what one rank observes about itself, from outside the trainer. Needs torch, numpy and nothing else.
+
+    probe = Probe(rank, world_size)
+    probe.install()                      before the trainer is built.
+    probe.attach(trainer.model_parts)    when it is built, before its first step.
+    probe.resumed(step)                  if it resumed: when it has, before it goes on.
+    trainer.train()
+    with probe.saving(): ..              around a checkpoint that it writes before it goes on.
+    probe.trained()                      before it writes its last one.
+    evidence = probe.evidence(...)       afterwards.
+    probe.remove()
+
+Where the trainer's tensors have no memory, `with probe.watching(fake_mode): ..` stands around all that it does.
+
+To add an observation: one file here, one field in harness/core/evidence/step.py or records.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.core.evidence.numbers import Number
+from harness.core.evidence.records import Collective, HeldTensor, RankEvidence, TensorEvidence
+from harness.core.evidence.step import Activity, StepEvidence
+from harness.core.probe import host_copies, live_tensors, structure
+from harness.core.probe.activity import ActivityRecorder
+from harness.core.probe.clock import Clock
+from harness.core.probe.collectives import CollectiveRecorder
+from harness.core.probe.compiler import CompilerRecorder, compiler
+from harness.core.probe.copies import CopyRecorder
+from harness.core.probe.device import DeviceRecorder
+from harness.core.probe.growth import GrowthRecorder
+from harness.core.probe.pipeline import PipelineRecorder
+from harness.core.probe.precision import QuantizedRecorder
+from harness.core.probe.resharding import GatheredRecorder
+from harness.core.probe.retained_graphs import RetainedGraphs
+from harness.core.probe.samples import SampleRecorder
+from harness.core.probe.saved_tensors import SavedTensorsRecorder
+from harness.core.probe.settings import SettingsRecorder
+from harness.core.probe.shards import starts_of
+from harness.core.probe.values import StepValues, ValueRecorder
+from harness.core.probe.without_memory import computing_with
+from harness.core.probe.witness import Witness
+
+Reported = tuple[float | None, ...]
+"""Loss, gradient norm, learning rate and largest loss; those at the end may be left out."""
+
+MANY = 10_000
+"""Of Python's old objects that are worth freezing. A rank that was forked from a frozen server has fewer. Trap:
+gc.get_freeze_count() walks through all that is frozen, which takes 30 ms of CPU in each rank."""
+
+
+class Probe:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        on_issue: Callable[[Collective], None] | None = None,
+        row_length: Callable[[int], int] | None = None,
+        settings: dict[str, str] | None = None,
+    ) -> None:
+        """row_length: how many tokens of each sample this rank receives in a step, for trainers that lay them end to end.
+        settings: torch's switches as they were before the trainer's code ran; by default as `install` finds them."""
+        self.rank, self.world_size = rank, world_size
+        self.clock = Clock()
+        self.collectives = CollectiveRecorder(self.clock.where, on_issue, lambda: self.clock.account, reads_inputs=True)
+        self.values = ValueRecorder(self.clock)
+        self.samples = SampleRecorder(self.clock, row_length)
+        self.activity = ActivityRecorder(self.clock)
+        self.pipeline = PipelineRecorder(self.clock)
+        self.gathered = GatheredRecorder(self.clock)
+        self.quantized = QuantizedRecorder(self.clock)
+        self.compiler = CompilerRecorder(self.clock)
+        self.saved = SavedTensorsRecorder(self.clock)
+        self.settings = SettingsRecorder(self.clock, settings)
+        self.activity.on_phase = self.settings.look
+        self.clock.between_steps = self._between_steps
+        self._parameters: tuple[TensorEvidence, ...] = ()
+        self._parts: tuple[nn.Module, ...] = ()
+        self._held: tuple[HeldTensor, ...] | None = None
+        self.growth = GrowthRecorder(self.clock, self._beside)
+        self.copies = CopyRecorder(self.clock)
+        self.device = DeviceRecorder(self.clock)
+        self.graphs = RetainedGraphs(self.clock)
+        self._froze = False  # Python's objects, at install
+
+    def install(self) -> None:
+        """Begin to watch. What lives already is no tensor of the training; so it is not looked through in each step."""
+        self._froze = len(gc.get_objects(generation=2)) > MANY
+        if self._froze:
+            gc.freeze()
+        self.collectives.install()
+        self.values.install()
+        self.samples.install()
+        self.activity.install()
+        self.pipeline.install()
+        self.compiler.install()
+        self.saved.install()
+        self.settings.install()
+        self.copies.install()
+        self.device.install()
+        self.graphs.install()
+
+    @contextlib.contextmanager
+    def watching(self, mode: Any) -> Iterator[Witness]:
+        """Watch an installed probe's trainer whose tensors are of this FakeTensorMode. A witness above the mode sees what is
+        computed, in place of the recorders' own kernels; only shapes of values are kept."""
+        for recorder in (self.collectives, self.activity, self.copies):
+            recorder.close()
+        self.values.shapes_only()
+        with mode, computing_with(mode), Witness(self) as witness, witness.storages.recording():
+            yield witness
+
+    def attach(self, parts: Iterable[nn.Module]) -> None:
+        self._parts = self.values.parts = tuple(parts)
+        self.activity.attach(self._parts)
+        self.gathered.attach(self._parts)  # before samples: its hook ends the forward pass
+        self.quantized.attach(self._parts)
+        self.samples.attach(self._parts)
+        self.copies.attach(self._parts)
+        self.growth.attach()
+        self._parameters = structure.parameter_evidence(self._parts, host_copies.copied)
+
+    def _between_steps(self) -> None:
+        self.values.see_what_was_left()
+        self.gathered.see_what_was_left(self._parts)
+
+    def resumed(self, step: int) -> None:
+        """The trainer has read a checkpoint that was written after this step."""
+        self.clock.resume(step)
+        self.values.watch_resumed()
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """The trainer writes a checkpoint and goes on. What happens meanwhile belongs to no step, what it leaves of the
+        parameters is compared when the next one begins."""
+        self.values.keep_final_state()
+        with self.clock.set_up():
+            yield
+
+    def trained(self) -> None:
+        """What follows belongs to no step."""
+        last = self.clock.step
+        self.clock.finish()
+        self.values.keep_final_state()
+        self._held = self._beside(patient=True)  # the last look: growth is what is kept then, too
+        self.growth.note_last(last, self._held)
+
+    def _beside(self, *, patient: bool = False) -> tuple[HeldTensor, ...]:
+        known = self.values.optimizers, [*self.samples.tensors(), *host_copies.pending()]
+        return live_tensors.beside(self._parts, *known, evaluated=self.clock.evaluated, patient=patient)
+
+    def remove(self) -> None:
+        if self._froze:
+            gc.unfreeze()
+        self.graphs.remove()
+        self.device.remove()
+        self.settings.remove()
+        self.saved.remove()
+        self.compiler.remove()
+        self.copies.remove()
+        self.pipeline.remove()
+        self.quantized.remove()
+        self.activity.remove()
+        self.gathered.remove()
+        self.samples.remove()
+        self.values.remove()
+        self.collectives.remove()
+
+    def evidence(
+        self,
+        reported: Mapping[int, Reported],
+        fault: bool | None = None,
+        numbers: Mapping[int, Mapping[str, Number]] = MappingProxyType({}),
+    ) -> RankEvidence:
+        """All that was seen. `reported`, `numbers`: by step, what the trainer shows its user."""
+        host_copies.wait()
+        self.values.read()
+        steps = sorted(step for step in self.values.steps if step > self.clock.start)
+        return RankEvidence(
+            rank=self.rank,
+            world_size=self.world_size,
+            parameters=tuple(replace(one, value=host_copies.read(one.value)) for one in self._parameters),
+            groups=structure.groups(),
+            collectives=self.collectives.settled(),
+            steps=tuple(
+                replace(self._step(step, self.values.steps[step], reported), numbers=dict(numbers.get(step, {})))
+                for step in steps
+            ),
+            structure=structure.wrappers(self._parts),
+            switches=structure.switches(self._parts),
+            environment=environment(),
+            compiler=compiler(),
+            fault=fault,
+            resumed=self.values.resumed,
+            held=self._held,
+            settings=self.settings.started,
+            after_evaluation=tuple(self.gathered.after_evaluation),
+            own_groups=self.collectives.own.settled(),
+            passed=self.collectives.passed,
+        )
+
+    @property
+    def starts(self) -> dict[str, int]:
+        """Return at which element of a fused tensor this rank's interval begins, by the trainer's name of it."""
+        return starts_of(self._parts)
+
+    def _step(self, step: int, values: StepValues, reported: Mapping[int, Reported]) -> StepEvidence:
+        loss, norm, rate, largest = (*reported.get(step, ()), *[None] * 4)[:4]
+        return StepEvidence(
+            step=step,
+            microbatches=self.samples.microbatches(step),
+            actions=tuple(self.pipeline.actions.get(step, ())),
+            reported_loss=loss,
+            grad_norm=norm,
+            lr=None if values.lr is None else float(values.lr),
+            reported_lr=rate,
+            reported_largest=largest,
+            gradients=values.gradients,
+            unsettled=values.unsettled,
+            parameters=values.parameters,
+            optimizer_state=values.optimizer_state,
+            memory=values.memory,
+            changed=values.changed,
+            scaled=values.scaled,
+            seconds=self.device.seconds(step),
+            allocator=self.device.memory(step),
+            activity=self._activity(step),
+            graphs=self.compiler.of_step(step),
+            settings=self.settings.of_step(step),
+            positions=self.samples.positions(step),
+            after_forward=self.gathered.of_step(step),
+            kept=self.growth.of_step(step),
+            unwaited=self.growth.unwaited(step),
+            graphs_retained=self.graphs.of_step(step),
+            copied=self.copies.of_step(step),
+            gathered=self.gathered.after_backward(step),
+            evaluated=self.samples.evaluated(step),
+        )
+
+    def _activity(self, step: int) -> Activity:
+        computed = self.activity.of_step(step)
+        return replace(computed, quantized=self.quantized.of_step(step), saved=self.saved.of_step(step))
+
+
+def environment() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
+    }

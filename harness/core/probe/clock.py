@@ -1,0 +1,247 @@
+"""Where in a training step this process is, found without asking the trainer.
+
+A step begins with the first forward pass, or pass of a pipeline's schedule, after an optimizer step. Step 0 is everything
+before, and what follows the last step. Steps of a resumed run are numbered from where it was saved. The phase is "backward"
+inside autograd's engine (recomputation under activation checkpointing included), "forward" inside the root module's forward.
+Elsewhere it is "pipeline" inside a pipeline's schedule, "optimizer" inside an optimizer, or else "other".
+
+A pass that records no gradients (validation under no_grad or inference_mode, a schedule's eval) is of no step, whenever it
+comes: it is "evaluation". A pass in eval mode may record them, for dropout may be wanted off in training. It trains if
+backward comes to what it returned. Until then it is undecided; if that never happens it was evaluation, too.
+
+Python code may start a thread beside the one that trains, for a checkpoint written while training goes on. What it does is of
+no step: it is "background". Threads of C++, autograd's and those that run a future's callback, work for the thread that trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from harness.core.evidence.records import BACKGROUND
+
+WAITING = ("threading", "queue", "concurrent.futures._base")
+"""Modules in which a thread waits for another one."""
+BACKWARD = "torch.autograd"
+"""Module from which the thread that trains goes backward."""
+
+
+@dataclass(eq=False)
+class Account:
+    """What is seen is put down on the account of the moment. kind: "training", "evaluation",
+    "skipped", or "undecided" as yet."""
+
+    step: int
+    kind: str = "training"
+
+    def of(self, step: int) -> bool:
+        return self.step == step and self.kind == "training"
+
+
+def _of_python(thread: int) -> bool:
+    """Return whether Python code started this thread, or it is the main one."""
+    return any(one.ident == thread for one in threading.enumerate() if not isinstance(one, threading._DummyThread))
+
+
+class Clock:
+    """`account` is where what is seen now belongs, `of_last_pass` where what is made of the last pass's output belongs.
+
+    `passes` counts forward passes so far. `evaluated` says whether one of evaluation came since the last step began."""
+
+    between_steps: Callable[[], None] = staticmethod(lambda: None)
+    """Called when a step begins, and at the end; once more if what began the step may not have trained."""
+    schedule_ended: Callable[[], None] = staticmethod(lambda: None)  # called after a schedule's pass that trains
+    step_begins: Callable[[], None] = staticmethod(lambda: None)  # called when a step has begun
+    pass_begins: Callable[[], None] = staticmethod(lambda: None)
+    """Called when a forward pass that records gradients begins, outside of a schedule."""
+
+    def __init__(self) -> None:
+        self.start = self.step = 0
+        self.passes = self.forward_depth = 0
+        self.in_optimizer = self.in_pipeline = self.in_schedule = self.reducing = False
+        self.evaluated = False
+        self._step_is_over, self._certain = True, False
+        self.account = self.of_last_pass = self.of_step = Account(0)
+        self._trains = threading.get_ident()
+
+    def resume(self, step: int) -> None:
+        """What comes next is step + 1. Trap: restoring an optimizer may have called its step() to make its state."""
+        self.start = self.step = step
+        self.account = self.of_last_pass = self.of_step = Account(step)
+
+    def finish(self) -> None:
+        self._look_between()
+        self.step = 0
+        self.account = self.of_last_pass = self.of_step = Account(0)
+
+    def where(self) -> tuple[int, str]:
+        return (0, BACKGROUND) if self._in_background() else (self.account.step, self.phase())
+
+    def _in_background(self) -> bool:
+        thread = threading.get_ident()
+        return thread != self._trains and torch._C._current_graph_task_id() == -1 and _of_python(thread)
+
+    def _in_callback(self) -> bool:
+        """Between forward and optimizer a future's callback, such as a communication hook's, works for backward. It runs in
+        backward's own thread where the future is done already, else in one of C++."""
+        passes = self.forward_depth or self.in_pipeline or self.in_optimizer or self._step_is_over
+        thread = threading.get_ident()
+        return not passes and thread != self._trains and not _of_python(thread)
+
+    def is_training_meanwhile(self) -> bool:
+        """Asked by another thread: whether the one that trains is in a pass, in backward or in an optimizer's step, and does
+        not wait for another thread."""
+        frame = sys._current_frames().get(self._trains)
+        if frame is None or frame.f_globals.get("__name__") in WAITING:
+            return False
+        return bool(self.forward_depth or self.in_optimizer or self.in_pipeline) or _within(frame, BACKWARD)
+
+    def phase(self) -> str:
+        if torch._C._current_graph_task_id() != -1 or self.reducing or self._in_callback():
+            return "backward"
+        if self.account.kind == "evaluation":
+            return "evaluation"
+        if self.forward_depth:
+            return "forward"
+        if self.in_pipeline:
+            return "pipeline"
+        return "optimizer" if self.in_optimizer else "other"
+
+    @property
+    def is_between_steps(self) -> bool:
+        """The optimizer has stepped, and no forward pass has begun a new step."""
+        return self._step_is_over and self.phase() == "other"
+
+    # ---- forward passes
+
+    def enter_forward(self, *, recording: bool = True, in_training_mode: bool = True) -> None:
+        outermost = not self.forward_depth and self.phase() != "backward"
+        self.forward_depth += 1
+        if outermost:
+            self.passes += 1
+        if outermost and not self.in_schedule:
+            self._begin_pass(recording, in_training_mode)
+
+    def _begin_pass(self, recording: bool, in_training_mode: bool) -> None:
+        if not recording:
+            self.evaluated = True
+            self.account = Account(self.step, "evaluation")
+        else:
+            self.pass_begins()
+            self._trains = threading.get_ident()
+            self._begin_step()
+            self._certain = self._certain or in_training_mode
+            self.account = self.of_step if in_training_mode else Account(self.step, "undecided")
+        self.of_last_pass = self.account
+
+    def _look_between(self) -> None:
+        """What began a step and was not decided yet did not train, after all."""
+        self.evaluated = self.evaluated or not (self._step_is_over or self._certain)
+        self.between_steps()
+
+    @property
+    def finished(self) -> int:
+        """The last step that was."""
+        return self.step - (not self._step_is_over)
+
+    def _begin_step(self) -> None:
+        if self._step_is_over or not self._certain:
+            self._look_between()
+        if self._step_is_over:
+            self.step += 1
+            self.of_step = Account(self.step)
+            self._step_is_over = self._certain = self.evaluated = False
+            self.step_begins()
+
+    def decide(self, account: Account) -> None:
+        """Backward has come to what this pass returned."""
+        if account.kind == "undecided":
+            account.kind = "training"
+            self._certain = True
+
+    def leave_forward(self) -> None:
+        self.forward_depth -= 1
+        if not self.forward_depth and not self.in_schedule:
+            self.account = self.of_step
+
+    def skip(self) -> None:
+        """What was computed since the last step trains nothing, for a loss scaler leaves the optimizer's step out. The step
+        begins anew."""
+        if not self._step_is_over:
+            self.of_step.kind = "skipped"
+            self.account = self.of_last_pass = self.of_step = Account(self.step)
+
+    # ---- passes of a pipeline's schedule
+
+    @contextlib.contextmanager
+    def schedule(self, *, training: bool) -> Iterator[None]:
+        before = self.account, self.in_pipeline, self.in_schedule
+        if training:
+            self._trains = threading.get_ident()
+            self._begin_step()
+            self._certain = True
+            self.account = self.of_step
+        else:
+            self.evaluated = True
+            self.account = Account(self.step, "evaluation")
+        self.of_last_pass = self.account
+        self.in_pipeline = self.in_schedule = True
+        try:
+            yield
+        finally:
+            self.account, self.in_pipeline, self.in_schedule = before
+            self.account = self.of_step if before[0].kind == "training" else before[0]
+        if training:
+            self.schedule_ended()
+
+    @contextlib.contextmanager
+    def loss_of_schedule(self) -> Iterator[None]:
+        """The loss is computed outside of the last stage's forward, as it is without a pipeline."""
+        before, self.in_pipeline = self.in_pipeline, False
+        try:
+            yield
+        finally:
+            self.in_pipeline = before
+
+    @contextlib.contextmanager
+    def reducing_gradients(self) -> Iterator[None]:
+        """Outside of autograd's engine, and part of backward all the same."""
+        before, self.reducing = self.reducing, True
+        try:
+            yield
+        finally:
+            self.reducing = before
+
+    @contextlib.contextmanager
+    def set_up(self) -> Iterator[None]:
+        """What is computed meanwhile, and what is made of it, belongs to no step."""
+        before = self.account, self.of_last_pass
+        self.account = self.of_last_pass = Account(0)
+        try:
+            yield
+        finally:
+            self.account, self.of_last_pass = before
+
+    # ---- the optimizer
+
+    def enter_optimizer(self) -> None:
+        self.in_optimizer = True
+
+    def leave_optimizer(self) -> None:
+        self.in_optimizer = False
+        self._step_is_over = True
+
+
+def _within(frame: types.FrameType | None, module: str) -> bool:
+    """Whether this frame is one of that module's, or was called from there."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(module):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,282 @@
+"""Sees every collective of this process, with the ranks it really ran over.
+
+A Python kernel sits in front of every operator of torch's `c10d` namespace, at the dispatch key BackendSelect. Every call
+passes through it: from Python, DDP's C++ reducer, functional collectives, compiled code, another thread.
+The kernel notes operator, group, dtype and bytes, then passes the call on unchanged. own_groups.py sees groups whose ranks
+torch does not list, and calls that pass by.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import sys
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from harness.core.evidence.records import BACKGROUND, CHECKPOINT, Collective
+from harness.core.probe.call_times import CallTimes
+from harness.core.probe.clock import Account
+from harness.core.probe.own_groups import Call, OwnGroups, name_of, places_of, tensors_in
+
+# name of the c10d operator -> (canonical name, position of the argument that is the unsharded tensor).
+# Operators that a torch version lacks are left out when the recorder is installed.
+OPERATORS: dict[str, tuple[str, int]] = {
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_": ("all_gather", 0),
+    "allgather_coalesced_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "gather_": ("gather", 1),
+    "scatter_": ("scatter", 0),
+    "barrier": ("barrier", 0),
+    "monitored_barrier_": ("barrier", 0),
+    "send": ("send", 0),
+    "recv_": ("recv", 0),
+    "recv_any_source_": ("recv", 0),
+}
+
+
+GIVEN = {
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_to_all": 1,
+    "gather": 1,
+    "scatter": 1,
+    "all_reduce": 0,
+    "reduce": 0,
+    "send": 0,
+}
+"""Position of the argument that holds what this rank passes. Others pass nothing, or on one rank alone."""
+ROOTS = {"broadcast": 2, "reduce": 3, "gather": 3, "scatter": 3}
+"""Position of the argument that is the root's place in the group."""
+
+
+class CollectiveRecorder:
+    """Records while installed. `where` answers (step, phase) at the moment of a call, `account` on whose account it is.
+    `on_issue` gets every record before the collective starts, so that a rank that never returns from it still leaves a
+    trace. reads_inputs: whether it keeps the sum of the bits that were passed, in `passed`."""
+
+    def __init__(
+        self,
+        where: Callable[[], tuple[int, str]],
+        on_issue: Callable[[Collective], None] | None = None,
+        account: Callable[[], Account | None] = lambda: None,
+        *,
+        reads_inputs: bool = False,
+    ) -> None:
+        self.records: list[Collective] = []
+        self._passed: list[torch.Tensor | int] | None = [] if reads_inputs else None
+        self._where, self._on_issue, self._account = where, on_issue, account
+        self._undecided: dict[int, Account] = {}
+        self._sequence: Counter[tuple[str, str, int | None]] = Counter()
+        self._lock = threading.Lock()
+        self._kept: set[int] = set()
+        self.times = CallTimes()
+        self._library: torch.library.Library | None = None
+        self.own = OwnGroups(where, self._is_recorded, self._called_directly, self._went_wrong)
+
+    def install(self) -> None:
+        self.own.install()
+        self.times.install()
+        self._library = torch.library.Library("c10d", "IMPL")
+        for name, (op, payload) in OPERATORS.items():
+            overload = getattr(getattr(torch.ops.c10d, name, None), "default", None)
+            if overload is not None:
+                kernel = functools.partial(self._kernel, overload, op, payload)
+                self._library.impl(name, kernel, "BackendSelect", with_keyset=True)
+
+    def remove(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Its kernels see nothing any more."""
+        self.own.close()
+        self.times.close()
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+    def settled(self) -> tuple[Collective, ...]:
+        """The records; those of passes that no backward followed are evaluation's."""
+        evaluated = {index for index, account in self._undecided.items() if account.kind == "undecided"}
+        return tuple(self._settled(index, index in evaluated) for index in range(len(self.records)))
+
+    def _settled(self, index: int, evaluated: bool) -> Collective:
+        record, (began, blocked) = self.records[index], self.times.seen.get(index, (None, None))
+        phase = "evaluation" if evaluated else record.phase
+        return dataclasses.replace(record, phase=phase, began=began, blocked=blocked)
+
+    @property
+    def passed(self) -> np.ndarray | None:
+        """Return int64 [records]; None where inputs are not read."""
+        return None if self._passed is None else np.array([int(one) for one in self._passed], np.int64)
+
+    def _kernel(self, overload: Any, op: str, payload: int, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.times.calling():
+            self._note(op, args[payload], args)
+            return overload.redispatch(keyset & _BELOW, *args, **kwargs)
+
+    def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
+        group = _group_of(args)
+        self.keep(group)
+        places = places_of(group)
+        if not places:
+            self.own.unplaced(op, group, payload)
+            return
+        self.own.passed()
+        passed = 0 if self._passed is None or op not in GIVEN else bits_of(args[GIVEN[op]])
+        ends = _peer(op, args, group), _root(op, args, group)
+        self.note(op, payload, group, *ends, passed, ranks=tuple(sorted(places)))
+
+    def _called_directly(self, call: Call, group: dist.ProcessGroup) -> None:
+        """A method of its backend was, or of a Python class that is registered."""
+        peer = next((one for one in call.args if type(one) is int), None) if call.op in ("send", "recv") else None
+        root = next((one.rootRank for one in call.args if hasattr(one, "rootRank")), None)
+        places = (None if place is None else _member_at(place, group) for place in (peer, root))
+        self.note(call.op, call.tensors, group, *places)
+
+    def _is_recorded(self, phase: str) -> bool:
+        return True
+
+    def _went_wrong(self, op: str, error: Exception) -> None:
+        raise error
+
+    def keep(self, group: dist.ProcessGroup) -> bool:
+        """Keep it as long as the process; return whether it is a new one. Trap: C++ code that frees a gloo group last, such as
+        DDP's reducer, joins its threads while it holds the GIL. If one of them waits for the GIL, to free what the last call
+        held, the process hangs in its exit (upstream_bugs/gloo_group_freed_by_ddp.py)."""
+        if id(group) in self._kept:
+            return False
+        self._kept.add(id(group))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        return True
+
+    def note(
+        self,
+        op: str,
+        payload: Any,
+        group: dist.ProcessGroup,
+        peer: int | None = None,
+        root: int | None = None,
+        passed: torch.Tensor | int = 0,
+        *,
+        ranks: tuple[int, ...] | None = None,
+    ) -> None:
+        """Note a call. The payload is the unsharded tensor, or several. Passed is the sum of bits that this rank passes."""
+        name, ranks = name_of(group), members(group) if ranks is None else ranks
+        tensors = list(tensors_in(payload))
+        step, phase = self._where()
+        phase = CHECKPOINT if phase in ("optimizer", "other") and saves_or_loads() else phase
+        lane = (name, op, peer) if op in ("send", "recv") else (name, "", None)
+        with self._lock:
+            record = Collective(
+                op=op,
+                ranks=ranks,
+                group=name,
+                dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
+                bytes=sum(t.numel() * t.element_size() for t in tensors) if op != "barrier" else 0,
+                phase=phase,
+                step=step,
+                seq=self._sequence[lane],
+                peer=peer,
+                root=root,
+            )
+            self._sequence[lane] += 1
+            if (account := self._account()) and account.kind == "undecided" and phase != BACKGROUND:
+                self._undecided[len(self.records)] = account
+            self.records.append(record)
+            if self._passed is not None:
+                self._passed.append(passed)
+            place = len(self.records) - 1
+        if self._on_issue is not None:
+            self._on_issue(record)
+        self.times.begins(place)
+
+
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+SUMMED_AT_ONCE = 2**18
+"""Elements in the host's memory. torch first makes int64 of all that it sums: much of it would leave the caches."""
+
+
+def bits_of(tensors: Any) -> torch.Tensor | int:
+    """Return the sum of tensors' elements, read as integers: int64 [] on their device, without waiting for it."""
+    dense = [each for each in tensors_in(tensors) if each.layout is torch.strided and each.numel()]
+    words = [each.detach().contiguous().view(BY_SIZE[each.element_size()]) for each in dense]
+    sums = [part.sum() for each in words for part in _cut(each)]
+    return sums[0] if len(sums) == 1 else sum(sums, start=0)
+
+
+def _cut(words: torch.Tensor) -> Iterable[torch.Tensor]:
+    at_once = words.numel() <= SUMMED_AT_ONCE or words.device.type != "cpu"
+    return (words,) if at_once else words.reshape(-1).split(SUMMED_AT_ONCE)
+
+
+def members(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the global ranks of a group; none where torch has no ranks of it."""
+    return tuple(sorted(places_of(group)))
+
+
+def _member_at(place: int, group: dist.ProcessGroup) -> int:
+    """Return the global rank at this position of a group, whose ranks may be in any order."""
+    return next(rank for rank, there in places_of(group).items() if there == place)
+
+
+CHECKPOINTING = (
+    *(
+        "torch.distributed.checkpoint",
+        "torch.distributed._state_dict_utils",
+        "torch.distributed.fsdp._state_dict_utils",
+    ),
+    "megatron.core.dist_checkpointing",
+)
+"""Modules that write and read checkpoints, or gather what goes into them."""
+
+
+def saves_or_loads() -> bool:
+    """Return whether one of these modules called, from wherever, what runs now."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(CHECKPOINTING):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    """The group among a kernel's arguments, where it comes as a ScriptObject."""
+    for arg in args:
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return dist.ProcessGroup.unbox(arg)
+    raise RuntimeError("a c10d operator was called without a process group")
+
+
+def _peer(op: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> int | None:
+    """Global rank of the other side of a send or receive; torch passes its position in the group."""
+    return _member_at(args[2], group) if op in ("send", "recv") and isinstance(args[2], int) else None
+
+
+def _root(op: str, args: tuple[Any, ...], group: dist.ProcessGroup) -> int | None:
+    """Global rank of the root of a collective that has one; torch passes its position in the group."""
+    return _member_at(args[ROOTS[op]], group) if op in ROOTS else None

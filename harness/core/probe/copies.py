@@ -1,0 +1,161 @@
+"""Copies of weights that are freed before a step ends, and how many bytes of them there are at once. They are made in the step,
+or between two steps and last into the second.
+
+A kernel sits in front of the two operators that all copying comes down to, on any device: copy_ (clone, deepcopy, contiguous,
+conversions) and cat (stack, parameters_to_vector). Whether the source is a weight shows in its storage: a parameter's, or
+what FSDP gathers into. A weak reference to its storage shows how long a copy lives, so that nothing is kept for it and
+nothing is waited for. Not counted are copies that FSDP makes to gather from, those that DDP sends out when it is made, and the
+probe's.
+
+Not seen are results of arithmetic, what compiled code copies, and casts inside forward and backward, which are how mixed
+precision computes. What outlives its step is kept, and no longer this file's business.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from harness.core.probe.activity import _BELOW
+from harness.core.probe.clock import Clock
+from harness.core.probe.structure import fsdp2_groups, local, module_names, named_parameters
+from harness.core.probe.without_memory import is_computed, is_without_memory
+
+OWN = (__package__, "torch.distributed.fsdp", "torch.distributed._composable", "torch.distributed.utils")  # not counted
+AT_BEGIN = "before forward"  # beside the phases in which copies are made
+FINENESS = 16  # copies are counted to a 16th of all weights, so that one of many is not looked for each time
+PLAIN = (torch.Tensor, nn.Parameter)
+WRAPPED = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
+class CopyRecorder:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._parts: tuple[nn.Module, ...] = ()
+        self._weights: dict[int, StorageWeakRef] = {}  # by address, which is not used again while there is a reference
+        self._grain = 0.0
+        self._step = 0
+        self._alive: dict[StorageWeakRef, int] = {}
+        self._kept: dict[StorageWeakRef, int] = {}
+        self._total = 0
+        self._steps: dict[int, dict[str, int]] = {}
+        self._library: torch.library.Library | None = None
+
+    def install(self) -> None:
+        """Like the recorder of activities: below autograd and DTensor."""
+        self._library = torch.library.Library("aten", "IMPL")
+        for name, kernel in (("copy_", self._copy), ("cat", self._cat)):
+            operator = getattr(torch.ops.aten, name).default
+            self._library.impl(name, functools.partial(kernel, operator), "BackendSelect", with_keyset=True)
+
+    def attach(self, parts: Iterable[nn.Module]) -> None:
+        self._parts = tuple(parts)
+        shards = [local(parameter) for _, parameter in named_parameters(self._parts)]
+        self._grain = sum(shard.numel() * shard.element_size() for shard in shards) / FINENESS
+
+    def remove(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Its kernels see nothing any more."""
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+    def of_step(self, step: int) -> dict[str, int] | None:
+        """Most bytes at once, by phase, and in AT_BEGIN what was there before and given up since; None if the probe was not
+        there."""
+        self._enter(0)
+        return dict(self._steps.get(step, {})) if self._parts else None
+
+    def _copy(self, operator: Any, keyset: Any, target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trap: a number that torch wrapped in a tensor arrives as the number, which the operator does not take."""
+        source = source if isinstance(source, torch.Tensor) else _as_tensor(source)
+        self.copied(target, source, sys._getframe().f_back)
+        return operator.redispatch(keyset & _BELOW, target, source, *args, **kwargs)
+
+    def _cat(self, operator: Any, keyset: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        made = operator.redispatch(keyset & _BELOW, sources, *args, **kwargs)
+        self.joined(made, sources, sys._getframe().f_back)
+        return made
+
+    def copied(self, target: torch.Tensor, source: torch.Tensor, caller: types.FrameType | None) -> None:
+        if self._is_in_a_step() and self._is_weight(source) and not self._is_weight(target):
+            self._note(target, source.numel(), source.dtype, caller)
+
+    def joined(self, made: torch.Tensor, sources: Iterable[torch.Tensor], caller: types.FrameType | None) -> None:
+        if self._is_in_a_step() and (weights := [source for source in sources if self._is_weight(source)]):
+            self._note(made, sum(weight.numel() for weight in weights), weights[0].dtype, caller)
+
+    def _is_in_a_step(self) -> bool:
+        if not self._parts or self._clock.step <= self._clock.start:
+            return False
+        if self._step != self._clock.step:
+            self._enter(self._clock.step)
+        return True
+
+    def _enter(self, step: int) -> None:
+        """What the last step made and has not given up is kept: it was there when the most was, and is taken off."""
+        self._forget()
+        most = self._steps.get(self._step, {})
+        most.update({phase: max(0, size - self._total) for phase, size in most.items()})
+        if given_up := sum(size for storage, size in self._kept.items() if storage.expired()):
+            self._steps.setdefault(self._step, {})[AT_BEGIN] = given_up
+        self._kept = {storage: size for storage, size in self._kept.items() if not storage.expired()} | self._alive
+        self._alive, self._total, self._step = {}, 0, step
+        weights = weight_storages(self._parts) if step else ()
+        self._weights = {storage._cdata: StorageWeakRef(storage) for storage in weights}
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) not in PLAIN and not (is_without_memory(tensor) and is_computed(tensor)):
+            return False  # a compiler's
+        return tensor.untyped_storage()._cdata in self._weights and is_computed(tensor)
+
+    def _note(self, made: torch.Tensor, numel: int, dtype: torch.dtype, caller: types.FrameType | None) -> None:
+        if _module(caller).startswith(OWN):
+            return
+        phase, storage = self._clock.phase(), StorageWeakRef(made.untyped_storage())
+        computing = made.dtype != dtype and phase in ("forward", "backward", "pipeline")
+        if computing or storage in self._kept:
+            return
+        size = numel * made.element_size()
+        self._total += size - self._alive.get(storage, 0)
+        self._alive[storage] = size
+        most = self._steps.setdefault(self._clock.step, {})
+        if self._total >= most.get(phase, 0) + self._grain:
+            self._forget()
+            most[phase] = max(most.get(phase, 0), self._total)
+
+    def _forget(self) -> None:
+        """Copies that are no more."""
+        self._alive = {storage: size for storage, size in self._alive.items() if not storage.expired()}
+        self._total = sum(self._alive.values())
+
+
+def _module(caller: types.FrameType | None) -> str:
+    """Return the caller's module; autograd's own threads have no caller."""
+    return str(caller.f_globals.get("__name__", "")) if caller else ""
+
+
+def _as_tensor(number: Any) -> torch.Tensor:
+    """Wrap a number as torch does."""
+    return torch.scalar_tensor(number, dtype=WRAPPED[type(number)])
+
+
+def weight_storages(parts: Iterable[nn.Module]) -> Iterator[torch.UntypedStorage]:
+    """Where a process has weights: its own, and those that FSDP2 gathers, whose memory is emptied and filled again."""
+    for part in parts:
+        for _, parameter in named_parameters([part]):
+            yield local(parameter).untyped_storage()
+        for module in module_names(part):
+            for group in fsdp2_groups(module):
+                for held in group.fsdp_params:
+                    yield held._sharded_param_data.untyped_storage()
+                    yield from (gathered.untyped_storage() for gathered in held.all_gather_outputs)

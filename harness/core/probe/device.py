@@ -1,0 +1,78 @@
+"""What a step took of the device: seconds, and the books of the allocator. Nothing is waited for.
+
+On a GPU events mark two places in the current stream, and are read when all is over. The allocator counts on the host. Its
+peaks are since the process began, or since the trainer last set them back: the probe does not, for a trainer may show them.
+The probe's own copies are in both.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from harness.core.probe.clock import Clock
+
+BOOKS = {
+    "allocated": "allocated_bytes.all.current",
+    "peak allocated": "allocated_bytes.all.peak",
+    "reserved": "reserved_bytes.all.current",
+    "peak reserved": "reserved_bytes.all.peak",
+}
+"""Our name -> that of torch.cuda.memory_stats."""
+
+Mark: TypeAlias = float | torch.cuda.Event | None
+"""Seconds of the host's clock, or an event; None while a CUDA graph is captured, in which none may be timed."""
+
+
+class DeviceRecorder:
+    """A step lasts from its first forward pass to the end of its last optimizer's step."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began: dict[int, Mark] = {}
+        self._ended: dict[int, Mark] = {}
+        self._books: dict[int, dict[str, int]] = {}
+        self._hook: Any = None
+
+    def install(self) -> None:
+        self._clock.step_begins = self._begin
+        self._hook = torch_optimizer.register_optimizer_step_post_hook(self._end)
+
+    def remove(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+
+    def seconds(self, step: int) -> float | None:
+        """Return a step's seconds. Call it after waiting for the device."""
+        began, ended = self._began.get(step), self._ended.get(step)
+        if isinstance(began, float) and isinstance(ended, float):
+            return ended - began
+        if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+            return began.elapsed_time(ended) / 1000
+        return None
+
+    def memory(self, step: int) -> dict[str, int] | None:
+        return self._books.get(step)
+
+    def _begin(self) -> None:
+        self._began[self._clock.step] = mark()
+
+    def _end(self, *_: Any) -> None:
+        self._ended[self._clock.step] = mark()
+        if torch.cuda.is_initialized():
+            stats = torch.cuda.memory_stats()
+            self._books[self._clock.step] = {name: stats.get(key, 0) for name, key in BOOKS.items()}
+
+
+def mark() -> Mark:
+    if not torch.cuda.is_initialized():
+        return time.perf_counter()
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

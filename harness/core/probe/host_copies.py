@@ -1,0 +1,100 @@
+"""Copies of tensors on the host, made without waiting for the device that a tensor lies on.
+
+The copy of a tensor in the host's memory is numpy's at once. From a GPU it goes into pinned memory, in the current stream,
+after all earlier work. The process goes on, and the copy is read when all is over and the device was waited for, once. Memory
+that is freed meanwhile is reused in the same stream only, after the copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import nn
+
+from harness.core.probe.structure import as_numpy, local, numpys
+
+Copy: TypeAlias = np.ndarray | torch.Tensor
+"""numpy's where it can be read; a tensor where the device is still to be waited for."""
+
+TOGETHER = 2**20
+"""Bytes. From 4 MB on, numpy asks for huge pages: where memory is short, the process waits until there are some."""
+
+_pending: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+
+def lies_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+def copied(tensor: torch.Tensor) -> Copy:
+    tensor = local(tensor)
+    if not lies_on_device(tensor):
+        return as_numpy(tensor)
+    copy = tensor.to("cpu", non_blocking=True, copy=True)  # torch pins what it copies to in this way
+    _pending[id(copy)] = copy
+    return copy
+
+
+def all_copied(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Copy]:
+    """Return copies by name. Copies of one dtype in the host's memory are made by few calls, each into one array."""
+    parts = {name: local(tensor) for name, tensor in tensors}
+    together: dict[tuple[torch.dtype, int], dict[str, torch.Tensor]] = {}
+    before: Counter[torch.dtype] = Counter()
+    for name, part in parts.items():
+        if type(part) in (torch.Tensor, nn.Parameter) and part.layout is torch.strided and not lies_on_device(part):
+            together.setdefault((part.dtype, before[part.dtype] // TOGETHER), {})[name] = part
+            before[part.dtype] += part.numel() * part.element_size()
+    found = {name: copy for group in together.values() for name, copy in _joined(group).items()}
+    return {name: found[name] if name in found else copied(part) for name, part in parts.items()}
+
+
+def all_cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, Copy]:
+    """Return copies where each tensor lies: on a device, to be copied from there if they are needed, or the host's."""
+    parts = {name: local(tensor) for name, tensor in tensors.items()}
+    clones = {name: part.clone() for name, part in parts.items() if lies_on_device(part)}
+    found = all_copied((name, part) for name, part in parts.items() if name not in clones)
+    return {name: clones.get(name, found.get(name)) for name in parts}
+
+
+def _joined(parts: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Return what `as_numpy` makes of each of these dense tensors of one dtype."""
+    flat = [part.reshape(-1) for part in parts.values()]
+    whole = np.empty(sum(part.numel() for part in flat), numpys(flat[0].dtype))
+    if flat[0].dtype == torch.bfloat16:
+        torch.from_numpy(whole).copy_(torch.cat(flat))
+    else:
+        torch.cat(flat, out=torch.from_numpy(whole))
+    ends = itertools.accumulate(part.numel() for part in flat)
+    return {
+        name: whole[end - part.numel() : end].reshape(tuple(part.shape))
+        for (name, part), end in zip(parts.items(), ends, strict=True)
+    }
+
+
+def pending() -> list[torch.Tensor]:
+    """The probe's own tensors on the host, which live until they are read."""
+    return list(_pending.values())
+
+
+def can_be_read(copies: Mapping[str, Copy]) -> bool:
+    return all(isinstance(copy, np.ndarray) for copy in copies.values())
+
+
+def wait() -> None:
+    """Wait for all copies of this process."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def read(copy: Copy) -> np.ndarray:
+    return copy if isinstance(copy, np.ndarray) else as_numpy(copy)
+
+
+def all_read(copies: Mapping[str, Copy]) -> dict[str, np.ndarray]:
+    return {name: read(copy) for name, copy in copies.items()}

@@ -1,0 +1,115 @@
+"""Which modules' matmuls really ran in 8 bits, and in which format: seen where torchao multiplies.
+
+A matmul is noted when its two factors are quantized tensors, by the module whose forward call it serves, in forward and
+backward. Compiled code calls nothing of torchao, and so leaves no note.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.core.evidence.step import QuantizedMatmul
+from harness.core.probe.clock import Account, Clock
+from harness.core.probe.hooks import Hook
+from harness.core.probe.structure import plain_fqn
+
+FUNCTIONS = (
+    ("torchao.float8.float8_linear", "matmul_with_hp_or_float8_args"),
+    ("torchao.prototype.moe_training.mxfp8_linear", "mx_mm"),
+)
+"""The autograd functions of torchao 0.18 that do one module's three matmuls."""
+
+MM = torch.ops.aten.mm.default
+
+
+class QuantizedRecorder:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._accounts: dict[Account, Counter[QuantizedMatmul]] = defaultdict(Counter)
+        self._module = ""
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self, parts: Iterable[nn.Module]) -> None:
+        """torchao is looked for now, when the trainer is built, and not loaded for those that do without."""
+        tables = [table for table in (_float8_table(), _mx_table()) if table is not None]
+        for table in tables:
+            self._exchange_product(table)
+        for name, function in FUNCTIONS:
+            if hasattr(sys.modules.get(name), function):
+                self._follow(getattr(sys.modules[name], function))
+        if tables:
+            for part in parts:
+                for name, module in part.named_modules():
+                    hook = functools.partial(self._called, plain_fqn(name))
+                    self._undo.append(module.register_forward_pre_hook(Hook(hook)).remove)
+
+    def remove(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+
+    def of_step(self, step: int) -> dict[QuantizedMatmul, int]:
+        return dict(
+            sum((seen for account, seen in self._accounts.items() if account.of(step)), Counter[QuantizedMatmul]())
+        )
+
+    def _called(self, fqn: str, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._module = fqn
+
+    def _exchange_product(self, table: dict[Any, Any]) -> None:
+        original = table[MM]
+
+        @functools.wraps(original)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._accounts[self._clock.account][QuantizedMatmul(self._clock.phase(), self._module, _format(args))] += 1
+            return original(*args, **kwargs)
+
+        table[MM] = noted
+        self._undo.append(lambda: table.__setitem__(MM, original))
+
+    def _follow(self, function: Any) -> None:
+        """A backward pass belongs to the module of its forward pass."""
+        forward, backward = function.forward, function.backward
+
+        def forward_of(ctx: Any, *args: Any) -> Any:
+            ctx.module_of_probe = self._module
+            return forward(ctx, *args)
+
+        def backward_of(ctx: Any, *gradients: Any) -> Any:
+            self._module = getattr(ctx, "module_of_probe", "")
+            return backward(ctx, *gradients)
+
+        function.forward, function.backward = staticmethod(forward_of), staticmethod(backward_of)
+        self._undo.append(lambda: setattr(function, "forward", staticmethod(forward)))
+        self._undo.append(lambda: setattr(function, "backward", staticmethod(backward)))
+
+
+def _float8_table() -> dict[Any, Any] | None:
+    """Trap: torchao loads this module at the first matmul."""
+    if "torchao.float8.float8_linear" not in sys.modules:
+        return None
+    return importlib.import_module("torchao.float8.float8_ops").FLOAT8_OPS_TABLE
+
+
+def _mx_table() -> dict[Any, Any] | None:
+    kind = getattr(sys.modules.get("torchao.prototype.mx_formats.mx_tensor"), "MXTensor", None)
+    return None if kind is None else kind._ATEN_OP_TABLE[kind]
+
+
+def _format(args: Any) -> str:
+    """Return the format of the tensors in a matmul's arguments, however deep they lie."""
+    flat = [leaf for arg in args for leaf in (arg if isinstance(arg, (tuple, list)) else (arg,))]
+    factors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+    if any(hasattr(factor, "block_size") for factor in factors):
+        return "mxfp8"
+    rowwise = any(getattr(factor, "_axiswise_dim", None) is not None for factor in factors)
+    return "float8_rowwise" if rowwise else "float8_tensorwise"

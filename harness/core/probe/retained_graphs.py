@@ -1,0 +1,72 @@
+"""Autograd graphs that backward retained on request, and that still live when the next forward pass begins.
+
+Without retain_graph=True backward frees what it saved, so that one microbatch's activations never meet the next one's. The
+first nodes that backward passes are marked, and a mark lives as long as its node. A pipeline's schedule retains graphs for
+its own reasons, and lets go of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from harness.core.probe.backward import observe_backward
+from harness.core.probe.clock import Clock
+
+DEEP = 16  # nodes: behind what a loss is divided by, and what chunks of it are added up with
+KEY = "harness.retained_graphs"
+
+
+class Mark:
+    """What a node's metadata, which the node itself owns, keeps alive."""
+
+
+class RetainedGraphs:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._marks: list[weakref.ref[Mark]] = []
+        self._last: tuple[int, list[weakref.ref[Mark]]] = (0, [])
+        self._alive: dict[int, int] = {}
+        self._stop: Callable[[], None] | None = None
+        self._looks = False
+
+    def install(self) -> None:
+        self._stop = observe_backward(self._clock, self._mark, self._keep)
+        if self._stop:
+            self._clock.pass_begins, self._looks = self._look, True
+
+    def remove(self) -> None:
+        if self._stop:
+            self._stop()
+        self._stop = None
+
+    def _mark(self, roots: Any, retain: Any) -> None:
+        self._marks = [ref for root in roots for ref in marked(root)] if retain is True else []
+
+    def _keep(self) -> None:
+        self._last = self._clock.step, self._marks
+
+    def _look(self) -> None:
+        step, marks = self._last
+        if any(mark() is not None for mark in marks):
+            self._alive[step] = self._alive.get(step, 0) + 1
+        self._last = (0, [])
+
+    def of_step(self, step: int) -> int | None:
+        """How many backward passes of the step left a graph that lived on in the next forward pass. None: not recorded."""
+        return self._alive.get(step, 0) if self._looks else None
+
+
+def marked(root: torch.Tensor) -> list[weakref.ref[Mark]]:
+    """References to the marks of the nodes that backward comes to first."""
+    nodes: list[Any] = [root.grad_fn]
+    found: list[weakref.ref[Mark]] = []
+    for node in nodes:
+        if node is not None and len(found) < DEEP:
+            node.metadata[KEY] = mark = Mark()
+            found.append(weakref.ref(mark))
+            nodes += [following for following, _ in node.next_functions]
+    return found

@@ -1,0 +1,134 @@
+"""What each forward pass received, and the loss computed from it.
+
+Tokens are the first tensor the root module is called with, if it is one of integers (a later pipeline stage is called
+with activations). A trainer may lay the samples of a batch end to end in one row: it is cut where the recipe has them
+end. Positions are known by the name that the model gives its argument. The loss is losses.py's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from harness.core.evidence.step import Microbatch
+from harness.core.probe.clock import Account, Clock
+from harness.core.probe.hooks import Hook
+from harness.core.probe.losses import LossRecorder, microbatch
+from harness.core.probe.structure import as_numpy, local
+
+POSITION_NAMES = ("positions", "position_ids", "input_pos")
+
+
+class _Fed(NamedTuple):
+    """Copies on the device, read when all is done."""
+
+    account: Account
+    tokens: torch.Tensor
+
+
+def leave_pass(clock: Clock, output: Any) -> None:
+    """A forward pass ends. Backward comes to the output of one that trains."""
+    account = clock.account
+    if account.kind == "undecided":
+        for tensor in tree_leaves(output):
+            if torch.is_tensor(tensor) and tensor.requires_grad:
+                tensor.register_hook(functools.partial(_reached, clock, account))
+    clock.leave_forward()
+
+
+def _reached(clock: Clock, account: Account, _: torch.Tensor) -> None:
+    clock.decide(account)
+
+
+class SampleRecorder:
+    def __init__(self, clock: Clock, row_length: Callable[[int], int] | None = None) -> None:
+        self._clock, self._row_length = clock, row_length
+        self.losses = LossRecorder(clock)
+        self._tokens: list[_Fed] = []
+        self._positions: list[_Fed] = []
+        self._hooks: list[Any] = []
+        self._alone = False
+
+    def install(self) -> None:
+        self.losses.install()
+
+    def attach(self, parts: Iterable[nn.Module]) -> None:
+        """Trap: the pre-hook must run before FSDP's, which gathers parameters in its own, so it is put in front.
+
+        A call of the model inside DDP is a pass, too: it is usual for evaluation; in training nothing is reduced then.
+        """
+        for part in parts:
+            self._hooks.append(part.register_forward_pre_hook(Hook(self._enter), with_kwargs=True, prepend=True))
+            self._hooks.append(part.register_forward_hook(Hook(self._leave), always_call=True))
+            inside = part.module if isinstance(part, DistributedDataParallel) else None
+            if inside is not None and inside._compiled_call_impl is None:  # compiled code would hold the hook
+                self._hooks.append(
+                    inside.register_forward_pre_hook(Hook(self._enter_alone), with_kwargs=True, prepend=True)
+                )
+                self._hooks.append(inside.register_forward_hook(Hook(self._leave_alone), always_call=True))
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.losses.remove()
+        self._hooks = []
+
+    def _enter(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._clock.enter_forward(recording=torch.is_grad_enabled(), in_training_mode=part.training)
+        given = dict(zip(inspect.signature(part.forward).parameters, args, strict=False)) | kwargs
+        positions = next((given[name] for name in POSITION_NAMES if torch.is_tensor(given.get(name))), None)
+        if positions is not None:
+            self._positions.append(_Fed(self._clock.account, local(positions).clone()))
+        first = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
+        if first is not None and not first.is_floating_point() and first.dim() in (1, 2):
+            self._tokens.append(_Fed(self._clock.account, local(first).clone()))
+
+    def _leave(self, part: nn.Module, args: Any, output: Any) -> None:
+        leave_pass(self._clock, output)
+
+    def _enter_alone(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._alone = not self._clock.forward_depth and self._clock.phase() != "backward"
+        if self._alone:
+            self._enter(module, args, kwargs)
+
+    def _leave_alone(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._alone:
+            self._leave(module, args, output)
+            self._alone = False
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The probe's own, kept till the end."""
+        return self.losses.tensors()
+
+    def positions(self, step: int) -> tuple[np.ndarray, ...]:
+        """The different ones."""
+        given = self._rows(self._positions, step, lambda account: account.of(step))
+        return tuple({rows.tobytes(): rows for rows in given}.values())
+
+    def microbatches(self, step: int) -> tuple[Microbatch, ...]:
+        """One record a forward pass; the n-th loss of a step belongs to the n-th time that tokens were received."""
+        return self._microbatches(lambda account: account.of(step), step)
+
+    def evaluated(self, step: int) -> tuple[Microbatch, ...]:
+        """The same of the passes between this step and the next that trained nothing."""
+        return self._microbatches(lambda account: account.step == step and account.kind != "training", step)
+
+    def _microbatches(self, of: Callable[[Account], bool], step: int) -> tuple[Microbatch, ...]:
+        received = list(self._rows(self._tokens, step, of))
+        losses = self.losses.of_passes(of, [tokens.size for tokens in received])
+        return tuple(microbatch(tokens, noted or ()) for tokens, noted in itertools.zip_longest(received, losses))
+
+    def _rows(self, received: list[_Fed], step: int, of: Callable[[Account], bool]) -> Iterator[np.ndarray]:
+        """[samples, positions]. One row that the recipe's length does not divide is not cut."""
+        for seen in (as_numpy(each.tokens).astype(np.int64, copy=False) for each in received if of(each.account)):
+            length = self._row_length(step) if self._row_length and seen.ndim == 1 else seen.shape[-1]
+            yield seen if seen.ndim > 1 else seen.reshape(-1, length if len(seen) % length == 0 else len(seen))

@@ -1,0 +1,52 @@
+"""Code that puts hooks on tensors that autograd saves for backward: recomputation does, and so does moving them to the host.
+
+Every way to do that (torch.autograd.graph.saved_tensors_hooks, all that is made of it, the call beneath) ends in one function
+of torch, which is called through its module.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import torch
+
+from harness.core.evidence.step import SavedTensorsHook
+from harness.core.probe.clock import Account, Clock
+
+PUSH = "_push_saved_tensors_default_hooks"
+
+
+class SavedTensorsRecorder:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._accounts: dict[Account, Counter[SavedTensorsHook]] = defaultdict(Counter)
+        self._original: Any = None
+
+    def install(self) -> None:
+        self._original = original = getattr(torch._C._autograd, PUSH)
+
+        def seen(pack: Any, unpack: Any) -> None:
+            self._note(pack)
+            original(pack, unpack)
+
+        setattr(torch._C._autograd, PUSH, seen)
+
+    def remove(self) -> None:
+        if self._original is not None:
+            setattr(torch._C._autograd, PUSH, self._original)
+        self._original = None
+
+    def of_step(self, step: int) -> dict[SavedTensorsHook, int]:
+        return dict(
+            sum((seen for account, seen in self._accounts.items() if account.of(step)), Counter[SavedTensorsHook]())
+        )
+
+    def _note(self, pack: Any) -> None:
+        self._accounts[self._clock.account][SavedTensorsHook(self._clock.phase(), *owner(pack))] += 1
+
+
+def owner(hook: Any) -> tuple[str, str]:
+    """Its module, and the outermost class or function that it is defined in."""
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return named.__module__, named.__qualname__.partition(".")[0]

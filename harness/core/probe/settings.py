@@ -1,0 +1,117 @@
+"""Torch's switches: as they are before any code of a trainer has run, and as they are while a step is at work.
+
+Looked at where phases of a step begin: at the first matmul of each forward and backward pass, and as an optimizer steps.
+What is switched on and off again within a phase is not seen.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import optimizer as torch_optimizer
+
+from harness.core.probe.clock import Clock
+
+ENVIRONMENT = (
+    *("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_NAN_CHECK"),
+    *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
+)
+"""Variables that make ranks wait, or check every tensor that is sent; and those that change how CUDA's libraries compute."""
+
+
+def _deterministic() -> str:
+    if not torch.are_deterministic_algorithms_enabled():
+        return "off"
+    return "warn only" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
+
+
+def _tf32() -> str:
+    """Newer versions of torch have a precision instead of a switch, and refuse to read the switch where both were set."""
+    matmul = torch.backends.cuda.matmul
+    return _switch(matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32)
+
+
+def _float32_precision() -> str:
+    """Torch refuses to tell it where the newer precision says another thing, which only TF32 does."""
+    matmul = torch.backends.cuda.matmul
+    newer = matmul.fp32_precision if hasattr(matmul, "fp32_precision") else "none"
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return f"{newer}, set by fp32_precision"
+
+
+def _switch(on: bool) -> str:
+    return "on" if on else "off"
+
+
+SWITCHES: dict[str, Callable[[], str]] = {
+    "autograd anomaly detection": lambda: _switch(torch.is_anomaly_enabled()),
+    "deterministic algorithms": _deterministic,
+    "cudnn.deterministic": lambda: _switch(torch.backends.cudnn.deterministic),
+    "cudnn.benchmark": lambda: _switch(torch.backends.cudnn.benchmark),
+    "float32 matmul precision": _float32_precision,
+    "TF32 in CUDA matmuls": _tf32,
+    "bfloat16 sums in CUDA matmuls": lambda: _switch(
+        bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
+    ),
+    "mkldnn": lambda: _switch(bool(torch.backends.mkldnn.enabled)),
+    "cudnn": lambda: _switch(bool(torch.backends.cudnn.enabled)),
+    "denormal numbers": lambda: "kept" if sys.float_info.min / 2 else "flushed to 0",  # torch has no other way to ask
+    "default dtype": lambda: str(torch.get_default_dtype()).removeprefix("torch."),
+}
+READERS: dict[str, Callable[[], str]] = SWITCHES | {
+    "torch.distributed debug level": lambda: dist.get_debug_level().name if dist.is_available() else "OFF",
+    "threads": lambda: str(torch.get_num_threads()),
+}
+READERS |= {name: lambda name=name: os.environ.get(name, "unset") for name in ENVIRONMENT}  # type: ignore[misc]
+
+
+def settings() -> dict[str, str]:
+    return {name: read() for name, read in READERS.items()}
+
+
+_as_torch_has_them = {name: read() for name, read in SWITCHES.items()}
+"""Read as this module is imported. The rank server does that right after torch: what it preloads then may set some."""
+
+
+def settings_before_the_trainer() -> dict[str, str]:
+    """To be called before a trainer's first module is imported: the environment and threads are a rank's own."""
+    return settings() | _as_torch_has_them
+
+
+class SettingsRecorder:
+    """started: as they were before the trainer's code ran, if that was read then; else as they are when this is installed."""
+
+    def __init__(self, clock: Clock, started: dict[str, str] | None = None) -> None:
+        self.started = started or {}
+        self._clock = clock
+        self._steps: dict[int, dict[str, set[str]]] = {}
+        self._hook: Any = None
+
+    def install(self) -> None:
+        self.started = self.started or settings()
+        self._hook = torch_optimizer.register_optimizer_step_pre_hook(self.look)
+
+    def remove(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+
+    def look(self, *_: Any) -> None:
+        """Trap: OpenMP has a number of threads for each thread, and backward on GPUs has a separate thread."""
+        if self._clock.account.kind == "evaluation":
+            return
+        seen = self._steps.setdefault(self._clock.step, {})
+        in_backward = self._clock.phase() == "backward"
+        for name, value in settings().items():
+            if not (in_backward and name == "threads"):
+                seen.setdefault(name, set()).add(value)
+
+    def of_step(self, step: int) -> dict[str, tuple[str, ...]]:
+        return {name: tuple(sorted(values)) for name, values in self._steps.get(step, {}).items()}

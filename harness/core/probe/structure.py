@@ -1,0 +1,348 @@
+"""What this rank's process groups, parameters and parallel wrappers are: claims (metadata) and contents."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from harness.core.evidence.records import Group, TensorEvidence, Wrapper
+from harness.core.probe.collectives import members
+from harness.core.probe.shards import shards_of
+from harness.core.probe.without_memory import is_without_memory
+
+Ranks = Sequence[int]
+WRAPPER_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
+
+
+_wrappers: WeakKeyDictionary[nn.Module, Wrapper] = WeakKeyDictionary()
+_meshes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+def note_wrapper(module: nn.Module, kind: str, *, shard_ranks: Ranks = (), replicate_ranks: Ranks = ()) -> None:
+    """For the adapter of a trainer with its own data-parallel wrapper: what that claims. kind: a case's word."""
+    _wrappers[module] = Wrapper(kind, tuple(shard_ranks), tuple(replicate_ranks))
+
+
+def note_placement(parameter: nn.Parameter, ranks: Ranks, dim: int | None) -> None:
+    """For the adapter of a trainer whose own parallel layers cut parameters. These ranks hold parts of its dim, or for
+    None, all of it each."""
+    _meshes[parameter] = tuple(ranks), dim
+
+
+def plain_fqn(name: str) -> str:
+    """A parameter's name without what wrappers (DDP, FSDP1, compile, activation checkpointing) put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)
+
+
+def joined(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def name_apart(part: nn.Module, name: str) -> None:
+    """Let all names of a model begin with this one, because another model of the job has the same names."""
+    _names[part] = name
+
+
+def fqn_of(part: nn.Module, name: str) -> str:
+    """Return the name of a module or a parameter of a model within the job."""
+    return joined(_names.get(part, ""), plain_fqn(name)).removesuffix(".")
+
+
+def module_names(part: nn.Module) -> dict[nn.Module, str]:
+    """Return the modules in the order of named_modules(), which takes several times as long in each of many calls a step."""
+    found: dict[nn.Module, str] = {}
+    _add_names(part, _names.get(part, ""), found)
+    return found
+
+
+def _add_names(module: nn.Module, name: str, found: dict[nn.Module, str]) -> None:
+    found[module] = name
+    for key, child in module._modules.items():
+        if child is not None and child not in found:
+            _add_names(child, _within(name, key), found)
+
+
+def _within(module: str, key: str) -> str:
+    """Return the name of what this module has by this key."""
+    return module if key in WRAPPER_NAMES else joined(module, key)
+
+
+def named_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for part in parts:
+        if type(part).named_parameters is nn.Module.named_parameters:
+            yield from _own_parameters(part)
+        else:  # FSDP1's class has its own
+            yield from ((fqn_of(part, name), parameter) for name, parameter in part.named_parameters())
+
+
+def _own_parameters(part: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter once, by its first name."""
+    seen = set()
+    for module, name in module_names(part).items():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield _within(name, key), parameter
+
+
+def sharded_parameters(parts: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The rank's slices also while FSDP2 has units gathered, whose modules then show whole parameters, and where a trainer
+    keeps them itself (shards.py)."""
+    for part in parts:
+        if (shards := shards_of(part)) is not None:
+            yield from shards.parameters()
+            continue
+        names = module_names(part)
+        kept = {
+            joined(names[each._module_info.module], each._module_info.param_name): each.sharded_param
+            for module in names
+            for group in fsdp2_groups(module)
+            for each in group.fsdp_params
+        }
+        yield from ((fqn, kept.get(fqn, parameter)) for fqn, parameter in named_parameters([part]))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, detached; of a DTensor its local part, whatever its placements claim."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # to_local() would record autograd
+    return part.detach()  # not the DTensor: that would dispatch another operator
+
+
+def stored(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that hold it: of a sparse one, such as an embedding's gradient, its indices and its values."""
+    held = local(tensor)
+    return (held._indices(), held._values()) if held.layout == torch.sparse_coo else (held,)
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """A copy on the host, in numpy's own memory. bfloat16, which numpy lacks, becomes float32, which holds each of its
+    values exactly. Trap: what numpy has looked into cannot be resized any more, and FSDP frees what it gathered by that.
+    A tensor without memory keeps its shape alone."""
+    tensor = local(tensor)
+    if is_without_memory(tensor):
+        return np.broadcast_to(np.zeros((), numpys(tensor.dtype)), tuple(tensor.shape))
+    tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    found = np.empty(tuple(tensor.shape), numpys(tensor.dtype))
+    torch.from_numpy(found).copy_(tensor)
+    return found
+
+
+def numpys(dtype: torch.dtype) -> np.dtype[Any]:
+    return np.dtype("float32" if dtype == torch.bfloat16 else str(dtype).removeprefix("torch."))
+
+
+def parameter_evidence(
+    parts: Iterable[nn.Module], copied: Callable[[torch.Tensor], Any] = as_numpy
+) -> tuple[TensorEvidence, ...]:
+    """copied: what becomes of the value, if it is to be read later."""
+    own = (pair for part in parts for pair in (sharded_parameters if shards_of(part) else named_parameters)([part]))
+    return tuple(_tensor_evidence(fqn, parameter, copied(parameter)) for fqn, parameter in own)
+
+
+def _tensor_evidence(fqn: str, tensor: torch.Tensor, value: Any) -> TensorEvidence:
+    if tensor in _meshes:
+        return _as_noted(fqn, tensor, value)
+    return TensorEvidence(
+        fqn=fqn,
+        global_shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        mesh=tensor.device_mesh.mesh.tolist() if hasattr(tensor, "device_mesh") else None,
+        placements=placements(tensor),
+        value=value,
+    )
+
+
+def _as_noted(fqn: str, tensor: torch.Tensor, value: Any) -> TensorEvidence:
+    ranks, dim = _meshes[tensor]
+    shape = tuple(size * (len(ranks) if at == dim else 1) for at, size in enumerate(tensor.shape))
+    placement = "Replicate" if dim is None else f"Shard({dim})"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorEvidence(fqn, shape, dtype, list(ranks), (placement,), value)
+
+
+def placements(tensor: torch.Tensor) -> tuple[str, ...]:
+    """Claimed placements, one per mesh axis: "Replicate", "Shard(0)", "Partial", "StridedShard(0)"."""
+    return tuple(placement_text(placement) for placement in getattr(tensor, "placements", ()))
+
+
+def placement_text(placement: Any) -> str:
+    """Return a placement as `placements` has it."""
+    kind = type(placement).__name__.lstrip("_")
+    return f"{kind}({placement.dim})" if hasattr(placement, "dim") else kind
+
+
+def groups() -> tuple[Group, ...]:
+    """Every group this rank is a member of, except torch's stand-ins for axes of degree 1 (backend "fake"). A rank that runs
+    alone has no others, also for larger degrees."""
+    if not dist.is_initialized():
+        return ()
+    world = dist.distributed_c10d._world
+    found = []
+    for group, ranks in world.pg_group_ranks.items():
+        backend = world.pg_map[group][0] if group in world.pg_map else "unknown"
+        if group not in world.pg_map or -100 in ranks or not (of := members(group)):
+            continue
+        if backend != "fake" or len(of) > 1:
+            description = getattr(group, "group_desc", "") or ""
+            found.append(Group(world.pg_names.get(group, ""), of, str(backend), description))
+    return tuple(found)
+
+
+def wrappers(parts: Iterable[nn.Module]) -> dict[str, Wrapper]:
+    """What the data-parallel wrappers say of themselves, by module name ("" is the root)."""
+    found: dict[str, Wrapper] = {}
+    for part in parts:
+        for module, name in module_names(part).items():
+            wrapper = _wrappers.get(module) or _ddp(module) or _replicate(module) or _fsdp1(module) or _fsdp2(module)
+            if wrapper:
+                together = _gathered_together(module, part)
+                ignored = tuple(joined(name, fqn) for fqn in wrapper.ignored)
+                found[name] = dataclasses.replace(wrapper, parameters=together, ignored=ignored)
+    return found
+
+
+def _ddp(module: nn.Module) -> Wrapper | None:
+    if not isinstance(module, nn.parallel.DistributedDataParallel):
+        return None
+    return _ddp_of_kind("ddp", module, module)
+
+
+def _replicate(module: nn.Module) -> Wrapper | None:
+    """The composable DDP keeps its DistributedDataParallel aside, from the first forward pass on."""
+    for state in vars(module).get(STATE_KEY, {}).values():
+        ddp = state._ddp_weakref() if hasattr(state, "_ddp_weakref") else None
+        if ddp is not None:
+            return _ddp_of_kind("replicate", ddp, module)
+    return None
+
+
+def _ddp_of_kind(kind: str, ddp: nn.parallel.DistributedDataParallel, module: nn.Module) -> Wrapper:
+    """module: the one that it is put on."""
+    ranks, unused = members(ddp.process_group), bool(ddp.find_unused_parameters and not ddp.static_graph)
+    sizes = {True: 0, False: 0}  # of buffers, by whether they are floating-point numbers
+    for buffer in ddp.modules_buffers if ddp.broadcast_buffers else ():
+        sizes[buffer.is_floating_point()] += buffer.numel() * buffer.element_size()
+    return Wrapper(
+        kind,
+        replicate_ranks=ranks,
+        find_unused_parameters=unused,
+        float_buffers=sizes[True],
+        other_buffers=sizes[False],
+        comm_hook=str(ddp._get_ddp_logging_data().get("comm_hook", "")),
+        ignored=_ignored(ddp, module),
+    )
+
+
+def _ignored(ddp: Any, module: nn.Module) -> tuple[str, ...]:
+    """Return their names in the module. DDP also lists parameters as ignored whose all-reduce is delayed; it reduces these."""
+    own = {id(parameter) for parameter in (*ddp._module_parameters, *getattr(ddp, "_delay_all_reduce_params", ()))}
+    return tuple(plain_fqn(name) for name, parameter in module.named_parameters() if id(parameter) not in own)
+
+
+def _fsdp1(module: nn.Module) -> Wrapper | None:
+    """NO_SHARD reduces over the group that the other strategies shard over; the hybrid ones have one for each."""
+    if not isinstance(module, FullyShardedDataParallel):
+        return None
+    unit: Any = module
+    strategy, ranks = unit.sharding_strategy.name, members(unit.process_group)
+    if strategy == "NO_SHARD":
+        return Wrapper("fsdp1", replicate_ranks=ranks)
+    return Wrapper("fsdp1", ranks, members(unit._inter_node_pg) if "HYBRID" in strategy else ())
+
+
+def _fsdp2(module: nn.Module) -> Wrapper | None:
+    group = next(fsdp2_groups(module), None)
+    if group is None:
+        return None
+    meshes = [getattr(group.mesh_info, f"{axis}_process_group", None) for axis in ("shard", "replicate")]
+    shard_ranks, replicate_ranks = (() if mesh is None else members(mesh) for mesh in meshes)
+    return Wrapper(
+        "fsdp2",
+        shard_ranks,
+        replicate_ranks,
+        ranks_after_forward=getattr(group.post_forward_mesh_info, "shard_mesh_size", 1),
+        cpu_offload=any(parameter.offload_to_cpu for parameter in group.fsdp_params),
+        casts_to=_of_policy(group, "param_dtype"),
+        reduces_in=_of_policy(group, "reduce_dtype"),
+        backward_gathers=getattr(group, "unshard_in_backward", True),
+    )
+
+
+def switches(parts: Iterable[nn.Module]) -> dict[str, tuple[str, ...]]:
+    """What users set by methods of FSDP2's modules and by its policies, where it is not the usual; by module name."""
+    found = {
+        name: tuple(_switches(module, part))
+        for part in parts
+        for module, name in module_names(part).items()
+        if hasattr(module, "_get_fsdp_state")
+    }
+    return {name: said for name, said in found.items() if said}
+
+
+def _switches(module: Any, part: nn.Module) -> Iterator[str]:
+    state, groups = module._get_fsdp_state(), list(fsdp2_groups(module))
+    for name in ("unshard_in_backward", "reshard_after_backward"):
+        if not all(getattr(group, name, True) for group in groups):
+            yield f"{name} off"
+    policy = getattr(state, "_mp_policy", None)
+    if (dtype := getattr(policy, "output_dtype", None)) is not None:
+        yield f"output_dtype {str(dtype).removeprefix('torch.')}"
+    if not getattr(policy, "cast_forward_inputs", True):
+        yield "cast_forward_inputs off"
+    if any(getattr(parameter, "pin_memory", False) for group in groups for parameter in group.fsdp_params):
+        yield "offload to pinned memory"
+    names = {one: name or "the root" for one, name in module_names(part).items()}
+    for direction in ("forward", "backward"):
+        ahead = [other._modules[0] for other in getattr(state, f"_states_to_{direction}_prefetch", ())]
+        if ahead:
+            yield f"{direction} prefetch of {', '.join(names.get(one, '?') for one in ahead)}"
+    if module is part and getattr(state._state_ctx, "post_optim_event", None) is not None:
+        yield "post_optim_event"
+
+
+def _of_policy(group: Any, name: str) -> str:
+    dtype = getattr(getattr(group, "mp_policy", None), name, None)
+    return str(dtype or "").removeprefix("torch.")
+
+
+def _gathered_together(module: nn.Module, part: nn.Module) -> tuple[str, ...]:
+    """The parameters of an FSDP unit; of another wrapper none."""
+    names = module_names(part)
+    flat = flat_parameter(module)
+    if flat is not None:
+        return tuple(joined(names[module], plain_fqn(fqn)) for fqn in flat._fqns)
+    owners = [parameter._module_info for group in fsdp2_groups(module) for parameter in group.fsdp_params]
+    return tuple(joined(names[owner.module], owner.param_name) for owner in owners)
+
+
+def fsdp2_groups(module: nn.Module) -> Iterator[Any]:
+    """FSDP2 keeps one parameter group a module, in newer versions a list of them."""
+    get_state = attribute(module, "_get_fsdp_state")
+    if get_state is not None:
+        state = get_state()
+        group = getattr(state, "_fsdp_param_group", None)
+        yield from [group] if group is not None else getattr(state, "_fsdp_param_groups", ())
+
+
+def flat_parameter(module: nn.Module) -> Any:
+    """Return the vector of a unit of FSDP1; None for other modules."""
+    return getattr(attribute(module, "_handle"), "flat_param", None)
+
+
+def attribute(module: nn.Module, name: str) -> Any:
+    """Return an attribute that most modules lack, else None. getattr() takes microseconds to raise that it is missing."""
+    kind: Any = type(module)
+    if name in vars(module) or hasattr(kind, name) or kind.__getattr__ is not nn.Module.__getattr__:
+        return getattr(module, name, None)
+    return None

@@ -1,0 +1,125 @@
+"""Feeds the recorders where tensors have no memory.
+
+Operators on tensors without memory are answered before they come to a backend, and so above the recorders' kernels. This
+dispatch mode stands above those who answer, and reports to the same recorders what a kernel would report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from harness.core.probe.activity import ATTENTION, BATCHED, DRAWS, PRODUCTS
+from harness.core.probe.collectives import OPERATORS
+from harness.core.probe.storages import StorageRecorder
+
+if TYPE_CHECKING:
+    from harness.core.probe import Probe
+
+FUNCTIONAL = {
+    "all_reduce": ("all_reduce", False),
+    "all_gather_into_tensor": ("all_gather", True),
+    "reduce_scatter_tensor": ("reduce_scatter", False),
+    "all_to_all_single": ("all_to_all", False),
+    "broadcast": ("broadcast", False),
+}
+"""Functional collectives, without the ends "_", "_out" and "_coalesced" -> as the recorder calls it, and whether the unsharded
+tensor is the result."""
+DRAWN = ("rand", "randn", "rand_like", "randn_like", "bernoulli", "normal")
+"""Operators that a backend brings down to those of DRAWS, which draw into a tensor that is there."""
+COPIES = ("copy_", "clone", "_to_copy")
+
+
+BETWEEN = ("torch._compile", "torch._dynamo.eval_frame")
+"""torch has its compiler look away from what a dispatch mode does."""
+
+
+class Witness(TorchDispatchMode):
+    """Trap: it must leave DTensors to themselves, or what they do inside does not come by here.
+
+    What is computed of real integers alone, such as a mesh's ranks, remains real.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        super().__init__()
+        self._probe = probe
+        self._silent = 0
+        self.storages = StorageRecorder(probe.clock.where)
+
+    @contextlib.contextmanager
+    def silence(self) -> Iterator[None]:
+        """What torch does meanwhile, to find shapes, is not recorded."""
+        self._silent += 1
+        try:
+            yield
+        finally:
+            self._silent -= 1
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in kinds):
+            return NotImplemented
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "aten" and not kinds and name != "lift_fresh" and _of_real_integers((args, kwargs)):
+            with _disable_current_modes():
+                return func(*args, **(kwargs or {}))
+        if self._silent:
+            return func(*args, **(kwargs or {}))
+        if namespace == "c10d" and name in OPERATORS:
+            op, payload = OPERATORS[name]
+            self._probe.collectives._note(op, args[payload], args)
+        made = func(*args, **(kwargs or {}))
+        self.storages.made(made)
+        if namespace == "_c10d_functional":
+            self._functional(func, name, args, made)
+        elif namespace == "aten":
+            full = f"{name}.{func._overloadname}".removesuffix(".default")
+            self._computed(name, full, args, made, _caller(sys._getframe().f_back))
+        return made
+
+    def _functional(self, func: Any, name: str, args: Any, made: Any) -> None:
+        plain = name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
+        if plain in FUNCTIONAL:
+            op, of_result = FUNCTIONAL[plain]
+            group = dict(zip((each.name for each in func._schema.arguments), args, strict=False))["group_name"]
+            self._probe.collectives.note(
+                op, made if of_result else args[0], dist.distributed_c10d._resolve_process_group(group)
+            )
+
+    def _computed(self, name: str, full: str, args: Any, made: Any, caller: types.FrameType | None) -> None:
+        probe = self._probe
+        if full in PRODUCTS:
+            probe.activity.multiplied(args[PRODUCTS[full]])
+        elif full in BATCHED:
+            probe.activity.multiplied_batches(args[BATCHED[full]])
+        elif full in ATTENTION:
+            probe.activity.attended(ATTENTION[full], args[0])
+        elif full in DRAWS:
+            probe.activity.drew(args[0])
+        elif name in DRAWN:
+            probe.activity.drew(made)
+        elif name in COPIES and isinstance(args[1 if name == "copy_" else 0], torch.Tensor):
+            target, source = (args[0], args[1]) if name == "copy_" else (made, args[0])
+            probe.copies.copied(target, source, caller)
+        elif full == "cat":
+            probe.copies.joined(made, args[0], caller)
+
+
+def _of_real_integers(given: Any) -> bool:
+    tensors = [value for value in tree_leaves(given) if isinstance(value, torch.Tensor)]
+    return bool(tensors) and not any(tensor.is_floating_point() for tensor in tensors)
+
+
+def _caller(frame: types.FrameType | None) -> types.FrameType | None:
+    """Return the frame that called the operator."""
+    while frame is not None and frame.f_globals.get("__name__") in BETWEEN:
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,51 @@
+"""What `--json` prints: one document of each kind, with the data that the text is made of. schema.json says its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result
+from harness.core.report.as_data import as_data
+from harness.core.report.cause_text import diagnosis_line
+from harness.core.report.finding_text import SHOWN
+from harness.core.report.text import command
+
+SCHEMA_FILE = Path(__file__).with_name("schema.json")
+
+
+def case(judgement: Judgement) -> dict[str, Any]:
+    """Return all of it but where it lies and what shows it again, which change as the folder is moved."""
+    return {
+        "case": judgement.case.name,
+        "trainer": judgement.trainer,
+        "verdict": judgement.verdict,
+        "cause": diagnosis_line(judgement.diagnosis),
+        "fault": judgement.fault,
+        "fired": judgement.fired,
+        "expected_failure": judgement.expected_failure,
+        "results": judgement.results,
+        "diagnosis": judgement.diagnosis,
+        "measures": judgement.measures,
+        "gpu": judgement.gpu,
+        "seconds": judgement.seconds,
+        "made": {name: text for name, text in judgement.made.items() if name != "replaced"},
+        "replaced": judgement.replaced,
+    }
+
+
+def case_here(judgement: Judgement) -> dict[str, Any]:
+    """Return a case with its folder, and the command that runs it again from here."""
+    return case(judgement) | {"folder": judgement.folder, "again": command(judgement)}
+
+
+def shown_results(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return results as a report shows them: of many findings the first, and how many more there are."""
+    return [
+        as_data(replace(one, findings=one.findings[:SHOWN]))
+        | ({"more": len(one.findings) - SHOWN} if len(one.findings) > SHOWN else {})
+        for one in results
+    ]

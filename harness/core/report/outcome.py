@@ -1,0 +1,152 @@
+"""What became of one case of many, in plain values: a row of the grid, and a line of a run's record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.core.case.case import Case
+from harness.core.case.dims import AXES
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Verdict
+from harness.core.report.as_data import as_data
+from harness.core.report.cause_text import diagnosis_line
+from harness.core.report.documents import shown_results
+from harness.core.report.text import case_report, cause_text, command
+
+GREEN = (Verdict.PASS, Verdict.XFAIL)
+SKIPPED, ERROR = "SKIPPED", "ERROR"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one case."""
+
+    case: str
+    verdict: str  # SKIPPED or ERROR if there is none
+    ranks: int = 0
+    seconds: float = 0.0  # of its launches
+    reason: str = ""  # of SKIPPED or ERROR, or of a verdict that no cause explains
+    cause: str = ""
+    checks: dict[str, str] = field(default_factory=dict)  # the verdict of each
+    not_applicable: dict[str, str] = field(default_factory=dict)  # why checks had nothing to say
+    replaced: tuple[str, ...] = ()
+    report: str = ""  # unless it is PASS or XFAIL
+    layout: str = ""  # what was requested, in words
+    recipe: str = ""  # likewise
+    folder: str = ""  # the name of the one with the evidence
+    again: str = ""  # the command that runs it again
+    measures: dict[str, float] = field(default_factory=dict)  # what it took (`judge.measures`)
+    gpu: str = ""  # its name; empty on CPU
+    made_again: str = ""  # why it was made a second time
+    repeats: dict[str, Any] = field(default_factory=dict)  # of a failing case: what became of it when it was made again
+    tokens: int = 0  # of a step; 0 if not recorded
+    results: list[dict[str, Any]] = field(default_factory=list)  # unless it is PASS or XFAIL: checks' first findings
+    diagnosis: dict[str, Any] = field(default_factory=dict)  # unless it is PASS or XFAIL
+
+    @property
+    def skipped(self) -> bool:
+        return self.verdict == SKIPPED
+
+    @property
+    def failed(self) -> bool:
+        """Neither green nor skipped: broken, or something could not be judged."""
+        return not self.skipped and self.verdict not in GREEN
+
+
+def judged(judgement: Judgement) -> Outcome:
+    results, green = judgement.results, judgement.verdict in GREEN
+    return Outcome(
+        judgement.case.name,
+        str(judgement.verdict),
+        **_requested(judgement.case),
+        seconds=round(judgement.seconds, 3),
+        cause=diagnosis_line(judgement.diagnosis),
+        reason="" if judgement.diagnosis else cause_text(judgement),
+        checks={result.check: str(result.verdict) for result in results},
+        not_applicable={result.check: result.note for result in results if result.verdict is Verdict.NOT_APPLICABLE},
+        replaced=tuple(judgement.replaced),
+        made_again=judgement.made.get("again", ""),
+        report="" if green else case_report(judgement),
+        results=[] if green else shown_results(results),
+        diagnosis={} if green or judgement.diagnosis is None else as_data(judgement.diagnosis),
+        folder=judgement.folder.name,
+        again=command(judgement),
+        measures=judgement.measures,
+        gpu=judgement.gpu,
+    )
+
+
+def skipped(case: Case, reason: str) -> Outcome:
+    return Outcome(case.name, SKIPPED, **_requested(case), reason=reason)
+
+
+def problem(case: Case, reason: str) -> Outcome:
+    return Outcome(case.name, ERROR, **_requested(case), reason=reason)
+
+
+def _requested(case: Case) -> dict[str, Any]:
+    """What the case is of: its ranks, how they divide the work, and what they train."""
+    recipe, model = case.training, case.model.name
+    degrees = [f"{axis} {degree}" for axis, degree in zip(AXES, case.dims.degrees, strict=True) if degree > 1]
+    return {
+        "ranks": ranks_of(case),
+        "layout": ", ".join(degrees) or "one rank",
+        "tokens": recipe.global_batch * recipe.seq_len,
+        "recipe": f"{model}, {recipe.global_batch} x {recipe.seq_len} tokens, {recipe.dtype}, {recipe.optimizer}",
+    }
+
+
+def ranks_of(case: Case) -> int:
+    """The most that one of its launches has."""
+    return max(launched.dims.world_size for launched in case.launches.values())
+
+
+VERDICTS = frozenset({*map(str, Verdict), SKIPPED, ERROR})
+TYPES: dict[str, Any] = {
+    "str": str,
+    "int": int,
+    "float": (int, float),
+    "dict": dict,
+    "list": list,
+    "tuple": (list, tuple),
+}
+
+
+def _check(value: Mapping[str, Any]) -> None:
+    for each in dataclasses.fields(Outcome):
+        if each.name in value:
+            kind = str(each.type).partition("[")[0]
+            given = value[each.name]
+            if not isinstance(given, TYPES[kind]) or isinstance(given, bool):
+                raise TypeError(f"{each.name}: expected {each.type}, found {given!r}")
+    texts = {*value.get("checks", {}).values(), *value.get("not_applicable", {}).values(), *value.get("replaced", ())}
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("checks, not_applicable, replaced: expected texts")
+    if not all(type(number) in (int, float) for number in value.get("measures", {}).values()):
+        raise TypeError("measures: expected numbers")
+    unknown = {value["verdict"], *value.get("checks", {}).values()} - VERDICTS
+    if unknown:
+        raise ValueError(f"verdict {min(unknown)!r}: expected one of {', '.join(sorted(VERDICTS))}")
+
+
+def to_json(outcome: Outcome) -> dict[str, Any]:
+    """Return its fields, without empty ones."""
+    return {name: value for name, value in dataclasses.asdict(outcome).items() if value}
+
+
+def as_document(outcome: Outcome) -> dict[str, Any]:
+    """Return the data of it; what its report says is in `results` and `diagnosis`."""
+    return {name: value for name, value in to_json(outcome).items() if name != "report"}
+
+
+def from_json(value: Mapping[str, Any]) -> Outcome:
+    """Read one; fields that only a later version has are left out. TypeError for what is no outcome, also in one field, and
+    ValueError for a verdict that there is not."""
+    _check(value)
+    known = {each.name for each in dataclasses.fields(Outcome)}
+    return Outcome(
+        **{name: part for name, part in value.items() if name in known} | {"replaced": tuple(value.get("replaced", ()))}
+    )

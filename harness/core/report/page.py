@@ -1,0 +1,221 @@
+"""A whole run as one HTML file: causes first, each with its smallest case, then every case, then what each layout took.
+
+The file holds its styles and drawings and loads nothing. Colours only repeat what a word says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from harness.core.evidence.text import bytes_text, counted, visible
+from harness.core.judge.measures import BLOCKED, HELD, MOVED, PARAMETERS, PEAK, SECONDS
+from harness.core.judge.result import Verdict
+from harness.core.report.causes import causes, checks_text, why
+from harness.core.report.drawings import Drawn, Section
+from harness.core.report.grid import not_applicable, summary
+from harness.core.report.outcome import ERROR, SKIPPED, Outcome
+from harness.core.report.svg import spark
+from harness.core.report.text import MARKS
+
+TOKENS = "tokens per second"
+LETTERS = {**{str(verdict): letter for verdict, letter in MARKS.items()}, "XFAIL": "X", SKIPPED: "S", ERROR: "E"}
+"""The letter of each verdict, where many stand in a row."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """A verdict that a case had in an earlier run."""
+
+    began: str
+    """When that run began."""
+    commit: str
+    """The commit of that run, or "unknown"."""
+    verdict: str
+    """The verdict."""
+
+    @property
+    def letter(self) -> str:
+        return LETTERS.get(self.verdict, "?")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The evidence of a case that failed, and what is drawn of it."""
+
+    evidence: str = ""
+    """A link to it; empty if it is not beside the page or below, because a page moves with its folder."""
+    drawn: Drawn | None = None
+    """What is drawn of it."""
+    problem: str = ""
+    """Why nothing is drawn of it."""
+    place: str = ""
+    """The machine and folder where it was left."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A table of cases with one recipe."""
+
+    recipe: str
+    """The recipe, in words."""
+    columns: tuple[str, ...]
+    """The names of the measures."""
+    rows: tuple[tuple[str, ...], ...]
+    """Case, layout, ranks, and a text of each measure."""
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A measure of a case from night to night."""
+
+    case: str
+    """The case."""
+    measure: str
+    """Name of the measure."""
+    values: tuple[float | None, ...]
+    """A value for each night, the oldest first; None where there is none to compare."""
+
+    @property
+    def svg(self) -> str:
+        return spark(f"{self.case}: {self.measure}", self.values)
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """Return the texts of the first value, of the last but one, and of the last."""
+        known = [value for value in self.values if value is not None]
+        return (_amount(self.measure, known[0]), _amount(self.measure, known[-2]), _amount(self.measure, known[-1]))
+
+
+@dataclass(frozen=True)
+class Page:
+    """All that one page shows."""
+
+    outcomes: Sequence[Outcome]
+    """The cases, in the order of the run."""
+    provenance: Sequence[str]
+    """When, where and with which versions they ran."""
+    device: str = "cpu"
+    """All devices on which they ran."""
+    trainer: str = ""
+    """The trainer's name, or several; empty if it was not recorded."""
+    repository: str = ""
+    """The name of the repository in which the commands are typed, or several; empty outside of one."""
+    told: Sequence[str] = ()
+    """What is lacking or doubled in the runs."""
+    past: Mapping[str, Sequence[Past]] = field(default_factory=dict)
+    """Case -> its earlier verdicts, the oldest first."""
+    shown: Mapping[str, Shown] = field(default_factory=dict)
+    """Case that failed -> its evidence."""
+    since: Mapping[str, str] = field(default_factory=dict)
+    """Case -> the commit that broke it."""
+    trends: Sequence[Trend] = ()
+    """Measures that were not the same in all nights, the largest change of the last night first."""
+    title: str = ""
+    """What the page is of, where it is of no cases."""
+    sections: Sequence[Section] = ()
+    """What is shown of that."""
+
+    @property
+    def names(self) -> str:
+        """The trainer and the repository, as far as they are known."""
+        trainer = self.trainer and f"trainer {self.trainer}"
+        return ", ".join(filter(None, (trainer, self.repository and f"repository {self.repository}")))
+
+
+def is_page(text: str) -> bool:
+    """Return whether a text is a page of ours, of this version or an earlier one: by its head, and the first of its styles."""
+    head, _, styles = text.partition("</title>\n<style>\n:root {\n")
+    return head.startswith('<!doctype html>\n<html lang="en">') and styles.startswith(
+        "  --paper: #ffffff; --ink: #1b1f24"
+    )
+
+
+def html(page: Page) -> str:
+    """Return the whole file."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=lambda value: visible(value) if type(value) is str else value,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"svg": Markup, "why": why, "checks": checks_text, "kind": kind, "ranks": ranks}
+    judged = [outcome for outcome in page.outcomes if outcome.checks]
+    return environment.get_template("page.html").render(
+        page=page,
+        title=page.title or (summary(page.outcomes, None) if page.outcomes else "no case came to its end"),
+        causes=causes(page.outcomes),
+        tables=measured(page.outcomes, page.device),
+        not_applicable=not_applicable(judged) if judged else "",
+        letters=[(letter, verdict) for verdict, letter in LETTERS.items() if verdict != Verdict.NOT_APPLICABLE],
+        nothing=Shown(),
+        on_gpu=page.device == "cuda",
+    )
+
+
+def kind(verdict: str) -> str:
+    """Return the class of a verdict, which a colour repeats."""
+    return {"PASS": "good", "XFAIL": "good", "FAIL": "bad"}.get(verdict, "open")
+
+
+def ranks(outcome: Outcome) -> str:
+    """Return how many ranks the case has, in words."""
+    return counted(outcome.ranks, "rank")
+
+
+def measured(outcomes: Sequence[Outcome], device: str) -> list[Measured]:
+    """Return a table a recipe of the cases that passed, ordered by ranks. Times, peaks and the best are of GPUs only."""
+    by_recipe: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        if outcome.measures and outcome.verdict == Verdict.PASS:
+            by_recipe.setdefault(outcome.recipe, []).append(outcome)
+    on_gpu = device == "cuda"
+    return [_measured(recipe, sorted(some, key=_by_ranks), on_gpu=on_gpu) for recipe, some in by_recipe.items()]
+
+
+def _by_ranks(outcome: Outcome) -> tuple[int, str]:
+    return outcome.ranks, outcome.case
+
+
+def _measured(recipe: str, outcomes: Sequence[Outcome], *, on_gpu: bool) -> Measured:
+    order = (TOKENS, SECONDS, PEAK, HELD, PARAMETERS, MOVED)
+    names = dict.fromkeys(name for outcome in outcomes for name in measures(outcome, on_gpu=on_gpu))
+    columns = sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name))
+    rows = []
+    for outcome in outcomes:
+        peers = [other for other in outcomes if other.ranks == outcome.ranks] if on_gpu else []
+        cells = (_cell(name, outcome, peers, on_gpu=on_gpu) for name in columns)
+        rows.append((outcome.case, outcome.layout, str(outcome.ranks), *cells))
+    return Measured(recipe, tuple(columns), tuple(rows))
+
+
+def measures(outcome: Outcome, *, on_gpu: bool) -> dict[str, float]:
+    """Return what is worth comparing: bytes on any device; on GPUs also seconds of a step and tokens per second."""
+    timed = (SECONDS, PEAK) if not on_gpu else ()
+    found = {name: value for name, value in outcome.measures.items() if not name.startswith((*timed, BLOCKED))}
+    if on_gpu and outcome.tokens and outcome.measures.get(SECONDS):
+        found[TOKENS] = outcome.tokens / outcome.measures[SECONDS]
+    return found
+
+
+def _cell(name: str, outcome: Outcome, peers: Sequence[Outcome], *, on_gpu: bool) -> str:
+    """Return the text of a measure. peers: the cases among which the best is marked."""
+    value = measures(outcome, on_gpu=on_gpu).get(name)
+    if value is None:
+        return "-" if name.startswith(f"{MOVED} ") else "not observed"
+    others = [found[name] for peer in peers if name in (found := measures(peer, on_gpu=on_gpu))]
+    best, word = (max(others, default=0), "most") if name == TOKENS else (min(others, default=0), "least")
+    return f"{_amount(name, value)} ({word})" if value == best and len(set(others)) > 1 else _amount(name, value)
+
+
+def _amount(name: str, value: float) -> str:
+    if name == TOKENS:
+        return f"{value:,.0f}"
+    timed = name == SECONDS or name.startswith(BLOCKED)
+    return f"{value:.3g} s" if timed else bytes_text(value) if value else "0 B"

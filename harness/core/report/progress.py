@@ -1,0 +1,89 @@
+"""What a person sees while cases or faults run: on a terminal one line that changes, elsewhere a line for each that ended.
+
+A single case has a line on a terminal only.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TextIO
+
+from harness.core.evidence.text import visible
+from harness.core.report.output import say, write
+
+INTERVAL = 0.5  # seconds between two drawings of the line
+CLEAR = "\r\033[K"
+
+
+class Progress:
+    """started() may be called by any thread, the rest by one. weights: by name, what each takes beside the others."""
+
+    def __init__(self, weights: Mapping[str, float], stream: TextIO) -> None:
+        self.stream, self.terminal = stream, bool(stream and stream.isatty())
+        self.began = time.monotonic()
+        self.weights = weights
+        self.running: list[str] = []
+        self.done: list[str] = []
+
+    def started(self, name: str) -> None:
+        self.running.append(name)
+
+    def finished(self, name: str, outcome: str, seconds: float) -> None:
+        self.running.remove(name)
+        self.done.append(name)
+        if not self.terminal:
+            say(f"{self.count()}  {outcome:<8} {name}  {seconds:.1f} s", to=self.stream)
+
+    def draw(self) -> None:
+        if self.terminal:
+            draw_line(self.line(), self.stream)
+
+    def clear(self) -> None:
+        if self.terminal:
+            write(CLEAR, self.stream)
+
+    def line(self) -> str:
+        return f"{self.count()}  {self.elapsed():.0f} s{self.left()}  running: {', '.join(self.running)}"
+
+    def count(self) -> str:
+        return f"{len(self.done):>{len(str(len(self.weights)))}} of {len(self.weights)}"
+
+    def left(self) -> str:
+        done = sum(self.weights[name] for name in self.done)
+        todo = sum(self.weights.values()) - done
+        return f", about {self.elapsed() * todo / done:.0f} s left" if done else ""
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.began
+
+
+def draw_line(line: str, stream: TextIO) -> None:
+    """Write a line in the place of the one before."""
+    width = shutil.get_terminal_size().columns - 1
+    write("\r" + visible(line)[:width].ljust(width), stream)
+
+
+@contextmanager
+def stages(name: str, stream: TextIO) -> Iterator[Callable[[str], None]]:
+    """Yield what takes the name of each stage as it begins. On a terminal a line shows it until the block ends."""
+    now, began, ended = [""], time.monotonic(), threading.Event()
+
+    def drawn() -> None:
+        while not ended.wait(INTERVAL):
+            draw_line(f"{name}  {time.monotonic() - began:.0f} s  {now[-1]}", stream)
+
+    drawing = threading.Thread(target=drawn, daemon=True)
+    if not (stream and stream.isatty()):
+        yield now.append
+        return
+    drawing.start()
+    try:
+        yield now.append
+    finally:
+        ended.set()
+        drawing.join()
+        write(CLEAR, stream)

@@ -1,0 +1,169 @@
+"""Drawings as SVG inside of a page: as wide as a phone, in the page's own colours, nothing that only a colour shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from harness.core.evidence.text import visible
+
+WIDTH = 360  # a phone's; on wide screens drawings stand beside each other
+ROW, HEIGHT, SPARK = 18, 190, 120
+LETTER = 6.1  # the width of one of 10 px, in a font in which all are as wide; a page has such a font for strips
+BAR = 100  # at least, however long the texts beside it are
+LANE = 620  # the width of a row of times
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A row: a rank and its bar."""
+
+    rank: str
+    """The rank's number, which is always shown whole."""
+    place: str
+    """Its place on each axis; empty for a single rank."""
+    start: float
+    """Where the part begins, from 0 to 1."""
+    stop: float
+    """Where the part ends, from 0 to 1."""
+    text: str
+    """What stands to the right of the bar."""
+    odd: bool = False
+    """Whether the part is not as requested."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line over steps."""
+
+    label: str
+    """What it is."""
+    values: Sequence[float | None]
+    """A value for each step; a step without one leaves a gap."""
+    kind: str
+    """Its CSS class."""
+
+
+def strips(title: str, rows: Sequence[Strip]) -> str:
+    """Draw one row below the other, as wide as their texts need. An anomalous part is hatched as well as coloured."""
+    number = LETTER * max(len(row.rank) for row in rows)
+    left = number + LETTER * (max(len(visible(row.place)) for row in rows) + 2)
+    right = LETTER * (max(len(visible(row.text)) for row in rows) + 1)
+    width = max(WIDTH, math.ceil(left + BAR + right))
+    room = width - left - right
+    parts = []
+    for index, row in enumerate(rows):
+        top, at = index * ROW + 4, left + row.start * room
+        parts += [
+            _text(number, top + 10, row.rank, "end"),
+            _text(number + LETTER, top + 10, row.place, "start"),
+            f'<rect class="whole" x="{left:.1f}" y="{top}" width="{room:.1f}" height="12"/>',
+            f'<rect class="{"odd" if row.odd else "part"}" x="{at:.1f}" y="{top}" '
+            f'width="{(row.stop - row.start) * room:.1f}" height="12"/>',
+            _text(width - right + LETTER, top + 10, row.text, "start"),
+        ]
+    return _svg(title, len(rows) * ROW + 6, parts, width=width, kind="strips")
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stretch of time in a row."""
+
+    start: float
+    """When it begins, in seconds of the picture."""
+    stop: float
+    """When it ends."""
+    text: str
+    """What it is, which a browser shows beside the pointer."""
+    odd: bool = False
+    """Whether somebody waits in it: hatched as well as coloured."""
+
+
+def lanes(title: str, rows: Sequence[tuple[str, Sequence[Bar]]], length: float) -> str:
+    """Draw rows of bars below each other over one time, each row with its name."""
+    left = LETTER * (max(len(visible(name)) for name, _ in rows) + 1)
+    width, parts = math.ceil(left + LANE), []
+    for index, (name, bars) in enumerate(rows):
+        top = index * ROW + 4
+        parts += [
+            _text(0, top + 10, name, "start"),
+            f'<rect class="whole" x="{left:.1f}" y="{top}" width="{LANE}" height="12"/>',
+        ]
+        for bar in bars:
+            at, wide = LANE * bar.start / length, max(LANE * (bar.stop - bar.start) / length, 0.4)
+            kind, said = "odd" if bar.odd else "part", escape(visible(bar.text))
+            place = f'x="{left + at:.1f}" y="{top}" width="{wide:.1f}" height="12"'
+            parts.append(f'<rect class="{kind}" {place}><title>{said}</title></rect>')
+    return _svg(title, len(rows) * ROW + 6, parts, width=width, kind="strips")
+
+
+def curves(title: str, steps: Sequence[int], lines: Sequence[Curve], *, log: bool = False) -> str:
+    """Draw lines over steps. log: values of 0 stand on the lowest line."""
+    known = [value for line in lines for value in line.values if value is not None and math.isfinite(value)]
+    low, high = _log_range(known) if log else _range(known)
+    room, bottom = WIDTH - 60 - 14, HEIGHT - 26
+
+    def across(index: int) -> float:
+        return 60 + (room * index / (len(steps) - 1) if len(steps) > 1 else room / 2)
+
+    def up(value: float) -> float:
+        value = (math.log10(value) if value > 0 else low) if log else value
+        return bottom - (bottom - 8) * (min(max(value, low), high) - low) / (high - low)
+
+    parts = []
+    for level in (low, (low + high) / 2, high):
+        said = f"1e{level:.0f}" if log else f"{level:.4g}"
+        at = up(10**level if log else level)
+        parts += [f'<line class="level" x1="60" x2="{WIDTH - 14}" y1="{at:.1f}" y2="{at:.1f}"/>']
+        parts += [_text(56, at + 4, said, "end")]
+    parts += [_text(across(index), HEIGHT - 10, str(step), "middle") for index, step in _some(steps)]
+    parts += [_line(line, across, up) for line in lines]
+    return _svg(title, HEIGHT, parts)
+
+
+def spark(title: str, values: Sequence[float | None]) -> str:
+    """Draw one line as high as a row of text, from 0 to its largest value."""
+    most = max((value for value in values if value is not None), default=0.0) or 1.0
+    across = (SPARK - 8) / max(1, len(values) - 1)
+    line = Curve(title, values, "observed")
+    drawn = _line(line, lambda index: 4 + across * index, lambda value: ROW + 2 - (ROW - 4) * value / most)
+    return _svg(title, ROW + 6, [drawn], width=SPARK, kind="spark")
+
+
+def _line(line: Curve, across: Callable[[int], float], up: Callable[[float], float]) -> str:
+    seen = [(i, v) for i, v in enumerate(line.values) if v is not None and math.isfinite(v)]
+    points = " ".join(f"{across(index):.1f},{up(value):.1f}" for index, value in seen)
+    dots = "".join(f'<circle cx="{across(i):.1f}" cy="{up(v):.1f}" r="3"/>' for i, v in seen)
+    return f'<g class="curve {line.kind}"><polyline points="{points}"/>{dots}</g>'
+
+
+def _range(known: Sequence[float]) -> tuple[float, float]:
+    low, high = (min(known), max(known)) if known else (0.0, 1.0)
+    margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    return low - margin, high + margin
+
+
+def _log_range(known: Sequence[float]) -> tuple[float, float]:
+    """Whole decades with a whole one in the middle."""
+    powers = [math.log10(value) for value in known if value > 0]
+    low, high = (math.floor(min(powers)), math.ceil(max(powers))) if powers else (-17, -15)
+    high = max(high, low + 2)
+    return low, high + (high - low) % 2
+
+
+def _some(steps: Sequence[int]) -> list[tuple[int, int]]:
+    """Return at most eight labels."""
+    every = max(1, math.ceil(len(steps) / 8))
+    return [(index, step) for index, step in enumerate(steps) if index % every == 0]
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(visible(text))}</text>'
+
+
+def _svg(title: str, height: int, parts: Sequence[str], *, width: int = WIDTH, kind: str = "curves") -> str:
+    label = escape(visible(title))
+    head = f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
+    return head + "".join(parts) + "</svg>"

@@ -1,0 +1,106 @@
+"""What the rings bring to the core: names, each of which is imported when it is needed.
+
+The core imports no ring. A ring is a package beside the core, and `RING` in it is one table of texts. "module:name" is what a
+module has by that name. No entry points: the project also runs uninstalled, by PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+NAMES = ("adapters", "recording", "clusters", "nights", "faults", "hypotheses")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """What one ring brings. Where several rings bring the same, theirs follow each other in the order of NAMES."""
+
+    commands: Mapping[str, str] = field(default_factory=dict)
+    """Command -> its line of help. The ring has two files of its name: cli/ says what can be typed, cli/work/ does it."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Command of the core -> a function (parser) that adds options to it."""
+    run_options: Sequence[str] = ()
+    """Functions (args, trainer) that return what the ring's own options say of a run, as fields of run.options.Options."""
+    instead: Mapping[str, str] = field(default_factory=dict)
+    """Command of the core -> a function (args) that does what the ring's options ask for: its exit code, else None."""
+    selections: Sequence[str] = ()
+    """Functions (cases, args) that return the cases to run and a sentence on them; None where nothing asks for it."""
+    machines: Sequence[str] = ()
+    """Functions (args, options) that return where cases run (run.matrix.Machines); None where that is this machine."""
+    rank_wrappers: Mapping[str, str] = field(default_factory=dict)
+    """Key of a rank's options -> a function (options, rank) that returns what the rank runs in, a context manager."""
+    judged: Sequence[str] = ()
+    """Functions (case, options, folder, judgement) that are called when a case was run and judged."""
+    trainers: Mapping[str, str] = field(default_factory=dict)
+    """Name of a trainer -> module with its `adapter`."""
+    suspects: Sequence[str] = ()
+    """Functions that propose causes (causes.hypothesis.Suspects), which are judged again."""
+    costly: Sequence[str] = ()
+    """The same, of those that compute models to propose something."""
+    facts: Sequence[str] = ()
+    """Functions that say what a check saw directly (causes.hypothesis.Facts)."""
+    called: Mapping[str, str] = field(default_factory=dict)
+    """Name by which the core asks for one function -> that function."""
+
+
+@functools.cache
+def rings() -> Mapping[str, Ring]:
+    """Return those that are installed, by name."""
+    places = {name: f"{__name__.split('.')[0]}.{name}" for name in NAMES}
+    return {name: importlib.import_module(at).RING for name, at in places.items() if importlib.util.find_spec(at)}
+
+
+def loaded(place: str) -> Any:
+    """Return what lies at "module:name"."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def all_of(field: str) -> Iterator[Callable[..., Any]]:
+    """Yield what all rings have in one of the fields that are sequences."""
+    for ring in rings().values():
+        yield from map(loaded, getattr(ring, field))
+
+
+def in_order(field: str, own: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what the core and all rings have in one of the fields that are sequences, as rings order it.
+
+    A text without a module is the name of one of the core's own. What no ring names comes first.
+    """
+    places = [place for ring in rings().values() for place in getattr(ring, field)]
+    named = {one.__name__: one for one in own}
+    first = [one for name, one in named.items() if name not in places]
+    return (*first, *(named[place] if place in named else loaded(place) for place in places))
+
+
+def table(field: str) -> dict[str, str]:
+    """Return one of the fields that are tables, of all rings together."""
+    return {key: place for ring in rings().values() for key, place in getattr(ring, field).items()}
+
+
+def every(field: str, key: str) -> Iterator[Callable[..., Any]]:
+    """Yield what rings have by this key in one of the fields that are tables."""
+    for ring in rings().values():
+        if key in getattr(ring, field):
+            yield loaded(getattr(ring, field)[key])
+
+
+def one(field: str, key: str) -> Callable[..., Any]:
+    """Return what a ring has by this key in one of the fields that are tables. Raise LookupError where none has."""
+    for found in every(field, key):
+        return found
+    raise LookupError(f"no ring has {key!r} among its {field}")
+
+
+def commands() -> dict[str, tuple[str, str]]:
+    """Return the package that has a ring's command, and the command's line of help, by command."""
+    return {
+        command: (f"{__name__.split('.')[0]}.{name}.cli", help)
+        for name, ring in rings().items()
+        for command, help in ring.commands.items()
+    }

@@ -1,0 +1,90 @@
+"""A failing case is made again in fresh ranks. What does not fail again depends on timing, or on the hardware."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.core.case.case import Case
+from harness.core.evidence.store import EvidenceError, load_run
+from harness.core.judge.result import Verdict
+from harness.core.judge.twice import Difference, first_difference
+from harness.core.report.outcome import GREEN, Outcome
+from harness.core.report.repeats_text import repeats_text
+from harness.core.report.text import wrapped
+from harness.core.run.folders import folder_of
+from harness.core.run.options import Options
+
+MOST = 3
+"""Cases of one cause that are made again in a run: if hundreds fail alike, some tell enough."""
+
+
+@dataclass
+class Again:
+    """What makes the failing cases of one run again."""
+
+    times: int
+    """How often each is made again."""
+    _of_cause: Counter[str] = field(default_factory=Counter)
+    """Cause -> cases with it so far."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Cases end in several threads."""
+
+    def outcome(self, case: Case, options: Options, make: Callable[[Case, Options], Outcome]) -> Outcome:
+        """Make the case; return what became of it, and where it fails what became of it again. A deliberate mistake is not made
+        again."""
+        first = make(case, options)
+        if options.fault or not self.times or first.verdict != Verdict.FAIL or not self._is_wanted(first):
+            return first
+        further = [dataclasses.replace(options, nth=number) for number in range(1, self.times + 1)]
+        return _with_repeats(first, _told(case, first, options, further, make))
+
+    def _is_wanted(self, outcome: Outcome) -> bool:
+        cause = " ".join(outcome.diagnosis.get("kinds", ())) or outcome.cause or outcome.reason
+        with self._lock:
+            self._of_cause[cause] += 1
+            return self._of_cause[cause] <= MOST
+
+
+def _with_repeats(first: Outcome, repeats: dict[str, Any]) -> Outcome:
+    """Return the outcome with what became of it again. A mistake of the code would show each time; so what did not fail again
+    has no other cause."""
+    text, verdicts = repeats_text(repeats), repeats["verdicts"]
+    once = Verdict.FAIL not in verdicts and any(verdict in GREEN for verdict in verdicts)
+    head, *lines = _without_cause(first) if once else first.report.splitlines()
+    told = dataclasses.replace(first, repeats=repeats, report="\n".join([head, *wrapped(text, "  "), *lines]))
+    return dataclasses.replace(told, cause=text, diagnosis={}) if once else told
+
+
+def _without_cause(outcome: Outcome) -> list[str]:
+    """Return the lines of its report, but those before the first empty one, which are about the cause."""
+    lines = outcome.report.splitlines()
+    rest = lines[lines.index("") :] if "" in lines else []
+    return [f"{outcome.verdict} {outcome.case}", f"  again             {outcome.again}", *rest]
+
+
+def _told(
+    case: Case, first: Outcome, options: Options, further: list[Options], make: Callable[[Case, Options], Outcome]
+) -> dict[str, Any]:
+    made = [make(case, each) for each in further]
+    told: dict[str, Any] = {
+        "verdicts": [one.verdict for one in made],
+        "alike": sum(one.verdict == Verdict.FAIL and one.cause == first.cause for one in made),
+        "folders": [str(folder_of(case, each)) for each in (options, *further)],
+    }
+    differences = (_difference(case, options, each) for each in further)
+    if difference := next(filter(None, differences), None):
+        told["differs"] = dataclasses.asdict(difference)
+    return told
+
+
+def _difference(case: Case, one: Options, other: Options) -> Difference | None:
+    """Return None also where one of them left no evidence to compare."""
+    try:
+        return first_difference(*(load_run(folder_of(case, each) / "run") for each in (one, other)))
+    except EvidenceError:
+        return None

@@ -1,0 +1,71 @@
+"""Which library carries the collectives of a case's ranks, and what ranks that share a GPU need for that.
+
+Since 2.30 NCCL lets several ranks share a GPU, where a variable says so; before that it refuses ("Duplicate GPU detected").
+gloo carries tensors of GPUs too, through the host's memory: all collectives, but no sends and receives.
+"""
+
+from __future__ import annotations
+
+from harness.core import trainers
+from harness.core.case.case import Case
+from harness.core.run.options import Options
+
+SHARES_GPUS_SINCE = (2, 30)
+BACKEND = "HARNESS_BACKEND"
+"""In a rank's environment: what `support/process_group.py` says to a trainer that asks."""
+
+
+def backend(options: Options) -> str:
+    """NCCL on GPUs, but gloo for ranks that share one where NCCL is too old; or what was requested."""
+    if options.device == "cpu":
+        return "gloo"
+    shared_by_gloo = options.ranks_per_gpu > 1 and nccl_version() < SHARES_GPUS_SINCE
+    return options.backend or ("gloo" if shared_by_gloo else "nccl")
+
+
+def environment(options: Options, case: Case) -> dict[str, str]:
+    """The variables of ranks on GPUs. cuBLAS adds up in one order only with a workspace of this size, read when CUDA starts."""
+    if options.device == "cpu":
+        return {}
+    repeats = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if case.runs > 1 else {}
+    shares = options.ranks_per_gpu > 1 and backend(options) == "nccl"
+    return {BACKEND: backend(options), **({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if shares else {}), **repeats}
+
+
+def device_text(options: Options) -> str:
+    shared = f", {options.ranks_per_gpu} ranks share one" if options.ranks_per_gpu > 1 else ""
+    return f"{options.device}{shared}{f', {options.backend}' if options.backend else ''}"
+
+
+def gpus_needed(world_size: int, options: Options) -> int:
+    return -(-world_size // options.ranks_per_gpu)
+
+
+def replaced(options: Options) -> list[str]:
+    """What does not run as it does on one GPU a rank: said with every verdict."""
+    if options.device == "cpu" or (options.ranks_per_gpu == 1 and backend(options) == "nccl"):
+        return []
+    shared = f"up to {options.ranks_per_gpu} ranks share a GPU" if options.ranks_per_gpu > 1 else "--backend gloo"
+    by = "by gloo, through the host" if backend(options) == "gloo" else "with NCCL_MULTI_RANK_GPU_ENABLE"
+    return [f"communication: NCCL {by} ({shared})"]
+
+
+def obstacle(case: Case, options: Options) -> str:
+    """Why a case's ranks could not talk so; empty if they can."""
+    if options.device == "cpu" or backend(options) == "nccl":
+        return ""
+    version = ".".join(map(str, nccl_version()))
+    if "gloo" not in trainers.load(options.trainer).backends:
+        return f"{options.trainer} joins no group of gloo on GPUs, and NCCL {version} lets no two ranks share one (2.30 does)"
+    if any(launched.dims.pp > 1 for launched in case.launches.values()):
+        return "pp with gloo on GPUs: gloo sends no tensor of a GPU from one rank to another"
+    return ""
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return NCCL's version in the installed torch; (0,) if it has none. Asks the library, not a GPU."""
+    import torch
+
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return (0,)
+    return tuple(torch.cuda.nccl.version())

@@ -1,0 +1,51 @@
+"""Reading what a trainer exported: all *.safetensors, *.bin, *.pt and *.pth of a folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.core.evidence.exported import ExportedTensor
+
+SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def read_export(folder: Path) -> dict[str, ExportedTensor]:
+    """Return every floating-point tensor by its name. Raises what a damaged file makes torch or json raise."""
+    found: dict[str, ExportedTensor] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix == ".safetensors":
+            found |= dict(_safetensors(path.read_bytes()))
+        elif path.suffix in (".bin", ".pt", ".pth"):
+            found |= dict(_pickled(path))
+    return found
+
+
+def _safetensors(data: bytes) -> Iterator[tuple[str, ExportedTensor]]:
+    """The format: the length of a JSON header in 8 bytes, the header, and the bytes of all tensors."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    for name, one in json.loads(data[8:start]).items():
+        if name == "__metadata__" or one["dtype"] not in SAFETENSORS:
+            continue
+        dtype, (begin, _) = SAFETENSORS[one["dtype"]], one["data_offsets"]
+        stored, count = np.dtype("uint16" if dtype == "bfloat16" else dtype), math.prod(one["shape"])
+        value = np.frombuffer(data, stored, count, start + begin)
+        if dtype == "bfloat16":
+            value = (value.astype(np.uint32) << 16).view(np.float32)
+        yield name, ExportedTensor(dtype, value.reshape(one["shape"]))
+
+
+def _pickled(path: Path) -> Iterator[tuple[str, ExportedTensor]]:
+    import torch
+
+    from harness.core.probe.structure import as_numpy
+
+    state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    for name, value in (state.get("model", state) if isinstance(state, dict) else {}).items():
+        if torch.is_tensor(value) and value.is_floating_point():
+            yield name, ExportedTensor(str(value.dtype).removeprefix("torch."), as_numpy(value))

@@ -1,0 +1,61 @@
+"""Where the evidence of a run lies, so that no two kinds of run take each other's place."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.core.case.case import Case
+from harness.core.case.trainer_spec import TrainerSpec
+from harness.core.evidence.own_folders import CASE_FOLDER, emptied
+from harness.reference.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from harness.core.run.options import Options
+
+
+def folder_of(case: Case, options: Options) -> Path:
+    """OUT/CASE, and with a + what is not the usual: trainer@source, fault, another seed or dtype, device, sharing, again."""
+    parts = [case.name]
+    parts += [trainer_label(options.trainer)] if options.trainer != "llama3" else []
+    parts += [options.fault.rpartition(":")[2]] if options.fault else []
+    parts += [f"seed_{case.training.seed}"] if not case.file and case.training.seed != TrainingConfig().seed else []
+    parts += [case.training.dtype] if not case.file and case.training.dtype != TrainingConfig().dtype else []
+    parts += [options.device] if options.device != "cpu" else []
+    parts += [f"{options.ranks_per_gpu}_ranks_per_gpu"] if options.ranks_per_gpu > 1 else []
+    parts += [options.backend] if options.backend else []
+    parts += [f"again_{options.nth}"] if options.nth else []
+    return options.out / "+".join(parts)
+
+
+def trainer_label(spec: str) -> str:
+    """NAME, or NAME@SOURCE with the last part of the source's path and six digits of all of it."""
+    trainer = TrainerSpec.parse(spec)
+    digest = hashlib.sha256(trainer.source.encode()).hexdigest()[:6]
+    last = re.sub(r"[^\w.-]", "_", Path(trainer.source).name)[:40]
+    return Path(trainer.name).stem + (f"@{last}-{digest}" if trainer.source else "")
+
+
+def without_source(name: str) -> str:
+    """The same folder's name for whatever source of the trainer."""
+    return re.sub(r"@[^+]*", "", name)
+
+
+def case_folders(folders: Sequence[Path]) -> list[Path]:
+    """The folders themselves, or for a folder of such folders those in it."""
+    found = []
+    for folder in folders:
+        inside = sorted(path.parent for path in folder.glob("*/case.json"))
+        found += inside if inside and not (folder / "case.json").exists() else [folder]
+    return found
+
+
+def fresh_folder(folder: Path) -> Path:
+    """Return a case's folder, empty and ours. Raises EvidenceError for one in which anything is not of this harness.
+
+    case.json is written first and deleted last. So a run that is killed in between leaves a folder that the next run takes.
+    """
+    return emptied(folder, CASE_FOLDER)

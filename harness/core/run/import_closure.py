@@ -1,0 +1,75 @@
+"""Which of the harness's own files a process runs: those of some modules, and of all that these import, however deep.
+
+Sources are read and not run. A module counts as imported wherever the import stands, in a function as well, and if a text
+names it, as "harness.core.run.rank_main:rank" does. What is loaded by a name that is put together as the program runs is not
+seen: who asks names it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from harness import ROOT
+
+
+def files_run_by(entries: Iterable[str]) -> list[Path]:
+    """Return the sources of these modules or packages, each with all that is in it, and of all that they import; sorted.
+
+    Raises LookupError for an entry that is no module of the harness.
+    """
+    sources = module_files()
+    found: set[str] = set()
+    waiting: list[str] = []
+    for entry in entries:
+        inside = [module for module in sources if module == entry or module.startswith(f"{entry}.")]
+        if not inside:
+            raise LookupError(f"{entry}: no module of the harness")
+        waiting += inside
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found.add(module)
+            waiting += imports_of(module)
+    return sorted(sources[module] for module in found)
+
+
+@functools.cache
+def module_files() -> dict[str, Path]:
+    """Return the file of each module of the harness, by its name. The reference lies behind a link, which no glob follows."""
+    package = ROOT / "harness"
+    files = {*package.rglob("*.py"), *(package / "reference").glob("*.py")}
+    return {_name_of(file): file for file in files}
+
+
+def _name_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@functools.cache
+def imports_of(module: str) -> frozenset[str]:
+    """Return the modules of the harness that a module names, with the packages around them."""
+    tree = ast.parse(module_files()[module].read_bytes())
+    named = {name for node in ast.walk(tree) for name in _names_in(node, _package_of(module))}
+    around = {".".join(name.split(".")[:depth]) for name in named for depth in range(1, name.count(".") + 2)}
+    return frozenset(around & module_files().keys())
+
+
+def _package_of(module: str) -> str:
+    return module if module_files()[module].stem == "__init__" else module.rpartition(".")[0]
+
+
+def _names_in(node: ast.AST, package: str) -> Iterator[str]:
+    """Yield what may be names of modules in a statement or in a text."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        base = ".".join([*above, *([node.module] if node.module else [])])
+        yield base
+        yield from (f"{base}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("harness."):
+        yield node.value.partition(":")[0]

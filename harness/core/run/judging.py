@@ -1,0 +1,66 @@
+"""From a folder of stored evidence to a judgement. Starts nothing, writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from harness.core.checks import judge
+from harness.core.evidence.records import Run
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.measured import undeclared
+from harness.core.judge.measures import measured
+from harness.core.judge.result import Diagnosis, Result, Verdict
+from harness.core.judge.stored_trial import load_trial
+from harness.core.judge.trial import Trial
+
+
+def judge_folder(folder: Path) -> Judgement:
+    """Judges stored evidence: reads and computes; starts nothing, writes nothing. Raises EvidenceError."""
+    trial = load_trial(folder)
+    with np.errstate(over="ignore", invalid="ignore"):  # a number that went wrong is a finding
+        results = judge(trial)
+        diagnosis = _diagnosed(trial, results)
+    return Judgement(
+        case=trial.case,
+        folder=folder,
+        results=results,
+        diagnosis=diagnosis,
+        seconds=sum(run.seconds for run in _runs(trial)),
+        fault=trial.run.fault,
+        fired=_fired(trial, folder),
+        trainer=trial.run.trainer,
+        made=trial.run.made,
+        measures=measured(trial),
+        gpu=_gpu(trial),
+        observed=undeclared(trial.traits),
+    )
+
+
+def _diagnosed(trial: Trial, results: Sequence[Result]) -> Diagnosis | None:
+    """Importing what diagnoses takes a tenth of a second, for which a run without a failing check need not wait."""
+    if not any(result.verdict is Verdict.FAIL for result in results):
+        return None
+    from harness.core.causes import diagnose
+
+    return diagnose(trial, results)
+
+
+def _gpu(trial: Trial) -> str:
+    """What ranks say that they computed on; empty on CPU."""
+    names = {evidence.environment.get("device", "cpu") for evidence in trial.ranks.values()} - {"cpu"}
+    return ", ".join(sorted(names))
+
+
+def _runs(trial: Trial) -> list[Run]:
+    return [launched.run for launched in trial.launches] + ([trial.repeat] if trial.repeat else [])
+
+
+def _fired(trial: Trial, folder: Path) -> bool | None:
+    """Whether the fault's code ran on some rank, even one that died of it; None without a fault."""
+    if trial.run.fault is None:
+        return None
+    fired = (evidence.fault for launched in trial.launches for evidence in launched.ranks.values())
+    return any(fired) or any(folder.glob("*/ranks/*.fired"))

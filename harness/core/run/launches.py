@@ -1,0 +1,245 @@
+"""The launches of a case: its ranks, those of the launches it resumes from, and the reading of their checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import shlex
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from harness.core import trainers
+from harness.core.case import case_files
+from harness.core.case.case import Case, CaseError, to_json
+from harness.core.case.trainer_repository import repository_of
+from harness.core.case.trainer_spec import TrainerSpec
+from harness.core.evidence.own_folders import list_trainer_files
+from harness.core.evidence.reading import read_json
+from harness.core.evidence.records import Run
+from harness.core.evidence.store import save_run
+from harness.core.launch import Exit, Job, launch
+from harness.core.run import communication
+from harness.core.run.commit import commit_of, commit_of_harness
+from harness.core.run.options import Options
+from harness.core.run.reference_cache import reference_folder
+from harness.core.run.sources import digest
+
+RANK_ENTRY = "harness.core.run.rank_main:rank"
+CHECKPOINT = "checkpoint"
+UNWATCHED_ENTRY = "harness.core.run.rank_main:unwatched"
+CHECKPOINT_ENTRY = "harness.core.run.rank_main:checkpoint"
+COMPILER = ("torch._inductor.compile_fx",)  # 500 modules, half a second for each rank
+EIGHT_BITS = (
+    "torchao.float8",
+    "torchao.prototype.moe_training.mxfp8_linear",
+    "torch._inductor.codegen.triton",  # torchao patches it, whether anything is compiled or not
+)  # 900 modules, a second and more for each rank
+COMPILING = 5  # times the time limit, for ranks that have to compile before their first step ends
+
+
+class Stopwatch:
+    """How long ranks had their slots: waiting for them does not count."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self.began = time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+
+def launch_all(case: Case, folder: Path, weights: Path, options: Options, stage: Callable[[str], None]) -> None:
+    """One launch after the other; none after one that failed, for it would have nothing to resume from.
+
+    What the trainer itself wrote is listed at the end, so that a later run can tell it from a user's files."""
+    try:
+        _launch_each(case, folder, weights, options, stage)
+    finally:
+        list_trainer_files(folder)
+
+
+def _launch_each(case: Case, folder: Path, weights: Path, options: Options, stage: Callable[[str], None]) -> None:
+    launches = case.launches | ({"repeat": case} if case.runs > 1 else {})
+    failed = ""
+    for number, (name, launched) in enumerate(launches.items(), 1):
+        stage(f"{launched.dims.world_size} ranks" + f", launch {number} of {len(launches)}" * (len(launches) > 1))
+        if failed:
+            exits = tuple(
+                Exit(rank, "lost", error=f"not started: {failed} failed") for rank in range(launched.dims.world_size)
+            )
+            save_run(
+                Run(
+                    str(folder / name),
+                    launched.dims.world_size,
+                    exits,
+                    {},
+                    fault=options.fault,
+                    trainer=options.trainer,
+                    made=made_by(case, options),
+                )
+            )
+        elif not launch_and_keep(launched, folder / name, weights, options) and launched.last_step is not None:
+            failed = name
+
+
+def reported_losses(case: Case, options: Options, folder: Path, *, steps: int) -> tuple[float, ...]:
+    """What rank 0 reports in the last steps of a longer run of the case without the probe, resumed like the case. If two
+    launches train a step, the first one's loss counts; of one that starts from weights alone, its own count. Nothing if a rank
+    failed."""
+    most = max(steps, case.training.steps) if case.resume and case.resume[-1].after >= steps else steps
+    longer = replace(case, training=replace(case.training, steps=most))
+    weights = reference_folder(case.from_the_seed, options) / "weights.npz"
+    losses: dict[int, float] = {}
+    for name, launched in longer.launches.items():
+        exits = _launch_ranks(launched, folder / name, weights, options, entry=UNWATCHED_ENTRY)
+        if any(exit.how != "ok" for exit in exits):
+            return ()
+        before = losses if launched.model_of is None else {}
+        losses = dict(read_json(folder / name / "losses.json")) | before
+    return tuple(losses[step] for step in sorted(losses)[-steps:])
+
+
+def launch_and_keep(case: Case, folder: Path, weights: Path, options: Options) -> bool:
+    """Whether all ranks ended well."""
+    watch, made = Stopwatch(), {"launch": uuid.uuid4().hex[:12], **made_by(case, options)}
+    exits = _launch_ranks(case, folder, weights, options, entry=RANK_ENTRY, watch=watch, launch_id=made["launch"])
+    run = Run(
+        str(folder),
+        case.dims.world_size,
+        tuple(exits),
+        {},
+        seconds=watch.seconds(),
+        fault=options.fault,
+        trainer=options.trainer,
+        made=made,
+    )
+    save_run(run)
+    ended_well = all(exit.how == "ok" for exit in exits)
+    if ended_well and case.cut_short:
+        cut_short(folder.with_name(CHECKPOINT))
+    if ended_well and case.saved_step is not None:
+        launch(Job(folder / CHECKPOINT, 1, CHECKPOINT_ENTRY, _wanted(case, folder, weights, options)))
+    return ended_well
+
+
+def cut_short(checkpoints: Path) -> None:
+    """Make the latest checkpoint one that a crash interrupted: its files are empty, and its index is missing.
+
+    Torch's format writes the index last. Raises CaseError where there is none.
+    """
+    indices = sorted(checkpoints.rglob(".metadata"), key=lambda path: path.stat().st_mtime)
+    if not indices:
+        raise CaseError(f"{checkpoints}: no index (.metadata), so cut_short cannot interrupt a save; leave it out")
+    indices[-1].unlink()
+    for file in indices[-1].parent.rglob("*"):
+        if file.is_file():
+            os.truncate(file, 0)
+
+
+def made_by(case: Case, options: Options) -> dict[str, str]:
+    replaced = [
+        *trainers.load(options.trainer).replaced(case, options.device),
+        *communication.replaced(options),
+    ]
+    return {
+        "started": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        "torch": importlib.metadata.version("torch"),
+        "commit": commit_of_trainer(options.trainer),
+        "device": options.device,
+        **({"backend": communication.backend(options)} if options.device == "cuda" else {}),
+        **({"ranks-per-gpu": str(options.ranks_per_gpu)} if options.ranks_per_gpu > 1 else {}),
+        "launcher": options.launcher,
+        **_typed(case, options),
+        "sources": digest(options),
+        **({"replaced": "\n".join(replaced)} if replaced else {}),
+    }
+
+
+def _typed(case: Case, options: Options) -> dict[str, str]:
+    """Return the further options of a command that runs the case like this again, where they are not the usual ones."""
+    usual = Options()
+    given = {"timeout": f"{options.timeout:g}"} if options.timeout != usual.timeout else {}
+    given |= {"torchrun-args": shlex.join(options.torchrun_args)} if options.torchrun_args else {}
+    if not case.file and options.cases:  # a case with a file has its folder
+        given |= {"cases": str(case_files.folder_of(options.cases))}
+    return given
+
+
+def commit_of_trainer(spec: str) -> str:
+    """Return the commit of the repository that the trainer under test is in; the harness's for one that comes with it."""
+    trainer = TrainerSpec.parse(spec)
+    outside = trainer.is_file or trainer.source
+    return commit_of(trainer.source or str(Path(trainer.name).parent)) if outside else commit_of_harness()
+
+
+def _wanted(case: Case, folder: Path, weights: Path, options: Options) -> dict[str, object]:
+    """The options of the entries of rank_main.py."""
+    return {
+        "case": to_json(case),
+        "trainer": options.trainer,
+        "weights": str(weights.resolve()),
+        "device": options.device,
+        "fault": options.fault,
+        "compile_cache": _compile_cache(case, options.out) if case.features.compile else None,
+        "directory": str(folder.resolve()),
+        "checkpoints": str(folder.resolve().with_name(CHECKPOINT)),
+        **({"record_functions_of": str(repository_of(options.trainer))} if options.map else {}),
+    }
+
+
+def _compile_cache(case: Case, out: Path) -> str:
+    """Return the folder of compiled code, which cases with the same features share.
+
+    torch's keys do not contain all that a trainer chooses while a graph is traced, as
+    upstream_bugs/compile_cache_ignores_cp_rotation.py shows.
+    """
+    features = hashlib.sha256(repr(case.features).encode()).hexdigest()[:12]
+    return str((out / ".inductor" / features).resolve())
+
+
+def slots_for(case: Case, options: Options) -> int | None:
+    """None: as many as it has ranks on this machine."""
+    if options.device == "cuda":
+        return None if options.torchrun_args else communication.gpus_needed(case.dims.world_size, options)
+    return 0 if options.waits else None
+
+
+def _launch_ranks(
+    case: Case,
+    folder: Path,
+    weights: Path,
+    options: Options,
+    *,
+    entry: str,
+    watch: Stopwatch | None = None,
+    launch_id: str = "",
+) -> list[Exit]:
+    timeout = options.timeout * (COMPILING if case.features.compile else 1)
+    job = Job(
+        folder,
+        case.dims.world_size,
+        entry,
+        _wanted(case, folder, weights, options) | {"launch": launch_id},
+        timeout=timeout,
+        device=options.device,
+        group_timeout=max(10.0, timeout / 2),
+        torchrun_args=options.torchrun_args,
+        slots=slots_for(case, options),
+        env=communication.environment(options, case),
+        ranks_per_gpu=options.ranks_per_gpu,
+        preload=_preload(case, options),
+    )
+    return launch(job, options.launcher, began=watch.start if watch else lambda: None)
+
+
+def _preload(case: Case, options: Options) -> tuple[str, ...]:
+    """What its ranks would each import."""
+    own = trainers.load(options.trainer).preload
+    return own + EIGHT_BITS * bool(case.training.quantize) + COMPILER * case.features.compile

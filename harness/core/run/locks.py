@@ -1,0 +1,23 @@
+"""One process and one thread at a time."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from harness.core.evidence.store import EvidenceError
+
+
+@contextmanager
+def only_one(lock: Path) -> Iterator[None]:
+    """One process and one thread at a time; the kernel releases the lock of a process that died."""
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        handle = open(lock, "a", encoding="utf-8")  # noqa: SIM115 - held while the caller works
+    except OSError as error:
+        raise EvidenceError(f"{lock.parent}: cannot be written: {error.strerror}; choose another --out") from error
+    with handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

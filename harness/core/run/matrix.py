@@ -1,0 +1,102 @@
+"""Many cases at once: choosing them, running them side by side, and the grid of cases and checks at the end."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+from harness.core import trainers
+from harness.core.case.case import Case, CaseError
+from harness.core.evidence.store import EvidenceError
+from harness.core.judge.judgement import Judgement
+from harness.core.launch import LaunchError, default_server
+from harness.core.report import outcome as became
+from harness.core.report.outcome import Outcome
+from harness.core.report.progress import INTERVAL, Progress
+from harness.core.run.again import Again
+from harness.core.run.options import Options, Unsupported
+from harness.core.run.run_case import run_case
+
+PROBLEMS = (CaseError, EvidenceError, LaunchError)
+"""What a case can meet that is no verdict on the trainer. The message says what to do."""
+
+
+class Machines(Protocol):
+    """Other machines than this one."""
+
+    def carries(self) -> Sequence[int]:
+        """Return how many ranks each of them takes."""
+
+    def run_case(self, case: Case, options: Options) -> Judgement:
+        """Return the verdict of a case that was run there."""
+
+
+def run_all(
+    cases: Sequence[Case],
+    options: Options,
+    *,
+    jobs: int,
+    progress: Progress,
+    ended: Callable[[Outcome], None],
+    most: int | None = None,
+    how: Callable[[Case, Options], Judgement] | None = None,
+    again: int = 0,
+) -> list[Outcome]:
+    """Cases in this order, `jobs` at a time, each as soon as it has its slots; any thread calls `ended` with each outcome.
+
+    most: so many failures after which no other case begins. how: in place of run_case. again: how often a failing case is
+    made again. KeyboardInterrupt leaves ranks alive.
+    """
+
+    def one(case: Case) -> Outcome | None:
+        if most is not None and len(failed) >= most:
+            return None
+        progress.started(case.name)
+        outcome = repeated.outcome(case, options, functools.partial(attempt, how=how))
+        ended(outcome)
+        failed.extend([case.name] if outcome.failed else [])
+        return outcome
+
+    if options.launcher == "local" and how is None:
+        default_server(trainers.load(options.trainer).preload, device=options.device)
+    failed: list[str] = []
+    repeated = Again(again)
+    pool = ThreadPoolExecutor(jobs)
+    return _collected(pool, {pool.submit(one, case) for case in cases}, progress)
+
+
+def _collected(pool: ThreadPoolExecutor, pending: set[Future[Outcome | None]], progress: Progress) -> list[Outcome]:
+    """Return the outcomes in the order of their ends."""
+    outcomes: list[Outcome] = []
+    try:
+        while pending:
+            done, pending = wait(pending, timeout=INTERVAL, return_when=FIRST_COMPLETED)
+            for outcome in filter(None, (future.result() for future in done)):
+                outcomes.append(outcome)
+                progress.finished(outcome.case, outcome.verdict, outcome.seconds)
+            progress.draw()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    progress.clear()
+    return outcomes
+
+
+def attempt(case: Case, options: Options, how: Callable[[Case, Options], Judgement] | None = None) -> Outcome:
+    """One case to its end, whatever that is: only KeyboardInterrupt passes through."""
+    try:
+        return became.judged((how or run_case)(case, options))
+    except Unsupported as reason:
+        return became.skipped(case, str(reason))
+    except PROBLEMS as problem:
+        return became.problem(case, str(problem))
+    except (Exception, SystemExit) as error:  # one case's, which no other need suffer from
+        return became.problem(case, unexpected(error))
+
+
+def unexpected(error: BaseException) -> str:
+    """Return an unexpected error, and where it was raised."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"a mistake of the harness or of an adapter: {error!r} in {where.name}, {where.filename}:{where.lineno}"

@@ -1,0 +1,41 @@
+"""What only the evidence of all ranks together shows: it is written once, before anything is judged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from harness.core.case import traits
+from harness.core.case.case import Case
+from harness.core.case.traits import TrainerTraits
+from harness.core.evidence.records import Run
+from harness.core.evidence.store import TRAITS_FILE, evidence_file, load_run, save, write_text
+from harness.core.judge.clipping import factor, late_steps, with_gradients_after
+from harness.core.judge.measured import measured
+from harness.core.judge.stored_trial import load_trial
+
+
+def write_measured(case: Case, folder: Path, chosen: Mapping[str, TrainerTraits]) -> None:
+    """Write traits.json: by launch, what the trainer declares and what was measured of it. Then settle gradients."""
+    runs = {name: load_run(folder / name, values=False) for name in case.launches}
+    found = {name: measured(launched, chosen[name], runs[name]) for name, launched in case.launches.items()}
+    write_text(folder / TRAITS_FILE, json.dumps({n: traits.to_json(one) for n, one in found.items()}, indent=1))
+    if any(map(_altered_after_backward, runs.values())):
+        _settle_gradients(folder)
+
+
+def _altered_after_backward(run: Run) -> bool:
+    """Return whether any gradients were multiplied between backward and the optimizer, by something other than torch."""
+    return any(factor(step) not in (None, 1.0) for evidence in run.ranks.values() for step in evidence.steps)
+
+
+def _settle_gradients(folder: Path) -> None:
+    """Rewrite the files of ranks whose clipping was given other gradients than those at the end of backward."""
+    trial = load_trial(folder)
+    for launch in trial.launches:
+        late, runs = late_steps(launch), [launch.run, launch.repeat]
+        for run in filter(None, runs if late else []):
+            stored = load_run(Path(run.directory))
+            for rank, evidence in with_gradients_after(stored, late).ranks.items():
+                save(evidence_file(Path(run.directory), rank), evidence)

@@ -1,0 +1,271 @@
+"""What one process does under launch: run the trainer under the probe and leave evidence, or run the reference.
+
+All are entries for harness.core.launch and take plain options, so that local and torchrun ranks do exactly the same. What they
+return is kept until the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from harness.core import rings, trainers
+from harness.core.case.case import Case
+from harness.core.case.loading import from_json
+from harness.core.evidence import relies_on
+from harness.core.evidence.format import version_of
+from harness.core.evidence.fused import Block, apart, blocks, saved_apart
+from harness.core.evidence.names import renamed
+from harness.core.evidence.records import Collective, RankEvidence
+from harness.core.evidence.store import CHECKPOINT_FILE, evidence_file, save, write_text
+from harness.core.launch import inflight
+from harness.core.run.exports import read_export
+from harness.core.trainers import StartedTrainer
+from harness.core.trainers.support import checkpoints as checkpoints_of_case
+from harness.core.trainers.support.names import with_tied_output
+
+if TYPE_CHECKING:
+    from harness.core.probe import Probe
+
+version_of(RankEvidence)  # worked out, and kept, before ranks are forked: a hundredth of what each of them does
+
+EXPORT = "export"
+SHAPES_FILE = "parameters.json"  # of a model that does not fit: {name of the trainer's: shape}
+
+
+def rank(options: dict[str, Any]) -> StartedTrainer:
+    """Run the trainer under the probe; see `watched`. For further keys of the options, what rings run around a rank."""
+    import torch  # noqa: F401
+
+    _refuse_lacking()
+    with contextlib.ExitStack() as around:
+        for key, wrapper in rings.table("rank_wrappers").items():
+            if key in options:
+                around.enter_context(rings.loaded(wrapper)(options, int(os.environ.get("RANK", 0))))
+        return watched(options)
+
+
+def watched(options: dict[str, Any]) -> StartedTrainer:
+    """options: case, trainer, weights, device, fault ("FILE.py:NAME" or None), directory (of the evidence), checkpoints,
+    compile_cache (a directory, or None), launch (its id).
+
+    What a launch writes into checkpoints the next one continues from; both happen while the probe watches.
+    Trap: the trainer must not be freed. Its destructor may wait, holding the GIL, for a thread of gloo that wants the GIL.
+    """
+    from harness.core.probe import Probe
+    from harness.core.probe.settings import settings_before_the_trainer
+
+    settings = settings_before_the_trainer()
+    case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
+    checkpoints = Path(options["checkpoints"])
+    this, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    checkpoints_of_case.tell(checkpoints)
+    _share_compiled_code(options.get("compile_cache"))
+    with trainers.starting(options["trainer"]):
+        adapter.importable()
+    _refuse_lacking()  # of the modules, too, that the trainer imports
+    fired = _apply_fault(options, this)
+    row_length = functools.partial(_row_length, case)
+    probe = Probe(this, world_size, on_issue=_note_inflight(), row_length=row_length, settings=settings)
+    probe.install()
+    try:
+        trainer = _started(adapter, case, options)
+        probe.attach(trainer.model_parts)
+        if case.resume:
+            trainer.resume(checkpoints)
+            probe.resumed(case.steps.start - 1)
+        started_file(Path(options["directory"]), this).touch()
+        train_and_write(trainer, case, options, probe)
+        reported = {one.step: (one.loss, one.grad_norm, one.lr, one.largest) for one in trainer.metrics}
+        evidence = probe.evidence(reported, bool(fired) if options.get("fault") else None, _numbers(trainer))
+        told = {"reports": getattr(trainer, "reports", adapter.reports), "launch": options.get("launch", "")}
+        evidence = dataclasses.replace(in_the_references_words(evidence, adapter, case, probe.starts), **told)
+    finally:
+        probe.remove()
+    save(evidence_file(Path(options["directory"]), this), _with_export(evidence, case, options))
+    adapter.stop()
+    return trainer
+
+
+def _refuse_lacking() -> None:
+    """Raises CannotStart if torch lacks what the probe relies on."""
+    if gone := relies_on.lacking():
+        raise trainers.CannotStart(gone)
+
+
+def _numbers(trainer: StartedTrainer) -> dict[int, Mapping[str, trainers.Number]]:
+    """Return, by step, the other numbers that the trainer reports."""
+    return {one.step: one.numbers for one in trainer.metrics}
+
+
+def in_the_references_words(
+    evidence: RankEvidence, adapter: trainers.Adapter, case: Case, starts: Mapping[str, int]
+) -> RankEvidence:
+    """Return the evidence under the reference's names, fused tensors separated, with what the adapter says of its reports and
+    switches. starts: by the trainer's name, at which element of a fused tensor this rank's interval begins."""
+    told = dataclasses.replace(
+        evidence,
+        reports=adapter.reports,
+        reports_every=adapter.reports_every,
+        settings=evidence.settings | dict(adapter.settings),
+    )
+    fqn = with_tied_output(case, adapter.fqn)
+    own = {fqn(name): start for name, start in starts.items()}
+    return apart(renamed(told, fqn), _fused(adapter, case), own)
+
+
+def _fused(adapter: trainers.Adapter, case: Case) -> dict[str, tuple[Block, ...]]:
+    rows = {fqn: shape[0] for fqn, shape in case.model.parameter_shapes().items()}
+    return {name: blocks(parts, rows) for name, parts in adapter.fused(case).items()}
+
+
+def _started(adapter: trainers.Adapter, case: Case, options: dict[str, Any]) -> StartedTrainer:
+    """Start it. If parameters do not fit the seed weights, rank 0 writes the model's shapes."""
+    try:
+        with trainers.starting(options["trainer"]):
+            return adapter.start(case, Path(options["weights"]), options["device"])
+    except ValueError as error:
+        if hasattr(error, "shapes") and int(os.environ.get("RANK", 0)) == 0:
+            write_text(Path(options["directory"]) / SHAPES_FILE, json.dumps(error.shapes))
+        raise
+
+
+def train_and_write(trainer: StartedTrainer, case: Case, options: dict[str, Any], probe: Probe | None = None) -> None:
+    """All steps of the launch, and the checkpoint that it leaves: after the last of them, or on the way. Then an export.
+
+    What `save` returns may be a future of what is written in the background; the launch waits for it at its end.
+    """
+    saved, last, checkpoints = case.saved_step, case.steps[-1], Path(options["checkpoints"])
+    pending = []
+    if saved is not None and saved < last:
+        trainer.train(saved)
+        with probe.saving() if probe else contextlib.nullcontext():
+            pending.append(trainer.save(checkpoints))
+    trainer.train(last)
+    if probe:
+        probe.trained()
+    if saved == last or case.cut_short:
+        pending.append(trainer.save(checkpoints))
+    for written in pending:
+        if hasattr(written, "result"):
+            written.result()
+    if probe:
+        _export(trainer, case, options)
+
+
+def _export(trainer: StartedTrainer, case: Case, options: dict[str, Any]) -> None:
+    """What is exported is there once every rank is done."""
+    if case.features.export and case.last_step is None:
+        import torch.distributed as dist
+
+        trainer.export(Path(options["directory"]) / EXPORT)
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def _with_export(evidence: RankEvidence, case: Case, options: dict[str, Any]) -> RankEvidence:
+    """Rank 0 reads what was exported, and deletes it."""
+    folder = Path(options["directory"]) / EXPORT
+    if not case.features.export or case.last_step is not None or evidence.rank != 0:
+        return evidence
+    held = read_export(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    return dataclasses.replace(evidence, exported=held)
+
+
+def _row_length(case: Case, step: int) -> int:
+    return case.seq_len(step) // case.dims.cp
+
+
+def started_file(directory: Path, rank: int) -> Path:
+    """There as soon as the rank has set up all it needs for its first step."""
+    path = evidence_file(directory, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_suffix(".started")
+
+
+def reference(options: dict[str, Any]) -> None:
+    """options: case, directory, device, noise (keys to measure); leaves reference.npz and weights.npz in the directory."""
+    from harness.reference.train import train
+
+    case, directory = from_json(options["case"]), Path(options["directory"])
+    trained = train(case.model, case.training, options["device"], noise=options["noise"], model_of=case.model_of)
+    partial = directory / ".weights.partial.npz"
+    np.savez(partial, **trained.weights)  # type: ignore[arg-type]
+    os.replace(partial, directory / "weights.npz")
+    save(directory / "reference.npz", trained)
+
+
+def checkpoint(options: dict[str, Any]) -> None:
+    """What the latest checkpoint holds, read by a process that trains nothing. Options as above; leaves checkpoint.npz."""
+    from harness.core.evidence.checkpoint_index import TIED, read
+
+    case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
+    fused = _fused(adapter, case)
+    found = read(Path(options["checkpoints"]), {*case.model.parameter_shapes(), TIED, *fused}, adapter.fqn)
+    save(Path(options["directory"]) / CHECKPOINT_FILE, saved_apart(found, fused))
+
+
+def unwatched(options: dict[str, Any]) -> StartedTrainer:
+    """The trainer alone, as a user sees it: rank 0 leaves the losses that it reports in losses.json. Options as above."""
+    case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
+    this, directory = int(os.environ.get("RANK", 0)), Path(options["directory"])
+    checkpoints_of_case.tell(Path(options["checkpoints"]))
+    _share_compiled_code(options.get("compile_cache"))
+    with trainers.starting(options["trainer"]):
+        adapter.importable()
+    _apply_fault(options, this)
+    trainer = _started(adapter, case, options)
+    if case.resume:
+        trainer.resume(Path(options["checkpoints"]))
+    train_and_write(trainer, case, options)
+    if this == 0:
+        write_text(directory / "losses.json", json.dumps([(metrics.step, metrics.loss) for metrics in trainer.metrics]))
+    adapter.stop()
+    return trainer
+
+
+def _apply_fault(options: dict[str, Any], rank: int) -> list[bool]:
+    """What it returns fills when the fault's code runs. So does a file, for a rank that will not live to tell."""
+    fired: list[bool] = []
+    mark = evidence_file(Path(options["directory"]), rank).with_suffix(".fired")
+
+    def note() -> None:
+        if not fired:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        fired.append(True)
+
+    if options.get("fault"):
+        rings.one("called", "load_fault")(options["fault"]).apply(note)
+    return fired
+
+
+def _share_compiled_code(folder: str | None) -> None:
+    """What one rank or case has compiled, the next ones find. One thread: the default is a pool of processes a rank."""
+    if folder is not None:
+        from torch._inductor import config
+
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        config.compile_threads = 1
+
+
+def _note_inflight() -> Callable[[Collective], None]:
+    """Every collective is put on record before it is issued, so that a hang can be explained from outside."""
+    record = inflight.current()
+
+    def note(call: Collective) -> None:
+        if record is not None:
+            what = (call.group, call.ranks, call.seq, call.op, call.bytes, call.step, call.phase)
+            record.issue(*what, call.peer, call.root, call.dtype)
+
+    return note

@@ -1,0 +1,144 @@
+"""The reference on one device, computed once for a recipe and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness import ROOT
+from harness.core import trainers
+from harness.core.case.case import Case, to_json
+from harness.core.evidence.format import version_of
+from harness.core.evidence.own_folders import REFERENCE_FOLDER, emptied
+from harness.core.evidence.reading import read_json
+from harness.core.evidence.store import EvidenceError, write_text
+from harness.core.judge import golden
+from harness.core.launch import Exit, Job, launch, machine, pool_of_references
+from harness.core.run.locks import only_one
+from harness.core.run.options import Options
+from harness.core.run.reference_memory import does_not_fit_now
+from harness.reference.kernels import kind_of_cpu, noise_alike
+from harness.reference.record import ReferenceRun
+
+REFERENCE_ENTRY = "harness.core.run.rank_main:reference"
+FILES, WHOLE = ("reference.npz", "weights.npz"), "whole.json"
+REFERENCE_PACKAGES = ("torch", "numpy", "torchao")  # what the reference's numbers depend on, beside its sources
+
+
+def hard_link(source: Path, target: Path) -> None:
+    """A hard link where the file system has them, so that ten cases of one recipe share one file."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def reference_folder(case: Case, options: Options, noise: Sequence[str] | None = None) -> Path:
+    """Where the recipe's reference lies, computed now if it was not: keyed by recipe, sources, versions and kind of processor.
+
+    noise: what to measure in addition, by TrainerTraits.noise_key; None: what this case needs and no golden holds.
+    """
+    noise = unknown_noise(case, options) if noise is None else noise
+    measured = "".join(f"-{key.replace(' ', '-')}" for key in noise)
+    device = "cpu" if options.device == "cpu" else f"{options.device}-{machine.kind_of_gpu()}"
+    folder = options.out / ".reference" / f"{golden.recipe_name(case)}-{reference_key(case)}-{device}{measured}"
+    with only_one(folder.with_suffix(".lock")):
+        if not is_whole(folder):
+            _launch_reference(case, folder, options, noise)
+    return folder
+
+
+def unknown_noise(case: Case, options: Options) -> tuple[str, ...]:
+    """A golden holds the noise of its recipe on the kind of CPU that made it. Another recipe, seed or device has its own,
+    measured once."""
+    known = case.exact or (options.device == "cpu" and _golden_knows(case, options))
+    return () if known else (_noise_key(case, options),)
+
+
+def takes_long(case: Case, options: Options) -> bool:
+    """Return whether the case's reference takes many times as long as the usual one: it emulates 8 bits, or measures noise."""
+    return bool(case.training.quantize) or bool(unknown_noise(case, options))
+
+
+def _noise_key(case: Case, options: Options) -> str:
+    return trainers.traits_of(trainers.load(options.trainer), case).noise_key(case)
+
+
+def _golden_knows(case: Case, options: Options) -> bool:
+    """A recipe of no file may be that of one all the same. A file's is left to the check `golden`, which says what to do."""
+    try:
+        accepted = golden.load(case)
+    except golden.GoldenError:
+        return bool(case.file)
+    if not noise_alike(accepted.environment.get("cpu", ""), kind_of_cpu()):
+        return False
+    noise = accepted.noise.get(_noise_key(case, options))
+    return bool(case.file) or (noise is not None and set(noise.distance) == set(case.model.parameter_shapes()))
+
+
+def reference_key(case: Case) -> str:
+    digest = hashlib.sha256()
+    for source in sorted((ROOT / "harness" / "reference").glob("*.py")):
+        digest.update(source.read_bytes())
+    digest.update(version_of(ReferenceRun).encode())
+    digest.update(f"{package_versions()} {kind_of_cpu()}".encode())
+    if case.training.data is not None and Path(case.training.data).exists():
+        stat = Path(case.training.data).stat()
+        digest.update(f"{stat.st_size} {stat.st_mtime_ns}".encode())
+    return digest.hexdigest()[:8]
+
+
+def package_versions() -> str:
+    """Return the versions of what computes."""
+    return "".join(f"{package} {_version(package)}" for package in REFERENCE_PACKAGES)
+
+
+def _version(package: str) -> str:
+    """Empty where it is not installed: torchao is needed by recipes in 8 bits only."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _launch_reference(case: Case, folder: Path, options: Options, noise: Sequence[str]) -> None:
+    if reason := does_not_fit_now(case, options.device, noise=bool(noise)):
+        raise EvidenceError(reason)
+    fresh = folder.with_name(folder.name + ".partial")
+    for place in (fresh, folder):
+        emptied(place, REFERENCE_FOLDER).rmdir()
+    wanted = {"case": to_json(case), "directory": str(fresh.resolve()), "device": options.device, "noise": noise}
+    job = Job(fresh, 1, REFERENCE_ENTRY, wanted, timeout=max(options.timeout, 600.0), device=options.device)
+    (ended,) = launch(job, pool=pool_of_references() if options.device == "cpu" else None)
+    if ended.how != "ok":
+        raise EvidenceError(
+            f"the reference run of case {case.name!r} failed, nothing can be judged: {why_failed(ended)}"
+        )
+    write_text(fresh / WHOLE, json.dumps({name: state_of(fresh / name) for name in FILES}))
+    fresh.rename(folder)
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether the files are as they were made. Case folders have links to them, so that who damages one there would
+    damage the cache."""
+    try:
+        return all(state_of(folder / name) == state for name, state in read_json(folder / WHOLE).items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def state_of(file: Path) -> list[int]:
+    """Return what changes when the file's bytes do: its size, and when it was written, in nanoseconds."""
+    found = file.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def why_failed(ended: Exit) -> str:
+    if ended.how == "signal" and ended.signal == "SIGKILL":
+        return "it was killed by SIGKILL, as the kernel does when memory runs out; request a smaller model or batch"
+    return f"{ended.error or ended.signal}\n{ended.stack}".rstrip()

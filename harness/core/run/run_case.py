@@ -1,0 +1,101 @@
+"""The straight line: case -> launch -> evidence -> trial -> judgement. `run_case` acts, `judge_folder` only reads.
+
+One folder holds all that is known of one run of a case and can be judged anywhere, later.
+
+    case.json        the case            run/         the launch: job, logs, ranks/rank_00.npz, run.json.
+    traits.json      what the trainer chose in each launch, as its adapter declares it or as it was measured.
+    reference.npz    the reference       repeat/      the second launch, where the case requests one.
+    report.txt       what was found      verdict.json the same, for programs.
+    reference_model_only.npz             that of a last launch that starts from weights alone.
+    saved_1 ..       earlier launches, each with what its checkpoint holds (checkpoint.npz).
+    checkpoint/      what they saved, kept only if the case does not pass.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from harness.core import rings, trainers
+from harness.core.case import case as requested
+from harness.core.case import traits
+from harness.core.case.case import Case
+from harness.core.evidence.store import CASE_FILE, load, save, write_text
+from harness.core.judge import golden
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.order import reordered_reference
+from harness.core.judge.result import Verdict
+from harness.core.judge.stored_trial import reference_file
+from harness.core.plan.make_plan import make_plan
+from harness.core.report.stored import store_report
+from harness.core.run.folders import folder_of, fresh_folder
+from harness.core.run.judging import judge_folder
+from harness.core.run.launches import CHECKPOINT, launch_all
+from harness.core.run.locks import only_one
+from harness.core.run.measuring import write_measured
+from harness.core.run.options import Options, Unsupported
+from harness.core.run.reference_cache import hard_link, reference_folder
+from harness.core.run.supported import unsupported
+from harness.reference.record import ReferenceRun
+
+Stage = Callable[[str], None]
+"""What is called with the name of each part of the line as it begins."""
+
+
+def run_case(case: Case, options: Options, stage: Stage = lambda _: None) -> Judgement:
+    """The whole line. Raises Unsupported, CaseError, EvidenceError, LaunchError; a failing rank is a finding, not an error."""
+    if reason := unsupported(case, options):
+        raise Unsupported(reason)
+    with to_itself(case, options) as folder:
+        make(case, options, stage)
+        stage("checks")
+        judgement = judged(folder)
+        for told in rings.all_of("judged"):
+            told(case, options, folder, judgement)
+        return judgement
+
+
+@contextmanager
+def to_itself(case: Case, options: Options) -> Iterator[Path]:
+    """The case's folder; whoever else runs this case into the same OUT waits."""
+    folder = folder_of(case, options)
+    with only_one(options.out / ".locks" / f"{folder.name}.lock"):
+        yield folder
+
+
+def make(case: Case, options: Options, stage: Stage = lambda _: None) -> Path:
+    """The left half of the line: all evidence, in a folder that no other run uses meanwhile. Raises as run_case does."""
+    chosen, place = trainers.traits_by_launch(case, options.trainer), folder_of(case, options)
+    case = traits.settled(case, chosen)
+    for name, launched in case.launches.items():
+        make_plan(launched, chosen[name])
+    stage("reference on one device")
+    cached = {reference_file(launched): reference_folder(launched, options) for launched in golden.references(case)}
+    folder = fresh_folder(place)
+    write_text(folder / CASE_FILE, json.dumps(requested.to_json(case), indent=1))
+    for name, of in cached.items():
+        place_reference(case, of / "reference.npz", folder / name, options)
+    launch_all(case, folder, cached[reference_file(case.from_the_seed)] / "weights.npz", options, stage)
+    write_measured(case, folder, chosen)
+    return folder
+
+
+def place_reference(case: Case, cached: Path, place: Path, options: Options) -> None:
+    """Put the reference beside the evidence, its rows in the trainer's order. Ranks cannot reorder theirs: a slice of reordered
+    rows is no slice of the reference's."""
+    if rows := trainers.rows(case, options.trainer):
+        save(place, reordered_reference(load(cached, ReferenceRun), rows))
+    else:
+        hard_link(cached, place)
+
+
+def judged(folder: Path) -> Judgement:
+    """The right half, with its report beside the evidence. Raises EvidenceError."""
+    judgement = judge_folder(folder)
+    store_report(judgement)
+    if judgement.verdict is Verdict.PASS:  # both sides of every checkpoint are in the ranks' evidence
+        shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
+    return judgement

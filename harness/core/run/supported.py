@@ -1,0 +1,90 @@
+"""Whether a trainer, and this machine, can run a case; if not, why."""
+
+from __future__ import annotations
+
+import resource
+
+from harness.core import trainers
+from harness.core.case.case import Case
+from harness.core.case.dims import AXES
+from harness.core.case.limits import too_large_to_start
+from harness.core.case.traits import with_wrapper
+from harness.core.evidence.fused import blocks, held_blocks
+from harness.core.launch import machine
+from harness.core.run import communication
+from harness.core.run.options import Options
+from harness.core.run.reference_memory import never_fits
+
+
+def unsupported(case: Case, options: Options) -> str | None:
+    """Why the case cannot run here: the trainer's reason, or the machine's."""
+    adapter = trainers.load(options.trainer)
+    for name, launched in case.launches.items():
+        reason = other_dtype(launched, adapter) or adapter.unsupported(launched) or cut_fused(launched, adapter)
+        if reason := reason or _continues_all(launched, adapter):
+            return reason if name == "run" else f"{name}: {reason}"
+    if case.resume and options.torchrun_args:
+        return "resume means several launches, and other nodes join one (--torchrun-args); run it on one node"
+    if case.runs > 1 and options.torchrun_args:
+        return "runs 2 means two launches, and other nodes join one (--torchrun-args); run it on one node"
+    if reason := too_large_to_start(case) or never_fits(case, options.device) or _too_few_descriptors(case):
+        return reason
+    on_cp = any(launched.dims.cp > 1 for launched in case.launches.values())
+    if options.device == "cuda" and on_cp and case.training.dtype == "float64":
+        return "float64 with cp on GPUs: no fused attention kernel takes float64, and torch's ring attention needs one"
+    if options.device == "cuda" and options.launcher == "local":
+        visible = visible_gpus()
+        most = max(launched.dims.world_size for launched in case.launches.values())
+        wanted = communication.gpus_needed(most, options)
+        if wanted > visible:
+            remedy = "CUDA_VISIBLE_DEVICES, more machines, or several ranks on one: --ranks-per-gpu"
+            return f"needs {wanted} GPUs, {visible} visible ({remedy})"
+    return communication.obstacle(case, options) or None
+
+
+def other_dtype(case: Case, adapter: trainers.Adapter) -> str | None:
+    """Why a trainer cannot compute in the case's dtype, and the command with which it is judged in one that it can."""
+    if case.training.dtype in adapter.dtypes:
+        return None
+    known = " and ".join(adapter.dtypes)
+    return f"dtype {case.training.dtype}: {adapter.name} computes in {known} only; add --dtype {adapter.dtypes[0]}"
+
+
+def _continues_all(case: Case, adapter: trainers.Adapter) -> str | None:
+    """Return why a trainer cannot start from a checkpoint's weights alone; None if it can or need not."""
+    if case.model_of is None or adapter.starts_from_weights:
+        return None
+    return f"resume: model_only: the adapter of {adapter.name} has no starts_from_weights, it continues all of a checkpoint"
+
+
+def cut_fused(case: Case, adapter: trainers.Adapter) -> str | None:
+    """Why FSDP cannot be judged where the trainer has several weights in one: it cuts that inside of them, the plan each alone.
+    What holds whole blocks of it on each rank is judged."""
+    case = with_wrapper(case, adapter.traits(case).wrapper)
+    if case.wrapper not in ("fsdp1", "fsdp2"):
+        return None
+    rows, ranks = {fqn: shape[0] for fqn, shape in case.model.parameter_shapes().items()}, case.shards * case.dims.tp
+    for name, parts in adapter.fused(case).items():
+        whole, total = blocks(parts, rows), sum(rows[part] for part in dict.fromkeys(parts))
+        if case.wrapper == "fsdp1" or total % ranks or not held_blocks(whole, total // ranks):
+            layout = ",".join(f"{axis}={getattr(case.dims, axis)}" for axis in AXES if getattr(case.dims, axis) > 1)
+            return (
+                f"{name} is several weights in one (`fused`), and {case.wrapper} over {case.shards} ranks cuts it inside of"
+                " one of them: what each rank then holds is not planned; judge the model with DDP, and FSDP without an"
+                f" adapter: harness record --layout {layout} -- torchrun .."
+            )
+    return None
+
+
+def _too_few_descriptors(case: Case) -> str:
+    """16 ranks were seen to use 53 each. Below the limit a rank dies in a socket, which reads like the trainer's mistake."""
+    most = max(launched.dims.world_size for launched in case.launches.values())
+    needed, allowed = 32 + 8 * most, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if allowed != resource.RLIM_INFINITY and allowed < needed:
+        return f"{most} ranks may need {needed} file descriptors each, {allowed} are allowed; `ulimit -n {needed}`"
+    return ""
+
+
+def visible_gpus() -> int:
+    """Counted without touching CUDA, which ranks forked from here could not use any more."""
+    return len(machine.gpus())

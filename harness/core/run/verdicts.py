@@ -1,0 +1,230 @@
+"""The record of runs: OUT/verdicts.jsonl, a line for each run that begins and for each case that came to its end.
+
+Whole lines are appended, each on disk before the next case is counted, and none is ever changed. So a run that was killed
+can be resumed, runs at the same time may share OUT, and the file remembers how long cases took. An incomplete line is
+reported and ignored; its case then has no verdict.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from harness.core import trainers
+from harness.core.case import case as requested
+from harness.core.case.case import Case
+from harness.core.case.repository import name_here
+from harness.core.case.trainer_spec import TrainerSpec
+from harness.core.evidence.reading import json_of, read_bytes, regular
+from harness.core.evidence.store import EvidenceError
+from harness.core.report import outcome as outcomes
+from harness.core.report.outcome import Outcome
+from harness.core.run.communication import device_text
+from harness.core.run.launches import commit_of_trainer
+from harness.core.run.options import Options
+from harness.core.run.sources import digest_of_adapter, sources_anywhere
+
+FILE = "verdicts.jsonl"
+MOST_OF_A_RUN = 128_000_000  # bytes
+SHARD = re.compile(r"[1-9]\d{0,5}/[1-9]\d{0,5}")
+SAME = ("trainer", "device", "launcher", "torch", "commit", "sources", "adapter", "shard")
+"""What a run must have in common with the one it resumes."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a file of verdicts has of one run."""
+
+    run: str
+    file: Path
+    begins: dict[str, Any]  # its first line
+    outcomes: dict[str, Outcome] = field(default_factory=dict)  # by case; the last if it ended more than once
+    twice: list[str] = field(default_factory=list)  # cases that ended more than once
+
+    @property
+    def trainer(self) -> str:
+        """Its name, and the last part of its source's path: a clone may lie anywhere."""
+        return self.begins.get("name") or short_name(self.begins.get("trainer", ""))
+
+    @property
+    def missing(self) -> list[str]:
+        """The cases that never ended."""
+        return [name for name in self.begins["cases"] if name not in self.outcomes]
+
+
+def name_of_trainer(spec: str) -> str:
+    """Return what a run of that trainer is of, wherever its adapter and its source lie."""
+    return str(TrainerSpec(trainers.load(spec).name, Path(TrainerSpec.parse(spec).source).name))
+
+
+def short_name(spec: str) -> str:
+    """Return the trainer's name without the folders of its adapter and its source."""
+    trainer = TrainerSpec.parse(spec)
+    return str(TrainerSpec(Path(trainer.name).stem if trainer.is_file else trainer.name, Path(trainer.source).name))
+
+
+# ---- reading
+
+
+def read(path: Path) -> tuple[list[RecordedRun], list[str]]:
+    """The runs in the order of beginning, and a sentence for each line that is none. EvidenceError if it cannot be read."""
+    runs: dict[str, RecordedRun] = {}
+    unread: list[str] = []
+    try:
+        lines = read_bytes(path, MOST_OF_A_RUN).split(b"\n")
+    except OSError as error:
+        raise EvidenceError(f"{path}: cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        if line and not _add(line, runs, path):
+            unread.append(f"{path}:{number}: not a whole line of a run, ignored")
+    return list(runs.values()), unread
+
+
+def _add(line: bytes, runs: dict[str, RecordedRun], path: Path) -> bool:
+    """Whether it is a line of a run."""
+    try:
+        value = json_of(line)
+        if b"\\ud" in line.lower():
+            json.dumps(
+                value, ensure_ascii=False
+            ).encode()  # ValueError for half of a surrogate pair, which no file can hold
+        if "begins" in value:
+            begins = value["begins"]
+            if not all(isinstance(part, str) for name, part in begins.items() if name != "cases" and part is not None):
+                return False
+            if not SHARD.fullmatch(begins.get("shard") or "1/1"):
+                return False
+            runs[value["run"]] = RecordedRun(
+                value["run"], path, {"shard": "", **begins, "cases": dict(begins["cases"])}
+            )
+            return True
+        run, outcome = runs[value["run"]], outcomes.from_json(value["ended"])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return False
+    if outcome.case in run.outcomes:
+        run.twice.append(outcome.case)
+    run.outcomes[outcome.case] = outcome
+    return True
+
+
+def file_in(out: Path) -> Path | None:
+    """Return the file of a folder, or such a file itself; None where nothing was recorded."""
+    file = out / FILE if out.is_dir() else out
+    return file if file.suffix == ".jsonl" and file.exists() else None
+
+
+def last(out: Path) -> tuple[RecordedRun, list[str]]:
+    """The run that began last, and what of the file could not be read. EvidenceError where there is none."""
+    file = file_in(out)
+    runs, unread = read(file) if file else ([], [])
+    if not runs:
+        raise EvidenceError(f"{out / FILE}: no run is recorded there; `harness matrix` records one in its --out")
+    return runs[-1], unread
+
+
+# ---- writing
+
+
+class Record:
+    """One run's lines. Any thread may add to it."""
+
+    def __init__(self, out: Path, run: str) -> None:
+        self.file, self.run = out / FILE, run
+
+    def ended(self, outcome: Outcome) -> None:
+        append(self.file, {"run": self.run, "ended": outcomes.to_json(outcome)})
+
+
+def begin(cases: Sequence[Case], options: Options, shard: str) -> Record:
+    record = Record(options.out, f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{uuid.uuid4().hex[:6]}")
+    append(record.file, {"run": record.run, "begins": beginning(cases, options, shard)})
+    return record
+
+
+def resume(cases: Sequence[Case], options: Options, shard: str | None) -> tuple[Record, RecordedRun, list[str]]:
+    """The last run in OUT, to go on with, and what of the file could not be read. EvidenceError if it was of other things, or
+    of cases that are not among these."""
+    run, unread = last(options.out)
+    now = beginning(cases, options, run.begins["shard"] if shard is None else shard)
+    different = [name for name in SAME if (run.begins.get(name) or "") != now[name]]
+    if different:
+        shown = "; ".join(f"{name} {run.begins.get(name) or 'none'}, now {now[name] or 'none'}" for name in different)
+        raise EvidenceError(f"--resume: the last run in {options.out} was another one: {shown}")
+    if changed := [name for name, digest in run.begins["cases"].items() if now["cases"].get(name) != digest]:
+        raise EvidenceError(
+            f"--resume: the last run in {options.out} had cases that are not selected now, or were changed since: "
+            + _some(changed)
+        )
+    return Record(options.out, run.run), run, unread
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def beginning(cases: Sequence[Case], options: Options, shard: str) -> dict[str, Any]:
+    """What a run is of."""
+    return {
+        "began": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+        "machine": platform.node(),
+        "trainer": options.trainer,
+        "name": name_of_trainer(options.trainer),
+        "repository": name_here(),
+        "device": device_text(options),
+        "launcher": options.launcher,
+        "torch": importlib.metadata.version("torch"),
+        "commit": commit_of_trainer(options.trainer),
+        "sources": sources_anywhere()[:12],
+        "adapter": digest_of_adapter(options.trainer),
+        "shard": shard,
+        "cases": {case.name: _digest(case) for case in cases},
+    }
+
+
+def _digest(case: Case) -> str:
+    """Return a digest of what is requested, wherever it is written."""
+    value = {name: part for name, part in requested.to_json(case).items() if name != "file"}
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def refuse_other_lines(file: Path, key: str) -> None:
+    """Raises EvidenceError for a file that is there and does not begin as ours do, with an object's first key."""
+    begins = f'{{"{key}": '.encode()
+    try:
+        with regular(file) as opened:
+            start = opened.read(len(begins))
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise EvidenceError(f"{file}: cannot be read: {error.strerror}; choose another --out") from error
+    if not begins.startswith(start):
+        raise EvidenceError(f"{file}: is there, and this harness did not write it; choose another --out")
+
+
+def append(file: Path, *values: dict[str, Any]) -> None:
+    """A line each, also behind one that was cut short; on disk when this returns. Raises EvidenceError."""
+    refuse_other_lines(file, next(iter(values[0])))
+    line = b"".join(json.dumps(value).encode() + b"\n" for value in values)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "ab+", buffering=0) as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX)
+            end = opened.seek(0, os.SEEK_END)
+            if end and os.pread(opened.fileno(), 1, end - 1) != b"\n":
+                line = b"\n" + line
+            while line:
+                line = line[opened.write(line) :]
+            os.fsync(opened.fileno())
+    except OSError as error:
+        raise EvidenceError(f"{file}: cannot be written: {error.strerror}; choose another --out") from error

@@ -1,0 +1,333 @@
+"""Trainers under test: what the harness asks of one, on this page, and finding it.
+
+A trainer of your own is one file with an `adapter`, wherever it lies: `harness run fsdp_4 --trainer path/to/mine.py`,
+and likewise pytest, matrix and bisect. (One in this folder goes by its name.) The trainer itself is not edited and needs
+no call of the harness: the probe watches torch. An adapter says how to build the trainer for a case, how it goes on, what it
+cannot do, and how its parameters are called. Here is a whole one, for a trainer `mine`.
+
+    from harness.adapter import Adapter, StartedTrainer, beyond, pairs, renamed
+
+    NAMES = pairs("embed=tok_embeddings q=attention.wq k=attention.wk ..")       theirs=ours, a part of a name each
+
+    class Mine(Adapter):
+        name = "mine"
+
+        def unsupported(self, case):
+            return next(beyond(case, {"dp_shard": ..., "wrapper": ("fsdp2",), "accumulation": ...}, self.name), None)
+
+        def fqn(self, name):
+            return renamed(name, NAMES)
+
+        def start(self, case, weights, device):
+            return Started(case, weights, device)
+
+    class Started(StartedTrainer):
+        def __init__(self, case, weights, device):
+            self.metrics = []
+            ..              join the process group, build, wrap, copy the weights in: all but the first step
+            self.model_parts = [model]
+
+        def train(self, last_step):
+            ..              append Metrics(step, loss, grad_norm, lr) to metrics after each step
+
+    adapter = Mine()
+
+`harness.adapter.Case` has what a case requests. Weights are an .npz of whole float64 tensors by the reference's fqn, of the
+shapes in `case.model.parameter_shapes()`. Every data-parallel rank reads its share of `step_samples(training, len(dataset),
+step)`, samples of `build_dataset(training, model)`, both in `harness.reference.data`. The learning rate is
+`harness.reference.train.lr_factor`. What brings these to a trainer, ready-made, is in `harness/core/trainers/support/`. All
+numbers are compared in the recipe's dtype, mostly float64: a cast to float32 inside the trainer is seen as what it is. One
+that can do no other says `dtypes = ("float32",)` and is judged by `harness matrix --dtype float32` (docs/adapters.md).
+
+The mapping is data, and is itself judged. The checks `initial_weights` and `shard_contents` compare bytes, so a name or a row
+in the wrong place is a finding. `rows` says where a parameter's rows have another order than the reference's. Rotary embeddings
+that turn halves of a head, for example, permute wq and wk. The reference is put in that order before anything is compared.
+A tied output is no parameter. `fused` says how weights in one tensor (wq, wk and wv) are separated, where ranks hold them
+whole, or whole blocks of them. A case in which FSDP cuts a block is skipped, because the plan cuts each weight alone.
+
+What it shows in addition (tokens per second, a validation loss) goes into `Metrics.numbers`, each a `Number` with its meaning.
+
+Examples: `transformers.py` in this folder (transformers' Trainer under accelerate), `tests/own_trainer.py` (the least).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import pkgutil
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from harness.core import rings
+from harness.core.case import case_files
+from harness.core.case.declared_traits import with_declared
+from harness.core.case.trainer_spec import TrainerSpec
+from harness.core.case.traits import USUAL, TrainerTraits
+from harness.core.evidence.errors import error_in
+from harness.core.evidence.numbers import Number as Number
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import nn
+
+    from harness.core.case.case import Case
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What a trainer reports of a step; None for what it does not report."""
+
+    step: int  # counted from 1
+    loss: float | None  # mean over the valid tokens of the global batch
+    grad_norm: float | None  # global, before clipping
+    lr: float | None  # the one that the step was made with
+    largest: float | None = None  # largest mean loss of the batch's parts, such as those of ranks
+    numbers: Mapping[str, Number] = field(default_factory=dict)  # all others by name, each with its meaning
+
+
+class StartedTrainer(Protocol):
+    """A trainer on one rank, built and holding its weights. `metrics` grows by one entry a step that is reported. Where what it
+    shows its user depends on the case, it has `reports` in place of the adapter's."""
+
+    model_parts: list[nn.Module]
+    metrics: list[Metrics]
+
+    def train(self, last_step: int) -> None:
+        """Up to and with that step, from the one after the last that was finished; the schedule is the recipe's."""
+        ...
+
+    def save(self, folder: Path) -> object:
+        """Leave a checkpoint in this folder, in which older ones may lie. Only for cases with `resume`.
+
+        Where it is written in the background (Features.async_save), return its future: `result()` is called at the end."""
+        raise ValueError("this trainer writes no checkpoints")
+
+    def resume(self, folder: Path) -> None:
+        """Before the first step: continue from the latest complete checkpoint in this folder, whatever layout wrote it.
+        Only for cases with `resume`. Raises ValueError if there is none."""
+        raise ValueError("this trainer writes no checkpoints")
+
+    def export(self, folder: Path) -> object:
+        """Leave the weights in this folder, as .safetensors, or as .bin, .pt or .pth that torch.load reads. Called on every
+        rank after the last step. Only for cases with `export`, which says the names and the order of rows."""
+        raise ValueError("this trainer exports no weights")
+
+
+class Adapter(Protocol):
+    """How the harness starts one trainer on one rank. Inherit from it for what has a usual answer here.
+
+    Importing an adapter must be cheap: `start` imports torch and the trainer's code. A trainer from another repository has also
+    a method `of(source)`, for `--trainer NAME --source SOURCE`. It returns the adapter of another checkout, or of the folder of
+    the version that pip installed. Such an adapter may have `files`, the paths of its repository that a run needs, and
+    `package`, its name on PyPI.
+    """
+
+    name: str
+    """What `--trainer` and reports call it."""
+    preload: tuple[str, ...] = ()
+    """Modules that the rank server may import once for all its ranks, where they are installed."""
+    reports: tuple[str, ...] = ("loss", "grad_norm")
+    """Which of "loss", "grad_norm" and "lr" the trainer shows its user."""
+    settings: Mapping[str, str] = MappingProxyType({})
+    """Switches of torch that the trainer sets on purpose, as harness/core/probe/settings.py names them: {"threads": "4"}."""
+    reports_every: int = 1
+    """The trainer reports in steps that this number divides (log_freq), and may report in others."""
+    starts_from_weights: bool = False
+    """Whether `resume` can read the weights alone, as a case with `model_only` requests (`case.model_of`): the optimizer, the
+    schedule, the data and the count of steps are then new."""
+    dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
+    """What it can compute in. A case in another one is refused, and `--dtype` turns all cases into one of these."""
+    backends: tuple[str, ...] = ("nccl",)
+    """What it can join on GPUs. An adapter that uses `support/process_group.py` can join gloo too."""
+
+    def traits(self, case: Case) -> TrainerTraits:
+        """Return what the plan cannot know of this trainer: its choices, and what it keeps, copies or moves in addition.
+
+        With the usual answer, FSDP2's units are taken as they are observed.
+        """
+        return USUAL
+
+    def replaced(self, case: Case, device: str) -> tuple[str, ...]:
+        """Return what does not run as users run it, each as "part: what by what (why)". Every verdict says it.
+
+        Starts nothing, imports no torch.
+        """
+        return ()
+
+    def unsupported(self, case: Case) -> str | None:
+        """Return why this trainer cannot run the case, in one sentence; None if it can. Starts nothing, imports no torch."""
+        ...
+
+    def importable(self) -> None:
+        """Make imports find the code under test: a checkout or release of --source comes before what is installed.
+
+        Called before a fault is put in, which imports what it changes.
+        """
+        return None
+
+    def start(self, case: Case, weights: Path | None, device: str) -> StartedTrainer:
+        """Join the process group that the environment describes and build. weights: .npz of full tensors by fqn;
+        None means the seed's. device: "cpu" or "cuda". Raises ValueError for a case or world size that does not fit.
+
+        RANK and WORLD_SIZE are those of torchrun, but under the local launcher ranks meet at INIT_METHOD:
+        `torch.distributed.init_process_group(.., init_method=os.environ.get("INIT_METHOD", "env://"), rank=.., world_size=..)`.
+        """
+        ...
+
+    def unsupported_alone(self, case: Case) -> str | None:
+        """Return why a rank of the case cannot run alone in pre-flight; None if it can. Starts nothing, imports no torch."""
+        return "does not say how a rank of it runs alone: its adapter has no `dry`"
+
+    def dry(self, case: Case) -> StartedTrainer:
+        """Do what `start` does, for a rank that runs alone, which has joined a process group without peers already.
+
+        Tensors have no memory (torch's FakeTensorMode is on), so neither weights nor samples can be read.
+        """
+        raise ValueError(f"{self.name}: {self.unsupported_alone(case)}")
+
+    def stop(self) -> None:
+        """Leave the process group."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def fqn(self, name: str) -> str:
+        """Return the reference's spelling of a parameter's or module's name in model_parts, without what wrappers add."""
+        return name
+
+    def fused(self, case: Case) -> dict[str, tuple[str, ...]]:
+        """Return which weights of the reference lie in one tensor of this trainer, from top to bottom, by the tensor's fqn.
+
+        A weight that is listed n times lies there in n equal blocks of rows: wq, wk and wv of each group of heads. A rank holds
+        the tensor whole, or as many whole blocks as its share. Cases in which FSDP cuts a block are skipped.
+        """
+        return {}
+
+    def rows(self, case: Case) -> dict[str, np.ndarray]:
+        """Return the order of rows, int64 [rows], of parameters whose rows are not in the reference's order.
+
+        Each number says which row of the reference a row is. Keys are the reference's fqns.
+        """
+        return {}
+
+
+def spec(name: str, source: str | None, out: Path = Path("out")) -> str:
+    """Return the trainer as `load` takes it, with absolute paths, as ranks may run in another folder.
+
+    A version is a path too, once pip has installed it into OUT/.environments. Raises ValueError.
+    """
+    name = str(Path(name).resolve()) if name.endswith(".py") else name
+    if not source:
+        return name
+    if re.fullmatch(r"\d+(\.\d+)+\w*", source) and hasattr(load(name), "of"):
+        from harness.core.trainers.support.environments import release
+
+        source = str(release(getattr(load(name), "package", name), source, out / ".environments"))
+    return str(TrainerSpec(name, str(Path(source).resolve()) if Path(source).exists() else source))
+
+
+def traits_by_launch(case: Case, spec: str) -> dict[str, TrainerTraits]:
+    """What a trainer chose in each launch of a case."""
+    adapter = load(spec)
+    return {name: traits_of(adapter, launched) for name, launched in case.launches.items()}
+
+
+def traits_of(adapter: Adapter, case: Case) -> TrainerTraits:
+    """Return what a trainer chose in this launch: what its adapter says, and what the case declares."""
+    return with_declared(case, adapter.traits(case))
+
+
+def rows(case: Case, spec: str) -> dict[str, np.ndarray]:
+    """Return a trainer's `rows` outside of a rank. Raise CannotStart if the adapter raises."""
+    try:
+        return load(spec).rows(case)
+    except Exception as error:
+        file = Path(TrainerSpec.parse(spec).name)
+        raise CannotStart(f"{spec}: the adapter's `rows` cannot be read: {error_in(file, error)}") from error
+
+
+class CannotStart(ValueError):
+    """An adapter, or what it imports, cannot be loaded: nothing of its trainer has run, and nothing can be said of it."""
+
+
+def load(spec: str) -> Adapter:
+    """The adapter of NAME or FILE.py, or of NAME@SOURCE. Raises ValueError with the known ones."""
+    wanted = TrainerSpec.parse(spec)
+    name = wanted.name
+    known = sorted(trainer_modules())
+    if wanted.is_file:
+        adapter = trainer_of_file(Path(name))
+    elif name in known:
+        adapter = importlib.import_module(trainer_modules()[name]).adapter
+    else:
+        raise CannotStart(f"no trainer is named {name!r}; known: {', '.join(known)}, or the path of a FILE.py")
+    if not wanted.source:
+        return adapter
+    if not hasattr(adapter, "of"):
+        raise CannotStart(f"trainer {name} has no other sources; leave out @{wanted.source}")
+    return adapter.of(wanted.source)
+
+
+def trainer_modules() -> dict[str, str]:
+    """Return the module that has each trainer's adapter: of the trainer that comes with the harness, and of those of rings."""
+    own = {module.name for module in pkgutil.iter_modules(__path__)} - {"support"}
+    return {name: f"{__name__}.{name}" for name in own} | rings.table("trainers")
+
+
+def folder_of_cases(name: str) -> Path | None:
+    """Return the folder of cases that come with a trainer's adapter; None where there is none."""
+    module = trainer_modules().get(name, "")
+    found = importlib.util.find_spec(module) if module else None
+    folder = Path(found.origin).parent / case_files.USUAL if found and found.origin else None
+    return folder if found and found.submodule_search_locations and folder and folder.is_dir() else None
+
+
+@contextlib.contextmanager
+def starting(spec: str) -> Iterator[None]:
+    """Raises CannotStart where a module is missing, or an adapter cannot be loaded."""
+    try:
+        yield
+    except ImportError as error:
+        raise CannotStart(
+            f"{spec} cannot be started: {error}; install what it imports, or name another --trainer"
+        ) from error
+
+
+def reload(spec: str) -> Adapter:
+    """Return the adapter of a FILE.py that has changed since it was loaded."""
+    trainer_of_file.cache_clear()
+    return load(spec)
+
+
+@functools.cache
+def trainer_of_file(path: Path) -> Adapter:
+    """What lies beside it can be imported."""
+    if not path.is_file():
+        raise CannotStart(f"{path}: no such file; an adapter is given as FILE.py, `harness init train.py` begins one")
+    found = importlib.util.spec_from_file_location(f"trainer_{path.stem}", path)
+    assert found is not None and found.loader is not None
+    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    sys.path.append(str(path.parent))
+    try:
+        found.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise CannotStart(f"{path}: cannot be loaded: {error_in(path, error)}") from error
+    adapter: Any = getattr(module, "adapter", None)
+    if hasattr(adapter, "own") or hasattr(adapter, "allow"):
+        raise CannotStart(
+            f"{path}: its `adapter` has `own` or `allow`: it says that in `traits`; see harness/core/case/traits.py"
+        )
+    if lacking := [
+        name for name in ("name", "unsupported", "start", "stop", "fqn", "rows") if not hasattr(adapter, name)
+    ]:
+        problem = f"its `adapter` has no {', '.join(lacking)}" if adapter is not None else "has no `adapter`"
+        raise CannotStart(f"{path}: {problem}; see harness/core/trainers/__init__.py")
+    return adapter

@@ -1,0 +1,124 @@
+"""Which samples this rank reads. One step's samples over all data-parallel ranks are one slice of the epoch's order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.data import DataLoader, DistributedSampler
+
+from harness.core.case.case import Case
+from harness.reference.data import SEPARATOR, build_dataset, sample_order
+
+
+class ResumableSampler(DistributedSampler):
+    """Begins an epoch at this rank's sample number `start` instead of 0, without reading what lies before.
+
+    Where ranks do not divide an epoch, torch's sampler drops its end or repeats samples. This one leaves some ranks less."""
+
+    start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(self.mine(), self.start, None)
+
+    def mine(self) -> Iterator[int]:
+        size = len(self.dataset)
+        if size % self.num_replicas == 0:
+            return super().__iter__()
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+        return iter(order[self.rank :: self.num_replicas])
+
+
+def build_loader(dataset: Any, case: Case, dp_rank: int) -> DataLoader:
+    """This rank's microbatches of one epoch of a map-style dataset: tokens, labels int64 [local_batch, seq_len].
+
+    Under pp they come together, [microbatches * local_batch, seq_len]: the schedule cuts them.
+    """
+    sampler = ResumableSampler(
+        dataset, num_replicas=case.dims.dp, rank=dp_rank, shuffle=True, seed=case.training.seed, drop_last=True
+    )
+    whole = case.training.last_batch is None
+    return DataLoader(dataset, batch_size=case.local_batch * case.microbatches, sampler=sampler, drop_last=whole)
+
+
+class Microbatches:
+    """This rank's microbatches, epoch after epoch. `samples` counts what all ranks together have drawn.
+
+    The position is a global one, so it holds in another layout; the dataset's length is a multiple of the global batch,
+    so no step straddles two epochs.
+    """
+
+    def __init__(self, case: Case, dp_rank: int) -> None:
+        self.case = case
+        self.dataset = build_dataset(case.training, case.model)
+        self.size = len(self.dataset)
+        self.loader = build_loader(self.dataset, case, dp_rank)
+        self.seek(0)
+
+    def seek(self, samples: int) -> None:
+        """Continue after this many samples; a multiple of the global batch."""
+        epoch, done = divmod(samples, len(self.dataset))
+        self.samples = samples
+        sampler = self.loader.sampler
+        assert isinstance(sampler, ResumableSampler)
+        sampler.set_epoch(epoch)
+        sampler.start = done // self.case.dims.dp
+        self.iterator = iter(self.loader)
+
+    def step(self, length: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """The microbatches of the next optimizer step, of each sample its first `length` tokens (None: all)."""
+        if self.samples % len(self.dataset) == 0:
+            self.seek(self.samples)
+        self.samples += min(self.case.training.global_batch, len(self.dataset) - self.samples % len(self.dataset))
+        whole = list(itertools.islice(self.iterator, self.case.features.accumulation)) or [self.nothing()]
+        return [(tokens[:, :length], labels[:, :length]) for tokens, labels in whole]
+
+    def nothing(self) -> tuple[Tensor, Tensor]:
+        """A batch without samples, so that a rank that has none takes part in all communication of the step."""
+        return (torch.zeros(0, self.case.training.seq_len, dtype=torch.int64),) * 2
+
+    def epochs(self) -> float:
+        """How often the data was drawn, up to now."""
+        return self.samples / len(self.dataset)
+
+    def held_out(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's share of a batch that is not trained on before the first epoch ends: its last one."""
+        ids = sample_order(self.case.training, len(self.dataset), 0)[-self.case.training.global_batch :]
+        mine = ids[self.loader.sampler.rank :: self.case.dims.dp]
+        tokens, labels = zip(*(self.dataset[one] for one in mine), strict=True)
+        size = self.case.local_batch
+        return list(zip(torch.stack(tokens).split(size), torch.stack(labels).split(size), strict=True))
+
+
+class Shapes:
+    """Microbatches of which only the shape is right, for a rank that reads none."""
+
+    def __init__(self, case: Case, dp_rank: int) -> None:
+        self.case, self.samples, self.size = case, 0, 0
+
+    def seek(self, samples: int) -> None:
+        self.samples = samples
+
+    def epochs(self) -> float:
+        return math.nan
+
+    def held_out(self) -> list[tuple[Tensor, Tensor]]:
+        return self.step()
+
+    def step(self, length: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        case, self.samples = self.case, self.samples + self.case.training.global_batch
+        shape = case.local_batch * case.microbatches, length or case.training.seq_len
+        return [
+            (torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
+            for _ in range(case.features.accumulation)
+        ]
+
+
+def documents(tokens: Tensor) -> Tensor:
+    """Which document of its row each token is in: how many separators stand before it. int64 [b, s]"""
+    return pad((tokens[:, :-1] == SEPARATOR).cumsum(dim=1), (1, 0))

@@ -1,0 +1,74 @@
+"""Weights under Hugging Face's names, in one file that torch.load reads. Every rank gathers, rank 0 writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from harness.core.case.case import Case
+from harness.core.trainers.llama3 import lora
+
+State = dict[str, Tensor]
+OF_MODEL = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+OF_LAYER = {
+    **{f"attention.w{letter}": f"self_attn.{letter}_proj" for letter in "qkvo"},
+    **{"feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj"},
+    **{"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+}
+
+
+def export(model: nn.Module, case: Case, folder: Path) -> None:
+    """Write folder/pytorch_model.bin. Called on every rank."""
+    state = converted(whole_state(model), case)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(state, folder / "pytorch_model.bin")
+
+
+def whole_state(model: nn.Module) -> State:
+    """Whole weights, by the reference's names, on every rank."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def converted(state: State, case: Case) -> State:
+    """What others load: their names, the rows of q and k as their rotary embedding turns them, fused if requested, and
+    adapters merged."""
+    state = lora.merged(state, case.model.lora) if case.model.lora and state else state
+    found = {renamed(fqn): value for fqn, value in state.items()}
+    if case.features.export != "hf_interleaved":
+        turned = [name for name in found if name.endswith(("q_proj.weight", "k_proj.weight"))]
+        found |= {name: halves(found[name], case.model.head_dim) for name in turned}
+    if case.model.tied_embeddings and found:
+        found["lm_head.weight"] = found["model.embed_tokens.weight"]
+    return fused(found) if case.features.export == "hf_fused" else found
+
+
+def renamed(fqn: str) -> str:
+    name = fqn.removesuffix(".weight")
+    if name in OF_MODEL:
+        return f"{OF_MODEL[name]}.weight"
+    _, layer, name = name.split(".", 2)
+    return f"model.layers.{layer}.{OF_LAYER[name]}.weight"
+
+
+def halves(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows 0 2 4 .. 1 3 5 .. of each head: this model turns neighbours, theirs turns entry i with i + head_dim / 2."""
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+def fused(state: State) -> State:
+    """One matrix for q, k and v, and one for gate and up."""
+    for name in [name for name in state if name.endswith("self_attn.q_proj.weight")]:
+        layer = name.removesuffix("self_attn.q_proj.weight")
+        state[f"{layer}self_attn.qkv_proj.weight"] = torch.cat(qkv(state, f"{layer}self_attn."))
+        both = [state.pop(f"{layer}mlp.{part}_proj.weight") for part in ("gate", "up")]
+        state[f"{layer}mlp.gate_up_proj.weight"] = torch.cat(both)
+    return state
+
+
+def qkv(state: State, attention: str) -> list[Tensor]:
+    return [state.pop(f"{attention}{part}_proj.weight") for part in "qkv"]

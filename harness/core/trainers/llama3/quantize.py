@@ -1,0 +1,43 @@
+"""Matmuls in 8 bits, by torchao: modules are exchanged before anything else is done to the model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from harness.core.case.case import Case
+from harness.reference.config import quantized_modules
+from harness.reference.precision import in_hardware
+
+
+def convert(model: nn.Module, case: Case, device: torch.device) -> None:
+    """The recipe's modules (all nn.Linear of the blocks) become torchao's. Emulated where the device lacks the format."""
+    recipe, modules = case.training.quantize, quantized_modules(case.model)
+    if recipe == "mxfp8":
+        for fqn in modules:
+            _to_mxfp8(model, fqn, device)
+    elif recipe:
+        _to_float8(model, recipe.removeprefix("float8_"), modules, device)
+
+
+def _to_float8(model: nn.Module, recipe: str, modules: tuple[str, ...], device: torch.device) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not in_hardware(recipe, device))
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, fqn: fqn in modules)
+
+
+def _to_mxfp8(model: nn.Module, fqn: str, device: torch.device) -> None:
+    """torchao's training module of this format is a prototype and has no function that exchanges it."""
+    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    linear = model.get_submodule(fqn)
+    preference = KernelPreference.AUTO if in_hardware("mxfp8", device) else KernelPreference.EMULATED
+    shape = {"in_features": linear.in_features, "out_features": linear.out_features}
+    exchanged = MXFP8Linear(**shape, bias=False, kernel_preference=preference, device="meta")
+    exchanged.weight = linear.weight
+    parent, _, name = fqn.rpartition(".")
+    setattr(model.get_submodule(parent), name, exchanged)

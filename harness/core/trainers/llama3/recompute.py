@@ -1,0 +1,99 @@
+"""What is computed twice and what is compiled: activation checkpointing and torch.compile, block by block.
+
+Order, as in torchtitan: tensor parallel, then checkpointing, then compile, then FSDP around it, so that FSDP's gathering
+is neither recomputed nor traced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from harness.core.case.case import Case
+from harness.reference.model import Llama
+
+WRAPPER = "_checkpoint_wrapped_module."
+KEPT = (
+    "aten.mm.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_reduce.default",
+)
+"""Costly operators, whose results "op" keeps. Of matmuls it keeps every second one: the 1st, 3rd, .. of a block."""
+
+
+def apply_checkpointing(model: Llama, case: Case) -> None:
+    """Blocks forget their activations after forward and compute them again in backward."""
+    for name, block in list(model.layers.items()):
+        if is_checkpointed(int(name), case):
+            model.layers[name] = checkpointed(block, case)
+
+
+def is_checkpointed(layer: int, case: Case) -> bool:
+    """ "layer": every second one, counted over the whole model, so that stages of a pipeline do not matter."""
+    kind = case.features.activation_checkpointing
+    return kind in ("full", "op") or (kind == "layer" and layer % 2 == 1)
+
+
+def checkpointed(block: nn.Module, case: Case) -> nn.Module:
+    """Trap: without preserve_rng_state a recomputed dropout would draw another mask."""
+    options: dict[str, Any] = {"preserve_rng_state": True}
+    if case.features.activation_checkpointing == "op":
+        options["context_fn"] = kept_operators
+    return checkpoint_wrapper(block, **options)
+
+
+def kept_operators() -> Any:
+    """Called for every forward pass of a block, so that counting begins anew. Recomputation counts by itself."""
+    matmuls: Counter[bool] = Counter()
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if str(operator) == "aten.mm.default":
+            matmuls[context.is_recompute] += 1
+            if matmuls[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if str(operator) in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def plain(name: str) -> str:
+    """A parameter's name without the wrapper's."""
+    return name.replace(WRAPPER, "")
+
+
+def apply_compile(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
+    """In place, so that names stay. Blocks are alike: the first one is compiled, the others find its code."""
+    if not case.features.compile:
+        return
+    if case.features.async_tp and mesh is not None:
+        pipeline_products_with_collectives(mesh)
+    if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) and model.tok_embeddings is not None:
+        model.tok_embeddings.register_forward_hook(plain_copy)
+    for block in model.layers.values():
+        block.compile(fullgraph=True, dynamic=False)
+
+
+def plain_copy(_: nn.Module, args: Any, embedded: Tensor) -> Tensor:
+    """Trap: compiled code cannot differentiate what a row-wise embedding returns.
+
+    upstream_bugs/compile_rowwise_embedding.py shows it.
+    """
+    return embedded.clone()
+
+
+def pipeline_products_with_collectives(mesh: DeviceMesh) -> None:
+    """Async TP: a pass of inductor's fuses all-gathers and reduce-scatters with the matmuls beside them. GPUs only."""
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh["tp"].get_group().group_name)

@@ -1,0 +1,58 @@
+"""Numbers that are shown in addition to loss, norm and rate: what each means, and the norm of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from harness.core.trainers import Number
+from harness.core.trainers.llama3 import parallelize
+from harness.reference.model import at_least_float32
+
+MEANINGS: dict[str, dict[str, Any]] = {
+    "tokens per second": {"of": "tokens", "rate": True},
+    "tokens seen": {"of": "tokens", "steps": None},
+    "own valid tokens": {"of": "valid tokens", "over": ()},
+    "valid tokens per sample": {"of": "mean"},
+    "epochs": {"of": "epochs", "steps": None},
+    "validation loss": {"of": "validation loss"},
+    "parameter norm": {"of": "parameter norm"},
+}
+
+
+def with_meanings(shown: Mapping[str, float], more: Mapping[str, dict[str, Any]]) -> dict[str, Number]:
+    """Return each number that is shown with its meaning. more: what is handed over beside it, by name."""
+    return {name: Number(value, **MEANINGS[name], **more.get(name, {})) for name, value in shown.items()}
+
+
+def mean_over_ranks(own: torch.Tensor, mesh: DeviceMesh | None) -> float:
+    """Return the mean over all data ranks. own: this rank's sum, and how many it is of. [2]"""
+    total, count = parallelize.sum_over_data_ranks(own, mesh).tolist()
+    return float(total / count)
+
+
+def parameter_norm(parameters: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup]) -> float:
+    """Return the 2-norm of all, each element once. groups: of ranks that hold others without a DTensor saying so.
+
+    Trap: what FSDP2 cuts that tp has cut already lies as a _StridedShard, of which is_shard() says no."""
+    squares: dict[Any, torch.Tensor] = {}
+    for parameter in parameters:
+        whole = parameter.detach()
+        cut = isinstance(whole, DTensor)
+        layout = (whole.device_mesh, whole.placements) if cut else (None, ())
+        own = at_least_float32(whole.to_local() if cut else whole).square().sum()
+        squares[layout] = squares[layout] + own if layout in squares else own
+    for (mesh, placements), total in squares.items():
+        for axis, placement in enumerate(placements):
+            if not placement.is_replicate() and mesh.size(axis) > 1:
+                dist.all_reduce(total, group=mesh.get_group(axis))
+    norm = torch.stack([*squares.values()]).sum()
+    for group in groups:
+        dist.all_reduce(norm, group=group)
+    return float(norm.sqrt())

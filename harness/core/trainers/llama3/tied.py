@@ -1,0 +1,71 @@
+"""Tied embeddings in a pipeline: the first stage has the embedding, the last one a copy of it, which is its output.
+
+Both copies start equal. When backward has ended, one has the embedding's part of the gradient, the other one the output's.
+The sum over both ranks is the weight's gradient, so that both optimizers take the same step. A V-shaped schedule puts both
+stages on one rank, which has one weight.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from harness.core.case.case import Case
+from harness.core.trainers.llama3 import clip, pipeline
+from harness.reference.model import Llama
+
+
+def share(parts: list[nn.Module], indices: list[int], case: Case) -> None:
+    """Make the weight of a rank's first and last stage one, where it has both."""
+    if case.model.tied_embeddings and {0, case.n_stages - 1} == {*indices} and len(indices) > 1:
+        first, last = model_of(parts[0]), model_of(parts[-1])
+        last.tok_embeddings = first.tok_embeddings
+
+
+def step_once(optimizers: list[Optimizer]) -> None:
+    """Take from each optimizer what an earlier one steps: a rank's parts may share a weight."""
+    known: set[int] = set()
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in known]
+        known |= {*map(id, group["params"])}
+
+
+def model_of(part: nn.Module) -> Llama:
+    """Return the model inside a wrapper."""
+    return next(module for module in part.modules() if isinstance(module, Llama))
+
+
+def weights(parts: list[nn.Module]) -> list[nn.Parameter]:
+    """Return the tied weights of a rank's parts, each once."""
+    tables = [table for part in parts if (table := model_of(part).tok_embeddings) is not None]
+    return list(dict.fromkeys(table.weight for table in tables))
+
+
+def group_of_ends(case: Case, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The ranks of a pipeline's first and last stage. Called on every rank; None where it has neither, or nothing is tied."""
+    if mesh is None or case.dims.pp == 1 or not case.model.tied_embeddings:
+        return None
+    if case.features.schedule in pipeline.V_SHAPED:
+        return None
+    if case.dims.pp == 2:
+        return mesh.get_group("pp")
+    lines = mesh.mesh.movedim(axis(mesh), -1).reshape(-1, case.dims.pp).tolist()
+    groups = [(line, dist.new_group([line[0], line[-1]], group_desc="pp_ends")) for line in lines]
+    return next((group for line, group in groups if dist.get_rank() in (line[0], line[-1])), None)
+
+
+def axis(mesh: DeviceMesh) -> int:
+    return (mesh.mesh_dim_names or ()).index("pp")
+
+
+def sum_gradients(parts: list[nn.Module], group: dist.ProcessGroup | None) -> None:
+    """In place. This rank's slice of the gradient, over the ranks that hold the same slice for another use."""
+    for gradient in clip.local_gradients(weights(parts)) if group is not None else ():
+        dist.all_reduce(gradient, group=group)
+
+
+def copies(parts: list[nn.Module], group: dist.ProcessGroup | None) -> list[nn.Parameter]:
+    """Return this rank's weights that are copies of the first stage's: the last stage's."""
+    return weights(parts) if group is not None and dist.get_rank(group) > 0 else []

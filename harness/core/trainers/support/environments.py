@@ -1,0 +1,92 @@
+"""Environments that pip makes: a version of a package on top of this interpreter, and a trainer's release alone.
+
+An environment is a venv that has the version and what that needs. It sees all other packages of this interpreter, so that
+nothing else differs. It is made once, and whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from harness import ROOT
+from harness.core.evidence.store import write_text
+from harness.core.launch.python_path import module_command, python_path
+
+
+class EnvironmentFailed(ValueError):
+    """pip, or the making of an environment, failed. The message is its complaint."""
+
+
+BEGUN = "begun_by_harness"
+"""The file in an environment that is first written."""
+MOST_SECONDS = 3600.0  # for making an environment
+
+
+def run(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run it with this harness, whatever is installed there and whatever lies in the current folder."""
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    return subprocess.run(
+        [str(python), "-P", *arguments], env=environment, capture_output=True, encoding="utf-8", errors="replace"
+    )
+
+
+def environment(requirement: str, folder: Path, tell: Callable[[str], None]) -> Path:
+    """The interpreter of one with this requirement of pip's; made if it is not there whole. Raises EnvironmentFailed."""
+    python, whole = folder / "bin" / "python", folder / "whole"
+    if not whole.exists():
+        tell(f"making an environment with {requirement} in {folder}")
+        begin(folder)
+        do(module_command("venv", str(folder)))
+        beneath = {str(ROOT), *map(sysconfig.get_path, ("purelib", "platlib"))}
+        own = next(folder.glob("lib/python*/site-packages"))
+        write_text(own / "beneath.pth", "\n".join(sorted(beneath)))
+        do(module_command("pip", "install", "--quiet", "--disable-pip-version-check", requirement, python=str(python)))
+        whole.touch()
+    return python
+
+
+def begin(folder: Path) -> None:
+    """Make the folder of an environment, in place of one that was begun and not finished. Raises EnvironmentFailed."""
+    mark = folder / BEGUN
+    if folder.is_symlink() or (folder.exists() and any(folder.iterdir()) and not mark.is_file()):
+        raise EnvironmentFailed(
+            f"{folder}: not an environment that this harness began; remove it or choose another --out"
+        )
+    if mark.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+
+
+def release(package: str, number: str, folder: Path) -> Path:
+    """Return the folder of that version, without what it needs. Raises ValueError with pip's complaint."""
+    there = folder.absolute() / f"{package}-{number}"
+    if not there.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as partial:
+            laid = Path(partial, "laid")
+            pip = module_command("pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
+            try:
+                do([*pip, "--target", str(laid), f"{package}=={number}"])
+            except EnvironmentFailed as error:
+                raise ValueError(f"no {package} {number}: {error}; or give --source a checkout of it") from None
+            with contextlib.suppress(OSError):  # another process was first
+                laid.rename(there)
+    return there
+
+
+def do(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise EnvironmentFailed(f"{' '.join(command[:5])} .. took more than {MOST_SECONDS:.0f} s") from None
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise EnvironmentFailed(f"{' '.join(command)}: {said[-1] if said else done.returncode}")

@@ -1,0 +1,49 @@
+"""Tables of a trainer's names beside the reference's, and names by them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+
+from harness.core.case.case import Case
+from harness.core.case.schedule import V_SHAPED
+
+EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
+
+
+def pairs(text: str) -> dict[str, str]:
+    """A table of names written as "theirs=ours theirs=ours"."""
+    return dict(pair.split("=") for pair in text.split())
+
+
+def renamed(name: str, table: Mapping[str, str]) -> str:
+    """Return a dotted name with its parts as the table has them. Parts that it lacks stay, parts that it has nothing for go.
+
+    The table may name several parts at once ("mlp.proj"): the longest such key counts.
+    """
+    parts, found = name.split("."), []
+    longest = 1 + max((key.count(".") for key in table), default=0)
+    while parts:
+        keys = (".".join(parts[:length]) for length in range(min(longest, len(parts)), 0, -1))
+        key = next((key for key in keys if key in table), parts[0])
+        found.append(table.get(key, key))
+        parts = parts[key.count(".") + 1 :]
+    return ".".join(filter(None, found))
+
+
+def with_tied_output(case: Case, fqn: Callable[[str], str]) -> Callable[[str], str]:
+    """Return an adapter's `fqn`, by which a tied output of a pipeline's last stage is the embedding's weight, whatever its
+    module is called. A V puts both ends on one rank, which needs no copy."""
+    if case.dims.pp == 1 or not case.model.tied_embeddings or case.features.schedule in V_SHAPED:
+        return fqn
+    return lambda name: EMBEDDING if (own := fqn(name)) == OUTPUT else own
+
+
+def in_one(case: Case, *told: str) -> dict[str, tuple[str, ...]]:
+    """An adapter's `fused`, of every layer. "attention.qkv.weight=wq+wk+wv" says what `fqn` calls a tensor there, and which
+    of the reference's lie in it, one below the other."""
+    found = {}
+    for layer, (name, _, parts) in itertools.product(range(case.model.n_layers), (one.partition("=") for one in told)):
+        of = {part: "attention" if part in ("wq", "wk", "wv") else "feed_forward" for part in parts.split("+")}
+        found[f"layers.{layer}.{name}"] = tuple(f"layers.{layer}.{of[part]}.{part}.weight" for part in of)
+    return found

@@ -1,0 +1,101 @@
+"""`harness faults`: every deliberate mistake of the catalogue, and which checks catch it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness import faults
+from harness.core import trainers
+from harness.core.case import case_files
+from harness.core.case.case import Case
+from harness.core.case.loading import load_all
+from harness.core.case.usual_trainer import OURS
+from harness.core.case.variants import in_dtype
+from harness.core.cli.answer import answer
+from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
+from harness.core.cli.parsing import BadInput
+from harness.core.cli.work.abandoning import abandon
+from harness.core.cli.work.cases import cases_of
+from harness.core.cli.work.options import no_document, options_of, refuse_others, trainer_under_test
+from harness.core.evidence.own_folders import refuse_foreign_file
+from harness.core.evidence.store import write_text
+from harness.core.launch import machine, pool_of
+from harness.core.report.output import say
+from harness.core.report.progress import Progress
+from harness.core.run.selection import weight
+from harness.faults import Fault, all_faults, faults_of_file
+from harness.faults import catalogue_text as shown
+from harness.faults import run_catalogue as catalogue
+from harness.faults.attempt import Attempt, Outcome, accepted, is_attempts, to_json
+
+
+def command(args: argparse.Namespace) -> int:
+    """0: every fault caught as expected. 1: one is not. 2: one never fired or was not tried, or the control fails."""
+    args.trainer = args.trainer or (trainer_under_test(args) if args.file else OURS)
+    own = Path(faults.__file__).parent / f"{args.trainer}.py"
+    file = args.file or (own if own.is_file() else None)
+    control, known = catalogue.with_control(faults_of_file(file) if file else all_faults())
+    chosen = catalogue.matching(known, args.expression)
+    if args.list:
+        no_document(args, "--list")
+        refuse_others(args, "a list of faults", {"--list", "-k", "--file", "--trainer"})
+        say(shown.listing(chosen, accepted()))
+        return PASSED
+    if args.file and not args.cases and (of := _with_cases(args.file)):
+        raise BadInput(
+            f"--file {args.file}: mistakes in {of}, on cases of its own; `harness faults --trainer {of}` takes both"
+        )
+    refuse_foreign_file(args.out / "faults.json", is_attempts)
+    done, control_done, seconds = tried(chosen, control, args)
+    write_text(args.out / "faults.json", to_json(done))
+    data = {"seconds": seconds, "control": control_done, "attempts": done}
+    answer(args, "faults", data, shown.report(done, control_done, seconds))
+    return faults_code(done, control_done)
+
+
+def _with_cases(file: Path) -> str:
+    """The trainer whose catalogue of the harness this is, if that trainer has its own cases; else empty."""
+    ours = file.resolve().parent == Path(faults.__file__).parent
+    return file.stem if ours and file.stem in trainers.trainer_modules() else ""
+
+
+def cases_to_break(args: argparse.Namespace) -> list[Case]:
+    """Return the cases of the harness and of the trainer's adapter; for a user's own catalogue those of the user's folder. They
+    are in a dtype that the trainer computes in. Raises CaseError."""
+    cases = cases_of(args, case_files.USUAL if args.file else case_files.OURS)
+    own = trainers.folder_of_cases(args.trainer)
+    if not (args.file or args.cases) and own is not None:
+        cases += load_all(own)
+    dtypes = trainers.load(args.trainer).dtypes
+    return [case if case.training.dtype in dtypes else in_dtype(case, dtypes[0]) for case in cases]
+
+
+def tried(chosen: Sequence[Fault], control: Fault, args: argparse.Namespace) -> tuple[list[Attempt], Attempt, float]:
+    """What became of each fault and of the control, and how many seconds all took."""
+    options, jobs = options_of(args, several_nodes=False), jobs_of(args.jobs, args.device)
+    every = [control, *chosen]
+    needed = catalogue.needed(every, cases_to_break(args))
+    weights = {case.name: weight(case) for case in needed}
+    progress = Progress(weights | {fault.name: weights[fault.case] for fault in every}, sys.stderr)
+    try:
+        based = catalogue.baselines(needed, options, jobs=jobs, curves=not args.checks_only, progress=progress)
+        control_done, *done = catalogue.attempts(every, based, options, jobs=jobs, progress=progress)
+    except KeyboardInterrupt:
+        abandon(progress, "cases and faults")
+    return done, control_done, progress.elapsed()
+
+
+def jobs_of(told: int | None, device: str) -> int:
+    """A cause is looked for on the core that ranks of others need, so there are no more faults at a time than cores."""
+    return told or (len(pool_of(device).slots) + 1 if device == "cuda" else max(2, len(machine.cores())))
+
+
+def faults_code(done: Sequence[Attempt], control: Attempt) -> int:
+    unproven = {Outcome.UNFIRED, Outcome.NOT_TRIED}
+    if control.outcome is not Outcome.MISSED:
+        return NOT_JUDGED
+    codes = {Outcome.CAUGHT: PASSED} | dict.fromkeys(unproven, NOT_JUDGED)
+    return worst(codes.get(attempt.outcome, BROKEN) for attempt in done)

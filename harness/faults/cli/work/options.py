@@ -1,0 +1,55 @@
+"""What the options do that the ring of faults adds to commands of the core."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from harness.core.cli.exit_codes import NOT_JUDGED, PASSED
+from harness.core.cli.parsing import BadInput
+from harness.core.cli.work.cases import cases_of
+from harness.core.cli.work.options import needs_matplotlib, no_document
+from harness.core.evidence.errors import error_in
+from harness.core.report.output import say
+from harness.core.run.options import Options
+from harness.core.run.selection import matching
+from harness.faults import FaultError, load_fault
+
+
+def fault_of(args: argparse.Namespace, trainer: str) -> dict[str, Any]:
+    """Return the fault that is typed. Raises FaultError."""
+    return {"fault": checked_fault(args.fault)} if getattr(args, "fault", None) else {}
+
+
+def checked_fault(spec: str) -> str:
+    """The fault as ranks can load it, from whatever folder they run in. Raises FaultError."""
+    file, _, name = spec.rpartition(":")
+    try:
+        load_fault(spec)
+    except FaultError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise FaultError(f"--fault {spec}: cannot be loaded: {error_in(Path(file), error)}") from error
+    return f"{Path(file).resolve()}:{name}" if file else name
+
+
+def plotted(args: argparse.Namespace) -> int | None:
+    """Draw where correct runs, bounds and small mistakes lie; None where nobody asks for it. Raises BadInput."""
+    if not args.plot:
+        return None
+    no_document(args, "--plot")
+    if args.accept:
+        raise BadInput("--plot: leave out --accept, which draws nothing")
+    chosen, options = matching(cases_of(args), args.expression), Options(out=args.out)
+    needs_matplotlib()
+    from harness.faults import margins  # matplotlib takes half a second
+
+    pictured = []
+    for users in margins.recipes(chosen):
+        one = margins.margin(users, options)
+        say(margins.table(one), margins.draw(one, options.out))
+        pictured.append(one)
+    if len(pictured) > 1:
+        say(margins.draw_all(pictured, options.out))
+    return PASSED if pictured else NOT_JUDGED

@@ -1,0 +1,26 @@
+"""In a rank: which functions of the trainer's repository it runs, on disk once it has come to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.core.evidence.store import evidence_file, write_text
+from harness.nights.affected.recorder import FunctionRecorder
+
+
+@contextlib.contextmanager
+def recording_functions(options: dict[str, Any], rank: int) -> Iterator[None]:
+    """options: record_functions_of, the repository; directory, of the evidence. A rank that raises leaves nothing."""
+    recorder = FunctionRecorder(Path(options["record_functions_of"]))
+    recorder.start()
+    yield
+    write_text(functions_file(Path(options["directory"]), rank), json.dumps(recorder.stop()))
+
+
+def functions_file(directory: Path, rank: int) -> Path:
+    """Which functions of the trainer's repository a rank ran."""
+    return evidence_file(directory, rank).with_suffix(".functions.json")

@@ -1,0 +1,172 @@
+"""What changed in Python sources from one version to another: functions, or code that runs when a file is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.core.case.case import CaseError
+from harness.core.evidence.git import git
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+PROSE = (".md", ".rst", ".png", ".svg", ".jpg", ".gif")
+PROSE_PLACES = (".github/", ".ci/", "LICENSE", "CODEOWNERS", ".gitignore", ".gitattributes", ".pre-commit-config.yaml")
+"""What no rank reads."""
+LINK = "120000"
+"""Git's mode of a symbolic link. What a rank imports through one is recorded as the file that it leads to."""
+COMPILERS = {"jit", "njit", "script", "kernel"}
+"""Last names of decorators that read a function's source, as triton.jit and torch.jit.script do: it is never called."""
+
+
+@dataclass
+class Changes:
+    """What differs between two versions of a repository."""
+
+    functions: dict[str, set[str]] = field(default_factory=dict)  # by file; in a file that both versions have
+    whole: dict[str, str] = field(default_factory=dict)  # file -> why all of it counts
+    data: set[str] = field(default_factory=set)  # files that are no Python, and symbolic links that lead elsewhere
+    new: set[str] = field(default_factory=set)  # Python files
+    gone: set[str] = field(default_factory=set)  # Python files
+
+    def add(self, other: Changes) -> None:
+        """Take on what differs between two other versions as well."""
+        for file, names in other.functions.items():
+            self.functions.setdefault(file, set()).update(names)
+        self.whole |= other.whole
+        self.data |= other.data
+        self.new |= other.new
+        self.gone |= other.gone
+
+    @property
+    def python(self) -> set[str]:
+        """Return every Python file that differs."""
+        return {*self.functions, *self.whole} | self.new | self.gone
+
+
+def between(root: Path, old: str, new: str | None) -> Changes:
+    """Return what changed between two commits, or from a commit to the files that are there now. Raises CaseError."""
+    found = Changes()
+    for status, file, linked in _files(root, old, new):
+        if linked or not file.endswith(".py"):
+            if not (file.endswith(PROSE) or file.startswith(PROSE_PLACES)):
+                found.data.add(file)
+        elif status in "AD":
+            (found.new if status == "A" else found.gone).add(file)
+        else:
+            names, why = compared(
+                _text(root, old, file), _text(root, new, file), lambda name: _is_mentioned(root, old, name)
+            )
+            if why:
+                found.whole[file] = why
+            if names:
+                found.functions[file] = names
+    return found
+
+
+def _files(root: Path, old: str, new: str | None) -> Iterator[tuple[str, str, bool]]:
+    """Return of each file that differs its status, its name, and whether it was a symbolic link or became one; of those there
+    now, also what git does not know yet."""
+    listed = git(root, "diff", "--raw", "--no-renames", "-z", old, *([new] if new else []), "--")
+    if listed.returncode:
+        raise CaseError(f"{root}: git knows no {old}: {listed.stderr.strip()}")
+    words = listed.stdout.split("\0")
+    for told, file in zip(words[::2], words[1::2], strict=False):
+        before, after, _, _, status = told.removeprefix(":").split(" ")
+        yield status, file, status != "A" and LINK in (before, after)
+    if new is None:
+        for file in git(root, "ls-files", "--others", "--exclude-standard", "-z").stdout.split("\0"):
+            if file:
+                yield "A", file, False
+
+
+def _text(root: Path, commit: str | None, file: str) -> str:
+    """commit: None for what is there now; a sparse checkout has only some files there, and the rest in git's index."""
+    if commit is None and (root / file).exists():
+        return (root / file).read_text(encoding="utf-8", errors="replace")
+    return git(root, "show", f"{commit or ''}:{file}").stdout
+
+
+def _is_mentioned(root: Path, commit: str, name: str) -> bool:
+    """Return whether any Python file of the commit has the word."""
+    return not git(
+        root, "grep", "--quiet", "--word-regexp", "--fixed-strings", "-e", name, commit, "--", "*.py"
+    ).returncode
+
+
+def compared(old: str, new: str, is_mentioned: Callable[[str], bool] = lambda _: False) -> tuple[set[str], str]:
+    """Return the functions whose bodies differ, and why more than these counts (empty if not).
+
+    Comments, docstrings and positions do not count. A new function of a module is nothing by itself: who calls it changed, too.
+    It counts if its name is no new one. is_mentioned: whether other files had the name.
+    Whatever else differs (a signature, a class, a constant, an import, a function that is gone) is met at import.
+    """
+    try:
+        before, after = _Parts(old), _Parts(new)
+    except (SyntaxError, ValueError):
+        return set(), "it cannot be parsed"
+    changed = {name for name, body in before.bodies.items() if name in after.bodies and after.bodies[name] != body}
+    known = before.names | before.bodies.keys()
+    known |= {name for name in after.bodies.keys() - known if "." not in name and is_mentioned(name)}
+    differs = before.at_import(known) != after.at_import(known)
+    return changed, "code that runs at import" if differs else ""
+
+
+class _Parts(ast.NodeTransformer):
+    """A file's outermost functions by qualified name, and all that is left without their bodies."""
+
+    def __init__(self, text: str) -> None:
+        self.bodies: dict[str, str] = {}
+        tree = ast.parse(text)
+        self.names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        self.path: list[str] = []
+        self.tree = self.visit(tree)
+
+    def visit_Module(self, node: ast.Module) -> ast.Module:
+        node.body = _without_docstring(node.body)
+        self.generic_visit(node)
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        self.path.append(node.name)
+        node.body = _without_docstring(node.body)
+        self.generic_visit(node)
+        self.path.pop()
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Function:
+        return self._function(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> Function:
+        return self._function(node)
+
+    def _function(self, node: Function) -> Function:
+        if any(_last_name(one) in COMPILERS for one in node.decorator_list):
+            return node
+        name = ".".join([*self.path, node.name])
+        body = "\n".join(ast.dump(part) for part in _without_docstring(node.body))
+        self.bodies[name] = self.bodies.get(name, "") + body  # a property and its setter share a name
+        node.body = []
+        return node
+
+    def at_import(self, known: set[str]) -> list[str]:
+        """Return what runs at import, without plain functions of the module whose names are not known."""
+        return [
+            ast.dump(node)
+            for node in self.tree.body
+            if not isinstance(node, Function) or node.decorator_list or node.name in known
+        ]
+
+
+def _last_name(decorator: ast.expr) -> str:
+    """Return m of `m`, `a.m` and `a.m(..)`."""
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
+
+
+def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
+    first = body[0] if body else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return body[1:]
+    return body

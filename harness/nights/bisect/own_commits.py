@@ -1,0 +1,61 @@
+"""A commit of this project, or of a fork of it, judged by itself: trainer and checks are of one repository.
+
+The commit runs the case in a separate process and leaves a verdict, which is taken as it stands. What it cannot do (a case
+that it does not know the words of, a record it cannot write) is a reason to skip it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from harness.core.case import case_files
+from harness.core.case.case import Case
+from harness.core.evidence.reading import read_json
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Result, Verdict, one_cause
+from harness.core.launch.python_path import module_command
+from harness.core.run.folders import folder_of, fresh_folder
+from harness.core.run.options import Options, Unsupported
+
+TRAINER = "llama3"
+FILES = ("/harness/",)
+
+
+def judged_at(case: Case, checkout: Path, options: Options) -> Judgement:
+    """Raises Unsupported with what the commit said where it left no verdict."""
+    began, folder = time.monotonic(), folder_of(case, options)
+    fresh_folder(folder).rmdir()
+    words = module_command("harness", "run", case.name, *_typed(case, options))
+    environment = os.environ | {"PYTHONPATH": str(checkout), "HARNESS_SERVER": "own"}
+    done = subprocess.run(
+        words, cwd=checkout, env=environment, capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
+    verdict = folder / "verdict.json"
+    if not verdict.exists():
+        said = done.stderr.strip().splitlines()
+        raise Unsupported(said[-1].removeprefix("harness: ") if said else f"exit code {done.returncode}")
+    return _judgement(case, folder, read_json(verdict), time.monotonic() - began)
+
+
+def _typed(case: Case, options: Options) -> list[str]:
+    given = {"launcher": options.launcher, "device": options.device, "timeout": str(options.timeout)}
+    given |= {"cases": str(case_files.path_of(case.file).parent), "out": str(options.out.resolve())}
+    given |= {"fault": options.fault} if options.fault else {}
+    return [word for key, value in given.items() for word in (f"--{key}", value)]
+
+
+def _judgement(case: Case, folder: Path, said: dict[str, Any], seconds: float) -> Judgement:
+    """Raises Unsupported."""
+    try:
+        results = tuple(
+            Result(row["check"], Verdict(row["verdict"]), row["examined"], note=row.get("note", ""))
+            for row in said["results"]
+        )
+    except (KeyError, ValueError) as error:
+        raise Unsupported(f"its verdict is not written as today's are ({error!r})") from error
+    cause = one_cause(str(said["cause"])) if said.get("cause") else None
+    return Judgement(case, folder, results, cause, seconds)

@@ -1,0 +1,1 @@
+"""What the commands on many runs do."""

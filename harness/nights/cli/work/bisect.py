@@ -1,0 +1,39 @@
+"""`harness bisect`: what failed a check."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+
+from harness.core.case.loading import load_all
+from harness.core.cli.answer import answer
+from harness.core.cli.exit_codes import NOT_JUDGED, PASSED
+from harness.core.cli.parsing import BadInput
+from harness.core.cli.work.cases import folder_of
+from harness.core.cli.work.options import options_of
+from harness.core.report.output import say
+from harness.core.run.selection import matching
+from harness.nights.bisect import commits, versions
+from harness.nights.bisect.side_by_side import bisect_data, bisect_report
+
+
+def command(args: argparse.Namespace) -> int:
+    """0: the first bad commit or version is found, or the one that fixed it. 2: skipped ones hide it."""
+    tell = functools.partial(say, to=sys.stderr)
+    folder = folder_of(args)
+    cases = matching(load_all(folder), args.expression)
+    range_of_commits = (args.repo, args.good, args.bad)
+    if args.over is None and None in range_of_commits:
+        raise BadInput("bisect: --repo, --good and --bad are needed, or --over PACKAGE==GOOD,..,BAD")
+    if args.over is not None and any(range_of_commits):
+        raise BadInput("bisect --over: leave out --repo, --good and --bad, which are for commits")
+    if args.over is None and args.source:
+        raise BadInput("--source: leave it out; each commit of --repo has its own sources")
+    options = options_of(args, several_nodes=False)
+    if args.over is not None:
+        found = versions.search(versions.versions(args.over), cases, folder, options, tell)
+    else:
+        found = commits.bisect(args.repo, args.good, args.bad, cases, options, tell)
+    answer(args, "bisect", lambda: bisect_data(found), bisect_report(found))
+    return PASSED if found.first else NOT_JUDGED

@@ -1,0 +1,50 @@
+"""What the options do that the ring of nights adds to `harness matrix`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.core import trainers
+from harness.core.case.case import Case
+from harness.core.case.trainer_repository import clean_commit, repository_of
+from harness.core.cli.parsing import BadInput
+from harness.core.cli.work.options import options_of
+from harness.core.run.options import Options
+from harness.core.run.supported import unsupported
+from harness.nights.affected.selecting import Affected, affected
+from harness.nights.ray_cluster import Cluster
+
+
+def map_of(args: argparse.Namespace, trainer: str) -> dict[str, Any]:
+    """Return where to record what cases run. Raises BadInput, and CaseError without a clean repository."""
+    return {"map": recorded_map(args, trainer)}
+
+
+def recorded_map(args: argparse.Namespace, trainer: str) -> Path | None:
+    """Return where to record what cases run, None for nowhere. Raises BadInput, and CaseError without a clean repository."""
+    if getattr(args, "map", None) is None or getattr(args, "changed", None):
+        return None
+    if args.device == "cuda" and sys.version_info < (3, 12):
+        raise BadInput("--map: on GPUs it needs Python 3.12, for what runs on the threads of backward")
+    clean_commit(repository_of(trainer))
+    return args.map.resolve()
+
+
+def changed(cases: Sequence[Case], args: argparse.Namespace) -> Affected | None:
+    """Return which of the cases run what changed since --changed; none that would be skipped. Raises CaseError."""
+    if not args.changed:
+        return None
+    options = options_of(args)
+    asked = [case for case in cases if not unsupported(case, options)]
+    return affected(
+        asked, args.changed, options.trainer, trainers.load(options.trainer).name, args.map or args.out / "map"
+    )
+
+
+def ray_cluster(args: argparse.Namespace, options: Options) -> Cluster | None:
+    """Return the cluster on whose nodes cases run. Raises LaunchError where there is none."""
+    return Cluster(args.on, options.device) if args.on else None

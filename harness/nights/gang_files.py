@@ -1,0 +1,163 @@
+"""The files of one launch on nodes without a disk in common: each has the files of its ranks, the first has all.
+
+The first node keeps the launch. The others ask it for the job, the weights and the end. A few times a second they send it
+what their ranks write (logs, in-flight records, evidence, exits). So it sees these files like its own. How a rank ended is
+read first and written last: if that file is there, all other files of the rank are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Protocol
+
+from harness.core.launch import LaunchError
+from harness.core.launch.job import SUFFIXES
+
+POLL = 0.2  # seconds
+EXITS = "exits"
+Files = dict[str, bytes]  # by name in the launch's folder; compressed, as an in-flight record is mostly zeros
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A launch of the first node. out: the folder there in which all lies that the job names. folder: the launch's, in it."""
+
+    out: str
+    folder: str
+    job: str
+    weights: bytes
+
+
+class First(Protocol):
+    """What the other nodes ask of the first."""
+
+    def begun(self) -> Begun | None: ...
+
+    def take(self, files: Files) -> str | None: ...
+
+
+class FirstNode:
+    """The disk of the first node, for the others. launch: an argument that torchrun gets there and in no other launch."""
+
+    def __init__(self, out: Path, folder: Path, launch: str) -> None:
+        self.out, self.folder, self.launch = out, folder, launch
+
+    def begun(self) -> Begun | None:
+        """None until it has; an earlier launch in this folder is another one."""
+        with contextlib.suppress(FileNotFoundError):
+            text = (self.folder / "job.json").read_text(encoding="utf-8")
+            job = json.loads(text)
+            if self.launch in job["torchrun_args"]:
+                weights = zlib.compress(Path(job["options"]["weights"]).read_bytes(), 1)
+                return Begun(str(self.out), str(self.folder.relative_to(self.out)), text, weights)
+        return None
+
+    def take(self, files: Files) -> str | None:
+        """Take files of another node's ranks. Return the end of the launch once it has one, "" where all of it is gone."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.launch not in (self.folder / "job.json").read_text(encoding="utf-8"):
+                return ""
+            for name in sorted(files, key=lambda name: name.startswith(EXITS)):
+                (self.folder / name).parent.mkdir(exist_ok=True)
+                write(self.folder / name, zlib.decompress(files[name]))
+            end = self.folder / "run.json"
+            return end.read_text(encoding="utf-8") if end.exists() else None
+        return ""
+
+
+def write(path: Path, data: bytes) -> None:
+    """Complete or not at all; not into a folder that is gone. Nothing here need outlive the machine."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(data)
+    os.replace(partial, path)
+
+
+@contextmanager
+def joined(first: First, own: Path, seconds: float) -> Iterator[Path]:
+    """The launch's folder on another node, in `own`, whose ranks' files the first node gets until the block ends.
+
+    LaunchError if the launch does not begin in time. What the first node's end of a connection raises is raised here.
+    """
+    folder = begin(wait_for(first, seconds), own)
+    over, trouble = threading.Event(), []
+
+    def send() -> None:
+        try:
+            send_all(first, folder, over)
+        except BaseException as error:
+            trouble.append(error)
+            write(folder / "run.json", b"{}")  # the first node is gone: ranks here need not go on
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    try:
+        yield folder
+    finally:
+        over.set()
+        sender.join()
+    if trouble:
+        raise trouble[0]
+
+
+def wait_for(first: First, seconds: float) -> Begun:
+    give_up = time.monotonic() + seconds
+    while (begun := first.begun()) is None:
+        if time.monotonic() > give_up:
+            raise LaunchError(f"the first node began no launch in {seconds:g} s")
+        time.sleep(POLL)
+    return begun
+
+
+def begin(begun: Begun, own: Path) -> Path:
+    """The job in a folder of this node, with this node's paths in place of the first one's."""
+    own = own.absolute()
+    text = begun.job.replace(begun.out, str(own))
+    folder, weights = own / begun.folder, Path(json.loads(text)["options"]["weights"])
+    for made in (*(folder / kind for kind in (*SUFFIXES, "ranks")), weights.parent):
+        made.mkdir(parents=True, exist_ok=True)
+    write(weights, zlib.decompress(begun.weights))
+    write(folder / "job.json", text.encode())
+    return folder
+
+
+def send_all(first: First, folder: Path, over: threading.Event) -> None:
+    """Until the launch has ended there, or the ranks have here; what was written last is sent in either case."""
+    sent: dict[str, object] = {}
+    last = False
+    while True:
+        last = over.wait(POLL)
+        end = first.take(news(folder, sent))
+        if end is not None:
+            return write(folder / "run.json", end.encode() or b"{}")
+        if last:
+            return None
+
+
+def news(folder: Path, sent: dict[str, object]) -> Files:
+    """What is not as it was sent, of ranks of this node; `sent` is brought up to date."""
+    found: Files = {}
+    for path in chain(
+        folder.glob(f"{EXITS}/rank_*"), folder.glob(f"[!{EXITS[0]}]*/rank_*")
+    ):  # the second is listed later
+        name, state = path.relative_to(folder).as_posix(), state_of(path)
+        if sent.get(name) != state:
+            found[name], sent[name] = zlib.compress(path.read_bytes(), 1), state
+    return found
+
+
+def state_of(path: Path) -> object:
+    """What differs when the file does. The kernel does not say when memory that is mapped to a file was written."""
+    if path.suffix == ".bin":
+        return zlib.crc32(path.read_bytes())
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns

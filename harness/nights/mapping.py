@@ -1,0 +1,78 @@
+"""Keeping which functions a case ran, once its ranks came to their end."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness.core import trainers
+from harness.core.case import case as requested
+from harness.core.case.case import Case
+from harness.core.case.trainer_repository import clean_commit, repository_of
+from harness.core.evidence.git import git
+from harness.core.evidence.own_folders import refuse_foreign_file
+from harness.core.evidence.reading import read_json
+from harness.core.judge.judgement import Judgement
+from harness.core.judge.result import Verdict
+from harness.core.launch.python_path import module_command
+from harness.core.run.options import Options
+from harness.nights.affected.maps import CaseMap, file_of, is_map, merged
+from harness.nights.affected.recorder import imported
+from harness.nights.affected.selecting import shared_files
+
+
+def keep_map(case: Case, options: Options, folder: Path, judgement: Judgement) -> None:
+    """Write what a case ran, if that is asked for. Raises CaseError.
+
+    Nothing stays of a case of which a rank did not come to its end: that one is always selected.
+    """
+    if options.map is None:
+        return
+    path = file_of(options.map, case.name)
+    if any(one.check == "completed" and one.verdict is not Verdict.PASS for one in judgement.results):
+        refuse_foreign_file(path, is_map)
+        path.unlink(missing_ok=True)
+        return
+    root = repository_of(options.trainer)
+    tracked = set(git(root, "ls-files", "-z").stdout.split("\0"))
+    ranks = [read_json(file) for file in sorted(folder.glob("*/ranks/*.functions.json"))]
+    before = as_imported(root, tuple(sorted({item for one in ranks for item in one["earlier"].items()})))
+    seen = merged([*ranks, before])
+    functions = {file: frozenset(names) for file, names in seen["functions"].items() if file in tracked}
+    files, unseen = (
+        seen["imported"] & tracked,
+        {*dict(imported(os.path.realpath(root))).values(), *before["earlier"].values()},
+    )
+    CaseMap(
+        case=requested.to_json(case),
+        trainer=trainers.load(options.trainer).name,
+        commit=clean_commit(root),
+        functions=functions,
+        imported=frozenset(files),
+        shared=frozenset(shared_files(files, tracked & unseen, root)),
+        lost=seen["lost"],
+        shell=seen["shell"],
+    ).save(path)
+
+
+@functools.cache
+def as_imported(root: Path, modules: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """Return what runs while modules are imported, in a separate process: the rank server has imported them before its ranks
+    start.
+
+    modules: with their files. If they cannot be imported there, any of their functions may have run.
+    """
+    mains = {name: file for name, file in modules if name in ("__main__", "__mp_main__")}
+    if names := [name for name, _ in modules if name not in mains]:
+        words = module_command("harness.nights.affected.recorder", str(root), *names)
+        path = os.pathsep.join(filter(None, sys.path))
+        done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+        if not done.returncode:
+            found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            return found | {"earlier": found["earlier"] | mains}
+    return {"functions": {}, "imported": [], "earlier": dict(modules), "lost": "", "shell": False}

@@ -1,0 +1,72 @@
+"""Cases that a person has set aside for a while: a file in git, which no command writes.
+
+The file is a list. Each entry expires. What is broken is still shown, but counted separately.
+
+    - case: hsdp_2x2
+      cause: HSDP ran as FSDP     # a part of the cause; other causes still count
+      reason: torch's nightly of 2026-03-02 ignores the mesh, pytorch/pytorch#123
+      person: Ada
+      until: 2026-04-01           # the last day
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from harness.core.case.case import CaseError
+from harness.core.case.loading import as_mapping, refuse_unknown
+from harness.core.case.yaml_documents import document_of
+from harness.core.evidence.reading import read_text
+
+KEYS = ("case", "cause", "reason", "person", "until")
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """until: the last day on which it holds."""
+
+    case: str
+    cause: str
+    reason: str
+    person: str
+    until: datetime.date
+
+    def holds(self, day: datetime.date) -> bool:
+        return day <= self.until
+
+    def __str__(self) -> str:
+        return f"{self.case}: set aside by {self.person} until {self.until}: {self.reason}"
+
+
+def load(path: Path) -> tuple[Quarantine, ...]:
+    """Raises CaseError for what a person got wrong in it."""
+    try:
+        written = document_of(read_text(path))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise CaseError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(written, list | None):
+        raise CaseError(f"{path}: expected a list of entries with {', '.join(KEYS)}")
+    found = tuple(_entry(entry, f"{path}: entry {number}") for number, entry in enumerate(written or [], 1))
+    _refuse_twice([one.case for one in found], path)
+    return found
+
+
+def _entry(written: Any, where: str) -> Quarantine:
+    entry = as_mapping(written, where)
+    refuse_unknown(entry, KEYS, where)
+    for key in KEYS:
+        kind = datetime.date if key == "until" else str
+        if type(entry.get(key)) is not kind or not entry[key]:
+            raise CaseError(f"{where}: {key!r} must be {'a day, 2026-04-01' if key == 'until' else 'some text'}")
+    return Quarantine(**entry)
+
+
+def _refuse_twice(cases: Sequence[str], path: Path) -> None:
+    if twice := sorted({case for case in cases if cases.count(case) > 1}):
+        raise CaseError(f"{path}: more than one entry of {', '.join(twice)}")

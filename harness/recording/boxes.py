@@ -1,0 +1,282 @@
+"""Which elements of whole parameters a rank holds, as its DTensors and FSDP1's vectors claim; a plain tensor is whole.
+
+What is claimed must fit the number of elements that are held. Where it does not, or nothing says where a slice lies, the
+reason is kept, and nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from harness.core.probe.structure import joined, local, module_names, plain_fqn, sharded_parameters
+from harness.recording.sketches import Box, place_text
+
+Intervals = tuple[tuple[int, int], ...]
+MOST = 4096
+"""Intervals of columns of one slice."""
+TP = ("tp", "tensor", "tensor_parallel")
+"""Names of a mesh's axis of which ranks compute parts of the same samples."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of one parameter."""
+
+    fqn: str
+    """Its name, without what wrappers put into it."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    owner: torch.Tensor
+    """The tensor that the module has, whose gradient and optimizer state lie in the same way."""
+    boxes: tuple[Box, ...] = ()
+    """Elements of the whole parameter, in the order in which the slice has them."""
+    addend: str = ""
+    """Which part of a sum this is, where the placement is Partial."""
+    span: tuple[int, int] | None = None
+    """Elements of the owner that these are; None for all of them."""
+    plain: bool = False
+    """Whether nothing claims or declares anything of it, so that it counts as whole."""
+    tp: tuple[int, ...] = ()
+    """Ranks that hold its parts for tensor parallelism; empty where nothing claims or declares that it is cut so."""
+    why: str = ""
+    """Reason why it is not known which elements these are; empty where it is."""
+
+    @property
+    def place(self) -> str:
+        return place_text(self.boxes, self.addend)
+
+    @functools.cached_property
+    def elements(self) -> int:
+        return sum(math.prod(box.size) for box in self.boxes)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return these elements, in a row, of the owner or of a tensor that lies as it does."""
+        flat = local(tensor).reshape(-1)
+        return flat if self.span is None else flat[slice(*self.span)]
+
+
+def rows_between(
+    values: torch.Tensor, boxes: Iterable[Box], start: int, stop: int
+) -> tuple[list[torch.Tensor], list[Box]]:
+    """Return elements in these rows of the whole parameter, and where they are. values: those of all boxes, in a row."""
+    taken, where, begin = list[torch.Tensor](), list[Box](), 0
+    for box in boxes:
+        rows, columns = box.size
+        matrix, at = values[begin : begin + rows * columns].view(rows, columns), 0
+        for low, high in box.rows:
+            first, end = max(low, start), min(high, stop)
+            if first < end:
+                taken.append(matrix[at + first - low : at + end - low].reshape(-1))
+                where.append(Box(((first, end),), box.columns))
+            at += high - low
+        begin += rows * columns
+    return taken, where
+
+
+def held_parameters(parts: Sequence[nn.Module], sharded: Iterable[Sharded] = ()) -> Iterator[Held]:
+    """Yield each trainable parameter of models once. sharded: what somebody declared of plain tensors."""
+    flat, seen = dict(_of_fsdp1(parts)), set[int]()
+    of_vectors = {id(one.owner) for held in flat.values() for one in held}
+    for held in flat.values():
+        yield from held
+    declared = tuple(sharded)
+    for fqn, parameter in sharded_parameters(parts):
+        if id(parameter) not in of_vectors | seen and parameter.requires_grad:
+            seen.add(id(parameter))
+            yield _placed(fqn, parameter, declared)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What somebody declared: plain tensors of which each rank holds one of several equal parts."""
+
+    pattern: str
+    """Shell pattern of parameters' names."""
+    dim: int
+    """Dim of the whole tensor along which it is cut."""
+    parts: int
+    """How many parts there are."""
+    part: int
+    """Which one this rank holds."""
+    tp: tuple[int, ...] = ()
+    """Ranks that hold the parts, if it is cut for tensor parallelism."""
+
+    def means(self, fqn: str) -> bool:
+        return fnmatch.fnmatchcase(fqn, self.pattern)
+
+
+def _placed(fqn: str, parameter: torch.Tensor, declared: Sequence[Sharded]) -> Held:
+    shape = tuple(parameter.shape)
+    if hasattr(parameter, "device_mesh"):
+        return of_dtensor(fqn, parameter)
+    if one := next((each for each in declared if each.means(fqn)), None):
+        dims = [((0, size),) for size in shape]
+        if one.dim >= len(shape):
+            return Held(fqn, shape, parameter, why=f"declared to be cut along dim {one.dim}, and has {len(shape)} dims")
+        size = shape[one.dim]
+        dims[one.dim] = ((one.part * size, (one.part + 1) * size),)
+        shape = (*shape[: one.dim], size * one.parts, *shape[one.dim + 1 :])
+        return Held(fqn, shape, parameter, boxes_of_dims(shape, dims), tp=one.tp)
+    return Held(fqn, shape, parameter, boxes_of_dims(shape, [((0, size),) for size in shape]), plain=True)
+
+
+def of_dtensor(fqn: str, parameter: Any) -> Held:
+    """Follow the placements in the order in which torch cut."""
+    shape, mesh, at = tuple(parameter.shape), parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    if at is None:
+        return Held(fqn, shape, parameter, why="this rank is not in its mesh")
+    dims: list[Intervals] = [((0, size),) for size in shape]
+    addend = []
+    for place, count, mine, strides in _in_order([*zip(parameter.placements, mesh.shape, at, strict=True)]):
+        if hasattr(place, "dim"):
+            dims[place.dim] = chunk_of(dims[place.dim], count, mine, strides)
+        elif place.is_partial():
+            addend.append(str(mine))
+    boxes = boxes_of_dims(shape, dims)
+    held = Held(fqn, shape, parameter, boxes, ",".join(addend), tp=_tp_ranks(parameter, at))
+    if not boxes and all(_size(dim) for dim in dims):
+        return Held(fqn, shape, parameter, why=f"its slice is of more than {MOST} pieces")
+    if held.elements != local(parameter).numel():
+        why = f"its placements claim {held.elements} elements, and it holds {local(parameter).numel()}"
+        return Held(fqn, shape, parameter, why=why)
+    return held
+
+
+def _tp_ranks(parameter: Any, at: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks along an axis of its mesh that is named for tensor parallelism and cuts it."""
+    mesh = parameter.device_mesh
+    for axis, name in enumerate(mesh.mesh_dim_names or ()):
+        if name in TP and mesh.shape[axis] > 1 and hasattr(parameter.placements[axis], "dim"):
+            line = mesh.mesh[(*at[:axis], slice(None), *at[axis + 1 :])]
+            return tuple(sorted(line.tolist()))
+    return ()
+
+
+def _in_order(placed: Sequence[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int, int]]:
+    """Yield placements from the mesh's first axis to its last, with the strides of each. Strided shards come last, for the
+    later axes had cut the dim already. Parts that are not of one size show it."""
+    late = []
+    for number, (place, count, mine) in enumerate(placed):
+        strides = getattr(place, "split_factor", 1)
+        later = (
+            other for one, other, _ in placed[number + 1 :] if getattr(one, "dim", None) == getattr(place, "dim", -1)
+        )
+        if strides > 1 and math.prod(later) == strides:
+            late.append((place, count, mine, 1))
+        else:
+            yield place, count, mine, strides
+    yield from reversed(late)
+
+
+def _size(intervals: Intervals) -> int:
+    return sum(stop - start for start, stop in intervals)
+
+
+def chunk_of(intervals: Intervals, count: int, mine: int, strides: int) -> Intervals:
+    """Return one of `count` parts as torch.chunk cuts them; of a strided shard, its chunk of each stride."""
+    size, chunks = _size(intervals), count * strides
+    each = -(-size // chunks) if size else 0
+    numbers = [mine + count * stride for stride in range(strides)]
+    found = (_between(intervals, number * each, min(size, (number + 1) * each)) for number in numbers)
+    return _joined(itertools.chain.from_iterable(found))
+
+
+def _between(intervals: Intervals, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Yield the elements from the first to before the last of them all in a row."""
+    for start, stop in intervals:
+        size = stop - start
+        if first < size and last > 0 and first < last:
+            yield start + max(first, 0), start + min(last, size)
+        first, last = first - size, last - size
+
+
+def _joined(intervals: Iterable[tuple[int, int]]) -> Intervals:
+    found: list[tuple[int, int]] = []
+    for start, stop in intervals:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def boxes_of_dims(shape: Sequence[int], dims: Sequence[Intervals]) -> tuple[Box, ...]:
+    """Return the slice as a matrix of shape[0] rows; nothing where it is empty, or of too many pieces."""
+    if not dims:
+        return (Box(((0, 1),), ((0, 1),)),)
+    columns: Intervals = ((0, 1),)
+    width = 1
+    for size, intervals in zip(reversed(shape[1:]), reversed(dims[1:]), strict=True):
+        if columns == ((0, width),):  # all of the dims behind it
+            columns = tuple((start * width, stop * width) for start, stop in intervals)
+        else:
+            each = [at for start, stop in intervals for at in range(start, stop)]
+            if len(each) * len(columns) > MOST:
+                return ()
+            columns = tuple((at * width + start, at * width + stop) for at in each for start, stop in columns)
+        width *= size
+    box = Box(dims[0], columns)
+    return (box,) if math.prod(box.size) else ()
+
+
+# ---- FSDP1
+
+
+def _of_fsdp1(parts: Iterable[nn.Module]) -> Iterator[tuple[str, list[Held]]]:
+    """Yield, by module that FSDP1 wraps, what this rank's part of its vector has of each parameter."""
+    for part in parts:
+        for module, name in module_names(part).items():
+            flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
+            if isinstance(module, FullyShardedDataParallel) and flat is not None:
+                yield name, [*_of_vector(name, flat)]
+
+
+def _of_vector(module: str, flat: Any) -> Iterator[Held]:
+    """Each parameter's interval of the vector, where the module keeps its own parameters, too."""
+    own = getattr(flat, "_params", None) or [None] * len(flat._fqns)
+    infos, extended = getattr(flat, "_shard_param_infos", ()), any(getattr(flat, "_param_extensions", ()) or ())
+    if extended or len(infos) != len(flat._fqns):
+        why = "FSDP1 does not say which elements of its vector these are"
+        yield from (Held(joined(module, plain_fqn(fqn)), tuple(shape), flat, why=why) for fqn, shape in _named(flat))
+        return
+    for (fqn, shape), info, parameter in zip(_named(flat), infos, own, strict=True):
+        boxes: tuple[Box, ...] = ()
+        if info.in_shard:
+            boxes = rows_of_interval(tuple(shape), info.intra_param_start_idx, info.intra_param_end_idx + 1)
+        span = None
+        if parameter is None:
+            span = (info.offset_in_shard, info.offset_in_shard + info.numel_in_shard) if info.in_shard else (0, 0)
+        yield Held(
+            joined(module, plain_fqn(fqn)), tuple(shape), flat if parameter is None else parameter, boxes, "", span
+        )
+
+
+def _named(flat: Any) -> Iterator[tuple[str, Any]]:
+    return zip(flat._fqns, flat._shapes, strict=True)
+
+
+def rows_of_interval(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """Return the elements from start to before stop of a tensor's own order: a part of a row, whole rows, a part of a row."""
+    width = math.prod(shape[1:])
+    first, last = start // width, stop // width
+    if first == last:
+        return (Box(((first, first + 1),), ((start - first * width, stop - first * width),)),) if stop > start else ()
+    found = []
+    if start > first * width:
+        found.append(Box(((first, first + 1),), ((start - first * width, width),)))
+        first += 1
+    if last > first:
+        found.append(Box(((first, last),), ((0, width),)))
+    if stop > last * width:
+        found.append(Box(((last, last + 1),), ((0, stop - last * width),)))
+    return tuple(found)

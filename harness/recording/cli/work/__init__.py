@@ -1,0 +1,1 @@
+"""What `harness record` does, and what others do with a recording."""

@@ -1,0 +1,105 @@
+"""`harness record -- COMMAND`: any training job as it is, and what its ranks really did."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+from harness.core.case import layout
+from harness.core.case.launching import requested_ranks
+from harness.core.cli.answer import answer
+from harness.core.cli.exit_codes import BROKEN, INTERRUPTED
+from harness.core.cli.parsing import BadInput
+from harness.core.evidence.store import write_text
+from harness.core.launch.process import die_with_parent
+from harness.core.report.output import complain
+from harness.recording import injection
+from harness.recording.chosen import Chosen
+from harness.recording.cli.work import same_training
+from harness.recording.cli.work.recording_report import about_recording, anomalies, shown
+from harness.recording.judged.stored_recording import STARTED, load_recording
+
+
+def command(args: argparse.Namespace) -> int:
+    """The command's own exit code where that is not 0, for what fails has not become another job by being recorded. A layout
+    that cannot be read is refused before the command trains to its end. Raises CaseError."""
+    if args.layout is not None:
+        checked_layout(args.layout, requested_ranks(args.words))
+    more = same_training.environment(args)
+    if injection.is_recording(args.out) and not args.force:
+        raise BadInput(f"{args.out}: a recording is there already; choose another -o, or --force to overwrite it")
+    code = record(args, args.out, more)
+    if code in (-signal.SIGINT, INTERRUPTED):
+        shown(args, args.out, args.layout, ended=False)
+        if args.layout is not None:
+            judges = shlex.join(["harness", "report", "--layout", args.layout, str(args.out)])
+            complain(f"interrupted: not judged by its layout; `{judges}` does")
+        if args.same_as is not None:
+            noise = [] if args.noise_of is None else ["--noise-of", str(args.noise_of)]
+            after = ["--after", str(args.after)] if args.after else []
+            options = ["--numbers", *after, *noise]
+            judges = shlex.join(["harness", "compare", *options, str(args.same_as), str(args.out)])
+            complain(f"interrupted: not compared with {args.same_as}; `{judges}` compares what was recorded")
+        return INTERRUPTED
+    if code:
+        shown(args, args.out, args.layout)
+        return code if 0 < code < 126 else BROKEN
+    return shown(args, args.out, args.layout) if args.same_as is None else judged_by_both(args)
+
+
+def judged_by_both(args: argparse.Namespace) -> int:
+    """Answer for the recording by the one that is trusted, and by its layout if one is given. Return the worse exit code."""
+    recording = load_recording(args.out)
+    itself = anomalies(recording) if args.layout is None else about_recording(recording, args.layout)
+    numbers = same_training.about_numbers(args.same_as, args.out, noise_of=args.noise_of, after=args.after)
+    about = same_training.both(numbers, itself)
+    answer(args, about.kind, about.document, about.text)
+    return about.code
+
+
+def checked_layout(text: str, ranks: int | None) -> None:
+    """ranks: those that the command asks for, None where it does not say. Raises CaseError for a layout that cannot be read,
+    and BadInput for one of another number of ranks."""
+    dims = layout.layout(text, ranks or layout.MANY)
+    if ranks is not None and dims.world_size != ranks:
+        raise BadInput(f"--layout: {dims} = {dims.world_size} ranks, but the command starts {ranks}")
+
+
+def record(args: argparse.Namespace, directory: Path, more: Mapping[str, str] = MappingProxyType({})) -> int:
+    """Run the command, and return its exit code. more: variables of its environment.
+
+    Raises BadInput where it cannot be run.
+    """
+    words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    if not words:
+        raise BadInput("nothing to record: `harness record -- torchrun --nproc-per-node 8 train.py`")
+    steps = ",".join(filter(None, (args.steps or "1-3", f"/{args.every}" if args.every else "")))
+    try:
+        Chosen.parse(steps)
+    except ValueError as error:
+        raise BadInput(f"--steps: {error}") from error
+    injection.fresh(directory)
+    launch = uuid.uuid4().hex[:12]
+    try:
+        ends_too = partial(die_with_parent, os.getpid(), by=signal.SIGTERM)  # and its launcher ends the ranks
+        code = injection.run(words, directory, steps, more={injection.LAUNCH: launch, **more}, first=ends_too)
+    except injection.CommandError as error:
+        raise BadInput(str(error)) from error
+    told = {"launch": launch, "command": shlex.join(words), "code": code, "steps": steps}
+    told["ranks"] = requested_ranks(words)
+    told["same_as"] = str(args.same_as.resolve()) if getattr(args, "same_as", None) else ""
+    told["after"] = getattr(args, "after", 0)
+    write_text(directory / STARTED, json.dumps(told | {"nothing": _why(directory, words, code)}, indent=1))
+    return code
+
+
+def _why(directory: Path, words: list[str], code: int) -> str:
+    return "" if injection.is_recording(directory) else injection.why_nothing(directory, words, code)

@@ -1,0 +1,119 @@
+"""What a recorded job really ran, on one page."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.core.case import layout as spec
+from harness.core.cli.answer import answer
+from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
+from harness.core.cli.parsing import BadInput
+from harness.core.cli.work.options import no_document
+from harness.core.evidence.recording import load_record, record_file
+from harness.core.evidence.text import counted
+from harness.core.judge.result import Verdict
+from harness.core.report.output import complain, say
+from harness.recording.cli.forms import CHROME
+from harness.recording.cli.work.trace_report import write_times
+from harness.recording.judged.recorded_layout import judged
+from harness.recording.judged.stored_recording import Recording, load_recording
+from harness.recording.pages.recording_documents import recording as document_of
+from harness.recording.pages.recording_layout import jobs_report, results_of, verdict_of_all
+from harness.recording.pages.recording_odd import OF_RECORDER, odd
+from harness.recording.pages.recording_page import anomalies_text, page
+from harness.recording.traces.export import export
+from harness.recording.traces.timeline import of_records
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a command answers about one recording."""
+
+    kind: str
+    """Of its document."""
+    document: Callable[[], dict[str, Any]]
+    text: str
+    code: int
+    """The exit code that follows from it."""
+
+
+def shown(
+    args: argparse.Namespace,
+    directory: Path,
+    layout: str | None,
+    *,
+    whole: bool = False,
+    file: Path | None = None,
+    ended: bool = True,
+) -> int:
+    """file: of a page for a browser, in place of text. ended: whether the job was not interrupted; if it was, no layout is
+    judged. Raises EvidenceError and CaseError."""
+    recording = load_recording(directory)
+    about = about_recording(recording, layout, whole=whole, ended=ended)
+    _answer(args, file, recording, about)
+    return about.code
+
+
+def about_recording(recording: Recording, layout: str | None, *, whole: bool = False, ended: bool = True) -> Shown:
+    """Return its page, judged by the layout if one is given and the job was not interrupted.
+
+    Raises EvidenceError and CaseError.
+    """
+    if layout is None or not recording.summaries or not ended:
+        text = page(recording, layout=layout or "", whole=whole)
+        return Shown(
+            "recording", lambda: document_of(recording, with_layout=layout is not None), text, exit_code(recording)
+        )
+    dims = spec.layout(layout, recording.world)
+    jobs = [judged(job, dims) for job in recording.jobs]
+    text = page(recording, jobs_report(dims, jobs), layout=layout, whole=whole)
+    by_layout = {Verdict.FAIL: BROKEN, Verdict.PASS: PASSED}.get(verdict_of_all(results_of(jobs)), NOT_JUDGED)
+    code = worst([by_layout, exit_code(recording)])
+    return Shown("layout", lambda: document_of(recording, dims, jobs), text, code)
+
+
+def anomalies(recording: Recording) -> Shown:
+    """Return what is anomalous in it, whatever was requested: empty text if nothing is, or if only the recorder failed."""
+    code = exit_code(recording)
+    if code != BROKEN:
+        return Shown("recording", lambda: document_of(recording), "", PASSED)
+    return Shown("recording", lambda: document_of(recording), anomalies_text(recording), code)
+
+
+def _answer(args: argparse.Namespace, html: Path | None, recording: Recording, about: Shown) -> None:
+    """Print it, or write it as a page with one step drawn."""
+    if html is None:
+        answer(args, about.kind, about.document, about.text)
+        return
+    no_document(args, "--html")
+    records = {rank: load_record(record_file(recording.directory, rank)) for rank in recording.summaries}
+    write_times(html, f"recording {recording.directory}", about.text, of_records(records), kernels=False)
+
+
+def exported(args: argparse.Namespace, directory: Path) -> int:
+    """Write traces of all ranks into DIRECTORY/chrome; return 2 where some collective has no time. Raises EvidenceError."""
+    no_document(args, f"--as {CHROME}")
+    if args.layout or args.all:
+        raise BadInput(f"--as {CHROME}: leave out --layout and --all")
+    files, untimed = export(load_recording(directory), directory / CHROME)
+    for file in files:
+        say(file)
+    if untimed or not files:
+        complain(
+            f"{counted(untimed, 'collective')} without a time: an older version recorded them, or nothing saw the call"
+        )
+    return NOT_JUDGED if untimed or not files else PASSED
+
+
+def exit_code(recording: Recording) -> int:
+    """Return 1 for an anomaly that no job intends, and 2 for evidence that is missing or cannot be read."""
+    if not recording.summaries:
+        return NOT_JUDGED
+    labels = {label for label, _ in odd(recording)}
+    if labels - OF_RECORDER or recording.code:
+        return BROKEN
+    return NOT_JUDGED if labels else PASSED

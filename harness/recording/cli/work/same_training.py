@@ -1,0 +1,99 @@
+"""What judges a recording by another one of the same training, in another layout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from harness.core.case import layout
+from harness.core.case.dims import AXES, ParallelDims
+from harness.core.case.launching import requested_ranks
+from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
+from harness.core.cli.parsing import BadInput
+from harness.core.judge.result import Verdict
+from harness.core.plan.grid import coordinate
+from harness.recording import injection
+from harness.recording.cli.same_training import OF_A
+from harness.recording.cli.work.recording_report import Shown
+from harness.recording.judged.same_training import files_of, judged_by
+from harness.recording.judged.stored_recording import load_recording
+from harness.recording.pages.same_training import as_document, same_training, verdict_of
+from harness.recording.sketches import BY_ROWS, load_sketches
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """Return the variables for the recorder in the ranks. Raises BadInput and CaseError."""
+    found = {injection.NOISE: args.noise} if args.noise else {}
+    if args.same_as is not None:
+        load_recording(args.same_as)  # before the command trains to its end
+        trusted = load_sketches(files_of(args.same_as)[0])
+        if args.rows and trusted is not None and not any(one.kind.startswith(BY_ROWS) for one in trusted.sketches):
+            raise BadInput(
+                f"--rows: {args.same_as} has no sketches of rows; record it with --rows {args.rows}, or leave it out"
+            )
+    elif args.after or args.noise_of:
+        raise BadInput(f"{'--after' if args.after else '--noise-of'}: name the trusted recording by --same-as")
+    check_after(args)
+    if args.rows < 0:
+        raise BadInput(f"--rows {args.rows}: a number of blocks, such as 16")
+    if args.rows:
+        found[injection.ROWS] = str(args.rows)
+    if args.sharded:
+        found[injection.SHARDED] = json.dumps(_declared(args))
+    return found
+
+
+def check_after(args: argparse.Namespace) -> None:
+    """Raises BadInput for a step below 0."""
+    if args.after < 0:
+        raise BadInput(f"--after {args.after}: a step of A, from whose checkpoint the job went on")
+
+
+def _declared(args: argparse.Namespace) -> list[tuple[str, int, list[int], str]]:
+    """Return pattern, dim, by rank which part it holds, and the axis."""
+    ranks = requested_ranks(args.words)
+    if args.layout is None or ranks is None:
+        raise BadInput("--sharded: give the axis's ranks by --layout, and a command that says how many ranks it starts")
+    dims = layout.layout(args.layout, ranks)
+    return [one_declared(text, dims) for text in args.sharded]
+
+
+def one_declared(text: str, dims: ParallelDims) -> tuple[str, int, list[int], str]:
+    pattern, _, place = text.rpartition("=")
+    axis, _, dim = place.partition(":")
+    if not pattern or axis not in AXES or not dim.isdecimal():
+        raise BadInput(f"--sharded: {text!r}: write PATTERN=AXIS:DIM, such as '*.w1.weight=tp:0'")
+    return pattern, int(dim), [coordinate(dims, rank)[axis] for rank in range(dims.world_size)], axis
+
+
+def about_numbers(first: Path, second: Path, *, noise_of: Path | None = None, after: int = 0) -> Shown:
+    """Return whether the second recording is the same training as the first.
+
+    noise_of: the recording of the first one's noise. Without it, the recording beside the first one is taken, if it is there.
+    Raises EvidenceError.
+    """
+    beside = Path(f"{first}{OF_A}")
+    noise = beside if noise_of is None and beside.is_dir() else noise_of
+    judged = judged_by(first, second, noise, after)
+    code = {Verdict.PASS: PASSED, Verdict.FAIL: BROKEN}.get(verdict_of(judged), NOT_JUDGED)
+    text = same_training(judged)
+    recorded_after = load_recording(second).after
+    if recorded_after != after:
+        text += f"\n\n{second} was recorded with --after {recorded_after}, and is compared here with --after {after}"
+    return Shown("same_training", lambda: as_document(judged), text, code)
+
+
+def both(numbers: Shown, recording: Shown) -> Shown:
+    """Return what is said of numbers and of the recording itself: what is worse comes first, and decides the exit code."""
+    code = worst([numbers.code, recording.code])
+    parts = [numbers, recording] if numbers.code == code else [recording, numbers]
+    verdict = {PASSED: Verdict.PASS, BROKEN: Verdict.FAIL}.get(code, Verdict.UNKNOWN)
+
+    def document() -> dict[str, Any]:
+        of_numbers = numbers.document()
+        judged = {"numbers": of_numbers["verdict"], "recording": recording.document()}
+        return of_numbers | {"verdict": verdict, **judged}
+
+    return Shown(numbers.kind, document, "\n\n".join(part.text for part in parts if part.text), code)

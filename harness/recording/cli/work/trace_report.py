@@ -1,0 +1,89 @@
+"""What profiler traces and Flight Recorder dumps of a job show."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from harness.core import rings
+from harness.core.case import case_files
+from harness.core.case import layout as spec
+from harness.core.case.case import Case, CaseError
+from harness.core.case.loading import load_all
+from harness.core.cli.answer import answer
+from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
+from harness.core.cli.work.options import no_document
+from harness.core.evidence.own_folders import replace_own
+from harness.core.judge.result import Verdict
+from harness.core.plan.figures.gpus import MACHINES
+from harness.core.plan.figures.links import GPUS_PER_NODE
+from harness.core.report.output import say
+from harness.recording.judged.traced import judged
+from harness.recording.pages.hang_page import hang_document, hang_page
+from harness.recording.pages.recording_documents import traces as document_of
+from harness.recording.pages.recording_layout import layout_report, verdict_of_all
+from harness.recording.pages.trace_page import always_report, trace_page
+from harness.recording.traces.analyzer import analysis_of
+from harness.recording.traces.dumps import load_dumps
+from harness.recording.traces.files import DUMP, TRACE, all_files
+from harness.recording.traces.hang import hang_of
+from harness.recording.traces.job import job_of
+from harness.recording.traces.kineto import load_trace
+from harness.recording.traces.timeline import Timeline, of_traces
+from harness.recording.traces.times import times_of, with_links
+
+OF = {Verdict.FAIL: BROKEN, Verdict.PASS: PASSED, Verdict.UNKNOWN: NOT_JUDGED}
+
+
+def shown(args: argparse.Namespace, places: Sequence[Path], layout: str | None) -> int:
+    """Raises EvidenceError and CaseError."""
+    job = job_of([load_trace(file) for file in all_files(places, TRACE)])
+    case = plan_of(layout, job.recording.world) if layout else None
+    dims = case.dims if case else spec.layout(layout, job.recording.world) if layout else None
+    results, diagnosis = judged(job, dims)
+    times = times_of(job)
+    if times and args.gpu:
+        times = with_links(times, MACHINES[args.gpu], args.nodes_of or GPUS_PER_NODE)
+    text = layout_report(dims, results, diagnosis) if dims else always_report(results)
+    told = trace_page(job, text, times, case, gpu_text(args))
+    if args.html:
+        no_document(args, "--html")
+        write_times(args.html, f"traces in {job.recording.directory}", told, of_traces(job), kernels=True)
+    else:
+        answer(args, "traces", lambda: document_of(job, dims, (results, diagnosis), times), told)
+    return OF.get(verdict_of_all(results), NOT_JUDGED)
+
+
+def gpu_text(args: argparse.Namespace) -> str:
+    """Return whose links are compared, and of how many GPUs a node is taken to be."""
+    return f"{args.gpu}, with {args.nodes_of or GPUS_PER_NODE} GPUs a node" if args.gpu else ""
+
+
+def plan_of(layout: str, world: int) -> Case | None:
+    """Return the whole plan of a published layout by its name, or of a job's file; None where it says degrees alone."""
+    if "=" in layout:
+        return None
+    if named := next((case for case in load_all(case_files.LAYOUTS) if case.name == layout), None):
+        return named
+    try:
+        return rings.one("called", "layout_of_traces")(layout, world)
+    except CaseError:  # a file from which its degrees are read and not all that a plan needs
+        return None
+
+
+def write_times(file: Path, title: str, text: str, timeline: Timeline | None, *, kernels: bool) -> None:
+    """Write a page for a browser. text: of the report."""
+    from harness.core.report.page import html, is_page  # jinja2 takes a twentieth of a second
+    from harness.recording.pages.timeline_page import page_of_times
+
+    replace_own(file, html(page_of_times(title, text, timeline, kernels=kernels)), is_page)
+    say(file)
+
+
+def shown_dumps(args: argparse.Namespace, places: Sequence[Path]) -> int:
+    """Raises EvidenceError."""
+    dumps = load_dumps(all_files(places, DUMP))
+    hang, said, where = hang_of(dumps), analysis_of(dumps), places[0] if len(places) == 1 else dumps[0].path.parent
+    answer(args, "dumps", lambda: hang_document(hang, said, where), hang_page(hang, said, where))
+    return OF[hang.verdict]

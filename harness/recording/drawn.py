@@ -1,0 +1,56 @@
+"""Which samples a rank's data loaders draw: after augmentation, equal samples are other inputs on each rank."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import dataloader
+
+from harness.core.evidence.keys import number
+
+MOST = 4
+"""Batches of a loader that are looked at, and loaders."""
+
+
+class Drawn:
+    """Notes what loaders draw that choose samples by index. What a data set answers for an index is not looked at."""
+
+    def __init__(self) -> None:
+        self._by_loader: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+        self._latest: list[int] | None = None
+        self._fed: list[list[int]] = []
+
+    def install(self, timed: Callable[..., Any]) -> None:
+        draw = getattr(getattr(dataloader, "_BaseDataLoaderIter", None), "_next_index", None)
+        if draw is None:  # a torch that has another way, then nothing is noted
+            return
+
+        @functools.wraps(draw)
+        def drawn(loader: Any) -> Any:
+            indices = draw(loader)
+            timed(self._note, loader, indices)
+            return indices
+
+        dataloader._BaseDataLoaderIter._next_index = drawn
+
+    def _note(self, loader: Any, indices: Any) -> None:
+        """An iterable data set has no indices."""
+        if indices is None or (isinstance(indices, list) and None in indices):
+            return
+        self._latest = self._by_loader.setdefault(loader, [])
+        if len(self._latest) < MOST:
+            self._latest.append(number(repr(indices)))
+
+    def trained_on(self) -> None:
+        """Note that what was drawn last feeds the pass that begins: other loaders are of evaluations. If one of these comes
+        between, it is taken for another that feeds."""
+        if self._latest is not None and len(self._fed) < MOST and not any(one is self._latest for one in self._fed):
+            self._fed.append(self._latest)
+
+    @property
+    def digests(self) -> tuple[int, ...]:
+        """Return one number for each batch of indices, of loaders that feed training."""
+        return tuple(one for drawn in self._fed for one in drawn)

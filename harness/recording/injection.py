@@ -1,0 +1,203 @@
+"""Running somebody's command so that its ranks are recorded, and why they may not have been.
+
+PYTHONPATH is all that changes: Python finds the sitecustomize in harness/recording/site before any other, and that one runs the
+one it hides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from harness import ROOT
+from harness.core.evidence.lost_peer import lost_a_peer
+from harness.core.evidence.own_folders import RECORDING_FOLDER, emptied
+from harness.core.evidence.store import EvidenceError
+
+LAUNCH = "HARNESS_RECORD_LAUNCH"
+"""The id of this recording, in the environment of its processes: what each leaves carries it."""
+NOISE, SHARDED, ROWS = "HARNESS_RECORD_NOISE", "HARNESS_RECORD_SHARDED", "HARNESS_RECORD_ROWS"
+"""By one rounding of which dtype first weights are altered, and what is declared of plain tensors; in its environment."""
+BY = "HARNESS_RECORD_BY"
+"""The module that hears of a process's imports, where it is another than the recorder; in its environment."""
+SITE = Path(__file__).resolve().parent / "site"
+PROCESSES = "processes"
+STATES = ("started", "torch", "called", "failed", "raised", "launcher")
+"""How far a process got, in names of files."""
+
+
+class CommandError(Exception):
+    """The command could not be started. The message is for the person who typed it."""
+
+
+def environment(directory: Path, steps: str) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH", ""))))
+    ours = {"HARNESS_RECORD": str(directory.resolve()), "HARNESS_RECORD_CODE": str(ROOT)}
+    return {**os.environ, **ours, "HARNESS_RECORD_STEPS": steps, "PYTHONPATH": path}
+
+
+def fresh(directory: Path) -> None:
+    """Make a recording's folder, empty. Raises EvidenceError for one in which anything is not of a recording."""
+    emptied(directory, RECORDING_FOLDER)
+    try:
+        (directory / PROCESSES).mkdir(parents=True)
+        (directory / "ranks").mkdir()
+    except OSError as error:
+        raise EvidenceError(f"{directory}: cannot be written: {error.strerror}; choose another -o") from error
+
+
+def is_recording(directory: Path) -> bool:
+    """Return whether ranks of an earlier job left evidence there."""
+    return any((directory / "ranks").glob("*.record"))
+
+
+def run(
+    command: Sequence[str],
+    directory: Path,
+    steps: str,
+    *,
+    more: Mapping[str, str] | None = None,
+    log: Path | None = None,
+    timeout: float | None = None,
+    first: Callable[[], None] | None = None,
+) -> int:
+    """Run the command with `more` in its environment, `first` called in its process before, its output in `log` or here.
+
+    Return its exit code, or minus the signal that ended it, which is Ctrl-C's where it failed after one, as torchrun does.
+    Raises CommandError if it cannot be started, and TimeoutExpired if it was killed after `timeout` seconds."""
+    if missing := missing_script(command):
+        raise CommandError(f"{missing}: no such file")
+    try:
+        with contextlib.ExitStack() as stack:
+            told = None if log is None else stack.enter_context(log.open("wb"))
+            its = environment(directory, steps) | dict(more or {})
+            process = subprocess.Popen(list(command), env=its, stdout=told, stderr=told, preexec_fn=first)
+    except OSError as error:
+        raise CommandError(f"{command[0]}: cannot be run: {error.strerror}{_beside_python(command[0])}") from error
+    with _signals_for(process) as interrupted:
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+    return -signal.SIGINT if code and interrupted else code
+
+
+def _beside_python(command: str) -> str:
+    """Where a command that is not on PATH lies, if it belongs to the environment of this Python."""
+    there = Path(sys.executable).parent / command
+    found = os.sep not in command and shutil.which(command) is None and there.exists()
+    return f"; {there} is there: name that, or activate its environment" if found else ""
+
+
+@contextlib.contextmanager
+def _signals_for(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Pass signals on to the job, so that it ends and its page is still written. A terminal's Ctrl-C reaches every process by
+    itself, and is only noted. Without a terminal it reached this process alone, and is passed on as other signals are."""
+    interrupted: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        interrupted.append(number)
+        if not has_terminal():
+            process.send_signal(number)
+
+    told = {signal.SIGINT: interrupt, signal.SIGTERM: lambda number, _: process.send_signal(number)}
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, act) for number, act in told.items()}
+    try:
+        yield interrupted
+    finally:
+        for number, act in before.items():
+            signal.signal(number, act)
+
+
+def has_terminal() -> bool:
+    """Whether this process has a controlling one."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def missing_script(command: Sequence[str]) -> str:
+    """Return the script that Python or torchrun should run, if no such file exists. Modules, and scripts that are run in a
+    container or elsewhere, are not looked for."""
+    words = list(command)
+    if not re.fullmatch(r"python[\d.]*|torchrun", os.path.basename(words[0])):
+        return ""
+    of_launcher = words[1:3] == ["-m", "torch.distributed.run"]
+    rest = words[3:] if of_launcher else words[1:]
+    script = next((number for number, word in enumerate(rest) if word.endswith(".py")), None)
+    if script is None or {"-m", "-c", "--module"} & set(rest[:script]):
+        return ""
+    return "" if os.path.exists(rest[script]) else rest[script]
+
+
+def why_nothing(directory: Path, command: Sequence[str], code: int = 0) -> str:
+    """The likely reason why no rank left evidence, from how far the command's processes got."""
+    files = list((directory / PROCESSES).glob("*"))
+    states = {state: [file for file in files if file.suffix == f".{state}"] for state in STATES}
+    if states["failed"]:
+        return f"the recorder failed: {states['failed'][0].read_text().strip()[:300]}"
+    if code < 0:
+        return f"it was ended by {signal.Signals(-code).name} before an optimizer's first step; {_got_to(states)}"
+    if not states["started"]:
+        kept = [word for word in command if word in ("-I", "-E", "-S")]
+        why = f"`python {kept[0]}` ignores it" if kept else "python -I, -E or -S, a container, another machine"
+        who = "of the command"
+        if states["launcher"]:
+            if errors := [text for file in states["launcher"] if (text := file.read_text().strip())]:
+                return f"the launcher raised before any rank was started: {errors[0]}"
+            who = "that the launcher started, if it did start any,"
+        return f"no Python process {who} took PYTHONPATH from it ({why}, or a script that sets its own)"
+    if not states["torch"]:
+        none = f"{_processes(states['started'])} ran, and none imported torch"
+        return none + (f"; {_error_of_most(states['raised'])}" if states["raised"] and code else "")
+    with_torch = {file.stem for file in states["torch"]}
+    if raised := [file for file in states["raised"] if file.stem in with_torch] or states["raised"] * bool(code):
+        silent = with_torch - {file.stem for file in raised}
+        return f"{_processes(states['torch'])} imported torch; {_error_of_most(raised, len(silent))}"
+    if states["called"]:
+        return f"{_processes(states['called'])} called a model, and none came to an optimizer's step"
+    return (
+        f"{_processes(states['torch'])} imported torch, and in none a module with parameters was called while gradients "
+        "were recorded: nothing was trained, or the job ended before its first forward pass"
+    )
+
+
+def _error_of_most(raised: Sequence[Path], silent: int = 0) -> str:
+    """Errors that differ in numbers only (rank, port, process) count together. silent: processes that ended without an
+    error."""
+    texts = sorted(file.read_text().strip() for file in raised)
+    alike = {re.sub(r"\d+", "", text): text for text in reversed(texts)}
+    errors = Counter(alike[re.sub(r"\d+", "", text)] for text in texts)
+    error, count = min(errors.most_common(), key=lambda item: lost_a_peer(item[0]))
+    first = f"{silent} ended without an error (sys.exit, or killed: the command's output may say why), then "
+    return f"{first * (silent > 0 and lost_a_peer(error))}{count} raised before training anything: {error}"
+
+
+def _got_to(states: Mapping[str, Sequence[Path]]) -> str:
+    """Return how far a command got that a signal ended; the signal gives no reason."""
+    if not states["started"]:
+        return "no rank's Python process had started"
+    if not states["torch"]:
+        return f"{_processes(states['started'])} had started, and none had imported torch"
+    if not states["called"]:
+        return f"{_processes(states['torch'])} had imported torch"
+    return f"{_processes(states['called'])} had called a model"
+
+
+def _processes(files: Sequence[Path]) -> str:
+    return f"{len(files)} Python process{'es' * (len(files) != 1)}"

@@ -1,0 +1,19 @@
+"""A run of a case in the words of a recording: what its ranks held and moved, with nothing of what was requested.
+
+So runs and recordings are compared alike. What only a recorder looks at, optimizers' settings and classes of models, is empty.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.core.evidence.glance import record_of
+from harness.core.evidence.records import Run
+from harness.core.evidence.summary import summary_of
+from harness.recording.judged.stored_recording import Recording
+
+
+def as_recording(run: Run) -> Recording:
+    how = {one.rank: one.how for one in run.exits}
+    summaries = {rank: summary_of(record_of(one, how.get(rank, ""))) for rank, one in run.ranks.items()}
+    return Recording(Path(run.directory), summaries, requested=run.world_size, unreadable=dict(run.unreadable))

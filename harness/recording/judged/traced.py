@@ -1,0 +1,39 @@
+"""Traces of a job, judged by the layout that somebody says it has; without one, by what holds of every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from harness.core.case.dims import ParallelDims
+from harness.core.causes import diagnose
+from harness.core.causes.request import neighbours
+from harness.core.checks import judge
+from harness.core.evidence.recording import RankRecord
+from harness.core.judge.result import Verdict
+from harness.core.judge.trial import Trial
+from harness.recording.judged.recorded import trial_of
+from harness.recording.judged.recorded_layout import Judged
+from harness.recording.traces.job import TracedJob
+
+ALWAYS = ("collective_order",)
+"""Checks that no layout changes."""
+
+
+def judged(job: TracedJob, dims: ParallelDims | None) -> Judged:
+    """Return what checks say, and the cause of what fails. A cause is proven by the ranks of which there are traces."""
+    world = job.recording.world
+    trial = _trial(job, dims or ParallelDims(dp_replicate=world))
+    results = judge(trial)
+    if dims is None:
+        results = tuple(one for one in results if one.check in ALWAYS)
+    suspects = (neighbours,) if dims is not None and dims.world_size == world else ()
+    seen = replace(trial, run=replace(trial.run, provided=replace(trial.run.provided, partly={})))
+    failed = any(one.verdict is Verdict.FAIL for one in results)
+    return results, diagnose(seen, judge(seen), suspects, ()) if failed else None
+
+
+def _trial(job: TracedJob, dims: ParallelDims) -> Trial:
+    records: Mapping[int, RankRecord] = job.records
+    where = str(job.recording.directory)
+    return trial_of(records, dims, where, job.recording.world, recording=job.recording)

@@ -1,0 +1,1 @@
+"""A recording, or traces, as text and pages."""

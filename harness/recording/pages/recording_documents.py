@@ -1,0 +1,84 @@
+"""The data of documents on a recording, on traces, and on what checks say of either."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from harness.core.case.dims import ParallelDims
+from harness.core.judge.result import Diagnosis, Result
+from harness.core.report.as_data import as_data
+from harness.core.report.cause_text import diagnosis_line
+from harness.recording.judged.stored_recording import Recording
+from harness.recording.judged.structure import costs, structure
+from harness.recording.pages.recording_layout import Judged, results_of, verdict_of_all
+from harness.recording.pages.recording_odd import oddities
+from harness.recording.pages.recording_page import facts
+from harness.recording.pages.trace_page import trace_rows
+from harness.recording.traces.job import TracedJob
+from harness.recording.traces.times import Times
+
+
+def judged(results: Sequence[Result], diagnosis: Diagnosis | None) -> dict[str, Any]:
+    """Return the verdict of all results, and its cause."""
+    return {
+        "verdict": verdict_of_all(results),
+        "cause": diagnosis_line(diagnosis),
+        "results": results,
+        "diagnosis": diagnosis,
+    }
+
+
+def recording(
+    found: Recording, dims: ParallelDims | None = None, jobs: Sequence[Judged] = (), *, with_layout: bool = False
+) -> dict[str, Any]:
+    """Return what is anomalous, what ran, in words and as structure, of which jobs and over which of the trainer's own groups.
+    jobs: what is judged of each, where a layout was declared. with_layout: whether one was, and is not judged yet."""
+    summaries = [one for _, one in sorted(found.summaries.items())]
+    rows = facts(found, summaries, with_layout=with_layout or dims is not None) if summaries else []
+    told: dict[str, Any] = (
+        {"layout": dims, **judged(*jobs[0]), "verdict": verdict_of_all(results_of(jobs))} if jobs else {}
+    )
+    return {
+        "directory": found.directory,
+        "command": found.command,
+        "code": found.code,
+        "world": found.world,
+        "left_evidence": list(found.summaries),
+        "exits": found.exits,
+        "unreadable": found.unreadable,
+        "odd": oddities(found),
+        "facts": [{"label": label, "text": text} for label, text in rows],
+        "structure": structure(found) if summaries else {},
+        "costs": costs(found),
+        "own_groups": [as_data(group) | {"rank": one.rank} for one in summaries for group in one.own_groups],
+        "jobs": [_job(job, *jobs[number : number + 1]) for number, job in enumerate(found.jobs)],
+        **told,
+    }
+
+
+def traces(job: TracedJob, dims: ParallelDims | None, said: Judged, times: Times | None) -> dict[str, Any]:
+    """Return what traces show and do not say, and what checks say of it."""
+    told: dict[str, Any] = ({"layout": dims} if dims else {}) | ({"times": times} if times else {})
+    return {
+        "directory": job.recording.directory,
+        "world": job.recording.world,
+        "traced": list(job.ranks),
+        "steps": job.numbers,
+        "facts": [{"label": label, "text": text} for label, text in trace_rows(job)],
+        **told,
+        **judged(*said),
+    }
+
+
+def _job(job: Recording, *said: Judged) -> dict[str, Any]:
+    """What is said of one of several jobs, with its verdict where a layout was declared."""
+    return {
+        "directory": job.directory,
+        "name": job.job,
+        "world": job.world,
+        "left_evidence": list(job.summaries),
+        "steps": max((one.steps_seen for one in job.summaries.values()), default=0),
+        "ended": {rank: one.ended or "unheard" for rank, one in job.summaries.items()},
+        **(judged(*said[0]) if said else {}),
+    }

@@ -1,0 +1,90 @@
+"""A recording judged by a layout, on the page: the cause first, as of a case of the matrix, then each check in a line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from harness.core.case.dims import ParallelDims
+from harness.core.judge.result import Diagnosis, Result, Verdict
+from harness.core.report.cause_text import diagnosis_line, evidence_rows
+from harness.core.report.finding_text import sentence
+from harness.core.report.text import WIDTH, check_line, table, wrapped
+
+Judged = tuple[Sequence[Result], Diagnosis | None]
+"""What the checks of one job say, and the cause of what fails."""
+
+
+def results_of(jobs: Sequence[Judged]) -> list[Result]:
+    """Return those of all jobs."""
+    return [result for results, _ in jobs for result in results]
+
+
+def jobs_report(dims: ParallelDims, jobs: Sequence[Judged]) -> list[str]:
+    """Return the report of the only job; of several, a line of each, and the report of the first."""
+    if len(jobs) == 1:
+        return layout_report(dims, *jobs[0])
+    rows = [(f"job {number}", _in_short(job)) for number, job in enumerate(jobs, start=1)]
+    head = f"{verdict_of_all(results_of(jobs))} layout {_requested(dims)} for each of {len(jobs)} jobs"
+    return [head, *table(rows), f"job 1: {layout_report(dims, *jobs[0])[0]}", *layout_report(dims, *jobs[0])[1:]]
+
+
+def _in_short(job: Judged) -> str:
+    results, diagnosis = job
+    verdict = verdict_of_all(results)
+    telling = next(one for one in results if one.verdict is verdict)
+    if verdict is Verdict.PASS:
+        return str(verdict)
+    said = diagnosis_line(diagnosis) or f"{telling.check}: {_first(telling) if telling.findings else telling.note}"
+    return f"{verdict}, {said}"
+
+
+def _requested(dims: ParallelDims) -> str:
+    return ", ".join(f"{axis} {degree}" for axis, degree in vars(dims).items() if degree > 1) or "one rank"
+
+
+def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diagnosis | None) -> list[str]:
+    """The cause, or where nothing explains it what the first failing check found. The first finding of an unexplained check
+    goes below. If no check fails, what is unknown comes before what passes."""
+    verdict = verdict_of_all(results)
+    lines = [f"{verdict} layout {_requested(dims)}"]
+    if verdict is Verdict.UNKNOWN:
+        results = sorted(results, key=lambda one: one.verdict is not Verdict.UNKNOWN)
+    told = None
+    if diagnosis is not None:
+        lines += [*wrapped(diagnosis_line(diagnosis), "  "), *table(evidence_rows(diagnosis.evidence))]
+    elif told := next((one for one in results if one.verdict is Verdict.FAIL and one.findings), None):
+        lines += wrapped(f"{told.check}: {_first(told)}", "  ")
+    explained = diagnosis is not None and any(label == "assuming this" for label, _ in diagnosis.evidence)
+    for result in results:
+        if result.verdict is not Verdict.NOT_APPLICABLE:
+            lines += _check(result, with_finding=not explained and result is not told)
+    return lines + table([("not applicable", text) for text in silent(results)])
+
+
+def silent(results: Sequence[Result]) -> list[str]:
+    """Return the checks that do not apply, by reason."""
+    by: dict[str, list[str]] = {}
+    for one in results:
+        if one.verdict is Verdict.NOT_APPLICABLE:
+            by.setdefault(one.note, []).append(one.check)
+    return [f"{', '.join(checks)}: {note}" for note, checks in by.items()]
+
+
+def _check(result: Result, *, with_finding: bool) -> list[str]:
+    if result.verdict is Verdict.UNKNOWN:
+        first, *rest = wrapped(check_line(result).strip(), "  ", " " * 18)
+        return [first, *rest]
+    line = check_line(dataclasses.replace(result, note=""))[:WIDTH].rstrip()
+    return [line, *(wrapped(_first(result), "    ", "  ") if with_finding and result.findings else ())]
+
+
+def _first(result: Result) -> str:
+    """Return the first finding, and how many more there are: without them a reader takes other ranks to be right."""
+    first, *more = result.findings
+    return sentence(first) + (f" (and {len(more)} more)" if more else "")
+
+
+def verdict_of_all(results: Sequence[Result]) -> Verdict:
+    found = {result.verdict for result in results}
+    return next((v for v in (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS) if v in found), Verdict.UNKNOWN)

@@ -1,0 +1,332 @@
+"""What is anomalous in a recording, whatever was requested: the rows at the top of its page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from harness.core.evidence.keys import steps_text
+from harness.core.evidence.lost_peer import lost_a_peer
+from harness.core.evidence.recording import Last
+from harness.core.evidence.summary import Summary
+from harness.core.evidence.text import names_text, ranks_text
+from harness.core.judge.local_training import averaged, local_by, not_averaged, partly_equal
+from harness.core.judge.observed import copied, differing, odd_ranks, out_of_order, replicas, together
+from harness.core.judge.separate_models import separate_models
+from harness.recording.judged.recorded_waits import alike, different_calls, issued_otherwise, waits
+from harness.recording.judged.stored_recording import Recording, exit_text, only_waited
+from harness.recording.pages.recording_own import shared_texts
+
+SEPARATE, UNTRAINED, SHARED, APART = "SEPARATE MODELS", "NOT TRAINED", "TWO THREADS", "CALLS DIFFER"
+WAITED = "WAITED FOR"
+GLOO = re.compile(r"\[/\S+\] |\. This is typically caused.*")
+Rows = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Odd:
+    """One anomaly."""
+
+    label: str
+    """Its kind: RAISED, REPLICAS DIFFER, ..."""
+    text: str
+    """What is so, in words."""
+    ranks: tuple[int, ...] = ()
+    """Global ranks, ascending; empty where it is of no rank."""
+    step: int | None = None
+    """The training step, 0 before the first; None where it is of no step."""
+
+    @classmethod
+    def on(cls, label: str, ranks: Iterable[int], text: str, step: int | None = None) -> Odd:
+        """Return one of these ranks."""
+        return cls(label, text, tuple(sorted(set(ranks))), step)
+
+
+def odd(recording: Recording) -> Rows:
+    """Return anomalies as rows of the page."""
+    return [(one.label, one.text) for one in oddities(recording)]
+
+
+def oddities(recording: Recording) -> list[Odd]:
+    """Return all anomalies, the worst first. Further jobs come after the first one; their ranks without evidence are left out,
+    for a process may be a rank again without others."""
+    jobs = enumerate(recording.others, start=2)
+    others = [
+        replace(one, text=f"in job {number}: {one.text}")
+        for number, job in jobs
+        for one in _of_job(job)
+        if one.label != NO_EVIDENCE
+    ]
+    return [*_of_job(recording), *others]
+
+
+def _of_job(recording: Recording) -> list[Odd]:
+    summaries = [one for _, one in sorted(recording.summaries.items())]
+    shared = [Odd.on(SHARED, ranks, text) for ranks, text in shared_texts(summaries)]
+    waiting = all(one.ended != "raised" for one in summaries)  # of two threads each may wait for ever
+    return [
+        *_no_evidence(recording),
+        *_not_recorded(summaries),
+        *(shared if waiting else []),
+        *_ended(recording),
+        *_order(summaries),
+        *([] if waiting else shared),
+        *_separate(summaries),
+        *_untrained(summaries),
+        *_replicas(summaries),
+        *_partly(summaries),
+        *_not_finite(summaries),
+        *[
+            Odd.on(
+                "UNLIKE OTHERS", one.ranks, f"{one.what} on {some_ranks(one.ranks)}: {one.theirs}; on most: {one.most}"
+            )
+            for one in odd_ranks(summaries)[:4]
+            if one.what != "steps" or (recording.code or 0) >= 0  # a signal meets each rank in another step
+        ],
+    ]
+
+
+NO_EVIDENCE = "NO EVIDENCE"
+NOT_EQUAL = "NOT KEPT EQUAL"
+OF_RECORDER = {"UNREADABLE", "NOT RECORDED", "NOT AVERAGED", "PARTLY EQUAL", NOT_EQUAL}
+"""Labels of what is wrong with a recording, or may be meant: neither is a finding on the job."""
+
+
+def _no_evidence(recording: Recording) -> list[Odd]:
+    rows = [Odd(NO_EVIDENCE, recording.nothing)] if recording.nothing else []
+    missing = sorted(set(range(recording.world)) - set(recording.summaries) - set(recording.unreadable))
+    if missing and recording.summaries:
+        text = f"from {some_ranks(missing)}: they ended before their first forward pass, or train nothing"
+        rows.append(Odd.on(NO_EVIDENCE, missing, text))
+    return rows + [Odd("UNREADABLE", text, (rank,)) for rank, text in list(recording.unreadable.items())[:2]]
+
+
+def _not_recorded(summaries: Sequence[Summary]) -> list[Odd]:
+    """A mistake of the recorder's: what it saw before is no longer all."""
+    failed = together(summaries, lambda one: next(iter(one.failed), None))
+    return [
+        Odd.on("NOT RECORDED", ranks, f"on {some_ranks(ranks)}: {text}") for text, ranks in list(failed.items())[:1]
+    ]
+
+
+def _ended(recording: Recording) -> list[Odd]:
+    """Ranks that raised, with their errors; ranks that died or exited; ranks that were killed, and in which collective. What
+    follows from another rank's exit comes last."""
+    raised = together(recording.summaries.values(), lambda one: one.error if one.ended == "raised" else None)
+    causes = sorted(raised.items(), key=lambda item: lost_a_peer(item[0]))[:3]
+    stopped = [rank for error, ranks in raised.items() if _by_hand(error) for rank in ranks]
+    own = [_raised(error, ranks) for error, ranks in causes if not lost_a_peer(error) and not _by_hand(error)]
+    own += _interrupted(recording, stopped)
+    peers = [rank for rank, one in recording.summaries.items() if one.ended != "raised"]
+    ended = all(recording.summaries[rank].ended == "ok" or only_waited(recording, rank) for rank in peers)
+    left = raised and all(map(lost_a_peer, raised)) and ended  # by peers that went on, or by each other
+    own += _waits(recording) if stopped or left or (recording.code or 0) < 0 else []
+    lost = [_raised(error, ranks) for error, ranks in causes if lost_a_peer(error)]
+    quiet = [rank for rank, one in recording.summaries.items() if one.ended != "raised"]
+    told = {rank: f"{how}; {_last(recording, rank)}" for rank in quiet if (how := _how(recording, rank))}
+    by_exit = alike({rank: text for rank, text in told.items() if rank in recording.exits})[:4]
+    ends = [Odd.on("ENDED", ranks, f"{some_ranks(ranks)}: {text}") for text, ranks in by_exit]
+    waited = [row for row, (_, ranks) in zip(ends, by_exit, strict=True) if only_waited(recording, ranks[0])]
+    unheard = alike({rank: text for rank, text in told.items() if rank not in recording.exits})
+    gone = [Odd.on("ENDED UNHEARD", ranks, f"{some_ranks(ranks)}, {text}") for text, ranks in unheard[:4]]
+    first = [*own, *(row for row in ends if row not in waited)]
+    apart = _apart(recording)
+    rows = [*first, *lost, *waited, *gone] if first or apart else [*gone, *lost, *waited]
+    rows = [*apart, *rows, *_reached(recording)] if rows else []
+    if recording.code and recording.summaries and not rows:
+        rows.append(Odd("ENDED", f"the command, with {exit_text(recording.code)}; no rank is known to have ended so"))
+    return rows
+
+
+def _reached(recording: Recording) -> list[Odd]:
+    """How far ranks came, of a job that did not end well: the fewest ranks first."""
+    told = {rank: one.reached.text for rank, one in recording.summaries.items() if one.reached is not None}
+    came = alike(told)
+    steps = {text: one.reached.step for one in recording.summaries.values() if one.reached and (text := told[one.rank])}
+    return [Odd.on("REACHED", ranks, f"{some_ranks(ranks)}: {text}", steps[text]) for text, ranks in came[:4]]
+
+
+def _how(recording: Recording, rank: int) -> str:
+    """Empty where it ended well, as far as is known."""
+    code = recording.exits.get(rank)
+    if code is not None:
+        after = ", most likely sent by its launcher after another had ended" if only_waited(recording, rank) else ""
+        return f"{exit_text(code)}{after}" if code else ""
+    if recording.summaries[rank].ended:
+        return ""
+    if recording.code == 0:
+        return "exit not reported; the command ended with exit code 0"
+    another = recording.code and any(
+        one.ended == "raised" and not lost_a_peer(one.error) for one in recording.summaries.values()
+    )
+    return "most likely killed by its launcher after another raised" if another else "killed or still running"
+
+
+def _last(recording: Recording, rank: int) -> str:
+    if recording.summaries[rank].ended:
+        return "Python had begun to end by itself"
+    last = recording.last.get(rank)
+    if last is None:
+        own = " over a group that torch has ranks of" if recording.summaries[rank].own_groups else ""
+        return f"before any collective{own}"
+    return _issued(last)
+
+
+def _by_hand(error: str) -> bool:
+    return error.startswith("KeyboardInterrupt")
+
+
+def _interrupted(recording: Recording, ranks: Sequence[int]) -> list[Odd]:
+    """Group ranks by their last collective, for a job that hangs is often ended so. A rank that waits is one ahead."""
+    lasts = {rank: recording.summaries[rank].last for rank in ranks}
+    found = alike({rank: _issued(last) if last else "" for rank, last in lasts.items()})
+    return [
+        Odd.on("INTERRUPTED", ranks, f"{some_ranks(ranks)}, as by Ctrl-C{'; ' * bool(text)}{text}")
+        for text, ranks in found[:4]
+    ]
+
+
+def _waits(recording: Recording) -> list[Odd]:
+    """Ranks that others waited for, in a job that was ended from outside or by what came of it; first the one that went on to
+    another group than all its peers."""
+    odd = {} if different_calls(recording) else issued_otherwise(recording)
+    rows = [Odd.on(APART, [rank], f"rank {rank} {text}") for rank, text in odd.items() if len(odd) == 1]
+    for one in waits(recording)[:4]:
+        what = f"{one.last.text} over {ranks_text(one.last.ranks)}, number {one.last.seq} of that group"
+        rows.append(Odd.on(WAITED, one.behind, f"{some_ranks(one.behind)}, by {some_ranks(one.ahead)} in {what}"))
+    return rows
+
+
+def _apart(recording: Recording) -> list[Odd]:
+    """Members that issued different collectives under one number of a group, in a job that did not end well. What they then
+    raise or wait for follows from it."""
+    rows = []
+    for one in different_calls(recording)[:2]:
+        kinds = " and ".join(f"{text} on {some_ranks(ranks)}" for text, ranks in one.issued[:3])
+        ranks = [rank for _, ranks in one.issued for rank in ranks]
+        rows.append(Odd.on(APART, ranks, f"number {one.number} over {ranks_text(one.members)} is {kinds}"))
+    return rows
+
+
+def _issued(last: Last) -> str:
+    over = f" over {ranks_text(last.ranks)}" * bool(last.ranks)  # of a new group, ranks may not be on record
+    return f"last collective: {last.text}{over}, number {last.seq} of that group"
+
+
+def _raised(error: str, ranks: Sequence[int]) -> Odd:
+    return Odd.on("RAISED", ranks, f"{some_ranks(ranks)}: {GLOO.sub('', error)}")
+
+
+def _order(summaries: Sequence[Summary]) -> list[Odd]:
+    if any(not one.ended or one.ended == "raised" for one in summaries):
+        return []  # who ended early issued less, and that is said
+    wrong = out_of_order(summaries)
+    shown = " ".join(ranks_text(ranks) for _, ranks in wrong[:3])
+    members = {rank for _, ranks in wrong for rank in ranks}
+    text = f"members of {shown} issued different collectives, or in another order"
+    return [Odd.on("ORDER", members, text)] if wrong else []
+
+
+def _separate(summaries: Sequence[Summary]) -> list[Odd]:
+    """The worst effect of a wrong mesh, which no check of a layout shows."""
+    found = separate_models(summaries)
+    if found is None or (found.own and any(one.equal for one in partly_equal(summaries))):
+        return []
+    more = f" and {len(found.sets) - 2} more sets of ranks" if len(found.sets) > 2 else ""
+    sets = " and ".join(ranks_text(ranks) for ranks in found.sets[:2]) + more
+    text = (
+        f"nothing reduces gradients between {sets}: no collective joins them in forward or backward of step "
+        f"{summaries[0].shown}, and none outside moves as much"
+    )
+    held = f"{some_ranks(found.ranks)} held the same before the first step, and other bytes after step {found.step}"
+    if found.own:
+        text = f"no collective over a group that torch has ranks of joins {sets}; what own groups join is not recorded"
+    return [Odd.on(NOT_EQUAL if found.own else SEPARATE, found.ranks, f"{text}; {held}", found.step)]
+
+
+def _untrained(summaries: Sequence[Summary]) -> list[Odd]:
+    """No gradient on any rank, in any step on record; an optimizer that takes them from elsewhere changes the parameters."""
+    if not summaries or not all(one.idle_steps and len({*one.contents.values()}) == 1 for one in summaries):
+        return []
+    if any({*one.contents} != {0, *one.idle_steps} for one in summaries):
+        return []
+    when = steps_text(summaries[0].idle_steps)
+    held = "parameters hold what they held before the first step"
+    text = f"optimizers found no gradient in {when}, in any parameter of any rank; {held}"
+    return [Odd.on(UNTRAINED, (one.rank for one in summaries), text)]
+
+
+def _replicas(summaries: Sequence[Summary]) -> list[Odd]:
+    local = [
+        Odd.on("NOT AVERAGED", (one.rank for one in family), _not_averaged(family))
+        for family in not_averaged(replicas(summaries))[:1]
+    ]
+    own = [family for family in replicas(summaries) if not local_by(family)]
+    same = ((own, "the same parts as"), (copied(summaries), "copies of the same parameters as"))
+    for families, what in same:
+        for step, apart in differing(families).items():
+            most, others = apart[0]
+            many = f" (in {len(apart)} sets of replicas)" if len(apart) > 1 else ""
+            s = "s" * (len(others) == 1)
+            text = f"{some_ranks(others)} claim{s} {what} {some_ranks(most)}, and hold{s} other bytes after step {step}{many}"
+            family = next(family for family in families if {one.rank for one in family} >= {*most, *others})
+            return [Odd.on("REPLICAS DIFFER", others, text + _from_the_start(family, (*most, *others)), step), *local]
+    return local
+
+
+def _not_averaged(family: Sequence[Summary]) -> str:
+    steps = steps_text(tuple(sorted({step for one in family for step in one.contents if step})))
+    who = some_ranks(one.rank for one in family)
+    return f"{who} train locally by {local_by(family)}, and are not the same again after any of {steps}"
+
+
+def _partly(summaries: Sequence[Summary]) -> list[Odd]:
+    """An optimizer that shares what it steps on, and leaves the rest or all alone; parameters of one rank look like that, too.
+    If nothing joins the ranks, `_separate` says so already."""
+    rows, separate = [], separate_models(summaries)
+    for one in partly_equal(summaries)[:2]:
+        if one.equal:
+            text = f"{names_text(one.equal)} stayed equal, {names_text(one.differ)} did not"
+            text = f"{some_ranks(one.ranks)} began alike; {text}: nothing reduces the latter, or they are a rank's own"
+            rows.append(Odd.on("PARTLY EQUAL", one.ranks, text))
+        elif separate is None:
+            text = f"{some_ranks(one.ranks)} began alike, and {names_text(one.differ)} became unlike"
+            rows.append(Odd.on(NOT_EQUAL, one.ranks, f"{text}: nothing keeps them equal, or they are a rank's own"))
+    return rows
+
+
+def _from_the_start(summaries: Sequence[Summary], ranks: Sequence[int]) -> str:
+    """Whether they were made unlike each other, or became so; and whether something averages them, as local SGD does."""
+    family = [one for one in summaries if one.rank in ranks]
+    first = [one.contents.get(0) for one in family]
+    again = f"; the same again after {steps_text(steps)}" if (steps := averaged(family)) else ""
+    if None in first:
+        return again
+    return (
+        "; not all that these ranks held was the same before the first step"
+        if len(set(first)) > 1
+        else "; before the first step they held the same"
+    ) + again
+
+
+def _not_finite(summaries: Sequence[Summary]) -> list[Odd]:
+    steps = sorted({step for one in summaries for step in one.not_finite})
+    if not steps:
+        return []
+    bad = {one.rank: one.not_finite[steps[0]] for one in summaries if steps[0] in one.not_finite}
+    names = list(dict.fromkeys(name for names in bad.values() for name in names))
+    when = f"after step {steps[0]}" if steps[0] else "before the first step"
+    text = f"{names_text(names)} {when}, on {some_ranks(bad)}"
+    return [Odd.on("NOT FINITE", bad, text, steps[0])]
+
+
+def some_ranks(ranks: Iterable[int], most: int = 6) -> str:
+    """rank 3; ranks 0-6; ranks 0, 4, 9 and 12 more."""
+    listed = sorted(set(ranks))
+    if len(listed) == 1:
+        return f"rank {listed[0]}"
+    if listed == list(range(listed[0], listed[-1] + 1)):
+        return f"ranks {listed[0]}-{listed[-1]}"
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return f"ranks {', '.join(map(str, listed[:most]))}{more}"

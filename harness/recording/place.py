@@ -1,0 +1,106 @@
+"""Which rank of how many this process is, and whether the file of that rank is its own to write."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from harness.recording.folders import JOB, MANY, job_folders
+
+RANKS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+
+OF_JOB = ("REPLICA_GROUP_ID", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
+
+
+def place_of() -> tuple[int, int]:
+    """Return rank and world size as torch.distributed has them, else as the launcher set them, else rank 0 of 1."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    for rank, world in RANKS:
+        if rank in os.environ and world in os.environ:
+            return int(os.environ[rank]), int(os.environ[world])
+    return 0, 1
+
+
+def is_named() -> bool:
+    """Return whether a launcher's environment says which rank this process is."""
+    return any(rank in os.environ and world in os.environ for rank, world in RANKS)
+
+
+def job_of() -> str:
+    """What all ranks of this process's job have in common, and those of another job that runs beside it have not. torchrun
+    gives a new port after a restart, and then a name to the job."""
+    its = {name: os.environ.get(name, "") for name in OF_JOB}
+    if its["TORCHELASTIC_RUN_ID"] not in ("", "none"):
+        its["MASTER_PORT"] = ""
+    return " ".join(f"{name}={text}" for name, text in its.items() if text not in ("", "none"))
+
+
+def claimed(directory: Path, rank: int) -> Path | None:
+    """The folder in which this process leaves its evidence: the first of its job in which no other process is this rank. After
+    a restart by torchrun the first of the new ones has the place of the old one. None where it can leave none."""
+    mine, attempt = job_of(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = f"rank_{rank:05d}.{attempt}"
+    told = json.dumps({"host": os.uname().nodename, "pid": os.getpid(), "parent": os.getppid()})
+    try:
+        for folder in job_folders(directory):
+            (folder / "processes").mkdir(parents=True, exist_ok=True)
+            (folder / "ranks").mkdir(exist_ok=True)
+            if _first(folder / "processes" / JOB, mine) and _first(folder / "processes" / name, told, alone=True):
+                for state in ("ends", "error"):
+                    _of_rank(folder, rank, state).unlink(missing_ok=True)
+                return folder
+        print(f"harness: {MANY} processes train as rank {rank} already; this one is not recorded", file=sys.stderr)
+    except OSError as error:
+        print(f"harness: this process is not recorded: {error}", file=sys.stderr)
+    return None
+
+
+def _first(file: Path, text: str, *, alone: bool = False) -> bool:
+    """Whether this process is the first to write it, or another has written the same (not where it must be alone). A file is
+    there with all of its text or not at all."""
+    whole = file.with_name(f".{os.uname().nodename}-{os.getpid()}")
+    whole.write_text(text, encoding="utf-8")
+    try:
+        os.link(whole, file)
+    except FileExistsError:
+        return not alone and file.read_text(encoding="utf-8") == text
+    finally:
+        whole.unlink()
+    return True
+
+
+def unsaved(directory: Path, rank: int, why: str) -> None:
+    """Said, and left for whoever looks for the record."""
+    print(f"harness: {why}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # of a full disk
+        (directory / "processes" / f"rank_{rank:05d}.failed").write_text(why)
+
+
+def left_at_once(directory: Path, rank: int, code: int, error: str) -> None:
+    """Record an exit by os._exit, which runs nothing of what Python runs as it ends."""
+    with contextlib.suppress(OSError):  # a full disk: its exit is not reported
+        _of_rank(directory, rank, "ends").write_text(json.dumps({rank: code}), encoding="utf-8")
+        if error:
+            _of_rank(directory, rank, "error").write_text(error, encoding="utf-8")
+
+
+def _of_rank(directory: Path, rank: int, state: str) -> Path:
+    return directory / "processes" / f"rank_{rank:05d}.{state}"
+
+
+def called(directory: Path) -> None:
+    """A process of which no rank is known yet called a model."""
+    with contextlib.suppress(OSError):  # of a full disk
+        (directory / "processes" / f"{os.uname().nodename}-{os.getpid()}.called").touch()
+
+
+def raised_early(directory: Path, error: str) -> None:
+    """Record the error of a process that had trained nothing yet. Others of its job seldom get further."""
+    with contextlib.suppress(OSError):  # the traceback says it as well
+        (directory / "processes" / f"{os.uname().nodename}-{os.getpid()}.raised").write_text(error)

@@ -1,0 +1,97 @@
+"""How far a process came, in a file of a page that is mapped into memory: one that is killed leaves it as well.
+
+The first part has the last collective, the second where in a step the process is. A process that ends by itself removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.core.evidence.recording import PAGE, SECOND_PART, Reached
+from harness.core.probe.clock import Clock
+from harness.recording.compiling import not_compiled
+
+RUNS = "_engine_run_backward"
+"""The function of torch.autograd that all of Python's backward passes call."""
+
+
+class Progress:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._page: mmap.mmap | None = None
+        self._optimizers = 0
+        self._collective: Any = None
+        self.reached: Reached | None = None
+
+    def install(self) -> None:
+        original = getattr(torch.autograd, RUNS, None)
+        if original is None:  # a torch that has another way: then backward is not reported
+            return
+
+        @not_compiled
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.reached is None or torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            return self._seen("backward", original, args, kwargs)
+
+        setattr(torch.autograd, RUNS, run)
+
+    @not_compiled
+    def _seen(self, phase: str, act: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.reach(phase)
+        found = act(*args, **kwargs)
+        self.reach(phase, over=True)
+        return found
+
+    def pass_begins(self) -> None:
+        self._optimizers = 0  # what raised in the middle of its step has not left it
+        self.reach(self._clock.phase())
+
+    def pass_ended(self) -> None:
+        self.reach(self._clock.phase(), over=True)
+
+    def optimizer_begins(self) -> None:
+        self._optimizers += 1
+        self.reach("optimizer")
+
+    def optimizer_ended(self) -> None:
+        """One that another one steps ends within that one's step."""
+        self._optimizers = max(0, self._optimizers - 1)
+        self.reach("optimizer", over=not self._optimizers)
+
+    def reach(self, phase: str, *, over: bool = False) -> None:
+        self.reached = Reached(self._clock.step, phase, over)
+        self._write(SECOND_PART, [self._clock.step, phase, over])
+
+    def note_collective(self, told: Any) -> None:
+        self._collective = told
+        self._write(0, told)
+
+    def _write(self, place: int, told: Any) -> None:
+        if self._page is not None:
+            end = PAGE if place else SECOND_PART
+            text = json.dumps(told).encode()[: end - place - 1] + b"\n"
+            self._page[place : place + len(text)] = text
+
+    def open(self, beside: Path, *, finished: bool) -> None:
+        path = beside.with_suffix(".last")
+        if finished:
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+        elif self._page is None:
+            path.write_bytes(bytes(PAGE))
+            with open(path, "r+b") as file:
+                self._page = mmap.mmap(file.fileno(), PAGE)
+            if self._collective is not None:
+                self.note_collective(self._collective)
+            if (it := self.reached) is not None:
+                self._write(SECOND_PART, [it.step, it.phase, it.over])

@@ -1,0 +1,310 @@
+"""In one rank of a job that knows nothing of it: the probe's observers, put on whatever it turns out to train.
+
+A model is the outermost module that is called while gradients are recorded; there may be several, and stages of a pipeline.
+Nothing is hung on it: what is looked at, is looked at where it is called. A step is over when an optimizer has stepped, and
+the next forward pass begins another. In steps that are not chosen nothing is copied, computed or waited for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from harness.core.evidence import relies_on
+from harness.core.evidence.recording import RankRecord, record_file, save_record
+from harness.core.evidence.summary import summary_of
+from harness.core.probe.clock import Clock
+from harness.core.probe.pipeline import PipelineRecorder
+from harness.core.probe.samples import leave_pass
+from harness.core.probe.without_memory import trains
+from harness.recording.chosen import Chosen
+from harness.recording.compiling import COMPILER, compiler_imported, no_compiler, not_compiled
+from harness.recording.declared import sharded_here
+from harness.recording.drawn import Drawn
+from harness.recording.ends import Ends
+from harness.recording.numbers import Numbers
+from harness.recording.place import called, claimed, is_named, left_at_once, place_of, raised_early, unsaved
+from harness.recording.progress import Progress
+from harness.recording.seen import Seen
+from harness.recording.sketches import save_sketches, sketch_file
+from harness.recording.trace import TracedCollectives
+
+SELDOM = 20
+"""How many times as long as writing took has to pass before it is done again without need."""
+
+_recorder: Recorder | None = None
+
+
+def imported(module: str) -> None:
+    """Called by `entry.imported`. Raise ImportError, and record nothing more, if torch's pipelines lack what is relied on."""
+    global _recorder
+    if module == "torch":
+        _recorder = Recorder(
+            Path(os.environ["HARNESS_RECORD"]), Chosen.parse(os.environ.get("HARNESS_RECORD_STEPS", ""))
+        )
+        _recorder.install()
+    elif module == COMPILER:
+        compiler_imported()
+    elif _recorder is not None:
+        if gone := relies_on.lacking(recorder=True):
+            _recorder.failed = gone
+            raise ImportError(gone)
+        _recorder.pipeline.install()
+
+
+class Recorder:
+    def __init__(self, directory: Path, chosen: Chosen) -> None:
+        self.directory, self.chosen = directory, chosen
+        self.clock = Clock()
+        self.progress = Progress(self.clock)
+        self.collectives = TracedCollectives(self.clock, self.is_chosen, self.progress)
+        self.pipeline = PipelineRecorder(self.clock)
+        self.numbers = Numbers(
+            self.clock,
+            os.environ.get("HARNESS_RECORD_NOISE", ""),
+            sharded_here(os.environ.get("HARNESS_RECORD_SHARDED", "")),
+            int(os.environ.get("HARNESS_RECORD_ROWS", "0")),
+        )
+        self.seen = Seen(self.clock, self.collectives, self.pipeline, lambda: self.own, self.numbers)
+        self.drawn = Drawn()
+        self.ends = Ends(directory, end=self.end, leave=self._left_at_once)
+        self.ended, self.failed, self.own = "", "", 0.0
+        self._inside = self._leaving_join = False
+        self._saved = True
+        self._recorded, self._written, self._took = 0, 0.0, 0.0
+        self._mine: bool | None = None
+        self._place: tuple[int, int] | None = None
+
+    def install(self) -> None:
+        self.collectives.install()
+        torch_optimizer.register_optimizer_step_pre_hook(self._before_optimizer)
+        torch_optimizer.register_optimizer_step_post_hook(self._after_optimizer)
+        self.clock.between_steps = self._between_steps
+        self._see_calls()
+        self._see_joins()
+        atexit.register(self.end)
+        self.ends.install()
+        self.progress.install()
+        self.drawn.install(self._timed)
+        self.numbers.install(self._timed, lambda: self.seen.parts)
+
+    def is_chosen(self) -> bool:
+        """Whether what happens now is recorded; in step 0 what sets the job up is."""
+        joined = self._leaving_join or self.seen.joined is not None
+        return not joined and self.clock.step in self.chosen
+
+    # ---- uneven inputs
+
+    def _see_joins(self) -> None:
+        """A rank that leaves torch's Join before others shadows their collectives, in steps that it does not count."""
+        if not dist.is_available():
+            return
+        from torch.distributed.algorithms.join import Join
+
+        leave, count = Join.__exit__, getattr(Join, "_get_num_nonjoined_procs", None)
+        if count is None:  # another torch may do it differently: nothing is recorded
+            return
+
+        @functools.wraps(leave)
+        def left(join: Join, *error: Any) -> None:
+            self._leaving_join = True
+            try:
+                leave(join, *error)
+            finally:
+                self._leaving_join = False
+
+        @functools.wraps(count)
+        def counted(join: Join) -> Any:
+            others = count(join)
+            if others and self.seen.joined is None and self.seen.classes:
+                self.seen.joined = self.clock.finished
+                self.seen.step_is_over()
+                self.save()
+            return others
+
+        Join.__exit__, Join._get_num_nonjoined_procs = left, counted
+
+    # ---- forward passes
+
+    def _see_calls(self) -> None:
+        """A wrapper's forward method is watched, too, because some trainers call it."""
+        nn.Module.__call__ = self._watched(nn.Module.__call__)
+        wrapper = nn.parallel.DistributedDataParallel
+        wrapper.forward = self._watched(wrapper.forward)
+
+    def _watched(self, original: Callable[..., Any]) -> Any:
+        """Trap: a compiler that traces this sees only that it is compiling, and goes on to the module."""
+
+        @not_compiled
+        @functools.wraps(original)
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self._inside:
+                return original(module, *args, **kwargs)
+            return self._called(original, module, args, kwargs)
+
+        return called
+
+    @not_compiled
+    def _called(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Record a pass that begins here. A call inside of a known model, or by a recomputation, begins none."""
+        if torch._C._current_graph_task_id() != -1 or not self._is_model(module):
+            return original(module, *args, **kwargs)
+        self._inside = True
+        self.clock.enter_forward(recording=torch.is_grad_enabled(), in_training_mode=module.training)
+        self.progress.pass_begins()
+        self.ends.trains_on()
+        output = None
+        try:
+            self._timed(self._first_look)
+            self._timed(self.seen.pass_begins, module, args, kwargs)
+            if self.clock.account.kind == "training":
+                self.drawn.trained_on()
+            output = original(module, *args, **kwargs)
+            self._timed(self.seen.pass_ends, module)
+            self.progress.pass_ended()
+        finally:
+            leave_pass(self.clock, output)
+            self._inside = False
+        return output
+
+    @not_compiled
+    def _is_model(self, module: nn.Module) -> bool:
+        if self.seen.is_part(module):
+            return True
+        return trains(module) and bool(self._timed(self.seen.attach, module))
+
+    @not_compiled
+    def _timed(self, act: Callable[..., Any], *args: Any) -> Any:
+        """Only in chosen steps, and how long it takes is on record."""
+        if self.failed or not self.is_chosen():
+            return None
+        began = time.perf_counter()
+        try:
+            with no_compiler():
+                return act(*args)
+        except Exception as error:  # a mistake of ours ends the recording, and never the training
+            self.failed = f"the recorder itself raised {error!r} in {act.__name__}"
+            print(f"harness: nothing more is recorded: {self.failed}", file=sys.stderr)
+            return None
+        finally:
+            self.own += time.perf_counter() - began
+
+    # ---- optimizers
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        self._timed(self.seen.optimizer_begins, optimizer)
+        self.clock.enter_optimizer()
+        self.progress.optimizer_begins()
+        self._timed(self._first_look, True)
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        self.progress.optimizer_ended()
+        self.clock.leave_optimizer()
+        self._timed(self.seen.optimizer_ended, optimizer)
+        self._saved = False
+
+    def _between_steps(self) -> None:
+        if self.clock.step and not self._saved:
+            self.seen.step_is_over()
+            self._timed(self.seen.read_again)
+            self._timed(self.seen.see_what_was_left)
+            if self._is_due():
+                self._timed(self.save)
+
+    def _is_due(self) -> bool:
+        """Whether to write after this step. All of before is written again. So it is done after the 1st, 2nd, 4th, 8th step,
+        after the last one of a span, and where the last time is long ago."""
+        self._recorded += self.clock.step in self.chosen
+        rare = self._recorded & (self._recorded - 1) and self.clock.step + 1 in self.chosen
+        return not rare or time.perf_counter() - self._written > SELDOM * self._took
+
+    # ---- the end
+
+    def _first_look(self, stepping: bool = False) -> None:
+        """A rank that is killed in its first step leaves a record, too. Trap: before a process joins others its rank may be
+        unknown, and a process that loads data for a rank has that one's environment."""
+        if self._mine is not None or not self.seen.classes:
+            return
+        known = (dist.is_available() and dist.is_initialized()) or is_named() or stepping
+        if known and not multiprocessing.current_process().daemon:
+            self.save()
+        else:
+            called(self.directory)
+
+    def _left_at_once(self, code: int) -> None:
+        """Record an exit by os._exit. Evidence is not saved: such a process may hang, and reading a device would wait."""
+        if self._mine and self._place and self.seen.pid == os.getpid():
+            left_at_once(self.directory, self._place[0], code, self.ends.error)
+        elif self.ends.error and not self.seen.classes:
+            raised_early(self.directory, self.ends.error)
+
+    def end(self) -> None:
+        """With the process."""
+        if self.seen.classes and self.seen.pid == os.getpid():
+            self.ended = "raised" if self.ends.error else "ok"
+            if self.ended == "ok":
+                self._timed(self.seen.read_again)
+            self.save()
+        elif self.ends.error and not self.seen.classes:
+            raised_early(self.directory, self.ends.error)
+
+    def save(self) -> None:
+        """What cannot be written is said; training goes on."""
+        self._saved = True
+        rank, world = self._place = self._place if self._place and not dist.is_initialized() else place_of()
+        if self._mine is None:
+            folder = claimed(self.directory, rank)
+            self._mine, self.directory = folder is not None, folder or self.directory
+        if not self._mine:
+            return
+        began = time.perf_counter()
+        try:
+            record = self._record(rank, world)
+            save_record(record_file(self.directory, rank), summary_of(record), record)
+            of_numbers = self.numbers.left(rank, world, record.evidence.launch, record.optimizers)
+            save_sketches(sketch_file(self.directory, rank), of_numbers)
+            self.progress.open(record_file(self.directory, rank), finished=bool(self.ended))
+            self.collectives.leave_beside(record_file(self.directory, rank), finished=bool(self.ended))
+        except Exception as error:
+            unsaved(self.directory, rank, f"the recording of rank {rank} cannot be written: {error!r}")
+        self._written = time.perf_counter()
+        self._took = self._written - began
+
+    def _record(self, rank: int, world: int) -> RankRecord:
+        return RankRecord(
+            evidence=dataclasses.replace(
+                self.seen.evidence(rank, world), launch=os.environ.get("HARNESS_RECORD_LAUNCH", "")
+            ),
+            steps=self.seen.steps(),
+            parts=self.seen.classes,
+            optimizers=self.seen.optimizers,
+            stepped=self.seen.stepped,
+            argv=tuple(sys.argv),
+            left_out=tuple(self.seen.left_out),
+            failed=tuple(filter(None, [self.failed, self.collectives.failed])),
+            ended=self.ended,
+            error=self.ends.error if self.ended else "",
+            steps_seen=self.clock.finished,
+            last=self.collectives.last,
+            host=os.uname().nodename,
+            own=self.own,
+            reached=self.progress.reached,
+            beside=self.collectives.beside,
+            drawn=self.drawn.digests,
+            buffers=self.seen.buffers,
+            samples=self.numbers.samples,
+        )

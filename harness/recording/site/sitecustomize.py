@@ -1,0 +1,149 @@
+"""Python runs this when it starts in a command that is recorded: once torch is imported, the recorder is installed.
+
+Whatever goes wrong here is said and never ends somebody's training. A sitecustomize of the user's, which this one hides,
+runs afterwards.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+AWAITED = ("torch", "torch.distributed.pipelining.schedules", "torch._dynamo.decorators")
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Has the recorder hear of a module as soon as it has been imported, each one once."""
+
+    def __init__(self) -> None:
+        self.awaited = set(AWAITED)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name not in self.awaited:
+            return None
+        self.awaited.discard(name)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def executed(module: ModuleType) -> None:
+            execute(module)
+            if not tell(name):
+                self.awaited.clear()
+
+        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
+
+
+def tell(name: str) -> bool:
+    """Return whether the recorder took it."""
+    try:
+        if os.environ["HARNESS_RECORD_CODE"] not in sys.path:
+            sys.path.append(os.environ["HARNESS_RECORD_CODE"])
+        by = os.environ.get("HARNESS_RECORD_BY", "harness.recording.entry")
+        importlib.import_module(by).imported(name)
+        note("torch")
+        return True
+    except Exception as error:
+        why = str(error) if isinstance(error, ImportError) else repr(error)
+        note("failed", why)
+        print(f"harness: this process is not recorded: {why}", file=sys.stderr)
+        if "HARNESS_RECORD_ALONE" in os.environ:  # of a world that is not there it would wait for ever
+            end_alone(f"the recorder could not be installed in it: {why}")
+        return False
+
+
+def note(state: str, text: str = "") -> None:
+    """How far a process got, for the case that no rank leaves evidence."""
+    write(state, " ".join([text, *sys.orig_argv]))
+
+
+def write(state: str, text: str) -> None:
+    folder = os.path.join(os.environ["HARNESS_RECORD"], "processes")
+    try:
+        with open(os.path.join(folder, f"{os.uname().nodename}-{os.getpid()}.{state}"), "w") as file:
+            file.write(text)
+    except OSError as error:
+        print(f"harness: {folder} cannot be written: {error}", file=sys.stderr)
+
+
+def first_line(kind: type[BaseException], error: BaseException) -> str:
+    return f"{kind.__name__}: {error}".splitlines()[0][:300]
+
+
+def hear_of_errors() -> None:
+    """Record errors that are raised before torch is imported. Later ones are the recorder's."""
+    hook = sys.excepthook
+
+    def raised(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if "torch" not in sys.modules:
+            write("raised", first_line(kind, error))
+        hook(kind, error, trace)
+
+    sys.excepthook = raised
+
+
+def hear_of_ranks() -> None:
+    """In a launcher of torch's: how its ranks ended, by rank the exit code or minus the signal, where they did not end well."""
+    hook = sys.excepthook
+
+    def raised(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if kind.__name__ == "ChildFailedError":
+            note_ends({rank: failure.exitcode for rank, failure in getattr(error, "failures", {}).items()})
+        else:
+            write("launcher", first_line(kind, error))
+        hook(kind, error, trace)
+
+    sys.excepthook = raised
+
+
+def note_ends(codes: dict[int, int]) -> None:
+    file = os.path.join(os.environ["HARNESS_RECORD"], "processes", f"{os.uname().nodename}-{os.getpid()}.ends")
+    try:
+        with open(file, "w") as told:
+            json.dump(codes, told)
+    except OSError as error:
+        print(f"harness: {file} cannot be written: {error}", file=sys.stderr)
+
+
+def end_alone(reason: str) -> None:
+    """Exit as a rank that reports only why it is unable to."""
+    file = os.path.join(os.environ["HARNESS_RECORD"], "processes", f"rank_{int(os.environ['RANK']):05d}.unable")
+    with open(file, "w") as told:
+        told.write(reason)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def the_hidden_one() -> None:
+    """The sitecustomize that Python would have found without ours."""
+    others = [folder for folder in sys.path if os.path.abspath(folder or ".") != HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def launches_ranks() -> bool:
+    """Return whether this is torchrun or another launcher, which import torch and train nothing."""
+    words = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "deepspeed", "fabric")
+    return "RANK" not in os.environ and any(os.path.basename(word) in words for word in sys.orig_argv[:4])
+
+
+if os.environ.get("HARNESS_RECORD"):
+    if launches_ranks():
+        write("launcher", "")
+        hear_of_ranks()
+    else:
+        note("started")
+        hear_of_errors()
+        sys.meta_path.insert(0, AfterImport())
+    the_hidden_one()

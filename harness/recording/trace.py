@@ -1,0 +1,129 @@
+"""Collectives: those of chosen steps on record, of all others only the last one, which a killed process leaves as well."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from harness.core.evidence.recording import BESIDE, GROUPS, Beside, Last, issued_text
+from harness.core.evidence.records import BACKGROUND, CHECKPOINT
+from harness.core.evidence.store import encoded_without_values
+from harness.core.probe.clock import Clock
+from harness.core.probe.collectives import CollectiveRecorder, _group_of, members
+from harness.core.probe.own_groups import Call, name_of
+from harness.recording.progress import Progress
+
+BEFORE = 8
+"""Collectives of a group before the last one that a killed process leaves, for members come to unlike numbers."""
+MOST = 1000
+"""Collectives of a group on record that are of no step, so that a job may be of any length: the first ones."""
+
+
+class TracedCollectives(CollectiveRecorder):
+    def __init__(self, clock: Clock, chosen: Callable[[], bool], progress: Progress) -> None:
+        super().__init__(clock.where, None, lambda: clock.account)
+        self._progress = progress
+        self._clock, self._chosen = clock, chosen
+        self._counts: dict[str, int] = {}  # the group used last comes last
+        self._in_background: Counter[str] = Counter()
+        self._latest: tuple[Any, ...] | None = None
+        self._before: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=BEFORE))
+        self._ranks: dict[str, tuple[int, ...]] = {}
+        self._placed: set[int] = set()
+        self._beside: dict[str, set[tuple[str, str]]] = defaultdict(set)
+        self._file: Path | None = None
+        self.failed = ""
+
+    def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
+        """A call that cannot be read is not on record; it is made all the same."""
+        if self.failed:
+            return
+        try:
+            group = _group_of(args)
+            if not self._has_ranks(group):
+                self.own.unplaced(op, group, payload)
+                return
+            self.own.passed()
+            if self._trace(op, group):
+                super()._note(op, payload, args)
+        except Exception as error:
+            self._went_wrong(op, error)
+
+    def _called_directly(self, call: Call, group: dist.ProcessGroup) -> None:
+        if not self.failed and self._has_ranks(group) and self._trace(call.op, group):
+            super()._called_directly(call, group)
+
+    def _went_wrong(self, op: str, error: Exception) -> None:
+        if not self.failed:
+            self.failed = f"reading a call of {op} raised {error!r}"
+            print(f"harness: no collective is recorded any more: {self.failed}", file=sys.stderr)
+
+    def _is_recorded(self, phase: str) -> bool:
+        return phase == BACKGROUND or self._chosen()
+
+    def _has_ranks(self, group: dist.ProcessGroup) -> bool:
+        """A name comes again where a job destroys its groups and makes others."""
+        if self.keep(group) or id(group) not in self._placed:
+            if not (ranks := members(group)):
+                return False
+            self._placed.add(id(group))
+            self._ranks[name_of(group)] = ranks
+        return True
+
+    def _trace(self, op: str, group: dist.ProcessGroup) -> bool:
+        """Whether it is on record too."""
+        name = name_of(group)
+        self._counts[name] = self._counts.pop(name, 0) + 1
+        step, phase = self._clock.where()
+        counts = [*self._counts.items()][-1 - GROUPS :]  # a copy: other threads issue as well
+        others = {other: count for other, count in counts if other != name}
+        self._latest = (text := issued_text(op, step, phase), name, self._counts[name], [*self._before[name]], others)
+        self._before[name].appendleft(text)
+        self._progress.note_collective(self._latest)
+        if phase != BACKGROUND:
+            return self._chosen()
+        if (op, thread := threading.current_thread().name) not in self._beside[name]:
+            self._look_beside(op, name, thread)
+        self._in_background[name] += 1
+        return self._in_background[name] <= MOST
+
+    def _look_beside(self, op: str, name: str, thread: str) -> None:
+        """A process that is killed while both wait leaves it as well."""
+        if self._clock.is_training_meanwhile():
+            self._beside[name].add((op, thread))
+            if self._file is not None:
+                self._file.with_suffix(BESIDE).write_text(json.dumps(encoded_without_values(self.beside)))
+
+    @property
+    def beside(self) -> tuple[Beside, ...]:
+        """Return what other threads issue over groups that the training thread also uses."""
+        trains: dict[str, set[str]] = defaultdict(set)
+        for call in tuple(self.records):
+            if call.step and call.phase not in (BACKGROUND, CHECKPOINT):
+                trains[call.group].add(call.op)
+        found = []
+        for name, calls in sorted((name, tuple(calls)) for name, calls in [*self._beside.items()]):
+            if calls and trains[name]:
+                ops, threads = (tuple(sorted(set(kind))) for kind in zip(*calls, strict=True))
+                found.append(Beside(name, self._ranks[name], ops, threads, tuple(sorted(trains[name]))))
+        return tuple(found)
+
+    @property
+    def last(self) -> Last | None:
+        if self._latest is None:
+            return None
+        text, name, place, before, others = self._latest
+        return Last(text, self._ranks.get(name, ()), name, place, tuple(before), others)
+
+    def leave_beside(self, record: Path, *, finished: bool) -> None:
+        """Say beside which record a process that is killed leaves what other threads issued."""
+        self._file = record
+        if finished:
+            record.with_suffix(BESIDE).unlink(missing_ok=True)

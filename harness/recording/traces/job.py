@@ -1,0 +1,136 @@
+"""The traces of one job, a file per rank, as a recording of it: for the same page and the same checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.core.evidence.provided import TRACED, Provided
+from harness.core.evidence.recording import RankRecord, RecordedStep
+from harness.core.evidence.records import BACKGROUND, Collective, RankEvidence
+from harness.core.evidence.step import StepEvidence
+from harness.core.evidence.store import EvidenceError
+from harness.core.evidence.summary import summary_of
+from harness.core.evidence.text import counted
+from harness.recording.judged.stored_recording import Recording
+from harness.recording.traces.kineto import Call, Span, Trace, operators_text
+from harness.recording.traces.phases import Phases, training_steps
+
+
+@dataclass(frozen=True)
+class TracedRank:
+    """One rank: its trace, and what of it is in the steps that all ranks have."""
+
+    trace: Trace
+    """What the file shows."""
+    steps: Mapping[int, Span]
+    """Number of the step, from 1 -> when it was."""
+    calls: tuple[Call, ...]
+    """Collectives of these steps, with step and phase."""
+    beside: int
+    """Number of collectives that other threads issued, or that are in no step."""
+    nameless: tuple[str, ...]
+    """Operators of the collectives in these steps of which the trace names no group."""
+
+
+@dataclass(frozen=True)
+class TracedJob:
+    """All ranks of which there is a trace."""
+
+    recording: Recording
+    """The same as a recording."""
+    records: Mapping[int, RankRecord]
+    """Rank -> its record."""
+    ranks: Mapping[int, TracedRank]
+    """Rank -> what its trace shows."""
+    numbers: tuple[int, ...]
+    """Numbers of ProfilerStep that the steps have in the traces."""
+
+
+def job_of(traces: Sequence[Trace]) -> TracedJob:
+    """Raises EvidenceError for traces that are not of one job."""
+    world = _world(traces)
+    spans = {trace.rank: training_steps(trace) for trace in traces}
+    numbers = tuple(sorted(set.intersection(*({*steps} for steps in spans.values()))))
+    of = {number: place for place, number in enumerate(numbers, start=1)}
+    ranks = {
+        trace.rank: _traced(trace, {of[number]: span for number, span in spans[trace.rank].items() if number in of})
+        for trace in sorted(traces, key=lambda trace: trace.rank)
+    }
+    records = {rank: _record(one, world) for rank, one in ranks.items()}
+    folder = Path(os.path.commonpath([trace.path.parent for trace in traces]))
+    recording = Recording(
+        folder,
+        {rank: summary_of(record) for rank, record in records.items()},
+        exits=dict.fromkeys(ranks, 0),
+        provides=_provided(ranks, world),
+        chosen=tuple(ranks) if len(ranks) < world else (),
+    )
+    return TracedJob(recording, records, ranks, numbers)
+
+
+def _world(traces: Sequence[Trace]) -> int:
+    """Return the number of ranks. Older traces do not say it: then there are at least those that are named."""
+    by_rank: dict[int, Trace] = {}
+    for trace in traces:
+        if (other := by_rank.setdefault(trace.rank, trace)) is not trace:
+            raise EvidenceError(f"{other.path} and {trace.path}: both are of rank {trace.rank}; name one file per rank")
+    told = {trace.world: trace for trace in traces if trace.world}
+    if len(told) > 1:
+        (few, one), (many, other), *_ = sorted(told.items())
+        raise EvidenceError(f"{one.path} is of a job of {few} ranks, {other.path} of {many}; name the files of one job")
+    named = {rank for trace in traces for call in trace.calls for rank in call.what.ranks}
+    return next(iter(told), 1 + max(named | by_rank.keys()))
+
+
+def _traced(trace: Trace, steps: Mapping[int, Span]) -> TracedRank:
+    phases, calls, beside = Phases(trace, steps), [], 0
+    issued: dict[tuple[str, int | None], int] = {}
+    for call in trace.calls:
+        step, phase = phases.of(call)
+        if not step:
+            beside += 1
+            continue
+        key = (call.what.group, call.what.peer)
+        issued[key] = issued.get(key, -1) + 1
+        phase = phase if call.what.phase == BACKGROUND else call.what.phase
+        calls.append(replace(call, what=replace(call.what, step=step, phase=phase, seq=issued[key])))
+    nameless = (op for when, op in trace.nameless if any(span.start <= when <= span.end for span in steps.values()))
+    return TracedRank(trace, steps, tuple(calls), beside, tuple(nameless))
+
+
+def _record(one: TracedRank, world: int) -> RankRecord:
+    nothing = StepEvidence(0, (), None, None, None, {}, {}, {}, {})
+    collectives: tuple[Collective, ...] = tuple(call.what for call in one.calls)
+    evidence = RankEvidence(
+        one.trace.rank,
+        world,
+        (),
+        one.trace.groups or (),
+        collectives,
+        tuple(replace(nothing, step=step) for step in sorted(one.steps)),
+    )
+    steps = tuple(
+        RecordedStep(step, {}, seconds=(span.end - span.start) / 1e6) for step, span in sorted(one.steps.items())
+    )
+    return RankRecord(evidence, steps, ended="ok", steps_seen=len(steps))
+
+
+def _provided(ranks: Mapping[int, TracedRank], world: int) -> Provided:
+    """What the traces of a job show, and what they lack and why."""
+    found = TRACED
+    if not any(one.steps for one in ranks.values()):
+        why = "no step is in the traces of all ranks: call step() of the profiler in each step, on all ranks alike"
+        found = found.without(("structure", "uses", "members"), why, unknown=True)
+    for rank, one in ranks.items():
+        if one.nameless:
+            gloo = ", as gloo's do" if "gloo" in one.trace.backend else ""
+            why = f"{operators_text(one.nameless)} of rank {rank} name no group{gloo}"
+            found = found.without(("members",), why, unknown=True)
+        if one.trace.groups is None:
+            found = found.without(("groups",), f"the trace of rank {rank} lists no process groups", unknown=True)
+    if missing := sorted({*range(world)} - ranks.keys()):
+        found = found.only_partly(("uses", "members", "groups"), f"no trace of {counted(len(missing), 'rank')}")
+    return found

@@ -1,0 +1,301 @@
+"""What one rank's profiler trace (PyTorch's Kineto JSON) shows: its groups, its collectives, its steps, and when they were.
+
+The names of fields and events are those of torch's profiler. Times are microseconds on the rank's own clock.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.core.evidence.recording import RANKS
+from harness.core.evidence.records import BACKGROUND, Collective, Group
+from harness.core.evidence.store import EvidenceError
+from harness.recording.traces.stream import NotJson, events, opened
+
+OPERATORS = (
+    *(
+        "reduce_scatter",
+        "reducescatter",
+        "all_reduce",
+        "allreduce",
+        "all_gather",
+        "allgather",
+        "all_to_all",
+        "alltoall",
+    ),
+    *("broadcast", "barrier", "gather", "scatter", "reduce", "send", "recv"),
+)
+"""What a collective's name contains, the longer ones first."""
+SHORT = {
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+}
+DTYPES = {
+    **{"Float": ("float32", 4), "Double": ("float64", 8), "Half": ("float16", 2), "BFloat16": ("bfloat16", 2)},
+    **{"Long": ("int64", 8), "Int": ("int32", 4), "Short": ("int16", 2), "Byte": ("uint8", 1), "Char": ("int8", 1)},
+    **{"Bool": ("bool", 1)},
+}
+DTYPES |= {name: (name, size) for name, size in DTYPES.values()}
+"""Name in a trace -> the name here, and the bytes of one."""
+STEP = "ProfilerStep#"
+PHASE = "Phase"
+"""Argument with the phase of a collective, in traces that were made of a recording."""
+BACKWARD_OP = "autograd::engine::evaluate_function"
+WRAPPERS = ("FSDP::", "FullyShardedDataParallel.", "DistributedDataParallel.")
+REMEDY = "export it again by torch.profiler's export_chrome_trace"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something with a beginning and an end."""
+
+    start: float
+    """When it began, in microseconds."""
+    end: float
+    """When it ended."""
+    thread: str = ""
+    """The thread that it ran on; of a kernel, its stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective as a rank issued it, or its kernel."""
+
+    span: Span
+    """When it was issued, and on which thread; of a kernel, when it ran."""
+    what: Collective
+    """What it was; phase and step are filled in last."""
+
+
+@dataclass
+class Trace:
+    """What the trace of one rank shows."""
+
+    path: Path
+    """The file."""
+    rank: int = -1
+    """Global rank."""
+    world: int = 0
+    """Number of ranks of the job; 0 where the trace does not say."""
+    backend: str = ""
+    """The job's backend."""
+    groups: tuple[Group, ...] | None = None
+    """All process groups that it is a member of; None where the trace does not list them."""
+    steps: dict[int, Span] = field(default_factory=dict)
+    """Number of ProfilerStep -> when it was."""
+    calls: list[Call] = field(default_factory=list)
+    """Collectives with a group, in the order of issue."""
+    nameless: list[tuple[float, str]] = field(default_factory=list)
+    """When a collective was issued of which the trace names no group, and its operator."""
+    kernels: list[Call] = field(default_factory=list)
+    """Kernels of collectives."""
+    compute: np.ndarray = field(default_factory=lambda: np.zeros((0, 2)))
+    """Start and end of all other kernels."""
+    optimizer: list[Span] = field(default_factory=list)
+    """Steps of optimizers."""
+    passes: dict[str, list[Span]] = field(default_factory=lambda: {"forward": [], "backward": []})
+    """Pass -> the ranges in which a wrapper or autograd says that it is in it."""
+    forward_ops: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """When an operator ran that has a backward."""
+
+
+def load_trace(path: Path) -> Trace:
+    """Raises EvidenceError, in one sentence with the remedy."""
+    reader = _Reader(Trace(path))
+    try:
+        with opened(path) as file:
+            for batch in events(file, reader.around):
+                for event in batch:
+                    reader.see(event)
+        return reader.whole()
+    except (NotJson, KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        why = error if isinstance(error, NotJson) else repr(error)
+        raise EvidenceError(f"{path}: not a whole profiler trace ({why}); {REMEDY}") from error
+
+
+class _Reader:
+    """Takes each event once, and keeps little of it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.around: dict[str, Any] = {}
+        self.compute, self.forward_ops = array("d"), array("d")
+        self.issued: list[tuple[Span, str]] = []
+        self.annotated: dict[str, list[tuple[Span, str]]] = {"nccl": [], "gloo": []}
+        self.raw: list[tuple[Span, dict[str, Any]]] = []
+        self.raw_kernels: list[tuple[Span, dict[str, Any], str]] = []
+
+    def see(self, event: dict[str, Any]) -> None:
+        kind, name = event.get("cat"), event.get("name", "")
+        if kind == "cpu_op":
+            args = event.get("args", {})
+            if name.startswith((BACKWARD_OP, "record_param_comms", "c10d::")):
+                self._operator(_span(event), name, args)
+            elif args.get("Fwd thread id") == 0 and "Sequence number" in args:
+                self.forward_ops.append(float(event["ts"]))
+        elif kind == "user_annotation":
+            self._annotation(event, name)
+        elif kind == "kernel":
+            self._kernel(event, name)
+
+    def _operator(self, span: Span, name: str, args: dict[str, Any]) -> None:
+        if name.startswith(BACKWARD_OP):
+            self.trace.passes["backward"].append(span)
+        elif name.startswith("c10d::"):
+            if op := operator_of(name.removeprefix("c10d::")):
+                self.issued.append((span, op))
+        elif "Collective name" in args and operator_of(args["Collective name"]):
+            self.raw.append((span, args))
+
+    def _annotation(self, event: dict[str, Any], name: str) -> None:
+        if name.startswith(STEP):
+            number = int(name.removeprefix(STEP))
+            self.trace.steps[number] = _span(event)
+        elif name.startswith("Optimizer.step"):
+            self.trace.optimizer.append(_span(event))
+        elif name.startswith(("nccl:", "gloo:")):
+            if op := operator_of(name[5:]):
+                self.annotated[name[:4]].append((_span(event), op))
+        elif name.startswith(WRAPPERS):
+            which = "backward" if "backward" in name else "forward" if "forward" in name else ""
+            if which:
+                self.trace.passes[which].append(_span(event))
+
+    def _kernel(self, event: dict[str, Any], name: str) -> None:
+        span, args = _span(event), event.get("args", {})
+        if "nccl" in name.lower():
+            self.raw_kernels.append((Span(span.start, span.end, str(args.get("stream"))), args, name))
+        else:
+            self.compute.extend((span.start, span.end))
+
+    def whole(self) -> Trace:
+        """Return the trace, once all is read: what the groups are may stand behind the events."""
+        trace, told = self.trace, self.around.get("distributedInfo", {})
+        if "rank" not in told:
+            raise EvidenceError(
+                f"{trace.path}: it does not say of which rank it is (distributedInfo); trace a job that"
+                " has called torch.distributed.init_process_group"
+            )
+        trace.rank, trace.world = int(told["rank"]), int(told.get("world_size", 0))
+        trace.backend = str(told.get("backend", ""))
+        if not 0 <= trace.rank < (trace.world or RANKS) <= RANKS:
+            raise ValueError(f"rank {trace.rank} of {trace.world}")
+        trace.groups = _groups(told.get("pg_config"))
+        named = {group.name: group.ranks for group in trace.groups or ()}
+        for span, args in sorted(self.raw, key=lambda one: one[0].start):
+            call = _collective(args, named, operator_of(args["Collective name"]))
+            if call is None:
+                trace.nameless.append((span.start, operator_of(args["Collective name"])))
+            else:
+                trace.calls.append(Call(span, call))
+        for span, args, name in self.raw_kernels:
+            if call := _collective(args, named, operator_of(args.get("Collective name", name.lower()))):
+                trace.kernels.append(Call(span, call))
+        trace.nameless += self._nameless()
+        trace.compute = np.frombuffer(self.compute, np.float64).reshape(-1, 2)
+        trace.forward_ops = np.sort(np.frombuffer(self.forward_ops, np.float64))
+        return trace
+
+    def _nameless(self) -> list[tuple[float, str]]:
+        """Return the collectives without arguments. Most are an operator and an annotation; gloo's is on another thread."""
+        named, issued = [span for span, _ in self.raw], [span for span, _ in self.issued]
+        annotated = [*self.annotated["nccl"], *([] if issued else self.annotated["gloo"])]
+        return _not_named(self.issued, named) + _not_named(annotated, named + issued)
+
+
+def _span(event: dict[str, Any]) -> Span:
+    start = float(event["ts"])
+    return Span(start, start + float(event.get("dur", 0)), str(event.get("tid")))
+
+
+def ranks_in(told: Iterable[Any]) -> tuple[int, ...]:
+    """Return them ascending. Raises ValueError for a number that is no rank."""
+    ranks = sorted(int(rank) for rank in told)
+    if ranks and not 0 <= ranks[0] <= ranks[-1] < RANKS:
+        raise ValueError(f"ranks {ranks[0]} to {ranks[-1]}")
+    return tuple(ranks)
+
+
+def operator_of(name: str) -> str:
+    """Return the operator of a collective's name; empty where it is none, such as a wait."""
+    found = next((one for one in OPERATORS if one in name.lower()), "")
+    return SHORT.get(found, found)
+
+
+def _groups(told: Any) -> tuple[Group, ...] | None:
+    """Return the groups that distributedInfo lists; None where it lists none, or a group without all its ranks."""
+    if not isinstance(told, list):
+        return None
+    found = []
+    for one in told:
+        ranks = ranks_in(one.get("ranks", ()))
+        if len(ranks) != int(one.get("pg_size", len(ranks))) or not ranks:
+            return None
+        found.append(Group(str(one["pg_name"]), ranks, str(one.get("backend_config", "")), str(one.get("pg_desc", ""))))
+    return tuple(found)
+
+
+def _collective(args: dict[str, Any], named: dict[str, tuple[int, ...]], op: str) -> Collective | None:
+    """Return what its arguments say; None where they do not say over which ranks it ran."""
+    name = str(args.get("Process Group Name", args.get("Process Group ID", "")))
+    ranks = _ranks(args, named.get(name))
+    if ranks is None or not op:
+        return None
+    dtype = str(args.get("dtype", ""))
+    kind, size = DTYPES.get(dtype, (dtype.lower(), 1 if "8" in dtype else 0))
+    peer = args.get("Dst Rank" if op == "send" else "Src Rank") if op in ("send", "recv") else None
+    one, other = int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0))
+    elements = max(one, other) if op in ("all_gather", "reduce_scatter", "recv") else one
+    if op in ("all_gather", "reduce_scatter") and one == other:
+        elements *= len(ranks)
+    phase, to = str(args.get(PHASE, BACKGROUND)), None if peer is None else int(peer)
+    return Collective(op, ranks, name, kind, elements * size, phase, 0, 0, peer=to)
+
+
+def _ranks(args: dict[str, Any], listed: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """torch writes the first 30 ranks of a group, and then dots: others follow from its name, or from start and stride."""
+    size, told = int(args.get("Group size", 0)), str(args.get("Process Group Ranks", ""))
+    ranks = [int(rank) for rank in re.findall(r"\d+", told)]
+    if "..." not in told and ranks and len(ranks) == size:
+        return ranks_in(ranks)
+    if listed is not None and len(listed) == size:
+        return listed
+    start, stride = int(args.get("Global rank start", -1)), int(args.get("Global rank stride", 0))
+    even = range(start, start + size * stride, stride) if start >= 0 and stride > 0 and 0 < size <= RANKS else range(0)
+    return tuple(even) if [*even[: len(ranks)]] == ranks and even else None
+
+
+def _not_named(seen: Sequence[tuple[Span, str]], named: Sequence[Span]) -> list[tuple[float, str]]:
+    """Return what overlaps with none of these on its thread."""
+    by_thread: dict[Any, list[tuple[float, float]]] = {}
+    for span in sorted(named, key=lambda span: span.start):
+        by_thread.setdefault(span.thread, []).append((span.start, span.end))
+    found, nothing = [], np.zeros((0, 2))
+    pairs = {thread: np.array(of) for thread, of in by_thread.items()}
+    for span, op in seen:
+        of = pairs.get(span.thread, nothing)
+        at = int(np.searchsorted(of[:, 0], span.end, "right")) - 1
+        if at < 0 or of[at, 1] < span.start:
+            found.append((span.start, op))
+    return found
+
+
+def operators_text(ops: Sequence[str]) -> str:
+    """18 all_gather, 9 reduce_scatter."""
+    return ", ".join(f"{count} {op}" for op, count in Counter(ops).most_common())
+
+
+def seconds(span: Span) -> float:
+    """Return how long it took."""
+    return math.fsum((span.end, -span.start)) / 1e6

@@ -1,0 +1,123 @@
+"""In which step and phase of it a collective was issued, by the ranges of a trace.
+
+A range of autograd or of a wrapper says so itself. Between such ranges the order does: what comes before a backward pass is
+forward, what comes after the last one is between passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from harness.core.evidence.records import BACKGROUND
+from harness.recording.traces.kineto import Call, Span, Trace
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Ranges of one kind and thread that do not overlap, in order."""
+
+    starts: np.ndarray
+    """When each begins."""
+    ends: np.ndarray
+    """When each ends."""
+
+    @classmethod
+    def of(cls, spans: Iterable[Span]) -> Ranges:
+        """Merge what overlaps."""
+        pairs = np.array(sorted((span.start, span.end) for span in spans)).reshape(-1, 2)
+        return cls.merged(pairs)
+
+    @classmethod
+    def merged(cls, pairs: np.ndarray) -> Ranges:
+        """pairs: start and end, in any order."""
+        if not len(pairs):
+            return cls(np.zeros(0), np.zeros(0))
+        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
+        reached = np.maximum.accumulate(pairs[:, 1])
+        new = np.concatenate(([True], pairs[1:, 0] > reached[:-1]))
+        last = np.concatenate((np.flatnonzero(new)[1:] - 1, [len(pairs) - 1]))
+        return cls(pairs[new, 0], reached[last])
+
+    def has(self, when: float) -> bool:
+        at = int(np.searchsorted(self.starts, when, "right")) - 1
+        return at >= 0 and when <= self.ends[at]
+
+    def before(self, when: float) -> float:
+        """Return when the last one that began until then began; minus infinity if none did."""
+        at = int(np.searchsorted(self.starts, when, "right")) - 1
+        return float(self.starts[at]) if at >= 0 else -np.inf
+
+    def after(self, when: float) -> float:
+        """Return when the next one begins; infinity if none does."""
+        at = int(np.searchsorted(self.starts, when, "right"))
+        return float(self.starts[at]) if at < len(self.starts) else np.inf
+
+    def overlap(self, start: float, end: float) -> float:
+        """Return how much of a time is in these ranges."""
+        inside = slice(int(np.searchsorted(self.ends, start)), int(np.searchsorted(self.starts, end)))
+        parts = np.minimum(self.ends[inside], end) - np.maximum(self.starts[inside], start)
+        return float(parts.clip(0).sum())
+
+
+class Phases:
+    """The phases of one rank's steps."""
+
+    def __init__(self, trace: Trace, steps: Mapping[int, Span]) -> None:
+        self.steps = sorted((span.start, span.end, number) for number, span in steps.items())
+        self.main = {span.thread for span in trace.steps.values()}
+        self.by_thread = {kind: _by_thread(spans) for kind, spans in trace.passes.items()}
+        self.threads = self.main | self.by_thread["backward"].keys()
+        self.backward = Ranges.of(trace.passes["backward"])
+        self.optimizer = Ranges.of(trace.optimizer)
+        times = trace.forward_ops
+        at = np.searchsorted(self.backward.starts, times, "right") - 1
+        inside = (at >= 0) & (times <= self.backward.ends[np.maximum(at, 0)]) if len(self.backward.ends) else at >= 0
+        self.forward = times[~inside]
+
+    def of(self, call: Call) -> tuple[int, str]:
+        """Return step and phase; step 0 for what is in no step, and for what another thread issues."""
+        when, thread = call.span.start, call.span.thread
+        for start, end, number in self.steps:
+            if start <= when <= end and thread in self.threads:
+                return number, self._phase(when, thread, Span(start, end))
+        return 0, BACKGROUND
+
+    def _phase(self, when: float, thread: str, step: Span) -> str:
+        if self.optimizer.has(when):
+            return "optimizer"
+        for kind in ("backward", "forward"):
+            if thread in self.by_thread[kind] and self.by_thread[kind][thread].has(when):
+                return kind
+        following, stepping = self.backward.after(when), min(self.optimizer.after(when), step.end)
+        if following >= stepping:
+            return "other"
+        last = self.backward.before(when)
+        if last < max(step.start, self.optimizer.before(when)):
+            return "forward"
+        between = np.searchsorted(self.forward, [last, following])
+        return "forward" if between[0] < between[1] else "backward"
+
+
+def _by_thread(spans: Iterable[Span]) -> dict[Any, Ranges]:
+    found: dict[Any, list[Span]] = {}
+    for span in spans:
+        found.setdefault(span.thread, []).append(span)
+    return {thread: Ranges.of(of) for thread, of in found.items()}
+
+
+def training_steps(trace: Trace) -> dict[int, Span]:
+    """Return the steps that trained: the spans of ProfilerStep, joined until an optimizer has stepped in them; where none is on
+    record, until a backward pass has run. What is left at the end is no whole step."""
+    marks = [span.start for span in trace.optimizer] or [span.start for span in trace.passes["backward"]]
+    ends = np.sort(np.array(marks))
+    found, start = {}, None
+    for number, span in sorted(trace.steps.items()):
+        start = span.start if start is None else start
+        if not len(ends) or np.searchsorted(ends, start) < np.searchsorted(ends, span.end):
+            found[number] = Span(start, span.end)
+            start = None
+    return found
