@@ -47,10 +47,18 @@ PLACES = {
 }
 """Name -> the module that has it."""
 MODULES = {
+    "checkout": f"{OWN}.checkout",
     "checkpoints": f"{SUPPORT}.checkpoints",
     "chunks": f"{CORE}.probe.chunks",
+    "cpu_attention": f"{SUPPORT}.cpu_attention",
+    "float64": f"{OWN}.float64",
+    "learning_rate": f"{OWN}.learning_rate",
     "operators": "harness.faults.operators",
     "process_group": f"{SUPPORT}.process_group",
+    "samples": f"{SUPPORT}.samples",
+    "script": f"{OWN}.script",
+    "training_function": f"{OWN}.training_function",
+    "weights": f"{SUPPORT}.weights",
 }
 """Name -> the module that it is."""
 

@@ -84,7 +84,7 @@ def same_training(tmp_path: Path) -> Callable[..., None]:
     def judge(trusted: str, other: str, *, noise: bool = True, after: int = 0) -> None:
         from harness.core import rings
 
-        if failed := rings.one("called", "same_training")(tmp_path, trusted, other, noise=noise, after=after):
+        if failed := rings.function_for("called", "same_training")(tmp_path, trusted, other, noise=noise, after=after):
             pytest.fail(failed, pytrace=False)
 
     return judge

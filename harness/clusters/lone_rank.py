@@ -89,7 +89,7 @@ def _watched(
     fired: list[bool] = []
     adapter.importable()
     if fault:
-        rings.one("called", "load_fault")(fault).apply(lambda: fired.append(True))
+        rings.function_for("called", "load_fault")(fault).apply(lambda: fired.append(True))
     probe = Probe(this, case.dims.world_size, row_length=functools.partial(_row_length, case))
     probe.install()
     try:

@@ -55,45 +55,45 @@ def rings() -> Mapping[str, Ring]:
     return {name: importlib.import_module(at).RING for name, at in places.items() if importlib.util.find_spec(at)}
 
 
-def loaded(place: str) -> Any:
+def load(place: str) -> Any:
     """Return what lies at "module:name"."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def all_of(field: str) -> Iterator[Callable[..., Any]]:
-    """Yield what all rings have in one of the fields that are sequences."""
+def functions_of(field: str) -> Iterator[Callable[..., Any]]:
+    """Yield the functions of all rings in a field that is a sequence."""
     for ring in rings().values():
-        yield from map(loaded, getattr(ring, field))
+        yield from map(load, getattr(ring, field))
 
 
-def in_order(field: str, own: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what the core and all rings have in one of the fields that are sequences, as rings order it.
+def ordered_functions(field: str, of_core: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the functions of the core and of all rings in a field that is a sequence, as rings order them.
 
     A text without a module is the name of one of the core's own. What no ring names comes first.
     """
     places = [place for ring in rings().values() for place in getattr(ring, field)]
-    named = {one.__name__: one for one in own}
-    first = [one for name, one in named.items() if name not in places]
-    return (*first, *(named[place] if place in named else loaded(place) for place in places))
+    by_name = {function.__name__: function for function in of_core}
+    unnamed = [function for name, function in by_name.items() if name not in places]
+    return (*unnamed, *(by_name[place] if place in by_name else load(place) for place in places))
 
 
-def table(field: str) -> dict[str, str]:
-    """Return one of the fields that are tables, of all rings together."""
+def entries_of(field: str) -> dict[str, str]:
+    """Return the entries of all rings in a field that is a table."""
     return {key: place for ring in rings().values() for key, place in getattr(ring, field).items()}
 
 
-def every(field: str, key: str) -> Iterator[Callable[..., Any]]:
-    """Yield what rings have by this key in one of the fields that are tables."""
+def functions_for(field: str, key: str) -> Iterator[Callable[..., Any]]:
+    """Yield the function of each ring that has this key in a field that is a table."""
     for ring in rings().values():
         if key in getattr(ring, field):
-            yield loaded(getattr(ring, field)[key])
+            yield load(getattr(ring, field)[key])
 
 
-def one(field: str, key: str) -> Callable[..., Any]:
-    """Return what a ring has by this key in one of the fields that are tables. Raise LookupError where none has."""
-    for found in every(field, key):
-        return found
+def function_for(field: str, key: str) -> Callable[..., Any]:
+    """Return the first of these. Raise LookupError where no ring has the key."""
+    for function in functions_for(field, key):
+        return function
     raise LookupError(f"no ring has {key!r} among its {field}")
 
 

@@ -53,19 +53,19 @@ FACTS: tuple[Facts, ...] = (process_failed, of_other_stages, not_finite, facts_o
 @functools.cache
 def all_suspects() -> tuple[Suspects, ...]:
     """Return the core's and those of rings, in the order in which they are asked."""
-    return rings.in_order("suspects", SUSPECTS)
+    return rings.ordered_functions("suspects", SUSPECTS)
 
 
 @functools.cache
 def costly_suspects() -> tuple[Suspects, ...]:
     """Return the suspects that compute models to propose something. All of them are of rings."""
-    return rings.in_order("costly", ())
+    return rings.ordered_functions("costly", ())
 
 
 @functools.cache
 def all_facts() -> tuple[Facts, ...]:
     """Return the core's and those of rings, in the order in which they are asked."""
-    return rings.in_order("facts", FACTS)
+    return rings.ordered_functions("facts", FACTS)
 
 
 def diagnose(

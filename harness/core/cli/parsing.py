@@ -70,7 +70,7 @@ class CommandParser(Parser):
         if not self.has_options:
             self.has_options = True
             importlib.import_module(f"{self.package}.{self.command}").add(self)
-            for add in rings.every("options", self.command):
+            for add in rings.functions_for("options", self.command):
                 add(self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

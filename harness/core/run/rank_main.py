@@ -48,9 +48,9 @@ def rank(options: dict[str, Any]) -> StartedTrainer:
 
     _refuse_lacking()
     with contextlib.ExitStack() as around:
-        for key, wrapper in rings.table("rank_wrappers").items():
+        for key, wrapper in rings.entries_of("rank_wrappers").items():
             if key in options:
-                around.enter_context(rings.loaded(wrapper)(options, int(os.environ.get("RANK", 0))))
+                around.enter_context(rings.load(wrapper)(options, int(os.environ.get("RANK", 0))))
         return watched(options)
 
 
@@ -246,7 +246,7 @@ def _apply_fault(options: dict[str, Any], rank: int) -> list[bool]:
         fired.append(True)
 
     if options.get("fault"):
-        rings.one("called", "load_fault")(options["fault"]).apply(note)
+        rings.function_for("called", "load_fault")(options["fault"]).apply(note)
     return fired
 
 

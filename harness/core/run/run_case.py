@@ -53,7 +53,7 @@ def run_case(case: Case, options: Options, stage: Stage = lambda _: None) -> Jud
         make(case, options, stage)
         stage("checks")
         judgement = judged(folder)
-        for told in rings.all_of("judged"):
+        for told in rings.functions_of("judged"):
             told(case, options, folder, judgement)
         return judgement
 

@@ -279,7 +279,7 @@ def load(spec: str) -> Adapter:
 def trainer_modules() -> dict[str, str]:
     """Return the module that has each trainer's adapter: of the trainer that comes with the harness, and of those of rings."""
     own = {module.name for module in pkgutil.iter_modules(__path__)} - {"support"}
-    return {name: f"{__name__}.{name}" for name in own} | rings.table("trainers")
+    return {name: f"{__name__}.{name}" for name in own} | rings.entries_of("trainers")
 
 
 def folder_of_cases(name: str) -> Path | None:

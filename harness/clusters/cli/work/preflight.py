@@ -83,7 +83,7 @@ def _of_case(args: argparse.Namespace) -> int:
     if reason := adapter.unsupported_alone(case):
         raise Unsupported(f"{case.name}: {adapter.name}: {reason}")
     selected = chosen(case, args.seed) if args.ranks == "auto" else _listed(args.ranks, case.dims.world_size)
-    fault = rings.one("called", "checked_fault")(args.fault) if args.fault else None
+    fault = rings.function_for("called", "checked_fault")(args.fault) if args.fault else None
     folder = fresh_folder(args.out / f"preflight_{case.name}")
     write_text(folder / CASE_FILE, json.dumps(to_json(case), indent=1))
     flown = fly(case, selected.ranks, folder, trainer=trainer, fault=fault, timeout=args.timeout, at_once=args.jobs)

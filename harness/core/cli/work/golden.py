@@ -30,7 +30,7 @@ from harness.reference.record import ReferenceRun
 
 
 def command(args: argparse.Namespace) -> int:
-    for instead in rings.every("instead", "golden"):
+    for instead in rings.functions_for("instead", "golden"):
         if (code := instead(args)) is not None:
             return int(code)
     if args.accept:

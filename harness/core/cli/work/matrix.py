@@ -67,7 +67,7 @@ def command(args: argparse.Namespace) -> int:
         raise BadInput(f"{min(unused)}: leave it out; --resume goes on with the cases of the run that was cut short")
     cases, more = selected(args)
     notes = which_trainer(args)
-    selection = next(filter(None, (select(cases, args) for select in rings.all_of("selections"))), None)
+    selection = next(filter(None, (select(cases, args) for select in rings.functions_of("selections"))), None)
     if selection is not None:
         cases, notes = list(selection.cases), [*notes, selection.sentence()]
         if not cases:
@@ -79,7 +79,7 @@ def command(args: argparse.Namespace) -> int:
         say("\n".join([listing(cases), *notes]) if selection is not None else listing(cases))
         return PASSED
     options = options_of(args)
-    machines = next(filter(None, (where(args, options) for where in rings.all_of("machines"))), None)
+    machines = next(filter(None, (where(args, options) for where in rings.functions_of("machines"))), None)
     cases, record, before = resumed(cases, options, args) if args.resume else (cases, begin(cases, options, args), {})
     todo = [case for case in cases if case.name not in before]
     found, seconds = run(

@@ -88,7 +88,7 @@ def options_of(args: argparse.Namespace, *, several_nodes: bool = True) -> Optio
     except ValueError as error:
         raise BadInput(f"--trainer: {error}") from error
     given: dict[str, Any] = {}
-    for options_of_ring in rings.all_of("run_options"):
+    for options_of_ring in rings.functions_of("run_options"):
         given |= options_of_ring(args, trainer)
     resident_client.choose(args.server)
     torchrun_args = tuple(shlex.split(args.torchrun_args))

@@ -67,7 +67,7 @@ def plan_of(layout: str, world: int) -> Case | None:
     if named := next((case for case in load_all(case_files.LAYOUTS) if case.name == layout), None):
         return named
     try:
-        return rings.one("called", "layout_of_traces")(layout, world)
+        return rings.function_for("called", "layout_of_traces")(layout, world)
     except CaseError:  # a file from which its degrees are read and not all that a plan needs
         return None
 
