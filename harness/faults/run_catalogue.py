@@ -1,7 +1,7 @@
 """`harness faults`: every fault of the catalogue on real ranks, what became of it, and what weaker tests would have said.
 
 The baseline comes first. A fault is only tried on a case that passes without it, run now or stored as evidence of the very
-same sources (harness/faults/stored_run.py). A fault is CAUGHT if all the checks that it names are broken and the first line
+same sources (harness/faults/run_catalogue.py). A fault is CAUGHT if all the checks that it names are broken and the first line
 names its cause. The control, which fires and changes nothing, must come out MISSED.
 
 Weaker tests are measured, not guessed. Beside the judged run, the faulty trainer runs once more for ten steps without the
@@ -11,6 +11,7 @@ Any of these tests notices a run that crashes or hangs.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,24 +22,56 @@ from typing import Any
 
 from harness import ROOT
 from harness.core import trainers
-from harness.core.case.case import Case, CaseError
+from harness.core.case import traits
+from harness.core.case.case import Case, CaseError, to_json
 from harness.core.case.loading import find_case
 from harness.core.checks import all_checks
 from harness.core.evidence.own_folders import list_trainer_files
 from harness.core.evidence.reading import read_json
+from harness.core.evidence.store import CASE_FILE, EvidenceError
 from harness.core.judge.judgement import Judgement
 from harness.core.judge.result import Verdict
 from harness.core.launch import default_server
 from harness.core.report.cause_text import diagnosis_line
 from harness.core.report.progress import INTERVAL, Progress
+from harness.core.run.communication import backend
+from harness.core.run.folders import folder_of
+from harness.core.run.judging import judge_folder
 from harness.core.run.launches import reported_losses
+from harness.core.run.locks import only_one
 from harness.core.run.matrix import PROBLEMS, unexpected
 from harness.core.run.options import Options, Unsupported
 from harness.core.run.run_case import run_case
 from harness.core.run.selection import holds
+from harness.core.run.sources import digest
 from harness.faults import Fault, FaultError, load_fault
 from harness.faults.attempt import STEPS, Attempt, Outcome
-from harness.faults.stored_run import judged_again
+
+# ---- A run whose evidence lies there already: of the same case, sources and packages, it is judged again, not made again
+
+
+def judged_again(case: Case, options: Options) -> Judgement | None:
+    """What the stored evidence says now. None if there is none, or if it is of another case, source, package or machine."""
+    folder = folder_of(case, options)
+    sources = digest(options)
+    if case.training.data is not None or not sources or not (folder / CASE_FILE).exists():
+        return None
+    with only_one(options.out / ".locks" / f"{folder.name}.lock"):
+        try:
+            stored = read_json(folder / CASE_FILE)
+            settled = traits.settled(case, trainers.traits_by_launch(case, options.trainer))
+            if stored != json.loads(json.dumps(to_json(settled))):
+                return None
+            judgement = judge_folder(folder)
+        except (EvidenceError, OSError, ValueError):  # of a run that was cut short
+            return None
+    same = {"sources": sources, "device": options.device, "launcher": options.launcher}
+    same |= {"backend": backend(options)} if options.device == "cuda" else {}
+    return judgement if same.items() <= judgement.made.items() and judgement.fault == options.fault else None
+
+
+# ---- the catalogue
+
 
 HANG_LIMIT = 15.0  # seconds for a launch that only the time limit can end
 HANGING_AT_ONCE = 3  # such launches cost no core while they wait

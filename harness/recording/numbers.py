@@ -11,25 +11,79 @@ import dataclasses
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from harness.core.probe.clock import Account, Clock
-from harness.core.probe.structure import local
+from harness.core.probe.structure import local, sharded_parameters
 from harness.core.probe.values import CLIP_FUNCTIONS
 from harness.recording.boxes import Held, Sharded, held_parameters, of_dtensor, rows_between
-from harness.recording.changed import Changed
 from harness.recording.compiling import not_compiled
-from harness.recording.digests import generators, packed_digests, row_digests, token_sum
+from harness.recording.digests import digest, generators, packed_digests, row_digests, token_sum
 from harness.recording.place import place_of
-from harness.recording.scalers import see_scalers
 from harness.recording.sketches import AFTER_PASS, BY_ROWS, GRADIENT, WEIGHTS, RankSketches, Sketch
 from harness.recording.sketching import Sketcher, alter, width_of
+
+# ---- What loss scalers do: by what they multiply a loss, and which steps they leave out because a gradient is not finite
+
+
+def see_scalers(clock: Clock, note: Callable[[torch.Tensor], None]) -> None:
+    """Call note with each step's scale. Once a scaler is updated its optimizers have stepped, or will not: passes since the
+    last step trained nothing then. Trap: FSDP1's scaler has an update of its own."""
+    step = torch.amp.GradScaler.step
+
+    @not_compiled
+    @functools.wraps(step)
+    def stepped(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        scale = getattr(scaler, "_scale", None)
+        if isinstance(scale, torch.Tensor):  # a scaler that is turned off has none
+            note(scale)
+        return step(scaler, *args, **kwargs)
+
+    def seen(update: Any) -> Any:
+        @not_compiled
+        @functools.wraps(update)
+        def updated(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            clock.skip()
+            return update(scaler, *args, **kwargs)
+
+        return updated
+
+    torch.amp.GradScaler.step = stepped
+    for kind in (torch.amp.GradScaler, ShardedGradScaler):
+        kind.update = seen(kind.update)
+
+
+# ---- Which parameters are others as a step begins than they were after the step before: no optimizer's step wrote them
+
+
+class Changed:
+    """Looks once a step. What is computed on a device is read at the end."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, dict[str, torch.Tensor]] = {}
+
+    def look(self, step: int, parts: Sequence[nn.Module], before: Mapping[str, torch.Tensor]) -> None:
+        """Look as the first pass of a step begins. before: parameter -> digest after the step before; empty if unknown."""
+        if before and step not in self._found:
+            every = ((fqn, parameter) for fqn, parameter in sharded_parameters(parts) if fqn in before)
+            self._found[step] = {fqn: digest(parameter) != before[fqn] for fqn, parameter in every}
+
+    @property
+    def names(self) -> dict[int, tuple[str, ...]]:
+        """Return, by step, the parameters."""
+        found = {step: tuple(fqn for fqn, is_so in of.items() if bool(is_so)) for step, of in self._found.items()}
+        return {step: names for step, names in found.items() if names}
+
+
+# ---- the numbers of a rank
+
 
 ROUNDING = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 """By dtype, the distance of 1 from the next larger number."""

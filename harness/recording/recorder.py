@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
+import json
 import multiprocessing
 import os
 import sys
@@ -31,9 +32,9 @@ from harness.core.probe.clock import Clock
 from harness.core.probe.pipeline import PipelineRecorder
 from harness.core.probe.samples import leave_pass
 from harness.core.probe.without_memory import trains
+from harness.recording.boxes import Sharded
 from harness.recording.chosen import Chosen
 from harness.recording.compiling import COMPILER, compiler_imported, no_compiler, not_compiled
-from harness.recording.declared import sharded_here
 from harness.recording.drawn import Drawn
 from harness.recording.ends import Ends
 from harness.recording.numbers import Numbers
@@ -42,6 +43,27 @@ from harness.recording.progress import Progress
 from harness.recording.seen import Seen
 from harness.recording.sketches import save_sketches, sketch_file
 from harness.recording.trace import TracedCollectives
+
+# ---- What the person who records a job declares of plain tensors: which of them each rank holds a part of
+
+
+def sharded_here(text: str) -> tuple[Sharded, ...]:
+    """Return what is declared, for this rank. text: JSON, a list of [pattern, dim, by rank its part, axis]; empty for none."""
+    if not text:
+        return ()
+    rank, _ = place_of()
+    found = []
+    for pattern, dim, part_of_rank, axis in json.loads(text):
+        parts, part = max(part_of_rank) + 1, part_of_rank[rank]
+        tp = (
+            tuple(range(rank - part, rank - part + parts)) if axis == "tp" and parts > 1 else ()
+        )  # of a grid, the last axis
+        found.append(Sharded(pattern, dim, parts, part, tp))
+    return tuple(found)
+
+
+# ---- the recorder
+
 
 SELDOM = 20
 """How many times as long as writing took has to pass before it is done again without need."""

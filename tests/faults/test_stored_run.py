@@ -14,7 +14,7 @@ from harness.core.run.run_case import run_case
 from harness.faults import load_fault, stored_run
 from harness.faults import run_catalogue as catalogue
 from harness.faults.attempt import Outcome
-from harness.faults.stored_run import judged_again
+from harness.faults.run_catalogue import judged_again
 from harness.reference.config import ModelConfig, TrainingConfig
 
 CASE = Case("alone", "a test", model=ModelConfig(n_layers=1), training=TrainingConfig(steps=1))

@@ -9,7 +9,7 @@ import pytest
 from harness.core.case.dims import ParallelDims
 from harness.recording.boxes import Sharded
 from harness.recording.cli.work.same_training import one_declared
-from harness.recording.declared import sharded_here
+from harness.recording.recorder import sharded_here
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from harness.recording.errors import in_one_line
+from harness.recording.ends import in_one_line
 
 
 class Broken:
@@ -50,5 +50,5 @@ def test_of_other_texts_the_first_line_that_is_not_empty_is_told() -> None:
 
 
 def test_it_can_be_had_without_torch() -> None:
-    code = "import sys, harness.recording.errors; sys.exit('torch' in sys.modules)"
+    code = "import sys, harness.recording.ends; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0

@@ -9,8 +9,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from harness.core.probe.clock import Account, Clock
 from harness.recording.digests import row_digests
-from harness.recording.numbers import Numbers
-from harness.recording.scalers import see_scalers
+from harness.recording.numbers import Numbers, see_scalers
 
 
 def test_a_norm_of_half_a_million_elements_is_measured() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from pathlib import Path
@@ -10,15 +11,72 @@ from typing import Any
 import torch
 
 from harness.adapters.support import float64
-from harness.adapters.torchtitan import cpu, model_config, optimizer, options
+from harness.adapters.torchtitan import cpu, model_config, options
 from harness.adapters.torchtitan.data_loader import AheadOf, Inputs, Microbatches, Positioned, Rows, Samples
 from harness.adapters.torchtitan.eras import Era
-from harness.adapters.torchtitan.loss import show_loss
 from harness.adapters.torchtitan.source import Source, chunks_of, why_not_spmd_types
 from harness.adapters.torchtitan.trainer import TitanTrainer, no_sleep
 from harness.core.case.case import Case
 from harness.core.case.features import LOOPED
+from harness.core.probe import chunks
+from harness.core.probe.losses import noted
 from harness.core.trainers.support.weights import load_weights
+
+# ---- The case's optimizer in torchtitan's own container of optimizers, since 2026-02-23
+
+
+NORMS = r"norm\.weight$"
+
+
+def configured(case: Case) -> Any:
+    return sgd(case) if case.training.optimizer == "sgd" else adamw(case)
+
+
+def adamw(case: Case) -> Any:
+    """Return it with a separate group, which matches first, for norms that are not decayed."""
+    from torchtitan.components import optimizer
+
+    config = getattr(optimizer, "default_adamw", optimizer.OptimizersContainer.Config)(lr=case.training.lr)
+    if case.training.decay == "matrices":
+        (whole,) = config.param_groups
+        undecayed = {**whole.optimizer_kwargs, "weight_decay": 0.0}
+        config.param_groups.insert(0, dataclasses.replace(whole, pattern=NORMS, optimizer_kwargs=undecayed))
+    return config
+
+
+def sgd(case: Case) -> Any:
+    """Return a container that inherits from torchtitan's, which is how its users add an optimizer that it does not name."""
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+    class WithSGD(OptimizersContainer):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(OptimizersContainer.Config): ...
+
+        @staticmethod
+        def _resolve_optimizer_factory(name: str) -> Any:
+            return getattr(torch.optim, name)
+
+    kwargs = {"lr": case.training.lr, "weight_decay": case.training.weight_decay}
+    whole = ParamGroupConfig(pattern=".*", optimizer_name="SGD", optimizer_kwargs=kwargs)
+    undecayed = ParamGroupConfig(pattern=NORMS, optimizer_name="SGD", optimizer_kwargs=kwargs | {"weight_decay": 0.0})
+    groups = [whole] if case.training.decay == "all" else [undecayed, whole]
+    return WithSGD.Config(param_groups=groups, implementation="for-loop")
+
+
+# ---- torchtitan's own cross entropy, shown to the probe
+
+
+def show_loss(loss: Any) -> None:
+    """Note the cross entropy that torchtitan itself has for sharded logits since 2026-06, where the probe does not look.
+    Until 2026-04-27 its loss is a function, which calls torch's."""
+    each = getattr(loss, "loss_fn", loss)
+    if hasattr(each, "fn"):
+        each.fn = chunks.no_forward(noted(each.fn, reduction="sum"))
+    if hasattr(loss, "num_chunks"):
+        type(loss).__call__ = chunks.forward(type(loss).__call__)
+
+
+# ---- the configuration
 
 
 class Built:
@@ -59,7 +117,7 @@ def configuration(case: Case, source: Source) -> Any:
         if chunks_of(case, era) == 1:
             config.loss = loss.CrossEntropyLoss.Config()
         model_config.put(getattr(config.loss, "loss_fn", config.loss), global_vocab_size=case.model.vocab_size)
-    config.optimizer = optimizer.configured(case)
+    config.optimizer = configured(case)
     inputs = fed(era)
     config.dataloader = Built(lambda dp_world_size, dp_rank, **_: inputs(case, dp_world_size, dp_rank, lambda: None))
     if source.options.get("validator.enable") or case.features.validate_every:

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from harness.core.evidence.alike import alike
-from harness.core.evidence.claimed import claimed_places, copies, ignored, placement_text, roles, uncut
+from harness.core.evidence.claimed import claimed_places, copies, ignored, placement_text, roles, unclaimed, uncut
 from harness.core.evidence.format import LATER
 from harness.core.evidence.keys import number, ranks_key
 from harness.core.evidence.recording import Beside, Fed, Last, RankRecord, Reached
 from harness.core.evidence.records import BACKGROUND, Collective, OwnGroup, RankEvidence
-from harness.core.evidence.unclaimed import unclaimed
 
 INSIDE = ("forward", "backward", "pipeline")
 POINT_TO_POINT = ("send", "recv")

@@ -3,17 +3,114 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
 
 from harness.core.evidence.store import EvidenceError
-from harness.recording.judged.clipped_by_hand import unclipped
-from harness.recording.judged.going_on import going_on
 from harness.recording.judged.judge_same_training import SameTraining, compared, why_no_common, why_no_noise
 from harness.recording.judged.judge_sketched import Numbers, added_up
+from harness.recording.judged.sketch_distances import Bounds, apart
 from harness.recording.judged.sketched import cause_of
 from harness.recording.judged.stored_recording import load_recording, recorder_failed, started
-from harness.recording.sketches import RankSketches, load_sketches
+from harness.recording.sketches import GRADIENT, WEIGHTS, RankSketches, load_sketches
+
+# ---- Gradients of which one recording's are seen before clipping, and the other's after it
+
+
+def unclipped(one: Numbers, other: Numbers, noise: Numbers | None = None) -> Numbers:
+    """Return the second, in steps that torch's functions clip in one alone, with gradients divided by that factor.
+
+    What the optimizer received is judged by its state and updates then. noise: the first, its weights altered by one rounding.
+    """
+    bounds, whole, factors = Bounds(one, noise), dict(other.whole), dict[int, float]()
+    for step in sorted({*one.steps} & {*other.steps}):
+        factor = _factor(one, other, bounds, step) if _is_judged(one, other, step) else None
+        if factor is None:
+            continue
+        factors[step] = factor
+        for key in (key for key in other.whole if key[:2] == (step, GRADIENT)):
+            of = other.whole[key]
+            held = {place: [(rank, sums / factor) for rank, sums in ranks] for place, ranks in of.replicas.items()}
+            whole[key] = replace(of, sums=of.sums / factor, squares=of.squares / factor**2, replicas=held)
+    return replace(other, whole=whole, rescaled=factors) if factors else other
+
+
+def _is_judged(one: Numbers, other: Numbers, step: int) -> bool:
+    """Whether torch's functions clip in one alone, and more than gradients shows the size of what the optimizer receives."""
+    if bool(one.norms.get(step)) == bool(other.norms.get(step)):
+        return False
+    keys = {key for key in one.whole.keys() & other.whole.keys() if key[0] == step}
+    updated = all(of.startswith("SGD(") for of in one.optimizers) and any(key[1] == WEIGHTS for key in keys)
+    return updated or any(key[1] not in (GRADIENT, WEIGHTS) for key in keys)
+
+
+def _factor(one: Numbers, other: Numbers, bounds: Bounds, step: int) -> float | None:
+    """Return the factor between all gradients of a step; None where they have none, or have one that clipping cannot make."""
+    keys = [key for key in one.whole.keys() & other.whole.keys() if key[:2] == (step, GRADIENT)]
+    pairs = [(one.whole[key].sums, other.whole[key].sums, bounds.of(key)) for key in keys if one.whole[key].length]
+    fits = [apart(mine, theirs)[1] for mine, theirs, _ in pairs]
+    if not fits or not all(map(math.isfinite, fits)):
+        return None
+    factor, is_after = float(np.median(fits)), not other.norms.get(step)
+    makes = 0 < factor < 1 if is_after else factor > 1
+    if not makes or all(apart(mine, theirs)[0] <= bound for mine, theirs, bound in pairs):
+        return None
+    return factor if all(apart(factor * mine, theirs)[0] <= bound for mine, theirs, bound in pairs) else None
+
+
+# ---- A recording of a job that resumed, judged by one that was not interrupted: steps are counted as the first one counts them
+
+
+T = TypeVar("T")
+
+
+def going_on(one: Numbers, other: Numbers, after: int) -> tuple[Numbers, Numbers]:
+    """Return both. after: the step of the first from whose checkpoint the second went on; 0 for none.
+
+    Raises EvidenceError where the first did not record that step, or none that follows.
+    """
+    if not after:
+        return one, other
+    known = {step for step, kind, _ in (*one.whole, *one.unknown) if kind == WEIGHTS}
+    if after not in known or max(known) == after:
+        raise EvidenceError(
+            f"--after {after}: the first recording has weights of steps {', '.join(map(str, sorted(known - {0})))};"
+            f" it has to have step {after} and some that follow: record it with --steps {after}-{after + 3}"
+        )
+    return replace(one, after=after), _shifted(other, after)
+
+
+def _shifted(of: Numbers, by: int) -> Numbers:
+    """Return it with its steps counted from another one."""
+    return replace(
+        of,
+        after=by,
+        whole={(step + by, kind, fqn): whole for (step, kind, fqn), whole in of.whole.items()},
+        unknown={(step + by, kind, fqn): why for (step, kind, fqn), why in of.unknown.items()},
+        after_pass={(step + by, passes): sums for (step, passes), sums in of.after_pass.items()},
+        by_rows={(step + by, fqn): sums for (step, fqn), sums in of.by_rows.items()},
+        rows=_later(of.rows, by),
+        tokens=_later(of.tokens, by),
+        norms=_later(of.norms, by),
+        norms_off=_later(of.norms_off, by),
+        scales=_later(of.scales, by),
+        rates=_later(of.rates, by),
+        passes=_later(of.passes, by),
+        drawn=_later(of.drawn, by),
+        changed=_later(of.changed, by),
+    )
+
+
+def _later(of: Mapping[int, T], by: int) -> dict[int, T]:
+    return {step + by: value for step, value in of.items()}
+
+
+# ---- the same training
 
 
 def sketch_files(directory: Path) -> list[Path]:

@@ -8,9 +8,9 @@ import pytest
 from literal_numbers import STEPS, numbers, sums_of
 
 from harness.core.judge.result import Verdict
-from harness.recording.judged.clipped_by_hand import unclipped
 from harness.recording.judged.judge_same_training import compared
 from harness.recording.judged.judge_sketched import Numbers
+from harness.recording.judged.same_training import unclipped
 from harness.recording.judged.sketched import cause_of
 from harness.recording.sketches import GRADIENT
 

@@ -13,9 +13,9 @@ import pytest
 from literal_numbers import FQNS, RIGHT, SHAPES, STEPS, Change, numbers, of, rank, sums_of, told
 
 from harness.core.judge.result import Verdict
-from harness.recording.judged.going_on import going_on
 from harness.recording.judged.judge_same_training import CHECKS, SameTraining, compared, why_no_common, why_no_noise
 from harness.recording.judged.judge_sketched import Key, Numbers, added_up
+from harness.recording.judged.same_training import going_on
 from harness.recording.judged.sketched import cause_of
 from harness.recording.pages.same_training import same_training
 from harness.recording.sketches import BUCKETS, GRADIENT, WEIGHTS, RankSketches, load_sketches, save_sketches

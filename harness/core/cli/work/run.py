@@ -7,6 +7,7 @@ import functools
 import shlex
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from harness.core.case.case import Case
 from harness.core.case.launching import requested_ranks
@@ -14,12 +15,12 @@ from harness.core.case.variants import in_dtype, reseeded
 from harness.core.cli.answer import answer
 from harness.core.cli.exit_codes import NOT_JUDGED, PASSED
 from harness.core.cli.parsing import BadInput
-from harness.core.cli.run import FIRST_NODE, OF_SERVERS
-from harness.core.cli.work import rank_servers
+from harness.core.cli.run import END_ALL, FIRST_NODE, OF_SERVERS, SHOW
 from harness.core.cli.work.cases import case_of
 from harness.core.cli.work.options import no_document, options_of, refuse_others, which_trainer
 from harness.core.cli.work.verdict_codes import exit_code
 from harness.core.judge.judgement import Judgement
+from harness.core.launch import resident_client
 from harness.core.launch.torchrun import join
 from harness.core.report.documents import case_here
 from harness.core.report.outcome import Outcome, judged
@@ -31,6 +32,35 @@ from harness.core.run.folders import folder_of
 from harness.core.run.matrix import attempt
 from harness.core.run.options import Options
 from harness.core.run.run_case import run_case
+
+# ---- The processes that stay after a command, with torch imported, and fork the ranks of the next commands
+
+
+def shown_or_ended(what: str) -> None:
+    """Print a line for each of this user's servers. `end` leaves those of other environments, and says so."""
+    every, stop = what == END_ALL, what != SHOW
+    found = resident_client.stop(every=every) if stop else resident_client.status_of_all()
+    lines = [line(server, stop=stop and (every or not server.get("stays"))) for server in found]
+    if stop and not every and any(server.get("stays") for server in found):
+        lines.append("what is left is of other environments; `harness run --server end-all` ends it too")
+    say(*(lines or ["no rank server is here"]))
+
+
+def line(server: dict[str, Any], *, stop: bool) -> str:
+    if "commands" not in server:
+        ends = ": killed" if stop else "; `harness run --server end` of its environment kills it"
+        return f"pid {server['pid']} does not answer{ends}"
+    served = f"{server['commands']} command{'s' * (server['commands'] != 1)}"
+    if stop:
+        state = f"ends with the {served} that it serves" if server["commands"] else "ended"
+    elif server["commands"]:
+        state = f"serves {served}"
+    else:
+        state = f"ends in {server['ends'] - server['idle']:.0f} s unless a command comes"
+    return f"pid {server['pid']} {state}: torch {server['torch']}, harness of {server['root']}"
+
+
+# ---- the command
 
 
 def command(args: argparse.Namespace) -> int:
@@ -44,7 +74,7 @@ def command(args: argparse.Namespace) -> int:
         return _join(args)
     if other:
         refuse_others(args, "rank servers that are there", {"--server"})
-        rank_servers.shown_or_ended(args.server)
+        shown_or_ended(args.server)
         return PASSED
     return _run(args)
 
