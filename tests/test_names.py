@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -112,3 +113,37 @@ def test_old_names_warn_once_a_process() -> None:
     code = "import harness.evidence.text, harness.spec.case, harness.plan.slices"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stderr.count("FutureWarning") == 1
+
+
+OF_BEFORE = {
+    "harness.core.trainers.support": "harness.trainers.support",
+    "harness.adapters.support": "harness.trainers.support",
+    "harness.core.trainers": "harness.trainers",
+    "harness.core.case.case": "harness.spec.case",
+}
+
+
+def test_an_adapter_of_before_runs_unchanged(tmp_path: Path) -> None:
+    text = (ROOT / "tests" / "own_trainer.py").read_text(encoding="utf-8")
+    for now, before in OF_BEFORE.items():
+        text = re.sub(rf"\b{re.escape(now)}\b", before, text)
+    assert "harness.core" not in text and "harness.adapters" not in text
+    (tmp_path / "before.py").write_text(text, encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "harness",
+        "run",
+        "single",
+        "--trainer",
+        "before.py",
+        "--server",
+        "own",
+        "--cases",
+        "builtin",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert done.stderr.count("is harness.core.case now") <= 1
