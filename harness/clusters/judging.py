@@ -12,7 +12,7 @@ from harness.core.case.case import Case
 from harness.core.causes import diagnose
 from harness.core.causes.facts import observed, process_failed
 from harness.core.causes.request import neighbours
-from harness.core.causes.structure_facts import facts
+from harness.core.causes.structure_facts import facts_of_structure
 from harness.core.checks import judge
 from harness.core.evidence.provided import alone
 from harness.core.evidence.records import Exit, Run
@@ -23,7 +23,7 @@ from harness.core.plan.make_plan import make_plan
 from harness.recording.judged.recorded import NO_REFERENCE
 
 SUSPECTS = (neighbours,)
-FACTS = (process_failed, facts, observed)
+FACTS = (process_failed, facts_of_structure, observed)
 """Hypotheses and facts that need no numbers."""
 
 

@@ -67,17 +67,6 @@ def functions_of(field: str) -> Iterator[Callable[..., Any]]:
         yield from map(load, getattr(ring, field))
 
 
-def ordered_functions(field: str, of_core: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the functions of the core and of all rings in a field that is a sequence, as rings order them.
-
-    A text without a module is the name of one of the core's own. What no ring names comes first.
-    """
-    places = [place for ring in rings().values() for place in getattr(ring, field)]
-    by_name = {function.__name__: function for function in of_core}
-    unnamed = [function for name, function in by_name.items() if name not in places]
-    return (*unnamed, *(by_name[place] if place in by_name else load(place) for place in places))
-
-
 def entries_of(field: str) -> dict[str, str]:
     """Return the entries of all rings in a field that is a table."""
     return {key: place for ring in rings().values() for key, place in getattr(ring, field).items()}

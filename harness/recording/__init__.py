@@ -3,6 +3,9 @@
     injection     one variable of the environment brings the recorder into every Python process of a command.
     site          the folder that this variable names; Python runs the file in it when it starts.
     entry         what these processes call; it refuses a torch that lacks what the recorder relies on.
+    judged/       a recording judged, by a declared layout or by a recording that is trusted; pages/: shown.
+    traces/       profiler traces and Flight Recorder dumps, read as evidence of a job's ranks.
+    cli/          what can be typed: record; and what other commands do with a recording.
     recorder      in a rank: the probe's observers, put on whatever model and optimizers the script turns out to have.
     digests       what a tensor holds, in one number, computed where the tensor lies.
 

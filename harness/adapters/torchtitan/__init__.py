@@ -14,10 +14,8 @@ the seed weights, the samples and the recipe's learning rates; nothing of torcht
     trainer.py          its Trainer as the one that is driven.
     job_config.py       the case in a JobConfig and a TrainSpec.
     model_config.py     the case's sizes in a model configuration.
-    optimizer.py        the case's optimizer in its container.
     options.py          the options that all these configurations have.
     data_loader.py      the case's samples as its data loader.
-    loss.py             its cross entropy, shown to the probe.
     metrics.py          what it reports.
     cpu.py              what has to be arranged to run it on CPU; never applied on GPUs.
     torch_names.py      names that torch has renamed since.

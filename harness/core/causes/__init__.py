@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from harness.core import rings
 from harness.core.causes.contributions import lacks_the_outputs_part, sums_of_whole_gradients
@@ -30,14 +31,57 @@ from harness.core.causes.facts import (
 from harness.core.causes.hypothesis import Facts, Suspects
 from harness.core.causes.reported import odd_reports, wrong_reports
 from harness.core.causes.request import neighbours
-from harness.core.causes.structure_facts import facts as facts_of_structure
-from harness.core.causes.structure_facts import fsdp2_switches
+from harness.core.causes.structure_facts import facts_of_structure, fsdp2_switches
 from harness.core.causes.telling import HARMLESS, broken_elsewhere, told, what_weaker_tests_say
 from harness.core.checks import judge
 from harness.core.judge.result import Diagnosis, Result, Verdict, one_cause
 from harness.core.judge.trial import Trial, launch_label
 
-SUSPECTS: tuple[Suspects, ...] = (
+ORDER = (
+    "layers_lost",
+    "not_trained",
+    "not_frozen",
+    "adapters_scaled",
+    "neighbours",
+    "resumed_otherwise",
+    "copies_not_loaded",
+    "changed_weights",
+    "wrong_recipe",
+    "wrong_reports",
+    "wrong_numbers",
+    "wrong_exports",
+    "other_weights",
+    "other_samples",
+    "other_positions",
+    "sums_of_whole_gradients",
+    "lacks_the_outputs_part",
+    "lacks_dropout",
+    "other_masks",
+    "copies_trained_apart",
+    "multiples_passed_back",
+)
+"""Functions that propose causes, of the core and of rings, as they are asked. One that is not named here is asked last."""
+ORDER_OF_FACTS = (
+    "resumed_otherwise",
+    "process_failed",
+    "of_other_stages",
+    "not_finite",
+    "other_weights",
+    "other_samples",
+    "other_positions",
+    "changed_weights",
+    "facts_of_structure",
+    "rounding",
+    "coarse",
+    "random_state_not_restored",
+    "wrong_backward",
+    "odd_reports",
+    "odd_numbers",
+    "odd_exports",
+    "observed",
+)
+"""The same of functions that say what a check saw directly."""
+OF_CORE: tuple[Suspects, ...] = (
     layers_lost,
     not_trained,
     not_frozen,
@@ -47,25 +91,38 @@ SUSPECTS: tuple[Suspects, ...] = (
     sums_of_whole_gradients,
     lacks_the_outputs_part,
 )
-FACTS: tuple[Facts, ...] = (process_failed, of_other_stages, not_finite, facts_of_structure, odd_reports, observed)
+FACTS_OF_CORE: tuple[Facts, ...] = (
+    process_failed,
+    of_other_stages,
+    not_finite,
+    facts_of_structure,
+    odd_reports,
+    observed,
+)
 
 
 @functools.cache
 def all_suspects() -> tuple[Suspects, ...]:
     """Return the core's and those of rings, in the order in which they are asked."""
-    return rings.ordered_functions("suspects", SUSPECTS)
+    return in_order([*OF_CORE, *rings.functions_of("suspects")], ORDER)
 
 
 @functools.cache
 def costly_suspects() -> tuple[Suspects, ...]:
     """Return the suspects that compute models to propose something. All of them are of rings."""
-    return rings.ordered_functions("costly", ())
+    return tuple(rings.functions_of("costly"))
 
 
 @functools.cache
 def all_facts() -> tuple[Facts, ...]:
     """Return the core's and those of rings, in the order in which they are asked."""
-    return rings.ordered_functions("facts", FACTS)
+    return in_order([*FACTS_OF_CORE, *rings.functions_of("facts")], ORDER_OF_FACTS)
+
+
+def in_order(functions: Sequence[Any], names: Sequence[str]) -> tuple[Any, ...]:
+    """Return the functions as these names order them, and last those that have another name."""
+    places = {name: place for place, name in enumerate(names)}
+    return tuple(sorted(functions, key=lambda function: places.get(function.__name__, len(names))))
 
 
 def diagnose(

@@ -137,7 +137,7 @@ TABLE = (
 )
 
 
-def facts(trial: Trial, broken: Broken) -> Iterator[Fact]:
+def facts_of_structure(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Yield at most one fact of each failing check."""
     for check in dict.fromkeys(row.check for row in TABLE):
         rows, findings = [row for row in TABLE if row.check == check], broken[check].findings if check in broken else ()

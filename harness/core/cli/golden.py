@@ -1,4 +1,4 @@
-"""What can be typed behind `harness golden`."""
+"""What can be typed behind `harness golden`. Rings add more: --plot is in harness/faults/cli/options.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be typed behind `harness matrix`."""
+"""What can be typed behind `harness matrix`. Rings add more: --changed, --map, --on are in nights/cli/changed_options.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be typed behind `harness run`."""
+"""What can be typed behind `harness run`. Rings add more: --fault is in harness/faults/cli/options.py."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The straight line itself: one case, many cases, the catalogue of faults."""
+"""The straight line itself: one case from its launch to its verdict, and many cases side by side."""

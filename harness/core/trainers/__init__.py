@@ -47,7 +47,7 @@ whole, or whole blocks of them. A case in which FSDP cuts a block is skipped, be
 
 What it shows in addition (tokens per second, a validation loss) goes into `Metrics.numbers`, each a `Number` with its meaning.
 
-Examples: `transformers.py` in this folder (transformers' Trainer under accelerate), `tests/own_trainer.py` (the least).
+Examples: `harness/adapters/transformers.py` (transformers' Trainer under accelerate), `tests/own_trainer.py` (the least).
 """
 
 from __future__ import annotations

@@ -1,1 +1,8 @@
-"""A recording judged: by a declared layout, or by another recording that is trusted."""
+"""A recording judged: by a declared layout, or by another recording that is trusted.
+
+stored_recording.py, recorded.py             a recording as it is stored; as the run of a case, for the checks of the core.
+structure.py, figures.py                     what two recordings differ in: structure; costs.
+judge_same_training.py, judge_sketched.py    numbers of one job by those of another, from sketches.
+sketched*.py                                 why they differ.
+traced.py                                    traces as the run of a case.
+"""

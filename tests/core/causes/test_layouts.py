@@ -17,7 +17,7 @@ from harness.core.case.measured import Measured
 from harness.core.causes import diagnose
 from harness.core.causes.hypothesis import Hypothesis
 from harness.core.causes.layouts import BY_RANK, Layout, layouts, other_layouts, renamed
-from harness.core.causes.structure_facts import facts
+from harness.core.causes.structure_facts import facts_of_structure as facts
 from harness.core.checks import judge
 from harness.core.evidence.provided import RECORDED
 from harness.core.evidence.records import Exit

@@ -26,7 +26,8 @@ from harness.core.case.traits import FlatLayout, TrainerTraits
 from harness.core.causes import diagnose
 from harness.core.causes.differences import OF_GRADIENTS
 from harness.core.causes.hypothesis import Fact
-from harness.core.causes.structure_facts import FOLLOWING, TABLE, facts
+from harness.core.causes.structure_facts import FOLLOWING, TABLE
+from harness.core.causes.structure_facts import facts_of_structure as facts
 from harness.core.checks import judge
 from harness.core.checks.traffic import IN_ANOTHER_DTYPE
 from harness.core.evidence.records import Collective

@@ -13,7 +13,7 @@ from harness.core.case.case import Case, Saved
 from harness.core.case.dims import ParallelDims
 from harness.core.causes.engine import explain
 from harness.core.causes.request import neighbours
-from harness.core.causes.structure_facts import facts
+from harness.core.causes.structure_facts import facts_of_structure as facts
 from harness.core.checks import schedule
 from harness.core.evidence.records import RankEvidence, Run
 from harness.core.evidence.step import StepEvidence
