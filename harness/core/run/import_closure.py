@@ -53,9 +53,16 @@ def _name_of(file: Path) -> str:
 def imports_of(module: str) -> frozenset[str]:
     """Return the modules of the harness that a module names, with the packages around them."""
     tree = ast.parse(module_files()[module].read_bytes())
-    named = {name for node in ast.walk(tree) for name in _names_in(node, _package_of(module))}
+    statements = (statement for statement in tree.body if not _is_table_of_ring(statement))
+    nodes = (node for statement in statements for node in ast.walk(statement))
+    named = {name for node in nodes for name in _names_in(node, _package_of(module))}
     around = {".".join(name.split(".")[:depth]) for name in named for depth in range(1, name.count(".") + 2)}
     return frozenset(around & module_files().keys())
+
+
+def _is_table_of_ring(statement: ast.stmt) -> bool:
+    """Return whether it is what a ring brings to the core. Whoever asks for something there names it."""
+    return isinstance(statement, ast.Assign) and [ast.unparse(target) for target in statement.targets] == ["RING"]
 
 
 def _package_of(module: str) -> str:

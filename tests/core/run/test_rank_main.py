@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from harness import faults
 from harness.core.case.case import Case, to_json
 from harness.core.case.dims import ParallelDims
 from harness.core.run import rank_main
@@ -36,7 +37,7 @@ def test_a_fault_is_put_into_the_source_that_was_named_not_into_what_is_installe
 
     adapter = SimpleNamespace(importable=lambda: order.append("importable"))
     monkeypatch.setattr(rank_main.trainers, "load", lambda _: adapter)
-    monkeypatch.setattr(rank_main, "load_fault", lambda _: SimpleNamespace(apply=put_in))
+    monkeypatch.setattr(faults, "load_fault", lambda _: SimpleNamespace(apply=put_in))
     case = to_json(Case("any", "a test", ParallelDims()))
     with pytest.raises(KeyboardInterrupt):
         begin({"case": case, "trainer": "", "fault": "any", "directory": str(tmp_path), "checkpoints": ""})  # type: ignore[operator]

@@ -168,7 +168,7 @@ def test_the_schema_lies_beside_the_code_that_writes_it() -> None:
     assert SCHEMA_FILE.parent == Path(documents.__file__).parent
     Draft202012Validator.check_schema(SCHEMA)
     packed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["package-data"]
-    assert f"report/{SCHEMA_FILE.name}" in packed["harness"]
+    assert f"core/report/{SCHEMA_FILE.name}" in packed["harness"]
 
 
 def test_what_is_not_green_keeps_the_first_findings_and_says_how_many_more_there_are() -> None:
