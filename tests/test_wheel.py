@@ -99,7 +99,10 @@ def test_nothing_but_the_harness_is_installed_and_its_cases_and_goldens_are_in_i
     for folder in ("cases", "layouts", "golden", "upstream_bugs"):
         assert files(installed / "harness" / "builtin" / folder) == files(ROOT / folder)
     assert files(installed / "harness" / "reference") == files(ROOT / "reference")
-    assert (installed / "harness" / "faults" / "results.json").is_file()
+    data = {path for path in (ROOT / "harness").rglob("*.*") if path.suffix in (".json", ".html", ".yaml")}
+    names = {str(path.relative_to(ROOT)) for path in data if "builtin" not in path.parts}
+    assert names >= {"harness/faults/results.json", "harness/core/report/schema.json", "harness/core/report/page.html"}
+    assert [name for name in sorted(names) if not (installed / name).is_file()] == []
 
 
 def test_the_wheel_has_the_package_s_version_and_the_commit_of_an_archive(installed: Path, tmp_path: Path) -> None:
