@@ -11,7 +11,7 @@ from harness.core.case.case import Case
 from harness.core.judge.result import Verdict
 from harness.core.run.options import Options
 from harness.core.run.run_case import run_case
-from harness.faults import load_fault, stored_run
+from harness.faults import load_fault
 from harness.faults import run_catalogue as catalogue
 from harness.faults.attempt import Outcome
 from harness.faults.run_catalogue import judged_again
@@ -47,7 +47,7 @@ def test_stored_evidence_of_a_fault_is_taken_where_it_is_caught_in_it(
 
 
 def test_evidence_of_other_sources_is_none(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_run, "digest", lambda options: "0123")
+    monkeypatch.setattr(catalogue, "digest", lambda options: "0123")
     assert judged_again(CASE, Options(out=out)) is None
 
 
@@ -66,7 +66,7 @@ def test_evidence_of_another_case_is_none(case: Case, out: Path) -> None:
 
 @pytest.mark.parametrize("trainer", ["llama3@elsewhere", "own.py"])
 def test_a_trainer_whose_sources_nobody_follows_runs_again(trainer: str, out: Path) -> None:
-    assert stored_run.digest(Options(out=out, trainer=trainer)) == ""
+    assert catalogue.digest(Options(out=out, trainer=trainer)) == ""
 
 
 def test_a_run_that_was_cut_short_is_none(out: Path) -> None:
