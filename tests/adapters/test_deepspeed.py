@@ -13,6 +13,7 @@ import pytest
 import torch
 from literal import ADAMW, tiny_case
 
+from harness import ROOT
 from harness.adapters import deepspeed
 from harness.adapters.deepspeed import shards
 from harness.core import trainers
@@ -25,7 +26,7 @@ from harness.core.run.run_case import run_case
 
 THERE = importlib.util.find_spec("deepspeed") is not None
 FLOAT32 = replace(ADAMW, dtype="float32")
-CASES = Path(trainers.__file__).parent / "deepspeed" / "cases" / "zero.yaml"
+CASES = ROOT / "harness" / "adapters" / "deepspeed" / "cases" / "zero.yaml"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from harness import faults
+from harness import ROOT, faults
 from harness.adapters import megatron
 from harness.adapters.support import checkout
 from harness.core import trainers
@@ -24,7 +24,7 @@ from harness.reference.config import ModelConfig, RopeScaling, TrainingConfig
 
 THERE = importlib.util.find_spec("megatron") is not None
 ADAPTER = trainers.load("megatron")
-CASES = Path(trainers.__file__).parent / "megatron" / "cases"
+CASES = ROOT / "harness" / "adapters" / "megatron" / "cases"
 
 
 def case(dims: ParallelDims = ParallelDims(), **parts: object) -> Case:  # noqa: B008

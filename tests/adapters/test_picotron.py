@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from literal import tiny_case
 
+from harness import ROOT
 from harness.core import trainers
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
@@ -18,7 +19,7 @@ from harness.core.case.loading import load_cases
 from harness.core.probe.clock import Clock
 from harness.core.probe.pipeline import PipelineRecorder, pass_of_schedule
 
-CASES = Path(trainers.__file__).parent / "picotron" / "cases" / "picotron.yaml"
+CASES = ROOT / "harness" / "adapters" / "picotron" / "cases" / "picotron.yaml"
 ITS_OWN = load_cases(CASES)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from harness import ROOT
 from harness.core import trainers
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
@@ -75,7 +76,7 @@ THERE = all(map(importlib.util.find_spec, ("deepspeed", "accelerate", "transform
 
 @pytest.mark.skipif(not THERE, reason="deepspeed, accelerate or transformers is not installed")
 def test_zero2_through_transformers_and_accelerate_passes_every_check(tmp_path: Path) -> None:
-    cases = load_cases(Path(trainers.__file__).parent / "deepspeed" / "cases" / "zero.yaml")
+    cases = load_cases(ROOT / "harness" / "adapters" / "deepspeed" / "cases" / "zero.yaml")
     (wanted,) = (one for one in cases if one.name == "zero2_2_accum")
     judgement = run_case(in_dtype(wanted, "float32"), Options(out=tmp_path, trainer="transformers"))
     assert judgement.verdict is Verdict.PASS, judgement.diagnosis
