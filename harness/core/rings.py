@@ -56,7 +56,7 @@ def rings() -> Mapping[str, Ring]:
 
 
 def load(place: str) -> Any:
-    """Return what lies at "module:name"."""
+    """Return what a module has by a name. place: "module:name"."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 

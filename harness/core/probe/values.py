@@ -86,7 +86,9 @@ class StepValues:
     unsettled: dict[str, UnsettledGradient] = field(default_factory=dict)
     clipped_after: int | None = None
     steps_on_copies: bool = False
-    masters_state: int = 0  # bytes of the optimizer's state of master copies
+    """Whether an optimizer stepped tensors that are no parameters of the model."""
+    masters_state: int = 0
+    """Bytes of the optimizer's state of master copies."""
     left: dict[str, Any] = field(default_factory=dict)
     """Trainable parameters that no optimizer stepped, where one stepped on tensors that are no parameters: as the next step
     finds them."""
