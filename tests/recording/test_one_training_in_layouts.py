@@ -77,7 +77,7 @@ def test_a_layout_beside_the_trusted_recording_is_judged_too(
         ("halved", "fsdp2", "gradients", "gradients scaled"),
         ("changed", "fsdp2", "gradients", "weights changed between steps"),
         ("samples", "ddp", "samples", "same samples"),
-        ("peers", "tp", "samples", "peers differ"),
+        ("peers", "tp_sp", "samples", "peers differ"),
         ("", "pp", "grad_norm", "clipped by another norm"),  # each stage clips by its own
     ],
 )

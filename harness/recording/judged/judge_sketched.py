@@ -101,6 +101,8 @@ class Numbers:
     """Step that training starts after: 0, or the one whose checkpoint a job went on from. Earlier ones are not compared."""
     rescaled: Mapping[int, float] = field(default_factory=dict)
     """Step -> by what its gradients were divided, as clipping in one recording alone was seen in them."""
+    unfinished: frozenset[int] = frozenset()
+    """Steps in which some rank was fed samples and its optimizer did not step."""
 
     @property
     def steps(self) -> list[int]:
@@ -134,6 +136,7 @@ class _Total:
         self.bare, self.norms_off = dict[int, int](), dict[int, float]()
         self.drawn = defaultdict[int, dict[int, tuple[int, int]]](dict)
         self.rates, self.optimizers = defaultdict[int, set[float]](set), dict[str, None]()
+        self.unfinished = set[int]()
 
     def add(self, one: RankSketches) -> None:
         """Add what one rank left."""
@@ -164,6 +167,7 @@ class _Total:
             self.norms_off[step] = max(off, self.norms_off.get(step, 0.0))
         for step, rate in one.rates.items():
             self.rates[step].add(rate)
+        self.unfinished |= {*one.passes} - {*one.rates} - {of.step for of in one.sketches if of.kind == WEIGHTS}
         for sketch in one.sketches:
             if sketch.kind.startswith(AFTER_PASS):
                 number = int(sketch.kind.removeprefix(AFTER_PASS))
@@ -229,6 +233,7 @@ class _Total:
             drawn=self.drawn,
             changed=self.changed,
             tp=tuple(sorted(self.tp)),
+            unfinished=frozenset(self.unfinished),
         )
 
 

@@ -9,12 +9,12 @@ from functools import reduce
 
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Result, Verdict, verdict_of
-from harness.recording.judged.judge_sketched import Numbers
+from harness.recording.judged.judge_sketched import Numbers, missing_ranks
 
 
 def same_rows(one: Numbers, other: Numbers, steps: list[int]) -> Result:
     """The same rows, each as often as any other: tp ranks are fed what their peers are."""
-    findings, examined = [], 0
+    findings, examined, doubt = [], 0, ""
     for step in steps:
         mine, theirs = map(_reduced, without_padding(one, other, step))
         if not mine or not theirs:
@@ -33,6 +33,9 @@ def same_rows(one: Numbers, other: Numbers, steps: list[int]) -> Result:
             note = "the same tokens in all; that they are cut into the same rows was not seen, as under cp"
             return Result("samples", Verdict.PASS, examined, note=note)
         gone, new = sum((mine - theirs).values()), sum((theirs - mine).values())
+        if why := _why_cut_short(other, step) * (not new) or _why_cut_short(one, step) * (not gone):
+            doubt = doubt or why
+            continue
         note = f"{gone} of {sum(mine.values())} rows are missing, {new} are others"
         findings.append(
             Finding(
@@ -45,7 +48,15 @@ def same_rows(one: Numbers, other: Numbers, steps: list[int]) -> Result:
                 observed="others",
             )
         )
+    if doubt and not findings:
+        return Result("samples", Verdict.UNKNOWN, note=doubt)
     return verdict_of("samples", findings, examined)
+
+
+def _why_cut_short(of: Numbers, step: int) -> str:
+    """Why ranks may have been fed more in this step than was seen; empty if nothing says so."""
+    unfinished = f"not every rank that was fed samples of step {step} finished it" * (step in of.unfinished)
+    return missing_ranks(of) or unfinished
 
 
 def without_padding(one: Numbers, other: Numbers, step: int) -> tuple[Counter[int], Counter[int]]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from literal_numbers import FQNS, RIGHT, SHAPES, STEPS, Change, numbers, of, rank, sums_of, told
 
-from harness.core.judge.result import Verdict
+from harness.core.judge.result import Result, Verdict
 from harness.recording.judged.judge_same_training import CHECKS, SameTraining, compared, why_no_common, why_no_noise
 from harness.recording.judged.judge_sketched import Key, Numbers, added_up
 from harness.recording.judged.same_training import going_on
@@ -164,6 +164,29 @@ def test_what_differs_first_is_the_cause(other: Numbers, kind: str, details: dic
     found, data = told(other)
     assert found == kind
     assert {name: data[name] for name in details} == details
+
+
+def test_rows_are_not_missing_where_a_rank_left_nothing_or_did_not_finish_the_step() -> None:
+    last = STEPS[-1]
+    halves = [{step: (tuple(10 * step + row for row in rows),) for step in STEPS} for rows in ((0, 1), (2, 3))]
+    first, second = (rank(number, 2, passes=halves[number], tokens=dict.fromkeys(STEPS, 3)) for number in (0, 1))
+    assert samples_of(first, second).verdict is Verdict.PASS
+    assert samples_of(first).verdict is Verdict.UNKNOWN
+
+    begun = {**halves[1], last: ((10 * last + 2,),)}
+    steps = tuple(one for one in second.sketches if one.step < last)
+    raised = replace(second, passes=begun, rates=dict.fromkeys(STEPS[:-1], 0.1), sketches=steps)
+    found = samples_of(first, raised)
+    assert (found.verdict, found.note) == (
+        Verdict.UNKNOWN,
+        f"not every rank that was fed samples of step {last} finished it",
+    )
+    others = samples_of(first, replace(raised, passes={**begun, 1: ((98, 99),)}))
+    assert (others.verdict, [one.step for one in others.findings]) == (Verdict.FAIL, [1])
+
+
+def samples_of(*ranks: RankSketches) -> Result:
+    return next(one for one in compared(RIGHT, added_up(ranks)).results if one.check == "samples")
 
 
 def test_a_gradient_of_the_step_before_and_one_that_was_not_zeroed_are_told_apart() -> None:
