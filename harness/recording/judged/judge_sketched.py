@@ -167,7 +167,9 @@ class _Total:
             self.norms_off[step] = max(off, self.norms_off.get(step, 0.0))
         for step, rate in one.rates.items():
             self.rates[step].add(rate)
-        self.unfinished |= {*one.passes} - {*one.rates} - {of.step for of in one.sketches if of.kind == WEIGHTS}
+        self.unfinished |= (
+            {*one.passes} - {*one.rates} - {sketch.step for sketch in one.sketches if sketch.kind == WEIGHTS}
+        )
         for sketch in one.sketches:
             if sketch.kind.startswith(AFTER_PASS):
                 number = int(sketch.kind.removeprefix(AFTER_PASS))

@@ -33,8 +33,10 @@ def same_rows(one: Numbers, other: Numbers, steps: list[int]) -> Result:
             note = "the same tokens in all; that they are cut into the same rows was not seen, as under cp"
             return Result("samples", Verdict.PASS, examined, note=note)
         gone, new = sum((mine - theirs).values()), sum((theirs - mine).values())
-        if why := _why_cut_short(other, step) * (not new) or _why_cut_short(one, step) * (not gone):
-            doubt = doubt or why
+        reason = "" if new else _why_cut_short(other, step)
+        reason = reason or ("" if gone else _why_cut_short(one, step))
+        if reason:
+            doubt = doubt or reason
             continue
         note = f"{gone} of {sum(mine.values())} rows are missing, {new} are others"
         findings.append(
@@ -53,10 +55,11 @@ def same_rows(one: Numbers, other: Numbers, steps: list[int]) -> Result:
     return verdict_of("samples", findings, examined)
 
 
-def _why_cut_short(of: Numbers, step: int) -> str:
-    """Why ranks may have been fed more in this step than was seen; empty if nothing says so."""
-    unfinished = f"not every rank that was fed samples of step {step} finished it" * (step in of.unfinished)
-    return missing_ranks(of) or unfinished
+def _why_cut_short(numbers: Numbers, step: int) -> str:
+    """Return why ranks may have been fed more in this step than was seen; empty if nothing says so."""
+    if step in numbers.unfinished:
+        return f"not every rank that was fed samples of step {step} finished it"
+    return missing_ranks(numbers)
 
 
 def without_padding(one: Numbers, other: Numbers, step: int) -> tuple[Counter[int], Counter[int]]:
