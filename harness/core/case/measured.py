@@ -16,6 +16,8 @@ class Unit(NamedTuple):
     """Over how many ranks they stay cut after forward; 1 if they stay whole."""
     backward_gathers: bool = True
     """Whether backward gathers a unit that was freed after forward."""
+    modules: int = 1
+    """Number of modules that were given to `fully_shard` as one."""
 
 
 Observed = Mapping[int, tuple[Unit, ...]]

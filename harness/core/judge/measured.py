@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
@@ -39,12 +40,13 @@ def undeclared(traits: TrainerTraits) -> tuple[str, ...]:
 
 def claimed_units(evidence: RankEvidence) -> tuple[Unit, ...]:
     """Return FSDP2's units as the rank's wrappers claim them. Modules that were wrapped as one claim the same unit."""
-    found = {}
-    for wrapper in evidence.structure.values():
-        if wrapper.kind == "fsdp2" and wrapper.parameters:
-            unit = Unit(wrapper.parameters, wrapper.ranks_after_forward, wrapper.backward_gathers)
-            found[frozenset(wrapper.parameters)] = unit
-    return tuple(found.values())
+    wrappers = [one for one in evidence.structure.values() if one.kind == "fsdp2" and one.parameters]
+    modules = Counter(frozenset(wrapper.parameters) for wrapper in wrappers)
+    units = {}
+    for wrapper in wrappers:
+        names = frozenset(wrapper.parameters)
+        units[names] = Unit(wrapper.parameters, wrapper.ranks_after_forward, wrapper.backward_gathers, modules[names])
+    return tuple(units.values())
 
 
 def claimed_cut_dims(ranks: Iterable[RankEvidence]) -> dict[str, int]:

@@ -86,8 +86,9 @@ def kept_after_forward(
     stored, computed = BYTES[case.training.dtype], BYTES[case.training.compute_dtype or case.training.dtype]
     tp = case.dims.tp, coordinate(case.dims, rank)["tp"]
     kept = {}
-    for unit, degree, _ in units:
-        for fqn in [fqn for fqn in unit if fqn in held]:
+    for unit in units:
+        degree = unit.degree
+        for fqn in [fqn for fqn in unit.parameters if fqn in held]:
             shape, cut_dim = parameter_shapes(case.model)[fqn], traits.measured.cut_dims.get(fqn, 0)
             there = numel(slice_of(fqn, shape, tp, (degree, index % degree), cut_dim)) * computed
             kept[fqn] = Kept(degree, numel(held[fqn]) * stored if degree == shards else there)
@@ -107,9 +108,12 @@ def padding_after_forward(
     least, most = parameter_bytes(case, traits, rank, held, flat)
     computed, extra = BYTES[case.training.compute_dtype or case.training.dtype], 0
     there = kept_after_forward(case, traits, rank, held, units)
-    for number, (unit, degree, _) in enumerate(units if shards > 1 else ()):
-        if degree < shards:
-            padded = sum(padded_numel(case, traits, fqn, tp_index) for fqn in unit if fqn in held) // degree
+    if shards == 1:
+        return most - least
+    for number, unit in enumerate(units):
+        if unit.degree < shards:
+            mine = [fqn for fqn in unit.parameters if fqn in held]
+            padded = sum(padded_numel(case, traits, fqn, tp_index) for fqn in mine) // unit.degree
             padded = flat[number].part(shards) * shards if flat else padded
-            extra += padded * computed - sum(there[fqn].bytes for fqn in unit if fqn in held)
+            extra += padded * computed - sum(there[fqn].bytes for fqn in mine)
     return most - least + extra

@@ -30,6 +30,17 @@ def output_alone(units: list[Unit]) -> Unit | None:
     return next((unit for unit in units if unit.parameters == ("output.weight",)), None)
 
 
+def unit_called_in_chunks(case: Case, traits: TrainerTraits, units: list[Unit]) -> Unit | None:
+    """Return the unit of several modules of which forward calls the output once per chunk; None if there is none.
+
+    FSDP2 takes the first call of each module for the unit's forward, and the second call of the output for the next one. So
+    it begins two in a pass, however many chunks there are.
+    """
+    if traits.loss_chunks == 1 or not traits.loss_in_forward or case.dims.pp > 1:
+        return None
+    return next((unit for unit in units if unit.modules > 1 and output_weight(case) in unit.parameters), None)
+
+
 def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
     """Return the units that a case requests or the trainer chose, else those that are assumed.
 
@@ -44,13 +55,15 @@ def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
     if case.wrapper == "zero3":
         return [Unit((fqn,), degree) for fqn in parameter_shapes(case.model)]
     if isinstance(policy, int):
-        return [Unit(unit, policy) for unit in fsdp2_units(case)]
+        *most, last = fsdp2_units(case)
+        return [*(Unit(unit, policy) for unit in most), Unit(last, policy, modules=2)]
     *most, last = fsdp2_units(case)
     if traits.units_of(case) == "root":
         return _root_units(case)
     kept = policy == "never" or (policy == "default" and case.dims.pp > 1)
     freed = policy == "always" or traits.chunks_behind_forward
-    return [*(Unit(unit, 1 if kept else degree) for unit in most), Unit(last, degree if freed else 1)]
+    end = Unit(last, degree if freed else 1, modules=2)  # norm and output
+    return [*(Unit(unit, 1 if kept else degree) for unit in most), end]
 
 
 def _root_units(case: Case) -> list[Unit]:

@@ -68,11 +68,40 @@ def test_a_loss_in_chunks_gathers_final_norm_and_output_for_itself_and_again_in_
     assert kept.spare_bytes[0] == plain.spare_bytes[0] + last
 
 
-def test_a_loss_in_chunks_inside_of_the_models_forward_moves_what_a_loss_in_one_piece_does() -> None:
+def test_a_loss_in_chunks_inside_of_the_models_forward_moves_what_a_loss_in_one_piece_does_where_one_module_is_wrapped() -> (
+    None
+):
     case, chunks = tiny_case(ParallelDims(dp_shard=2)), TrainerTraits(loss_chunks=8, loss_in_forward=True)
-    plain, plan = make_plan(case), make_plan(case, chunks)
+    names = tuple(case.model.parameter_shapes())
+    block = tuple(name for name in names if name.startswith("layers."))
+    units = dict.fromkeys(range(2), (Unit(block, 2), Unit(tuple(name for name in names if name not in block), 1)))
+    plain, plan = make_plan(case, TrainerTraits().with_units(units)), make_plan(case, chunks.with_units(units))
     assert [plan.flows_of(0, step) for step in (1, 2)] == [plain.flows_of(0, step) for step in (1, 2)]
     assert plan.after_forward[0] == plain.after_forward[0]
+
+
+@pytest.mark.parametrize("chunks", [2, 8])
+def test_an_output_in_chunks_that_is_wrapped_as_one_with_the_norm_is_gathered_once_more(chunks: int) -> None:
+    """FSDP2 takes the output's second call for the unit's next forward, and none after it."""
+    last = 8 * (4 + 8 * 4)  # norm and output
+
+    def moved(traits: TrainerTraits, **features: Any) -> dict[tuple[str, str], int]:
+        total: dict[tuple[str, str], int] = defaultdict(int)
+        for flow in make_plan(tiny_case(ParallelDims(dp_shard=2), **features), traits).flows[0]:
+            total[flow.op, flow.phase] += flow.bytes
+        return total
+
+    def more(**features: Any) -> dict[tuple[str, str], int]:
+        in_chunks = moved(TrainerTraits(loss_chunks=chunks, loss_in_forward=True), **features)
+        whole = moved(TrainerTraits(), **features)
+        return {key: size - whole[key] for key, size in in_chunks.items() if size != whole[key]}
+
+    assert more() == more(reshard_after_forward="never") == {("all_gather", "backward"): last}
+    assert more(reshard_after_forward="always") == {("all_gather", "backward"): last, ("all_gather", "forward"): last}
+    assert more(accumulation=2, defer_sync=True) == {
+        ("all_gather", "backward"): 2 * last,
+        ("reduce_scatter", "backward"): last,
+    }
 
 
 def test_a_unit_that_is_always_freed_is_gathered_again_for_a_loss_in_chunks_from_the_first_step_on() -> None:

@@ -14,7 +14,7 @@ from harness.core.plan.grid import coordinate, gathered_over, shard_axis
 from harness.core.plan.slices import BYTES, flat_units, padded_numel, parameter_shapes
 from harness.core.plan.stages import actions_of_rank, parameters_of_stage, stages_of_rank
 from harness.core.plan.traffic.flow import OUTSIDE, Flow
-from harness.core.plan.units import output_alone, output_weight
+from harness.core.plan.units import output_alone, output_weight, unit_called_in_chunks
 from harness.core.plan.zero import kept_dtype, numel_of_rank, padded_elements, units_held, zero_degree, zero_units
 from harness.reference.config import trains
 
@@ -65,7 +65,12 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     everything = _padded(case, traits, held, tp_index)
     differentiated = _padded(case, traits, [fqn for fqn in held if trains(case.training, fqn)], tp_index)
     alone = output_alone(units) if traits.loss_chunks > 1 else None
-    waited = _reduced_apart(case, traits, everything, tp_index) if alone else 0
+    called_twice = unit_called_in_chunks(case, traits, units)
+    waited = 0
+    if alone:
+        waited = _reduced_apart(case, traits, everything, tp_index)
+    elif called_twice and reduces_apart(case):
+        waited = _padded(case, traits, called_twice.parameters, tp_index)
     if shards > 1:
         times = features.accumulation * gathered
         freed = _gathered_again(case, units, alone if traits.holds_output else None)
@@ -77,7 +82,9 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
             yield Flow(gathered_over(case, degree), "parameters", "all_gather", "backward", again_bytes)
         yield Flow(axis, "gradients", "reduce_scatter", "backward", differentiated * scattered + waited * reduced)
         if alone and not traits.holds_output:
-            yield from _gathered_for_each_chunk(case, traits, axis, alone, tp_index)
+            yield from _gathered_again_in_a_pass(case, traits, axis, alone, tp_index, times=traits.loss_chunks - 1)
+        elif called_twice:
+            yield from _gathered_again_in_a_pass(case, traits, axis, called_twice, tp_index, times=1)
         elif traits.chunks_behind_forward and not alone:
             yield from _gathered_for_the_loss(case, traits, axis, units[-1], tp_index)
     if dims.replicas > 1:
@@ -109,14 +116,17 @@ def _gathered_for_the_loss(case: Case, traits: TrainerTraits, axis: str, last: U
     yield Flow(axis, "parameters", "all_gather", "forward", once, later=case.features.reshard_after_forward != "always")
 
 
-def _gathered_for_each_chunk(
-    case: Case, traits: TrainerTraits, axis: str, output: Unit, tp_index: int
+def _gathered_again_in_a_pass(
+    case: Case, traits: TrainerTraits, axis: str, output: Unit, tp_index: int, *, times: int
 ) -> Iterable[Flow]:
-    """What an output that is its own unit gathers for every chunk after the first. FSDP2 frees a unit behind each backward of
-    its module, and by its policy behind each forward."""
+    """Yield what the output's unit gathers for chunks after the first. FSDP2 frees a unit behind each backward of its
+    module, and by its policy behind each forward.
+
+    times: how often a pass does so; an output that is its own unit does it for every chunk after the first.
+    """
     size = BYTES[case.training.compute_dtype or case.training.dtype]
     once = _padded(case, traits, output.parameters, tp_index) * size
-    others = (traits.loss_chunks - 1) * case.features.accumulation * once
+    others = times * case.features.accumulation * once
     if output.degree > 1:
         yield Flow(gathered_over(case, output.degree), "parameters", "all_gather", "forward", others)
     yield Flow(axis, "parameters", "all_gather", "backward", others)
@@ -138,10 +148,15 @@ def _reduced_apart(case: Case, traits: TrainerTraits, everything: int, tp_index:
 
     FSDP2 reduces them at the first backward that comes to their unit, which is a chunk's. They are the output's; where the
     output waits for the last chunk (`holds_output`) they are all others."""
-    if case.features.accumulation == 1 or case.features.defer_sync is not True:
+    if not reduces_apart(case):
         return 0
     output = padded_numel(case, traits, output_weight(case), tp_index)
     return everything - output if traits.holds_output else output
+
+
+def reduces_apart(case: Case) -> bool:
+    """Return whether gradients wait for the last microbatch, so that an earlier backward of that one reduces them alone."""
+    return case.features.accumulation > 1 and case.features.defer_sync is True
 
 
 def reductions_per_step(case: Case) -> int:
