@@ -35,7 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "slow(reason): left out by --short; another test is near it, which the reason names"
+        "markers",
+        "slow(reason, after=0): left out by --short; another test is near it, which the reason names."
+        " after: so many values of each parameter stay",
     )
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and names_cases(config.option.keyword):
         config.args.remove("tests")
@@ -56,7 +58,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def is_short(item: pytest.Item, names: Collection[str]) -> bool:
     """Return whether --short keeps it. names: of the cases that it keeps."""
-    return item.parent.case.name in names if isinstance(item, Check) else item.get_closest_marker("slow") is None
+    if isinstance(item, Check):
+        return item.parent.case.name in names
+    return all(is_among_first(item, marker.kwargs.get("after", 0)) for marker in item.iter_markers("slow"))
+
+
+def is_among_first(item: pytest.Item, count: int) -> bool:
+    """Return whether each parameter of a test has one of its first `count` values; False of a test without parameters."""
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and all(place < count for place in callspec.indices.values())
 
 
 @pytest.hookimpl(optionalhook=True)

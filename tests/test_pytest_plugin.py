@@ -93,6 +93,7 @@ def test_without_cases_in_the_configuration_the_plugin_takes_no_part(in_project:
     )
 
 
+@pytest.mark.slow("pytest in pytest; test_an_item_is_a_check_of_a_case_in_a_file collects cases")
 def test_testpaths_need_not_name_the_cases(in_project: Pytest, tmp_path: Path) -> None:
     (tmp_path / "checks").mkdir()
     (tmp_path / "checks" / "test_own.py").write_text("def test_own(): pass\n")
@@ -149,12 +150,16 @@ def test_two_workers_run_each_case_once_and_junit_has_every_check(in_project: Py
     assert "skipped" not in done.stdout and "SKIPPED" not in done.stdout
 
 
+@pytest.mark.slow(
+    "real ranks under pytest; test_two_workers_run_each_case_once_and_junit_has_every_check notes which ran"
+)
 def test_one_check_of_one_case_runs_that_case_only(in_project: Pytest, tmp_path: Path) -> None:
     done = in_project("cases/some.yaml::one::gradients")
     assert done.returncode == 0 and "1 passed" in done.stdout, cause(done)
     assert [path.name for path in tmp_path.glob("out/[!.]*")] == ["one"]
 
 
+@pytest.mark.slow("real ranks under pytest; test_a_missing_golden_fails shows what a check says")
 def test_a_check_that_is_broken_says_so_without_a_traceback(in_project: Pytest, tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(FATAL)
     (tmp_path / "breaking.py").write_text(BREAKING)
@@ -186,6 +191,7 @@ def test_a_check_that_does_not_apply_is_counted_and_alone_it_is_not_green(in_pro
     assert NOTHING in done.stdout and "skipped in" not in done.stdout
 
 
+@pytest.mark.slow("real ranks under pytest; the test above counts these checks")
 def test_checks_that_do_not_apply_are_shown_on_request_with_the_reason(in_project: Pytest) -> None:
     done = in_project("-k", "one and (completed or determinism)", "--harness-not-applicable")
     assert done.returncode == 0, cause(done)
@@ -209,6 +215,7 @@ def test_a_mistake_in_a_file_is_its_message_and_nothing_else(in_project: Pytest,
     assert "Traceback" not in cause(done) and "raise " not in done.stdout
 
 
+@pytest.mark.slow("pytest in pytest; the first is refused in the same way", after=1)
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -230,6 +237,7 @@ def test_a_folder_that_pytest_takes_for_a_place_of_tests_is_told(in_project: Pyt
     assert done.returncode == 4 and f"not here: write --harness-out={elsewhere}" in done.stderr, cause(done)
 
 
+@pytest.mark.slow("real ranks under pytest; test_a_wrong_option_is_a_usage_error refuses options")
 def test_a_golden_is_not_accepted_in_ci(in_project: Pytest) -> None:
     done = in_project("-k", "one and golden", "--harness-accept-golden", CI="true")
     assert done.returncode == 1, cause(done)
@@ -237,6 +245,7 @@ def test_a_golden_is_not_accepted_in_ci(in_project: Pytest) -> None:
     assert "Traceback" not in cause(done)
 
 
+@pytest.mark.slow("real ranks under pytest; test_a_missing_golden_fails is judged in the same way")
 def test_an_accepted_golden_is_no_pass(in_project: Pytest, tmp_path: Path) -> None:
     done = in_project("-k", "one and golden", "--harness-accept-golden", CI="")
     assert done.returncode == 1, cause(done)
@@ -253,6 +262,7 @@ def test_a_missing_golden_fails(in_project: Pytest, tmp_path: Path) -> None:
     assert "1 failed, 2 passed" in done.stdout
 
 
+@pytest.mark.slow("real ranks under pytest; tests/core/cli/test_interrupts.py interrupts commands")
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_ctrl_c_leaves_no_process(tmp_path: Path, workers: str) -> None:
     (tmp_path / "cases").mkdir()
@@ -264,6 +274,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, workers: str) -> None:
     assert code == 2
 
 
+@pytest.mark.slow("real ranks under pytest; test_an_item_is_a_check_of_a_case_in_a_file collects cases")
 def test_cases_of_other_tiers_are_left_out_unless_requested(in_project: Pytest, tmp_path: Path) -> None:
     two = "cases: {one: {why: a test}, late: {why: a test, tier: nightly}}"
     (tmp_path / "cases" / "some.yaml").write_text(two)

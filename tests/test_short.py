@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -12,6 +13,22 @@ import pytest
 from harness import ROOT
 
 CASES = "cases/data_parallel.yaml"
+TESTS = """
+import pytest
+
+@pytest.mark.slow("near")
+def test_slow(): ...
+
+def test_quick(): ...
+
+@pytest.mark.slow("near", after=1)
+@pytest.mark.parametrize("one", [1, pytest.param(2, id="two")])
+def test_some(one): ...
+
+@pytest.mark.slow("near", after=2)
+@pytest.mark.parametrize("one", [1, pytest.param(2, marks=pytest.mark.slow("near"))])
+def test_all_but_one_that_is_slow_itself(one): ...
+"""
 SHORT_CASES = set((ROOT / "tests" / "short_cases.txt").read_text().split())
 
 
@@ -32,16 +49,32 @@ def test_short_leaves_out_cases_and_says_how_many_checks_and_how_to_run_them() -
     assert int(count) == checks * len(every - kept)
 
 
+@pytest.mark.slow(
+    "pytest in pytest; test_short_leaves_out_cases_and_says_how_many_checks_and_how_to_run_them has one as well"
+)
 @pytest.mark.parametrize("workers", [2, pytest.param(0, marks=pytest.mark.slow("with workers it is counted as well"))])
 def test_tests_marked_slow_are_deselected_by_short_alone(workers: int, tmp_path: Path) -> None:
     test = tmp_path / "test_some.py"
-    test.write_text("import pytest\n@pytest.mark.slow('near')\ndef test_slow(): ...\ndef test_quick(): ...\n")
+    test.write_text(TESTS)
     conftest = (ROOT / "conftest.py").read_text()
     (tmp_path / "conftest.py").write_text(conftest)
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "short_cases.txt").touch()
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    for words, summary in ((["--short"], "1 passed, 1 deselected"), ([], "2 passed")):
+    for words, summary in ((["--short"], "3 passed, 3 deselected"), ([], "6 passed")):
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-n", str(workers), *words]
         done = subprocess.run([*command, "test_some.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and summary in done.stdout, done.stdout + done.stderr
+
+
+def test_what_is_left_out_has_a_test_near_it_that_exists() -> None:
+    texts = {path: path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    everywhere = "\n".join(texts.values())
+    for path, text in texts.items():
+        marks = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        reasons = [ast.literal_eval(node.args[0]) for node in marks if ast.unparse(node.func) == "pytest.mark.slow"]
+        for near in (word.rstrip(",;") for reason in reasons for word in reason.split() if word.startswith("test")):
+            if near.startswith("tests/"):
+                assert (ROOT / near).exists(), (path.name, near)
+            elif near.startswith("test_"):
+                assert f"def {near}(" in everywhere, (path.name, near)

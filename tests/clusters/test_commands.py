@@ -17,6 +17,7 @@ from harness.core.report.cause_text import diagnosis_line
 SCRIPT = str(Path(__file__).parents[1] / "recorded_script.py")
 
 
+@pytest.mark.slow("a real rank; tests/clusters/test_lone_ranks.py names it under an adapter")
 def test_a_script_without_an_adapter_that_runs_hsdp_as_fsdp_is_named_on_one_of_64_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

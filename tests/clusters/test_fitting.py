@@ -29,6 +29,7 @@ def test_those_that_fit_are_sorted_by_time_and_no_larger_than_a_gpu() -> None:
     assert {fit.case.dims.tp for fit in found} <= {1, 2, 4, 8}
 
 
+@pytest.mark.slow("every layout of a world is planned; the first one's are counted in the same way", after=1)
 @pytest.mark.parametrize("world", [48, 64])
 def test_every_layout_has_all_ranks(world: int) -> None:
     found = fitting(replace(SMALL, world=world)).found
@@ -77,6 +78,7 @@ def test_published_layouts_stand_in_the_list_as_they_are_or_it_says_why_not() ->
     assert (dict(fits.published), "GB" in fits.unlisted["megatron_8b_8"]) == ({}, True)
 
 
+@pytest.mark.slow("512 ranks; the test above finds the published layout of 8")
 def test_a_published_layout_with_its_own_schedule_is_at_its_own_place() -> None:
     fits = fitting(Wanted(PRESETS["405B"], world=512, memory=96e9, nodes_of=8, batch=256))
     names = {name: fits.found[place].case.stages_per_rank for place, name in fits.published.items()}

@@ -290,6 +290,7 @@ def test_counters_and_constants_of_an_optimizer_are_of_no_format(name: str, coun
 # ---- nothing else is said
 
 
+@pytest.mark.slow("many hypotheses; test_nothing_raises_on_evidence_that_makes_little_sense has such evidence")
 def test_nothing_is_said_of_gradients_that_no_check_finds_wrong_and_of_nan_and_odd_shapes() -> None:
     wrong = with_value(fsdp_4(), 2, 1, "gradients", NORM, lambda gradient: gradient * np.nan)
     assert found(wrong, "update", "traffic") == found(fsdp_4()) == found(wrong) == []

@@ -80,6 +80,7 @@ def test_each_group_of_parameters_clipped_by_its_own_norm(name: str, of: Callabl
     assert (cause.kind, cause.details) == ("clipped by another norm", (("norms of", name),))
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=4)
 @pytest.mark.parametrize(
     ("layout", "axes", "peers"),
     [

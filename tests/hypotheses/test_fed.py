@@ -64,6 +64,7 @@ SINGLE = trial_of(tiny_case("single", accumulation=2))
 # ---- samples
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=5)
 @pytest.mark.parametrize(
     ("trial", "kind", "details"),
     [

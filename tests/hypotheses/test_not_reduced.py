@@ -65,6 +65,7 @@ def proposed(trial: Trial) -> list[Hypothesis]:
     return [one for one in found if one.cause.kind == "gradients not reduced"]
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=2)
 @pytest.mark.parametrize(
     ("trial", "missing", "ops"),
     [

@@ -81,6 +81,7 @@ def test_what_is_reduced_over_tp_besides_is_all_of_a_ranks_gradients_once() -> N
         assert most == right.plan.outside_bytes[rank] + own
 
 
+@pytest.mark.slow("many hypotheses; the tests above name what is mixed")
 def test_other_multiples_one_tp_rank_alone_and_random_gradients_are_no_mixed_slices() -> None:
     right = trial_of(tiny_case(dims(shard=2, tp=2)))
     wrong, draw = reduced_over_tp(right, 0.5), np.random.default_rng(1)
@@ -117,6 +118,7 @@ def not_summed(trial: Trial) -> list[Fact]:
     return [one for one in wrong_backward(trial, broken("gradients")) if one.cause.kind == "norms not summed"]
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=2)
 @pytest.mark.parametrize(("layout", "step"), [(dims(tp=2), 1), (dims(2, tp=2), 2)], ids=str)
 @pytest.mark.parametrize("named", ["ffn_norm", "_norm", "norm"])
 def test_norms_whose_shares_are_not_added_up_are_named(layout: ParallelDims, step: int, named: str) -> None:
@@ -198,6 +200,7 @@ def test_a_tied_weight_that_lacks_the_outputs_part_is_proven(ran: Ran) -> None:
     assert {"gradients", "loss"} <= {*found.causes[0].explains}
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=1)
 @pytest.mark.parametrize("steps", [(1, 2, 3), (2, 3), (2,)])
 def test_a_model_that_trains_in_eval_mode_is_proven(ran: Ran, steps: tuple[int, ...]) -> None:
     case = case_of(model=replace(case_of().model, dropout=0.2))

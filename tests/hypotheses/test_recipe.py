@@ -122,6 +122,7 @@ def test_parameters_with_another_rate_or_decay_are_named(chosen: str, count: int
     assert f"{count} of 12" in cause.where
 
 
+@pytest.mark.slow("every field is tried; test_fields_that_are_otherwise_are_named_with_their_values tries them")
 def test_a_number_that_nobody_uses_and_noise_are_explained_by_nothing() -> None:
     assert kind(trained_as(replace(ADAMW, beta1=0.876))) == "not explained"
     draw = np.random.default_rng(1)

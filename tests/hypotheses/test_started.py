@@ -72,6 +72,7 @@ def every(trial: Trial, change: Change) -> dict[str, Change]:
 FSDP, FOUR = trial_of(tiny_case("fsdp_2")), fsdp_4()
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=1)
 @pytest.mark.parametrize(
     ("changes", "are"),
     [
@@ -133,6 +134,7 @@ def test_one_replica_with_other_weights_leaves_all_that_follows_untested() -> No
     assert found.causes[0].ranks and "not tested" in dict(found.evidence)
 
 
+@pytest.mark.slow("many hypotheses; test_what_ranks_start_from_instead_of_the_seeds_weights asks the same question")
 def test_weights_that_are_not_finite_are_those_of_their_rank() -> None:
     cause = cause_of(with_parameter(FOUR, 2, NORM, value=np.full(1, np.nan)))
     assert (cause.kind, cause.ranks, cause.parameters) == ("other initial weights", (2,), (NORM,))
@@ -160,6 +162,7 @@ def changed_on(step: int, change: Change, *, ranks: tuple[int, ...] = (0, 1)) ->
     return trial
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=2)
 @pytest.mark.parametrize(
     ("change", "are"),
     [
@@ -178,6 +181,7 @@ def test_what_was_done_to_weights_after_the_optimizer(change: Change, are: str) 
     assert are in seen if are else seen == ""
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=1)
 @pytest.mark.parametrize(
     ("shares", "are"),
     [((0.25, 0.25, 0.5), ("before training x 0.25", "step 1 x 0.25", "step 2 x 0.5")), ((0, 1, 0), ("after step 1",))],
@@ -235,6 +239,7 @@ def held_after(trial: Trial, step: int) -> Trial:
     return everywhere(trial, "parameters", lambda held: {fqn: parameters[fqn] for fqn in held})
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=1)
 @pytest.mark.parametrize(
     ("trial", "moment"),
     [
@@ -255,6 +260,7 @@ SEED = alone().reference.weights
 CHANGED = "parameters changed over the checkpoint"
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=3)
 @pytest.mark.parametrize(
     ("change", "kind", "detail", "value"),
     [
@@ -281,6 +287,7 @@ def test_what_became_of_parameters_over_a_checkpoint(
     assert seen[1].endswith(value) if value else seen[1] == ""
 
 
+@pytest.mark.slow("many hypotheses; test_what_became_of_parameters_over_a_checkpoint has all ranks")
 def test_parameters_that_came_back_otherwise_on_some_ranks_are_those_of_these() -> None:
     trial = resumed(TP_2, TP_2)
     older = {rank: evidence.steps[0].parameters for rank, evidence in trial.saved[0].ranks.items()}
@@ -293,6 +300,7 @@ def test_parameters_that_came_back_otherwise_on_some_ranks_are_those_of_these() 
     )
 
 
+@pytest.mark.slow("many hypotheses; test_what_ranks_start_from_instead_of_the_seeds_weights asks the same question")
 def test_a_slice_of_another_place_is_said_to_be_one() -> None:
     trial, first = resumed(TP_2, TP_2), resumed(TP_2, TP_2).ranks[0].resumed
     assert first is not None
@@ -316,6 +324,7 @@ BOTH = ("exp_avg", "exp_avg_sq")
 OTHER = {BOTH[0]: BOTH[1], BOTH[1]: BOTH[0]}
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=3)
 @pytest.mark.parametrize(
     ("change", "names", "are"),
     [
@@ -390,6 +399,7 @@ def test_what_starts_from_scratch_has_one_cause(beyond: bool) -> None:
     assert [assumed.optimizer.counter(step, W1) for step in (3, 4)] == [1, 2]
 
 
+@pytest.mark.slow("many hypotheses; test_what_became_of_parameters_over_a_checkpoint tries them on one launch")
 def test_what_an_earlier_launch_keeps_beside_does_not_explain_what_is_resumed_wrongly() -> None:
     right = resumed()
     keeping = with_rank(right.saved[0], 0, held=(HeldTensor((900,), "float64", 7200),))

@@ -189,6 +189,7 @@ ONE_RANK: list[tuple[str, OfRank, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=1)
 @pytest.mark.parametrize("noise", [0.0, 3e-3])
 @pytest.mark.parametrize(("layout", "change", "details"), ONE_RANK)
 def test_a_tensor_that_some_ranks_have_is_named_with_them_or_in_noise_located(
@@ -214,6 +215,7 @@ NOBODYS: list[tuple[str, OfRank]] = [
 ]
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=3)
 @pytest.mark.parametrize("noise", [0.0, 3e-3])
 @pytest.mark.parametrize(("layout", "change"), NOBODYS)
 def test_what_is_nobodys_or_not_on_all_that_hold_it_is_not_named(layout: str, change: OfRank, noise: float) -> None:

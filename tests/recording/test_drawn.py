@@ -15,6 +15,7 @@ SCRIPT = str(Path(__file__).parents[1] / "augmenting_script.py")
 RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT]
 
 
+@pytest.mark.slow("a job each; the first is judged in the same way", after=1)
 @pytest.mark.parametrize("same", [False, True])
 def test_ranks_that_draw_the_same_samples_are_not_taken_to_have_different_ones(
     same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_main: Main

@@ -111,6 +111,7 @@ def test_the_rank_that_raised_is_blamed_where_multiprocessing_caught_it(start: s
     assert found.summaries[1].reached == Reached(2, "backward", over=False)
 
 
+@pytest.mark.slow("mp.spawn; test_the_rank_that_raised_is_blamed_where_multiprocessing_caught_it records such ranks")
 def test_a_rank_of_mp_spawn_that_is_killed_in_its_first_step_is_blamed_and_how_far_each_came_is_on_record(
     job: Path,
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_rank_of_mp_spawn_that_is_killed_in_its_first_step_is_blamed_and_how_f
     assert {one.label for one in oddities(found)} >= {"REACHED"}
 
 
+@pytest.mark.slow("a process each; the first ends on record in the same way", after=1)
 @pytest.mark.parametrize(
     ("how", "where", "reached"),
     [
@@ -179,6 +181,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.slow("a process; test_what_ended_a_process_is_on_record_whatever_way_it_leaves ends one as well")
 def test_a_process_alone_that_is_ended_in_its_first_step_reports_how_far_it_came(tmp_path: Path) -> None:
     assert main(["record", "-o", str(tmp_path / "out"), "--", sys.executable, "-c", HANGS]) == 1
     found = load_recording(tmp_path / "out")
@@ -197,6 +200,7 @@ Net(2, 2)(torch.ones(1, 2))
 """
 
 
+@pytest.mark.slow("a process; test_what_ended_a_process_is_on_record_whatever_way_it_leaves ends one as well")
 def test_a_process_without_a_rank_that_is_ended_in_its_first_forward_pass_did_call_a_model(tmp_path: Path) -> None:
     assert main(["record", "-o", str(tmp_path / "out"), "--", sys.executable, "-c", IN_FORWARD]) == 1
     assert "1 Python process had called a model" in load_recording(tmp_path / "out").nothing
@@ -306,6 +310,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow("mp.spawn; test_the_rank_that_raised_is_blamed_where_multiprocessing_caught_it records such ranks")
 def test_a_ctrl_c_that_mp_spawn_catches_is_no_end_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text(SPAWNED)

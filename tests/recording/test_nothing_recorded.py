@@ -23,6 +23,7 @@ def test_a_job_that_trains_nothing_is_told(tmp_path: Path, capsys: pytest.Captur
     assert "1 Python process ran, and none imported torch" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow("a real torchrun; the test below quotes ranks that raised")
 def test_what_a_job_raised_before_it_trained_is_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert record(tmp_path / "one", sys.executable, "-c", "import torch, no_such_package") == 1
     printed = " ".join(capsys.readouterr().out.split())
@@ -72,6 +73,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow("a job each; the first is told in the same way", after=1)
 @pytest.mark.parametrize(
     ("module", "owner", "name"),
     [

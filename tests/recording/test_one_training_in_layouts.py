@@ -38,6 +38,7 @@ def recorded(
     return json.loads(capsys.readouterr().out) | {"exit": code}
 
 
+@pytest.mark.slow("a job each; the first two are judged in the same way", after=2)
 @pytest.mark.parametrize(("layout", "ranks"), [("fsdp1_orig", 2), ("fsdp_tp_sp", 4), ("pp --joined-norm", 2)])
 def test_the_same_training_in_another_layout_passes(
     layout: str,
@@ -71,6 +72,7 @@ def test_a_layout_beside_the_trusted_recording_is_judged_too(
     assert compared["differences"]
 
 
+@pytest.mark.slow("a job each; the first two are judged in the same way", after=2)
 @pytest.mark.parametrize(
     ("mistake", "layout", "check", "kind"),
     [

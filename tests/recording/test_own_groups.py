@@ -45,6 +45,7 @@ def verdicts(recording: Recording) -> dict[str, Verdict]:
     return {result.check: result.verdict for result in results}
 
 
+@pytest.mark.slow("a job each; the first two are recorded in the same way", after=2)
 @pytest.mark.parametrize(
     ("how", "kind"),
     [

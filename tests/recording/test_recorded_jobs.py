@@ -75,6 +75,7 @@ time.sleep(100)
 """
 
 
+@pytest.mark.slow("a real torchrun; test_a_rank_that_is_killed_leaves_its_last_collective shows what a job was")
 def test_a_recording_that_is_told_to_end_ends_the_job_and_shows_what_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +104,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow("a real torchrun; test_an_unedited_job_is_recorded has one")
 def test_ranks_with_uneven_inputs_under_join_have_no_anomaly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +128,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow("a real torchrun; test_a_rank_that_is_killed_leaves_its_last_collective has one")
 def test_a_rank_that_leaves_by_os_exit_is_heard_of(tmp_path: Path) -> None:
     assert record(tmp_path / "one", sys.executable, "-c", LEAVES) == 0
     recording = load_recording(tmp_path / "one")
@@ -229,6 +232,7 @@ if "interrupted" in sys.argv:
 """
 
 
+@pytest.mark.slow("a real torchrun; tests/core/cli/test_interrupts.py interrupts one")
 def test_what_was_named_to_judge_a_job_that_is_interrupted_is_said_to_judge_it_and_is_not_asked_for_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, forked_main: Main
 ) -> None:

@@ -57,6 +57,7 @@ def resumed(
     return json.loads(capsys.readouterr().out) | {"exit": code}
 
 
+@pytest.mark.slow("two jobs each; the first two are judged in the same way", after=2)
 @pytest.mark.parametrize(
     ("forget", "check", "kind"),
     [

@@ -79,6 +79,7 @@ def test_a_reference_kept_in_one_folder_is_not_used_on_another_kind_of_cpu(monke
     assert reference_cache.reference_key(find_case("ddp_2", CASES)) != here
 
 
+@pytest.mark.slow("real ranks; test_random_cases_run_on_a_trainer_in_float32 has such a trainer")
 def test_a_trainer_in_float32_passes_all_checks_of_a_float64_case_that_is_turned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

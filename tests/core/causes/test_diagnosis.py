@@ -62,6 +62,7 @@ def test_where_everything_raises_the_first_failing_check_is_told() -> None:
     assert diagnosis_line(found) == "memory: rank 1, step 3, parameters: expected 472 B, observed 1.888 kB (1888)"
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=4)
 @pytest.mark.parametrize("layout", ["hsdp_2x2", "fsdp_2_tp_2", dims(shard=8)], ids=str)
 @pytest.mark.parametrize(
     "mess", ["no gradients", "NaN", "one number", "no collectives", "no microbatches", "other numbers"]

@@ -192,6 +192,7 @@ def test_whole_ranks_that_are_missing_break_every_check_and_what_they_lack_those
     assert "loss" not in part.checks and "completed" in part.checks
 
 
+@pytest.mark.slow("many findings; test_what_ranks_lack_is_named_with_them has few")
 def test_more_steps_than_requested_are_one_cause_of_what_is_counted_by_steps() -> None:
     def doubled(trial: Trial, rank: int) -> Trial:
         steps = [replace(one, step=2 * one.step - late) for one in trial.ranks[rank].steps for late in (1, 0)]

@@ -169,6 +169,7 @@ def with_alteration(trial: Trial, place: tuple[int, int, int, bool], alteration:
     return trial
 
 
+@pytest.mark.slow("random evidence, often; test_nothing_raises_on_evidence_that_makes_little_sense has chosen ones")
 @QUICK
 @hypothesis.given(
     st.sampled_from([*TRIALS]), st.lists(st.tuples(PLACES, ALTERATIONS), min_size=1, max_size=3), st.integers(0, 9)
@@ -184,6 +185,7 @@ def test_no_solver_raises(name: str, alterations: list[Any], seed: int) -> None:
 # ---- noise
 
 
+@pytest.mark.slow("random gradients, often; the first layout draws them as the others do", after=1)
 @pytest.mark.parametrize("layout", ["ddp_2", "fsdp_2", "hsdp_2x2", "tp_2"])
 @hypothesis.settings(QUICK, max_examples=6)
 @hypothesis.given(

@@ -115,6 +115,7 @@ def test_a_recipe_is_assumed_of_whatever_case_is_assumed_already_with_the_noise_
     assert assumed.reference.noise == {trial.case.noise_key: noise, assumed.case.noise_key: noise}
 
 
+@pytest.mark.slow("many hypotheses; tests/hypotheses/test_zero_as_ran.py names what ran instead")
 def test_zero_that_cuts_nothing_is_another_stage_with_the_traffic_of_ddp_and_vectors_of_its_own() -> None:
     for layout, ran in ((dims(shard=3), dims(replicate=3)), ("fsdp_2_tp_2", dims(replicate=2, tp=2))):
         recipe = NINE if layout == dims(shard=3) else ADAMW
@@ -263,6 +264,7 @@ def test_of_a_recording_no_feature_is_tried() -> None:
     assert list(neighbours(trial, broken("reshard", "traffic"))) == []
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=1)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_traffic_and_numbers_have_no_neighbour(seed: int) -> None:
     draw = np.random.default_rng(seed)

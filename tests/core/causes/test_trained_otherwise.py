@@ -37,6 +37,7 @@ def test_a_run_that_is_right_fails_no_check(ran: Ran) -> None:
 # ---- what a model computes otherwise is located
 
 
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=1)
 @pytest.mark.parametrize("layers", [2, 3])
 def test_the_last_layers_that_are_on_no_rank_are_a_model_of_fewer(ran: Ran, layers: int) -> None:
     whole, fewer = case_of(model=replace(MODEL, n_layers=layers)), case_of()

@@ -19,6 +19,7 @@ AS_SIGINT = pytest.mark.slow("SIGINT ends a run in the same way")
 PAIR = "cases: {pair: {why: a test, dims: {dp_replicate: 2}}}"
 
 
+@pytest.mark.slow("real ranks; test_ctrl_c_says_which_rank_the_others_wait_for presses it once")
 @pytest.mark.parametrize(
     "by", [signal.SIGINT, *(pytest.param(by, marks=AS_SIGINT) for by in (signal.SIGTERM, signal.SIGHUP))]
 )

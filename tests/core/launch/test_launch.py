@@ -247,6 +247,7 @@ def test_when_the_server_is_killed_its_ranks_are_lost_and_the_next_job_gets_anot
     assert summary(launch(job(tmp_path / "again", "reduces"))) == [("ok", False)] * 2
 
 
+@pytest.mark.slow("waits for a server; the test beside it kills one")
 def test_a_server_that_is_stopped_is_killed_and_nobody_is_blamed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["harness.core.launch.supervise"], "KILL_PATIENCE", 1.0)
     with RankServer() as server:
@@ -322,12 +323,14 @@ def stop_driver(directory: Path, launcher: str, number: int) -> str:
     return printed
 
 
+@pytest.mark.slow("real ranks; the first interrupts the harness in the same way", after=1)
 @needs_proc
 @pytest.mark.parametrize("launcher", ["local", "torchrun"])
 def test_ctrl_c_leaves_no_process(tmp_path, launcher):
     assert stop_driver(tmp_path, launcher, signal.SIGINT) == "interrupted\n"
 
 
+@pytest.mark.slow("real ranks; the first kills the harness in the same way", after=1)
 @needs_proc
 @pytest.mark.parametrize("launcher", ["local", "torchrun"])
 def test_sigkill_of_the_harness_leaves_no_process(tmp_path, launcher):
@@ -344,6 +347,7 @@ def test_torchrun_gives_the_same_exits_when_all_is_well(tmp_path):
     assert summary(torchrun) == summary(local)
 
 
+@pytest.mark.slow("a real torchrun; tests/core/launch/test_torchrun_ranks.py reads what each leaves")
 def test_torchrun_gives_the_same_exits_when_a_rank_raises(tmp_path):
     local, torchrun = (launch(job(tmp_path / name, "raises"), name) for name in ("local", "torchrun"))
     assert summary(torchrun) == summary(local) == [("raised", False), ("raised", True)]

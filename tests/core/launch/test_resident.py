@@ -108,6 +108,9 @@ def test_a_second_command_meets_the_server_of_the_first_and_gets_circumstances_o
     assert residents[0] == residents[1]
 
 
+@pytest.mark.slow(
+    "servers; test_a_second_command_meets_the_server_of_the_first_and_gets_circumstances_of_its_own has one"
+)
 def test_two_commands_at_once_have_servers_of_their_own(sockets, tmp_path):
     with RankServer((), connect) as one, RankServer((), connect) as two:
         exits = [launch(job(tmp_path / name, "reduces"), server=each) for name, each in (("a", one), ("b", two))]
@@ -140,6 +143,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow("a server and a command; the first ends in the same way", after=1)
 @pytest.mark.parametrize(("number", "printed"), [(signal.SIGINT, "interrupted\n"), (signal.SIGKILL, "")])
 def test_a_command_that_is_interrupted_or_killed_leaves_the_resident_server_alone(sockets, tmp_path, number, printed):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), resident_client.KIND: "resident", "CI": ""}

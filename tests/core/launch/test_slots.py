@@ -270,6 +270,7 @@ def test_slots_are_not_free_while_a_rank_is_left_of_a_launch_whose_harness_died(
     eventually(lambda: free(pool, 8))
 
 
+@pytest.mark.slow("real ranks; test_takers_of_many_sizes_all_get_theirs_and_no_slot_is_had_twice gives slots back")
 def test_a_harness_that_is_killed_gives_its_slots_back_with_its_ranks(pool: Pool, tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; from harness.core.launch import *\n"

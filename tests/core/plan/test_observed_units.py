@@ -199,6 +199,7 @@ def run_wrapped(tmp_path: Path, name: str, wrap: str, habit: str = "nothing"):
     return run_case(find_case(name, load_all()), Options(out=tmp_path, trainer=trainers.spec(str(file), None)))
 
 
+@pytest.mark.slow("real ranks each; the first two are judged in the same way", after=2)
 @pytest.mark.parametrize(
     ("name", "wrap"),
     [

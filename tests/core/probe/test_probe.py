@@ -74,6 +74,7 @@ def test_a_group_that_ddp_outlives_is_not_freed_for_that_can_hang_a_rank(tmp_pat
 HSDP, FSDP_TP = {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "tp": 2}
 
 
+@pytest.mark.slow("real ranks each; the first is witnessed in the same way", after=1)
 @pytest.mark.parametrize("dims", [{"dp_replicate": 2}, HSDP, {"tp": 2}, FSDP_TP], ids=str)
 def test_other_witnesses_tell_of_the_same_collectives(tmp_path: Path, dims: dict[str, int]) -> None:
     case = from_json({"name": "witness", "why": "a test", "dims": dims, "features": {"accumulation": 2}})

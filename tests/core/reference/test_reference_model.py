@@ -163,6 +163,7 @@ def disagreement(config: ModelConfig, dtype: torch.dtype) -> float:
     return max(float(np.abs(ours[k] - others[k]).max() / np.abs(others[k]).max()) for k in ours)
 
 
+@pytest.mark.slow("a model of transformers each; the first is compared in the same way", after=1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_and_every_gradient_equal_transformers_in_float64(name: str) -> None:
     assert disagreement(CONFIGS[name], torch.float64) < 1e-12  # seen: 3e-15

@@ -40,6 +40,7 @@ def verdicts(judgement: Judgement) -> dict[str, Verdict]:
     return {result.check: result.verdict for result in judgement.results}
 
 
+@pytest.mark.slow("two torchruns; tests/core/launch/test_torchrun_ranks.py reads what each leaves")
 def test_a_rank_killed_under_torchrun_is_blamed(tmp_path: Path) -> None:
     case = case_of("killed", dims={"dp_shard": 2})
     judgement = run_case(case, Options(out=tmp_path, launcher="torchrun", fault="rank_killed_in_step_2"))
@@ -131,6 +132,7 @@ def test_two_nodes_make_one_run(tmp_path: Path) -> None:
 RESUMED: dict[str, Any] = {"dims": {"dp_shard": 2}, "resume": [{"after": 2, "dims": {"tp": 2}}]}
 
 
+@pytest.mark.slow("real ranks that resume, twice; the case fsdp_4_to_hsdp_2x2 resumes")
 def test_a_checkpoint_is_kept_only_where_the_case_does_not_pass(tmp_path: Path) -> None:
     case = case_of("resumed", **RESUMED)
     passed = run_case(case, Options(out=tmp_path))
@@ -140,6 +142,7 @@ def test_a_checkpoint_is_kept_only_where_the_case_does_not_pass(tmp_path: Path) 
     assert [path.name for path in (failed.folder / "checkpoint").iterdir()] == ["step_000002"]
 
 
+@pytest.mark.slow("six launches; the case fsdp_4_to_hsdp_2x2 resumes locally")
 def test_launches_that_resume_give_the_same_verdicts_and_cause_locally_through_torchrun_and_judged_again(
     tmp_path: Path,
 ) -> None:

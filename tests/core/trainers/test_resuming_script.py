@@ -134,21 +134,33 @@ def started_from_weights(more: str) -> dict[str, Verdict]:
     return verdicts(judged(Path.cwd()))
 
 
+@pytest.mark.slow(
+    "two launches; the first of these judges such a script, and tests/core/checks/test_resume.py what it may get wrong"
+)
 def test_a_script_that_can_start_from_weights_alone_passes(folder: Path) -> None:
     found = started_from_weights(FINETUNES)
     assert found.pop("golden") is Verdict.UNKNOWN
     assert set(found.values()) == {Verdict.PASS}
 
 
+@pytest.mark.slow(
+    "two launches; the first of these judges such a script, and tests/core/checks/test_resume.py what it may get wrong"
+)
 def test_one_whose_flag_does_so_but_is_not_given_breaks_resume(folder: Path) -> None:
     assert started_from_weights("\n\nadapter.starts_from_weights = True\n")["completed"] is Verdict.FAIL
 
 
+@pytest.mark.slow(
+    "two launches; the first of these judges such a script, and tests/core/checks/test_resume.py what it may get wrong"
+)
 def test_a_start_from_weights_alone_is_refused_where_the_adapter_does_not_say_that_it_can(folder: Path) -> None:
     with pytest.raises(Unsupported, match="has no starts_from_weights"):
         started_from_weights("")
 
 
+@pytest.mark.slow(
+    "two launches; the first of these judges such a script, and tests/core/checks/test_resume.py what it may get wrong"
+)
 def test_one_that_does_not_restore_its_optimizer_breaks_resume(folder: Path) -> None:
     restored = "    for _ in range(first):\n"
     Path("train.py").write_text(changed(Path("train.py").read_text(), (restored, f"    opt.state.clear()\n{restored}")))
@@ -157,6 +169,9 @@ def test_one_that_does_not_restore_its_optimizer_breaks_resume(folder: Path) -> 
     assert found["initial_weights"] is found["shard_contents"] is Verdict.PASS
 
 
+@pytest.mark.slow(
+    "two launches; the first of these judges such a script, and tests/core/checks/test_resume.py what it may get wrong"
+)
 def test_a_checkpoint_that_is_not_there_is_named_with_its_path(folder: Path) -> None:
     saves = '    dcp.save(state, checkpoint_id=f"{folder}/step_{step}")\n'
     Path("train.py").write_text(changed(Path("train.py").read_text(), (saves, "    pass\n")))

@@ -36,6 +36,7 @@ def test_gradients_that_stages_send_each_other_are_as_good_as_their_sum(tmp_path
     assert draw_judged(judgement).is_file()  # a rank of another stage lacks the parameter that is shown
 
 
+@pytest.mark.slow("real ranks; test_gradients_that_stages_send_each_other_are_as_good_as_their_sum has them")
 def test_copies_that_train_apart_are_named_whatever_the_norm_counts_of_them(tmp_path: Path) -> None:
     options = Options(out=tmp_path, fault=f"{__file__}:counted_twice")
     judgement = run_case(find_case("pp_2_tied", load_all()), options)
