@@ -120,6 +120,9 @@ def _exit_finding(trial: Trial, exit: Exit) -> Finding:
     return Finding.at(exit.rank, expected, observed, kind="process", quantity="" if exit.blamed else WAITED)
 
 
+UNSEEN_OPTIMIZER = (
+    "no torch.optim.Optimizer stepped, and one of another class is not seen: let the trainer's derive from torch's"
+)
 HELD = "value at the start"
 DONE = "ended after the last step"
 WAITED = "only waited"
@@ -150,8 +153,11 @@ def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
     steps = [step.step for step in evidence.steps]
     wanted, ended_well = list(trial.case.steps), {one.rank for one in trial.run.exits if one.how == "ok"}
     if steps != wanted:
-        merged = evidence.rank in ended_well and len(steps) < len(wanted)
-        note = f"{len(steps)} in all: passes that no optimizer's step follows count to the next one" * merged
+        note = ""
+        if evidence.rank in ended_well and len(steps) < len(wanted):
+            note = f"{len(steps)} in all: passes that no optimizer's step follows count to the next one"
+            if not any(step.parameters for step in evidence.steps):
+                note += f"; {UNSEEN_OPTIMIZER}"
         findings.append(Finding.at(evidence.rank, tuple(wanted), tuple(steps), quantity="optimizer steps", note=note))
     held = {tensor.fqn for tensor in evidence.parameters}
     wanted_here = set(trial.plan.slices.get(evidence.rank, {}))

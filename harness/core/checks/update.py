@@ -315,6 +315,12 @@ def _compare_with_what_was_left(here: Here, trial: Trial, step: StepEvidence, fq
     return here(0, int(differing.sum()), unit=f"of {now.size} entries changed", quantity="value", note=note)
 
 
+KEPT_ELSEWHERE = (
+    "the optimizer keeps nothing under this parameter: name the parts of a vector in which it does by"
+    " harness.adapter.note_shards"
+)
+
+
 def _compare_moments(here: Here, trial: Trial, rule: str, seen: dict[str, np.ndarray], state: _State) -> Finding | None:
     """The state after the last step, and where a checkpoint is written: these are averages over all steps until then."""
     first, second = (state.first, state.first_magnitude), (state.second, state.second)
@@ -331,5 +337,6 @@ def _compare_moments(here: Here, trial: Trial, rule: str, seen: dict[str, np.nda
         held = seen.get(key)
         if held is None or held.shape != expected.shape or not _alike(held, expected, bound).all():
             found = None if held is None else "another value"
-            return here("the optimizer's average of the gradients seen", found, quantity=key)
+            note = "" if seen else KEPT_ELSEWHERE
+            return here("the optimizer's average of the gradients seen", found, quantity=key, note=note)
     return None

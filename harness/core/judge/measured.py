@@ -40,7 +40,8 @@ def undeclared(traits: TrainerTraits) -> tuple[str, ...]:
 
 def claimed_units(evidence: RankEvidence) -> tuple[Unit, ...]:
     """Return FSDP2's units as the rank's wrappers claim them. Modules that were wrapped as one claim the same unit."""
-    wrappers = [one for one in evidence.structure.values() if one.kind == "fsdp2" and one.parameters]
+    claims = evidence.structure.values()
+    wrappers = [wrapper for wrapper in claims if wrapper.kind == "fsdp2" and wrapper.parameters]
     modules = Counter(frozenset(wrapper.parameters) for wrapper in wrappers)
     units = {}
     for wrapper in wrappers:

@@ -121,6 +121,16 @@ def test_a_gradient_missing_in_the_last_step_is_named() -> None:
     )
 
 
+def test_a_rank_of_which_no_optimizer_was_seen_is_told_what_is_seen() -> None:
+    trial = trial_of(tiny_case("ddp_2"))
+    first = replace(trial.ranks[0].steps[0], parameters={})
+    (steps, *_) = findings("completed", with_rank(trial, 0, steps=(first,)))
+    assert (steps.expected, steps.observed) == ((1, 2, 3), (1,))
+    assert steps.note.endswith(completed.UNSEEN_OPTIMIZER)
+    (fewer, *_) = findings("completed", with_rank(trial, 0, steps=trial.ranks[0].steps[:1]))
+    assert fewer.note == "1 in all: passes that no optimizer's step follows count to the next one"
+
+
 # ---- FSDP units
 
 

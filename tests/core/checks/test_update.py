@@ -130,6 +130,14 @@ def test_wrong_optimizer_state_after_the_last_step_is_named(key: str) -> None:
     )
 
 
+def test_a_parameter_under_which_an_optimizer_keeps_nothing_is_answered_with_what_names_its_vectors() -> None:
+    trial = trial_of(tiny_case("fsdp_2"))
+    state = {fqn: kept for fqn, kept in trial.ranks[1].steps[2].optimizer_state.items() if fqn != WQ}
+    (found,) = findings("update", with_step(trial, 1, 3, optimizer_state=state))
+    assert (found.name, found.quantity, found.observed) == (WQ, "exp_avg", None)
+    assert found.note.endswith("harness.adapter.note_shards")
+
+
 def test_parameters_rounded_to_float32_are_found() -> None:
     trial = with_value(trial_of(tiny_case("fsdp_2")), 1, 3, "parameters", WQ, lambda p: p.astype(np.float32))
     assert [(f.rank, f.step, f.name) for f in findings("update", trial)] == [(1, 3, WQ)]
