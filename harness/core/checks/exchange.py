@@ -9,15 +9,17 @@ step. Every rank gathers or scatters over exactly its shards, and sums in backwa
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from harness.core.case.dims import AXES, ParallelDims
 from harness.core.evidence.keys import ranks_of
 from harness.core.evidence.summary import POINT_TO_POINT, Outside, Summary, Use
 from harness.core.evidence.text import ranks_text
 from harness.core.judge.finding import Finding
-from harness.core.judge.observed_order import other_order
 from harness.core.judge.result import Result, Verdict, not_applicable, verdict_of
 from harness.core.judge.traffic import INSIDE, OF_PARAMETERS
 from harness.core.judge.trial import Trial
@@ -178,3 +180,42 @@ def _moved(one: Summary, line: tuple[int, ...], *, between_passes: bool) -> list
     """What it ran over itself and at least one other of these ranks. Stages of a pipeline send between passes, too."""
     uses: tuple[Use | Outside, ...] = (*one.uses, *one.outside, *one.background) if between_passes else one.uses
     return [use for use in uses if len(set(line).intersection(ranks_of(use.ranks))) > 1]
+
+
+# ---- pipelines of a layout whose ranks are counted in another order
+
+
+Lines = set[tuple[int, ...]]
+
+
+def other_order(summaries: Iterable[Summary], dims: ParallelDims) -> str:
+    """What the layout says, what was observed, and what to write; empty where sends run over the layout's pipelines, or over
+    those of no such order."""
+    listed = list(summaries)
+    sent = [use.ranks for one in listed for use in one.uses if use.op in POINT_TO_POINT]
+    sent += [use.ranks for one in listed for use in one.outside if use.op in POINT_TO_POINT]
+    seen = {tuple(ranks_of(ranks)) for ranks in sent}
+    outer, *inner = axes = [axis for axis in AXES if getattr(dims, axis) > 1]
+    if outer != "pp" or not seen or seen <= _pipelines(dims, axes):
+        return ""
+    orders = ([*inner[:place], "pp", *inner[place:]] for place in range(1, len(axes)))
+    order = next((order for order in orders if seen <= _pipelines(dims, order)), None)
+    if order is None:
+        return ""
+    return (
+        f"the layout counts ranks in the order {', '.join(axes)}: pp groups {_text(_pipelines(dims, axes))}; sends and receives"
+        f" run over {_text(seen)}, as in the order {', '.join(order)}, which is not judged: make the script's mesh with pp"
+        f" first (init_device_mesh with mesh_dim_names {tuple(axes)}), or leave out --layout"
+    )
+
+
+def _pipelines(dims: ParallelDims, order: Sequence[str]) -> Lines:
+    """The ranks that differ in pp alone, if the axes follow in this order, outermost first."""
+    grid = np.arange(dims.world_size).reshape([getattr(dims, axis) for axis in order])
+    lines = np.moveaxis(grid, order.index("pp"), -1).reshape(-1, dims.pp)
+    return {tuple(map(int, line)) for line in lines}
+
+
+def _text(lines: Lines, most: int = 4) -> str:
+    shown = sorted(lines)
+    return " ".join(map(ranks_text, shown[:most])) + (" .." if len(shown) > most else "")

@@ -14,18 +14,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from harness.core.case.allowance import allowed_matmuls, said
+from harness.core.case.case import Case
 from harness.core.evidence.step import Attention, QuantizedMatmul, StepEvidence
-from harness.core.judge import adapters, compiled_code, output_layer, policies, saved_hooks
+from harness.core.judge import compiled_code, output_layer, policies, saved_hooks
 from harness.core.judge.finding import Finding, Limit, Value
 from harness.core.judge.received_samples import sizes_wanted
 from harness.core.judge.result import Result, verdict_of
 from harness.core.judge.trial import Trial
-from harness.core.plan.frozen import differentiated_layers, products_left_out
+from harness.core.plan.frozen import differentiated_layers, products_left_out, products_of_block
 from harness.core.plan.grid import coordinate
 from harness.core.plan.slices import BYTES
 from harness.core.plan.stages import layers_of_stage, recomputed_layers
@@ -194,7 +195,7 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     else:
         layers = layers_of(trial, rank)
         of_blocks = forward.total() - outputs * projects_inside(trial, rank, step)
-        merged = adapters.are_merged(trial.case, of_blocks, layers)
+        merged = are_merged(trial.case, of_blocks, layers)
         frozen = products_left_out(trial.case, layers, outputs=outputs // trial.case.passes, merged=merged)
         seen = backward.total() - 2 * forward.total() + frozen
         beside = 0 if projects_inside(trial, rank, step) else matmuls_beside(step)
@@ -386,3 +387,13 @@ def _random_numbers(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     wanted = "drawn" if trial.case.model.dropout and step.step not in trial.assumption.undrawn else "none"
     drawn = "drawn" if step.activity.random.get("forward", 0) else "none"
     yield _expect(rank, "random numbers in forward", wanted, drawn, step=step.step)
+
+
+# ---- adapters whose halves are multiplied and added to their matrix first
+
+
+def are_merged(case: Case, of_blocks: int, layers: Sequence[int]) -> bool:
+    """Return whether blocks have as few matmuls as merged adapters have. of_blocks: those of a step's forward passes."""
+    return case.model.lora is not None and of_blocks == case.passes * len(layers) * products_of_block(
+        case.model, merged=True
+    )

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from literal import judged, tiny_case, trial_of, with_rank
 
+from harness.core.checks.traffic import gathered_ahead
 from harness.core.evidence.records import Collective
-from harness.core.judge.gathered_ahead import gathered_ahead
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
 

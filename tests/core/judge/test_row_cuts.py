@@ -11,7 +11,7 @@ from literal import EIGHT, judged, tiny_case, trial_of
 
 from harness.core.case.dims import ParallelDims
 from harness.core.judge.result import Verdict
-from harness.core.judge.row_cuts import by_sample
+from harness.core.judge.stored_trial import by_sample
 from harness.core.judge.trial import Trial
 from harness.core.plan.stages import positions
 
