@@ -184,6 +184,7 @@ def test_a_check_that_is_broken_says_so_without_a_traceback(in_project: Pytest, 
     assert json.loads((tmp_path / "out/pair+fatal/run/job.json").read_text())["timeout"] == 77
 
 
+@pytest.mark.slow("real ranks under pytest; test_a_missing_golden_fails shows what a check says")
 def test_a_check_that_does_not_apply_is_counted_and_alone_it_is_not_green(in_project: Pytest) -> None:
     done = in_project("-k", "one and determinism")
     assert done.returncode == 1, cause(done)

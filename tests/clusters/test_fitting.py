@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
 from json_documents import valid
 
-from harness.clusters.fitting import Wanted, fitting
+from harness.clusters import fitting as planner
+from harness.clusters.fitting import Wanted
 from harness.core.case.case import CaseError
 from harness.core.case.traits import USUAL
 from harness.core.cli import main
@@ -16,6 +18,8 @@ from harness.core.plan.figures.step_time import COMPUTES, bubble_of, step_time
 from harness.core.plan.make_plan import make_plan
 from harness.reference.config import PRESETS
 
+fitting = functools.cache(planner.fitting)
+"""A search takes seconds, and several tests look at the same one."""
 SMALL = Wanted(PRESETS["8B"], world=16, memory=80e9, nodes_of=8)
 
 

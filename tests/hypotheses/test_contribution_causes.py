@@ -127,6 +127,7 @@ PER_RANK, ONE_BY_ONE = [[0, 1], [2, 3], [4, 5], [6, 7]], [[i] for i in range(8)]
 MANY = ParallelDims(dp_replicate=2, dp_shard=4)
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=2)
 @pytest.mark.parametrize(
     ("trial", "pieces", "units"),
     [

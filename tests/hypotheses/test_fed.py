@@ -294,6 +294,7 @@ def test_labels_of_other_tokens_are_known_by_how_far_these_are(by: int) -> None:
     assert data_of(cause_of(altered(LONG, "labels", shifted(by))), "by") == ("labels shifted", by)
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=2)
 @pytest.mark.parametrize(
     ("change", "ranks", "said"),
     [

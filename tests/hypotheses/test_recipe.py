@@ -67,6 +67,7 @@ def given(by: Callable[[int, str, Arrays, float], Any], training: TrainingConfig
 MATRICES, UNCLIPPED = replace(ADAMW, decay="matrices"), replace(ADAMW, max_norm=None)
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=4)
 @pytest.mark.parametrize(
     ("requested", "kind", "changes"),
     [
@@ -103,6 +104,7 @@ def test_of_two_fields_that_are_wrong_together_none_alone_is_proven() -> None:
     assert proposed(trained_as(replace(ADAMW, beta2=0.999))) == {"beta2": 2}
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=2)
 @pytest.mark.parametrize("factor", [1.5, 3.0, 1 / 3, 10.0])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_moves_that_are_a_multiple_are_named_by_the_rate(factor: float, optimizer: str) -> None:
@@ -201,6 +203,7 @@ def test_weights_that_are_decayed_twice() -> None:
     assert (cause.kind, NORM in cause.where, cause.details) == ("weight decay", True, ())
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=1)
 @pytest.mark.parametrize("requested", [ADAMW, MATRICES])
 def test_weight_decay_in_the_gradients_is_told_from_another_weight_decay(requested: TrainingConfig) -> None:
     trial = trial_of(tiny_case("fsdp_2", requested))

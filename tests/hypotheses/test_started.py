@@ -108,6 +108,7 @@ def test_random_weights_in_the_evidence_alone_do_not_explain_right_numbers(ran: 
     assert {"update"} <= {result.check for result in judge(trial) if result.verdict is Verdict.FAIL}
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=1)
 @pytest.mark.parametrize("runs", ["other", "same"])
 def test_weights_that_each_run_draws_anew(runs: str) -> None:
     trial = trial_of(tiny_case("fsdp_2", runs=2))
@@ -117,6 +118,7 @@ def test_weights_that_each_run_draws_anew(runs: str) -> None:
     assert bool(are) is (runs == "other")
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=1)
 @pytest.mark.parametrize("layout", ["tp_2", "fsdp_2"])
 def test_ranks_that_start_from_one_shard(layout: str) -> None:
     trial = trial_of(tiny_case(layout))
@@ -181,7 +183,7 @@ def test_what_was_done_to_weights_after_the_optimizer(change: Change, are: str) 
     assert are in seen if are else seen == ""
 
 
-@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=1)
+@pytest.mark.slow("many hypotheses; test_what_was_done_to_weights_after_the_optimizer asks the same question")
 @pytest.mark.parametrize(
     ("shares", "are"),
     [((0.25, 0.25, 0.5), ("before training x 0.25", "step 1 x 0.25", "step 2 x 0.5")), ((0, 1, 0), ("after step 1",))],
@@ -260,7 +262,7 @@ SEED = alone().reference.weights
 CHANGED = "parameters changed over the checkpoint"
 
 
-@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=3)
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=1)
 @pytest.mark.parametrize(
     ("change", "kind", "detail", "value"),
     [
@@ -324,7 +326,7 @@ BOTH = ("exp_avg", "exp_avg_sq")
 OTHER = {BOTH[0]: BOTH[1], BOTH[1]: BOTH[0]}
 
 
-@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=3)
+@pytest.mark.slow("the engine tries its hypotheses on each; the first runs it in the same way", after=1)
 @pytest.mark.parametrize(
     ("change", "names", "are"),
     [

@@ -81,6 +81,7 @@ class Otherwise:
         return changed
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=6)
 @pytest.mark.parametrize(
     ("change", "since", "details"),
     [

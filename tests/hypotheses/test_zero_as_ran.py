@@ -18,6 +18,7 @@ NINE = replace(ADAMW, global_batch=9)
 ZERO_1 = trial_of(tiny_case(dims(shard=3), NINE, wrapper="zero1", model=UNEVEN))
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=1)
 @pytest.mark.parametrize("stage", ["zero1", "zero2"])
 def test_zero_that_ran_as_ddp_is_named(stage: str) -> None:
     ran = tiny_case(dims(replicate=3), NINE, model=UNEVEN)

@@ -30,6 +30,7 @@ def test_ranks_that_draw_the_same_samples_are_not_taken_to_have_different_ones(
     assert [(one.buffers, one.wrappers) for one in ranks.values()] == [(2, {"ddp": 1})] * 2
 
 
+@pytest.mark.slow("a job; test_ranks_that_draw_the_same_samples_are_not_taken_to_have_different_ones has such a job")
 def test_ranks_that_shuffle_the_same_samples_each_by_itself_are_undecided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_main: Main
 ) -> None:

@@ -102,6 +102,7 @@ def recorded(run: Main, job: Path, *words: str) -> Recording:
     return load_recording(Path("out"))
 
 
+@pytest.mark.slow("mp.spawn; tests/recording/judged/test_recorded_ends.py blames over literals")
 @pytest.mark.parametrize("start", ["spawn", pytest.param("fork", marks=pytest.mark.slow("spawn catches it, too"))])
 def test_the_rank_that_raised_is_blamed_where_multiprocessing_caught_it(start: str, job: Path) -> None:
     found = recorded(main, job, "raised", "backward 2", start)

@@ -73,7 +73,9 @@ for _ in range(2):
 """
 
 
-@pytest.mark.slow("a job each; the first is told in the same way", after=1)
+@pytest.mark.slow(
+    "a job each; the other tests of tests/recording/test_nothing_recorded.py tell why nothing was recorded"
+)
 @pytest.mark.parametrize(
     ("module", "owner", "name"),
     [

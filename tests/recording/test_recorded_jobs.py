@@ -254,6 +254,7 @@ LONG = 100.0
 WAITS = f"import time; print('it runs', flush=True); time.sleep({LONG})"
 
 
+@pytest.mark.slow("a job each; the first is judged in the same way", after=1)
 @pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_job_ends_with_its_recording_though_nobody_signals_the_job_itself(by: signal.Signals, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "harness", "record", "-o", "one", "--", sys.executable, "-c", WAITS]

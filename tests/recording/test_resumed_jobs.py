@@ -102,6 +102,7 @@ def test_a_recorder_that_failed_in_either_job_proves_nothing(
     assert found["verdict"] == "UNKNOWN" and "KeyError()" in found["unproven"]
 
 
+@pytest.mark.slow("a job each; the first is judged in the same way", after=1)
 def test_random_states_are_restored_on_every_rank(
     with_dropout: Straight, tmp_path: Path, capsys: pytest.CaptureFixture[str], forked_main: Main
 ) -> None:

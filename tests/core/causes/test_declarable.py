@@ -32,6 +32,7 @@ def averaged_by_hand(wrapper: str, *, wrapped: bool, behind: bool) -> Trial:
     return trial
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=2)
 @pytest.mark.parametrize("wrapper", ["ddp", "replicate"])
 @pytest.mark.parametrize(
     ("wrapped", "behind", "lines"),

@@ -69,6 +69,7 @@ def pasted(trial: Trial, line: str) -> Trial:
     return as_declared(trial, from_json(to_json(trial.case) | yaml.safe_load(line)))
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=3)
 @pytest.mark.parametrize(
     ("trial", "check", "declared"),
     [

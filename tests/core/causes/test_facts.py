@@ -160,6 +160,7 @@ def not_holding(trial: Trial, rank: int, fqns: Iterable[str]) -> Trial:
 EXTRA = replace(fsdp_4().ranks[2].parameters[0], fqn="a.buffer")
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=2)
 @pytest.mark.parametrize(
     ("trial", "ranks"),
     [

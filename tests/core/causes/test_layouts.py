@@ -76,6 +76,7 @@ def cause_of(trial: Trial) -> Cause:
 # ---- of all parameters
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=4)
 @pytest.mark.parametrize(
     ("requested", "ran", "named"),
     [
@@ -120,6 +121,7 @@ def test_what_ranks_hold_is_fitted_by_a_layout(
     assert assumed(first, trial) and proposed(trial, "placements") and not proposed(trial, "traffic")
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=4)
 @pytest.mark.parametrize("requested", [dims(2, 2, 2), dims(2, 1, 4), dims(1, 4, 2), dims(2, 4, 1)], ids=str)
 @pytest.mark.parametrize("order", list(itertools.permutations(("dp_replicate", "dp_shard", "tp")))[1:], ids="-".join)
 def test_axes_in_the_wrong_order(order: tuple[str, ...], requested: ParallelDims) -> None:

@@ -55,6 +55,7 @@ def right(trial: Trial, what: str) -> dict[int, float]:
     return {step.step: getattr(step, {LOSS: "loss", RATE: "lr"}.get(what, what)) for step in trial.reference.steps}
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=6)
 @pytest.mark.parametrize("what", [LOSS, NORM])
 @pytest.mark.parametrize(
     ("value", "details"),

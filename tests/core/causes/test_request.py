@@ -49,6 +49,7 @@ def proposed(trial: Trial, *checks: str) -> list[Hypothesis]:
 FEATURE, POLICY = "another feature", "another policy after forward"
 
 
+@pytest.mark.slow("many of a kind; the first run in the same way", after=6)
 @pytest.mark.parametrize(
     ("layout", "requested", "ran", "kind"),
     [

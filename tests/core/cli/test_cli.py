@@ -141,6 +141,7 @@ def test_too_few_file_descriptors_are_a_reason_and_not_a_verdict(tmp_path: Path)
     )
 
 
+@pytest.mark.slow("real ranks each; the first is read in the same way", after=1)
 @pytest.mark.parametrize("unread", ["stdout", "stderr"])
 def test_who_stops_reading_changes_no_verdict(stored: Path, tmp_path: Path, unread: str) -> None:
     damaged = shutil.copytree(stored, tmp_path / "damaged")

@@ -169,6 +169,7 @@ def test_logits_and_every_gradient_equal_transformers_in_float64(name: str) -> N
     assert disagreement(CONFIGS[name], torch.float64) < 1e-12  # seen: 3e-15
 
 
+@pytest.mark.slow("a model of transformers each; the first is compared in the same way", after=1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_and_every_gradient_agree_with_transformers_as_shipped_in_float32(name: str) -> None:
     assert disagreement(CONFIGS[name], torch.float32) < 1e-5  # seen: 2e-6

@@ -99,6 +99,7 @@ adapter = Once()
 """
 
 
+@pytest.mark.slow("real ranks; the first is made again in the same way", after=1)
 @pytest.mark.parametrize("times", [0, 2])
 def test_one_case_is_made_again_in_fresh_ranks_and_its_report_names_no_cause(
     times: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

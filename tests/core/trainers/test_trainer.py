@@ -95,6 +95,7 @@ def test_a_layout_trains_as_one_device_does(layout: str, tmp_path: Path) -> None
     assert_as_reference(run(case, tmp_path / "run"), case)
 
 
+@pytest.mark.slow("real ranks; the first is cut in the same way", after=1)
 @pytest.mark.parametrize("feature", ["sequence_parallel", "loss_parallel"])
 def test_a_vocabulary_that_tp_does_not_divide(feature: str, tmp_path: Path) -> None:
     case = case_of("tp_2", UNEVEN, **{feature: False})
@@ -149,6 +150,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, A
     return run(case_of("fsdp_2_tp_2", UNEVEN), folder / "run", checkpoints=str(folder / "checkpoints")), folder
 
 
+@pytest.mark.slow("real ranks; the first resumes in the same way", after=1)
 def test_a_resumed_run_continues_as_if_never_stopped(straight: Any, tmp_path: Path) -> None:
     told, folder = straight
     resumed = run(case_of("fsdp_2_tp_2", UNEVEN), tmp_path / "run", resume=str(folder / "checkpoints"))
@@ -161,6 +163,7 @@ def test_a_resumed_run_continues_as_if_never_stopped(straight: Any, tmp_path: Pa
         assert all(torch.equal(after["tensors"][name], value) for name, value in before["tensors"].items())
 
 
+@pytest.mark.slow("real ranks; the first resumes in the same way", after=1)
 @pytest.mark.parametrize("layout", ["single", "fsdp_2"])
 def test_a_run_resumes_in_another_layout(layout: str, straight: Any, tmp_path: Path) -> None:
     told, folder = straight
