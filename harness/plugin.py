@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+__path__: list[str] = []  # old names have modules under this one, such as harness.plugin.items
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("harness_cases", "folders of cases whose checks are items; without it there are none", "paths", [])

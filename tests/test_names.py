@@ -109,6 +109,12 @@ def test_every_old_name_leads_somewhere() -> None:
     assert [now for now in old_names.NOW.values() if importlib.util.find_spec(f"harness.{now}") is None] == []
 
 
+def test_every_module_of_the_release_before_leads_somewhere() -> None:
+    before = (ROOT / "tests" / "modules_of_before.txt").read_text(encoding="utf-8").split()
+    now = {name: old_names.name_of_today(name) or name for name in before}
+    assert before and [name for name, here in now.items() if importlib.util.find_spec(here) is None] == []
+
+
 def test_old_names_warn_once_a_process() -> None:
     code = "import harness.evidence.text, harness.spec.case, harness.plan.slices"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -192,7 +192,9 @@ def test_a_check_that_does_not_apply_is_counted_and_alone_it_is_not_green(in_pro
     assert NOTHING in done.stdout and "skipped in" not in done.stdout
 
 
-@pytest.mark.slow("real ranks under pytest; the test above counts these checks")
+@pytest.mark.slow(
+    "real ranks under pytest; test_cuda_without_gpus_is_skipped_with_the_reason_and_not_green skips with a reason"
+)
 def test_checks_that_do_not_apply_are_shown_on_request_with_the_reason(in_project: Pytest) -> None:
     done = in_project("-k", "one and (completed or determinism)", "--harness-not-applicable")
     assert done.returncode == 0, cause(done)

@@ -38,7 +38,9 @@ def test_two_commands_are_the_same_training_or_what_differs_is_returned(
     assert (factor in failed) and bool(failed) == bool(mistake)
 
 
-@pytest.mark.slow("four real jobs; the test above judges the same two commands in forked ranks")
+@pytest.mark.slow(
+    "four real jobs; test_two_commands_are_the_same_training_or_what_differs_is_returned has the fixture's judgement"
+)
 def test_a_layout_that_trains_another_way_fails(tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text(OWN.format(python=sys.executable, script=SCRIPT))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,14 +68,32 @@ def test_tests_marked_slow_are_deselected_by_short_alone(workers: int, tmp_path:
         assert done.returncode == 0 and summary in done.stdout, done.stdout + done.stderr
 
 
-def test_what_is_left_out_has_a_test_near_it_that_exists() -> None:
-    texts = {path: path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py"))}
-    everywhere = "\n".join(texts.values())
-    for path, text in texts.items():
-        marks = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-        reasons = [ast.literal_eval(node.args[0]) for node in marks if ast.unparse(node.func) == "pytest.mark.slow"]
-        for near in (word.rstrip(",;") for reason in reasons for word in reason.split() if word.startswith("test")):
-            if near.startswith("tests/"):
-                assert (ROOT / near).exists(), (path.name, near)
-            elif near.startswith("test_"):
-                assert f"def {near}(" in everywhere, (path.name, near)
+def slow_mark(expression: ast.AST) -> ast.Call | None:
+    """Return the expression where it is a mark "slow"."""
+    return (
+        expression if isinstance(expression, ast.Call) and ast.unparse(expression.func) == "pytest.mark.slow" else None
+    )
+
+
+def marked_functions(tree: ast.Module) -> Iterator[tuple[str, ast.Call | None]]:
+    """Yield each test of a file with its mark "slow", also where that has a name of its own."""
+    named = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef) and function.name.startswith("test_"):
+            marks = [slow_mark(named.get(ast.unparse(mark), mark)) for mark in function.decorator_list]
+            yield function.name, next(filter(None, marks), None)
+
+
+def test_what_is_left_out_whole_names_a_test_that_stays() -> None:
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    functions = [(path.name, *marked) for path in paths for marked in marked_functions(ast.parse(path.read_text()))]
+    whole = [(file, name, mark) for file, name, mark in functions if mark and not mark.keywords]
+    stay = {name for _, name, _ in functions} - {name for _, name, _ in whole}
+    assert whole
+    for file, name, mark in whole:
+        near = [
+            word.rstrip(",;") for word in ast.literal_eval(mark.args[0]).split() if word.startswith(("test_", "tests/"))
+        ]
+        assert near, (file, name)
+        for one in near:
+            assert one in stay or (one.startswith("tests/") and (ROOT / one).exists()), (file, name, one)

@@ -82,7 +82,7 @@ def test_published_layouts_stand_in_the_list_as_they_are_or_it_says_why_not() ->
     assert (dict(fits.published), "GB" in fits.unlisted["megatron_8b_8"]) == ({}, True)
 
 
-@pytest.mark.slow("512 ranks; the test above finds the published layout of 8")
+@pytest.mark.slow("512 ranks; test_published_layouts_stand_in_the_list_as_they_are_or_it_says_why_not has fewer")
 def test_a_published_layout_with_its_own_schedule_is_at_its_own_place() -> None:
     fits = fitting(Wanted(PRESETS["405B"], world=512, memory=96e9, nodes_of=8, batch=256))
     names = {name: fits.found[place].case.stages_per_rank for place, name in fits.published.items()}

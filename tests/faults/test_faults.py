@@ -38,7 +38,7 @@ def passed(judgement: Judgement) -> set[str]:
     return {result.check for result in judgement.results if result.verdict is Verdict.PASS}
 
 
-@pytest.mark.slow("16 real ranks; tests/test_readme.py runs this fault over 4")
+@pytest.mark.slow("16 real ranks; test_hsdp_that_ran_as_fsdp_is_named_from_traces_alone has literal ones")
 def test_hsdp_run_as_fsdp_over_16_ranks_is_named_although_losses_gradients_and_groups_pass(out: Path) -> None:
     judgement = run("hsdp_runs_as_fsdp", "hsdp_2x8", out)
     assert broken(judgement) == {"shard_contents", "placements", "traffic", "memory", "reshard"}

@@ -34,7 +34,9 @@ class Ran:
         return dict(self.diagnosis.evidence)
 
 
-AS_A_FAULT = pytest.mark.slow("real ranks; the first one runs as these do, and their checks have literal tests")
+AS_A_FAULT = pytest.mark.slow(
+    "real ranks; test_units_that_no_backward_freed_are_found_and_so_are_their_gradients runs one"
+)
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,9 @@ def test_what_is_reduced_over_tp_besides_is_all_of_a_ranks_gradients_once() -> N
         assert most == right.plan.outside_bytes[rank] + own
 
 
-@pytest.mark.slow("many hypotheses; the tests above name what is mixed")
+@pytest.mark.slow(
+    "many hypotheses; test_what_is_reduced_over_tp_besides_is_all_of_a_ranks_gradients_once has one mixture"
+)
 def test_other_multiples_one_tp_rank_alone_and_random_gradients_are_no_mixed_slices() -> None:
     right = trial_of(tiny_case(dims(shard=2, tp=2)))
     wrong, draw = reduced_over_tp(right, 0.5), np.random.default_rng(1)

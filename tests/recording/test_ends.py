@@ -112,7 +112,7 @@ def test_the_rank_that_raised_is_blamed_where_multiprocessing_caught_it(start: s
     assert found.summaries[1].reached == Reached(2, "backward", over=False)
 
 
-@pytest.mark.slow("mp.spawn; test_the_rank_that_raised_is_blamed_where_multiprocessing_caught_it records such ranks")
+@pytest.mark.slow("mp.spawn; tests/recording/judged/test_recorded_ends.py blames over literals")
 def test_a_rank_of_mp_spawn_that_is_killed_in_its_first_step_is_blamed_and_how_far_each_came_is_on_record(
     job: Path,
 ) -> None:
@@ -311,7 +311,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow("mp.spawn; test_the_rank_that_raised_is_blamed_where_multiprocessing_caught_it records such ranks")
+@pytest.mark.slow("mp.spawn; tests/recording/judged/test_recorded_ends.py blames over literals")
 def test_a_ctrl_c_that_mp_spawn_catches_is_no_end_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.py").write_text(SPAWNED)

@@ -23,7 +23,9 @@ def test_a_job_that_trains_nothing_is_told(tmp_path: Path, capsys: pytest.Captur
     assert "1 Python process ran, and none imported torch" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.slow("a real torchrun; the test below quotes ranks that raised")
+@pytest.mark.slow(
+    "a job; test_of_two_ranks_that_raised_the_one_that_lost_its_peer_is_not_the_one_quoted quotes literal ranks"
+)
 def test_what_a_job_raised_before_it_trained_is_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert record(tmp_path / "one", sys.executable, "-c", "import torch, no_such_package") == 1
     printed = " ".join(capsys.readouterr().out.split())

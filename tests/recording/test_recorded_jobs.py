@@ -75,7 +75,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.slow("a real torchrun; test_a_rank_that_is_killed_leaves_its_last_collective shows what a job was")
+@pytest.mark.slow("a job; test_a_rank_that_is_killed_leaves_its_last_collective shows what a job was")
 def test_a_recording_that_is_told_to_end_ends_the_job_and_shows_what_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,7 +128,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.slow("a real torchrun; test_a_rank_that_is_killed_leaves_its_last_collective has one")
+@pytest.mark.slow("a job; tests/recording/judged/test_recorded_ends.py reads literal ends")
 def test_a_rank_that_leaves_by_os_exit_is_heard_of(tmp_path: Path) -> None:
     assert record(tmp_path / "one", sys.executable, "-c", LEAVES) == 0
     recording = load_recording(tmp_path / "one")
@@ -232,7 +232,7 @@ if "interrupted" in sys.argv:
 """
 
 
-@pytest.mark.slow("a real torchrun; tests/core/cli/test_interrupts.py interrupts one")
+@pytest.mark.slow("two jobs; test_ctrl_c_before_anything_is_trained_is_the_cause_and_no_other_is_said interrupts one")
 def test_what_was_named_to_judge_a_job_that_is_interrupted_is_said_to_judge_it_and_is_not_asked_for_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, forked_main: Main
 ) -> None:

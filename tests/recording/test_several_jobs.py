@@ -68,7 +68,9 @@ def test_after_a_restart_by_torchrun_a_rank_is_in_its_old_place_though_the_port_
     assert found == [".", "."]
 
 
-@pytest.mark.slow("three real jobs, one killed; the others of this file record several jobs")
+@pytest.mark.slow(
+    "three real jobs, one killed; test_of_a_rank_that_comes_back_alone_the_others_are_not_missed has literal ranks"
+)
 def test_a_replica_group_that_is_killed_and_comes_back_is_told(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(["record", "-o", str(out), "--", sys.executable, SCRIPT]) == BROKEN

@@ -156,7 +156,7 @@ def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
         note = ""
         if evidence.rank in ended_well and len(steps) < len(wanted):
             note = f"{len(steps)} in all: passes that no optimizer's step follows count to the next one"
-            if not any(step.parameters for step in evidence.steps):
+            if not any(step.parameters or step.lr is not None for step in evidence.steps):
                 note += f"; {UNSEEN_OPTIMIZER}"
         findings.append(Finding.at(evidence.rank, tuple(wanted), tuple(steps), quantity="optimizer steps", note=note))
     held = {tensor.fqn for tensor in evidence.parameters}

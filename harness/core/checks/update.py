@@ -316,7 +316,7 @@ def _compare_with_what_was_left(here: Here, trial: Trial, step: StepEvidence, fq
 
 
 KEPT_ELSEWHERE = (
-    "the optimizer keeps nothing under this parameter: name the parts of a vector in which it does by"
+    "the optimizer keeps no state under this parameter; if it keeps one vector for several, name its parts by"
     " harness.adapter.note_shards"
 )
 

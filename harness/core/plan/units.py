@@ -54,10 +54,9 @@ def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
         return [Unit(root, 1), *(Unit(block, 1 if policy == "never" else degree) for block in blocks)]
     if case.wrapper == "zero3":
         return [Unit((fqn,), degree) for fqn in parameter_shapes(case.model)]
-    if isinstance(policy, int):
-        *most, last = fsdp2_units(case)
-        return [*(Unit(unit, policy) for unit in most), Unit(last, policy, modules=2)]
     *most, last = fsdp2_units(case)
+    if isinstance(policy, int):
+        return [*(Unit(unit, policy) for unit in most), Unit(last, policy, modules=2)]
     if traits.units_of(case) == "root":
         return _root_units(case)
     kept = policy == "never" or (policy == "default" and case.dims.pp > 1)

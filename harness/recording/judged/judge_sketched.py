@@ -167,9 +167,8 @@ class _Total:
             self.norms_off[step] = max(off, self.norms_off.get(step, 0.0))
         for step, rate in one.rates.items():
             self.rates[step].add(rate)
-        self.unfinished |= (
-            {*one.passes} - {*one.rates} - {sketch.step for sketch in one.sketches if sketch.kind == WEIGHTS}
-        )
+        stepped = {*one.rates} | {sketch.step for sketch in one.sketches if sketch.kind == WEIGHTS}
+        self.unfinished |= {*one.passes} - stepped
         for sketch in one.sketches:
             if sketch.kind.startswith(AFTER_PASS):
                 number = int(sketch.kind.removeprefix(AFTER_PASS))

@@ -123,7 +123,7 @@ def test_a_gradient_missing_in_the_last_step_is_named() -> None:
 
 def test_a_rank_of_which_no_optimizer_was_seen_is_told_what_is_seen() -> None:
     trial = trial_of(tiny_case("ddp_2"))
-    first = replace(trial.ranks[0].steps[0], parameters={})
+    first = replace(trial.ranks[0].steps[0], parameters={}, lr=None)
     (steps, *_) = findings("completed", with_rank(trial, 0, steps=(first,)))
     assert (steps.expected, steps.observed) == ((1, 2, 3), (1,))
     assert steps.note.endswith(completed.UNSEEN_OPTIMIZER)

@@ -237,7 +237,7 @@ def test_a_golden_is_not_accepted_in_ci(cases: Any, monkeypatch: Any, capsys: An
     assert capsys.readouterr().err.startswith("harness: goldens are not accepted in CI")
 
 
-@pytest.mark.slow("real ranks, three times; tests/core/judge has goldens over literals")
+@pytest.mark.slow("real ranks, three times; tests/core/judge/test_golden.py accepts literals")
 def test_accepting_a_golden_succeeds_and_judges_nothing_and_comparing_it_afterwards_is(project: Path) -> None:
     def golden(*arguments: str) -> tuple[int, str]:
         done = harness("golden", *arguments, cwd=project)

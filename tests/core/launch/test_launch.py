@@ -247,7 +247,9 @@ def test_when_the_server_is_killed_its_ranks_are_lost_and_the_next_job_gets_anot
     assert summary(launch(job(tmp_path / "again", "reduces"))) == [("ok", False)] * 2
 
 
-@pytest.mark.slow("waits for a server; the test beside it kills one")
+@pytest.mark.slow(
+    "waits for a server; test_when_the_server_is_killed_its_ranks_are_lost_and_the_next_job_gets_another_server kills one"
+)
 def test_a_server_that_is_stopped_is_killed_and_nobody_is_blamed(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["harness.core.launch.supervise"], "KILL_PATIENCE", 1.0)
     with RankServer() as server:

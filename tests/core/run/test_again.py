@@ -114,7 +114,9 @@ def test_one_case_is_made_again_in_fresh_ranks_and_its_report_names_no_cause(
     assert {"gradients", "grad_norm"} <= {each["check"] for each in found["results"] if each["verdict"] == "FAIL"}
 
 
-@pytest.mark.slow("real ranks, twice; the test above makes a case again")
+@pytest.mark.slow(
+    "real ranks, twice; test_one_case_is_made_again_in_fresh_ranks_and_its_report_names_no_cause makes a case again"
+)
 def test_a_gradient_that_goes_wrong_once_on_one_rank_is_located_there(tmp_path: Path) -> None:
     trainer = tmp_path / "once.py"
     trainer.write_text(ONCE)

@@ -132,7 +132,7 @@ def test_two_nodes_make_one_run(tmp_path: Path) -> None:
 RESUMED: dict[str, Any] = {"dims": {"dp_shard": 2}, "resume": [{"after": 2, "dims": {"tp": 2}}]}
 
 
-@pytest.mark.slow("real ranks that resume, twice; the case fsdp_4_to_hsdp_2x2 resumes")
+@pytest.mark.slow("real ranks that resume, twice; the case fsdp_4_to_hsdp_2x2 of tests/short_cases.txt resumes")
 def test_a_checkpoint_is_kept_only_where_the_case_does_not_pass(tmp_path: Path) -> None:
     case = case_of("resumed", **RESUMED)
     passed = run_case(case, Options(out=tmp_path))
@@ -142,7 +142,7 @@ def test_a_checkpoint_is_kept_only_where_the_case_does_not_pass(tmp_path: Path) 
     assert [path.name for path in (failed.folder / "checkpoint").iterdir()] == ["step_000002"]
 
 
-@pytest.mark.slow("six launches; the case fsdp_4_to_hsdp_2x2 resumes locally")
+@pytest.mark.slow("four launches; the case fsdp_4_to_hsdp_2x2 of tests/short_cases.txt resumes")
 def test_launches_that_resume_give_the_same_verdicts_and_cause_locally_through_torchrun_and_judged_again(
     tmp_path: Path,
 ) -> None:

@@ -111,7 +111,9 @@ def test_what_runs_while_the_rank_server_imports_is_seen_elsewhere(
     assert (gone["functions"], gone["earlier"]) == ({}, {"no_such_module": "no_such_module.py"})
 
 
-@pytest.mark.slow("imports torch's compiler twice; the tests above record what is not compiled")
+@pytest.mark.slow(
+    "imports torch's compiler twice; test_a_profiler_of_the_trainers_own_is_told records what is not compiled"
+)
 def test_what_is_compiled_is_known_to_be_missing(tmp_path: Path) -> None:
     body = "import torch\ntorch.compile(mine.idle, backend='eager')()"
     assert "compiled code" in seen(tmp_path, body)["lost"]

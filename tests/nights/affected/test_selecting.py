@@ -77,7 +77,7 @@ def listed(folder: Path) -> tuple[int, bool]:
     return done.returncode, "  pair " in done.stdout
 
 
-@pytest.mark.slow("ten commands in a repository; the tests below select by literal maps")
+@pytest.mark.slow("ten commands in a repository; test_what_is_not_known_counts selects by literal maps")
 def test_a_change_selects_the_cases_whose_ranks_run_it(repository: Path) -> None:
     made = harness(repository, "--map", "out/map")
     path = repository / "out" / "map" / "pair.json"

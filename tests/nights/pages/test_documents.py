@@ -120,7 +120,7 @@ def test_a_name_that_is_no_text_is_shown_by_numbers_and_control_characters_are_e
     json.dumps(found, ensure_ascii=False).encode("utf-8")
 
 
-@pytest.mark.slow("nine whole documents; every other test here reads one that is valid")
+@pytest.mark.slow("nine whole documents; test_cases_that_end_otherwise_are_valid has valid ones")
 def test_a_broken_document_is_not_valid() -> None:
     whole = written(judgement_of(hsdp_as_fsdp()))
     failing = next(number for number, one in enumerate(whole["results"]) if one.get("findings"))

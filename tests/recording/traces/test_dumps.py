@@ -154,7 +154,7 @@ def test_a_damaged_dump_is_one_message(damage: Callable[[Path], None], tmp_path:
     assert (code, str(folder) in message, "\n" in message) == (2, True, False)
 
 
-@pytest.mark.slow("three real ranks; literal dumps of a hang are judged in the same way")
+@pytest.mark.slow("three real ranks; test_the_rank_that_differs_is_blamed has literal dumps")
 def test_a_hang_of_real_ranks_is_blamed_from_their_dumps_alone(tmp_path: Path) -> None:
     """Rank 1 of three on gloo leaves a sum out, and the others give up."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--rdzv-backend", "c10d"]

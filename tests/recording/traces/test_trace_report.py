@@ -178,7 +178,7 @@ def test_a_damaged_trace_is_one_message_with_its_file(
     assert (code, "rank1.json.gz" in document["message"], document["message"].count("\n")) == (2, True, 0)
 
 
-@pytest.mark.slow("two real ranks; literal traces without groups are reported in the same way")
+@pytest.mark.slow("two real ranks; test_collectives_without_a_group_are_unknown has literal traces")
 def test_real_traces_of_gloo_have_steps_and_groups_and_no_members(tmp_path: Path, report: Any) -> None:
     """Two ranks under torch.profiler: gloo's events name no group."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]

@@ -66,11 +66,13 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
     differentiated = _padded(case, traits, [fqn for fqn in held if trains(case.training, fqn)], tp_index)
     alone = output_alone(units) if traits.loss_chunks > 1 else None
     called_twice = unit_called_in_chunks(case, traits, units)
+    in_chunks = alone or called_twice
     waited = 0
-    if alone:
-        waited = _reduced_apart(case, traits, everything, tp_index)
-    elif called_twice and reduces_apart(case):
-        waited = _padded(case, traits, called_twice.parameters, tp_index)
+    if in_chunks and case.features.accumulation > 1 and case.features.defer_sync is True:
+        # Gradients of earlier microbatches wait in the unit; the first backward that comes to it, a chunk's, reduces them.
+        waited = _padded(case, traits, in_chunks.parameters, tp_index)
+        if alone and traits.holds_output:  # the output waits for its last chunk, all others are reduced at its first
+            waited = everything - waited
     if shards > 1:
         times = features.accumulation * gathered
         freed = _gathered_again(case, units, alone if traits.holds_output else None)
@@ -81,10 +83,9 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
             again_bytes = times * _padded(case, traits, named, tp_index)
             yield Flow(gathered_over(case, degree), "parameters", "all_gather", "backward", again_bytes)
         yield Flow(axis, "gradients", "reduce_scatter", "backward", differentiated * scattered + waited * reduced)
-        if alone and not traits.holds_output:
-            yield from _gathered_again_in_a_pass(case, traits, axis, alone, tp_index, times=traits.loss_chunks - 1)
-        elif called_twice:
-            yield from _gathered_again_in_a_pass(case, traits, axis, called_twice, tp_index, times=1)
+        if in_chunks and not (alone and traits.holds_output):
+            later_calls = traits.loss_chunks - 1 if alone else 1
+            yield from _gathered_again_in_a_pass(case, traits, axis, in_chunks, tp_index, times=later_calls)
         elif traits.chunks_behind_forward and not alone:
             yield from _gathered_for_the_loss(case, traits, axis, units[-1], tp_index)
     if dims.replicas > 1:
@@ -141,22 +142,6 @@ def _gathered_for_chunks_of_a_stage(case: Case, traits: TrainerTraits, rank: int
     once = padded_numel(case, traits, output_weight(case), coordinate(case.data_dims, rank)["tp"]) * size
     others = (traits.loss_chunks - 1) * case.microbatches * once
     yield Flow(gathered_over(case, output.degree), "parameters", "all_gather", "forward", others)
-
-
-def _reduced_apart(case: Case, traits: TrainerTraits, everything: int, tp_index: int) -> int:
-    """Return the elements of gradients that waited for the last microbatch and are reduced ahead of the gradients of that one.
-
-    FSDP2 reduces them at the first backward that comes to their unit, which is a chunk's. They are the output's; where the
-    output waits for the last chunk (`holds_output`) they are all others."""
-    if not reduces_apart(case):
-        return 0
-    output = padded_numel(case, traits, output_weight(case), tp_index)
-    return everything - output if traits.holds_output else output
-
-
-def reduces_apart(case: Case) -> bool:
-    """Return whether gradients wait for the last microbatch, so that an earlier backward of that one reduces them alone."""
-    return case.features.accumulation > 1 and case.features.defer_sync is True
 
 
 def reductions_per_step(case: Case) -> int:
