@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -100,6 +101,11 @@ class ModelConfig:
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
+
+    @functools.cached_property
+    def numel(self) -> int:
+        """Return the number of entries of all parameters together."""
+        return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's name, in Meta's spelling and in the order the model registers them, and its full shape."""

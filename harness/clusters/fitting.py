@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -143,8 +142,7 @@ def _case(wanted: Wanted, dims: ParallelDims, checkpointing: str, stages: int) -
 
 def _least(case: Case) -> float:
     """Return the bytes that a rank keeps of its share of the model, at the least."""
-    numbers = sum(math.prod(shape) for shape in case.model.parameter_shapes().values())
-    return 4 * BYTES[case.training.dtype] * numbers / (case.dims.tp * case.dims.pp * case.shards)
+    return 4 * BYTES[case.training.dtype] * case.model.numel / (case.dims.tp * case.dims.pp * case.shards)
 
 
 @functools.cache

@@ -142,11 +142,11 @@ def _wrong(trial: Trial) -> dict[str, int]:
     return {str(one.name): one.step or 0 for one in sorted(found, key=lambda one: -(one.step or 0))}
 
 
-def _wrong_first(trial: Trial, wrong: Collection[str]) -> Trial:
-    """The same, what is wrong and small before all else: there most ways are refuted."""
+def _wrong_first(trial: Trial, wrong: Mapping[str, int]) -> Trial:
+    """Return the trial with what is wrong early and small before all else: there most ways are refuted."""
 
     def ordered(evidence: RankEvidence) -> RankEvidence:
-        tensors = sorted(evidence.parameters, key=lambda one: (one.fqn not in wrong, one.value.size))
+        tensors = sorted(evidence.parameters, key=lambda one: (wrong.get(one.fqn, math.inf), one.value.size))
         held = evidence.resumed
         known = {one.fqn: held.parameters[one.fqn] for one in tensors if one.fqn in held.parameters} if held else {}
         return replace(evidence, parameters=tuple(tensors), resumed=held and replace(held, parameters=known))
@@ -160,9 +160,13 @@ def _agrees(trial: Trial, norms: dict[int, float], halves: bool, way: Way) -> in
     step alone, and may be one of two mistakes. None means that it is refuted."""
     part = trial.assuming(way.assumed)
     vars(part)["holdings"] = trial.holdings  # the same evidence: they need not be looked for again
-    if update.holds(part, norms):
+    mistakes = update.mistakes(part, norms)
+    first = next(mistakes, None)
+    if first is None and update.all_seen(part):
         return 0
-    return HALF if halves and not any(one.step == part.first_step for one in update.mistakes(part, norms)) else None
+    if not halves or (first is not None and first.step == part.first_step):
+        return None
+    return None if any(mistake.step == part.first_step for mistake in mistakes) else HALF
 
 
 def _at_first(trial: Trial, way: Way, norms: Mapping[int, float]) -> Way:
@@ -188,6 +192,7 @@ def _fields(trial: Trial, wrong: Mapping[str, int], norms: dict[int, float], cou
     """Yield changed fields of all parameters, and of those that are wrong."""
     requested, every = trial.case.training, frozenset(trial.plan.shapes)
     fitted = _fitted(trial, wrong, norms)
+    usual = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes}
     for fqns in dict.fromkeys((every, every & {*wrong})):
         for changes, other in _changes(requested, count, fitted):
             if other.max_norm != requested.max_norm and clip_coefficient(max(norms.values()), other.max_norm) == 1:
@@ -196,9 +201,11 @@ def _fields(trial: Trial, wrong: Mapping[str, int], norms: dict[int, float], cou
             wanted = " and ".join(_text(getattr(requested, name)) for name in changes)
             swapped = count > 1 and [*changes.values()] == [getattr(requested, name) for name in [*changes][::-1]]
             where, kind = in_parameters(trial, fqns) * (fqns != every), next(KINDS.get(name, name) for name in changes)
-            cause = Cause(kind, f"updates are as with {text}", where, wanted, "the two are swapped" * swapped)
-            cause = replace(cause, details=tuple(changes.items()))
-            yield Way(cause, _by_recipe(trial, other, fqns, norms), 1 + count + (fqns != every))
+            hint, details = "the two are swapped" if swapped else "", tuple(changes.items())
+            cause = Cause(kind, f"updates are as with {text}", where, wanted, hint, details=details)
+            own = usual | _recipes(trial, other, fqns)
+            rates = _rates(trial, other) if SCHEDULE & {*changes} else None
+            yield Way(cause, _by_recipe(trial, other, fqns, norms, own, rates), 1 + count + (fqns != every))
 
 
 def _text(value: object) -> str:
@@ -262,24 +269,41 @@ def _fitted(trial: Trial, wrong: Mapping[str, int], norms: Mapping[int, float]) 
     return {name: plainest(number) for name, number in numbers.items()}
 
 
-def _by_recipe(
-    trial: Trial, other: TrainingConfig, fqns: Collection[str], norms: Mapping[int, float]
-) -> AssumedOptimizer:
-    """These parameters are trained by another one."""
-    requested, shapes = trial.case.training, trial.case.model.parameter_shapes()
+def _recipes(trial: Trial, other: TrainingConfig, fqns: Collection[str]) -> dict[str, TrainingConfig]:
+    """Return, by parameter, another recipe as it is for that one: without weight decay for vectors if only matrices decay."""
+    if other.decay != "matrices":
+        return dict.fromkeys(fqns, other)
     undecayed = replace(other, weight_decay=0.0)
-    own = {f: undecayed if other.decay == "matrices" and len(shapes.get(f, ())) == 1 else other for f in fqns}
-    own = {fqn: update.recipe_of(trial, fqn) for fqn in trial.plan.shapes} | own
+    return {fqn: undecayed if len(trial.plan.shapes[fqn]) == 1 else other for fqn in fqns}
+
+
+def _rates(trial: Trial, other: TrainingConfig) -> dict[int, float] | None:
+    """Return, by step, the learning rate of another recipe, changed as the reference's was; None if it is the same."""
     planned = {step.step: step.lr for step in trial.reference.steps}
-    usual, now = ({step: _rate(step, training) for step in planned} for training in (requested, other))
-    rates = {step: lr * now[step] / usual[step] if usual[step] else now[step] for step, lr in planned.items()}
+    usual, now = ({step: _rate(step, training) for step in planned} for training in (trial.case.training, other))
+    if usual == now:
+        return None
+    return {step: lr * now[step] / usual[step] if usual[step] else now[step] for step, lr in planned.items()}
+
+
+def _by_recipe(
+    trial: Trial,
+    other: TrainingConfig,
+    fqns: Collection[str],
+    norms: Mapping[int, float],
+    recipes: Mapping[str, TrainingConfig],
+    rates: Mapping[int, float] | None,
+) -> AssumedOptimizer:
+    """Return the optimizer that trains these parameters by another recipe. recipes: of every parameter."""
+    requested = trial.case.training
+    planned = {step.step: step.lr for step in trial.reference.steps}
 
     def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
         return clip_coefficient(norms[step], (other if fqn in fqns else requested).max_norm) * gradient
 
     return AssumedOptimizer(
-        recipe=lambda step, fqn: own[fqn],
-        rate=(lambda rank, step, fqn: (rates if fqn in fqns else planned)[step]) if usual != now else None,
+        recipe=lambda step, fqn: recipes[fqn],
+        rate=(lambda rank, step, fqn: (rates if fqn in fqns else planned)[step]) if rates else None,
         given=given if other.max_norm != requested.max_norm else None,
     )
 

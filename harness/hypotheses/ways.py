@@ -250,7 +250,8 @@ def _clipped(cause: Cause, by: By, fitted: int = 1, norm: Number | None = None) 
 
 def _by_norms(trial: Trial, limit: float) -> Iterator[Way]:
     """Each norm on record that differs from what the rank's gradients have; the one that ranks report is a choice more."""
-    right, places = partial(on_record, trial, "grad_norm"), [*itertools.product(trial.case.steps, sorted(trial.ranks))]
+    right = functools.cache(partial(on_record, trial, "grad_norm"))
+    places = [*itertools.product(trial.case.steps, sorted(trial.ranks))]
     shown, told = {(rank, step.step): step.grad_norm for rank, step in trial.own_steps()}, set()
     late = (("as that of 1 step", "before"), ("in the first step", "its own"))
     before: Source = late, lambda rank, step: right(rank, step - 1) or right(rank, step)

@@ -67,7 +67,7 @@ class Layout:
         """Return which rank holds the same where only the known axes are."""
         if self.folded or not self.without:
             return rank
-        at = coordinate(self.dims, rank) | {self.without: 0}
+        at = {**coordinate(self.dims, rank), self.without: 0}
         return int(np.ravel_multi_index([at[axis] for axis in AXES], self.known.degrees))
 
     def assume(self, trial: Trial) -> Trial:

@@ -60,7 +60,7 @@ class Pieces:
 
     def places(self, axes: Sequence[str]) -> np.ndarray:
         """Return where each piece is received, along these axes. int [pieces, axes]"""
-        at = [coordinate(self.trial.case.dims, rank) | {"cp": place} for rank, _, place, _ in self.all]
+        at = [{**coordinate(self.trial.case.dims, rank), "cp": place} for rank, _, place, _ in self.all]
         return np.array([[place[axis] for axis in axes] for place in at], dtype=int).reshape(len(at), len(axes))
 
     def mask(self, number: int, step: int) -> np.ndarray:

@@ -55,7 +55,12 @@ def check(trial: Trial) -> Result:
 
 def holds(trial: Trial, norms: dict[int, float]) -> bool:
     """Whether `check` would say PASS, by these norms; ends at the first mistake."""
-    return not _unseen(trial) and next(mistakes(trial, norms), None) is None
+    return all_seen(trial) and next(mistakes(trial, norms), None) is None
+
+
+def all_seen(trial: Trial) -> bool:
+    """Return whether parameters were observed after every step."""
+    return not _unseen(trial)
 
 
 def clipped_norms(trial: Trial) -> dict[int, float]:
@@ -112,8 +117,11 @@ def recipe_of(trial: Trial, fqn: str, step: int = 1) -> TrainingConfig:
 
 def is_right_rate(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> bool:
     """Whether the optimizer shows this rate, or another one that is assumed of some of its parameters."""
-    rates = {_rate(trial, rank, step.step, fqn, wanted) for fqn in step.gradients} | {wanted}
-    return step.lr is not None and any(math.isclose(step.lr, rate, rel_tol=1e-12) for rate in rates)
+    if step.lr is None:
+        return False
+    assumed = trial.assumption.optimizer.rate
+    rates = {wanted, *(assumed(rank, step.step, fqn) for fqn in step.gradients if assumed)}
+    return any(math.isclose(step.lr, rate, rel_tol=1e-12) for rate in rates)
 
 
 def _wrong_lr(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> list[Finding]:

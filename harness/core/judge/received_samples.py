@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate
-from harness.core.plan.stages import positions
+from harness.core.plan.stages import positions, positions_of_part
 
 
 def sizes_wanted(trial: Trial, rank: int, step: int) -> tuple[int, ...]:
@@ -61,10 +59,10 @@ def ways_to_cut(trial: Trial, rank: int, step: int) -> list[np.ndarray]:
     most likely first."""
     case, length = trial.case, trial.case.seq_len(step)
     peers = (rank, *(peer for peer in trial.plan.peers(rank, "cp") if peer != rank))
+    places = [coordinate(case.dims, peer)["cp"] for peer in peers]
     balances = (case.features.cp_load_balance, not case.features.cp_load_balance)
-    cases = [replace(case, features=replace(case.features, cp_load_balance=balance)) for balance in balances]
-    even = [other for other in cases if not other.features.cp_load_balance or length % (2 * case.dims.cp) == 0]
-    cut = [positions(other, peer, length) for peer in peers for other in even]
+    possible = [balanced for balanced in balances if not balanced or length % (2 * case.dims.cp) == 0]
+    cut = [positions_of_part(length, case.dims.cp, at, balanced=balanced) for at in places for balanced in possible]
     return [*cut, np.arange(length), *_given_positions(trial, rank, step)]
 
 

@@ -284,5 +284,4 @@ def update_bound(case: Case, magnitude: np.ndarray) -> np.ndarray:
 
     magnitude: the sum of the absolute values of all that was added up, entry by entry.
     """
-    norm_terms = sum(math.prod(shape) for shape in case.model.parameter_shapes().values())
-    return (64 + LAMBDA * math.sqrt(norm_terms)) * UNIT_ROUNDOFF[case.training.dtype] * magnitude
+    return (64 + LAMBDA * math.sqrt(case.model.numel)) * UNIT_ROUNDOFF[case.training.dtype] * magnitude

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -19,7 +20,8 @@ def rank_grid(dims: ParallelDims) -> np.ndarray:
     return np.arange(dims.world_size).reshape(dims.degrees)
 
 
-def coordinate(dims: ParallelDims, rank: int) -> dict[str, int]:
+@functools.lru_cache(maxsize=1 << 14)
+def coordinate(dims: ParallelDims, rank: int) -> Mapping[str, int]:
     """The rank's index on every axis, by the axis's name, degree 1 included."""
     place = np.unravel_index(rank, dims.degrees)
     return {axis: int(index) for axis, index in zip(AXES, place, strict=True)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from harness.core.case import schedule
@@ -49,16 +51,25 @@ def parameters_of_stage(case: Case, stage: int) -> list[str]:
 
 
 def positions(case: Case, rank: int, length: int) -> np.ndarray:
-    """The token positions of a sample that a rank receives, in its order. int64 [length / cp].
+    """Return the token positions of a sample that a rank receives, in its order. int64 [length / cp]."""
+    index = coordinate(case.dims, rank)["cp"]
+    return positions_of_part(length, case.dims.cp, index, balanced=case.features.cp_load_balance)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def positions_of_part(length: int, cp: int, index: int, *, balanced: bool) -> np.ndarray:
+    """Return the positions that the rank at this index of cp receives, in its order. int64 [length / cp], not to be written.
 
     Load balancing gives each cp rank the i-th chunk from the front and the i-th from the back. Under a causal mask late
     tokens are more work.
     """
-    cp, at = case.dims.cp, coordinate(case.dims, rank)["cp"]
-    if cp > 1 and case.features.cp_load_balance:
+    if cp > 1 and balanced:
         chunks = np.split(np.arange(length), 2 * cp)
-        return np.concatenate([chunks[at], chunks[2 * cp - 1 - at]])
-    return np.split(np.arange(length), cp)[at]
+        part = np.concatenate([chunks[index], chunks[2 * cp - 1 - index]])
+    else:
+        part = np.split(np.arange(length), cp)[index]
+    part.setflags(write=False)
+    return part
 
 
 def recomputed_layers(case: Case, rank: int) -> list[int]:

@@ -5,8 +5,6 @@ What is counted is the least that it takes, by what reference/train.py keeps. A 
 
 from __future__ import annotations
 
-import math
-
 from harness.core.case.case import Case
 from harness.core.launch import machine
 from harness.core.plan.slices import BYTES
@@ -33,7 +31,7 @@ def _too_large(case: Case, device: str, there: int, has: str, *, noise: bool) ->
     if needed <= there:
         return ""
     training, model = case.training, case.model
-    what = f"{training.steps} steps of {elements(case) / 1e6:,.0f} M parameters"
+    what = f"{training.steps} steps of {case.model.numel / 1e6:,.0f} M parameters"
     keys = f"model: {{dim: {model.dim}, n_layers: {model.n_layers}, vocab_size: {model.vocab_size}}}"
     if activations > kept:
         what = f"{training.global_batch} x {training.seq_len} tokens in one pass"
@@ -46,10 +44,6 @@ def _too_large(case: Case, device: str, there: int, has: str, *, noise: bool) ->
     )
 
 
-def elements(case: Case) -> int:
-    return sum(math.prod(shape) for shape in case.model.parameter_shapes().values())
-
-
 def of_parameters(case: Case, device: str, *, noise: bool) -> int:
     """Bytes of the host: seed weights in float64, the model, its gradients and moments, copies of these for each step. Copies
     are copied once more as they are written. A repeat, for noise, has as much as the run."""
@@ -57,7 +51,7 @@ def of_parameters(case: Case, device: str, *, noise: bool) -> int:
     computed, copied = BYTES[training.dtype], max(4, BYTES[training.dtype])
     recorded = copied * (1 + training.steps * (2 + moments))
     model = computed * (2 + moments) if device == "cpu" else 0
-    return elements(case) * max((8 + model + recorded) + noise * recorded, 2 * recorded)
+    return case.model.numel * max((8 + model + recorded) + noise * recorded, 2 * recorded)
 
 
 def of_activations(case: Case, device: str) -> int:
@@ -68,4 +62,4 @@ def of_activations(case: Case, device: str) -> int:
     tokens, size = training.global_batch * training.seq_len, BYTES[training.compute_dtype or training.dtype]
     layers = model.n_layers * (LAYER[0] * model.dim + LAYER[1] * model.ffn_dim)
     beside = 8 + max(4, BYTES[training.dtype]) + 2 * BYTES[training.dtype]
-    return tokens * (size * layers + max(4, size) * LOGITS * model.vocab_size) + elements(case) * beside
+    return tokens * (size * layers + max(4, size) * LOGITS * model.vocab_size) + case.model.numel * beside
