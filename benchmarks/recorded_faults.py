@@ -33,9 +33,9 @@ from harness.core.judge.result import Verdict
 from harness.core.judge.stored_trial import load_case
 from harness.core.report.cause_text import diagnosis_line
 from harness.faults.attempt import Attempt, accepted
+from harness.recording.judged.anomalies import anomalies
 from harness.recording.judged.recorded_layout import judged_by
 from harness.recording.judged.stored_recording import Recording
-from harness.recording.pages.recording_odd import odd
 from harness.recording.pages.recording_page import costs
 from tools.said import said_of
 
@@ -122,7 +122,7 @@ def noticed(folder: Path) -> Noticed:
     results, diagnosis = judged_by(recording, launched.dims, records.__getitem__)
     broken = [r.check for r in results if r.verdict is Verdict.FAIL]
     unknown = tuple(r.check for r in results if r.verdict is Verdict.UNKNOWN)
-    labels = [label for label, _ in [*odd(recording), *costs(summaries)]]
+    labels = [*(anomaly.label for anomaly in anomalies(recording)), *(label for label, _ in costs(summaries))]
     said = said_of(folder.name, results, diagnosis, labels)
     return Noticed(tuple(dict.fromkeys([*broken, *labels])), unknown, diagnosis_line(diagnosis), said)
 

@@ -34,9 +34,9 @@ from torch.utils.checkpoint import checkpoint
 from harness.core.case import layout as layouts
 from harness.core.cli import main as command_line
 from harness.recording.injection import environment, fresh
+from harness.recording.judged.anomalies import anomalies
 from harness.recording.judged.recorded_layout import judged
 from harness.recording.judged.stored_recording import load_recording
-from harness.recording.pages.recording_odd import odd
 from tools.said import said_of
 
 STEPS, HEIGHT, WIDTH = 4, 8, 16
@@ -297,7 +297,7 @@ def said(name: str, folder: Path) -> dict[str, Any]:
     """What is said of a job with the layout that it has, as data."""
     recording = load_recording(folder / name)
     results, diagnosis = judged(recording, layouts.layout(JOBS[name][0], recording.world))
-    return said_of(name, results, diagnosis, [label for label, _ in odd(recording)])
+    return said_of(name, results, diagnosis, [anomaly.label for anomaly in anomalies(recording)])
 
 
 def main() -> int:

@@ -115,7 +115,7 @@ NOW = {
     "report.pictures": "nights.pages.pictures",
     "report.recording_jobs": "recording.pages.recording_jobs",
     "report.recording_layout": "recording.pages.recording_layout",
-    "report.recording_odd": "recording.pages.recording_odd",
+    "report.recording_odd": "recording.judged.anomalies",
     "report.recording_outside": "recording.pages.recording_page",
     "report.recording_own": "recording.pages.recording_own",
     "report.recording_page": "recording.pages.recording_page",

@@ -17,20 +17,13 @@ from harness.clusters.draft import LLAMA_3
 from harness.core.case.case import Case, CaseError
 from harness.core.case.dims import ParallelDims
 from harness.core.case.features import Features
+from harness.core.case.layout import TITAN_DEGREES, TITAN_SECTIONS, degrees_of_titan
 from harness.core.case.traits import TrainerTraits
 from harness.core.evidence.reading import read_text
 from harness.reference.config import PRESETS, ModelConfig
 
-SECTIONS = ("training", "parallelism", "experimental")
-DEGREES = {
-    "data_parallel_replicate_degree": "dp_replicate",
-    "data_parallel_shard_degree": "dp_shard",
-    "context_parallel_degree": "cp",
-    "tensor_parallel_degree": "tp",
-    "pipeline_parallel_degree": "pp",
-}
 READ = (
-    *DEGREES,
+    *TITAN_DEGREES,
     *("seq_len", "batch_size", "local_batch_size", "global_batch_size", "max_norm"),
     *("pipeline_parallel_schedule", "pipeline_parallel_microbatch_size", "pipeline_parallel_microbatches"),
     *("fsdp_reshard_after_forward", "enable_cpu_offload", "dtype", "mixed_precision_param", "mixed_precision_reduce"),
@@ -73,27 +66,19 @@ def _section(path: Path, told: Mapping[str, Any], name: str) -> Mapping[str, Any
 
 def case_of(name: str, told: Mapping[str, Any], model: ModelConfig, world: int | None) -> FromFile:
     """name: of the configuration, whose options come by section. Raises CaseError."""
-    said = {key: value for section in SECTIONS for key, value in _section(Path(name), told, section).items()}
+    said = {key: value for section in TITAN_SECTIONS for key, value in _section(Path(name), told, section).items()}
+    dims = _dims(name, said, world)
     try:
-        case = _case(name, said, _dims(said, world), model, told.get("activation_checkpoint", {}))
+        case = _case(name, said, dims, model, told.get("activation_checkpoint", {}))
     except ValueError as error:
         raise CaseError(f"{name}: {error}") from error
     return FromFile(case, tuple(_set_aside(told, said)))
 
 
-def _dims(said: Mapping[str, Any], world: int | None) -> ParallelDims:
-    """A shard degree of -1, which is the usual one, is what the others leave of the ranks."""
-    degrees = {axis: int(said.get(word, 1)) for word, axis in DEGREES.items()}
-    if int(said.get("data_parallel_shard_degree", -1)) == -1:
-        others = ParallelDims(**degrees | {"dp_shard": 1}).world_size
-        if world is None:
-            raise ValueError("data_parallel_shard_degree -1 is the rest of a world that it does not say: add --world N")
-        if world % others:
-            raise ValueError(f"{others} ranks of the other degrees do not divide the {world} of --world")
-        degrees["dp_shard"] = world // others
-    dims = ParallelDims(**degrees)
+def _dims(name: str, said: Mapping[str, Any], world: int | None) -> ParallelDims:
+    dims = ParallelDims(**degrees_of_titan(name, said, world))
     if dims.world_size != (world or dims.world_size):
-        raise ValueError(f"{dims} = {dims.world_size} ranks, --world says {world}")
+        raise CaseError(f"{name}: {dims} = {dims.world_size} ranks, --world says {world}")
     return dims
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from harness.adapters.torchtitan import source
 from harness.clusters import config_file
-from harness.clusters.config_file import DEGREES, OF_NUMBERS, READ, FromFile
+from harness.clusters.config_file import OF_NUMBERS, READ, FromFile
 from harness.core.case.case import Case, CaseError
 from harness.reference.config import ModelConfig, RopeScaling
 
@@ -157,7 +157,7 @@ def not_run(config: Any) -> Iterator[str]:
         yield "torch.compile"
     if getattr(config.compile, "enable_async_tensor_parallel", False):
         yield "enable_async_tensor_parallel"
-    known = (*DEGREES, *READ, *ALSO_READ, *OF_NUMBERS, *OF_GPUS)
+    known = (*READ, *ALSO_READ, *OF_NUMBERS, *OF_GPUS)
     for section in (config.training, config.parallelism, config.activation_checkpoint):
         yield from (name for name in _changed(section) if name not in known)
     if (balancer := getattr(config.parallelism, "context_parallel_load_balancer", None)) not in (None, "headtail"):

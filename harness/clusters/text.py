@@ -14,11 +14,11 @@ from harness.clusters.launches import Flown
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
 from harness.core.evidence.text import bytes_text
-from harness.core.judge.result import Verdict
+from harness.core.judge.result import Verdict, verdict_of_all
 from harness.core.report.cause_text import diagnosis_line, evidence_rows
 from harness.core.report.finding_text import sentence
 from harness.core.report.text import table, wrapped
-from harness.recording.pages.recording_layout import silent, verdict_of_all
+from harness.recording.pages.recording_layout import silent
 
 SHOWN = 4  # ranks of a line
 NEVER = "numbers, samples, checkpoints, NCCL, what libraries keep on a GPU, time"

@@ -170,7 +170,7 @@ def test_what_is_not_run_is_said_by_its_name() -> None:
         (object(), 64, "ours:big: returns no configuration of torchtitan's llama3"),
         (Config(model_spec=Spec(name="qwen3")), 64, "returns no configuration of torchtitan's llama3"),
         (Config(activation_checkpoint=MemoryBudgetAC.Config()), 64, "activation_checkpoint MemoryBudgetAC"),
-        (Config(parallelism=Parallelism(tensor_parallel_degree=8)), 100, "do not divide the 100 of --world"),
+        (Config(parallelism=Parallelism(tensor_parallel_degree=8)), 100, "do not divide the 100 of the world"),
         (Config(model_spec=Spec(model=Llama3Model.Config(layers=()))), 64, "layers of its model are not spelled out"),
     ],
 )

@@ -19,11 +19,11 @@ from harness.core.evidence.records import RankEvidence
 from harness.core.judge.result import Verdict
 from harness.recording import place
 from harness.recording.folders import JOB, job_folders
+from harness.recording.judged.anomalies import anomalies
 from harness.recording.judged.recorded_layout import judged
 from harness.recording.judged.stored_recording import Recording, load_recording
 from harness.recording.pages.recording_jobs import job_rows
 from harness.recording.pages.recording_layout import jobs_report
-from harness.recording.pages.recording_odd import oddities
 
 SCRIPT = str(Path(__file__).parents[1] / "two_jobs_script.py")
 
@@ -83,7 +83,7 @@ def test_a_replica_group_that_is_killed_and_comes_back_is_told(tmp_path: Path) -
         (1, [0], "ok"),
     ]
     assert len({job.summaries[0].contents[3] for job in jobs}) == 1
-    assert [(odd.label, odd.ranks) for odd in oddities(recording)] == [("ENDED UNHEARD", (0,)), ("REACHED", (0,))]
+    assert [(odd.label, odd.ranks) for odd in anomalies(recording)] == [("ENDED UNHEARD", (0,)), ("REACHED", (0,))]
     rows = [text for _, text in job_rows(recording)]
     assert "it had left, and came back" in rows[3] and "[1-3]" in rows[4]
 
@@ -133,4 +133,4 @@ def test_what_a_launcher_heard_is_of_the_job_whose_ranks_it_started(tmp_path: Pa
 def test_of_a_rank_that_comes_back_alone_the_others_are_not_missed(tmp_path: Path) -> None:
     stored(tmp_path, 2)
     os.remove(record_file(tmp_path / "jobs" / "2", 1))
-    assert "NO EVIDENCE" not in {one.label for one in oddities(load_recording(tmp_path))}
+    assert "NO EVIDENCE" not in {one.label for one in anomalies(load_recording(tmp_path))}

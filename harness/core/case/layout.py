@@ -18,7 +18,7 @@ from harness.core.case.dims import AXES, ParallelDims
 from harness.core.case.yaml_documents import document_of
 from harness.core.evidence.reading import read_text
 
-TITAN = {
+TITAN_DEGREES = {
     "data_parallel_replicate_degree": "dp_replicate",
     "data_parallel_shard_degree": "dp_shard",
     "context_parallel_degree": "cp",
@@ -26,7 +26,7 @@ TITAN = {
     "pipeline_parallel_degree": "pp",
 }
 """torchtitan's words for the degrees."""
-SECTIONS = ("training", "experimental", "parallelism")
+TITAN_SECTIONS = ("training", "experimental", "parallelism")
 """Where its TOML files have them: in the first two until 2025."""
 FILES = "torchtitan's .toml, its MODULE:FUNCTION, or accelerate's .yaml"
 """What may be given in the place of degrees."""
@@ -79,8 +79,8 @@ def _of_toml(file: str, world_size: int | None) -> dict[str, int]:
         told = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise CaseError(f"{file}: {error}") from error
-    words = {word: degree for name in SECTIONS for word, degree in _section(file, told, name).items()}
-    return _of_titan(file, words, world_size)
+    words = {word: degree for name in TITAN_SECTIONS for word, degree in _section(file, told, name).items()}
+    return degrees_of_titan(file, words, world_size)
 
 
 def _of_python(reference: str, world_size: int | None) -> dict[str, int]:
@@ -92,12 +92,17 @@ def _of_python(reference: str, world_size: int | None) -> dict[str, int]:
         told = getattr(importlib.import_module(module), name)().parallelism
     except Exception as error:
         raise CaseError(f"{reference}: no configuration with `parallelism` was returned: {error!r}") from error
-    return _of_titan(reference, {word: getattr(told, word) for word in TITAN if hasattr(told, word)}, world_size)
+    return degrees_of_titan(
+        reference, {word: getattr(told, word) for word in TITAN_DEGREES if hasattr(told, word)}, world_size
+    )
 
 
-def _of_titan(source: str, told: Mapping[str, Any], world_size: int | None) -> dict[str, int]:
-    """A shard degree of -1 is what the others leave of the ranks."""
-    degrees = {axis: _degree(source, word, told[word]) for word, axis in TITAN.items() if word in told}
+def degrees_of_titan(source: str, told: Mapping[str, Any], world_size: int | None) -> dict[str, int]:
+    """Return the degree of each axis that torchtitan's words give. A shard degree of -1, or none, is what the others leave.
+
+    Raises CaseError, which begins with the source.
+    """
+    degrees = {axis: _degree(source, word, told[word]) for word, axis in TITAN_DEGREES.items() if word in told}
     if degrees.get(REST, -1) == -1:
         others = math.prod(max(degree, 1) for axis, degree in degrees.items() if axis != REST)
         degrees[REST] = rest_of(source, "data_parallel_shard_degree -1", others, world_size)

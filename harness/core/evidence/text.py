@@ -17,6 +17,17 @@ def ranks_text(ranks: tuple[int, ...] | list[int]) -> str:
     return "[" + ",".join(map(str, ranks)) + "]"
 
 
+def some_ranks(ranks: Iterable[int], most: int = 6) -> str:
+    """rank 3; ranks 0-6; ranks 0, 4, 9 and 12 more."""
+    listed = sorted(set(ranks))
+    if len(listed) == 1:
+        return f"rank {listed[0]}"
+    if listed == list(range(listed[0], listed[-1] + 1)):
+        return f"ranks {listed[0]}-{listed[-1]}"
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return f"ranks {', '.join(map(str, listed[:most]))}{more}"
+
+
 def bytes_text(count: float) -> str:
     """Write bytes in decimal units, four digits: 1.051 MB."""
     for unit in ("B", "kB", "MB"):

@@ -62,7 +62,9 @@ def ways_to_cut(trial: Trial, rank: int, step: int) -> list[np.ndarray]:
     places = [coordinate(case.dims, peer)["cp"] for peer in peers]
     balances = (case.features.cp_load_balance, not case.features.cp_load_balance)
     possible = [balanced for balanced in balances if not balanced or length % (2 * case.dims.cp) == 0]
-    cut = [positions_of_part(length, case.dims.cp, at, balanced=balanced) for at in places for balanced in possible]
+    cut = [
+        positions_of_part(length, case.dims.cp, index, balanced=balanced) for index in places for balanced in possible
+    ]
     return [*cut, np.arange(length), *_given_positions(trial, rank, step)]
 
 

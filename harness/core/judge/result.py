@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -47,6 +48,13 @@ def verdict_of(
     """Return FAIL with findings, PASS without."""
     verdict = Verdict.FAIL if findings else Verdict.PASS
     return Result(name, verdict, examined, tuple(replace(one, check=name) for one in findings), note, largest)
+
+
+def verdict_of_all(results: Iterable[Result]) -> Verdict:
+    """Return FAIL if a check fails, else UNKNOWN if one is, else PASS if one passes; UNKNOWN without any of these."""
+    verdicts = {result.verdict for result in results}
+    ordered = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS)
+    return next((verdict for verdict in ordered if verdict in verdicts), Verdict.UNKNOWN)
 
 
 @dataclass(frozen=True)

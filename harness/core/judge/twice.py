@@ -15,7 +15,7 @@ from harness.core.evidence.step import StepEvidence
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """The first step in which numbers of two runs differ, and in it the first kind of number."""
 
     step: int
@@ -44,7 +44,7 @@ class _Found(NamedTuple):
     place: int = 0  # of a collective, among those of its step
 
 
-def first_difference(one: Run, other: Run) -> Difference | None:
+def first_difference(one: Run, other: Run) -> FirstDifference | None:
     """Return None where all numbers of the steps that both have are equal. One rank alone passes something else first, where
     a number changed on it: what it has passed changes the numbers of others."""
     ranks = sorted(one.ranks.keys() & other.ranks.keys())
@@ -54,7 +54,7 @@ def first_difference(one: Run, other: Run) -> Difference | None:
     first = min((found.step, ORDER.index(found.quantity), found.place) for _, found in all_found)
     told = [(rank, each) for rank, each in all_found if (each.step, ORDER.index(each.quantity), each.place) == first]
     names, where = dict.fromkeys(each.name for _, each in told), dict.fromkeys(rank for rank, _ in told)
-    return Difference(first[0], ORDER[first[1]], tuple(names), tuple(where))
+    return FirstDifference(first[0], ORDER[first[1]], tuple(names), tuple(where))
 
 
 def _of_rank(one: RankEvidence, other: RankEvidence) -> Iterator[_Found]:

@@ -22,6 +22,8 @@ from harness.reference.config import TrainingConfig
 if TYPE_CHECKING:
     from harness.core.judge.judgement import Judgement
 
+Rows = list[tuple[str, str]]
+"""Label and text."""
 WIDTH = 80  # columns of a terminal
 INDENT = " " * 20  # below a label and the text beside it
 MARKS = {Verdict.PASS: "P", Verdict.FAIL: "F", Verdict.UNKNOWN: "?", Verdict.NOT_APPLICABLE: "-"}

@@ -12,7 +12,7 @@ from typing import Any
 from harness.core.case.case import Case
 from harness.core.evidence.store import EvidenceError, load_run
 from harness.core.judge.result import Verdict
-from harness.core.judge.twice import Difference, first_difference
+from harness.core.judge.twice import FirstDifference, first_difference
 from harness.core.report.outcome import GREEN, Outcome
 from harness.core.report.repeats_text import repeats_text
 from harness.core.report.text import wrapped
@@ -82,7 +82,7 @@ def _told(
     return told
 
 
-def _difference(case: Case, one: Options, other: Options) -> Difference | None:
+def _difference(case: Case, one: Options, other: Options) -> FirstDifference | None:
     """Return None also where one of them left no evidence to compare."""
     try:
         return first_difference(*(load_run(folder_of(case, each) / "run") for each in (one, other)))

@@ -31,7 +31,7 @@ from harness.recording.judged.sketch_distances import (
     EQUAL,
     OF_UPDATES,
     Bounds,
-    Difference,
+    TensorDistance,
     apart,
     distances,
     is_too_fine,
@@ -54,7 +54,7 @@ class Comparison:
 
     results: tuple[Result, ...]
     """One for each of CHECKS."""
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[TensorDistance, ...] = ()
     """The differences of all tensors that both have."""
     noise: str = ""
     """Where bounds are from, for a person."""
@@ -159,11 +159,11 @@ def _honest(result: Result) -> Result:
     return result
 
 
-def _differences(one: Numbers, other: Numbers, bounds: Bounds, steps: Iterable[int]) -> Iterator[Difference]:
+def _differences(one: Numbers, other: Numbers, bounds: Bounds, steps: Iterable[int]) -> Iterator[TensorDistance]:
     order = {fqn: place for place, fqn in enumerate(one.shapes)}
     found = [(key, distance, fit) for key, distance, fit in distances(one, other) if key[0] in {*steps}]
     for key, distance, fit in sorted(found, key=lambda item: (item[0][0], item[0][1], order.get(item[0][2], 0))):
-        yield Difference(key, distance, fit, bounds.of(key))
+        yield TensorDistance(key, distance, fit, bounds.of(key))
 
 
 # ---- what goes in
@@ -187,7 +187,9 @@ def _initial(one: Numbers, other: Numbers) -> Result:
 # ---- what comes of it
 
 
-def _judged(name: str, one: Numbers, other: Numbers, found: list[Difference], kind: str, steps: list[int]) -> Result:
+def _judged(
+    name: str, one: Numbers, other: Numbers, found: list[TensorDistance], kind: str, steps: list[int]
+) -> Result:
     """One check of tensors. kind: of which tensors; empty: of an optimizer's state."""
     findings = [
         _finding(

@@ -44,7 +44,7 @@ JUMP = UNIT_ROUNDOFF["bfloat16"]
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDistance:
     """How far one tensor of the second recording is from the first one's."""
 
     key: Key
@@ -177,7 +177,7 @@ def apart(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
     return off / length, float(one @ other) / length**2
 
 
-def wrong_rows(one: Numbers, other: Numbers, wrong: Difference) -> str:
+def wrong_rows(one: Numbers, other: Numbers, wrong: TensorDistance) -> str:
     """Return in which rows a gradient is wrong; empty where blocks of rows were not recorded, or it is so in all."""
     step, kind, fqn = wrong.key
     mine, theirs = ({} if kind != GRADIENT else of.by_rows.get((step, fqn), {}) for of in (one, other))

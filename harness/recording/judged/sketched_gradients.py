@@ -18,7 +18,7 @@ from harness.core.evidence.text import names_text, number_text, ranks_text
 from harness.core.judge.result import Cause, Result
 from harness.recording.judged.judge_same_training import Comparison
 from harness.recording.judged.judge_sketched import Numbers
-from harness.recording.judged.sketch_distances import Difference, apart, wrong_rows
+from harness.recording.judged.sketch_distances import TensorDistance, apart, wrong_rows
 from harness.recording.judged.sketched_passes import counted_otherwise
 from harness.recording.sketches import GRADIENT, WEIGHTS
 
@@ -27,7 +27,7 @@ FLOAT32 = 1e-6
 CLEAR = 4.0
 """Times its bound that a distance is no noise."""
 FEW = 3
-Sums = Callable[[Difference], "np.ndarray | None"]
+Sums = Callable[[TensorDistance], "np.ndarray | None"]
 """What the second recording's sketch would be."""
 Way = tuple[Cause, Sums]
 
@@ -42,7 +42,7 @@ class Wrong:
     """The one that is judged."""
     step: int
     """That step."""
-    differences: tuple[Difference, ...]
+    differences: tuple[TensorDistance, ...]
     """Those of wrong gradients."""
 
     @property
@@ -50,16 +50,16 @@ class Wrong:
         """The largest distance that is no mistake, of any of them."""
         return max(d.bound for d in self.differences)
 
-    def right(self, d: Difference) -> np.ndarray:
+    def right(self, d: TensorDistance) -> np.ndarray:
         return self.one.whole[d.key].sums
 
-    def seen(self, d: Difference) -> np.ndarray:
+    def seen(self, d: TensorDistance) -> np.ndarray:
         return self.other.whole[d.key].sums
 
     def is_so(self, sums: Sums) -> bool:
         """Whether this is what the second recording has in all of them, within their bounds."""
 
-        def one_is(d: Difference) -> bool:
+        def one_is(d: TensorDistance) -> bool:
             wanted = sums(d)
             return wanted is not None and apart(wanted, self.seen(d))[0] <= d.bound
 
@@ -165,7 +165,7 @@ def _alike(wrong: Wrong) -> list[tuple[int, ...]]:
     return sorted({tuple(sorted(of)) for of in alike.values() if len(of) > 1})
 
 
-def _mean_is(other: Numbers, difference: Difference, wanted: np.ndarray) -> bool:
+def _mean_is(other: Numbers, difference: TensorDistance, wanted: np.ndarray) -> bool:
     """Whether the mean of what holders of each slice have is this."""
     whole = other.whole[difference.key]
     total = whole.sums.copy()

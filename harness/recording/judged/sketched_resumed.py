@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from harness.core.evidence.text import number_text
 from harness.core.judge.result import Cause
 from harness.recording.judged.judge_sketched import Numbers
-from harness.recording.judged.sketch_distances import EQUAL, Difference, apart
+from harness.recording.judged.sketch_distances import EQUAL, TensorDistance, apart
 from harness.recording.judged.sketched_gradients import in_words
 from harness.recording.sketches import GRADIENT, WEIGHTS
 
@@ -34,7 +34,7 @@ def _are(one: Numbers, other: Numbers, step: int, fqn: str) -> bool:
     return mine is not None and theirs is not None and apart(mine.sums, theirs.sums)[0] <= EQUAL
 
 
-def new_state(one: Numbers, other: Numbers, wrong: Sequence[Difference]) -> Cause | None:
+def new_state(one: Numbers, other: Numbers, wrong: Sequence[TensorDistance]) -> Cause | None:
     """Averages that are multiples of the first step's gradient alone, while those of the first recording are not."""
     averages = [d for d in wrong if d.key[0] == one.after + 1 and d.key[1] in AVERAGES]
     if not one.after or not averages or not all(_is_new(other, d) and not _is_new(one, d) for d in averages):
@@ -46,7 +46,7 @@ def new_state(one: Numbers, other: Numbers, wrong: Sequence[Difference]) -> Caus
     return Cause("optimizer state lost", text, in_words(list(names), one), details=details)
 
 
-def _is_new(of: Numbers, average: Difference) -> bool:
+def _is_new(of: Numbers, average: TensorDistance) -> bool:
     step, _, fqn = average.key
     gradient = of.whole.get((step, GRADIENT, fqn))
     if gradient is None:

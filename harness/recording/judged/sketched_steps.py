@@ -17,7 +17,7 @@ from harness.core.evidence.text import number_text, ranks_text
 from harness.core.judge.result import Cause, Result
 from harness.recording.judged.judge_same_training import Comparison
 from harness.recording.judged.judge_sketched import Key, Numbers
-from harness.recording.judged.sketch_distances import OF_UPDATES, Difference, apart
+from harness.recording.judged.sketch_distances import OF_UPDATES, TensorDistance, apart
 from harness.recording.judged.sketched_gradients import in_words
 from harness.recording.judged.sketched_resumed import AVERAGES, new_state
 from harness.recording.sketches import GRADIENT, WEIGHTS
@@ -68,14 +68,14 @@ def stepped_otherwise(one: Numbers, other: Numbers, found: Comparison, result: R
     return Cause("not explained", text, hint=hint, details=details)
 
 
-def _decayed(one: Numbers, other: Numbers, wrong: Sequence[Difference]) -> Cause | None:
+def _decayed(one: Numbers, other: Numbers, wrong: Sequence[TensorDistance]) -> Cause | None:
     """An update or an average of gradients is wrong by a multiple of the weights."""
     kind = wrong[0].key[1] if wrong else ""
     wanted = [((d.key[0] - 1, WEIGHTS, d.key[2]), d) for d in wrong if d.key[1] == kind]
     if not wanted or any(before not in of.whole for before, _ in wanted for of in (one, other)):
         return None
 
-    def sums(of: Numbers, before: Key, d: Difference) -> np.ndarray:
+    def sums(of: Numbers, before: Key, d: TensorDistance) -> np.ndarray:
         step, _, fqn = d.key
         added = kind == OF_UPDATES
         return of.whole[step, WEIGHTS, fqn].sums - of.whole[before].sums if added else of.whole[d.key].sums
@@ -98,7 +98,7 @@ def _decayed(one: Numbers, other: Numbers, wrong: Sequence[Difference]) -> Cause
     return Cause("weight decay in the gradients", text, details=(("times", times),))
 
 
-def _clipped(one: Numbers, other: Numbers, wrong: Sequence[Difference]) -> Cause | None:
+def _clipped(one: Numbers, other: Numbers, wrong: Sequence[TensorDistance]) -> Cause | None:
     """In step 1 averages are other multiples of gradients, which are the same."""
     if other.rescaled.get(1) and not one.norms.get(1):
         return None  # the first recording's gradients are seen after clipping, so its factor is not known
@@ -112,7 +112,7 @@ def _clipped(one: Numbers, other: Numbers, wrong: Sequence[Difference]) -> Cause
     return _multiplied_otherwise(one, found, max(d.bound for d in averages)) if found else None
 
 
-def _multiple(of: Numbers, average: Difference) -> float | None:
+def _multiple(of: Numbers, average: TensorDistance) -> float | None:
     """Return what a gradient was multiplied by before it came into its average; None where that is not known."""
     _, kind, fqn = average.key
     taken, gradient = _taken(of, kind), of.whole.get((1, GRADIENT, fqn))

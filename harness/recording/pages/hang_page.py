@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness.core.evidence.text import counted
+from harness.core.evidence.text import counted, some_ranks
 from harness.core.launch.sequences import describe
-from harness.recording.pages.recording_odd import Rows, some_ranks
+from harness.core.report.text import Rows
 from harness.recording.pages.recording_page import table_of
 from harness.recording.traces.analyzer import Analysis
 from harness.recording.traces.hang import Hang, Stuck

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.core.case.dims import ParallelDims
-from harness.core.judge.result import Diagnosis, Result
+from harness.core.judge.result import Diagnosis, Result, verdict_of_all
 from harness.core.report.as_data import as_data
 from harness.core.report.cause_text import diagnosis_line
+from harness.recording.judged.anomalies import anomalies
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.judged.structure import costs, structure
-from harness.recording.pages.recording_layout import Judged, results_of, verdict_of_all
-from harness.recording.pages.recording_odd import oddities
+from harness.recording.pages.recording_layout import Judged, results_of
 from harness.recording.pages.recording_page import facts
 from harness.recording.pages.trace_page import trace_rows
 from harness.recording.traces.job import TracedJob
@@ -47,7 +47,7 @@ def recording(
         "left_evidence": list(found.summaries),
         "exits": found.exits,
         "unreadable": found.unreadable,
-        "odd": oddities(found),
+        "odd": anomalies(found),
         "facts": [{"label": label, "text": text} for label, text in rows],
         "structure": structure(found) if summaries else {},
         "costs": costs(found),

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from harness.core.case.dims import ParallelDims
-from harness.core.judge.result import Diagnosis, Result, Verdict
+from harness.core.judge.result import Diagnosis, Result, Verdict, verdict_of_all
 from harness.core.report.cause_text import diagnosis_line, evidence_rows
 from harness.core.report.finding_text import sentence
 from harness.core.report.text import WIDTH, check_line, table, wrapped
@@ -83,8 +83,3 @@ def _first(result: Result) -> str:
     """Return the first finding, and how many more there are: without them a reader takes other ranks to be right."""
     first, *more = result.findings
     return sentence(first) + (f" (and {len(more)} more)" if more else "")
-
-
-def verdict_of_all(results: Sequence[Result]) -> Verdict:
-    found = {result.verdict for result in results}
-    return next((v for v in (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS) if v in found), Verdict.UNKNOWN)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from harness.core.evidence.keys import ranks_key, steps_text
-from harness.core.evidence.recording import Beside
+from harness.core.evidence.keys import steps_text
 from harness.core.evidence.records import BACKGROUND, OwnGroup
 from harness.core.evidence.summary import Summary
-from harness.core.evidence.text import bytes_text, ranks_text
+from harness.core.evidence.text import bytes_text
 from harness.core.evidence.unplaced import own_group_text
 
 LABEL = "own groups"
@@ -67,20 +66,3 @@ def _moved(groups: Sequence[OwnGroup]) -> list[str]:
             when = "" if phase == BACKGROUND else f" in {steps_text(tuple(steps))}{each}"
             found.append(f"{op} in {phase}: {bytes_text(size)} {dtype} in {calls} call{'s' * (calls > 1)}{when}")
     return found
-
-
-def shared_texts(summaries: Sequence[Summary]) -> list[tuple[tuple[int, ...], str]]:
-    """Return each group over which several threads issue collectives at one time: the ranks, and the collectives."""
-    found: dict[str, list[tuple[int, Beside]]] = defaultdict(list)
-    for one in summaries:
-        for beside in one.beside:
-            found[ranks_key(beside.ranks)].append((one.rank, beside))
-    return [(tuple(rank for rank, _ in uses), _shared(uses[0][1])) for uses in found.values()]
-
-
-def _shared(one: Beside) -> str:
-    threads = ", ".join(one.threads[:2]) + ", .." * (len(one.threads) > 2)
-    return (
-        f"thread {threads} issues {', '.join(one.ops)} over {ranks_text(one.ranks)} while the thread that trains is at work,"
-        f" and that one issues {', '.join(one.trains)} over the same group ({one.group}): nothing fixes their order"
-    )

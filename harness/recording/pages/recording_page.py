@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 from harness.core.evidence.keys import ranks_key, ranks_of, steps_text
 from harness.core.evidence.summary import Summary
-from harness.core.evidence.text import MANY, bytes_text, counted, ranks_text
+from harness.core.evidence.text import MANY, bytes_text, counted, ranks_text, some_ranks
 from harness.core.judge.local_training import averaged, local_by
 from harness.core.judge.observed import Axis, Moved, axes, left_on, replicas, together
-from harness.core.report.text import WIDTH, wrapped
+from harness.core.report.text import WIDTH, Rows, wrapped
+from harness.recording.judged.anomalies import NO_CHECK_OF_A_LAYOUT, anomalies
 from harness.recording.judged.outside_passes import PHASES as WORDS_OF_PHASES
 from harness.recording.judged.outside_passes import Line, lines, whole_steps
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.pages.recording_jobs import job_rows
-from harness.recording.pages.recording_odd import APART, SEPARATE, SHARED, UNTRAINED, WAITED, Rows, odd, some_ranks
 from harness.recording.pages.recording_own import own_rows
 
 # ---- The rows of a recording's page on what moved outside of forward and backward, or beside the thread that trains
@@ -107,15 +107,13 @@ def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", 
     summaries = [one for _, one in sorted(recording.summaries.items())]
     jobs = job_rows(recording)
     rows = (
-        [*odd(recording), *jobs, *facts(recording, summaries, with_layout=bool(judged or layout))]
+        [*anomaly_rows(recording), *jobs, *facts(recording, summaries, with_layout=bool(judged or layout))]
         if summaries
-        else [*odd(recording), *jobs]
+        else [*anomaly_rows(recording), *jobs]
     )
     lines = [_title(recording), *table_of(rows)]
     if judged:
-        worst = [
-            row for row in rows if row[0] in (SEPARATE, UNTRAINED, SHARED, APART, WAITED)
-        ]  # no check states it, and others follow from it
+        worst = [row for row in rows if row[0] in NO_CHECK_OF_A_LAYOUT]
         below = [row for row in rows if row not in worst]
         lines = [judged[0], *table_of(worst), *judged[1:], "", _title(recording), *table_of(below)]
     return "\n".join(lines if whole else _cut(lines, recording, layout))
@@ -123,7 +121,12 @@ def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", 
 
 def anomalies_text(recording: Recording) -> str:
     """Return the page's title, and below it what is anomalous."""
-    return "\n".join([_title(recording), *table_of(odd(recording))])
+    return "\n".join([_title(recording), *table_of(anomaly_rows(recording))])
+
+
+def anomaly_rows(recording: Recording) -> Rows:
+    """Return what is anomalous: kind and text."""
+    return [(anomaly.label, anomaly.text) for anomaly in anomalies(recording)]
 
 
 def _title(recording: Recording) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
 from harness.core.evidence.keys import steps_text
-from harness.core.evidence.text import counted
-from harness.core.judge.result import Result
-from harness.recording.pages.recording_layout import layout_report, verdict_of_all
-from harness.recording.pages.recording_odd import Rows, some_ranks
+from harness.core.evidence.text import counted, some_ranks
+from harness.core.judge.result import Result, verdict_of_all
+from harness.core.report.text import Rows
+from harness.recording.pages.recording_layout import layout_report
 from harness.recording.pages.recording_page import rows_of_axes, rows_of_step, table_of
 from harness.recording.pages.trace_times import time_rows
 from harness.recording.traces.job import TracedJob

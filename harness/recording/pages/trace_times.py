@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from harness.core.case.case import Case
-from harness.core.evidence.text import bytes_text, counted
+from harness.core.evidence.text import bytes_text, counted, some_ranks
 from harness.core.plan.figures.pipeline_time import matmul_operations, pipeline_time
-from harness.recording.pages.recording_odd import Rows, some_ranks
+from harness.core.report.text import Rows
 from harness.recording.pages.recording_page import groups_text
 from harness.recording.traces.times import RankTime, Times, Took
 

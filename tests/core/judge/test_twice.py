@@ -11,7 +11,7 @@ from checked import WQ, with_loss
 from literal import last_bit, tiny_case, trial_of, with_rank, with_step, with_value
 
 from harness.core.judge.trial import Trial
-from harness.core.judge.twice import PASSED, PASSED_EARLY, Difference, first_difference
+from harness.core.judge.twice import PASSED, PASSED_EARLY, FirstDifference, first_difference
 
 Change = Callable[[Trial], Trial]
 
@@ -39,26 +39,28 @@ def loss(trial: Trial) -> Trial:
     ("change", "expected"),
     [
         (lambda t: t, None),
-        (gradient, Difference(3, "gradients", (WQ,), (1,))),
-        (lambda t: gradient(gradient(t, 0)), Difference(3, "gradients", (WQ,), (0, 1))),
-        (lambda t: loss(gradient(t)), Difference(2, "losses", ("microbatch 0",), (0,))),
-        (lambda t: loss(gradient(t, step=1)), Difference(1, "gradients", (WQ,), (1,))),
+        (gradient, FirstDifference(3, "gradients", (WQ,), (1,))),
+        (lambda t: gradient(gradient(t, 0)), FirstDifference(3, "gradients", (WQ,), (0, 1))),
+        (lambda t: loss(gradient(t)), FirstDifference(2, "losses", ("microbatch 0",), (0,))),
+        (lambda t: loss(gradient(t, step=1)), FirstDifference(1, "gradients", (WQ,), (1,))),
         (
             lambda t: with_step(t, 1, 2, microbatches=()),
-            Difference(2, "samples", ("microbatches, whose number differs",), (1,)),
+            FirstDifference(2, "samples", ("microbatches, whose number differs",), (1,)),
         ),
         (
             lambda t: with_step(t, 0, 2, grad_norm=9.0, reported_loss=9.0),
-            Difference(2, "gradient norm", ("as reported",), (0,)),
+            FirstDifference(2, "gradient norm", ("as reported",), (0,)),
         ),
-        (lambda t: with_step(t, 1, 2, reported_loss=9.0), Difference(2, "reported loss", ("of the step",), (1,))),
+        (lambda t: with_step(t, 1, 2, reported_loss=9.0), FirstDifference(2, "reported loss", ("of the step",), (1,))),
         (
             lambda t: with_value(t, 0, 1, "parameters", WQ, last_bit),
-            Difference(1, "parameters after the step", (WQ,), (0,)),
+            FirstDifference(1, "parameters after the step", (WQ,), (0,)),
         ),
     ],
 )
-def test_the_first_step_and_in_it_the_first_kind_of_number_is_told(change: Change, expected: Difference | None) -> None:
+def test_the_first_step_and_in_it_the_first_kind_of_number_is_told(
+    change: Change, expected: FirstDifference | None
+) -> None:
     trial = trial_of(tiny_case("fsdp_2"))
     assert first_difference(change(trial).run, trial.run) == expected
 

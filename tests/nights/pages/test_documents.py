@@ -40,7 +40,7 @@ from harness.nights.bisect.search import Judged
 from harness.nights.history_text import told
 from harness.nights.nights import Culprit, by_case
 from harness.nights.quarantine import Quarantine
-from harness.recording.pages.recording_odd import Odd
+from harness.recording.judged.anomalies import Anomaly
 
 
 def judgement_of(trial: Trial, **more: Any) -> Judgement:
@@ -144,7 +144,7 @@ def test_a_broken_document_is_not_valid() -> None:
 def test_the_schema_has_the_fields_that_the_code_has() -> None:
     kinds: dict[str, type] = {
         **{"finding": Finding, "limit": finding.Limit, "part": finding.Part, "bound": finding.Bound},
-        **{"cause": Cause, "diagnosis": result.Diagnosis, "dims": ParallelDims, "flow": Flow, "odd": Odd},
+        **{"cause": Cause, "diagnosis": result.Diagnosis, "dims": ParallelDims, "flow": Flow, "odd": Anomaly},
         **{"attempt": Attempt, "culprit": Culprit, "side": Judged},
     }
     for name, kind in kinds.items():

@@ -12,11 +12,11 @@ from literal_recording import summary
 from harness.core.evidence.recording import Last
 from harness.core.evidence.records import Exit
 from harness.core.evidence.text import ranks_text
+from harness.recording.judged.anomalies import anomalies
 from harness.recording.judged.recorded_ends import exits_of, not_heard
 from harness.recording.judged.recorded_waits import issued_otherwise
 from harness.recording.judged.stored_recording import Recording
-from harness.recording.pages.recording_odd import odd as odd_rows
-from harness.recording.pages.recording_odd import oddities
+from harness.recording.pages.recording_page import anomaly_rows
 
 LOST = "RuntimeError: Timed out waiting 8000ms for recv operation to complete (gloo)"
 LAST = Last("all_reduce in step 5, backward", (0, 1), "g", 9)
@@ -35,7 +35,7 @@ def exits(recording: Recording) -> list[Exit]:
 def test_ranks_that_left_by_os_exit_with_code_0_ended_well() -> None:
     job = ended("", "", code=0, exits={0: 0, 1: 0})
     assert [one.how for one in exits(job)] == ["ok", "ok"]
-    assert (not_heard(exits_of(job, 2), job), odd_rows(job)) == ("", [])
+    assert (not_heard(exits_of(job, 2), job), anomaly_rows(job)) == ("", [])
 
 
 def test_a_rank_that_was_not_heard_of_is_not_known_to_have_ended_well_whatever_the_command_says() -> None:
@@ -43,7 +43,7 @@ def test_a_rank_that_was_not_heard_of_is_not_known_to_have_ended_well_whatever_t
     assert not_heard(exits_of(job, 2), job) == (
         "the exit of ranks [1] is not reported; the command ended with exit code 0"
     )
-    assert odd_rows(job) == [
+    assert anomaly_rows(job) == [
         (
             "ENDED UNHEARD",
             "rank 1, exit not reported; the command ended with exit code 0; before any collective",
@@ -56,7 +56,7 @@ def test_an_exit_code_that_the_launcher_tells_is_the_ranks_own() -> None:
     first, other = exits(job)
     assert (first.how, first.code, first.error, first.blamed) == ("raised", 3, "exited with code 3", True)
     assert (other.how, other.error, other.blamed) == ("killed", "SIGTERM after another had ended", False)
-    assert [text for _, text in odd_rows(job)] == [
+    assert [text for _, text in anomaly_rows(job)] == [
         "rank 0: exit code 3; Python had begun to end by itself",
         "rank 1: SIGTERM, most likely sent by its launcher after another had ended; Python had begun to end by itself",
     ]
@@ -75,8 +75,10 @@ def test_who_died_by_a_signal_is_blamed_with_the_collective_that_it_was_in_and_c
     first, other = exits(job)
     assert (first.how, first.signal, first.last_collective, first.blamed) == ("signal", "SIGSEGV", LAST.text, True)
     assert other.how == "raised"
-    assert [label for label, _ in odd_rows(job)] == ["ENDED", "RAISED"]
-    assert odd_rows(job)[0][1].startswith("rank 0: SIGSEGV; last collective: all_reduce in step 5, backward over [0,1]")
+    assert [label for label, _ in anomaly_rows(job)] == ["ENDED", "RAISED"]
+    assert anomaly_rows(job)[0][1].startswith(
+        "rank 0: SIGSEGV; last collective: all_reduce in step 5, backward over [0,1]"
+    )
 
 
 def test_ranks_of_which_nothing_tells_who_was_first_did_not_only_wait() -> None:
@@ -87,13 +89,13 @@ def test_a_rank_that_vanished_is_blamed_before_who_lost_it() -> None:
     """It was killed, and what started it reports no exit, as Lightning's own launcher."""
     job = ended("raised", "", code=1)
     assert [(one.how, one.blamed) for one in exits(job)] == [("raised", False), ("killed", True)]
-    assert [label for label, _ in odd_rows(job)] == ["ENDED UNHEARD", "RAISED"]
+    assert [label for label, _ in anomaly_rows(job)] == ["ENDED UNHEARD", "RAISED"]
 
 
 def test_a_command_that_ended_badly_is_told_where_no_rank_is_known_to_have() -> None:
     job = ended("ok", "ok", code=3)
     assert not_heard(exits_of(job, 2), job).startswith("the command ended with exit code 3, and of no rank it is known")
-    assert odd_rows(job) == [("ENDED", "the command, with exit code 3; no rank is known to have ended so")]
+    assert anomaly_rows(job) == [("ENDED", "the command, with exit code 3; no rank is known to have ended so")]
 
 
 def waiting(*lasts: Last, exits: dict[int, int] | None = None) -> Recording:
@@ -123,7 +125,7 @@ def test_the_rank_that_waits_in_a_barrier_while_all_others_wait_in_one_other_col
     words = found[odd].reason.split(" where ")
     others = ranks_text([rank for rank in range(4) if rank != odd])
     assert words[0].startswith("issued barrier in step 2") and words[1].startswith(f"ranks {others} issued all_reduce")
-    (row,) = [one for one in oddities(job) if one.label == "CALLS DIFFER"]
+    (row,) = [one for one in anomalies(job) if one.label == "CALLS DIFFER"]
     assert odd in row.ranks
 
 

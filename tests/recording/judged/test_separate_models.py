@@ -9,10 +9,11 @@ from literal_recording import GATHER, SUM, hsdp, outside, summary
 
 from harness.core.evidence.records import OwnGroup
 from harness.core.evidence.summary import Outside, Summary, Use
+from harness.core.judge.result import Verdict
 from harness.core.judge.separate_models import joined_sets, separate_models
+from harness.recording.judged.anomalies import SAYS, anomalies
 from harness.recording.judged.stored_recording import Recording
-from harness.recording.pages.recording_odd import OF_RECORDER, odd, oddities
-from harness.recording.pages.recording_page import page
+from harness.recording.pages.recording_page import anomaly_rows, page
 
 HELD = {"parameters": 1000}
 
@@ -27,7 +28,7 @@ def over_replicas(rank: int, *moved: Outside, first: int | None = None, **change
 
 def test_two_models_that_a_wrong_mesh_makes_of_one_are_named_with_their_ranks() -> None:
     ranks = {rank: over_replicas(rank, outside("0-3", 1, 8, "1-3")) for rank in range(4)}
-    ((label, text),) = odd(Recording(Path("run"), ranks))
+    ((label, text),) = anomaly_rows(Recording(Path("run"), ranks))
     assert label == "SEPARATE MODELS"
     assert text.startswith("nothing reduces gradients between [0,2] and [1,3]: no collective joins them")
     assert text.endswith("ranks 0-1 held the same before the first step, and other bytes after step 3")
@@ -78,8 +79,8 @@ def test_ranks_that_only_a_group_of_the_trainers_own_may_join_and_that_become_un
 ):
     own = OwnGroup(kind="ProcessGroupGloo", made="train.py:1", step=0, place=0, size=2, issued=0)
     ranks = [summary(rank, 2, shown=2, memory=HELD, contents={0: 5, 3: rank}, own_groups=(own,)) for rank in range(2)]
-    (row,) = oddities(Recording(Path("run"), {one.rank: one for one in ranks}))
-    assert (row.label in OF_RECORDER, row.ranks, row.step) == (True, (0, 1), 3)
+    (row,) = anomalies(Recording(Path("run"), {one.rank: one for one in ranks}))
+    assert (SAYS[row.label][1], row.ranks, row.step) == (Verdict.UNKNOWN, (0, 1), 3)
     alike = [summary(rank, 2, shown=2, memory=HELD, contents={0: 5, 3: 6}, own_groups=(own,)) for rank in range(2)]
-    assert oddities(Recording(Path("run"), {one.rank: one for one in alike})) == []
+    assert anomalies(Recording(Path("run"), {one.rank: one for one in alike})) == []
     assert joined_sets(ranks) == joined_sets(alike) == ()

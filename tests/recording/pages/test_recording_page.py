@@ -13,10 +13,11 @@ from harness.core.case.dims import ParallelDims
 from harness.core.evidence.keys import ranks_key
 from harness.core.evidence.recording import GROUPS, Last
 from harness.core.evidence.summary import Summary, Use
+from harness.core.evidence.text import some_ranks
+from harness.recording.judged.anomalies import anomalies
 from harness.recording.judged.stored_recording import Recording
 from harness.recording.pages.recording_layout import layout_report
-from harness.recording.pages.recording_odd import odd, oddities, some_ranks
-from harness.recording.pages.recording_page import facts, groups_text, page
+from harness.recording.pages.recording_page import anomaly_rows, facts, groups_text, page
 
 TOLD: dict[str, Any] = {"parts": ("Model",), "placements": {"Replicate over 2, Shard(0) over 2": 3}, "shown": 2}
 
@@ -29,7 +30,7 @@ def recording(*changed: Any, **told: Any) -> Recording:
 
 
 def test_of_a_job_without_oddities_nothing_is_odd_and_the_page_says_what_ran() -> None:
-    assert odd(recording()) == []
+    assert anomaly_rows(recording()) == []
     text = page(recording())
     assert text.startswith("run: 4 of 4 ranks left evidence\n")
     assert "FSDP2 shards parameters: [0,1] [2,3]" in text
@@ -70,15 +71,15 @@ def test_copies_under_tensor_parallelism_that_differ_are_said_by_their_own_conte
 
 def test_replicas_that_differ_from_the_start_are_told_from_those_that_became_so() -> None:
     alike = [hsdp(rank, contents={0: rank % 2, 1: 10 * rank}) for rank in range(4)]
-    ((_, text),) = odd(recording(*alike))
+    ((_, text),) = anomaly_rows(recording(*alike))
     assert text.endswith("; before the first step they held the same")
-    ((_, text),) = odd(recording(*[hsdp(rank, contents={0: rank, 1: rank}) for rank in range(4)]))
+    ((_, text),) = anomaly_rows(recording(*[hsdp(rank, contents={0: rank, 1: rank}) for rank in range(4)]))
     assert "before the first step" in text and "held the same" not in text
 
 
 def test_who_raised_is_quoted_and_who_only_lost_a_peer_comes_after() -> None:
     lost = hsdp(0, ended="raised", error="DistNetworkError: Connection reset by peer")
-    rows = odd(recording(lost, hsdp(2, ended="raised", error="TimeoutError: the loader timed out")))
+    rows = anomaly_rows(recording(lost, hsdp(2, ended="raised", error="TimeoutError: the loader timed out")))
     assert rows == [
         ("RAISED", "rank 2: TimeoutError: the loader timed out"),
         ("RAISED", "rank 0: DistNetworkError: Connection reset by peer"),
@@ -87,7 +88,7 @@ def test_who_raised_is_quoted_and_who_only_lost_a_peer_comes_after() -> None:
 
 def test_ranks_that_were_killed_are_told_with_the_collective_they_were_in() -> None:
     last = {1: Last("all_gather in step 3, forward", (0, 1), "g", 42)}
-    ((label, text),) = odd(recording(hsdp(1, ended=""), last=last))
+    ((label, text),) = anomaly_rows(recording(hsdp(1, ended=""), last=last))
     assert label == "ENDED UNHEARD"
     assert text == (
         "rank 1, killed or still running; last collective: all_gather in step 3, forward over [0,1], number 42 of that group"
@@ -96,12 +97,14 @@ def test_ranks_that_were_killed_are_told_with_the_collective_they_were_in() -> N
 
 def test_a_rank_that_never_said_that_it_ended_after_another_raised_was_most_likely_killed_by_its_launcher() -> None:
     last = {1: Last("all_reduce in step 2, backward", (0, 1), "g", 3)}
-    rows = dict(odd(recording(hsdp(0, ended="raised", error="ValueError: x"), hsdp(1, ended=""), last=last, code=1)))
+    rows = dict(
+        anomaly_rows(recording(hsdp(0, ended="raised", error="ValueError: x"), hsdp(1, ended=""), last=last, code=1))
+    )
     assert rows["ENDED UNHEARD"].startswith("rank 1, most likely killed by its launcher after another raised; last")
 
 
 def test_ctrl_c_is_no_mistake_of_the_trainers() -> None:
-    (row,) = odd(recording(*[hsdp(rank, ended="raised", error="KeyboardInterrupt: ") for rank in range(4)]))
+    (row,) = anomaly_rows(recording(*[hsdp(rank, ended="raised", error="KeyboardInterrupt: ") for rank in range(4)]))
     assert row == ("INTERRUPTED", "ranks 0-3, as by Ctrl-C")
 
 
@@ -111,18 +114,18 @@ def test_after_ctrl_c_ranks_are_told_apart_by_their_last_collective_for_the_job_
         return hsdp(rank, ended="raised", error="KeyboardInterrupt", last=last)
 
     text = "as by Ctrl-C; last collective: all_reduce in step 2, other over [0-3], number"
-    assert odd(recording(*[stopped(rank, 137 if rank == 2 else 138) for rank in range(4)])) == [
+    assert anomaly_rows(recording(*[stopped(rank, 137 if rank == 2 else 138) for rank in range(4)])) == [
         ("INTERRUPTED", f"rank 2, {text} 137 of that group"),
         ("INTERRUPTED", f"ranks 0, 1, 3, {text} 138 of that group"),
         ("WAITED FOR", "rank 2, by ranks 0, 1, 3 in all_reduce in step 2, other over [0-3], number 138 of that group"),
     ]
-    assert len(odd(recording(*[stopped(rank, 138) for rank in range(4)]))) == 1
+    assert len(anomaly_rows(recording(*[stopped(rank, 138) for rank in range(4)]))) == 1
 
 
 def test_after_a_signal_who_issued_less_in_a_group_is_waited_for_and_other_groups_say_nothing() -> None:
     def waited_for(code: int, *lasts: Last) -> list[str]:
         ranks = [hsdp(rank, ended="") for rank in range(4)]
-        rows = odd(recording(*ranks, last=dict(enumerate(lasts)), code=code))
+        rows = anomaly_rows(recording(*ranks, last=dict(enumerate(lasts)), code=code))
         return [text.partition(", by ")[0] for label, text in rows if label == "WAITED FOR"]
 
     def last(number: int, *ranks: int) -> Last:
@@ -142,7 +145,7 @@ def test_ranks_that_wait_in_two_groups_are_each_waited_for_in_the_one_of_which_t
         texts = {"ddp": "all_reduce in step 1, backward", "own": "all_gather in step 1, optimizer"}
         over = [Last(texts[group], (0, 1), group, number) for group, number in (("ddp", 5), ("own", 1))]
         lasts = {rank: replace(one, elsewhere=elsewhere[rank]) for rank, one in enumerate(over)}
-        rows = oddities(recording(*[hsdp(rank, ended="") for rank in range(2)], last=lasts, code=-2))
+        rows = anomalies(recording(*[hsdp(rank, ended="") for rank in range(2)], last=lasts, code=-2))
         return [one.ranks for one in rows if one.label == "WAITED FOR"]
 
     assert waited_for({}, {"ddp": 4}) == [(1,), (0,)]
@@ -164,8 +167,8 @@ def test_where_fsdp1_replicates_its_vectors_nobody_is_told_that_no_replicas_are_
 
 def test_a_signal_meets_ranks_in_different_steps_and_that_is_not_said_of_them() -> None:
     ranks = [hsdp(rank, ended="ok", steps_seen=8 + rank // 3) for rank in range(4)]
-    assert [what for what, _ in odd(recording(*ranks, code=-2))] == ["ENDED"]
-    assert [what for what, _ in odd(recording(*ranks))] == ["UNLIKE OTHERS"]
+    assert [what for what, _ in anomaly_rows(recording(*ranks, code=-2))] == ["ENDED"]
+    assert [what for what, _ in anomaly_rows(recording(*ranks))] == ["UNLIKE OTHERS"]
 
 
 def test_what_moved_in_one_step_alone_is_not_said_of_each() -> None:
@@ -220,12 +223,12 @@ def test_what_a_terminal_does_not_hold_is_one_command_away() -> None:
 def test_ranks_without_evidence_are_counted() -> None:
     short = recording()
     del short.summaries[2]
-    ((label, text),) = odd(short)
+    ((label, text),) = anomaly_rows(short)
     assert label == "NO EVIDENCE" and text.startswith("from rank 2: ")
 
 
 def test_a_recorder_that_failed_is_said() -> None:
-    ((label, _),) = odd(recording(hsdp(0, failed=("the recorder itself raised KeyError()",))))
+    ((label, _),) = anomaly_rows(recording(hsdp(0, failed=("the recorder itself raised KeyError()",))))
     assert label == "NOT RECORDED"
 
 
@@ -250,7 +253,7 @@ def test_where_no_step_was_recorded_nothing_is_said_of_what_ran() -> None:
 def test_a_job_whose_optimizers_never_find_a_gradient_and_change_nothing_trains_nothing() -> None:
     told = {"idle_steps": (1, 2), "contents": {0: 7, 1: 7, 2: 7}}
     ranks = [hsdp(rank, **TOLD | told) for rank in range(4)]
-    assert odd(recording(*ranks)) == [
+    assert anomaly_rows(recording(*ranks)) == [
         (
             "NOT TRAINED",
             "optimizers found no gradient in steps 1,2, in any parameter of any rank; parameters hold what they held before "
@@ -280,7 +283,7 @@ REDUCED, LOGGED = "all_reduce in step 1, backward", "all_reduce in step 1, other
 
 
 def test_members_that_issued_different_collectives_under_one_number_come_before_what_they_raised() -> None:
-    found = oddities(ended_apart(REDUCED, LOGGED))
+    found = anomalies(ended_apart(REDUCED, LOGGED))
     assert [(one.label, one.ranks) for one in found[:2]] == [("CALLS DIFFER", (0, 1)), ("RAISED", (0,))]
     beside = page(ended_apart(REDUCED, LOGGED), ["FAIL layout dp_replicate 2", "  completed: .."]).splitlines()
     assert beside[1].split()[:2] == ["CALLS", "DIFFER"]
@@ -295,11 +298,11 @@ def test_members_that_came_to_unlike_numbers_are_compared_at_the_lowest_that_all
         (replace(ahead, before=(REDUCED, REDUCED)), 8),
         (replace(ahead, before=()), None),
     ):
-        rows = [one for one in oddities(replace(found, last={0: first, 1: behind})) if one.label == "CALLS DIFFER"]
+        rows = [one for one in anomalies(replace(found, last={0: first, 1: behind})) if one.label == "CALLS DIFFER"]
         assert [one.ranks for one in rows] == ([(0, 1)] if number else [])
         assert all(f"number {number} " in one.text for one in rows)
     sent = replace(ahead, before=(REDUCED, LOGGED, "send in step 1, pipeline"))
-    assert "CALLS DIFFER" not in [one.label for one in oddities(replace(found, last={0: sent, 1: behind}))]
+    assert "CALLS DIFFER" not in [one.label for one in anomalies(replace(found, last={0: sent, 1: behind}))]
 
 
 @pytest.mark.parametrize(
@@ -309,13 +312,13 @@ def test_members_that_came_to_unlike_numbers_are_compared_at_the_lowest_that_all
 def test_members_that_issued_the_same_are_ahead_or_are_two_ends_of_a_send_are_not_apart(
     left: str, right: str, seq: int
 ) -> None:
-    assert "CALLS DIFFER" not in [one.label for one in oddities(ended_apart(left, right, seq=seq))]
+    assert "CALLS DIFFER" not in [one.label for one in anomalies(ended_apart(left, right, seq=seq))]
 
 
 def test_a_rank_is_not_reported_as_killed_after_another_that_raised_only_because_a_peer_was_gone() -> None:
     def how(error: str) -> str:
         return next(
-            one.text for one in oddities(ended_apart(REDUCED, LOGGED, error=error)) if one.label == "ENDED UNHEARD"
+            one.text for one in anomalies(ended_apart(REDUCED, LOGGED, error=error)) if one.label == "ENDED UNHEARD"
         )
 
     assert how("RuntimeError: gloo: Connection reset by peer").split(",")[1] != how("ValueError: x").split(",")[1]
@@ -338,12 +341,12 @@ def test_a_peer_that_went_on_without_a_collective_is_named_before_who_waited_in_
         1, 2, shown=2, steps_seen=4, contents={0: 5, 1: 6}, last=Last(text="broadcast in step 0", seq=8, **at)
     )
     found = Recording(Path("run"), {0: waits, 1: gone}, code=1)
-    assert [(one.label, one.ranks) for one in oddities(found)][:2] == [("WAITED FOR", (1,)), ("RAISED", (0,))]
+    assert [(one.label, one.ranks) for one in anomalies(found)][:2] == [("WAITED FOR", (1,)), ("RAISED", (0,))]
     text = page(found, ["FAIL layout dp_replicate 2", "  completed"])
     assert text.splitlines()[1].startswith("  WAITED FOR")
     assert "trains alone" not in text and "no collective ran" not in text
     silent = Recording(Path("run"), {0: waits, 1: replace(gone, last=None)}, code=1)
-    assert [(one.label, one.ranks) for one in oddities(silent)][:2] == [("WAITED FOR", (1,)), ("RAISED", (0,))]
+    assert [(one.label, one.ranks) for one in anomalies(silent)][:2] == [("WAITED FOR", (1,)), ("RAISED", (0,))]
 
 
 def test_steps_are_those_of_the_rank_that_came_furthest_and_it_is_named() -> None:

@@ -28,10 +28,10 @@ from harness.core.cli.typed import typed_options
 from harness.core.cli.work.options import refuse_others, trainer_under_test
 from harness.core.cli.work.verdict_codes import code_of
 from harness.core.evidence.store import CASE_FILE, write_text
+from harness.core.judge.result import verdict_of_all
 from harness.core.run.folders import fresh_folder
 from harness.core.run.options import Unsupported
 from harness.recording import injection
-from harness.recording.pages.recording_layout import verdict_of_all
 
 OF_CONFIG = (
     *("--config", "--world", "--trainer", "--source", "--steps", "--ranks", "--seed", "--gpu", "--fault", "--timeout"),

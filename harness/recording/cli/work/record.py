@@ -24,7 +24,7 @@ from harness.core.report.output import complain
 from harness.recording import injection
 from harness.recording.chosen import Chosen
 from harness.recording.cli.work import same_training
-from harness.recording.cli.work.recording_report import about_recording, anomalies, shown
+from harness.recording.cli.work.recording_report import about_anomalies, about_recording, shown
 from harness.recording.judged.stored_recording import STARTED, load_recording
 
 
@@ -58,7 +58,7 @@ def command(args: argparse.Namespace) -> int:
 def judged_by_both(args: argparse.Namespace) -> int:
     """Answer for the recording by the one that is trusted, and by its layout if one is given. Return the worse exit code."""
     recording = load_recording(args.out)
-    itself = anomalies(recording) if args.layout is None else about_recording(recording, args.layout)
+    itself = about_anomalies(recording) if args.layout is None else about_recording(recording, args.layout)
     numbers = same_training.about_numbers(args.same_as, args.out, noise_of=args.noise_of, after=args.after)
     about = same_training.both(numbers, itself)
     answer(args, about.kind, about.document, about.text)

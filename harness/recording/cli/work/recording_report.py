@@ -13,17 +13,18 @@ from harness.core.cli.answer import answer
 from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED, worst
 from harness.core.cli.parsing import BadInput
 from harness.core.cli.work.options import no_document
+from harness.core.cli.work.verdict_codes import code_of
 from harness.core.evidence.recording import load_record, record_file
 from harness.core.evidence.text import counted
-from harness.core.judge.result import Verdict
+from harness.core.judge.result import verdict_of_all
 from harness.core.report.output import complain, say
 from harness.recording.cli.forms import CHROME
 from harness.recording.cli.work.trace_report import write_times
+from harness.recording.judged.anomalies import results_of_anomalies
 from harness.recording.judged.recorded_layout import judged
 from harness.recording.judged.stored_recording import Recording, load_recording
 from harness.recording.pages.recording_documents import recording as document_of
-from harness.recording.pages.recording_layout import jobs_report, results_of, verdict_of_all
-from harness.recording.pages.recording_odd import OF_RECORDER, odd
+from harness.recording.pages.recording_layout import jobs_report, results_of
 from harness.recording.pages.recording_page import anomalies_text, page
 from harness.recording.traces.export import export
 from harness.recording.traces.timeline import of_records
@@ -71,12 +72,11 @@ def about_recording(recording: Recording, layout: str | None, *, whole: bool = F
     dims = spec.layout(layout, recording.world)
     jobs = [judged(job, dims) for job in recording.jobs]
     text = page(recording, jobs_report(dims, jobs), layout=layout, whole=whole)
-    by_layout = {Verdict.FAIL: BROKEN, Verdict.PASS: PASSED}.get(verdict_of_all(results_of(jobs)), NOT_JUDGED)
-    code = worst([by_layout, exit_code(recording)])
+    code = worst([code_of(verdict_of_all(results_of(jobs))), exit_code(recording)])
     return Shown("layout", lambda: document_of(recording, dims, jobs), text, code)
 
 
-def anomalies(recording: Recording) -> Shown:
+def about_anomalies(recording: Recording) -> Shown:
     """Return what is anomalous in it, whatever was requested: empty text if nothing is, or if only the recorder failed."""
     code = exit_code(recording)
     if code != BROKEN:
@@ -111,9 +111,4 @@ def exported(args: argparse.Namespace, directory: Path) -> int:
 
 def exit_code(recording: Recording) -> int:
     """Return 1 for an anomaly that no job intends, and 2 for evidence that is missing or cannot be read."""
-    if not recording.summaries:
-        return NOT_JUDGED
-    labels = {label for label, _ in odd(recording)}
-    if labels - OF_RECORDER or recording.code:
-        return BROKEN
-    return NOT_JUDGED if labels else PASSED
+    return code_of(verdict_of_all(results_of_anomalies(recording)))

@@ -12,17 +12,17 @@ from harness.core.case import layout as spec
 from harness.core.case.case import Case, CaseError
 from harness.core.case.loading import load_all
 from harness.core.cli.answer import answer
-from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
 from harness.core.cli.work.options import no_document
+from harness.core.cli.work.verdict_codes import code_of
 from harness.core.evidence.own_folders import replace_own
-from harness.core.judge.result import Verdict
+from harness.core.judge.result import verdict_of_all
 from harness.core.plan.figures.gpus import MACHINES
 from harness.core.plan.figures.links import GPUS_PER_NODE
 from harness.core.report.output import say
 from harness.recording.judged.traced import judged
 from harness.recording.pages.hang_page import hang_document, hang_page
 from harness.recording.pages.recording_documents import traces as document_of
-from harness.recording.pages.recording_layout import layout_report, verdict_of_all
+from harness.recording.pages.recording_layout import layout_report
 from harness.recording.pages.trace_page import always_report, trace_page
 from harness.recording.traces.analyzer import analysis_of
 from harness.recording.traces.dumps import load_dumps
@@ -32,8 +32,6 @@ from harness.recording.traces.job import job_of
 from harness.recording.traces.kineto import load_trace
 from harness.recording.traces.timeline import Timeline, of_traces
 from harness.recording.traces.times import times_of, with_links
-
-OF = {Verdict.FAIL: BROKEN, Verdict.PASS: PASSED, Verdict.UNKNOWN: NOT_JUDGED}
 
 
 def shown(args: argparse.Namespace, places: Sequence[Path], layout: str | None) -> int:
@@ -52,7 +50,7 @@ def shown(args: argparse.Namespace, places: Sequence[Path], layout: str | None) 
         write_times(args.html, f"traces in {job.recording.directory}", told, of_traces(job), kernels=True)
     else:
         answer(args, "traces", lambda: document_of(job, dims, (results, diagnosis), times), told)
-    return OF.get(verdict_of_all(results), NOT_JUDGED)
+    return code_of(verdict_of_all(results))
 
 
 def gpu_text(args: argparse.Namespace) -> str:
@@ -86,4 +84,4 @@ def shown_dumps(args: argparse.Namespace, places: Sequence[Path]) -> int:
     dumps = load_dumps(all_files(places, DUMP))
     hang, said, where = hang_of(dumps), analysis_of(dumps), places[0] if len(places) == 1 else dumps[0].path.parent
     answer(args, "dumps", lambda: hang_document(hang, said, where), hang_page(hang, said, where))
-    return OF[hang.verdict]
+    return code_of(hang.verdict)
