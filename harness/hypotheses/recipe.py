@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -70,6 +71,14 @@ SCHEDULE = {"lr", "warmup_steps", "final_lr_fraction", "steps", "rates"}
 KINDS = dict.fromkeys(SCHEDULE, "learning rate") | dict.fromkeys(("weight_decay", "decay"), "weight decay")
 
 
+class Agreement(Enum):
+    """How far the check `update` agrees with a way."""
+
+    IN_ALL_STEPS = "in all steps"
+    IN_THE_FIRST = "in the first step alone: it may be one of two mistakes"
+    NONE = "refuted"
+
+
 def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     """What is seen, else what a replay agrees with. Two fields are tried where nothing simpler explains all."""
     if "update" not in broken:
@@ -77,9 +86,9 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
     wrong, norms = _wrong(trial), update.clipped_norms(trial)
     seen = [*_shown_rates(trial), *_not_stepped(trial), *_only_decayed(trial), *amsgrad(trial)]
     yield from (Hypothesis(way.cause, partial(_assuming, way), way.fitted) for way in seen)
-    agrees = partial(_agrees, _wrong_first(trial, wrong), norms, trial.first_step in wrong.values())
+    agreement = partial(_agreement, _wrong_first(trial, wrong), norms, trial.first_step in wrong.values())
     unknown = not replicas_agree(trial, trial.first_step) or unplanned_gradients(trial)
-    if not wrong or unknown or any(agrees(way) == 0 for way in seen):
+    if not wrong or unknown or any(agreement(way) is Agreement.IN_ALL_STEPS for way in seen):
         return
     explained, fields = False, partial(_fields, trial, wrong, norms)
     others = (
@@ -89,14 +98,17 @@ def wrong_recipe(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
         clippings(trial, norms),
     )
     for way in itertools.chain(fields(1), *others, by_other_gradients(trial, norms, wrong)):
-        if (more := agrees(way)) is not None:
+        how_far = agreement(way)
+        if how_far is Agreement.IN_ALL_STEPS:
+            explained = True
+            yield Hypothesis(way.cause, partial(_assuming, way), way.fitted)
+        elif how_far is Agreement.IN_THE_FIRST:
             alone = _at_first(trial, way, norms)
-            yield Hypothesis((alone if more else way).cause, partial(_assuming, way), way.fitted + more)
-            explained |= not more
-            if more and agrees(alone) == 0:
+            yield Hypothesis(alone.cause, partial(_assuming, way), way.fitted + HALF)
+            if agreement(alone) is Agreement.IN_ALL_STEPS:
                 yield Hypothesis(alone.cause, partial(_assuming, alone), way.fitted + 1)
     for way in () if explained else fields(2):
-        if agrees(way) == 0:
+        if agreement(way) is Agreement.IN_ALL_STEPS:
             yield Hypothesis(way.cause, partial(_assuming, way), way.fitted)
 
 
@@ -155,18 +167,19 @@ def _wrong_first(trial: Trial, wrong: Mapping[str, int]) -> Trial:
     return replace(trial, run=replace(trial.run, ranks=ranks))
 
 
-def _agrees(trial: Trial, norms: dict[int, float], halves: bool, way: Way) -> int | None:
-    """Return how many more choices a hypothesis needs: 0 if `update` passes under it. HALF means that it passes in the first
-    step alone, and may be one of two mistakes. None means that it is refuted."""
+def _agreement(trial: Trial, norms: dict[int, float], halves: bool, way: Way) -> Agreement:
+    """Return how far a replay by this way has what ranks have. halves: whether the first step alone may be explained."""
     part = trial.assuming(way.assumed)
     vars(part)["holdings"] = trial.holdings  # the same evidence: they need not be looked for again
     mistakes = update.mistakes(part, norms)
     first = next(mistakes, None)
     if first is None and update.all_seen(part):
-        return 0
+        return Agreement.IN_ALL_STEPS
     if not halves or (first is not None and first.step == part.first_step):
-        return None
-    return None if any(mistake.step == part.first_step for mistake in mistakes) else HALF
+        return Agreement.NONE
+    if any(mistake.step == part.first_step for mistake in mistakes):
+        return Agreement.NONE
+    return Agreement.IN_THE_FIRST
 
 
 def _at_first(trial: Trial, way: Way, norms: Mapping[int, float]) -> Way:

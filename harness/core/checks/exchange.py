@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -75,10 +76,10 @@ def _of_data(trial: Trial, axes: Sequence[str]) -> tuple[list[Finding], list[str
             over = {(call.op, call.phase) for call in calls if call.ranks == group}
             told = ", ".join(sorted(f"{op} in {phase}" for op, phase in over))
             copied = axis == trial.plan.replicate_axis
-            seen = _is_copied(over) if copied else _is_cut(over)
-            if seen is None:
+            served = _gradients_summed(over) if copied else _parameters_cut(over)
+            if served is Served.UNTOLD:
                 untold.append(f"rank {rank}, its {axis} group {ranks_text(group)}: {told} may serve something else")
-            elif not seen:
+            elif served is Served.NO:
                 cuts = {call.ranks for call in calls if call.op in CUTTING and call.phase in INSIDE}
                 note = f"it gathers and scatters over {' '.join(map(ranks_text, sorted(cuts)))}" if cuts else ""
                 what: dict[str, Any] = {"kind": "group", "axis": axis, "group": group, "note": note}
@@ -87,18 +88,27 @@ def _of_data(trial: Trial, axes: Sequence[str]) -> tuple[list[Finding], list[str
     return findings, untold
 
 
-def _is_cut(over: set[tuple[str, str]]) -> bool | None:
-    """Return whether parameters are cut over these ranks; None if it is not seen. Losses may be gathered between passes. over:
-    operators and phases."""
+class Served(Enum):
+    """Whether collectives over a group do what its axis is for."""
+
+    YES = "yes"
+    NO = "no"
+    UNTOLD = "they may serve something else"
+
+
+def _parameters_cut(over: set[tuple[str, str]]) -> Served:
+    """Return whether parameters are cut over these ranks. Losses may be gathered between passes. over: operators and phases."""
     phases = {phase for op, phase in over if op in CUTTING}
-    return True if phases & {*INSIDE, "optimizer"} else None if phases else False
+    if phases & {*INSIDE, "optimizer"}:
+        return Served.YES
+    return Served.UNTOLD if phases else Served.NO
 
 
-def _is_copied(over: set[tuple[str, str]]) -> bool | None:
-    """Return whether gradients are summed over these ranks; None if it is not seen. FSDP scatters them, and gathers."""
+def _gradients_summed(over: set[tuple[str, str]]) -> Served:
+    """Return whether gradients are summed over these ranks. FSDP scatters them, and gathers. over: operators and phases."""
     if over & {(op, phase) for op in ("all_reduce", "reduce") for phase in ("backward", "pipeline")}:
-        return True
-    return False if not over or ("all_gather", "forward") in over else None
+        return Served.YES
+    return Served.NO if not over or ("all_gather", "forward") in over else Served.UNTOLD
 
 
 def _tells(trial: Trial, one: Summary, use: Use | Outside, axis: str) -> bool:
