@@ -24,6 +24,7 @@ from harness.core.checks.resume import step_received
 from harness.core.checks.samples import misshapen_labels, parts_of, wrong_labels
 from harness.core.evidence.text import positions_text
 from harness.core.judge.losses import global_loss
+from harness.core.judge.places import feeder_of, one_rank_per_share
 from harness.core.judge.received_samples import positions_received, received_samples, shares_of_samples, sizes_wanted
 from harness.core.judge.result import Cause, Lines
 from harness.core.judge.trial import Trial
@@ -279,11 +280,11 @@ def _dealt(trial: Trial, step: int, ranks: tuple[int, ...]) -> tuple[str, int, b
     length = trial.case.seq_len(step)
     index = {data[at][0][:length].numpy().tobytes(): at for at in range(len(data))}
     drawn = {rank: [index.get(row.tobytes()) for row in own.tokens] for rank, own in rows.items() if own}
-    own = trial.case.training.global_batch // len(trial.one_rank_per_share())
+    own = trial.case.training.global_batch // len(one_rank_per_share(trial))
     for text, usual, deal in _deals(trial, len(data)):
         begun = set()
         for rank, ids in drawn.items():
-            share = deal(trial.one_rank_per_share().index(rank))
+            share = deal(one_rank_per_share(trial).index(rank))
             starts = (at for at in range(len(share)) if share[at : at + len(ids)] == ids)
             begun.add(next(starts, None))
         place = begun.pop()
@@ -296,7 +297,7 @@ def _deals(trial: Trial, size: int) -> Iterator[tuple[str, bool, Callable[[int],
     """What each share of an epoch is: the order of the data set's samples, whether it is the usual one, and how it is cut."""
     from harness.reference.data import sample_order
 
-    training, count = trial.case.training, len(trial.one_rank_per_share())
+    training, count = trial.case.training, len(one_rank_per_share(trial))
     usual, block, seed = sample_order(training, size, 0), size // count, training.seed
     yield "as requested", True, lambda share: usual[share::count]
     yield "samples come in the data set's own order, not shuffled", False, lambda share: [*range(size)][share::count]
@@ -377,7 +378,7 @@ def _untrained(trial: Trial, step: int, ranks: tuple[int, ...]) -> list[int]:
     """The microbatches of these ranks that have labels of which none counts, where all that are wrong are of such; from 1."""
     found: set[int] = set()
     for rank in ranks:
-        fed = [part.tokens for part in parts_of(trial, trial.feeder(rank), step) if part.tokens is not None]
+        fed = [part.tokens for part in parts_of(trial, feeder_of(trial, rank), step) if part.tokens is not None]
         seen = [part.labels for part in parts_of(trial, rank, step) if part.labels is not None]
         for number, (tokens, labels) in enumerate(zip(fed, seen, strict=False), 1):
             own = own_labels(trial, tokens) if trial.case.dims.cp == 1 else np.empty(0)

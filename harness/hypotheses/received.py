@@ -20,6 +20,7 @@ from harness.core.evidence.step import Microbatch
 from harness.core.evidence.text import positions_text
 from harness.core.judge.labels import IGNORED, laid_out
 from harness.core.judge.numbers import NotOnRecord, validated_on
+from harness.core.judge.places import feeder_of, last_stage_ranks, one_rank_per_share
 from harness.core.judge.received_samples import positions_received, received_samples, rows_received
 from harness.core.judge.result import Cause, Lines
 from harness.core.judge.trial import Trial
@@ -40,7 +41,7 @@ class Rows:
 
 def received(trial: Trial, step: int) -> Rows | None:
     """The rows of all data-parallel shares, each put together from its cp ranks; None where they do not make up rows."""
-    parts = [of_share(trial, rank, step) for rank in trial.one_rank_per_share()]
+    parts = [of_share(trial, rank, step) for rank in one_rank_per_share(trial)]
     known = [part for part in parts if part is not None]
     if not known or len(known) < len(parts):
         return None
@@ -81,7 +82,7 @@ def own_labels(trial: Trial, tokens: np.ndarray) -> np.ndarray:
 
 def _labels_seen(trial: Trial, feeder: int, step: int, own: np.ndarray) -> tuple[np.ndarray, bool]:
     """The labels that the loss of what this rank was fed was computed from, laid as its tokens lie."""
-    ranks = (rank for rank in trial.last_stages() if trial.feeder(rank) == feeder)
+    ranks = (rank for rank in last_stage_ranks(trial) if feeder_of(trial, rank) == feeder)
     parts = [part for rank in ranks for part in parts_of(trial, rank, step) if part.labels is not None]
     if not parts or len(own) % len(parts):
         return own, True
@@ -151,7 +152,7 @@ def parts_of_samples(trial: Trial, step: int, ranks: tuple[int, ...]) -> int:
 def share_rows(trial: Trial) -> bool:
     """Whether two dp ranks receive one row of tokens at any time, although the recipe feeds each sample once."""
     planned = [id_ for ids in trial.reference.samples for id_ in ids]
-    seen: dict[int, set[bytes]] = {rank: set() for rank in trial.one_rank_per_share()}
+    seen: dict[int, set[bytes]] = {rank: set() for rank in one_rank_per_share(trial)}
     for rank, step in itertools.product(seen, trial.case.steps):
         seen[rank] |= {row.tobytes() for row in rows_received(trial, step).get(rank, [])}
     overlap = any(one & other for one, other in itertools.combinations(seen.values(), 2))
@@ -184,7 +185,7 @@ def whose_labels(trial: Trial, rows: Rows) -> str:
 def of_other_positions(trial: Trial, step: int, rows: Rows) -> str:
     """Say at which positions of the same samples the labels of a cp rank stand; empty where they stand nowhere in them."""
     length, own = trial.case.seq_len(step), own_labels(trial, rows.tokens)
-    due = {rank: positions(trial.case, rank, length) for rank in trial.plan.peers(trial.one_rank_per_share()[0], "cp")}
+    due = {rank: positions(trial.case, rank, length) for rank in trial.plan.peers(one_rank_per_share(trial)[0], "cp")}
     seen = {rank: _columns_of(rows.labels[:, at], own) for rank, at in due.items()}
     found = {rank: at for rank, at in seen.items() if at is not None}
     odd = [rank for rank, at in found.items() if not np.array_equal(at, due[rank])]
@@ -309,7 +310,7 @@ def _positions_by_layer(trial: Trial, step: int) -> dict[int, np.ndarray]:
     for rank in sorted(trial.ranks, reverse=True):
         own = positions(trial.case, rank, length)
         rows = _rows_of_positions(trial, rank, step, len(own))
-        of = fed.get(trial.feeder(rank), [])
+        of = fed.get(feeder_of(trial, rank), [])
         for layer in (one for stage in trial.plan.stages[rank] for one in layers_of_stage(trial.case, stage)):
             whole = found.setdefault(layer, np.tile(np.arange(length), (len(ids), 1)))
             for at, id_ in enumerate(of):

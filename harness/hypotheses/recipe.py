@@ -30,6 +30,7 @@ from harness.core.evidence.records import RankEvidence
 from harness.core.evidence.text import number_text
 from harness.core.judge.assumed import AssumedOptimizer
 from harness.core.judge.contents import take
+from harness.core.judge.held_values import stepped_part
 from harness.core.judge.result import Cause
 from harness.core.judge.tolerance import clip_coefficient, update_bound
 from harness.core.judge.trial import Trial
@@ -269,7 +270,7 @@ def _fitted(trial: Trial, wrong: Mapping[str, int], norms: Mapping[int, float]) 
     left, start = (by.get(tensor.fqn) for by in (trial.ranks[rank].steps[0].parameters, trial.start_of(rank)))
     if left is None or start is None or left.shape != start.shape:
         return {}
-    seen, before = (trial.stepped_part(rank, tensor.fqn, value) for value in (left, start))
+    seen, before = (stepped_part(trial, rank, tensor.fqn, value) for value in (left, start))
     clip = clip_coefficient(norms[trial.first_step], training.max_norm)
     usual = update.recipe_of(trial, tensor.fqn)
     plain = trial.assuming(AssumedOptimizer(recipe=lambda step, fqn: replace(usual, weight_decay=0.0)))

@@ -19,6 +19,8 @@ from harness.core.causes.differences import first_wrong_step, wrong_pairs
 from harness.core.causes.hypothesis import Broken, Hypothesis
 from harness.core.causes.words import Arrays
 from harness.core.judge.assumed import AssumedOptimizer
+from harness.core.judge.held_values import order_of_entries
+from harness.core.judge.places import last_stage_ranks
 from harness.core.judge.result import Cause
 from harness.core.judge.tolerance import clip_coefficient
 from harness.core.judge.trial import Trial
@@ -58,7 +60,7 @@ def _apart(trial: Trial, axis: str, left_out: tuple[str, ...], *, late: bool = F
         return {fqn: (clip * g).astype(g.dtype) for fqn, g in {**gradients, **summed}.items()}
 
     both = replace(trial.reference, weights={**trial.reference.weights, OUTPUT: trial.reference.weights[TIED]})
-    ran = retrain(model, trial.case.training, both, given=given, **trial.order_of_entries)
+    ran = retrain(model, trial.case.training, both, given=given, **order_of_entries(trial))
     norms = {step.step: _norm(step.gradients, left_out) for step in ran.steps}
     first, last = (_one_copy(trial.reference, ran, norms, fqn) for fqn in (TIED, OUTPUT))
 
@@ -69,7 +71,7 @@ def _apart(trial: Trial, axis: str, left_out: tuple[str, ...], *, late: bool = F
     left = frozenset((axis, step) for step in trial.case.steps if not late)
     moved = replace(trial, reference=first, plan=replace(trial.plan, unreduced=trial.plan.unreduced | left))
     return moved.assuming(
-        AssumedOptimizer(given=clipped), references=dict.fromkeys(trial.last_stages(), last), apart=True
+        AssumedOptimizer(given=clipped), references=dict.fromkeys(last_stage_ranks(trial), last), apart=True
     )
 
 

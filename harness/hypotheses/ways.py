@@ -17,6 +17,7 @@ from harness.core.causes.words import Arrays, in_parameters, on_ranks, where_tex
 from harness.core.checks import update
 from harness.core.evidence.text import number_text
 from harness.core.judge.assumed import AssumedOptimizer
+from harness.core.judge.held_values import stepped_part
 from harness.core.judge.result import Cause
 from harness.core.judge.tolerance import clip_coefficient
 from harness.core.judge.trial import Trial
@@ -205,7 +206,7 @@ def _of_history(
             if fqn not in seen[rank, now] or fqn not in before[rank, now]:
                 return None
             own = clip_coefficient(norms[now], limit) * seen[rank, now][fqn].astype(np.float64)
-            own += decayed * recipes[fqn].weight_decay * trial.stepped_part(rank, fqn, before[rank, now][fqn])
+            own += decayed * recipes[fqn].weight_decay * stepped_part(trial, rank, fqn, before[rank, now][fqn])
             total += share(step - now) * own
         return total
 

@@ -16,6 +16,7 @@ from harness.core.case.dims import ParallelDims
 from harness.core.causes.engine import failing_checks
 from harness.core.causes.hypothesis import Hypothesis
 from harness.core.checks import judge
+from harness.core.judge.places import one_rank_per_share
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate
 from harness.hypotheses.piece_weights import sums_of_pieces
@@ -35,7 +36,7 @@ def own_only(
 ) -> Trial:
     """Samples of these microbatches (all) count so often where a rank with the same place along these axes received them."""
     size = trial.case.training.global_batch // trial.case.dims.dp
-    shares = trial.one_rank_per_share()
+    shares = one_rank_per_share(trial)
 
     def place(rank: int) -> list[int]:
         return [coordinate(trial.case.dims, rank)[axis] for axis in missing]
@@ -113,7 +114,7 @@ PAIRS = ((0, 1), (2, 3))
 def test_replicas_that_are_averaged_in_groups_of_no_axis_are_named_with_these(counted: float) -> None:
     """counted: a mean over the pair, or a sum that is divided by all four."""
     trial, pair = trial_of(tiny_case(ParallelDims(dp_replicate=4))), {rank: group for group in PAIRS for rank in group}
-    shares = [*trial.one_rank_per_share()]
+    shares = [*one_rank_per_share(trial)]
     size = len(trial.reference.samples[0]) // len(shares)
 
     def gradient(rank: int, fqn: str) -> np.ndarray:

@@ -11,6 +11,7 @@ from harness.adapters.onboarding.names import to_known
 from harness.adapters.onboarding.skeleton import NO_DATA_SET
 from harness.adapters.support.requests import NOT_PASSED_ON
 from harness.core.case.case import Case
+from harness.core.judge.places import one_rank_per_share
 from harness.core.judge.received_samples import rows_received
 from harness.core.judge.trial import Trial
 from harness.core.trainers import Adapter
@@ -28,7 +29,7 @@ def drawn(trial: Trial) -> list[int | None]:
     if case.dims.cp > 1 or len(data) > MOST_SAMPLES:
         return []
     received = rows_received(trial, 1)
-    rows = [row for rank in trial.one_rank_per_share() for row in received.get(rank, ())]
+    rows = [row for rank in one_rank_per_share(trial) for row in received.get(rank, ())]
     at = {data[index][0][: case.seq_len(1)].numpy().tobytes(): index for index in range(len(data))}
     return [at.get(np.asarray(row, np.int64).tobytes()) for row in rows]
 

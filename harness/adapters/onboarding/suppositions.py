@@ -16,6 +16,7 @@ import numpy as np
 from harness.adapters.onboarding.skeleton import as_yaml
 from harness.core.causes.assume import another_case, another_reference
 from harness.core.checks import judge
+from harness.core.judge.held_values import order_of_entries
 from harness.core.judge.losses import global_loss
 from harness.core.judge.result import Result
 from harness.core.judge.tolerance import NoBound
@@ -71,7 +72,7 @@ def suppositions(trial: Trial) -> Iterator[Supposition]:
     for theta in THETAS:
         if theta != model.rope_theta:
             yield Supposition(f"case: model: {{rope_theta: {theta}}}", "attention", by.setting(rope_theta=theta))
-    if "rows" in trial.order_of_entries:
+    if "rows" in order_of_entries(trial):
         yield Supposition(
             "adapter: leave out `rows`; adjacent entries of a head turn together", "model", words={"rows": {}}
         )
@@ -116,7 +117,7 @@ def _fits(trial: Trial, chosen: Sequence[Supposition], wanted: float) -> bool:
     """Return whether the loss of step 1 is the one that the trainer computed."""
     from harness.reference.counterfactual import Otherwise, losses_of_rows
 
-    otherwise = Otherwise(**(trial.order_of_entries | _assumed(chosen)))
+    otherwise = Otherwise(**(order_of_entries(trial) | _assumed(chosen)))
     losses = losses_of_rows(trial.case.model, trial.case.training, trial.reference, 1, otherwise)
     try:
         bound = trial.bounds.loss[1]

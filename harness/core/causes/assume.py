@@ -11,6 +11,8 @@ import numpy as np
 from harness.core.case.case import Case
 from harness.core.causes.words import Arrays
 from harness.core.judge.assumed import AssumedOptimizer
+from harness.core.judge.held_values import order_of_entries
+from harness.core.judge.places import one_rank_per_share
 from harness.core.judge.received_samples import received_samples
 from harness.core.judge.tolerance import clip_coefficient
 from harness.core.judge.trial import Trial
@@ -41,7 +43,7 @@ def another_feature(trial: Trial, **features: Any) -> Trial:
 
 def another_recipe(trial: Trial, training: TrainingConfig) -> Trial:
     """Assume that this recipe had been requested: the reference is trained by it."""
-    words = {**trial.order_of_entries, **trial.assumption.reference}
+    words = {**order_of_entries(trial), **trial.assumption.reference}
     reference = retrain(trial.case.model, training, trial.reference, **words)
     return replace(another_case(trial, replace(trial.case, training=training)), reference=reference)
 
@@ -51,7 +53,7 @@ def another_reference(trial: Trial, **otherwise: Any) -> Trial:
     reference.counterfactual."""
     known = trial.assumption.reference
     together = {**known} | {key: _after(known.get(key), key, new) for key, new in otherwise.items()}
-    words = trial.order_of_entries | together
+    words = order_of_entries(trial) | together
     reference = retrain(trial.case.model, trial.case.training, trial.reference, **words)
     return replace(trial, reference=reference).assuming(reference=together)
 
@@ -103,7 +105,7 @@ def another_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any)
 def apart(trial: Trial, copies: Mapping[int, int], otherwise: Sequence[dict[str, Any]], **told: Any) -> Trial:
     """Assume that ranks train separate copies of the model. copies: by rank, which copy it trains. What is assumed
     of each copy and of all is in the words of reference.counterfactual. A single copy is a reference like any other."""
-    together = [{**trial.order_of_entries, **trial.assumption.reference, **one} for one in otherwise]
+    together = [{**order_of_entries(trial), **trial.assumption.reference, **one} for one in otherwise]
     runs = retrain_apart(trial.case.model, trial.case.training, trial.reference, together, **told)
     references = {rank: runs[copy] for rank, copy in copies.items()} if len(runs) > 1 else {}
     return replace(trial, reference=runs[0]).assuming(references=references, apart=True)
@@ -157,7 +159,7 @@ def train_apart(
 def share_of(trial: Trial, ranks: Sequence[int], step: int, shape: tuple[int, ...]) -> np.ndarray:
     """Return how often each token of a step counts if only these ranks' samples do. float64 [global_batch, seq_len]"""
     received = received_samples(trial, step)
-    ids = {id_ for rank in trial.one_rank_per_share() if rank in ranks for id_ in received.get(rank, [])}
+    ids = {id_ for rank in one_rank_per_share(trial) if rank in ranks for id_ in received.get(rank, [])}
     counts = np.zeros(shape)
     counts[[place for place, id_ in enumerate(trial.reference.samples[step - 1]) if id_ in ids]] = 1.0
     return counts

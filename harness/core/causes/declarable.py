@@ -25,6 +25,7 @@ from harness.core.evidence.step import Call
 from harness.core.evidence.text import ranks_text
 from harness.core.judge import output_layer, saved_hooks
 from harness.core.judge.finding import Finding, Limit
+from harness.core.judge.places import last_stage_ranks
 from harness.core.judge.result import Lines
 from harness.core.judge.traffic import INSIDE, axis_of, observed, observed_outside
 from harness.core.judge.trial import Trial
@@ -122,7 +123,7 @@ MOST_CHUNKS = 64
 
 def projections(trial: Trial) -> Iterator[Declared]:
     """Yield in how many chunks forward multiplies by the output's weight, where all but that are the matmuls of blocks."""
-    rank = next((rank for rank in trial.last_stages()), None)
+    rank = next((rank for rank in last_stage_ranks(trial)), None)
     if rank is None or trial.case.model.lora is not None:
         return
     total = features.matmuls(trial.ranks[rank].steps[0], "forward").total()
@@ -137,7 +138,7 @@ def projections(trial: Trial) -> Iterator[Declared]:
 
 def output_calls(trial: Trial) -> Iterator[Declared]:
     """Yield the traits of an output layer that forward calls for each chunk of a loss, or that backward calls again."""
-    rank = next((rank for rank in trial.last_stages()), None)
+    rank = next((rank for rank in last_stage_ranks(trial)), None)
     if rank is None:
         return
     calls = trial.ranks[rank].steps[0].activity.calls

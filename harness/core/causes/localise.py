@@ -29,6 +29,7 @@ from harness.core.evidence.text import number_text, ranks_text
 from harness.core.judge.assembly import misfits
 from harness.core.judge.contents import take
 from harness.core.judge.finding import Finding
+from harness.core.judge.held_values import order_of_entries
 from harness.core.judge.losses import global_loss, losses
 from harness.core.judge.received_samples import received_samples
 from harness.core.judge.result import Cause, Line, Lines, Verdict
@@ -250,7 +251,7 @@ def ranks_whose_losses_are_off(trial: Trial, step: int) -> list[int]:
     from harness.reference.counterfactual import Otherwise, losses_of_rows
 
     before = {} if step == 1 else {"weights": trial.reference.steps[step - 2].parameters}
-    otherwise = Otherwise(**(trial.order_of_entries | before))
+    otherwise = Otherwise(**(order_of_entries(trial) | before))
     rows = losses_of_rows(case.model, case.training, trial.reference, step, otherwise)
     of_sample = dict(zip(trial.reference.samples[step - 1], rows, strict=True))
 

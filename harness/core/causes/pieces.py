@@ -21,6 +21,7 @@ from harness.core.causes.differences import seen_gradients, wrong_pairs
 from harness.core.causes.words import Arrays, in_order
 from harness.core.checks.samples import parts_of
 from harness.core.judge.contents import take
+from harness.core.judge.places import last_stage_ranks
 from harness.core.judge.received_samples import shares_of_samples
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate
@@ -106,7 +107,7 @@ class Pieces:
 def chunks_of_the_loss(trial: Trial, step: int) -> int:
     """Return into how many chunks of positions the losses of a step were cut, 1 where they were not or others than positions.
     Chunks in which no label counts may have been left out."""
-    seen = [part for rank in trial.last_stages() for part in parts_of(trial, rank, step) if part.chunks]
+    seen = [part for rank in last_stage_ranks(trial) for part in parts_of(trial, rank, step) if part.chunks]
     widths = {-(-size // trial.case.local_batch) for part in seen for size in part.chunks}
     length = len(positions(trial.case, 0, trial.case.seq_len(step)))
     even = all(size % trial.case.local_batch == 0 for part in seen for size in part.chunks)

@@ -8,6 +8,7 @@ from typing import Any
 from harness.core.case.trainer_spec import TrainerSpec
 from harness.core.judge.finding import Bound, Finding
 from harness.core.judge.losses import global_loss, losses
+from harness.core.judge.places import last_stage_ranks
 from harness.core.judge.reporting import ratio_text
 from harness.core.judge.result import Result, Verdict, verdict_of
 from harness.core.judge.trial import Trial
@@ -47,7 +48,7 @@ def _remedy(trial: Trial) -> str:
 def _odd_peers(trial: Trial, step: int, bound: float) -> list[Finding]:
     """Ranks that computed another loss than the tp peer that received the same."""
     findings = []
-    for rank in trial.last_stages():
+    for rank in last_stage_ranks(trial):
         first = trial.plan.peers(rank, "tp")[0]
         if first == rank:
             continue

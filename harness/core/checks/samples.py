@@ -26,6 +26,7 @@ from harness.core.evidence.text import positions_text, ranks_text
 from harness.core.judge.finding import Finding, Value
 from harness.core.judge.labels import laid_out
 from harness.core.judge.observed import together
+from harness.core.judge.places import feeder_of, first_stage_ranks, last_stage_ranks, one_rank_per_share
 from harness.core.judge.received_samples import (
     positions_received,
     received_samples,
@@ -104,7 +105,7 @@ def _differing_peers(trial: Trial, received: dict[int, list[int | None]], step: 
 def _not_a_partition(
     trial: Trial, received: dict[int, list[int | None]], step: int, wanted: tuple[int, ...]
 ) -> list[Finding]:
-    counts = Counter(id_ for rank in trial.one_rank_per_share() for id_ in received.get(rank, []) if id_ is not None)
+    counts = Counter(id_ for rank in one_rank_per_share(trial) for id_ in received.get(rank, []) if id_ is not None)
     if counts == Counter(wanted):
         return []
     twice = sorted(id_ for id_, count in counts.items() if count > 1)
@@ -126,7 +127,7 @@ def _ids(ids: list[int | None] | None) -> Value:
 
 def _twins(trial: Trial, received: dict[int, list[int | None]]) -> tuple[int, ...]:
     """Nothing is known about rows that are no sample."""
-    shares = trial.one_rank_per_share()
+    shares = one_rank_per_share(trial)
     known = {rank: ids for rank in shares if (ids := received.get(rank)) and None not in ids}
     same = [rank for rank in shares[1:] if rank in known and known[rank] == known.get(shares[0])]
     return (shares[0], *same) if same else ()
@@ -135,7 +136,7 @@ def _twins(trial: Trial, received: dict[int, list[int | None]]) -> tuple[int, ..
 def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
     """Accumulation must leave a trace: the same batch in one piece gives the same gradient."""
     findings = []
-    for rank in trial.first_stages():
+    for rank in first_stage_ranks(trial):
         wanted = sizes_wanted(trial, rank, step)
         for record in trial.ranks[rank].steps:
             sizes = tuple(len(part.tokens) for part in record.microbatches if part.tokens is not None)
@@ -148,8 +149,10 @@ def misshapen_labels(trial: Trial, step: int) -> list[Finding]:
     """Yield losses that were not computed from a label for each token that their pipeline received, in however many calls.
     Labels that do not count may be left out."""
     findings = []
-    for rank in trial.last_stages():
-        received = [part.tokens.size for part in parts_of(trial, trial.feeder(rank), step) if part.tokens is not None]
+    for rank in last_stage_ranks(trial):
+        received = [
+            part.tokens.size for part in parts_of(trial, feeder_of(trial, rank), step) if part.tokens is not None
+        ]
         losses = [part for part in parts_of(trial, rank, step) if part.loss_sum is not None]
         seen = [0 if part.labels is None else part.labels.size for part in losses]
         own = _own_labels(trial, rank, step)
@@ -185,7 +188,7 @@ def _wrong_labels(trial: Trial, step: int) -> list[Finding]:
 def wrong_labels(trial: Trial, step: int) -> dict[int, list[tuple[int, int, int]]]:
     """The labels of a step that are not those of the samples received, by last stage: (position, label, the token's own)."""
     found = {}
-    for rank in trial.last_stages():
+    for rank in last_stage_ranks(trial):
         at = positions(trial.case, rank, trial.case.seq_len(step)).tolist()
         seen = [part for part in parts_of(trial, rank, step) if part.labels is not None]
         found[rank] = [
@@ -204,7 +207,7 @@ def _own_labels(trial: Trial, rank: int, step: int) -> list[np.ndarray | None]:
     one with tokens that are no sample's."""
     reference, at = trial.reference, positions(trial.case, rank, trial.case.seq_len(step))
     row_of = {id_: row for row, id_ in enumerate(reference.sample_ids)}
-    feeder = trial.feeder(rank)
+    feeder = feeder_of(trial, rank)
     known, found = rows_of(trial, feeder, step), []
     for part in parts_of(trial, feeder, step):
         if part.tokens is not None:

@@ -22,6 +22,7 @@ from harness.core.evidence.text import number_text
 from harness.core.judge import tolerance
 from harness.core.judge.clipping import clipped_unseen
 from harness.core.judge.finding import Bound, Finding
+from harness.core.judge.held_values import stepped_part
 from harness.core.judge.muon import Matrices
 from harness.core.judge.norms import norm_of
 from harness.core.judge.result import Result, Verdict, verdict_of
@@ -160,7 +161,7 @@ def _replay(
                 return []  # another rank lacks a gradient, which `completed` reports
             expected, bound = expected - turned[0], bound + turned[1]
         here = partial(Finding.at, evidence.rank, step=step.step, kind="parameter", name=fqn)
-        left = trial.stepped_part(evidence.rank, fqn, step.parameters[fqn])
+        left = stepped_part(trial, evidence.rank, fqn, step.parameters[fqn])
         finding = _compare(here, left, expected, bound, state.value)
         if step is evidence.steps[-1] or step.optimizer_state:
             kept = step.optimizer_state.get(fqn, {})
@@ -196,7 +197,7 @@ def _start(trial: Trial, evidence: RankEvidence, fqn: str) -> _State:
     """Averages begin at zero, or where the checkpoint left them, whatever that is: the check `resume` judges that."""
     begun = trial.assumption.optimizer.begun
     value = begun(evidence.rank, fqn) if begun else trial.start_of(evidence.rank)[fqn]
-    value = trial.stepped_part(evidence.rank, fqn, value)
+    value = stepped_part(trial, evidence.rank, fqn, value)
     held = evidence.resumed.optimizer_state.get(fqn, {}) if evidence.resumed else {}
     value = value.astype(np.float64)
     average = "momentum_buffer" if rule_of(recipe_of(trial, fqn), fqn) == "muon" else "exp_avg"
@@ -210,7 +211,7 @@ def explained_by_clip(trial: Trial, evidence: RankEvidence, tensor: TensorEviden
     if tensor.fqn not in first.gradients or tensor.fqn not in first.parameters:
         return False
     expected, bound = expected_after_first_step(trial, evidence, tensor, clip=clip)
-    left = trial.stepped_part(evidence.rank, tensor.fqn, first.parameters[tensor.fqn])
+    left = stepped_part(trial, evidence.rank, tensor.fqn, first.parameters[tensor.fqn])
     return left.shape == expected.shape and bool((np.abs(left - expected) <= bound).all())
 
 

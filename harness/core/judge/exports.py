@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from harness.core.case.case import Case
+from harness.core.judge.held_values import weights_after
 from harness.core.judge.trial import Trial
 from harness.reference.columns import restored
 from harness.reference.config import Lora
@@ -34,7 +35,7 @@ TIED, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 def weights_of(trial: Trial, step: int) -> dict[str, np.ndarray]:
     """Return whole weights after a step, 0 for those before training, in the reference's order of rows and its shapes."""
-    stored = trial.weights_after(step) if step else trial.reference.weights
+    stored = weights_after(trial, step) if step else trial.reference.weights
     found = {}
     for fqn, shape in trial.case.model.parameter_shapes().items():
         if fqn in stored:

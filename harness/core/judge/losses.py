@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 
+from harness.core.judge.places import last_stage_ranks
 from harness.core.judge.trial import Trial
 
 
 def global_loss(trial: Trial, step: int) -> float | None:
     """Sum of local losses over sum of valid tokens. tp peers, who compute the same loss, count once between them."""
-    seen = [loss for rank in trial.last_stages() if _first_of_tp(trial, rank) for loss in losses(trial, rank, step)]
+    seen = [loss for rank in last_stage_ranks(trial) if _first_of_tp(trial, rank) for loss in losses(trial, rank, step)]
     tokens = sum(count for _, count in seen)
     return math.fsum(total for total, _ in seen) / tokens if tokens else None
 

@@ -13,8 +13,10 @@ import numpy as np
 
 from harness.core.evidence.numbers import MEAN, NORM, SPLIT, VALIDATION, Number
 from harness.core.evidence.step import Microbatch, StepEvidence
+from harness.core.judge.held_values import order_of_entries, weights_after
 from harness.core.judge.labels import IGNORED
 from harness.core.judge.norms import PARAMETERS, nearest, norm_of
+from harness.core.judge.places import feeder_of, first_stage_ranks, last_stage_ranks
 from harness.core.judge.received_samples import positions_received, received_samples
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate
@@ -119,14 +121,14 @@ def parts_of_mean(trial: Trial, step: int, rank: int, name: str, number: Number)
 
 def counted(trial: Trial, step: int, rank: int, number: Number) -> int:
     """Return how many samples or tokens ranks received in a step."""
-    ranks = trial.last_stages() if number.of == "valid tokens" else trial.first_stages()
+    ranks = last_stage_ranks(trial) if number.of == "valid tokens" else first_stage_ranks(trial)
     return sum(_count(trial, one, step, number.of) for one in _sharers(trial, rank, number, ranks))
 
 
 def requested(trial: Trial, step: int, rank: int, number: Number) -> float:
     """Return how many the recipe gives to these ranks; of valid tokens those of the samples that they received."""
     if number.of == "valid tokens":
-        return sum(_labels(trial, one, step) for one in _sharers(trial, rank, number, trial.first_stages()))
+        return sum(_labels(trial, one, step) for one in _sharers(trial, rank, number, first_stage_ranks(trial)))
     samples = len(trial.reference.samples[step - 1])
     cut = [axis for axis in SPLIT if axis not in number.over and (number.of, axis) != ("samples", "cp")]
     each = 1 if number.of == "samples" else trial.case.seq_len(step)
@@ -264,9 +266,9 @@ def _said(trial: Trial, step: int) -> dict[Place, list[Batch]]:
 def _seen(trial: Trial, step: int) -> dict[Place, list[Batch]]:
     """What passes that trained nothing received after a step, by share; what cp cut is put together."""
     parts: dict[Place, list[tuple[int, list[Batch]]]] = {}
-    for rank in trial.last_stages():
+    for rank in last_stage_ranks(trial):
         if coordinate(trial.case.dims, rank)["tp"] == 0:
-            passes = _record(trial, rank, step).evaluated, _record(trial, trial.feeder(rank), step).evaluated
+            passes = _record(trial, rank, step).evaluated, _record(trial, feeder_of(trial, rank), step).evaluated
             both = [_batch(rank, step, *one) for one in zip(*passes, strict=True)]
             parts.setdefault(place_of(trial, rank)[:2], []).append((rank, both))
     return {share: [_whole(trial, one, n) for n in range(len(one[0][1]))] for share, one in parts.items()}
@@ -292,10 +294,10 @@ def _losses(trial: Trial, step: int, batches: Mapping[Place, list[Batch]]) -> It
     """Yield, by place, the losses of its part by the reference's model with the weights that ranks held after the step."""
     if not any(batches.values()):
         raise NotOnRecord(f"no pass without gradients was seen after step {step}")
-    weights = trial.weights_after(step)
+    weights = weights_after(trial, step)
     for share, each in batches.items():
         computed = [(losses_of(trial, weights, *batch), batch[1]) for batch in each]
-        for rank in (one for one in trial.first_stages() if place_of(trial, one)[:2] == share):
+        for rank in (one for one in first_stage_ranks(trial) if place_of(trial, one)[:2] == share):
             cut = [positions(trial.case, rank, labels.shape[1]) for _, labels in computed]
             total = math.fsum(float(losses[:, at].sum()) for (losses, _), at in zip(computed, cut, strict=True))
             valid = sum(int((labels[:, at] != IGNORED).sum()) for (_, labels), at in zip(computed, cut, strict=True))
@@ -306,6 +308,6 @@ def losses_of(trial: Trial, weights: Mapping[str, np.ndarray], tokens: np.ndarra
     """Return the loss of each token by these weights, float64 [samples, positions]. Imports torch, as no other check does."""
     from harness.reference import counterfactual
 
-    otherwise: Any = counterfactual.Otherwise(weights=weights, **trial.order_of_entries)
+    otherwise: Any = counterfactual.Otherwise(weights=weights, **order_of_entries(trial))
     batch = counterfactual.Batch(tokens, labels)
     return counterfactual.losses_evaluated(trial.case.model, trial.case.training, trial.reference, batch, otherwise)

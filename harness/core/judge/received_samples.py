@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from harness.core.judge.places import first_stage_ranks, one_rank_per_share
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate
 from harness.core.plan.stages import positions, positions_of_part
@@ -29,7 +30,7 @@ def rows_received(trial: Trial, step: int) -> dict[int, list[np.ndarray]]:
     """Rows of tokens, by first stage."""
     return {
         rank: [row for part in record.microbatches if part.tokens is not None for row in part.tokens]
-        for rank in trial.first_stages()
+        for rank in first_stage_ranks(trial)
         for record in trial.ranks[rank].steps
         if record.step == step
     }
@@ -78,4 +79,4 @@ def _given_positions(trial: Trial, rank: int, step: int) -> list[np.ndarray]:
 def shares_of_samples(trial: Trial, step: int) -> dict[int, list[int | None]]:
     """What each data-parallel share received, by the rank that stands for it."""
     received = received_samples(trial, step)
-    return {rank: received[rank] for rank in trial.one_rank_per_share() if rank in received}
+    return {rank: received[rank] for rank in one_rank_per_share(trial) if rank in received}

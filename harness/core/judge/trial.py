@@ -23,10 +23,11 @@ from harness.core.evidence.unplaced import unplaced
 from harness.core.judge import tolerance
 from harness.core.judge.assumed import AS_REQUESTED, AssumedOptimizer, Assumption
 from harness.core.judge.claims import claimed_slice
-from harness.core.judge.contents import locate, take
+from harness.core.judge.contents import locate
 from harness.core.judge.golden import Golden
+from harness.core.judge.held_values import weights_after
 from harness.core.judge.tolerance import Bounds
-from harness.core.plan.grid import coordinate, groups
+from harness.core.plan.grid import groups
 from harness.core.plan.plan import Plan
 from harness.core.plan.slices import Slice
 from harness.reference.record import ReferenceRun, ReferenceStep
@@ -171,26 +172,8 @@ class Trial:
     def saved_weights(self) -> dict[str, np.ndarray]:
         """Whole parameters as the launch that saved held them then, NaN where no rank did; nothing if this one resumes none."""
         launch = self.saved[-1] if self.saved else None
-        found = launch.weights_after(launch.case.saved_step or 0) if launch else {}
+        found = weights_after(launch, launch.case.saved_step or 0) if launch else {}
         return {fqn: full.reshape(self.plan.shapes[fqn]) for fqn, full in found.items()}
-
-    def weights_after(self, step: int) -> dict[str, np.ndarray]:
-        """Whole parameters as ranks held them after a step, NaN where none did."""
-        whole: dict[str, np.ndarray] = {}
-        for rank, record in self.own_steps():
-            for fqn, value in record.parameters.items() if record.step == step else ():
-                full = whole.setdefault(fqn, np.full(self.plan.shapes[fqn], np.nan, value.dtype))
-                part = self.slice_of(rank, fqn)
-                if part is not None and take(full, part).shape == value.shape:
-                    take(full, part)[...] = value
-        return whole
-
-    @property
-    def order_of_entries(self) -> dict[str, Any]:
-        """Return how the reference's entries lie, in the words of reference.counterfactual: its rows are in the trainer's
-        order, and its vectors as tp ranks flatten them. A model that is given such weights needs it."""
-        rows, columns = self.reference.rows, self.plan.columns
-        return {**({"rows": rows} if rows else {}), **({"columns": columns} if columns else {})}
 
     def slice_of(self, rank: int, fqn: str) -> Slice | None:
         """Where a rank's local part belongs: where its bytes were found, else where the plan puts it."""
@@ -202,24 +185,12 @@ class Trial:
         apart = self.plan.gradient_slices
         return apart[rank].get(fqn) if apart else self.slice_of(rank, fqn)
 
-    def stepped_part(self, rank: int, fqn: str, held: np.ndarray) -> np.ndarray:
-        """Return the part of a held parameter that the rank's own optimizer steps on: under ZeRO-1 and 2 not all of it."""
-        part, wanted = self.slice_of(rank, fqn), self.plan.state_slices and self.plan.state_slices[rank].get(fqn)
-        if not part or not wanted or part == wanted:
-            return held
-        return held[tuple(slice(lo - start, hi - start) for (lo, hi), (start, _) in zip(wanted, part, strict=True))]
-
     def start_of(self, rank: int) -> dict[str, np.ndarray]:
         """The parameters a rank begins with: those of the checkpoint if it resumed, else the seed's."""
         evidence = self.ranks[rank]
         if evidence.resumed is not None:
             return evidence.resumed.parameters
         return {tensor.fqn: tensor.value for tensor in evidence.parameters}
-
-    @property
-    def as_requested(self) -> bool:
-        """Whether nothing is assumed."""
-        return self.assumption == AS_REQUESTED
 
     def assuming(self, optimizer: AssumedOptimizer = AssumedOptimizer(), **more: Any) -> Trial:  # noqa: B008 - frozen
         """The same evidence, with this assumption added: see Assumption.and_besides."""
@@ -246,23 +217,6 @@ class Trial:
     def own_steps(self) -> Iterator[tuple[int, StepEvidence]]:
         """Every rank's record of every step."""
         return ((rank, step) for rank, evidence in sorted(self.ranks.items()) for step in evidence.steps)
-
-    def one_rank_per_share(self) -> list[int]:
-        """The ranks that between them received each sample once: first stages at cp 0 and tp 0."""
-        places = {rank: coordinate(self.case.dims, rank) for rank in self.first_stages()}
-        return [rank for rank, place in places.items() if (place["cp"], place["tp"]) == (0, 0)]
-
-    def first_stages(self) -> list[int]:
-        """The ranks that receive tokens."""
-        return [rank for rank in self.ranks if 0 in self.plan.stages[rank]]
-
-    def last_stages(self) -> list[int]:
-        """The ranks that compute a loss."""
-        return [rank for rank in self.ranks if self.case.n_stages - 1 in self.plan.stages[rank]]
-
-    def feeder(self, rank: int) -> int:
-        """The rank of the same pipeline that runs the first stage, and so receives the tokens whose loss `rank` computes."""
-        return next(peer for peer in self.plan.peers(rank, "pp") if 0 in self.plan.stages[peer])
 
 
 def launch_label(launch: Trial) -> str:

@@ -12,6 +12,7 @@ from literal import tiny_case, trial_of
 from harness.core.case.measured import Measured
 from harness.core.causes import assume
 from harness.core.evidence.provided import RECORDED
+from harness.core.judge.assumed import AS_REQUESTED
 from harness.core.judge.trial import Trial
 from harness.core.plan.plan import without_slices
 
@@ -107,7 +108,7 @@ def test_ranks_that_train_apart_have_a_reference_each_and_one_copy_is_everybodys
 
 def test_what_is_assumed_apart_is_not_as_requested_even_with_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     calls_of(monkeypatch, assume, "retrain_apart", lambda *of: ("a",))
-    assert RIGHT.as_requested and not assume.apart(RIGHT, {0: 0, 1: 0}, [{}]).as_requested
+    assert RIGHT.assumption == AS_REQUESTED != assume.apart(RIGHT, {0: 0, 1: 0}, [{}]).assumption
 
 
 def _with_rows(trial: Trial, order: np.ndarray) -> Trial:

@@ -14,6 +14,7 @@ from literal import EIGHT, TINY, judged, tiny_case, trial_of, with_step
 from harness.core.case.case import Saved
 from harness.core.case.dims import ParallelDims
 from harness.core.evidence.numbers import Number
+from harness.core.judge.held_values import weights_after
 from harness.core.judge.norms import PARAMETERS, norm_of
 from harness.core.judge.numbers import Book, NotOnRecord, parts_of_mean
 from harness.core.judge.result import Verdict
@@ -212,7 +213,7 @@ def norm(trial: Trial, step: int, fqns: Any = None, ranks: Any = None) -> float:
 
 
 def test_the_norm_of_parameters_is_that_of_all_that_ranks_hold() -> None:
-    weights = GRID.weights_after(2)
+    weights = weights_after(GRID, 2)
     whole = sum(float(np.square(one, dtype=np.float64).sum()) for one in weights.values()) ** 0.5
     assert norm(GRID, 2) == pytest.approx(whole, rel=1e-14)
     shown = reporting(GRID, lambda rank, step: norm(GRID, step), of="parameter norm")

@@ -17,6 +17,7 @@ from harness.core.evidence.records import RankEvidence, Resumed, Run
 from harness.core.evidence.text import bytes_text, ranks_text
 from harness.core.judge.contents import locate
 from harness.core.judge.order import flattened, reordered_reference
+from harness.core.judge.places import feeder_of, first_stage_ranks, last_stage_ranks
 from harness.core.judge.result import Verdict
 from harness.core.judge.trial import Trial
 from harness.core.plan.make_plan import make_plan
@@ -107,8 +108,8 @@ def test_a_last_stage_is_fed_by_the_first_stage_of_its_own_pipeline() -> None:
     case = tiny_case(ParallelDims(pp=2, dp_shard=2), schedule="1F1B", microbatches=2, model=TWO_LAYERS)
     ranks = {rank: RankEvidence(rank, 4, (), (), (), ()) for rank in range(4)}
     trial = Trial(case, make_plan(case), Run("run", 4, (), ranks), reference_of(case))
-    assert (trial.first_stages(), trial.last_stages()) == ([0, 1], [2, 3])
-    assert [trial.feeder(rank) for rank in trial.ranks] == [0, 1, 0, 1]
+    assert (first_stage_ranks(trial), last_stage_ranks(trial)) == ([0, 1], [2, 3])
+    assert [feeder_of(trial, rank) for rank in trial.ranks] == [0, 1, 0, 1]
 
 
 def test_launches_are_told_in_order_and_the_first_step_is_the_launchs_own() -> None:
