@@ -27,9 +27,7 @@ FITTED = frozenset({"unequal contributions"})
 """Kinds that are weights of samples: any sums of samples have such."""
 OF_GROUPS = frozenset({"traffic", "placements", "process_groups", "shard_contents"})
 """Checks of which ranks sum with which."""
-AFTER_GRADIENTS = OF_GRADIENTS | {"reported_numbers", "reported_rate", "golden"}
-"""Checks that may fail because gradients are wrong: of what is made of them, and of what is reported. `golden` holds whatever
-is assumed."""
+REPORTED = frozenset({"grad_norm", "reported_loss", "reported_numbers", "reported_rate"})
 PASSES_ENDED = f"the reference was computed for {PASSES} forward passes"
 
 
@@ -65,8 +63,20 @@ def explain(
 
 def _explained(search: Search, trial: Trial, results: Sequence[Result], facts: Sequence[Facts]) -> Explanation:
     proofs = search.proofs(trial, results)
-    if proofs and is_undercut(proofs[0]):
-        proofs = []
+    stated = list(search.guarded(facts, trial, failing_checks(results)))
+    seen = any("gradients" in fact.checks for fact in stated)
+    if proofs and "gradients" in proofs[0].left and {one.cause.kind for one in proofs[0].hypotheses} <= ONCE:
+        proofs = []  # a factor of gradients that leaves them wrong: anything has a best fit
+    if proofs and seen and "gradients" in proofs[0].left and OF_GRADIENTS.issuperset(proofs[0].explained):
+        proofs = []  # what was seen of gradients goes before what explains only what follows of them
+    if proofs and FITTED & {one.cause.kind for one in proofs[0].hypotheses} and OF_GROUPS & {*proofs[0].left}:
+        proofs = []  # weights fit whatever groups have summed: who sums with whom goes first
+    unfinished = any("completed" in fact.checks for fact in stated)
+    if proofs and unfinished and "gradients" in proofs[0].left and REPORTED.issuperset(proofs[0].explained):
+        proofs = []  # what ranks lack, or hold too much, goes before what is reported of it
+    moved = proofs and "gradients" in proofs[0].left and "traffic" not in proofs[0].left
+    if moved and proofs[0].explained == ("replica_agreement",):
+        proofs = []  # all moved as planned, and replicas differ whatever it is that is not the sum
     left = list(proofs[0].left) if proofs else [r.check for r in results if r.verdict is Verdict.FAIL]
     found = []
     known = list(search.guarded(facts, trial, {r.check: r for r in results if r.check in left and r.findings}))
@@ -77,18 +87,6 @@ def _explained(search: Search, trial: Trial, results: Sequence[Result], facts: S
             found.append(most)
             left = [name for name in left if name not in most.checks]
     return Explanation(tuple(proofs), tuple(found), tuple(left), search.tried, tuple(search.raised), search.ended)
-
-
-def is_undercut(proof: Proof) -> bool:
-    """Return whether all that a proof explains may follow from a failing check that it leaves unexplained.
-
-    Wrong gradients make norms, updates, replicas and reports wrong, and to these something always fits. Weights of samples
-    fit whatever other groups have summed.
-    """
-    if "gradients" in proof.left:
-        return AFTER_GRADIENTS.issuperset(proof.explained)
-    kinds = {hypothesis.cause.kind for hypothesis in proof.hypotheses}
-    return bool(kinds & FITTED and OF_GROUPS & {*proof.left})
 
 
 @dataclasses.dataclass
