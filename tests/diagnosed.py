@@ -73,10 +73,13 @@ def first_line(trial: Trial) -> str:
 
 
 def trained_as(
-    training: TrainingConfig, layout: str | ParallelDims = "fsdp_2", requested: TrainingConfig = ADAMW
+    training: TrainingConfig,
+    layout: str | ParallelDims = "fsdp_2",
+    requested: TrainingConfig = ADAMW,
+    wrapper: str | None = None,
 ) -> Trial:
     """What a run leaves whose optimizer had another recipe; gradients are those of the recipe requested."""
-    trial = trial_of(tiny_case(layout, requested))
+    trial = trial_of(tiny_case(layout, requested, **({"wrapper": wrapper} if wrapper else {})))
     other = replace(trial, case=replace(trial.case, training=training))
     return replace(with_updates_that_follow(other), case=trial.case)
 

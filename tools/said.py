@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from harness.core.judge.result import Diagnosis, Result
+from harness.core.judge.result import Diagnosis, Result, verdict_of_all
 from harness.core.report.as_data import as_data
-from harness.recording.pages.recording_layout import verdict_of_all
 
 
 def said_of(name: str, results: Sequence[Result], diagnosis: Diagnosis | None, odd: Iterable[str]) -> dict[str, Any]:

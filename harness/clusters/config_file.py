@@ -76,7 +76,11 @@ def case_of(name: str, told: Mapping[str, Any], model: ModelConfig, world: int |
 
 
 def _dims(name: str, said: Mapping[str, Any], world: int | None) -> ParallelDims:
-    dims = ParallelDims(**degrees_of_titan(name, said, world))
+    degrees = degrees_of_titan(name, said, world)
+    try:
+        dims = ParallelDims(**degrees)
+    except ValueError as error:
+        raise CaseError(f"{name}: {error}") from error
     if dims.world_size != (world or dims.world_size):
         raise CaseError(f"{name}: {dims} = {dims.world_size} ranks, --world says {world}")
     return dims

@@ -35,6 +35,7 @@ from harness.core.judge.result import Cause
 from harness.core.judge.tolerance import clip_coefficient, update_bound
 from harness.core.judge.trial import Trial
 from harness.core.plan.grid import coordinate
+from harness.core.plan.slices import parameter_shapes
 from harness.hypotheses.ways import (
     By,
     Way,
@@ -288,7 +289,8 @@ def _recipes(trial: Trial, other: TrainingConfig, fqns: Collection[str]) -> dict
     if other.decay != "matrices":
         return dict.fromkeys(fqns, other)
     undecayed = replace(other, weight_decay=0.0)
-    return {fqn: undecayed if len(trial.plan.shapes[fqn]) == 1 else other for fqn in fqns}
+    shapes = parameter_shapes(trial.case.model)
+    return {fqn: undecayed if len(shapes.get(fqn, ())) == 1 else other for fqn in fqns}
 
 
 def _rates(trial: Trial, other: TrainingConfig) -> dict[int, float] | None:

@@ -86,6 +86,7 @@ def test_the_words_of_earlier_years_are_read_as_well(tmp_path: Path) -> None:
         (OF_2025.replace("405B", "671B"), 512, "model llama3 671B"),
         (OF_2025.replace("shard_degree = -1", "shard_degree = 4"), 512, "= 32 ranks, --world says 512"),
         ("[model", 512, "train.toml"),
+        (OF_2025.replace("tensor_parallel_degree = 8", "tensor_parallel_degree = 0"), 512, "tp must be a whole number"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, text: str, world: int, said: str) -> None:

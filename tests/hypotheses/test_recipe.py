@@ -98,6 +98,13 @@ def test_fields_that_are_otherwise_are_named_with_their_values(
     assert not cause.where
 
 
+def test_matrices_that_are_cut_as_vectors_decay_all_the_same() -> None:
+    changed = trained_as(replace(MATRICES, beta2=0.999), requested=MATRICES, wrapper="fsdp1")
+    assert dict(named(changed).details) == {"beta2": 0.999}
+    spared = trained_as(MATRICES, requested=ADAMW, wrapper="fsdp1")
+    assert dict(named(spared).details) == {"decay": "matrices"}
+
+
 def test_of_two_fields_that_are_wrong_together_none_alone_is_proven() -> None:
     trial = trained_as(replace(ADAMW, beta1=0.95, beta2=0.999))
     assert proposed(trial) == {"beta1": 3}

@@ -67,7 +67,7 @@ def positions_of_part(length: int, cp: int, index: int, *, balanced: bool) -> np
         chunks = np.split(np.arange(length), 2 * cp)
         part = np.concatenate([chunks[index], chunks[2 * cp - 1 - index]])
     else:
-        part = np.split(np.arange(length), cp)[index]
+        part = np.split(np.arange(length), cp)[index].copy()  # which keeps no others
     part.setflags(write=False)
     return part
 
