@@ -84,6 +84,20 @@ def marked_functions(tree: ast.Module) -> Iterator[tuple[str, ast.Call | None]]:
             yield function.name, next(filter(None, marks), None)
 
 
+def named_in(mark: ast.Call) -> list[str]:
+    """Return the tests and files that a mark's reason names."""
+    words = ast.literal_eval(mark.args[0]).split()
+    return [word.rstrip(",;") for word in words if word.startswith(("test_", "tests/"))]
+
+
+def test_every_test_that_a_reason_names_exists() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    names = [name for node in nodes if (mark := slow_mark(node)) for name in named_in(mark)]
+    assert names and [name for name in names if name not in functions and not (ROOT / name).exists()] == []
+
+
 def test_what_is_left_out_whole_names_a_test_that_stays() -> None:
     paths = sorted((ROOT / "tests").rglob("test_*.py"))
     functions = [(path.name, *marked) for path in paths for marked in marked_functions(ast.parse(path.read_text()))]
@@ -91,9 +105,7 @@ def test_what_is_left_out_whole_names_a_test_that_stays() -> None:
     stay = {name for _, name, _ in functions} - {name for _, name, _ in whole}
     assert whole
     for file, name, mark in whole:
-        near = [
-            word.rstrip(",;") for word in ast.literal_eval(mark.args[0]).split() if word.startswith(("test_", "tests/"))
-        ]
+        near = named_in(mark)
         assert near, (file, name)
-        for one in near:
-            assert one in stay or (one.startswith("tests/") and (ROOT / one).exists()), (file, name, one)
+        for kept in near:
+            assert kept in stay or (kept.startswith("tests/") and (ROOT / kept).exists()), (file, name, kept)

@@ -49,7 +49,7 @@ class Kind(StrEnum):
     UNLIKE_OTHERS = "UNLIKE OTHERS"
 
 
-SAYS: dict[Kind, tuple[str, Verdict]] = {
+CHECK_AND_VERDICT: dict[Kind, tuple[str, Verdict]] = {
     Kind.NO_EVIDENCE: ("completed", Verdict.FAIL),
     Kind.UNREADABLE: ("completed", Verdict.UNKNOWN),
     Kind.NOT_RECORDED: ("completed", Verdict.UNKNOWN),
@@ -96,6 +96,16 @@ class Anomaly:
         """Return one of these ranks."""
         return cls(label, text, tuple(sorted(set(ranks))), step)
 
+    @property
+    def check(self) -> str:
+        """The check that it is of."""
+        return CHECK_AND_VERDICT[self.label][0]
+
+    @property
+    def verdict(self) -> Verdict:
+        """FAIL; UNKNOWN of what is wrong with the recording, or may be meant."""
+        return CHECK_AND_VERDICT[self.label][1]
+
 
 def results_of_anomalies(recording: Recording) -> list[Result]:
     """Return what checks say of a recorded job, whatever was requested: `completed`, and those that have an anomaly."""
@@ -103,13 +113,13 @@ def results_of_anomalies(recording: Recording) -> list[Result]:
         return [Result("completed", Verdict.UNKNOWN, note=recording.nothing)]
     by_check: dict[str, list[Anomaly]] = {"completed": []}
     for anomaly in anomalies(recording):
-        by_check.setdefault(SAYS[anomaly.label][0], []).append(anomaly)
+        by_check.setdefault(anomaly.check, []).append(anomaly)
     return [_result(check, of_check, len(recording.summaries)) for check, of_check in by_check.items()]
 
 
 def _result(check: str, found: Sequence[Anomaly], examined: int) -> Result:
     """Return what a check says that has these anomalies: FAIL if one of them fails it. examined: how many ranks."""
-    failing = [anomaly for anomaly in found if SAYS[anomaly.label][1] is Verdict.FAIL]
+    failing = [anomaly for anomaly in found if anomaly.verdict is Verdict.FAIL]
     if found and not failing:
         return Result(check, Verdict.UNKNOWN, examined, note=found[0].text)
     findings = [

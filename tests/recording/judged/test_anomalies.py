@@ -12,18 +12,18 @@ from harness.core.checks import all_checks
 from harness.core.cli.exit_codes import BROKEN, NOT_JUDGED, PASSED
 from harness.core.judge.result import Verdict
 from harness.recording.cli.work.recording_report import exit_code
-from harness.recording.judged.anomalies import SAYS, Kind, anomalies, results_of_anomalies
+from harness.recording.judged.anomalies import CHECK_AND_VERDICT, Kind, anomalies, results_of_anomalies
 from harness.recording.judged.stored_recording import Recording
 
 
-def recording(*of_rank_0: Any, **told: Any) -> Recording:
+def recording(*changed: Any, **told: Any) -> Recording:
     ranks = [hsdp(rank) for rank in range(4)]
-    return Recording(Path("run"), {rank.rank: rank for rank in [*ranks, *of_rank_0]}, **told)
+    return Recording(Path("run"), {rank.rank: rank for rank in [*ranks, *changed]}, **told)
 
 
 def test_every_kind_is_of_a_check_that_there_is() -> None:
-    assert {*SAYS} == {*Kind}
-    assert {check for check, _ in SAYS.values()} <= {*all_checks()}
+    assert {*CHECK_AND_VERDICT} == {*Kind}
+    assert {check for check, _ in CHECK_AND_VERDICT.values()} <= {*all_checks()}
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,6 @@ def test_checks_say_what_anomalies_are_and_the_exit_code_follows(
 def test_a_finding_has_the_ranks_the_step_and_the_text_of_its_anomaly() -> None:
     job = recording(hsdp(0, not_finite={2: ("wq",)}))
     (anomaly,) = anomalies(job)
+    assert (anomaly.ranks, anomaly.step, anomaly.text) == ((0,), 2, "1 parameter (wq) after step 2, on rank 0")
     (finding,) = results_of_anomalies(job)[1].findings
-    assert (
-        (finding.ranks, finding.step, finding.note)
-        == (anomaly.ranks, anomaly.step, anomaly.text)
-        == ((0,), 2, anomaly.text)
-    )
+    assert (finding.ranks, finding.step, finding.note) == (anomaly.ranks, anomaly.step, anomaly.text)
