@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Rows = list[tuple[str, str]]
 """Label and text."""
-WIDTH = 80  # columns of a terminal
+WIDTH = 100  # columns of a terminal
 INDENT = " " * 20  # below a label and the text beside it
 MARKS = {Verdict.PASS: "P", Verdict.FAIL: "F", Verdict.UNKNOWN: "?", Verdict.NOT_APPLICABLE: "-"}
 

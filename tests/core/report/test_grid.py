@@ -21,10 +21,10 @@ def test_the_grid_names_checks_over_their_columns_and_reasons_in_the_row() -> No
     assert lines[:3] == [
         "a column a check, in this order:",
         "  process    completed",
-        "  structure  collective_order exchange features memory placements process_groups",
+        "  structure  collective_order exchange features memory placements process_groups reshard schedule",
     ]
     assert lines[-3:] == ["       p structure   data   numbers", "tp_2   SKIPPED: no GPU", "ddp_2  ERROR: disk full"]
-    assert len(lines) <= 13 and max(map(len, lines)) <= 80
+    assert len(lines) <= 13 and max(map(len, lines)) <= 100
     assert summary(outcomes, 1.25) == "2 cases in 1.2 s: 1 SKIPPED, 1 ERROR"
 
 
