@@ -85,10 +85,10 @@ class JobForker:
         directory: Path,
         steps: str,
         *,
-        more: Mapping[str, str] | None = None,
+        extra_environment: Mapping[str, str] | None = None,
         log: Path | None = None,
         timeout: float | None = None,
-        first: Callable[[], None] | None = None,
+        before_exec: Callable[[], None] | None = None,
     ) -> int:
         """Do what injection.run does. first: not called, as no process is started."""
         if missing := injection.missing_script(command):
@@ -99,7 +99,7 @@ class JobForker:
         outputs = [log or folder / "stdout", log or folder / "stderr"]
         for output in outputs:
             output.touch()
-        environment = injection.environment(directory, steps) | dict(more or {})
+        environment = injection.environment(directory, steps) | dict(extra_environment or {})
         ranks, words = split_launcher(command)
         store = master_store() if ranks else None
         job = ForkedJob(

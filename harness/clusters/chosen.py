@@ -20,54 +20,65 @@ DRAWN = 3
 
 @dataclass(frozen=True)
 class Chosen:
-    """why: by reason, the ranks that it adds. seed: of those drawn."""
+    """Ranks of a layout that are run."""
 
     why: Mapping[str, tuple[int, ...]]
+    """Reason -> the ranks that it adds."""
     seed: int
+    """Seed of the ranks that are drawn."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(sorted({rank for ranks in self.why.values() for rank in ranks}))
+        """Return all of these ranks, ascending."""
+        return tuple(sorted(set(itertools.chain.from_iterable(self.why.values()))))
 
 
 def chosen(case: Case, seed: int = 0) -> Chosen:
-    """All of a world that is small."""
-    grid, known = rank_grid(case.dims), set[int]()
+    """Return the ranks of a case's layout that are run; of a small world all."""
+    grid = rank_grid(case.dims)
+    chosen_ranks = set[int]()
     why: dict[str, tuple[int, ...]] = {}
 
-    def add(reason: str, places: Iterable[tuple[int, ...]]) -> None:
-        new = sorted({int(grid[place]) for place in places} - known)
-        known.update(new)
-        why.update({reason: tuple(new)} if new else {})
+    def add(reason: str, coordinates: Iterable[tuple[int, ...]]) -> None:
+        added_ranks = sorted({int(grid[coordinate]) for coordinate in coordinates} - chosen_ranks)
+        chosen_ranks.update(added_ranks)
+        if added_ranks:
+            why[reason] = tuple(added_ranks)
 
     if case.dims.world_size <= LONGEST_LINE:
         return Chosen({"all": tuple(range(case.dims.world_size))}, seed)
     for axis in AXES:
         add(f"{axis} {_line(case, axis)}", _along(case, axis))
     add("corners", itertools.product(*({0, degree - 1} for degree in case.dims.degrees)))
-    rest = sorted(set(range(case.dims.world_size)) - known)
+    rest = sorted(set(range(case.dims.world_size)) - chosen_ranks)
     drawn = sorted(random.Random(seed).sample(rest, min(DRAWN, len(rest))))
     return Chosen(why | ({"drawn": tuple(drawn)} if drawn else {}), seed)
 
 
 def _line(case: Case, axis: str) -> str:
+    """Return "line" for an axis whose ranks are all run, else "ends"."""
     return "line" if getattr(case.dims, axis) <= LONGEST_LINE else "ends"
 
 
 def _along(case: Case, axis: str) -> list[tuple[int, ...]]:
-    """Return a long axis's first, second and last place, and those where its slices become smaller."""
+    """Return coordinates along an axis: all of a short one; of a long one its first, second and last position, and those where
+    its slices become smaller."""
     degree = getattr(case.dims, axis)
-    places = range(degree) if degree <= LONGEST_LINE else sorted({0, 1, degree - 1, *_uneven(case, axis)})
-    return [tuple(place if other == axis else 0 for other in AXES) for place in places]
+    positions = range(degree) if degree <= LONGEST_LINE else sorted({0, 1, degree - 1, *_uneven(case, axis)})
+    number = AXES.index(axis)
+    zeros = (0,) * len(AXES)
+    return [(*zeros[:number], position, *zeros[number + 1 :]) for position in positions]
 
 
 def _uneven(case: Case, axis: str) -> set[int]:
-    """Places along FSDP's axis that hold less of a parameter than the one before: a rest of it, or nothing."""
+    """Return the positions along FSDP's axis that hold less of a parameter than the one before: a rest of it, or nothing."""
     if axis != shard_axis(case.dims):
         return set()
-    degree, found = case.shards, set[int]()
+    degree = case.shards
+    uneven_positions = set[int]()
     for fqn, shape in case.model.parameter_shapes().items():
         rows = shape[0] // (case.dims.tp if tp_dim(fqn) == 0 else 1)
-        sizes = [stop - start for start, stop in (chunk((0, rows), degree, index) for index in range(degree))]
-        found |= {index for index in range(1, degree) if sizes[index] < sizes[index - 1]}
-    return found
+        chunks = (chunk((0, rows), degree, index) for index in range(degree))
+        sizes = [stop - start for start, stop in chunks]
+        uneven_positions |= {index for index in range(1, degree) if sizes[index] < sizes[index - 1]}
+    return uneven_positions

@@ -33,13 +33,18 @@ BY = "harness.clusters.scripted"
 
 @dataclass(frozen=True)
 class CommandRun:
-    """codes: by rank, of its exit. unable: by rank, why it could not be run alone."""
+    """A command that was run once for each of some ranks."""
 
     directory: Path
+    """The recording."""
     codes: Mapping[int, int]
+    """Rank -> exit code of its process."""
     records: Mapping[int, RankRecord]
+    """Rank -> its record, of ranks that left one."""
     unable: Mapping[int, str]
+    """Rank -> why it could not be run alone."""
     seconds: float
+    """Seconds for all of them."""
 
 
 def run_alone(
@@ -50,7 +55,7 @@ def run_alone(
     at_once: int | None = None,
     timeout: float = 600.0,
 ) -> CommandRun:
-    """The command once for each rank. timeout: seconds for one. Raises injection.CommandError and EvidenceError."""
+    """Run the command once for each rank. timeout: seconds for one. Raises injection.CommandError and EvidenceError."""
     began = time.monotonic()
     injection.fresh(directory)
 
@@ -58,7 +63,7 @@ def run_alone(
         environment = dict(places(rank, world)) | {injection.BY: BY, ALONE: str(world)}
         log = log_file(directory, rank)
         try:
-            return injection.run(words, directory, STEPS, more=environment, log=log, timeout=timeout)
+            return injection.run(words, directory, STEPS, extra_environment=environment, log=log, timeout=timeout)
         except subprocess.TimeoutExpired:
             unable_file(directory, rank).write_text(LATE.format(timeout), encoding="utf-8")
             return -signal.SIGKILL
@@ -73,21 +78,24 @@ def run_alone(
 
 
 def places(rank: int, world: int) -> Iterator[tuple[str, str]]:
-    """The variables that a launcher sets for a rank, on machines of one rank."""
-    told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
-    yield from ((name, str(number)) for name, number in told.items())
+    """Yield the variables that a launcher sets for a rank, on machines of one rank."""
+    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
+    yield from ((name, str(number)) for name, number in variables.items())
     yield "MASTER_ADDR", "localhost"
 
 
 def unable_file(directory: Path, rank: int) -> Path:
+    """Return the file with the reason why a rank of a command could not be run alone."""
     return directory / injection.PROCESSES / f"rank_{rank:05d}.unable"
 
 
 def log_file(directory: Path, rank: int) -> Path:
+    """Return the file with the output of a rank's process."""
     return directory / f"rank_{rank:05d}.log"
 
 
 def judged(run: CommandRun, dims: ParallelDims) -> Verdicts:
+    """Return what the checks say of a command's ranks, and the cause of what fails."""
     trial = alone_of(run, dims)
     results = judge(trial)
     return Verdicts(trial, results, diagnose(trial, results, (neighbours,), (process_failed,), costly=()))
@@ -101,7 +109,7 @@ def alone_of(run: CommandRun, dims: ParallelDims) -> Trial:
 
 
 def how_it_ended(run: CommandRun, exit: Exit) -> Exit:
-    """A rank that trained nothing before it ended left no record: its last words are in its log."""
+    """Return how a rank's process ended. A rank that trained nothing left no record: its last words are in its log."""
     code = run.codes[exit.rank]
     if exit.how == "raised" or (exit.how == "ok" and code == 0):
         return exit

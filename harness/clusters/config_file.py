@@ -37,46 +37,55 @@ TITAN = TrainerTraits(fsdp_units="root", cp_heads="key_value")
 
 @dataclass(frozen=True)
 class FromFile:
-    """set_aside: of what the file asks for, what is not run."""
+    """A configuration of torchtitan's, read as a case."""
 
     case: Case
+    """The case."""
     set_aside: tuple[str, ...]
+    """What the configuration asks for and is not run."""
 
 
 def read(path: Path, world: int | None, flavor: str | None = None) -> FromFile:
-    """world: how many ranks it is for; None where its degrees say it. flavor: in place of the file's. Raises CaseError."""
+    """Return the case of torchtitan's configuration file. Raises CaseError.
+
+    world: the number of ranks; None where the file's degrees define it. flavor: in place of the file's.
+    """
     try:
-        told: dict[str, Any] = tomllib.loads(read_text(path))
+        sections: dict[str, Any] = tomllib.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise CaseError(f"{path}: {error}") from error
-    model = _section(path, told, "model")
+    model = _section(path, sections, "model")
     if flavor is None:
         flavor = "debug" if model.get("flavor") == "debugmodel" else model.get("flavor")
         if model.get("name") != "llama3" or flavor not in PRESETS:
-            which = f"model {model.get('name')} {flavor}: llama3 of a size {', '.join(PRESETS)} is known here"
-            raise CaseError(f"{path}: {which}; add --model for another one")
-    return case_of(str(path), told, PRESETS[flavor], world)
+            reason = f"model {model.get('name')} {flavor}: llama3 of a size {', '.join(PRESETS)} is known here"
+            raise CaseError(f"{path}: {reason}; add --model for another one")
+    return case_of(str(path), sections, PRESETS[flavor], world)
 
 
-def _section(path: Path, told: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    if not isinstance(section := told.get(name, {}), dict):
+def _section(path: Path, sections: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of the file, empty if it is not there. Raises CaseError."""
+    if not isinstance(section := sections.get(name, {}), dict):
         raise CaseError(f"{path}: {name}: expected a section")
     return section
 
 
-def case_of(name: str, told: Mapping[str, Any], model: ModelConfig, world: int | None) -> FromFile:
-    """name: of the configuration, whose options come by section. Raises CaseError."""
-    said = {key: value for section in TITAN_SECTIONS for key, value in _section(Path(name), told, section).items()}
-    dims = _dims(name, said, world)
+def case_of(name: str, sections: Mapping[str, Any], model: ModelConfig, world: int | None) -> FromFile:
+    """Return the case of a configuration with this name, whose options come by section. Raises CaseError."""
+    options: dict[str, Any] = {}
+    for section in TITAN_SECTIONS:
+        options |= _section(Path(name), sections, section)
+    dims = _dims(name, options, world)
     try:
-        case = _case(name, said, dims, model, told.get("activation_checkpoint", {}))
+        case = _case(name, options, dims, model, sections.get("activation_checkpoint", {}))
     except ValueError as error:
         raise CaseError(f"{name}: {error}") from error
-    return FromFile(case, tuple(_set_aside(told, said)))
+    return FromFile(case, tuple(_set_aside(sections, options)))
 
 
-def _dims(name: str, said: Mapping[str, Any], world: int | None) -> ParallelDims:
-    degrees = degrees_of_titan(name, said, world)
+def _dims(name: str, options: Mapping[str, Any], world: int | None) -> ParallelDims:
+    """Return the degrees of the layout. Raises CaseError for another number of ranks than `world`."""
+    degrees = degrees_of_titan(name, options, world)
     try:
         dims = ParallelDims(**degrees)
     except ValueError as error:
@@ -87,15 +96,17 @@ def _dims(name: str, said: Mapping[str, Any], world: int | None) -> ParallelDims
 
 
 def _case(
-    name: str, said: Mapping[str, Any], dims: ParallelDims, model: ModelConfig, recompute: Mapping[str, Any]
+    name: str, options: Mapping[str, Any], dims: ParallelDims, model: ModelConfig, recompute: Mapping[str, Any]
 ) -> Case:
-    stored, computed = said.get("dtype", "float32"), said.get("mixed_precision_param", "bfloat16")
-    local = int(said.get("local_batch_size", said.get("batch_size", 8)))
-    microbatches = _microbatches(said, dims, local)
-    whole = int(said.get("global_batch_size", -1))
-    samples = local * dims.dp if whole == -1 else whole
-    if samples % (local * dims.dp) or local % microbatches:
-        raise ValueError(f"{samples} samples are not {dims.dp} data ranks x {local} samples x a whole number")
+    """Return the case of these options. Raises ValueError where the batch does not divide."""
+    stored = options.get("dtype", "float32")
+    computed = options.get("mixed_precision_param", "bfloat16")
+    local_batch = int(options.get("local_batch_size", options.get("batch_size", 8)))
+    microbatches = _microbatches(options, dims, local_batch)
+    global_batch = int(options.get("global_batch_size", -1))
+    samples = local_batch * dims.dp if global_batch == -1 else global_batch
+    if samples % (local_batch * dims.dp) or local_batch % microbatches:
+        raise ValueError(f"{samples} samples are not {dims.dp} data ranks x {local_batch} samples x a whole number")
     return Case(
         name=f"{model.name}_{dims.world_size}",
         why=f"torchtitan's {Path(name).name}, before a cluster is spent on it",
@@ -103,49 +114,56 @@ def _case(
         model=model,
         training=replace(
             LLAMA_3,
-            seq_len=int(said.get("seq_len", 2048)),
+            seq_len=int(options.get("seq_len", 2048)),
             global_batch=samples,
             steps=1,
-            max_norm=said.get("max_norm", 1.0),
+            max_norm=options.get("max_norm", 1.0),
             dtype=stored,
             compute_dtype=None if computed == stored else computed,
         ),
         features=Features(
-            schedule=said.get("pipeline_parallel_schedule", "1F1B") if dims.pp > 1 else "1F1B",
+            schedule=options.get("pipeline_parallel_schedule", "1F1B") if dims.pp > 1 else "1F1B",
             microbatches=microbatches if dims.pp > 1 else None,
-            accumulation=samples // (local * dims.dp),
-            defer_sync=samples == local * dims.dp,
+            accumulation=samples // (local_batch * dims.dp),
+            defer_sync=samples == local_batch * dims.dp,
             activation_checkpointing=_recomputed(recompute),
-            reshard_after_forward=said.get("fsdp_reshard_after_forward", "default"),
-            cpu_offload=bool(said.get("enable_cpu_offload", False)),
-            reduce_dtype=said.get("mixed_precision_reduce", "float32"),
+            reshard_after_forward=options.get("fsdp_reshard_after_forward", "default"),
+            cpu_offload=bool(options.get("enable_cpu_offload", False)),
+            reduce_dtype=options.get("mixed_precision_reduce", "float32"),
         ),
     )
 
 
-def _microbatches(said: Mapping[str, Any], dims: ParallelDims, local: int) -> int:
+def _microbatches(options: Mapping[str, Any], dims: ParallelDims, local: int) -> int:
+    """Return the number of microbatches of a pipeline, 1 without one."""
     if dims.pp == 1:
         return 1
-    if "pipeline_parallel_microbatches" in said:
-        return int(said["pipeline_parallel_microbatches"])
-    return local // int(said.get("pipeline_parallel_microbatch_size", 1))
+    if "pipeline_parallel_microbatches" in options:
+        return int(options["pipeline_parallel_microbatches"])
+    return local // int(options.get("pipeline_parallel_microbatch_size", 1))
 
 
-def _recomputed(said: Mapping[str, Any]) -> str:
-    """Its default is selective, of every second block."""
-    mode, which = said.get("mode", "selective"), str(said.get("selective_ac_option", "2"))
+def _recomputed(section: Mapping[str, Any]) -> str:
+    """Return which blocks are recomputed, by the file's section. torchtitan's default is selective, of every second block."""
+    mode = section.get("mode", "selective")
+    selection = str(section.get("selective_ac_option", "2"))
     if mode != "selective":
         return str(mode)
-    kind = {"op": "op", "2": "layer"}.get(which)
+    kind = {"op": "op", "2": "layer"}.get(selection)
     if kind is None:
-        raise ValueError(f"activation_checkpoint.selective_ac_option {which!r}: op and '2' are known here")
+        raise ValueError(f"activation_checkpoint.selective_ac_option {selection!r}: op and '2' are known here")
     return kind
 
 
-def _set_aside(told: Mapping[str, Any], said: Mapping[str, Any]) -> list[str]:
-    compiled = said.get("compile") or told.get("compile", {}).get("enable")
-    eight = told.get("float8", {}).get("enable_float8_linear") or told.get("model", {}).get("converters")
-    found = ["torch.compile"] * bool(compiled) + ["8 bits"] * bool(eight)
-    others = (key for key in said if key not in (*READ, *OF_NUMBERS, "compile"))
-    unread = [key for key in others if said[key] is True or said[key] not in (False, 1, "", [])]
-    return found + unread
+def _set_aside(sections: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
+    """Return the options that are not run: compilation, 8 bits, and those that are not known here."""
+    compiled = options.get("compile") or sections.get("compile", {}).get("enable")
+    in_8_bits = sections.get("float8", {}).get("enable_float8_linear") or sections.get("model", {}).get("converters")
+    set_aside = []
+    if compiled:
+        set_aside.append("torch.compile")
+    if in_8_bits:
+        set_aside.append("8 bits")
+    unknown_keys = (key for key in options if key not in (*READ, *OF_NUMBERS, "compile"))
+    set_aside += [key for key in unknown_keys if options[key] is True or options[key] not in (False, 1, "", [])]
+    return set_aside

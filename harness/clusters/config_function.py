@@ -33,34 +33,38 @@ RUN = (
 RECOMPUTED = {"NoneType": ("none", ""), "FullAC": ("full", ""), "SelectiveAC": ("selective", "op")}
 
 
-def read(named: str, world: int, where: str | None = None) -> FromFile:
-    """named: MODULE:FUNCTION or FILE.py:FUNCTION. where: a checkout of torchtitan, or the installed one. Raises CaseError."""
+def read(function_path: str, world: int, where: str | None = None) -> FromFile:
+    """Return the case of the configuration that a function returns. Raises CaseError.
+
+    function_path: MODULE:FUNCTION or FILE.py:FUNCTION. where: a checkout of torchtitan; None for the installed one.
+    """
     try:
-        return case_of(named, returned(named, source.find(where)), world)
+        return case_of(function_path, returned(function_path, source.find(where)), world)
     except CaseError:
         raise
     except Exception as error:  # of somebody's module
-        raise CaseError(f"--config {named}: {type(error).__name__}: {error}") from error
+        raise CaseError(f"--config {function_path}: {type(error).__name__}: {error}") from error
 
 
-def returned(named: str, found: source.Source) -> Any:
-    """What the function returns, on a machine without GPU."""
+def returned(function_path: str, checkout: source.Source) -> Any:
+    """Return the configuration that the function returns, on a machine without GPU."""
     from torch.utils._triton import has_triton
 
     from harness.adapters.torchtitan import cpu
 
     has_triton()  # torch keeps this answer; after the next line it would take triton to be there
     cpu.before_import()
-    sys.path[:0] = [str(found.folder), str(Path.cwd())]
-    module, _, function = named.rpartition(":")
-    made = getattr(_module(module), function)
+    sys.path[:0] = [str(checkout.folder), str(Path.cwd())]
+    module, _, function = function_path.rpartition(":")
+    make_config = getattr(_module(module), function)
     for loaded in [module for name, module in sys.modules.items() if name.startswith("torchtitan.")]:
         if "has_cuda_capability" in vars(loaded):  # a configuration of 8 bits is refused where no GPU has them
             loaded.has_cuda_capability = lambda *_: True  # type: ignore[attr-defined]
-    return made()
+    return make_config()
 
 
 def _module(name: str) -> Any:
+    """Import a module by its name, or run a FILE.py as one."""
     if not name.endswith(".py"):
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(Path(name).stem, name)
@@ -70,37 +74,42 @@ def _module(name: str) -> Any:
     return module
 
 
-def case_of(named: str, config: Any, world: int) -> FromFile:
-    """Raises CaseError."""
+def case_of(function_path: str, config: Any, world: int) -> FromFile:
+    """Return the case of a configuration of torchtitan's llama3. Raises CaseError."""
     if not hasattr(config, "parallelism") or getattr(config.model_spec, "name", None) != "llama3":
-        raise CaseError(f"--config {named}: returns no configuration of torchtitan's llama3")
+        raise CaseError(f"--config {function_path}: returns no configuration of torchtitan's llama3")
     if not getattr(config.model_spec.model, "layers", None):
-        raise CaseError(f"--config {named}: the layers of its model are not spelled out, as they are since 2026-04")
-    told = {"training": options(config.training), "parallelism": options(config.parallelism)}
+        raise CaseError(
+            f"--config {function_path}: the layers of its model are not spelled out, as they are since 2026-04"
+        )
+    sections = {"training": options(config.training), "parallelism": options(config.parallelism)}
     recomputed = {"activation_checkpoint": recomputation(config.activation_checkpoint)}
-    read_so = {key: {name: value for name, value in said.items() if name in READ} for key, said in told.items()}
+    read_options: dict[str, dict[str, Any]] = {}
+    for key, section in sections.items():
+        read_options[key] = {name: value for name, value in section.items() if name in READ}
     model = sizes(config.model_spec)
-    found = config_file.case_of(named, read_so | recomputed, model, world)
-    said = told["training"] | told["parallelism"]
-    case = carried_out(found.case, said)
-    return FromFile(case, (*not_run(config), *_backend(case, said)))
+    from_file = config_file.case_of(function_path, read_options | recomputed, model, world)
+    all_options = sections["training"] | sections["parallelism"]
+    case = carried_out(from_file.case, all_options)
+    return FromFile(case, (*not_run(config), *_backend(case, all_options)))
 
 
 def options(section: Any) -> dict[str, Any]:
+    """Return the options of a section by name."""
     return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
 
 
-def recomputation(asked: Any) -> dict[str, str]:
-    """Return it in the words of a file's section. Raises CaseError."""
-    kind = _kind(asked)
+def recomputation(checkpoint_config: Any) -> dict[str, str]:
+    """Return the recomputation in the words of a file's section. Raises CaseError."""
+    kind = _kind(checkpoint_config)
     if kind not in RECOMPUTED:
         raise CaseError(f"activation_checkpoint {kind}: FullAC, SelectiveAC and None are known here")
-    mode, which = RECOMPUTED[kind]
-    return {"mode": mode, "selective_ac_option": which}
+    mode, selection = RECOMPUTED[kind]
+    return {"mode": mode, "selective_ac_option": selection}
 
 
 def sizes(spec: Any) -> ModelConfig:
-    """Raises CaseError."""
+    """Return the sizes of a model as torchtitan specifies it. Raises CaseError."""
     shapes = {_layer_sizes(layer) for layer in spec.model.layers}
     if len(shapes) > 1:
         raise CaseError("layers of one model have different sizes")
@@ -122,11 +131,13 @@ def sizes(spec: Any) -> ModelConfig:
 
 
 def _layer_sizes(layer: Any) -> tuple[int, int, int, float]:
+    """Return a layer's heads, heads of keys and values, width of its feed-forward part, and epsilon of its norm."""
     heads = layer.attention.n_heads
     return heads, layer.attention.n_kv_heads or heads, layer.feed_forward.w1.out_features, layer.attention_norm.eps
 
 
 def _scaling(rope: Any) -> RopeScaling | None:
+    """Return the scaling of rotary embeddings, None for none. Raises CaseError for a kind that is not known here."""
     if rope.scaling == "none":
         return None
     if rope.scaling != "llama":
@@ -135,60 +146,66 @@ def _scaling(rope: Any) -> RopeScaling | None:
     return RopeScaling(rope.scaling_factor, rope.low_freq_factor, rope.high_freq_factor, original)
 
 
-def carried_out(case: Case, said: Mapping[str, Any]) -> Case:
+def carried_out(case: Case, options: Mapping[str, Any]) -> Case:
     """Return the case with what a file of options does not say."""
     features = dataclasses.replace(
         case.features,
-        sequence_parallel=said.get("enable_sequence_parallel", True),
-        cp_load_balance=said.get("context_parallel_load_balancer") is not None or case.dims.cp == 1,
-        first_stage_less_layers=_fewer(case, said, "first"),
-        last_stage_less_layers=_fewer(case, said, "last"),
+        sequence_parallel=options.get("enable_sequence_parallel", True),
+        cp_load_balance=options.get("context_parallel_load_balancer") is not None or case.dims.cp == 1,
+        first_stage_less_layers=_fewer(case, options, "first"),
+        last_stage_less_layers=_fewer(case, options, "last"),
     )
     return dataclasses.replace(case, features=features)
 
 
-def _fewer(case: Case, said: Mapping[str, Any], which: str) -> int:
-    """1 is torchtitan's own."""
-    return said.get(f"pipeline_parallel_{which}_stage_less_layers", 1) if case.dims.pp > 1 else 0
+def _fewer(case: Case, options: Mapping[str, Any], first_or_last: str) -> int:
+    """Return how many layers less the first or last stage of a pipeline has. 1 is torchtitan's default."""
+    return options.get(f"pipeline_parallel_{first_or_last}_stage_less_layers", 1) if case.dims.pp > 1 else 0
 
 
 def not_run(config: Any) -> Iterator[str]:
+    """Yield the options and parts of a model that the pre-flight does not run."""
     if config.compile.enable:
         yield "torch.compile"
     if getattr(config.compile, "enable_async_tensor_parallel", False):
         yield "enable_async_tensor_parallel"
-    known = (*READ, *ALSO_READ, *OF_NUMBERS, *OF_GPUS)
+    known_options = (*READ, *ALSO_READ, *OF_NUMBERS, *OF_GPUS)
     for section in (config.training, config.parallelism, config.activation_checkpoint):
-        yield from (name for name in _changed(section) if name not in known)
+        yield from (name for name in _changed(section) if name not in known_options)
     if (balancer := getattr(config.parallelism, "context_parallel_load_balancer", None)) not in (None, "headtail"):
         yield f"context_parallel_load_balancer {balancer}"
     yield from sorted({kind for kind in _parts(config.model_spec.model) if kind not in RUN})
 
 
-def _backend(case: Case, said: Mapping[str, Any]) -> Iterator[str]:
+def _backend(case: Case, options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the SPMD backend, if it is another than the one that this case is run with."""
     why = source.why_not_spmd_types(case, None)
-    if (asked := said.get("spmd_backend")) and asked != ("partial_dtensor" if why else "spmd_types"):
-        yield f"spmd_backend {asked}" + (f" ({why})" if asked == "spmd_types" else "")
+    if (backend := options.get("spmd_backend")) and backend != ("partial_dtensor" if why else "spmd_types"):
+        yield f"spmd_backend {backend}" + (f" ({why})" if backend == "spmd_types" else "")
 
 
 def _changed(section: Any) -> Iterator[str]:
-    """Options that are not as torchtitan has them by itself."""
-    for field in dataclasses.fields(section) if section is not None else ():
-        made = field.default_factory
-        usual = field.default if made is dataclasses.MISSING else made()
-        if getattr(section, field.name) != usual:
+    """Yield the options of a section that differ from torchtitan's defaults."""
+    if section is None:
+        return
+    for field in dataclasses.fields(section):
+        make_default = field.default_factory
+        default = field.default if make_default is dataclasses.MISSING else make_default()
+        if getattr(section, field.name) != default:
             yield field.name
 
 
 def _parts(model: Any) -> Iterator[str]:
-    """The kinds of all that a model's configuration has in it: `Linear` of `Linear.Config`."""
+    """Yield the kinds of all parts of a model's configuration: `Linear` of `Linear.Config`."""
     yield _kind(model)
     for field in dataclasses.fields(model):
         value = getattr(model, field.name)
-        for each in value if isinstance(value, list | tuple) else (value,):
-            if dataclasses.is_dataclass(each) and type(each).__qualname__.endswith(".Config"):
-                yield from _parts(each)
+        parts = value if isinstance(value, list | tuple) else (value,)
+        for part in parts:
+            if dataclasses.is_dataclass(part) and type(part).__qualname__.endswith(".Config"):
+                yield from _parts(part)
 
 
 def _kind(config: Any) -> str:
+    """Return the kind of a configuration: `Linear` of `Linear.Config`."""
     return type(config).__qualname__.removesuffix(".Config")

@@ -53,6 +53,7 @@ def of_command(
 
 
 def _common(dims: ParallelDims, chosen: Chosen, seconds: float, verdicts: Verdicts) -> dict[str, Any]:
+    """Return the fields that documents on cases and on commands have in common."""
     return {
         "dims": dims,
         "world": dims.world_size,
@@ -65,9 +66,9 @@ def _common(dims: ParallelDims, chosen: Chosen, seconds: float, verdicts: Verdic
 
 def _rank(flown: Flown, verdicts: Verdicts, rank: int) -> dict[str, Any]:
     """Return what one rank held and moved in its last step, and what its process took."""
-    found: dict[str, Any] = {"rank": rank, "unable": flown.unable.get(rank)}
+    facts: dict[str, Any] = {"rank": rank, "unable": flown.unable.get(rank)}
     evidence = verdicts.trial.ranks.get(rank)
     if evidence is not None and evidence.steps:
         last = evidence.steps[-1]
-        found |= {"memory": last.memory, "moved": moved_by_axis(verdicts.trial, rank, last.step)}
-    return as_data(found | {"used": flown.used.get(rank)})
+        facts |= {"memory": last.memory, "moved": moved_by_axis(verdicts.trial, rank, last.step)}
+    return as_data(facts | {"used": flown.used.get(rank)})

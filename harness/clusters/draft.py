@@ -22,7 +22,7 @@ HALVES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "bfloat16"}
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """What is said of a layout; None where it is not said."""
+    """What a file or a person defines of a layout; None where it is not defined."""
 
     dims: ParallelDims
     """Degrees of the layout."""
@@ -47,16 +47,16 @@ class Draft:
         """Return the case, not validated yet. Raises ValueError."""
         features = Features(**self.features)
         bare = Case(name=name, why=why, dims=self.dims, model=model, features=features)
-        whole = self.dims.dp * features.accumulation * bare.microbatches
-        if self.batch is not None and self.batch % whole:
+        samples_of_microbatches = self.dims.dp * features.accumulation * bare.microbatches
+        if self.batch is not None and self.batch % samples_of_microbatches:
             shares = f"{self.dims.dp} data ranks x {bare.microbatches * features.accumulation} microbatches"
             raise ValueError(f"{self.batch} samples of a step: {shares} do not divide it")
-        sizes = {"seq_len": self.seq or LENGTH, "global_batch": self.batch or whole * self.local}
+        sizes = {"seq_len": self.seq or LENGTH, "global_batch": self.batch or samples_of_microbatches * self.local}
         return replace(bare, training=TrainingConfig(**{**self.training, "steps": 1, **sizes}))
 
 
 def of_case(case: Case, traits: TrainerTraits, set_aside: tuple[str, ...]) -> Draft:
-    """Return what a whole case says."""
+    """Return a whole case as a draft, with the traits and the parts of a file that go with it."""
     training = {key: getattr(case.training, key) for key in ("dtype", "compute_dtype", "max_norm")}
     usual = Features()
     features = {key: value for key, value in vars(case.features).items() if value != getattr(usual, key)}

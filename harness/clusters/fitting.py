@@ -50,33 +50,38 @@ class Wanted:
     """Speeds of a GPU and of its links."""
 
 
-def fitting(wanted: Wanted) -> Fitting:
+def fitting(request: Wanted) -> Fitting:
     """Return the layouts that fit, those that were published among them. Raises CaseError where there is none to look at."""
-    own, unlisted = _known(wanted)
-    looked = [*own, *(case for case in _cases(wanted) if not any(_same(case, one) for one in own))]
-    if not looked:
+    published, unlisted = _known(request)
+    candidates = [*published]
+    for case in _cases(request):
+        if not any(_same(case, published_case) for published_case in published):
+            candidates.append(case)
+    if not candidates:
         raise CaseError(
-            f"--world {wanted.world}: no layout divides a batch of {_batch(wanted)} over these ranks: --batch N"
+            f"--world {request.world}: no layout divides a batch of {_batch(request)} over these ranks: --batch N"
         )
-    found = []
-    for case in looked:
-        named = case in own
-        if not named and _least(case) >= wanted.memory:
+    fits = []
+    for case in candidates:
+        is_published = case in published
+        if not is_published and _least(case) >= request.memory:
             continue
         plan = make_plan(case, traits_of(case))
         ranks = [kind[0] for kind in kinds_of(plan)]
-        most = max((rank_bytes(case, plan, rank) for rank in ranks), key=lambda one: one.reserved)
-        if most.reserved <= wanted.memory:
-            how = (wanted.machine, wanted.nodes_of, bubble_of(case))
-            times = (step_time(case, plan, rank, *how) for rank in ranks)
-            found.append(Fit(case, most, max(times, key=lambda one: one.seconds)))
-        elif named:
-            unlisted[case.name] = f"needs {most.reserved / 1e9:.1f} GB, by the estimate"
-    best = sorted(found, key=lambda fit: (fit.time.seconds, fit.most.reserved))
-    names = {place: fit.case.name for place, fit in enumerate(best) if fit.case in own}
-    placed = {fit.case.dims: place for place, fit in reversed([*enumerate(best)])}
-    degrees = {case.name: placed[case.dims] for case in own if case.dims in placed}
-    return Fitting(tuple(best), len(looked), names, unlisted, degrees)
+        largest = max(
+            (rank_bytes(case, plan, rank) for rank in ranks), key=lambda bytes_of_rank: bytes_of_rank.reserved
+        )
+        if largest.reserved <= request.memory:
+            speeds = (request.machine, request.nodes_of, bubble_of(case))
+            rank_times = (step_time(case, plan, rank, *speeds) for rank in ranks)
+            fits.append(Fit(case, largest, max(rank_times, key=lambda rank_time: rank_time.seconds)))
+        elif is_published:
+            unlisted[case.name] = f"needs {largest.reserved / 1e9:.1f} GB, by the estimate"
+    best = sorted(fits, key=lambda fit: (fit.time.seconds, fit.most.reserved))
+    names = {position: fit.case.name for position, fit in enumerate(best) if fit.case in published}
+    positions_of_dims = {fit.case.dims: position for position, fit in reversed([*enumerate(best)])}
+    degrees = {case.name: positions_of_dims[case.dims] for case in published if case.dims in positions_of_dims}
+    return Fitting(tuple(best), len(candidates), names, unlisted, degrees)
 
 
 def traits_of(case: Case) -> TrainerTraits:
@@ -84,57 +89,77 @@ def traits_of(case: Case) -> TrainerTraits:
     return MEGATRON if case.wrapper == "zero1" else USUAL
 
 
-def _known(wanted: Wanted) -> tuple[list[Case], dict[str, str]]:
+def _known(request: Wanted) -> tuple[list[Case], dict[str, str]]:
     """Return the published layouts of this request, and why others of this model and number of GPUs are of another one."""
-    mine = [one for one in _published() if (one.model, one.dims.world_size) == (wanted.model, wanted.world)]
-    size = (_batch(wanted), wanted.seq or LENGTH)
-    others = {one.name: one.training for one in mine if (one.training.global_batch, one.training.seq_len) != size}
-    told = {
-        name: f"has {of.global_batch:,} samples of {of.seq_len:,} tokens: --batch {of.global_batch} --seq {of.seq_len}"
-        for name, of in others.items()
+    same_size = [
+        published
+        for published in _published()
+        if (published.model, published.dims.world_size) == (request.model, request.world)
+    ]
+    batch_and_length = (_batch(request), request.seq or LENGTH)
+    other_trainings = {
+        published.name: published.training
+        for published in same_size
+        if (published.training.global_batch, published.training.seq_len) != batch_and_length
     }
-    return [one for one in mine if one.name not in others], told
+    reasons: dict[str, str] = {}
+    for name, training in other_trainings.items():
+        options = f"--batch {training.global_batch} --seq {training.seq_len}"
+        reasons[name] = f"has {training.global_batch:,} samples of {training.seq_len:,} tokens: {options}"
+    return [published for published in same_size if published.name not in other_trainings], reasons
 
 
-def _same(one: Case, other: Case) -> bool:
-    return (one.dims, one.features, one.training) == (other.dims, other.features, other.training)
+def _same(first_case: Case, second_case: Case) -> bool:
+    """Return whether two cases have the same layout, features and recipe."""
+    return (first_case.dims, first_case.features, first_case.training) == (
+        second_case.dims,
+        second_case.features,
+        second_case.training,
+    )
 
 
-def _batch(wanted: Wanted) -> int:
-    return wanted.batch or wanted.world
+def _batch(request: Wanted) -> int:
+    """Return the samples of a step, by default one for each GPU."""
+    return request.batch or request.world
 
 
-def _cases(wanted: Wanted) -> Iterator[Case]:
-    """Return the layouts of powers of two that divide ranks and batch: FSDP over all data ranks, and HSDP."""
-    seq, layers = wanted.seq or LENGTH, wanted.model.n_layers
-    cps = _powers(wanted.world) if seq > LONG else [1]
-    for tp in _powers(min(wanted.nodes_of, wanted.model.n_kv_heads)):
+def _cases(request: Wanted) -> Iterator[Case]:
+    """Yield the layouts of powers of two that divide ranks and batch: FSDP over all data ranks, and HSDP."""
+    seq = request.seq or LENGTH
+    layers = request.model.n_layers
+    cps = _powers(request.world) if seq > LONG else [1]
+    for tp in _powers(min(request.nodes_of, request.model.n_kv_heads)):
         for pp in _powers(layers // 2):
             for cp in cps:
-                data, rest = divmod(wanted.world, tp * pp * cp)
-                if rest or not data or _batch(wanted) % data:
+                data, rest = divmod(request.world, tp * pp * cp)
+                if rest or not data or _batch(request) % data:
                     continue
-                for shards in (data, *[SHARDS] * (data > SHARDS and data % SHARDS == 0)):
+                shard_degrees = [data]
+                if data > SHARDS and data % SHARDS == 0:
+                    shard_degrees.append(SHARDS)
+                for shards in shard_degrees:
                     dims = ParallelDims(dp_replicate=data // shards, dp_shard=shards, tp=tp, pp=pp, cp=cp)
                     for stages, kind in itertools.product(STAGES if pp > 1 else (1,), CHECKPOINTING):
-                        yield from filter(None, [_case(wanted, dims, kind, stages)])
+                        if case := _case(request, dims, kind, stages):
+                            yield case
 
 
-def _powers(most: int) -> list[int]:
-    return [1 << n for n in range(most.bit_length()) if 1 << n <= most]
+def _powers(limit: int) -> list[int]:
+    """Return the powers of two up to a limit."""
+    return [1 << n for n in range(limit.bit_length()) if 1 << n <= limit]
 
 
-def _case(wanted: Wanted, dims: ParallelDims, checkpointing: str, stages: int) -> Case | None:
-    """Return it with microbatches of one sample, as many as the batch has; None where there is no such case."""
-    each = _batch(wanted) // dims.dp
-    if each > MOST_MICROBATCHES or (dims.pp > 1 and each < dims.pp):
+def _case(request: Wanted, dims: ParallelDims, checkpointing: str, stages: int) -> Case | None:
+    """Return the case with microbatches of one sample, as many as the batch has. None where there is no such case."""
+    batch_of_rank = _batch(request) // dims.dp
+    if batch_of_rank > MOST_MICROBATCHES or (dims.pp > 1 and batch_of_rank < dims.pp):
         return None
-    several = {"schedule": "Interleaved1F1B", "stages_per_rank": stages} if stages > 1 else {}
-    passes = {"microbatches": each, **several} if dims.pp > 1 else {"accumulation": each}
+    interleaved = {"schedule": "Interleaved1F1B", "stages_per_rank": stages} if stages > 1 else {}
+    passes = {"microbatches": batch_of_rank, **interleaved} if dims.pp > 1 else {"accumulation": batch_of_rank}
     features = {"reduce_dtype": "float32", "activation_checkpointing": checkpointing, **passes}
-    draft = Draft(dims=dims, seq=wanted.seq, batch=_batch(wanted), features=features)
+    draft = Draft(dims=dims, seq=request.seq, batch=_batch(request), features=features)
     try:
-        case = draft.case(wanted.model, f"{wanted.model.name}_{wanted.world}", "a layout that may fit")
+        case = draft.case(request.model, f"{request.model.name}_{request.world}", "a layout that may fit")
         return replace(built_case(to_json(case), "--world"), file="")
     except ValueError:  # CaseError is one
         return None
@@ -147,4 +172,5 @@ def _least(case: Case) -> float:
 
 @functools.cache
 def _published() -> tuple[Case, ...]:
+    """Return the cases of layouts/."""
     return tuple(load_all(case_files.LAYOUTS))

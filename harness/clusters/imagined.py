@@ -31,7 +31,7 @@ asked: set[CodeType] = set()
 
 
 def prepared() -> FakeTensorMode:
-    """The mode, once torch is ready for it."""
+    """Change torch for tensors without memory, and return the mode in which tensors have none."""
     _answer_numbers()
     _one_cpu()
     _keep_meshes_real()
@@ -41,13 +41,15 @@ def prepared() -> FakeTensorMode:
 
 
 def silence_propagation(witness: Witness) -> None:
-    """DTensor does an operator once more, to know the shape of what it makes: that is no matmul of the trainer's."""
+    """Hide from the witness the operators that DTensor repeats to know a result's shape: these are not the trainer's."""
     for name in ("_propagate_tensor_meta_non_cached", "propagate_op_sharding_non_cached"):
         if original := getattr(ShardingPropagator, name, None):
             setattr(ShardingPropagator, name, _silent(original, witness))
 
 
 def _silent(original: Callable[..., Any], witness: Witness) -> Callable[..., Any]:
+    """Return the function with the witness silenced while it runs."""
+
     @functools.wraps(original)
     def quiet(*args: Any, **kwargs: Any) -> Any:
         with witness.silence():
@@ -60,45 +62,49 @@ def _silent(original: Callable[..., Any], witness: Witness) -> Callable[..., Any
 
 
 def _answer_numbers() -> None:
-    """A number asked of a tensor is 1: .item(), int(), float(), bool(), .tolist()."""
+    """Answer 1 where a tensor is asked for a number: .item(), int(), float(), bool(), .tolist()."""
 
-    def one(mode: Any, operator: Any, tensor: torch.Tensor) -> bool | int | float:
+    def answer_number(mode: Any, operator: Any, tensor: torch.Tensor) -> bool | int | float:
         asked.update(asking())
-        return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+        if tensor.dtype is torch.bool:
+            return True
+        return 1.0 if tensor.is_floating_point() else 1
 
-    def ones(tensor: torch.Tensor) -> Any:
+    def answer_list(tensor: torch.Tensor) -> Any:
         asked.update(asking())
         return _disabled(lambda: torch.ones(tuple(tensor.shape), dtype=tensor.dtype).tolist())()
 
-    fake_impls.op_implementations_dict[torch.ops.aten._local_scalar_dense.default] = one
-    FakeTensor.tolist = ones
+    fake_impls.op_implementations_dict[torch.ops.aten._local_scalar_dense.default] = answer_number
+    FakeTensor.tolist = answer_list
 
 
 def _one_cpu() -> None:
-    """cpu:0, which a rank's mesh may name, is the cpu."""
+    """Make new tensors on cpu where cpu:0 is named, as a rank's mesh may do."""
     original = FakeTensor.__new__
 
-    def made(kind: Any, mode: Any, inner: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+    def make_on_cpu(kind: Any, mode: Any, inner: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
         device = torch.device("cpu") if torch.device(device).type == "cpu" else device
         return original(kind, mode, inner, device, *args, **kwargs)
 
-    FakeTensor.__new__ = staticmethod(made)
+    FakeTensor.__new__ = staticmethod(make_on_cpu)
 
 
 # ---- meshes
 
 
 def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as one that runs outside of the current dispatch modes."""
+
     @functools.wraps(function)
-    def outside(*args: Any, **kwargs: Any) -> Any:
+    def call_outside(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return function(*args, **kwargs)
 
-    return outside
+    return call_outside
 
 
 def _keep_meshes_real() -> None:
-    """A mesh's ranks are numbers, whatever all else is: what makes and reads meshes runs outside of the mode."""
+    """Run what makes and reads meshes outside of the mode: a mesh's ranks are numbers, whatever all else is."""
     for name, member in list(vars(DeviceMesh).items()):
         if isinstance(member, staticmethod | classmethod):
             setattr(DeviceMesh, name, type(member)(_disabled(member.__func__)))
@@ -117,17 +123,21 @@ def _keep_meshes_real() -> None:
 
 
 def _converted(module: nn.Module, convert: Callable[..., Any], recurse: bool = True) -> nn.Module:
-    """to() and to_empty() put new parameters in place; torch would exchange the contents of old ones, and there are none."""
-    for child in module.children() if recurse else ():
-        child._apply(convert)
+    """Convert a module as to() and to_empty() do, by new parameters in place of the old ones.
+
+    torch would exchange the contents of the old parameters, and there are none.
+    """
+    if recurse:
+        for child in module.children():
+            child._apply(convert)
     for name, parameter in module._parameters.items():
         if parameter is not None:
             with torch.no_grad():
-                made = nn.Parameter(convert(parameter), requires_grad=parameter.requires_grad)
+                new_parameter = nn.Parameter(convert(parameter), requires_grad=parameter.requires_grad)
             if not isinstance(parameter, DTensor):
-                kept = {key: value for key, value in vars(parameter).items() if key not in vars(made)}
-                vars(made).update({} if isinstance(parameter, FakeTensor) else kept)
-            module._parameters[name] = made
+                attributes = {key: value for key, value in vars(parameter).items() if key not in vars(new_parameter)}
+                vars(new_parameter).update({} if isinstance(parameter, FakeTensor) else attributes)
+            module._parameters[name] = new_parameter
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = convert(buffer)

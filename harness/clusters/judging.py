@@ -29,18 +29,25 @@ FACTS = (process_failed, facts_of_structure, observed)
 
 @dataclass(frozen=True)
 class Verdicts:
+    """What is judged of ranks that ran alone."""
+
     trial: Trial
+    """What was judged."""
     results: tuple[Result, ...]
+    """The result of each check."""
     diagnosis: Diagnosis | None
+    """The cause of what fails; None if nothing does, or no cause is known."""
 
 
 def judged(case: Case, flown: Flown) -> Verdicts:
+    """Return what the checks say of ranks that ran alone, and the cause of what fails."""
     trial = trial_of(case, flown)
     results = judge(trial)
     return Verdicts(trial, results, diagnose(trial, results, SUSPECTS, FACTS, costly=()))
 
 
 def trial_of(case: Case, flown: Flown) -> Trial:
+    """Return the trial of ranks that ran alone, with the plan of the case as its trainer chose."""
     chosen = trainers.traits_of(trainers.load(flown.run.trainer), case)
     case = traits.settled(case, {"run": chosen})
     plan = make_plan(case, measured(case, chosen, flown.run))
@@ -48,6 +55,9 @@ def trial_of(case: Case, flown: Flown) -> Trial:
 
 
 def of_lone_ranks(run: Run, ranks: Sequence[int], unable: Mapping[int, str]) -> Run:
-    """The run of these ranks, each alone. unable: by rank, why it could not be run so, which is not the trainer's mistake."""
-    exits = [Exit(one.rank, "unable", error=unable[one.rank]) if one.rank in unable else one for one in run.exits]
+    """Return the run as one of these ranks, each alone.
+
+    unable: by rank, why it could not be run so, which is not the trainer's mistake.
+    """
+    exits = [Exit(exit.rank, "unable", error=unable[exit.rank]) if exit.rank in unable else exit for exit in run.exits]
     return replace(run, exits=tuple(exits), chosen=tuple(sorted(ranks)), provided=alone(run.provided))

@@ -27,10 +27,15 @@ class Flown:
     """The ranks that ran."""
 
     run: Run
+    """Their exits and their evidence."""
     ranks: tuple[int, ...]
-    seconds: float  # altogether
-    used: Mapping[int, Used] = field(default_factory=dict)  # by rank that left evidence
-    unable: Mapping[int, str] = field(default_factory=dict)  # by rank, why it could not
+    """Their numbers."""
+    seconds: float
+    """Seconds for all of them."""
+    used: Mapping[int, Used] = field(default_factory=dict)
+    """Rank that left evidence -> what it used."""
+    unable: Mapping[int, str] = field(default_factory=dict)
+    """Rank -> why it could not be run alone."""
 
 
 def fly(
@@ -44,12 +49,13 @@ def fly(
     at_once: int | None = None,
 ) -> Flown:
     """Run these ranks of a case's world. `folder` is fresh. A rank that fails is an Exit of the run, and no other's matter."""
-    began, preload = time.monotonic(), trainers.load(trainer).preload
+    began = time.monotonic()
+    preload = trainers.load(trainer).preload
     default_server(preload)
-    wanted = {"case": to_json(case), "trainer": trainer, "fault": fault, "directory": str(folder.resolve())}
+    common_options = {"case": to_json(case), "trainer": trainer, "fault": fault, "directory": str(folder.resolve())}
 
     def alone(rank: int) -> Exit:
-        options = {**wanted, "ranks": [rank]}
+        options = {**common_options, "ranks": [rank]}
         job = Job(folder / f"job_{rank:05d}", 1, ENTRY, options, timeout=timeout, preload=preload)
         return dataclasses.replace(launch(job)[0], rank=rank, last_collective="")
 
@@ -66,10 +72,12 @@ def fly(
 
 
 def _read(folder: Path, ranks: Sequence[int]) -> tuple[dict[int, RankEvidence], dict[int, Used]]:
-    found, used = {}, {}
+    """Return the evidence of the ranks that left one, and what each used, both by rank."""
+    evidence_by_rank = {}
+    used_by_rank = {}
     for rank in ranks:
         if evidence_file(folder, rank).exists():
             record = read_json(evidence_file(folder, rank))
-            found[rank] = decoded_without_values(RankEvidence, record["evidence"])
-            used[rank] = Used(**record["used"])
-    return found, used
+            evidence_by_rank[rank] = decoded_without_values(RankEvidence, record["evidence"])
+            used_by_rank[rank] = Used(**record["used"])
+    return evidence_by_rank, used_by_rank

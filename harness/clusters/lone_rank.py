@@ -28,24 +28,28 @@ if TYPE_CHECKING:
 
 
 def rank(options: dict[str, Any]) -> object:
-    """options: case, trainer, fault, directory (of the evidence), ranks (which rank of the world each process is)."""
+    """Train as one rank of a world that is not there, and write its evidence. Return the trainer.
+
+    options: case, trainer, fault, directory (of the evidence), ranks (which rank of the world each process is).
+    """
     started = time.process_time()
-    case, adapter = from_json(options["case"]), trainers.load(options["trainer"])
-    this = options["ranks"][int(os.environ["RANK"])]
+    case = from_json(options["case"])
+    adapter = trainers.load(options["trainer"])
+    this_rank = options["ranks"][int(os.environ["RANK"])]
     try:
-        trainer, evidence, storages = _watched(case, adapter, this, options.get("fault"))
+        trainer, evidence, storages = _watched(case, adapter, this_rank, options.get("fault"))
     except Exception as error:
-        _note_if_unable(error, unable_file(Path(options["directory"]), this))
+        _note_if_unable(error, unable_file(Path(options["directory"]), this_rank))
         raise
-    used = Used(
+    usage = Used(
         seconds=time.process_time() - started,
         bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         most=storages.most.bytes,
         phase=storages.most.phase,
         outside=storages.outside,
     )
-    record = {"used": dataclasses.asdict(used), "evidence": encoded_without_values(evidence)}
-    write_text(evidence_file(Path(options["directory"]), this), json.dumps(record))
+    record = {"used": dataclasses.asdict(usage), "evidence": encoded_without_values(evidence)}
+    write_text(evidence_file(Path(options["directory"]), this_rank), json.dumps(record))
     return trainer
 
 
@@ -61,15 +65,17 @@ class Used:
 
 
 def evidence_file(directory: Path, rank: int) -> Path:
+    """Return the file of a rank's evidence."""
     return directory / f"rank_{rank:05d}.json"
 
 
 def unable_file(directory: Path, rank: int) -> Path:
-    """Return the file in which a rank says why it could not be run alone."""
+    """Return the file with the reason why a rank could not be run alone."""
     return directory / f"unable_{rank:05d}.txt"
 
 
 def _note_if_unable(error: Exception, path: Path) -> None:
+    """Write the reason why this rank could not be run alone, if its error is not the trainer's own."""
     from harness.clusters import imagined, unable
 
     if reason := unable.why_unable(error, imagined.asked):
@@ -77,12 +83,13 @@ def _note_if_unable(error: Exception, path: Path) -> None:
 
 
 def _watched(
-    case: Case, adapter: trainers.Adapter, this: int, fault: str | None
+    case: Case, adapter: trainers.Adapter, this_rank: int, fault: str | None
 ) -> tuple[object, RankEvidence, StorageRecorder]:
+    """Train one rank under the probe. Return the trainer, its evidence, and the recorder of its storages."""
     from harness.clusters import imagined, neighbours, world
     from harness.core.probe import Probe
 
-    world.join(this, case.dims.world_size)
+    world.join(this_rank, case.dims.world_size)
     neighbours.vote_alone()
     neighbours.tell_shapes(case)
     mode = imagined.prepared()
@@ -90,7 +97,7 @@ def _watched(
     adapter.importable()
     if fault:
         rings.function_for("called", "load_fault")(fault).apply(lambda: fired.append(True))
-    probe = Probe(this, case.dims.world_size, row_length=functools.partial(_row_length, case))
+    probe = Probe(this_rank, case.dims.world_size, row_length=functools.partial(_row_length, case))
     probe.install()
     try:
         with probe.watching(mode) as witness:
@@ -107,8 +114,10 @@ def _watched(
 
 
 def _without_samples(step: StepEvidence) -> StepEvidence:
+    """Return a step's evidence without what depends on data or time."""
     return dataclasses.replace(step, microbatches=(), positions=(), lr=None, seconds=None)
 
 
 def _row_length(case: Case, step: int) -> int:
+    """Return the tokens of a row on one rank of cp in this step."""
     return case.seq_len(step) // case.dims.cp

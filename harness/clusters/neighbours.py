@@ -27,39 +27,43 @@ def vote_alone() -> None:
     if modes is None or original is None:
         return
 
-    def voted(schedule: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
+    def vote(schedule: Any, stages: Any, has_backward: bool, p2p_done: bool) -> None:
         original(schedule, stages, has_backward, p2p_done)
-        for each in stages:
-            told = not modes.needs_dynamic(each._user_meta, has_backward)
-            each._inference_mode = modes.STATIC if told else modes.DYNAMIC
+        for stage_object in stages:
+            is_static = not modes.needs_dynamic(stage_object._user_meta, has_backward)
+            stage_object._inference_mode = modes.STATIC if is_static else modes.DYNAMIC
 
-    schedules._PipelineSchedule._warmup_p2p = voted
+    schedules._PipelineSchedule._warmup_p2p = vote
 
 
 def tell_shapes(case: Case) -> None:
-    """For torch 2.13 and newer, whose stages send each other what their tensors look like. Alone it is neither sent
-    nor received, so that no group moves what only one end was seen to."""
+    """Replace what stages of torch 2.13 and newer send each other: the shapes of their tensors.
+
+    Alone these are neither sent nor received, so that no group moves what only one end was seen to.
+    """
     from torch.distributed.pipelining import _utils, stage
 
     if not hasattr(stage.PipelineStage, "_recv_meta"):
         return
 
-    def told(this: Any, source: int) -> Any:
-        if source > this.stage_index:
-            return _utils._StageBackwardMeta(tuple(map(_gradient, this._stage_meta.outputs)))
-        return _utils._StageForwardMeta((_utils.extract_tensor_meta(hidden_state(case, this.submod)),))
+    def own_metadata(stage_object: Any, source: int) -> Any:
+        if source > stage_object.stage_index:
+            return _utils._StageBackwardMeta(tuple(map(_gradient, stage_object._stage_meta.outputs)))
+        return _utils._StageForwardMeta((_utils.extract_tensor_meta(hidden_state(case, stage_object.submod)),))
 
-    stage.PipelineStage._recv_meta = told
+    stage.PipelineStage._recv_meta = own_metadata
     stage.PipelineStage._send_meta = lambda *_: None
 
 
 def _gradient(output: Any) -> Any:
+    """Return the metadata of an output's gradient, None where it needs none."""
     return dataclasses.replace(output, requires_grad=False) if output.requires_grad else None
 
 
 def hidden_state(case: Case, module: nn.Module) -> torch.Tensor:
-    """Return a microbatch's, as the stage before gives it to this one; over tp a DTensor, if the parameters here are."""
-    mesh, sharded = _tp_mesh(module), case.features.sequence_parallel
+    """Return the hidden state of a microbatch, as the stage before sends it. Over tp a DTensor, if the parameters here are."""
+    mesh = _tp_mesh(module)
+    sharded = case.features.sequence_parallel
     rows = case.seq_len(case.steps[0]) // case.dims.cp // (case.dims.tp if mesh is not None and sharded else 1)
     dtype = getattr(torch, case.training.compute_dtype or case.training.dtype)
     local = torch.empty(case.local_batch, rows, case.model.dim, dtype=dtype, requires_grad=True)
@@ -69,5 +73,6 @@ def hidden_state(case: Case, module: nn.Module) -> torch.Tensor:
 
 
 def _tp_mesh(module: nn.Module) -> DeviceMesh | None:
+    """Return the mesh of tp that the module's parameters are on, None without one."""
     meshes = (parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor))
     return next((mesh["tp"] for mesh in meshes if "tp" in (mesh.mesh_dim_names or ())), None)

@@ -7,6 +7,7 @@ chosen.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -42,72 +43,85 @@ WORDS = {
     "vocabulary": ("vocab_size",),
 }
 """What it is here -> its names in NeMo."""
-KNOWN = {word: key for key, words in WORDS.items() for word in words}
+KNOWN: dict[str, str] = {}
+"""Name in NeMo -> what it is here."""
+for _key, _words in WORDS.items():
+    KNOWN |= dict.fromkeys(_words, _key)
+
 USUAL_RECIPE = "pretrain_recipe"
 SIZE = re.compile(r"Llama3\d*Config(\d+B)$")
 """Classes of a model, which end in its size."""
 
 
-def is_one(told: Any) -> bool:
-    """Whether a YAML file is NeMo's."""
-    return any(key == "tensor_model_parallel_size" for key, _ in _leaves(told))
+def is_one(document: Any) -> bool:
+    """Return whether a YAML file is NeMo's."""
+    return any(key == "tensor_model_parallel_size" for key, _ in _leaves(document))
 
 
-def of_yaml(file: str, told: Any, world: int | None) -> Draft:
-    """Raises CaseError."""
-    leaves = list(_leaves(told))
-    named = [str(value).rpartition(".")[2] for key, value in leaves if key == "_target_"]
-    return _draft(file, _collected(file, ((KNOWN[k], v) for k, v in leaves if k in KNOWN), {}), named, world)
+def of_yaml(file: str, document: Any, world: int | None) -> Draft:
+    """Return the draft of a YAML file of NeMo's. Raises CaseError."""
+    leaves = list(_leaves(document))
+    class_names = [str(value).rpartition(".")[2] for key, value in leaves if key == "_target_"]
+    values = ((KNOWN[key], value) for key, value in leaves if key in KNOWN)
+    return _draft(file, _collected(file, values, {}), class_names, world)
 
 
-def of_recipe(named: str, world: int | None) -> Draft:
-    """named: FILE.py, of which pretrain_recipe is meant where there is one, or FILE.py:FUNCTION. Raises CaseError."""
-    file, _, function = named.partition(":")
+def of_recipe(recipe: str, world: int | None) -> Draft:
+    """Return the draft of a recipe. Raises CaseError.
+
+    recipe: FILE.py, of which pretrain_recipe is meant where there is one, or FILE.py:FUNCTION.
+    """
+    file, _, function = recipe.partition(":")
     try:
         tree = ast.parse(read_text(Path(file)))
     except (OSError, ValueError, SyntaxError, RecursionError) as error:
         raise CaseError(f"{file}: {error}") from error
     parts = _reached(file, tree, function)
-    said, usual = list(_said(parts)), list(_defaults(parts))
-    if not any(key in ("tp", "pp") for key, _ in [*said, *usual]):
-        raise CaseError(f"{named}: no recipe of NeMo: it has no tensor_model_parallel_size")
-    unread = {KNOWN[name] for name in _computed(parts)} - {key for key, _ in [*said, *usual]}
+    stated = list(_said(parts))
+    defaults = list(_defaults(parts))
+    if not any(key in ("tp", "pp") for key, _ in [*stated, *defaults]):
+        raise CaseError(f"{recipe}: no recipe of NeMo: it has no tensor_model_parallel_size")
+    unread = {KNOWN[name] for name in _computed(parts)} - {key for key, _ in [*stated, *defaults]}
     if missing := sorted(WORDS[key][0] for key in unread & {"tp", "pp", "vp", "cp", "micro", "batch", "seq"}):
-        raise CaseError(f"{named}: {missing[0]} is computed, and recipes are not run: write its number")
+        raise CaseError(f"{recipe}: {missing[0]} is computed, and recipes are not run: write its number")
     names = [str(getattr(node, "id", getattr(node, "attr", ""))) for node in _nodes(parts)]
     mixed = {"precision": "bf16-mixed"} if any(name.startswith("bf16") for name in names) else {}
-    return _draft(named, mixed | _collected(named, said, _collected(named, usual, {})), names, world)
+    return _draft(recipe, mixed | _collected(recipe, stated, _collected(recipe, defaults, {})), names, world)
 
 
 def _reached(file: str, tree: ast.Module, function: str) -> list[ast.AST]:
-    """The function, and those of the file that it calls, one after the other; all of the file where none is named."""
-    known = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    if function and function not in known:
-        raise CaseError(f"{file}: no function {function}; it has {', '.join(known)}")
-    wanted = [function or USUAL_RECIPE]
-    if wanted[0] not in known:
+    """Return the function, and those of the file that it calls, one after the other; the whole file where none is named."""
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if function and function not in functions:
+        raise CaseError(f"{file}: no function {function}; it has {', '.join(functions)}")
+    names = [function or USUAL_RECIPE]
+    if names[0] not in functions:
         return [tree]
-    for name in wanted:
-        called = (node.id for node in ast.walk(known[name]) if isinstance(node, ast.Name))
-        wanted += dict.fromkeys(one for one in called if one in known and one not in wanted)
-    return [known[name] for name in wanted]
+    for name in names:
+        called = (node.id for node in ast.walk(functions[name]) if isinstance(node, ast.Name))
+        names += dict.fromkeys(
+            name_called for name_called in called if name_called in functions and name_called not in names
+        )
+    return [functions[name] for name in names]
 
 
 def _nodes(parts: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    return (node for part in parts for node in ast.walk(part))
+    """Yield all nodes of these parts of a file's syntax tree."""
+    return itertools.chain.from_iterable(map(ast.walk, parts))
 
 
-def _leaves(told: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(told, dict):
-        for key, value in told.items():
+def _leaves(node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of all leaves of a YAML document."""
+    if isinstance(node, dict):
+        for key, value in node.items():
             yield from _leaves(value) if isinstance(value, dict | list) else ((str(key), value),)
-    elif isinstance(told, list):
-        for value in told:
+    elif isinstance(node, list):
+        for value in node:
             yield from _leaves(value)
 
 
 def _said(parts: list[ast.AST]) -> Iterator[tuple[str, Any]]:
-    """Constants that a function is called with, or that are assigned to an attribute or a key."""
+    """Yield the constants that functions are called with, or that are assigned to an attribute or a name."""
     for node in _nodes(parts):
         if isinstance(node, ast.keyword):
             yield from _constant(node.arg, node.value)
@@ -117,14 +131,14 @@ def _said(parts: list[ast.AST]) -> Iterator[tuple[str, Any]]:
 
 
 def _computed(parts: list[ast.AST]) -> Iterator[str]:
-    """Words that functions are called with and that are no constants."""
+    """Yield the known words that functions are called with where the value is no constant."""
     for node in _nodes(parts):
         if isinstance(node, ast.keyword) and node.arg in KNOWN and not isinstance(node.value, ast.Constant):
             yield node.arg
 
 
 def _defaults(parts: list[ast.AST]) -> Iterator[tuple[str, Any]]:
-    """Constants that functions take by themselves."""
+    """Yield the constants that are defaults of functions' arguments."""
     for node in _nodes(parts):
         if isinstance(node, ast.FunctionDef):
             names = [*node.args.posonlyargs, *node.args.args]
@@ -133,60 +147,68 @@ def _defaults(parts: list[ast.AST]) -> Iterator[tuple[str, Any]]:
 
 
 def _constant(name: str | None, value: ast.expr) -> Iterator[tuple[str, Any]]:
+    """Yield what a word means here and its value, if the word is known and the value a constant."""
     if name in KNOWN and isinstance(value, ast.Constant):
         yield KNOWN[name], value.value
 
 
-def _collected(file: str, said: Any, usual: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by what they are. Two values of a degree or of samples are refused; of nodes or devices none is taken.
-    usual: defaults."""
-    found: dict[str, list[Any]] = {}
-    for key, value in said:
-        if value is not None and value not in found.setdefault(key, []):
-            found[key].append(value)
-    of_ranks = {key for key in ("nodes", "devices") if len(found.get(key, [])) > 1}
-    found = {key: values for key, values in found.items() if key not in of_ranks}
+def _collected(file: str, pairs: Any, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by what they are.
+
+    Two values of a degree or of samples are refused; of nodes or devices none is taken. Raises CaseError.
+    """
+    values_by_key: dict[str, list[Any]] = {}
+    for key, value in pairs:
+        if value is not None and value not in values_by_key.setdefault(key, []):
+            values_by_key[key].append(value)
+    ambiguous = {key for key in ("nodes", "devices") if len(values_by_key.get(key, [])) > 1}
+    values_by_key = {key: values for key, values in values_by_key.items() if key not in ambiguous}
     for key in ("tp", "pp", "vp", "cp", "micro", "batch", "seq"):
-        if len(values := found.get(key, [])) > 1:
-            shown = " and ".join(map(str, values))
+        if len(values := values_by_key.get(key, [])) > 1:
+            texts = " and ".join(map(str, values))
             raise CaseError(
-                f"{file}: {WORDS[key][0]} is {shown}: give the degrees themselves, or a file with one of them"
+                f"{file}: {WORDS[key][0]} is {texts}: give the degrees themselves, or a file with one of them"
             )
-    said_once = {key: values[0] for key, values in found.items() if values}
-    return {key: value for key, value in usual.items() if key not in of_ranks} | said_once
+    value_by_key = {key: values[0] for key, values in values_by_key.items() if values}
+    return {key: value for key, value in defaults.items() if key not in ambiguous} | value_by_key
 
 
-def _draft(file: str, said: Mapping[str, Any], named: list[str], world: int | None) -> Draft:
-    tp, pp, cp = (_number(file, said, key, 1) for key in ("tp", "pp", "cp"))
+def _draft(file: str, values: Mapping[str, Any], names: list[str], world: int | None) -> Draft:
+    """Return the draft of these values. Raises CaseError."""
+    tp, pp, cp = (_number(file, values, key, 1) for key in ("tp", "pp", "cp"))
     if world is None:
-        if not {"nodes", "devices"} <= said.keys():
+        if not {"nodes", "devices"} <= values.keys():
             raise CaseError(f"{file}: it does not say num_nodes and devices, of how many ranks it is: add --world N")
-        world = _number(file, said, "nodes", 1) * _number(file, said, "devices", 1)
-    others = tp * pp * cp
-    if world % others:
+        world = _number(file, values, "nodes", 1) * _number(file, values, "devices", 1)
+    model_ranks = tp * pp * cp
+    if world % model_ranks:
         raise CaseError(
-            f"{file}: {others} ranks of tp {tp}, pp {pp} and cp {cp} do not divide the {world} of the world"
+            f"{file}: {model_ranks} ranks of tp {tp}, pp {pp} and cp {cp} do not divide the {world} of the world"
         )
-    data = world // others
-    zero = said.get("zero", True) is True and data * cp > 1
+    data = world // model_ranks
+    zero = values.get("zero", True) is True and data * cp > 1
     dims = ParallelDims(pp=pp, cp=cp, tp=tp, **{"dp_shard" if zero else "dp_replicate": data})
-    micro, batch = _number(file, said, "micro", 1), _number(file, said, "batch", 0)
-    half = "16" in str(said.get("precision", ""))
+    micro = _number(file, values, "micro", 1)
+    batch = _number(file, values, "batch", 0)
+    half = "16" in str(values.get("precision", ""))
     passes = max(1, batch // (data * micro))
-    features: dict[str, Any] = {"sequence_parallel": tp == 1 or said.get("sequence") is True}
-    features |= {"wrapper": "zero1"} if zero else {}
-    features |= {"reduce_dtype": "float32" if said.get("reduced", True) else "bfloat16"} if half else {}
-    features |= {"activation_checkpointing": "full"} if said.get("recompute") == "full" else {}
+    features: dict[str, Any] = {"sequence_parallel": tp == 1 or values.get("sequence") is True}
+    if zero:
+        features["wrapper"] = "zero1"
+    if half:
+        features["reduce_dtype"] = "float32" if values.get("reduced", True) else "bfloat16"
+    if values.get("recompute") == "full":
+        features["activation_checkpointing"] = "full"
     if pp == 1:
         features["accumulation"] = passes
     else:
-        chunks = _number(file, said, "vp", 1)
+        chunks = _number(file, values, "vp", 1)
         looped = {"stages_per_rank": chunks, "schedule": "Interleaved1F1B"} if chunks > 1 else {}
         features |= {"microbatches": passes, **looped}
     return Draft(
         dims=dims,
-        model=_model(file, said, named),
-        seq=_number(file, said, "seq", 0) or None,
+        model=_model(file, values, names),
+        seq=_number(file, values, "seq", 0) or None,
         batch=batch or None,
         local=micro,
         training={"dtype": "float32", "compute_dtype": "bfloat16" if half else None},
@@ -195,24 +217,26 @@ def _draft(file: str, said: Mapping[str, Any], named: list[str], world: int | No
     )
 
 
-def _model(file: str, said: Mapping[str, Any], named: list[str]) -> ModelConfig | None:
-    """Return the model by its class, or by its sizes; None where it says neither."""
-    sizes = {found[1] for name in named if (found := SIZE.search(name))} & PRESETS.keys()
+def _model(file: str, values: Mapping[str, Any], names: list[str]) -> ModelConfig | None:
+    """Return the model by its class, or by its sizes. None if the file has neither."""
+    sizes = {match[1] for name in names if (match := SIZE.search(name))} & PRESETS.keys()
     if len(sizes) == 1:
         return PRESETS[sizes.pop()]
-    if not {"layers", "dim", "heads", "ffn"} <= said.keys():
+    if not {"layers", "dim", "heads", "ffn"} <= values.keys():
         return None
-    shape = {key: _number(file, said, key, 1) for key in ("layers", "dim", "heads", "ffn")}
-    same = (one for one in PRESETS.values() if shape == _shape(one))
-    return next(same, None)
+    shape = {key: _number(file, values, key, 1) for key in ("layers", "dim", "heads", "ffn")}
+    presets_of_shape = (preset for preset in PRESETS.values() if shape == _shape(preset))
+    return next(presets_of_shape, None)
 
 
 def _shape(model: ModelConfig) -> dict[str, int]:
+    """Return the sizes by which a published model is recognized."""
     return {"layers": model.n_layers, "dim": model.dim, "heads": model.n_heads, "ffn": model.ffn_dim}
 
 
-def _number(file: str, said: Mapping[str, Any], key: str, usual: int) -> int:
-    given = said.get(key, usual)
-    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        raise CaseError(f"{file}: {WORDS[key][0]} is {given!r}, and no number: give it as an option, or in the file")
-    return given
+def _number(file: str, values: Mapping[str, Any], key: str, default: int) -> int:
+    """Return the whole number of a key, or the default. Raises CaseError for anything else."""
+    value = values.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CaseError(f"{file}: {WORDS[key][0]} is {value!r}, and no number: give it as an option, or in the file")
+    return value

@@ -22,84 +22,100 @@ from harness.core.evidence.reading import read_text
 AUTO = "auto"
 KEPT_WHOLE = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2", "FALSE", "2", "5")
 """Strategies of accelerate that keep parameters gathered after forward."""
-BATCH, MICRO, TIMES = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-"""DeepSpeed's words for the samples of a step, of a microbatch, and how many of them a rank adds up."""
+BATCH = "train_batch_size"
+"""DeepSpeed's word for the samples of a step."""
+MICRO = "train_micro_batch_size_per_gpu"
+"""DeepSpeed's word for the samples of a microbatch."""
+TIMES = "gradient_accumulation_steps"
+"""DeepSpeed's word for how many microbatches a rank adds up."""
 
 
 def of_yaml(file: str, world: int | None) -> Draft:
-    """accelerate's, or NeMo's. Raises CaseError."""
+    """Return the draft of a YAML file of accelerate's or NeMo's. Raises CaseError."""
     try:
-        told = document_of(read_text(Path(file)))
+        document = document_of(read_text(Path(file)))
     except (OSError, ValueError) as error:
         raise CaseError(f"{file}: {error}") from error
     except Exception as error:  # yaml's own
         raise CaseError(f"{file}: not valid YAML: {error}") from error
-    return nemo.of_yaml(file, told, world) if nemo.is_one(told) else of_accelerate(file, world)
+    return nemo.of_yaml(file, document, world) if nemo.is_one(document) else of_accelerate(file, world)
 
 
 def of_accelerate(file: str, world: int | None) -> Draft:
-    """Raises CaseError."""
-    told = accelerate_file(file)
-    world = world or processes(file, told)
-    precision = _precision(str(told.get("mixed_precision") or "no").lower())
-    kind = str(told["distributed_type"] or "NO")
+    """Return the draft of a configuration of accelerate's. Raises CaseError."""
+    document = accelerate_file(file)
+    world = world or processes(file, document)
+    precision = _precision(str(document.get("mixed_precision") or "no").lower())
+    kind = str(document["distributed_type"] or "NO")
     if kind == "DEEPSPEED":
-        return _deepspeed_of_accelerate(file, told, world, precision)
+        return _deepspeed_of_accelerate(file, document, world, precision)
     dims = layout(file, world)
-    fsdp = told.get("fsdp_config") or {}
+    fsdp = document.get("fsdp_config") or {}
     if kind != "FSDP":
         return Draft(dims=dims, training=precision, features={"reduce_dtype": _reduced(precision, "float32")})
     strategy = str(fsdp.get("fsdp_sharding_strategy", fsdp.get("fsdp_reshard_after_forward", ""))).upper()
     features: dict[str, Any] = {"reduce_dtype": _reduced(precision, "bfloat16")}
     if dims.dp_shard * dims.cp > 1:
         features["wrapper"] = "fsdp2" if int(fsdp.get("fsdp_version", 1)) == 2 else "fsdp1"
-        features |= {"reshard_after_forward": "never"} if strategy in KEPT_WHOLE else {}
-        features |= {"cpu_offload": True} if fsdp.get("fsdp_offload_params") is True else {}
+        if strategy in KEPT_WHOLE:
+            features["reshard_after_forward"] = "never"
+        if fsdp.get("fsdp_offload_params") is True:
+            features["cpu_offload"] = True
     if fsdp.get("fsdp_activation_checkpointing") is True:
         features["activation_checkpointing"] = "full"
     return Draft(dims=dims, training=precision, features=features)
 
 
 def of_deepspeed(file: str, world: int | None) -> Draft:
-    """Raises CaseError."""
+    """Return the draft of a configuration of DeepSpeed's. Raises CaseError."""
     try:
-        told = json.loads(read_text(Path(file)))
+        document = json.loads(read_text(Path(file)))
     except (OSError, ValueError, RecursionError) as error:
         raise CaseError(f"{file}: {error}") from error
-    if not isinstance(told, dict) or not {"zero_optimization", BATCH, MICRO} & told.keys():
+    if not isinstance(document, dict) or not {"zero_optimization", BATCH, MICRO} & document.keys():
         raise CaseError(f"{file}: no configuration of DeepSpeed: it has neither zero_optimization nor {MICRO}")
-    return _deepspeed(file, told, world)
+    return _deepspeed(file, document, world)
 
 
-def _deepspeed_of_accelerate(file: str, told: Mapping[str, Any], world: int, precision: Mapping[str, Any]) -> Draft:
-    """A file of DeepSpeed's that it names takes precedence."""
-    asked = told.get("deepspeed_config") or {}
-    if named := asked.get("deepspeed_config_file"):
-        return of_deepspeed(str(Path(file).parent / named), world)
+def _deepspeed_of_accelerate(file: str, document: Mapping[str, Any], world: int, precision: Mapping[str, Any]) -> Draft:
+    """Return the draft of accelerate's file that asks for DeepSpeed. A file of DeepSpeed's that it names takes precedence."""
+    deepspeed_options = document.get("deepspeed_config") or {}
+    if deepspeed_file := deepspeed_options.get("deepspeed_config_file"):
+        return of_deepspeed(str(Path(file).parent / deepspeed_file), world)
     halves = {"bf16": {"enabled": precision["compute_dtype"] is not None}}
-    steps = {TIMES: asked.get(TIMES, 1)}
-    return _deepspeed(file, {"zero_optimization": {"stage": asked.get("zero_stage", 2)}, **halves, **steps}, world)
+    steps = {TIMES: deepspeed_options.get(TIMES, 1)}
+    return _deepspeed(
+        file, {"zero_optimization": {"stage": deepspeed_options.get("zero_stage", 2)}, **halves, **steps}, world
+    )
 
 
-def _deepspeed(file: str, told: Mapping[str, Any], world: int | None) -> Draft:
-    zero, tensor = _section(file, told, "zero_optimization"), _section(file, told, "tensor_parallel")
+def _deepspeed(file: str, document: Mapping[str, Any], world: int | None) -> Draft:
+    """Return the draft of a DeepSpeed document. Raises CaseError."""
+    zero = _section(file, document, "zero_optimization")
+    tensor = _section(file, document, "tensor_parallel")
     tp = _number(file, tensor, "autotp_size") or 1
-    stage, times = _number(file, zero, "stage") or 0, _number(file, told, TIMES) or 1
+    stage = _number(file, zero, "stage") or 0
+    accumulation = _number(file, document, TIMES) or 1
     if stage not in range(4):
         raise CaseError(f"{file}: zero_optimization.stage {stage}: 0 to 3 are known here")
-    batch, local = _number(file, told, BATCH), _number(file, told, MICRO)
-    data = _data_ranks(file, world, tp, batch, local, times)
-    half = next((name for name in ("bf16", "fp16") if _section(file, told, name).get("enabled") is True), None)
-    training = {"dtype": "float32", "compute_dtype": HALVES[half] if half else None}
-    if (clipping := told.get("gradient_clipping")) not in (None, AUTO):
+    batch = _number(file, document, BATCH)
+    local = _number(file, document, MICRO)
+    data = _data_ranks(file, world, tp, batch, local, accumulation)
+    half_dtype = next(
+        (name for name in ("bf16", "fp16") if _section(file, document, name).get("enabled") is True), None
+    )
+    training = {"dtype": "float32", "compute_dtype": HALVES[half_dtype] if half_dtype else None}
+    if (clipping := document.get("gradient_clipping")) not in (None, AUTO):
         training["max_norm"] = clipping or None
-    features: dict[str, Any] = {"accumulation": times}
+    features: dict[str, Any] = {"accumulation": accumulation}
     if stage and data > 1:
         features["wrapper"] = f"zero{stage}"
-    elif half:
+    elif half_dtype:
         features["reduce_dtype"] = "bfloat16"
-    aside = [f"{half} is planned as bfloat16"] * (half == "fp16")
-    aside += [key for key in ("offload_param", "offload_optimizer") if zero.get(key)]
+    set_aside = []
+    if half_dtype == "fp16":
+        set_aside.append("fp16 is planned as bfloat16")
+    set_aside += [key for key in ("offload_param", "offload_optimizer") if zero.get(key)]
     axis = {"dp_shard": data} if stage and data > 1 else {"dp_replicate": data}
     return Draft(
         dims=ParallelDims(tp=tp, **axis),
@@ -107,44 +123,48 @@ def _deepspeed(file: str, told: Mapping[str, Any], world: int | None) -> Draft:
         local=local or 1,
         training=training,
         features=features,
-        traits=TrainerTraits(zero_reduces_by="all_reduce", master_weights=half is not None),
-        set_aside=tuple(aside),
+        traits=TrainerTraits(zero_reduces_by="all_reduce", master_weights=half_dtype is not None),
+        set_aside=tuple(set_aside),
     )
 
 
-def _data_ranks(file: str, world: int | None, tp: int, batch: int | None, local: int | None, times: int) -> int:
+def _data_ranks(file: str, world: int | None, tp: int, batch: int | None, local: int | None, accumulation: int) -> int:
     """Return the data ranks of that world; without one, those that the three numbers of samples give."""
     if world is not None:
         if world % tp:
             raise CaseError(f"{file}: autotp_size {tp} does not divide the {world} of --world")
-        if batch is not None and local is not None and batch != local * times * (world // tp):
-            counted = f"{MICRO} {local} x {TIMES} {times} x {world // tp} data ranks"
+        if batch is not None and local is not None and batch != local * accumulation * (world // tp):
+            counted = f"{MICRO} {local} x {TIMES} {accumulation} x {world // tp} data ranks"
             raise CaseError(f"{file}: {BATCH} {batch} is not {counted}")
         return world // tp
-    if batch is None or local is None or batch % (local * times):
+    if batch is None or local is None or batch % (local * accumulation):
         words = f"{BATCH}, {MICRO} and {TIMES}"
         raise CaseError(f"{file}: of how many ranks it is does not follow from {words}: add --world N")
-    return batch // (local * times)
+    return batch // (local * accumulation)
 
 
 def _precision(mixed: str) -> dict[str, Any]:
+    """Return the dtypes of training for accelerate's mixed precision."""
     return {"dtype": "float32", "compute_dtype": HALVES.get(mixed)}
 
 
 def _reduced(precision: Mapping[str, Any], mixed: str) -> str | None:
+    """Return the dtype in which gradients are reduced: `mixed` if computing is in another dtype, else None."""
     return mixed if precision["compute_dtype"] else None
 
 
-def _section(file: str, told: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    if not isinstance(section := told.get(name) or {}, dict):
+def _section(file: str, document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an object of the document, empty if it is not there. Raises CaseError."""
+    if not isinstance(section := document.get(name) or {}, dict):
         raise CaseError(f"{file}: {name}: expected an object")
     return section
 
 
-def _number(file: str, told: Mapping[str, Any], word: str) -> int | None:
-    given = told.get(word)
-    if given in (None, AUTO):
+def _number(file: str, document: Mapping[str, Any], word: str) -> int | None:
+    """Return the whole number of a word, None where it is not given or "auto". Raises CaseError."""
+    value = document.get(word)
+    if value in (None, AUTO):
         return None
-    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        raise CaseError(f"{file}: {word} is {given!r}, and no number")
-    return given
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CaseError(f"{file}: {word} is {value!r}, and no number")
+    return value

@@ -38,7 +38,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """dims: degrees, or a file that has them. What is None is as the file says; else as a command's help says."""
+    """A layout as a person types it: degrees or a file in `dims`, and options; None is as in the file, else by default."""
 
     dims: str
     world: int | None = None
@@ -65,7 +65,7 @@ class Request:
     """Steps that are trained."""
 
     def case(self) -> Case:
-        """Raises CaseError."""
+        """Return the case that is requested. Raises CaseError."""
         return self.asked().case
 
     def asked(self) -> Asked:
@@ -93,19 +93,20 @@ class Request:
         return Asked(case=case, traits=draft.traits, set_aside=draft.set_aside)
 
     def _draft(self) -> Draft:
+        """Return what the file or the degrees of `dims` define. Raises CaseError."""
         path = Path(self.dims.partition(":")[0])
         if path.suffix == ".toml":  # torchtitan's is read as a case
-            found = config_file.read(path, self.world, self.model)
-            return of_case(found.case, config_file.TITAN, found.set_aside)
+            from_file = config_file.read(path, self.world, self.model)
+            return of_case(from_file.case, config_file.TITAN, from_file.set_aside)
         if path.suffix in READERS:
             return READERS[path.suffix](self.dims, self.world)
-        words = ":" not in self.dims
-        model = PRESETS["debug"] if words else None
+        is_typed = ":" not in self.dims
+        model = PRESETS["debug"] if is_typed else None
         return Draft(dims=layout(self.dims, self.world), model=model)
 
     def _with_options(self, draft: Draft) -> Draft:
-        """Options take precedence over a file."""
-        asked: dict[str, Any] = {
+        """Return the draft with the options that were typed, which take precedence over a file."""
+        typed_features: dict[str, Any] = {
             "microbatches": self.microbatches,
             "stages_per_rank": self.stages_per_rank,
             "schedule": self.schedule,
@@ -113,11 +114,11 @@ class Request:
             "wrapper": self.wrapper,
             "shards_over_cp": False if self.cp_replicates else None,
         }
-        features = {**draft.features, **{key: value for key, value in asked.items() if value is not None}}
+        features = {**draft.features, **{key: value for key, value in typed_features.items() if value is not None}}
         if (self.stages_per_rank or 1) > 1 and "schedule" not in features:
             features["schedule"] = "Interleaved1F1B"
-        said = {key: getattr(self, key) for key in ("seq", "batch") if getattr(self, key) is not None}
-        return replace(draft, features=features, **said)
+        typed_sizes = {key: getattr(self, key) for key in ("seq", "batch") if getattr(self, key) is not None}
+        return replace(draft, features=features, **typed_sizes)
 
 
 def layout_of_traces(dims: str, world: int) -> Case:

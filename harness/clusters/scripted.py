@@ -36,56 +36,59 @@ class Unobserved:
 class Watched:
     """The recorders of a command's rank, as a witness calls them."""
 
-    def __init__(self, of: Recorder) -> None:
-        self.clock, self.collectives = of.clock, of.collectives
+    def __init__(self, recorder_of_rank: Recorder) -> None:
+        self.clock = recorder_of_rank.clock
+        self.collectives = recorder_of_rank.collectives
         self.activity = self.copies = Unobserved()
 
 
 def imported(module: str) -> None:
+    """Install the recorder once a module is imported; after torch itself, begin to run as a rank alone."""
     recorder.imported(module)
     if module == "torch":
         assert recorder._recorder is not None
         _begin(recorder._recorder)
 
 
-def _begin(of: Recorder) -> None:
+def _begin(recorder_of_rank: Recorder) -> None:
+    """Join a world that is not there, and turn off what reads the contents of tensors."""
     rank = int(os.environ["RANK"])
     world.join(rank, int(os.environ[ALONE]))
     for name in PREPARED:
         importlib.import_module(name)
     neighbours.vote_alone()
     mode = imagined.prepared()
-    of.seen.reads_contents = False
-    of.collectives.close()
-    _note_what_cannot_be(unable_file(of.directory, rank))
-    _end_behind(of, max(last for _, last in of.chosen.spans))
+    recorder_of_rank.seen.reads_contents = False
+    recorder_of_rank.collectives.close()
+    _note_what_cannot_be(unable_file(recorder_of_rank.directory, rank))
+    _end_behind(recorder_of_rank, max(last for _, last in recorder_of_rank.chosen.spans))
     _entered.enter_context(mode)
     _entered.enter_context(computing_with(mode))
-    imagined.silence_propagation(_entered.enter_context(Witness(Watched(of))))  # type: ignore[arg-type]
+    imagined.silence_propagation(_entered.enter_context(Witness(Watched(recorder_of_rank))))  # type: ignore[arg-type]
 
 
-def _end_behind(of: Recorder, last: int) -> None:
-    """A rank alone need not train on: as the step begins that follows this one, its process ends."""
-    between = of.clock.between_steps
+def _end_behind(recorder_of_rank: Recorder, last: int) -> None:
+    """End the process as the step begins that follows this one: a rank alone need not train on."""
+    between_steps = recorder_of_rank.clock.between_steps
 
-    def over() -> None:
-        between()
-        if of.clock.finished >= last:
-            of.end()
+    def end_if_over() -> None:
+        between_steps()
+        if recorder_of_rank.clock.finished >= last:
+            recorder_of_rank.end()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
 
-    of.clock.between_steps = over
+    recorder_of_rank.clock.between_steps = end_if_over
 
 
 def _note_what_cannot_be(file: Path) -> None:
-    """Note why an error that ends the process says nothing of the script, if so."""
+    """Note the reason if the error that ends the process comes of running alone, and not of the script."""
     hook = sys.excepthook
 
-    def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def note_reason(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if reason := unable.why_unable(error, imagined.asked):
             file.write_text(reason, encoding="utf-8")
         hook(kind, error, trace)
 
-    sys.excepthook = raised
+    sys.excepthook = note_reason

@@ -13,7 +13,7 @@ from harness.clusters.judging import Verdicts
 from harness.clusters.launches import Flown
 from harness.core.case.case import Case
 from harness.core.case.dims import ParallelDims
-from harness.core.evidence.text import bytes_text
+from harness.core.evidence.text import bytes_text, counted
 from harness.core.judge.result import Verdict, verdict_of_all
 from harness.core.report.cause_text import diagnosis_line, evidence_rows
 from harness.core.report.finding_text import sentence
@@ -34,17 +34,21 @@ def preflight_text(
     set_aside: tuple[str, ...] = (),
     gpu: str = "H100",
 ) -> str:
-    """judging: the seconds that plan and checks took. set_aside: what of a configuration was not run. gpu: whose memory is
-    compared."""
-    world, trial = case.dims.world_size, verdicts.trial
+    """Return the text on the pre-flight of a case.
+
+    judging: the seconds that plan and checks took. set_aside: what of a configuration was not run. gpu: whose memory is
+    compared.
+    """
+    world = case.dims.world_size
+    trial = verdicts.trial
     rows = [
         ("plan and checks", f"of {world:,} ranks, {judging:.0f} s"),
-        ("ran alone", f"{len(flown.ranks)} rank{'s' * (len(flown.ranks) != 1)}: {_why(chosen)}"),
+        ("ran alone", f"{counted(len(flown.ranks), 'rank')}: {_why(chosen)}"),
         ("", f"{_time(flown.seconds)}{_of_one(flown)}"),
-        *([("not run", ", ".join(set_aside))] if set_aside else []),
-        *of_ranks(flown, trial, gpu),
-        *of_layout(case, trial.plan, gpu),
     ]
+    if set_aside:
+        rows.append(("not run", ", ".join(set_aside)))
+    rows += [*of_ranks(flown, trial, gpu), *of_layout(case, trial.plan, gpu)]
     lines = [f"preflight {case.dims}, {case.model.name}, sequence {case.training.seq_len:,}", *table(rows)]
     return "\n".join([*lines, *_judged(len(flown.ranks), verdicts, world)])
 
@@ -52,7 +56,7 @@ def preflight_text(
 def command_text(words: Sequence[str], dims: ParallelDims, chosen: Chosen, run: CommandRun, verdicts: Verdicts) -> str:
     """Return the text on a user's command."""
     rows = [
-        ("ran alone", f"{len(run.codes)} rank{'s' * (len(run.codes) != 1)}: {_why(chosen)}; {_time(run.seconds)}"),
+        ("ran alone", f"{counted(len(run.codes), 'rank')}: {_why(chosen)}; {_time(run.seconds)}"),
         ("logs", f"{run.directory}/rank_*.log"),
     ]
     first = wrapped(f"preflight {dims}, {shlex.join(words)}", "")
@@ -60,44 +64,55 @@ def command_text(words: Sequence[str], dims: ParallelDims, chosen: Chosen, run: 
 
 
 def _judged(ran: int, verdicts: Verdicts, world: int) -> list[str]:
+    """Return the verdict's lines, and what was not judged."""
     return [*_verdict(ran, verdicts, world), *table(list(_not_judged(ran, verdicts, world)))]
 
 
 def _of_one(flown: Flown) -> str:
-    """What the process of a rank took, at the most."""
+    """Return the processor time and memory that the process of a rank took, at the most. Empty if no rank left evidence."""
     seconds = max((used.seconds for used in flown.used.values()), default=0)
-    most = max((used.bytes for used in flown.used.values()), default=0)
-    return f"; one of them {seconds:.0f} s of processor time, {bytes_text(most)}" if flown.used else ""
+    most_bytes = max((used.bytes for used in flown.used.values()), default=0)
+    return f"; one of them {seconds:.0f} s of processor time, {bytes_text(most_bytes)}" if flown.used else ""
 
 
 def _why(chosen: Chosen) -> str:
+    """Return which ranks were chosen, by reason."""
     parts = (f"{reason} {_some(ranks)}" for reason, ranks in chosen.why.items())
     return "   ".join(parts) + (f" (seed {chosen.seed})" if "drawn" in chosen.why else "")
 
 
 def _some(ranks: tuple[int, ...]) -> str:
+    """Return the first ranks of a list, and how many there are."""
     return ",".join(map(str, ranks[:SHOWN])) + (f",.. ({len(ranks)})" if len(ranks) > SHOWN else "")
 
 
 def _time(seconds: float) -> str:
+    """Return a duration in minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def headline(ran: int, verdicts: Verdicts, world: int) -> str:
-    """Never PASS alone."""
+    """Return the verdict with the number of ranks that it is of: never PASS alone."""
     return f"{verdict_of_all(verdicts.results)} for {ran:,} of {world:,} ranks"
 
 
 def _verdict(ran: int, verdicts: Verdicts, world: int) -> Iterator[str]:
-    by = defaultdict(list)
+    """Yield the verdict, its cause, and the checks by verdict."""
+    checks_by_verdict = defaultdict(list)
     for result in verdicts.results:
-        by[result.verdict].append(result.check)
+        checks_by_verdict[result.verdict].append(result.check)
     yield from wrapped(headline(ran, verdicts, world), "")
     if verdicts.diagnosis is not None:
         yield from wrapped(diagnosis_line(verdicts.diagnosis), "  ")
         yield from table(evidence_rows(verdicts.diagnosis.evidence))
-    yield from table([(str(verdict), " ".join(by[verdict])) for verdict in (Verdict.FAIL, Verdict.PASS) if by[verdict]])
+    yield from table(
+        [
+            (str(verdict), " ".join(checks_by_verdict[verdict]))
+            for verdict in (Verdict.FAIL, Verdict.PASS)
+            if checks_by_verdict[verdict]
+        ]
+    )
     yield from table([(result.check, sentence(result.findings[0])) for result in verdicts.results if result.findings])
     unknown = defaultdict(list)
     for result in verdicts.results:
@@ -107,6 +122,7 @@ def _verdict(ran: int, verdicts: Verdicts, world: int) -> Iterator[str]:
 
 
 def _not_judged(ran: int, verdicts: Verdicts, world: int) -> Iterator[tuple[str, str]]:
+    """Yield rows on checks that do not apply, and on what no pre-flight judges."""
     yield from (("not applicable", text) for text in silent(verdicts.results))
-    left = world - ran
-    yield "not judged", NEVER + (f", {left:,} other ranks" if left else "")
+    other_ranks = world - ran
+    yield "not judged", NEVER + (f", {other_ranks:,} other ranks" if other_ranks else "")

@@ -52,20 +52,21 @@ BELOW = (
 
 
 def why_unable(error: BaseException, asked: Collection[CodeType]) -> str:
-    """Empty if the failure is the trainer's own. asked: the functions that a number was answered to, which was 1.
+    """Return why a rank could not be run alone. Empty if the failure is the trainer's own.
 
-    What is raised while another error is handled came of that one.
+    asked: the functions that a number was answered to, which was 1. What is raised while another error is handled came of that
+    one.
     """
     for link in (error, *links(error)):
-        said = f"{type(link).__name__}: {str(link).strip() or 'no words'}".splitlines()[0]
+        error_text = f"{type(link).__name__}: {str(link).strip() or 'no words'}".splitlines()[0]
         if _is_of_contents(link):
-            return f"it asks for what is in a tensor ({said}), and alone nothing is"
+            return f"it asks for what is in a tensor ({error_text}), and alone nothing is"
         if OF_ALONE.search(str(link)):
-            return f"torch refuses it to a rank alone, whatever the trainer is ({said})"
+            return f"torch refuses it to a rank alone, whatever the trainer is ({error_text})"
         if _saves(link):
-            return f"it saves tensors ({said}), and alone there is nothing in them"
+            return f"it saves tensors ({error_text}), and alone there is nothing in them"
         if any(frame.f_code in asked for frame in _raised_by(link)):
-            return f"it asks a tensor for a number, which alone is 1, and goes on by it ({said})"
+            return f"it asks a tensor for a number, which alone is 1, and goes on by it ({error_text})"
     return ""
 
 
@@ -77,25 +78,30 @@ def asking() -> Iterator[CodeType]:
 
 
 def _is_of_contents(error: BaseException) -> bool:
+    """Return whether an error says that a tensor without memory was asked for its contents."""
     if type(error).__module__ == fake_tensor.__name__:
         return not isinstance(error, OF_THE_TRAINER)
     return bool(ASKED_FOR_CONTENTS.search(str(error)))
 
 
 def _saves(error: BaseException) -> bool:
+    """Return whether an error was raised while tensors were saved."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(frame.f_globals.get("__name__") == "torch.serialization" for frame in frames[-1:])
 
 
 def _raised_by(error: BaseException) -> Iterator[FrameType]:
+    """Yield the frames that an error is attributed to."""
     return _answerable([frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1])
 
 
 def _answerable(frames: list[FrameType]) -> Iterator[FrameType]:
     """Yield, of frames from the innermost: the first above what replaces a kernel, and the first that is not torch's."""
     names = [str(frame.f_globals.get("__name__")) for frame in frames]
-    above = [
-        at for at, name in enumerate(names) if not name.startswith((*BELOW, "harness.clusters", "harness.core.probe"))
+    above_kernel = [
+        index
+        for index, name in enumerate(names)
+        if not name.startswith((*BELOW, "harness.clusters", "harness.core.probe"))
     ]
-    yield from (frames[at] for at in above[:1])
-    yield from [frames[at] for at in above if names[at].partition(".")[0] != "torch"][:1]
+    yield from (frames[index] for index in above_kernel[:1])
+    yield from [frames[index] for index in above_kernel if names[index].partition(".")[0] != "torch"][:1]

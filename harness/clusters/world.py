@@ -22,16 +22,19 @@ def join(rank: int, world_size: int) -> None:
     dist.distributed_c10d._new_group_with_tag = _as_the_world(dist.distributed_c10d._new_group_with_tag)
 
 
-def _as_the_world(made: Callable[..., Any]) -> Callable[..., Any]:
-    """A group of whatever backend (gloo for objects, beside NCCL) is one of ranks that are not there."""
-    taken = inspect.signature(made)
+def _as_the_world(make_group: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `make_group` without its choice of a backend, such as gloo for objects beside NCCL.
 
-    @functools.wraps(made)
-    def instead(*args: Any, **named: Any) -> Any:
-        bound = taken.bind(*args, **named)
+    Every group is then of the world's backend, for its other ranks do not exist.
+    """
+    signature = inspect.signature(make_group)
+
+    @functools.wraps(make_group)
+    def make_group_of_world(*args: Any, **keywords: Any) -> Any:
+        bound = signature.bind(*args, **keywords)
         bound.arguments |= {
             name: None for name in ("backend", "backend_options", "pg_options") if name in bound.arguments
         }
-        return made(*bound.args, **bound.kwargs)
+        return make_group(*bound.args, **bound.kwargs)
 
-    return instead
+    return make_group_of_world

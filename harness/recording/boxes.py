@@ -53,10 +53,12 @@ class Held:
 
     @property
     def place(self) -> str:
+        """Return in words which elements these are."""
         return place_text(self.boxes, self.addend)
 
     @functools.cached_property
     def elements(self) -> int:
+        """Return the number of elements."""
         return sum(math.prod(box.size) for box in self.boxes)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -69,30 +71,37 @@ def rows_between(
     values: torch.Tensor, boxes: Iterable[Box], start: int, stop: int
 ) -> tuple[list[torch.Tensor], list[Box]]:
     """Return elements in these rows of the whole parameter, and where they are. values: those of all boxes, in a row."""
-    taken, where, begin = list[torch.Tensor](), list[Box](), 0
+    slices = list[torch.Tensor]()
+    slice_boxes = list[Box]()
+    begin = 0
     for box in boxes:
         rows, columns = box.size
-        matrix, at = values[begin : begin + rows * columns].view(rows, columns), 0
+        matrix = values[begin : begin + rows * columns].view(rows, columns)
+        row_offset = 0
         for low, high in box.rows:
-            first, end = max(low, start), min(high, stop)
+            first = max(low, start)
+            end = min(high, stop)
             if first < end:
-                taken.append(matrix[at + first - low : at + end - low].reshape(-1))
-                where.append(Box(((first, end),), box.columns))
-            at += high - low
+                slices.append(matrix[row_offset + first - low : row_offset + end - low].reshape(-1))
+                slice_boxes.append(Box(((first, end),), box.columns))
+            row_offset += high - low
         begin += rows * columns
-    return taken, where
+    return slices, slice_boxes
 
 
 def held_parameters(parts: Sequence[nn.Module], sharded: Iterable[Sharded] = ()) -> Iterator[Held]:
     """Yield each trainable parameter of models once. sharded: what somebody declared of plain tensors."""
-    flat, seen = dict(_of_fsdp1(parts)), set[int]()
-    of_vectors = {id(one.owner) for held in flat.values() for one in held}
-    for held in flat.values():
-        yield from held
+    vector_shards = dict(_of_fsdp1(parts))
+    vector_owner_ids = set[int]()
+    for shards in vector_shards.values():
+        vector_owner_ids.update(id(shard.owner) for shard in shards)
+    for shards in vector_shards.values():
+        yield from shards
     declared = tuple(sharded)
+    yielded_ids = set[int]()
     for fqn, parameter in sharded_parameters(parts):
-        if id(parameter) not in of_vectors | seen and parameter.requires_grad:
-            seen.add(id(parameter))
+        if id(parameter) not in vector_owner_ids | yielded_ids and parameter.requires_grad:
+            yielded_ids.add(id(parameter))
             yield _placed(fqn, parameter, declared)
 
 
@@ -112,83 +121,95 @@ class Sharded:
     """Ranks that hold the parts, if it is cut for tensor parallelism."""
 
     def means(self, fqn: str) -> bool:
+        """Return whether the declaration is of this parameter."""
         return fnmatch.fnmatchcase(fqn, self.pattern)
 
 
 def _placed(fqn: str, parameter: torch.Tensor, declared: Sequence[Sharded]) -> Held:
+    """Return the local shard of one parameter: a DTensor's, a declared one, or a whole plain tensor."""
     shape = tuple(parameter.shape)
     if hasattr(parameter, "device_mesh"):
         return of_dtensor(fqn, parameter)
-    if one := next((each for each in declared if each.means(fqn)), None):
+    if declaration := next((candidate for candidate in declared if candidate.means(fqn)), None):
         dims = [((0, size),) for size in shape]
-        if one.dim >= len(shape):
-            return Held(fqn, shape, parameter, why=f"declared to be cut along dim {one.dim}, and has {len(shape)} dims")
-        size = shape[one.dim]
-        dims[one.dim] = ((one.part * size, (one.part + 1) * size),)
-        shape = (*shape[: one.dim], size * one.parts, *shape[one.dim + 1 :])
-        return Held(fqn, shape, parameter, boxes_of_dims(shape, dims), tp=one.tp)
+        if declaration.dim >= len(shape):
+            return Held(
+                fqn, shape, parameter, why=f"declared to be cut along dim {declaration.dim}, and has {len(shape)} dims"
+            )
+        size = shape[declaration.dim]
+        dims[declaration.dim] = ((declaration.part * size, (declaration.part + 1) * size),)
+        shape = (*shape[: declaration.dim], size * declaration.parts, *shape[declaration.dim + 1 :])
+        return Held(fqn, shape, parameter, boxes_of_dims(shape, dims), tp=declaration.tp)
     return Held(fqn, shape, parameter, boxes_of_dims(shape, [((0, size),) for size in shape]), plain=True)
 
 
 def of_dtensor(fqn: str, parameter: Any) -> Held:
-    """Follow the placements in the order in which torch cut."""
-    shape, mesh, at = tuple(parameter.shape), parameter.device_mesh, parameter.device_mesh.get_coordinate()
-    if at is None:
+    """Return what this rank holds of a DTensor, or why that is not known. Placements are followed in torch's order of cuts."""
+    shape = tuple(parameter.shape)
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
         return Held(fqn, shape, parameter, why="this rank is not in its mesh")
     dims: list[Intervals] = [((0, size),) for size in shape]
-    addend = []
-    for place, count, mine, strides in _in_order([*zip(parameter.placements, mesh.shape, at, strict=True)]):
-        if hasattr(place, "dim"):
-            dims[place.dim] = chunk_of(dims[place.dim], count, mine, strides)
-        elif place.is_partial():
-            addend.append(str(mine))
+    addend_indices = []
+    placed = [*zip(parameter.placements, mesh.shape, coordinate, strict=True)]
+    for placement, count, index, strides in _in_order(placed):
+        if hasattr(placement, "dim"):
+            dims[placement.dim] = chunk_of(dims[placement.dim], count, index, strides)
+        elif placement.is_partial():
+            addend_indices.append(str(index))
     boxes = boxes_of_dims(shape, dims)
-    held = Held(fqn, shape, parameter, boxes, ",".join(addend), tp=_tp_ranks(parameter, at))
+    shard = Held(fqn, shape, parameter, boxes, ",".join(addend_indices), tp=_tp_ranks(parameter, coordinate))
     if not boxes and all(_size(dim) for dim in dims):
         return Held(fqn, shape, parameter, why=f"its slice is of more than {MOST} pieces")
-    if held.elements != local(parameter).numel():
-        why = f"its placements claim {held.elements} elements, and it holds {local(parameter).numel()}"
+    if shard.elements != local(parameter).numel():
+        why = f"its placements claim {shard.elements} elements, and it holds {local(parameter).numel()}"
         return Held(fqn, shape, parameter, why=why)
-    return held
+    return shard
 
 
-def _tp_ranks(parameter: Any, at: Sequence[int]) -> tuple[int, ...]:
+def _tp_ranks(parameter: Any, coordinate: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks along an axis of its mesh that is named for tensor parallelism and cuts it."""
     mesh = parameter.device_mesh
     for axis, name in enumerate(mesh.mesh_dim_names or ()):
         if name in TP and mesh.shape[axis] > 1 and hasattr(parameter.placements[axis], "dim"):
-            line = mesh.mesh[(*at[:axis], slice(None), *at[axis + 1 :])]
-            return tuple(sorted(line.tolist()))
+            axis_ranks = mesh.mesh[(*coordinate[:axis], slice(None), *coordinate[axis + 1 :])]
+            return tuple(sorted(axis_ranks.tolist()))
     return ()
 
 
 def _in_order(placed: Sequence[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int, int]]:
     """Yield placements from the mesh's first axis to its last, with the strides of each. Strided shards come last, for the
     later axes had cut the dim already. Parts that are not of one size show it."""
-    late = []
-    for number, (place, count, mine) in enumerate(placed):
-        strides = getattr(place, "split_factor", 1)
-        later = (
-            other for one, other, _ in placed[number + 1 :] if getattr(one, "dim", None) == getattr(place, "dim", -1)
+    strided_shards = []
+    for axis, (placement, count, index) in enumerate(placed):
+        strides = getattr(placement, "split_factor", 1)
+        later_counts = (
+            later_count
+            for later_placement, later_count, _ in placed[axis + 1 :]
+            if getattr(later_placement, "dim", None) == getattr(placement, "dim", -1)
         )
-        if strides > 1 and math.prod(later) == strides:
-            late.append((place, count, mine, 1))
+        if strides > 1 and math.prod(later_counts) == strides:
+            strided_shards.append((placement, count, index, 1))
         else:
-            yield place, count, mine, strides
-    yield from reversed(late)
+            yield placement, count, index, strides
+    yield from reversed(strided_shards)
 
 
 def _size(intervals: Intervals) -> int:
     return sum(stop - start for start, stop in intervals)
 
 
-def chunk_of(intervals: Intervals, count: int, mine: int, strides: int) -> Intervals:
+def chunk_of(intervals: Intervals, count: int, index: int, strides: int) -> Intervals:
     """Return one of `count` parts as torch.chunk cuts them; of a strided shard, its chunk of each stride."""
-    size, chunks = _size(intervals), count * strides
-    each = -(-size // chunks) if size else 0
-    numbers = [mine + count * stride for stride in range(strides)]
-    found = (_between(intervals, number * each, min(size, (number + 1) * each)) for number in numbers)
-    return _joined(itertools.chain.from_iterable(found))
+    size = _size(intervals)
+    chunks = count * strides
+    chunk_size = -(-size // chunks) if size else 0
+    chunk_numbers = [index + count * stride for stride in range(strides)]
+    pieces = (
+        _between(intervals, number * chunk_size, min(size, (number + 1) * chunk_size)) for number in chunk_numbers
+    )
+    return _joined(itertools.chain.from_iterable(pieces))
 
 
 def _between(intervals: Intervals, first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -197,17 +218,19 @@ def _between(intervals: Intervals, first: int, last: int) -> Iterator[tuple[int,
         size = stop - start
         if first < size and last > 0 and first < last:
             yield start + max(first, 0), start + min(last, size)
-        first, last = first - size, last - size
+        first -= size
+        last -= size
 
 
 def _joined(intervals: Iterable[tuple[int, int]]) -> Intervals:
-    found: list[tuple[int, int]] = []
+    """Return the intervals with adjacent ones merged."""
+    merged: list[tuple[int, int]] = []
     for start, stop in intervals:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
         else:
-            found.append((start, stop))
-    return tuple(found)
+            merged.append((start, stop))
+    return tuple(merged)
 
 
 def boxes_of_dims(shape: Sequence[int], dims: Sequence[Intervals]) -> tuple[Box, ...]:
@@ -220,13 +243,20 @@ def boxes_of_dims(shape: Sequence[int], dims: Sequence[Intervals]) -> tuple[Box,
         if columns == ((0, width),):  # all of the dims behind it
             columns = tuple((start * width, stop * width) for start, stop in intervals)
         else:
-            each = [at for start, stop in intervals for at in range(start, stop)]
-            if len(each) * len(columns) > MOST:
+            indices = [*itertools.chain.from_iterable(range(start, stop) for start, stop in intervals)]
+            if len(indices) * len(columns) > MOST:
                 return ()
-            columns = tuple((at * width + start, at * width + stop) for at in each for start, stop in columns)
+            columns = tuple(_repeated_intervals(columns, indices, width))
         width *= size
     box = Box(dims[0], columns)
     return (box,) if math.prod(box.size) else ()
+
+
+def _repeated_intervals(intervals: Intervals, indices: Iterable[int], width: int) -> Iterator[tuple[int, int]]:
+    """Yield the intervals of one block of `width` columns once for each block that these indices name."""
+    for index in indices:
+        for start, stop in intervals:
+            yield index * width + start, index * width + stop
 
 
 # ---- FSDP1
@@ -234,22 +264,26 @@ def boxes_of_dims(shape: Sequence[int], dims: Sequence[Intervals]) -> tuple[Box,
 
 def _of_fsdp1(parts: Iterable[nn.Module]) -> Iterator[tuple[str, list[Held]]]:
     """Yield, by module that FSDP1 wraps, what this rank's part of its vector has of each parameter."""
-    for part in parts:
-        for module, name in module_names(part).items():
+    for model in parts:
+        for module, name in module_names(model).items():
             flat: Any = getattr(getattr(module, "_handle", None), "flat_param", None)
             if isinstance(module, FullyShardedDataParallel) and flat is not None:
                 yield name, [*_of_vector(name, flat)]
 
 
 def _of_vector(module: str, flat: Any) -> Iterator[Held]:
-    """Each parameter's interval of the vector, where the module keeps its own parameters, too."""
-    own = getattr(flat, "_params", None) or [None] * len(flat._fqns)
-    infos, extended = getattr(flat, "_shard_param_infos", ()), any(getattr(flat, "_param_extensions", ()) or ())
-    if extended or len(infos) != len(flat._fqns):
+    """Yield what this rank holds of each parameter: an interval of the vector.
+
+    The owner is the module's own parameter where FSDP1 keeps one, else the vector.
+    """
+    own_parameters = getattr(flat, "_params", None) or [None] * len(flat._fqns)
+    shard_infos = getattr(flat, "_shard_param_infos", ())
+    has_extensions = any(getattr(flat, "_param_extensions", ()) or ())
+    if has_extensions or len(shard_infos) != len(flat._fqns):
         why = "FSDP1 does not say which elements of its vector these are"
         yield from (Held(joined(module, plain_fqn(fqn)), tuple(shape), flat, why=why) for fqn, shape in _named(flat))
         return
-    for (fqn, shape), info, parameter in zip(_named(flat), infos, own, strict=True):
+    for (fqn, shape), info, parameter in zip(_named(flat), shard_infos, own_parameters, strict=True):
         boxes: tuple[Box, ...] = ()
         if info.in_shard:
             boxes = rows_of_interval(tuple(shape), info.intra_param_start_idx, info.intra_param_end_idx + 1)
@@ -262,21 +296,23 @@ def _of_vector(module: str, flat: Any) -> Iterator[Held]:
 
 
 def _named(flat: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and shape of each parameter of a vector."""
     return zip(flat._fqns, flat._shapes, strict=True)
 
 
 def rows_of_interval(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """Return the elements from start to before stop of a tensor's own order: a part of a row, whole rows, a part of a row."""
     width = math.prod(shape[1:])
-    first, last = start // width, stop // width
+    first = start // width
+    last = stop // width
     if first == last:
         return (Box(((first, first + 1),), ((start - first * width, stop - first * width),)),) if stop > start else ()
-    found = []
+    boxes = []
     if start > first * width:
-        found.append(Box(((first, first + 1),), ((start - first * width, width),)))
+        boxes.append(Box(((first, first + 1),), ((start - first * width, width),)))
         first += 1
     if last > first:
-        found.append(Box(((first, last),), ((0, width),)))
+        boxes.append(Box(((first, last),), ((0, width),)))
     if stop > last * width:
-        found.append(Box(((last, last + 1),), ((0, stop - last * width),)))
-    return tuple(found)
+        boxes.append(Box(((last, last + 1),), ((0, stop - last * width),)))
+    return tuple(boxes)

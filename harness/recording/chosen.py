@@ -10,15 +10,16 @@ WANTED = "{!r}: steps are numbers from 1, and spans of them, such as 1-3,100"
 
 @dataclass(frozen=True)
 class Chosen:
-    """spans: first and last step of each. every: those that this number divides as well; 0: none. Step 0, before the first
-    one, is always one of them."""
+    """Steps that are recorded. Step 0, before the first one, is always one of them."""
 
     spans: tuple[tuple[int, int], ...] = ((1, 3),)
+    """First and last step of each span."""
     every: int = 0
+    """A number whose multiples are recorded as well; 0 for none."""
 
     @classmethod
     def parse(cls, text: str) -> Chosen:
-        """ "1-3,100,/500": of three parts, the last says every 500th. Raises ValueError."""
+        """Parse "1-3,100,/500": spans, single steps, and every 500th step. Raises ValueError."""
         parts = [part.strip() for part in (text or USUAL).split(",") if part.strip()]
         every = max((_number(text, part[1:]) for part in parts if part.startswith("/")), default=0)
         spans = []
@@ -36,6 +37,7 @@ class Chosen:
 
 
 def _number(text: str, part: str) -> int:
+    """Return the number of a step. Raises ValueError."""
     if not part.strip().isdecimal():
         raise ValueError(WANTED.format(text))
     return int(part)

@@ -29,13 +29,14 @@ def not_compiled(function: F) -> F:
 
 
 def compiler_imported() -> None:
+    """Tell torch's compiler, which is now imported, to skip the recorder's functions."""
     for code in _codes:
         sys.modules[COMPILER].skip_code(code)
 
 
 @contextlib.contextmanager
 def no_compiler() -> Iterator[None]:
-    """For what we compute ourselves, whoever compiles what calls us."""
+    """Turn the compiler off for the recorder's own computations, for the caller may be compiled."""
     compiler = set_eval_frame(None)
     try:
         yield

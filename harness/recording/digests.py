@@ -14,13 +14,14 @@ from harness.core.probe.structure import local, stored
 
 CHUNK = 1 << 17
 """Elements that are looked at at once, so that little memory is needed beside the tensor."""
-FIRST, SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # no multiples of 2; they mix high bits with low ones
+FIRST = 0x1E3779B97F4A7C15  # no multiples of 2; they mix high bits with low ones
+SECOND = 0x3F58476D1CE4E5B9
 BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 []: of this rank's part."""
+    """Return a number for the bytes of this rank's part. int64 []"""
     first, *rest = stored(tensor)
     total = _digest(first)
     for part in rest:
@@ -30,12 +31,12 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of all numbers, each times what belongs to its place. What a change adds up to is zero by chance alone."""
-    whole = _eight_bytes(_integers(tensor))
-    total = torch.zeros((), dtype=torch.int64, device=whole.device)
-    times = _times(whole.device)
-    for number, start in enumerate(range(0, whole.numel(), CHUNK)):
-        part = whole[start : start + CHUNK]
-        total += torch.mul(part, times[: part.numel()], out=room(torch.int64, part)).sum() * (2 * number + 1)
+    integers = _eight_bytes(_integers(tensor))
+    total = torch.zeros((), dtype=torch.int64, device=integers.device)
+    factors = _times(integers.device)
+    for chunk_number, start in enumerate(range(0, integers.numel(), CHUNK)):
+        chunk = integers[start : start + CHUNK]
+        total += torch.mul(chunk, factors[: chunk.numel()], out=room(torch.int64, chunk)).sum() * (2 * chunk_number + 1)
     return total
 
 
@@ -60,15 +61,15 @@ def room(dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     return _rooms.held[dtype][: like.numel()].view(like.shape)
 
 
-def _eight_bytes(whole: torch.Tensor) -> torch.Tensor:
+def _eight_bytes(integers: torch.Tensor) -> torch.Tensor:
     """Return eight bytes as one number, if their count allows it. Nothing else decides that, for equal bytes have equal
     digests."""
-    each = 8 // whole.element_size()
-    if whole.numel() % each or each == 1:
-        return whole.to(torch.int64)
-    if whole.storage_offset() % each:
-        whole = whole.clone()
-    return whole.view(torch.int64)
+    elements_per_number = 8 // integers.element_size()
+    if integers.numel() % elements_per_number or elements_per_number == 1:
+        return integers.to(torch.int64)
+    if integers.storage_offset() % elements_per_number:
+        integers = integers.clone()
+    return integers.view(torch.int64)
 
 
 @functools.lru_cache(maxsize=8)
@@ -79,24 +80,30 @@ def _times(device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def not_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """bool []: whether any number of this rank's part is infinite or none. Trap: torch finds no extremes of float8."""
-    held = local(tensor)
-    if not (held.is_floating_point() or held.is_complex()) or not held.numel():
-        return torch.zeros((), dtype=torch.bool, device=held.device)
-    held = torch.view_as_real(held) if held.is_complex() else held
-    held = held.float() if held.element_size() == 1 else held
-    return ~torch.isfinite(torch.stack(torch.aminmax(held))).all()
+    """Return whether any number of this rank's part is infinite or NaN. bool []
+
+    Trap: torch finds no extremes of float8.
+    """
+    values = local(tensor)
+    if not (values.is_floating_point() or values.is_complex()) or not values.numel():
+        return torch.zeros((), dtype=torch.bool, device=values.device)
+    values = torch.view_as_real(values) if values.is_complex() else values
+    values = values.float() if values.element_size() == 1 else values
+    return ~torch.isfinite(torch.stack(torch.aminmax(values))).all()
 
 
 @torch.no_grad()
 def constant(tensor: torch.Tensor) -> torch.Tensor:
-    """bool []: whether all numbers of this rank's part are the same, as those of a bias that begins with zeros."""
+    """Return whether all numbers of this rank's part are equal, as those of a bias that begins with zeros. bool []"""
     flat = local(tensor).reshape(-1)
     return (flat == flat[:1]).all()
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes as a row of integers. Trap: what has fewer than two elements may have a stride that forbids it."""
+    """Return the tensor's bytes as a row of integers.
+
+    Trap: the stride of a tensor with fewer than two elements may forbid that.
+    """
     flat = tensor.detach().reshape(-1)
     if flat.numel() < 2 or flat.stride(0) != 1:
         flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)
@@ -109,26 +116,29 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def row_digests(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 [2, rows]: two numbers for each row of a batch. The equal integers at a row's end may be padding, whose length
-    depends on the batch. The first number counts one of them, and the second none."""
+    """Return two digests of each row of a batch. int64 [2, rows]
+
+    The equal integers at a row's end may be padding, whose length depends on the batch. The first digest counts one of them,
+    and the second none.
+    """
     rows = tensor.detach().flatten(1) if tensor.dim() > 1 else tensor.detach().unsqueeze(1)
     if not rows.numel():
         return torch.zeros(2, 0, dtype=torch.int64, device=rows.device)
-    numbers = _integers(rows).reshape(rows.shape[0], -1).to(torch.int64)
-    place = torch.arange(1, numbers.shape[1] + 1, dtype=torch.int64, device=numbers.device) * FIRST
-    hashed = mixed(numbers + place)
+    integers = _integers(rows).reshape(rows.shape[0], -1).to(torch.int64)
+    position_terms = torch.arange(1, integers.shape[1] + 1, dtype=torch.int64, device=integers.device) * FIRST
+    hashed = mixed(integers + position_terms)
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        differs = (numbers != numbers[:, -1:]).to(torch.int64)
-        own = differs.flip(1).cumsum(1).flip(1) > 0  # up to the last one that is not as the end is
-        counts = own.clone()
-        counts[:, 1:] |= own[:, :-1]
-        counts[:, 0] = True
-        return torch.stack([(hashed * counts).sum(1), (hashed * own).sum(1)])
+        differs = (integers != integers[:, -1:]).to(torch.int64)
+        before_padding = differs.flip(1).cumsum(1).flip(1) > 0  # up to the last one that is not as the end is
+        with_one_padding = before_padding.clone()
+        with_one_padding[:, 1:] |= before_padding[:, :-1]
+        with_one_padding[:, 0] = True
+        return torch.stack([(hashed * with_one_padding).sum(1), (hashed * before_padding).sum(1)])
     return hashed.sum(1).expand(2, -1)
 
 
 def generators() -> torch.Tensor:
-    """int64 []: of the states of torch's generators that dropout draws from by default."""
+    """Return a digest of the states of torch's generators, which dropout draws from by default. int64 []"""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
@@ -137,28 +147,32 @@ def generators() -> torch.Tensor:
 
 @torch.no_grad()
 def packed_digests(tokens: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
-    """int64 [2, samples]: what row_digests makes of samples that lie end to end. begins: where they do. bool [tokens]"""
-    numbers = _integers(tokens).to(torch.int64)
+    """Return what row_digests returns, for samples that lie end to end in one row. int64 [2, samples]
+
+    begins: whether a sample begins at a token. bool [tokens]
+    """
+    integers = _integers(tokens).to(torch.int64)
     first = begins.clone()
     first[0] = True
-    start, row = first.nonzero().flatten(), first.cumsum(0) - 1
-    end = torch.cat([start[1:], start.new_tensor([len(numbers)])])
-    place = torch.arange(len(numbers), dtype=torch.int64, device=numbers.device) - start[row]
-    hashed = mixed(numbers + (place + 1) * FIRST)
-    differs = torch.where(numbers != numbers[end - 1][row], place, -1)
-    last = torch.full_like(start, -1).scatter_reduce_(0, row, differs, "amax")[row]  # that is not as the end is
-    kept = (hashed * (place <= last + 1), hashed * (place <= last))
-    return torch.stack([torch.zeros_like(start).index_add_(0, row, each) for each in kept])
+    start = first.nonzero().flatten()
+    sample = first.cumsum(0) - 1
+    end = torch.cat([start[1:], start.new_tensor([len(integers)])])
+    position = torch.arange(len(integers), dtype=torch.int64, device=integers.device) - start[sample]
+    hashed = mixed(integers + (position + 1) * FIRST)
+    differs = torch.where(integers != integers[end - 1][sample], position, -1)
+    last = torch.full_like(start, -1).scatter_reduce_(0, sample, differs, "amax")[sample]  # that is not as the end is
+    masked_hashes = (hashed * (position <= last + 1), hashed * (position <= last))
+    return torch.stack([torch.zeros_like(start).index_add_(0, sample, hashes) for hashes in masked_hashes])
 
 
 @torch.no_grad()
 def token_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 []: of all numbers of a batch, in whatever order they lie."""
+    """Return one number for all numbers of a batch, in whatever order they lie. int64 []"""
     return mixed(_integers(tensor).to(torch.int64) + SECOND).sum()
 
 
-def mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """Return a hash of each. int64, which wraps around."""
-    found = numbers * FIRST
-    found = (found ^ (found >> 32)) * SECOND
-    return found ^ (found >> 29)
+def mixed(integers: torch.Tensor) -> torch.Tensor:
+    """Return a hash of each number. int64, which wraps around."""
+    hashes = integers * FIRST
+    hashes = (hashes ^ (hashes >> 32)) * SECOND
+    return hashes ^ (hashes >> 29)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -24,20 +25,21 @@ class Drawn:
         self._fed: list[list[int]] = []
 
     def install(self, timed: Callable[..., Any]) -> None:
+        """Wrap torch's iterator of loaders, so that the indices it draws are noted."""
         draw = getattr(getattr(dataloader, "_BaseDataLoaderIter", None), "_next_index", None)
         if draw is None:  # a torch that has another way, then nothing is noted
             return
 
         @functools.wraps(draw)
-        def drawn(loader: Any) -> Any:
+        def draw_and_note(loader: Any) -> Any:
             indices = draw(loader)
             timed(self._note, loader, indices)
             return indices
 
-        dataloader._BaseDataLoaderIter._next_index = drawn
+        dataloader._BaseDataLoaderIter._next_index = draw_and_note
 
     def _note(self, loader: Any, indices: Any) -> None:
-        """An iterable data set has no indices."""
+        """Note a digest of the indices of a batch. An iterable data set has none."""
         if indices is None or (isinstance(indices, list) and None in indices):
             return
         self._latest = self._by_loader.setdefault(loader, [])
@@ -47,10 +49,14 @@ class Drawn:
     def trained_on(self) -> None:
         """Note that what was drawn last feeds the pass that begins: other loaders are of evaluations. If one of these comes
         between, it is taken for another that feeds."""
-        if self._latest is not None and len(self._fed) < MOST and not any(one is self._latest for one in self._fed):
+        if (
+            self._latest is not None
+            and len(self._fed) < MOST
+            and not any(loader_digests is self._latest for loader_digests in self._fed)
+        ):
             self._fed.append(self._latest)
 
     @property
     def digests(self) -> tuple[int, ...]:
         """Return one number for each batch of indices, of loaders that feed training."""
-        return tuple(one for drawn in self._fed for one in drawn)
+        return tuple(itertools.chain.from_iterable(self._fed))

@@ -26,22 +26,26 @@ def in_one_line(kind: type[BaseException], error: BaseException) -> str:
     """Return the error with its cause. The cause is the last line of another process's traceback (a loader's worker, a spawned
     rank), or the line after a first one that only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[:1]
+    text_parts = lines[:1]
     if any(line.endswith(TRACE) for line in lines):
-        said = [] if lines[0].endswith(TRACE) else [lines[0].rstrip(".:")]
-        said.append(lines[-1])
+        text_parts = [] if lines[0].endswith(TRACE) else [lines[0].rstrip(".:")]
+        text_parts.append(lines[-1])
     elif len(lines) > 1 and lines[0].endswith(":"):
-        said = [lines[0].rstrip(":"), lines[1]]
-    return ": ".join([kind.__name__, *said])[:LONGEST]
+        text_parts = [lines[0].rstrip(":"), lines[1]]
+    return ": ".join([kind.__name__, *text_parts])[:LONGEST]
 
 
 # ---- how a process ends
 
 
 class Ends:
+    """Hooks on the ways out of this process, and the error that ends it."""
+
     def __init__(self, directory: Path, *, end: Callable[[], None], leave: Callable[[int], None]) -> None:
-        """end: what is done as the process ends by itself. leave: what is done as os._exit ends it, with its exit code."""
-        self._directory, self._end, self._leave = directory, end, leave
+        """Take what is to be called: `end` as the process ends by itself, `leave` with the exit code as os._exit ends it."""
+        self._directory = directory
+        self._end = end
+        self._leave = leave
         self._raised: BaseException | None = None
         self._left: BaseException | None = None
         self._interrupted = False
@@ -56,64 +60,77 @@ class Ends:
 
     @property
     def error(self) -> str:
-        """What ends this process, in one line; empty if nothing that Python reports. Trap: a trainer's own excepthook may call
-        no other, but Python sets sys.last_value before it calls any."""
+        """Return the error that ends this process, in one line. Empty if Python reports none.
+
+        Trap: a trainer's own excepthook may call no other, but Python sets sys.last_value before it calls any.
+        """
         error = self._raised or getattr(sys, "last_value", None) or self._left
         return in_one_line(type(error), error) if error is not None else ""
 
     def trains_on(self) -> None:
-        """An exit that was caught ended nothing."""
-        self._left, self._interrupted = None, False
+        """Forget earlier exits, as the process trains on: an exit that was caught ended nothing."""
+        self._left = None
+        self._interrupted = False
 
     def _see_errors(self) -> None:
+        """Note the exception that Python reports as the process ends."""
         hook = sys.excepthook
 
-        def raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        def note_raised(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if not (issubclass(kind, SystemExit) and not error.args):
                 self._raised = error
             hook(kind, error, trace)
 
-        sys.excepthook = raised
+        sys.excepthook = note_raised
 
     def _see_sys_exit(self) -> None:
-        """Who handles an error and leaves with an exit code, as mp.spawn does, leaves because of it."""
+        """Note the error that is being handled where sys.exit is called with an exit code.
+
+        A script that handles an error and leaves with an exit code, as mp.spawn does, leaves because of that error.
+        """
         leave = sys.exit
 
         @functools.wraps(leave)
-        def left(status: Any = None, /) -> None:
+        def note_and_exit(status: Any = None, /) -> None:
             if status not in (None, 0) and threading.current_thread() is threading.main_thread():
                 self._left = _handled() or self._left
             leave(status)
 
-        sys.exit = left  # type: ignore[assignment]
+        sys.exit = note_and_exit  # type: ignore[assignment]
 
     def _see_os_exit(self) -> None:
+        """Note the error that is being handled where os._exit is called, and report the exit."""
         leave = os._exit
 
         @functools.wraps(leave)
-        def left(status: int) -> None:
+        def note_and_exit(status: int) -> None:
             self._left = (_handled() if status else None) or self._left
             self._leave(status)
             leave(status)
 
-        os._exit = left  # type: ignore[assignment]
+        os._exit = note_and_exit  # type: ignore[assignment]
 
     def _see_own_process(self) -> None:
-        """Trap: multiprocessing prints what its function raised, and a forked process calls nothing that atexit has."""
+        """Note how a process that multiprocessing starts ends.
+
+        Trap: multiprocessing prints what its function raised, and a forked process calls nothing that atexit has.
+        """
         original = BaseProcess._bootstrap  # type: ignore[attr-defined]
 
         @functools.wraps(original)
-        def bootstrapped(process: Any, *args: Any, **kwargs: Any) -> Any:
+        def bootstrap_and_end(process: Any, *args: Any, **kwargs: Any) -> Any:
             process.run = self._seen(process.run)
             try:
                 return original(process, *args, **kwargs)
             finally:
                 self._end()
 
-        BaseProcess._bootstrap = bootstrapped  # type: ignore[attr-defined]
+        BaseProcess._bootstrap = bootstrap_and_end  # type: ignore[attr-defined]
 
     def _seen(self, run: Callable[[], None]) -> Callable[[], None]:
-        def seen() -> None:
+        """Return a process's function with the error noted that ends it."""
+
+        def run_and_note() -> None:
             try:
                 run()
                 self._left = self._left or (KeyboardInterrupt() if self._interrupted else None)  # mp.spawn catches it
@@ -123,7 +140,7 @@ class Ends:
                 self._raised = error
                 raise
 
-        return seen
+        return run_and_note
 
     def _see_interrupts(self) -> None:
         """Notice a Ctrl-C, where nobody else handles it."""
@@ -132,29 +149,29 @@ class Ends:
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             return
 
-        def noticed(number: int, frame: FrameType | None) -> None:
+        def note_interrupt(number: int, frame: FrameType | None) -> None:
             self._interrupted = True
             signal.default_int_handler(number, frame)
 
-        signal.signal(signal.SIGINT, noticed)
+        signal.signal(signal.SIGINT, note_interrupt)
 
     def _see_children(self) -> None:
         """Record the exit code, or minus the signal, of each process that multiprocessing started."""
         poll = popen_fork.Popen.poll
 
         @functools.wraps(poll)
-        def polled(child: Any, *args: Any, **kwargs: Any) -> int | None:
-            known = child.returncode
+        def poll_and_note(child: Any, *args: Any, **kwargs: Any) -> int | None:
+            earlier_code = child.returncode
             code = poll(child, *args, **kwargs)
-            if known is None and code:
+            if earlier_code is None and code:
                 with contextlib.suppress(OSError):  # a full disk: its exit is not reported
                     (self._directory / "processes" / f"{os.uname().nodename}-{child.pid}.code").write_text(str(code))
             return code
 
-        popen_fork.Popen.poll = polled  # type: ignore[method-assign,assignment]
+        popen_fork.Popen.poll = poll_and_note  # type: ignore[method-assign,assignment]
 
 
 def _handled() -> BaseException | None:
-    """The error that is being handled where this is called."""
+    """Return the error that is being handled where this is called. None for SystemExit, or if there is none."""
     error = sys.exc_info()[1]
     return None if isinstance(error, (SystemExit, GeneratorExit)) else error

@@ -6,12 +6,13 @@ from harness.core.evidence import relies_on
 
 
 def imported(module: str) -> None:
-    """Called once torch is imported, and its compiler and its pipelines. Raise ImportError if torch lacks what is relied on.
+    """Install what is needed, once torch is imported, its compiler or its pipelines.
 
-    Nothing is observed then, and the job goes on as if it were not recorded.
+    Raises ImportError if torch lacks what is relied on. Nothing is observed then, and the job goes on as if it were not
+    recorded.
     """
-    if module == "torch" and (gone := relies_on.lacking(recorder=True)):
-        raise ImportError(gone)
+    if module == "torch" and (lacking_text := relies_on.lacking(recorder=True)):
+        raise ImportError(lacking_text)
     from harness.recording import recorder
 
     recorder.imported(module)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-JOB, JOBS = "job", "jobs"
-"""The file that names a job, in its folder of processes, and the folder of all jobs but the first."""
+JOB = "job"
+"""The file that names a job, in its folder of processes."""
+JOBS = "jobs"
+"""The folder of all jobs but the first."""
 MANY = 1000
 """Jobs of one command that are told apart."""
 
 
 def job_folders(directory: Path) -> Iterator[Path]:
-    """Yield that of the job that began first, and those of others, whether or not they are there."""
+    """Yield the folder of the job that began first, and those of others, whether or not they exist."""
     yield directory
     yield from (directory / JOBS / str(number) for number in range(2, MANY + 1))

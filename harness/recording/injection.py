@@ -25,8 +25,12 @@ from harness.core.evidence.store import EvidenceError
 
 LAUNCH = "HARNESS_RECORD_LAUNCH"
 """The id of this recording, in the environment of its processes: what each leaves carries it."""
-NOISE, SHARDED, ROWS = "HARNESS_RECORD_NOISE", "HARNESS_RECORD_SHARDED", "HARNESS_RECORD_ROWS"
-"""By one rounding of which dtype first weights are altered, and what is declared of plain tensors; in its environment."""
+NOISE = "HARNESS_RECORD_NOISE"
+"""Variable: the dtype by one rounding of which the first weights are altered."""
+SHARDED = "HARNESS_RECORD_SHARDED"
+"""Variable: what the person who records declares of plain tensors, as JSON."""
+ROWS = "HARNESS_RECORD_ROWS"
+"""Variable: the number of blocks of rows of each gradient that are sketched one by one."""
 BY = "HARNESS_RECORD_BY"
 """The module that hears of a process's imports, where it is another than the recorder; in its environment."""
 SITE = Path(__file__).resolve().parent / "site"
@@ -40,9 +44,10 @@ class CommandError(Exception):
 
 
 def environment(directory: Path, steps: str) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH", ""))))
-    ours = {"HARNESS_RECORD": str(directory.resolve()), "HARNESS_RECORD_CODE": str(ROOT)}
-    return {**os.environ, **ours, "HARNESS_RECORD_STEPS": steps, "PYTHONPATH": path}
+    """Return the environment in which a command's processes are recorded."""
+    python_path = os.pathsep.join(filter(None, (str(SITE), os.environ.get("PYTHONPATH", ""))))
+    own_variables = {"HARNESS_RECORD": str(directory.resolve()), "HARNESS_RECORD_CODE": str(ROOT)}
+    return {**os.environ, **own_variables, "HARNESS_RECORD_STEPS": steps, "PYTHONPATH": python_path}
 
 
 def fresh(directory: Path) -> None:
@@ -65,12 +70,12 @@ def run(
     directory: Path,
     steps: str,
     *,
-    more: Mapping[str, str] | None = None,
+    extra_environment: Mapping[str, str] | None = None,
     log: Path | None = None,
     timeout: float | None = None,
-    first: Callable[[], None] | None = None,
+    before_exec: Callable[[], None] | None = None,
 ) -> int:
-    """Run the command with `more` in its environment, `first` called in its process before, its output in `log` or here.
+    """Run the command with `extra_environment`, `before_exec` called in its process, its output in `log` or here.
 
     Return its exit code, or minus the signal that ended it, which is Ctrl-C's where it failed after one, as torchrun does.
     Raises CommandError if it cannot be started, and TimeoutExpired if it was killed after `timeout` seconds."""
@@ -78,9 +83,11 @@ def run(
         raise CommandError(f"{missing}: no such file")
     try:
         with contextlib.ExitStack() as stack:
-            told = None if log is None else stack.enter_context(log.open("wb"))
-            its = environment(directory, steps) | dict(more or {})
-            process = subprocess.Popen(list(command), env=its, stdout=told, stderr=told, preexec_fn=first)
+            output = None if log is None else stack.enter_context(log.open("wb"))
+            variables = environment(directory, steps) | dict(extra_environment or {})
+            process = subprocess.Popen(
+                list(command), env=variables, stdout=output, stderr=output, preexec_fn=before_exec
+            )
     except OSError as error:
         raise CommandError(f"{command[0]}: cannot be run: {error.strerror}{_beside_python(command[0])}") from error
     with _signals_for(process) as interrupted:
@@ -94,10 +101,10 @@ def run(
 
 
 def _beside_python(command: str) -> str:
-    """Where a command that is not on PATH lies, if it belongs to the environment of this Python."""
-    there = Path(sys.executable).parent / command
-    found = os.sep not in command and shutil.which(command) is None and there.exists()
-    return f"; {there} is there: name that, or activate its environment" if found else ""
+    """Return where a command that is not on PATH lies, as a remedy. Empty if it is not in the environment of this Python."""
+    executable = Path(sys.executable).parent / command
+    is_beside_python = os.sep not in command and shutil.which(command) is None and executable.exists()
+    return f"; {executable} is there: name that, or activate its environment" if is_beside_python else ""
 
 
 @contextlib.contextmanager
@@ -111,19 +118,19 @@ def _signals_for(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         if not has_terminal():
             process.send_signal(number)
 
-    told = {signal.SIGINT: interrupt, signal.SIGTERM: lambda number, _: process.send_signal(number)}
-    before = {}
+    handlers = {signal.SIGINT: interrupt, signal.SIGTERM: lambda number, _: process.send_signal(number)}
+    previous_handlers = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, act) for number, act in told.items()}
+        previous_handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield interrupted
     finally:
-        for number, act in before.items():
-            signal.signal(number, act)
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
 
 
 def has_terminal() -> bool:
-    """Whether this process has a controlling one."""
+    """Return whether this process has a controlling terminal."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
     except OSError:
@@ -134,37 +141,43 @@ def has_terminal() -> bool:
 def missing_script(command: Sequence[str]) -> str:
     """Return the script that Python or torchrun should run, if no such file exists. Modules, and scripts that are run in a
     container or elsewhere, are not looked for."""
-    words = list(command)
-    if not re.fullmatch(r"python[\d.]*|torchrun", os.path.basename(words[0])):
+    command_words = list(command)
+    if not re.fullmatch(r"python[\d.]*|torchrun", os.path.basename(command_words[0])):
         return ""
-    of_launcher = words[1:3] == ["-m", "torch.distributed.run"]
-    rest = words[3:] if of_launcher else words[1:]
-    script = next((number for number, word in enumerate(rest) if word.endswith(".py")), None)
-    if script is None or {"-m", "-c", "--module"} & set(rest[:script]):
+    is_torch_launcher = command_words[1:3] == ["-m", "torch.distributed.run"]
+    arguments = command_words[3:] if is_torch_launcher else command_words[1:]
+    script = next((index for index, word in enumerate(arguments) if word.endswith(".py")), None)
+    if script is None or {"-m", "-c", "--module"} & set(arguments[:script]):
         return ""
-    return "" if os.path.exists(rest[script]) else rest[script]
+    return "" if os.path.exists(arguments[script]) else arguments[script]
 
 
 def why_nothing(directory: Path, command: Sequence[str], code: int = 0) -> str:
-    """The likely reason why no rank left evidence, from how far the command's processes got."""
+    """Return the likely reason why no rank left evidence, from how far the command's processes got."""
     files = list((directory / PROCESSES).glob("*"))
-    states = {state: [file for file in files if file.suffix == f".{state}"] for state in STATES}
+    states: dict[str, list[Path]] = {}
+    for state in STATES:
+        states[state] = [file for file in files if file.suffix == f".{state}"]
     if states["failed"]:
         return f"the recorder failed: {states['failed'][0].read_text().strip()[:300]}"
     if code < 0:
         return f"it was ended by {signal.Signals(-code).name} before an optimizer's first step; {_got_to(states)}"
     if not states["started"]:
-        kept = [word for word in command if word in ("-I", "-E", "-S")]
-        why = f"`python {kept[0]}` ignores it" if kept else "python -I, -E or -S, a container, another machine"
-        who = "of the command"
+        isolating_options = [word for word in command if word in ("-I", "-E", "-S")]
+        why = (
+            f"`python {isolating_options[0]}` ignores it"
+            if isolating_options
+            else "python -I, -E or -S, a container, another machine"
+        )
+        whose_process = "of the command"
         if states["launcher"]:
             if errors := [text for file in states["launcher"] if (text := file.read_text().strip())]:
                 return f"the launcher raised before any rank was started: {errors[0]}"
-            who = "that the launcher started, if it did start any,"
-        return f"no Python process {who} took PYTHONPATH from it ({why}, or a script that sets its own)"
+            whose_process = "that the launcher started, if it did start any,"
+        return f"no Python process {whose_process} took PYTHONPATH from it ({why}, or a script that sets its own)"
     if not states["torch"]:
-        none = f"{_processes(states['started'])} ran, and none imported torch"
-        return none + (f"; {_error_of_most(states['raised'])}" if states["raised"] and code else "")
+        none_imported_torch = f"{_processes(states['started'])} ran, and none imported torch"
+        return none_imported_torch + (f"; {_error_of_most(states['raised'])}" if states["raised"] and code else "")
     with_torch = {file.stem for file in states["torch"]}
     if raised := [file for file in states["raised"] if file.stem in with_torch] or states["raised"] * bool(code):
         silent = with_torch - {file.stem for file in raised}
@@ -178,14 +191,16 @@ def why_nothing(directory: Path, command: Sequence[str], code: int = 0) -> str:
 
 
 def _error_of_most(raised: Sequence[Path], silent: int = 0) -> str:
-    """Errors that differ in numbers only (rank, port, process) count together. silent: processes that ended without an
-    error."""
+    """Return the error that most processes raised, with their number. silent: processes that ended without an error.
+
+    Errors that differ in numbers only (rank, port, process) count together.
+    """
     texts = sorted(file.read_text().strip() for file in raised)
-    alike = {re.sub(r"\d+", "", text): text for text in reversed(texts)}
-    errors = Counter(alike[re.sub(r"\d+", "", text)] for text in texts)
-    error, count = min(errors.most_common(), key=lambda item: lost_a_peer(item[0]))
-    first = f"{silent} ended without an error (sys.exit, or killed: the command's output may say why), then "
-    return f"{first * (silent > 0 and lost_a_peer(error))}{count} raised before training anything: {error}"
+    text_by_pattern = {re.sub(r"\d+", "", text): text for text in reversed(texts)}
+    errors = Counter(text_by_pattern[re.sub(r"\d+", "", text)] for text in texts)
+    error, count = min(errors.most_common(), key=lambda error_and_count: lost_a_peer(error_and_count[0]))
+    silent_text = f"{silent} ended without an error (sys.exit, or killed: the command's output may say why), then "
+    return f"{silent_text * (silent > 0 and lost_a_peer(error))}{count} raised before training anything: {error}"
 
 
 def _got_to(states: Mapping[str, Sequence[Path]]) -> str:
@@ -200,4 +215,4 @@ def _got_to(states: Mapping[str, Sequence[Path]]) -> str:
 
 
 def _processes(files: Sequence[Path]) -> str:
-    return f"{len(files)} Python process{'es' * (len(files) != 1)}"
+    return f"{len(files)} Python process{'' if len(files) == 1 else 'es'}"

@@ -18,28 +18,33 @@ LABELS = ("label", "target")
 
 INPUTS = 8
 """Tensors of one call that are looked at."""
-DEEPEST, MOST = 4, 64
-"""Batches in batches, and members of one, that are looked at: what holds itself, or a list of a million, ends."""
+DEEPEST = 4
+"""Batches in batches that are looked at, so that looking at a batch that holds itself ends."""
+MOST = 64
+"""Members of a batch that are looked at, so that looking at a list of a million ends."""
 
 
 def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the samples first, then what else differs between two ranks if their batches do: labels, noise. Masks and
     positions need not: one of these is returned where there is nothing else. An argument that is a tensor comes before
     tensors inside of an argument."""
-    given = [*(("", value) for value in args), *kwargs.items()]
-    alone = [(name, value) for name, value in given if torch.is_tensor(value)]
-    held = itertools.chain(alone, *(tensors_in(name, value) for name, value in given))
-    found, labels, beside = dict[int, torch.Tensor](), dict[int, torch.Tensor](), list[torch.Tensor]()
-    for name, tensor in held:
+    arguments = [*(("", value) for value in args), *kwargs.items()]
+    tensor_arguments = [(name, value) for name, value in arguments if torch.is_tensor(value)]
+    named_tensors = itertools.chain(tensor_arguments, *(tensors_in(name, value) for name, value in arguments))
+    samples = dict[int, torch.Tensor]()
+    labels = dict[int, torch.Tensor]()
+    masks_and_positions = list[torch.Tensor]()
+    for name, tensor in named_tensors:
         if any(word in name for word in BESIDE):
-            beside.append(tensor)
+            masks_and_positions.append(tensor)
         elif any(word in name for word in LABELS):
-            labels |= {id(tensor): tensor} if _is_of_samples(tensor) else {}
-        elif not found or _is_of_samples(tensor):
-            found[id(tensor)] = tensor
-        if len(found) == INPUTS:
+            if _is_of_samples(tensor):
+                labels[id(tensor)] = tensor
+        elif not samples or _is_of_samples(tensor):
+            samples[id(tensor)] = tensor
+        if len(samples) == INPUTS:
             break
-    return [*found.values(), *labels.values()][:INPUTS] or beside[:1]
+    return [*samples.values(), *labels.values()][:INPUTS] or masks_and_positions[:1]
 
 
 def begins_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: torch.Tensor) -> torch.Tensor | None:
@@ -47,23 +52,25 @@ def begins_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: torch.T
     a sample, or no positions are given."""
     if samples.dim() > 2 or samples.numel() != samples.shape[-1:].numel() or not samples.numel():
         return None
-    given = itertools.chain(
-        *(tensors_in(name, value) for name, value in (*(("", one) for one in args), *kwargs.items()))
-    )
+    arguments = [*(("", argument) for argument in args), *kwargs.items()]
+    named_tensors = itertools.chain(*(tensors_in(name, value) for name, value in arguments))
     positions = (
-        one.reshape(-1)
-        for name, one in given
-        if POSITIONS in name and _is_of_samples(one) and one.shape == samples.shape
+        tensor.reshape(-1)
+        for name, tensor in named_tensors
+        if POSITIONS in name and _is_of_samples(tensor) and tensor.shape == samples.shape
     )
-    for found in positions:
-        begins = found == 0
-        begins[1:] &= found[:-1] != 0  # positions of padding may all be 0
+    for token_positions in positions:
+        begins = token_positions == 0
+        begins[1:] &= token_positions[:-1] != 0  # positions of padding may all be 0
         return begins
     return None
 
 
 def _is_of_samples(tensor: torch.Tensor) -> bool:
-    """Whether it may have one number a sample: counts and scales of a whole batch have none, and are alike on all ranks."""
+    """Return whether a tensor may have one number a sample.
+
+    Counts and scales of a whole batch have none, and are equal on all ranks.
+    """
     return tensor.dim() > 0 and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
@@ -76,8 +83,8 @@ def tensors_in(name: str, value: Any, deeper: int = DEEPEST) -> Iterator[tuple[s
     if isinstance(value, Mapping):
         members = ((str(key), value[key]) for key in value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        members = ((each.name, getattr(value, each.name, None)) for each in dataclasses.fields(value))
+        members = ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
     elif isinstance(value, (list, tuple)):
-        members = ((name, each) for each in value)
+        members = ((name, element) for element in value)
     for key, member in itertools.islice(members, MOST if deeper else 0):
         yield from tensors_in(key, member, deeper - 1)

@@ -40,46 +40,54 @@ def see_scalers(clock: Clock, note: Callable[[torch.Tensor], None]) -> None:
 
     @not_compiled
     @functools.wraps(step)
-    def stepped(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+    def note_scale_and_step(scaler: Any, *args: Any, **kwargs: Any) -> Any:
         scale = getattr(scaler, "_scale", None)
         if isinstance(scale, torch.Tensor):  # a scaler that is turned off has none
             note(scale)
         return step(scaler, *args, **kwargs)
 
-    def seen(update: Any) -> Any:
+    def watch_update(update: Any) -> Any:
         @not_compiled
         @functools.wraps(update)
-        def updated(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        def skip_and_update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             clock.skip()
             return update(scaler, *args, **kwargs)
 
-        return updated
+        return skip_and_update
 
-    torch.amp.GradScaler.step = stepped
+    torch.amp.GradScaler.step = note_scale_and_step
     for kind in (torch.amp.GradScaler, ShardedGradScaler):
-        kind.update = seen(kind.update)
+        kind.update = watch_update(kind.update)
 
 
 # ---- Which parameters are others as a step begins than they were after the step before: no optimizer's step wrote them
 
 
 class Changed:
-    """Looks once a step. What is computed on a device is read at the end."""
+    """Parameters that changed between two steps, looked at once a step. What is computed on a device is read at the end."""
 
     def __init__(self) -> None:
         self._found: dict[int, dict[str, torch.Tensor]] = {}
 
-    def look(self, step: int, parts: Sequence[nn.Module], before: Mapping[str, torch.Tensor]) -> None:
-        """Look as the first pass of a step begins. before: parameter -> digest after the step before; empty if unknown."""
-        if before and step not in self._found:
-            every = ((fqn, parameter) for fqn, parameter in sharded_parameters(parts) if fqn in before)
-            self._found[step] = {fqn: digest(parameter) != before[fqn] for fqn, parameter in every}
+    def look(self, step: int, parts: Sequence[nn.Module], digests_before: Mapping[str, torch.Tensor]) -> None:
+        """Compare weights with those after the step before, as the first pass of a step begins.
+
+        digests_before: parameter -> digest after the step before; empty if unknown.
+        """
+        if digests_before and step not in self._found:
+            named_parameters = (
+                (fqn, parameter) for fqn, parameter in sharded_parameters(parts) if fqn in digests_before
+            )
+            self._found[step] = {fqn: digest(parameter) != digests_before[fqn] for fqn, parameter in named_parameters}
 
     @property
     def names(self) -> dict[int, tuple[str, ...]]:
-        """Return, by step, the parameters."""
-        found = {step: tuple(fqn for fqn, is_so in of.items() if bool(is_so)) for step, of in self._found.items()}
-        return {step: names for step, names in found.items() if names}
+        """Return, by step, the parameters that changed before it. A step without any is left out."""
+        names_by_step: dict[int, tuple[str, ...]] = {}
+        for step, has_changed in self._found.items():
+            if names := tuple(fqn for fqn, changed in has_changed.items() if bool(changed)):
+                names_by_step[step] = names
+        return names_by_step
 
 
 # ---- the numbers of a rank
@@ -93,8 +101,10 @@ MOST_PASSES = 64
 """Passes of a step after which accumulated gradients are looked at."""
 MANY = 1 << 12
 """Elements from which on torch's norm on CPU may be off by more than sums in another order are."""
-CLIPS_BY_NORM, MAKES_NORM = "clip_grads_with_norm_", "get_total_norm"
-"""The function that is given a norm to clip by, and the one that makes a norm, of a rank's own gradients if these are plain."""
+CLIPS_BY_NORM = "clip_grads_with_norm_"
+"""torch's function that is given a norm to clip by."""
+MAKES_NORM = "get_total_norm"
+"""torch's function that makes a norm, of a rank's own gradients if these are plain."""
 MOST_SAMPLES = 32
 """Digests of single samples that are kept of a step."""
 Timed = Callable[..., Any]
@@ -120,7 +130,7 @@ class Fed:
 
 @dataclass
 class Numbers:
-    """Fills what one rank leaves. timed: calls what it is given in chosen steps only, and counts the time."""
+    """Recorder of the numbers that one rank leaves."""
 
     clock: Clock
     noise: str = ""
@@ -133,27 +143,47 @@ class Numbers:
     found: dict[Key, tuple[Held, torch.Tensor] | Sketch] = field(default_factory=dict)
     """What was looked at; once it is read, without the tensor."""
     fed: list[Fed] = field(default_factory=list)
+    """Passes of recorded steps, in order."""
     norms: dict[int, Any] = field(default_factory=dict)
+    """Step -> the norm that torch's clipping returned last."""
     changed: Changed = field(default_factory=Changed)
+    """Parameters that changed between two steps."""
     norms_off: dict[int, float] = field(default_factory=dict)
+    """Step -> by which part torch's own norm of one gradient was off, at most."""
     scales: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Step -> what a loss scaler multiplied the loss by."""
     rates: dict[int, float] = field(default_factory=dict)
+    """Step -> learning rate."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Parameter -> shape of the whole one."""
     dtypes: dict[str, str] = field(default_factory=dict)
+    """Parameter -> its dtype."""
     plain: dict[str, None] = field(default_factory=dict)
+    """Parameters that are plain tensors and not declared to be cut, in order."""
     unplaced: dict[str, str] = field(default_factory=dict)
+    """Parameter -> why it is not known which elements this rank holds."""
     computes_in: str = ""
+    """Dtype to which parameters are cast in the forward pass; empty while none is known."""
     tp: tuple[int, ...] = ()
+    """Ranks among which a parameter is cut for tensor parallelism; empty where none is."""
     _normed: tuple[int, int] = (-1, -1)
+    """Step, and number of passes, as norms were compared last."""
     _fresh: set[str] = field(default_factory=set)
+    """Parameters whose gradients were looked at since the last pass began."""
     _held: tuple[int, list[Held]] = (-1, [])
+    """A step, and this rank's local shards in it."""
     _altered: set[str] = field(default_factory=set)
+    """Parameters whose first weights were altered."""
     _rounded: str = ""
+    """Dtype by one rounding of which weights are altered; "own" for each parameter's own."""
 
     def install(self, timed: Timed, parts: Callable[[], Sequence[nn.Module]]) -> None:
-        """See torch's clipping functions: gradients before them, and the norm that they return."""
-        owners = [(owner, name) for owner in (torch.nn.utils, torch.nn.utils.clip_grad) for name in CLIP_FUNCTIONS]
-        for owner, name in (*owners, (FullyShardedDataParallel, "clip_grad_norm_")):
+        """Wrap torch's clipping functions: gradients are looked at before them, and the norm that they return is noted.
+
+        timed: calls a function in chosen steps only, and counts the time. parts: returns the models.
+        """
+        functions = itertools.product((torch.nn.utils, torch.nn.utils.clip_grad), CLIP_FUNCTIONS)
+        for owner, name in (*functions, (FullyShardedDataParallel, "clip_grad_norm_")):
             if (original := getattr(owner, name, None)) is not None:
                 setattr(owner, name, self._seen(original, name, timed, parts))
         self._see_autocast(timed)
@@ -163,17 +193,20 @@ class Numbers:
         self.scales[self.clock.step] = scale.clone()
 
     def _see_autocast(self, timed: Timed) -> None:
-        """A forward pass may enter autocast itself. It is seen then, after the first weights were altered."""
+        """Note the dtype of an autocast as it is entered, for a forward pass may enter one itself.
+
+        That one is seen after the first weights were altered.
+        """
         enter = torch.autocast.__enter__
 
         @not_compiled
         @functools.wraps(enter)
-        def entered(mode: Any) -> Any:
+        def note_and_enter(mode: Any) -> Any:
             if not self.computes_in and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 timed(self._note_autocast, mode)
             return enter(mode)
 
-        torch.autocast.__enter__ = entered
+        torch.autocast.__enter__ = note_and_enter
 
     def _note_autocast(self, mode: Any) -> None:
         self.computes_in = _dtype_of(mode)
@@ -181,9 +214,11 @@ class Numbers:
     def _seen(
         self, original: Callable[..., Any], name: str, timed: Timed, parts: Callable[[], Sequence[nn.Module]]
     ) -> Any:
+        """Return a clipping function with gradients looked at before it, and its norm noted."""
+
         @not_compiled
         @functools.wraps(original)
-        def seen(*args: Any, **kwargs: Any) -> Any:
+        def note_and_clip(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             timed(self.gradients, parts())
@@ -194,11 +229,14 @@ class Numbers:
                 timed(self._note_norm, norm)
             return returned
 
-        return seen
+        return note_and_clip
 
     def _note_norm(self, norm: Any) -> None:
-        whole = torch.is_tensor(norm) and not any(p.is_partial() for p in getattr(norm, "placements", ()))
-        if whole and local(norm).numel() == 1:
+        """Note a whole norm that is one number; a Partial one is a rank's own part."""
+        is_complete = torch.is_tensor(norm) and not any(
+            placement.is_partial() for placement in getattr(norm, "placements", ())
+        )
+        if is_complete and local(norm).numel() == 1:
             self.norms[self.clock.step] = local(norm).clone()
 
     def note_norms_off(self, parts: Sequence[nn.Module]) -> None:
@@ -207,37 +245,44 @@ class Numbers:
         if self._normed == (self.clock.step, len(self.fed)):
             return
         self._normed = self.clock.step, len(self.fed)
-        owners = {id(held.owner): local(held.owner.grad) for held in self._all(parts) if held.owner.grad is not None}
-        for gradient in owners.values():
+        gradients = {
+            id(shard.owner): local(shard.owner.grad) for shard in self._all(parts) if shard.owner.grad is not None
+        }
+        for gradient in gradients.values():
             if gradient.device.type == "cpu" and gradient.numel() > MANY and gradient.is_floating_point():
                 exact = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-                off = abs(float(torch.linalg.vector_norm(gradient)) - exact) / (exact or 1.0)
-                self.norms_off[self.clock.step] = max(off, self.norms_off.get(self.clock.step, 0.0))
+                relative_error = abs(float(torch.linalg.vector_norm(gradient)) - exact) / (exact or 1.0)
+                self.norms_off[self.clock.step] = max(relative_error, self.norms_off.get(self.clock.step, 0.0))
 
     # ---- tensors
 
     def start(self, parts: Sequence[nn.Module]) -> None:
         """Look at the weights before training, and alter them where that is wanted."""
-        new = [held for held in held_parameters(parts, self.sharded) if (0, WEIGHTS, held.fqn) not in self.found]
-        for held in new:
-            self.shapes[held.fqn] = held.shape
-            self.dtypes[held.fqn] = _name(held.owner.dtype)
-            self.tp = self.tp or held.tp
-            self.plain |= {held.fqn: None} if held.plain else {}
-            self._note(0, WEIGHTS, held, held.owner)
+        new_shards = [
+            shard for shard in held_parameters(parts, self.sharded) if (0, WEIGHTS, shard.fqn) not in self.found
+        ]
+        for shard in new_shards:
+            self.shapes[shard.fqn] = shard.shape
+            self.dtypes[shard.fqn] = _name(shard.owner.dtype)
+            self.tp = self.tp or shard.tp
+            if shard.plain:
+                self.plain[shard.fqn] = None
+            self._note(0, WEIGHTS, shard, shard.owner)
         self.computes_in = self.computes_in or compute_dtype_of(parts)
         if self.noise:
-            self._alter(new)
+            self._alter(new_shards)
 
-    def _alter(self, new: Iterable[Held]) -> None:
+    def _alter(self, shards: Iterable[Held]) -> None:
+        """Alter the first weights by one rounding of the dtype that `noise` names."""
         dtype = self.noise if self.noise != "compute" else self.computes_in
         self._rounded = self._rounded or dtype or "own"
-        for held in new:
-            tensor, own = held.of(held.owner.data), dtype or self.dtypes[held.fqn]
-            if not held.why and held.fqn not in self._altered and own in ROUNDING:
-                self._altered.add(held.fqn)
-                alter(tensor, held.fqn, held.boxes, width_of(held.shape), ROUNDING[own])
-                self._note(0, WEIGHTS, held, held.owner)
+        for shard in shards:
+            tensor = shard.of(shard.owner.data)
+            rounding_dtype = dtype or self.dtypes[shard.fqn]
+            if not shard.why and shard.fqn not in self._altered and rounding_dtype in ROUNDING:
+                self._altered.add(shard.fqn)
+                alter(tensor, shard.fqn, shard.boxes, width_of(shard.shape), ROUNDING[rounding_dtype])
+                self._note(0, WEIGHTS, shard, shard.owner)
 
     def pass_begins(
         self, parts: Sequence[nn.Module], inputs: torch.Tensor | None, begins: torch.Tensor | None = None
@@ -252,125 +297,134 @@ class Numbers:
         integers = not (inputs.is_floating_point() or inputs.is_complex())
         if integers or inputs.dim() >= 2:
             tokens = token_sum(inputs) if integers else None
-            whole = inputs if inputs.dim() >= 2 else inputs.unsqueeze(0)
-            rows = row_digests(whole) if begins is None or not integers else packed_digests(inputs, begins)
+            rows_of_inputs = inputs if inputs.dim() >= 2 else inputs.unsqueeze(0)
+            rows = row_digests(rows_of_inputs) if begins is None or not integers else packed_digests(inputs, begins)
             self.fed.append(Fed(self.clock.account, rows, generators(), tokens))
 
     def pass_ends(self) -> None:
+        """Note the state of torch's generators as a pass ends."""
         if self.fed and self.fed[-1].generators_after is None:
             self.fed[-1].generators_after = generators()
 
     def _note_accumulated(self, parts: Sequence[nn.Module]) -> None:
         """Look at what earlier passes of the step left in gradients, where one process trains and no reduction changes it."""
-        passes = sum(one.account.step == self.clock.step for one in self.fed) if self.clock.step else 0
+        passes = (
+            sum(forward_pass.account.step == self.clock.step for forward_pass in self.fed) if self.clock.step else 0
+        )
         if 0 < passes < MOST_PASSES and place_of()[1] == 1:
-            for held in self._all(parts):
-                if held.owner.grad is not None:
-                    self._note(self.clock.step, f"{AFTER_PASS}{passes}", held, held.owner.grad)
+            for shard in self._all(parts):
+                if shard.owner.grad is not None:
+                    self._note(self.clock.step, f"{AFTER_PASS}{passes}", shard, shard.owner.grad)
 
     def _all(self, parts: Sequence[nn.Module]) -> list[Held]:
-        """Return what this rank holds, looked for once a step."""
+        """Return this rank's local shards, collected once a step."""
         if self._held[0] != self.clock.step:
             self._held = self.clock.step, [*held_parameters(parts, self.sharded)]
         return self._held[1]
 
     def gradients(self, parts: Sequence[nn.Module], owned: set[int] | None = None) -> None:
-        """Look at those of all parameters, or of those with these ids, if no look was taken since the last forward pass."""
-        for held in self._all(parts):
-            wanted = owned is None or id(held.owner) in owned
-            if wanted and held.fqn not in self._fresh and held.owner.grad is not None:
-                self._fresh.add(held.fqn)
-                self._note(self.clock.step, GRADIENT, held, held.owner.grad)
+        """Look at gradients that were not looked at since the last forward pass. owned: ids of parameters; None for all."""
+        for shard in self._all(parts):
+            is_wanted = owned is None or id(shard.owner) in owned
+            if is_wanted and shard.fqn not in self._fresh and shard.owner.grad is not None:
+                self._fresh.add(shard.fqn)
+                self._note(self.clock.step, GRADIENT, shard, shard.owner.grad)
 
     def stepped(self, parts: Sequence[nn.Module], owned: set[int], states: Sequence[Any], rate: float | None) -> None:
         """Look at the weights that optimizers stepped on, and at the state that these keep. owned: ids of parameters."""
         if rate is not None:
             self.rates[self.clock.step] = rate
-        for held in self._all(parts):
-            if id(held.owner) not in owned:
+        for shard in self._all(parts):
+            if id(shard.owner) not in owned:
                 continue
-            self._note(self.clock.step, WEIGHTS, held, held.owner)
+            self._note(self.clock.step, WEIGHTS, shard, shard.owner)
             for state in states:
-                for key, value in state.get(held.owner, {}).items():
-                    if torch.is_tensor(value) and local(value).numel() == local(held.owner).numel() and value.dim():
-                        self._note(self.clock.step, key, held, value)
+                for key, value in state.get(shard.owner, {}).items():
+                    if torch.is_tensor(value) and local(value).numel() == local(shard.owner).numel() and value.dim():
+                        self._note(self.clock.step, key, shard, value)
 
-    def _note(self, step: int, kind: str, held: Held, tensor: torch.Tensor) -> None:
+    def _note(self, step: int, kind: str, shard: Held, tensor: torch.Tensor) -> None:
+        """Sketch a tensor that lies as a shard's owner does, or note why its place is not known."""
         if tensor.device.type == "meta" or local(tensor).layout is not torch.strided:
-            held = Held(held.fqn, held.shape, held.owner, why=f"its {kind} has no dense elements")
-        elif getattr(tensor, "placements", None) not in (None, getattr(held.owner, "placements", None)):
-            held = of_dtensor(held.fqn, tensor)
-        values = local(tensor).new_empty(0) if held.why else held.of(tensor)
-        if not held.why and values.numel() != held.elements:
-            held = Held(
-                held.fqn, held.shape, held.owner, why=f"{values.numel()} elements lie in {held.elements} places"
+            shard = Held(shard.fqn, shard.shape, shard.owner, why=f"its {kind} has no dense elements")
+        elif getattr(tensor, "placements", None) not in (None, getattr(shard.owner, "placements", None)):
+            shard = of_dtensor(shard.fqn, tensor)
+        values = local(tensor).new_empty(0) if shard.why else shard.of(tensor)
+        if not shard.why and values.numel() != shard.elements:
+            shard = Held(
+                shard.fqn, shard.shape, shard.owner, why=f"{values.numel()} elements lie in {shard.elements} places"
             )
-        if held.why:
-            self.unplaced[held.fqn] = held.why
+        if shard.why:
+            self.unplaced[shard.fqn] = shard.why
         elif values.is_floating_point():
-            self.found[step, kind, held.fqn] = held, self.sketcher.sketch(values, held.boxes)
-            if kind == GRADIENT and self.blocks and not held.addend:
-                self._note_rows(step, held, values)
+            self.found[step, kind, shard.fqn] = shard, self.sketcher.sketch(values, shard.boxes)
+            if kind == GRADIENT and self.blocks and not shard.addend:
+                self._note_rows(step, shard, values)
 
-    def _note_rows(self, step: int, held: Held, values: torch.Tensor) -> None:
+    def _note_rows(self, step: int, shard: Held, values: torch.Tensor) -> None:
         """Sketch a gradient's blocks of rows."""
-        total = held.shape[0] if held.shape else 1
+        total = shard.shape[0] if shard.shape else 1
         edges = [total * number // self.blocks for number in range(self.blocks + 1)]
         for start, stop in itertools.pairwise(dict.fromkeys(edges)):
-            taken, boxes = rows_between(values, held.boxes, start, stop)
-            if taken:
-                part = dataclasses.replace(held, boxes=tuple(boxes))
-                self.found[step, f"{BY_ROWS}{start}:{stop}", held.fqn] = (
-                    part,
-                    self.sketcher.sketch(torch.cat(taken), boxes),
+            row_slices, boxes = rows_between(values, shard.boxes, start, stop)
+            if row_slices:
+                shard_rows = dataclasses.replace(shard, boxes=tuple(boxes))
+                self.found[step, f"{BY_ROWS}{start}:{stop}", shard.fqn] = (
+                    shard_rows,
+                    self.sketcher.sketch(torch.cat(row_slices), boxes),
                 )
 
     # ---- what is left behind
 
     @property
     def samples(self) -> dict[int, tuple[int, ...]]:
-        """Return, by step, digests of the single samples that a rank was fed: the same choice of them on each rank."""
-        found = defaultdict[int, set[int]](set)
-        for one in self.fed:
-            if one.account.step and one.account.kind == "training":
-                found[one.account.step].update(one.rows[0].tolist())
-        return {step: tuple(sorted(of)[:MOST_SAMPLES]) for step, of in found.items()}
+        """Return, by step, digests of single samples that this rank received: at most MOST_SAMPLES, the smallest ones.
+
+        So each rank makes the same choice of them.
+        """
+        digests_by_step = defaultdict[int, set[int]](set)
+        for forward_pass in self.fed:
+            if forward_pass.account.step and forward_pass.account.kind == "training":
+                digests_by_step[forward_pass.account.step].update(forward_pass.rows[0].tolist())
+        return {step: tuple(sorted(digests)[:MOST_SAMPLES]) for step, digests in digests_by_step.items()}
 
     def _read(self) -> None:
-        """Read all that is new at once: each single one would be waited for."""
-        new = {key: one for key, one in self.found.items() if not isinstance(one, Sketch)}
-        if not new:
+        """Read all new sketches from the device at once, since each single read would wait for the device."""
+        unread = {key: entry for key, entry in self.found.items() if not isinstance(entry, Sketch)}
+        if not unread:
             return
-        device = next(iter(new.values()))[1].device
-        read = torch.stack([sums.to(device) for _, sums in new.values()]).cpu().numpy()
-        for (key, (held, _)), sums in zip(new.items(), read, strict=True):
-            self.found[key] = Sketch(*key, held.place, held.elements, float(sums[0]), sums[1:])
+        device = next(iter(unread.values()))[1].device
+        sums_of_all = torch.stack([sums.to(device) for _, sums in unread.values()]).cpu().numpy()
+        for (key, (shard, _)), sums in zip(unread.items(), sums_of_all, strict=True):
+            self.found[key] = Sketch(*key, shard.place, shard.elements, float(sums[0]), sums[1:])
 
     def left(self, rank: int, world: int, launch: str, optimizers: tuple[str, ...]) -> RankSketches:
-        """Return all of it, read from where it lies."""
+        """Return all numbers of this rank. What lies on a device is read first."""
         self._read()
-        passes, tokens, bare = defaultdict[int, list[tuple[int, ...]]](list), dict[int, int](), dict[int, int]()
+        passes = defaultdict[int, list[tuple[int, ...]]](list)
+        tokens: dict[int, int] = {}
+        bare: dict[int, int] = {}
         drawn: dict[int, tuple[int, int]] = {}
-        with_tokens = {one.account.step for one in self.fed if one.tokens is not None}
-        for one in self.fed:
-            step = one.account.step
-            made_of_samples = one.tokens is None and step in with_tokens  # by a stage before it
-            if step and one.account.kind == "training" and not made_of_samples:
-                whole, without_end = one.rows.tolist()
-                if one.generators_after is not None:
-                    drawn.setdefault(step, (int(one.generators), int(one.generators_after)))
-                passes[step].append(tuple(whole))
-                bare |= zip(whole, without_end, strict=True)
-                if one.tokens is not None:
-                    tokens[step] = (tokens.get(step, 0) + int(one.tokens)) % 2**64
+        with_tokens = {forward_pass.account.step for forward_pass in self.fed if forward_pass.tokens is not None}
+        for forward_pass in self.fed:
+            step = forward_pass.account.step
+            made_of_samples = forward_pass.tokens is None and step in with_tokens  # by a stage before it
+            if step and forward_pass.account.kind == "training" and not made_of_samples:
+                row_digests_whole, row_digests_bare = forward_pass.rows.tolist()
+                if forward_pass.generators_after is not None:
+                    drawn.setdefault(step, (int(forward_pass.generators), int(forward_pass.generators_after)))
+                passes[step].append(tuple(row_digests_whole))
+                bare |= zip(row_digests_whole, row_digests_bare, strict=True)
+                if forward_pass.tokens is not None:
+                    tokens[step] = (tokens.get(step, 0) + int(forward_pass.tokens)) % 2**64
         return RankSketches(
             rank=rank,
             world=world,
             launch=launch,
             shapes=self.shapes,
             dtypes=self.dtypes,
-            sketches=tuple(one for one in self.found.values() if isinstance(one, Sketch)),
-            passes={step: tuple(of) for step, of in passes.items()},
+            sketches=tuple(entry for entry in self.found.values() if isinstance(entry, Sketch)),
+            passes={step: tuple(digests) for step, digests in passes.items()},
             tokens=tokens,
             norms={step: float(norm) for step, norm in self.norms.items()},
             norms_off=self.norms_off,
@@ -399,14 +453,26 @@ def _name(dtype: torch.dtype) -> str:
 
 def compute_dtype_of(parts: Sequence[nn.Module]) -> str:
     """Return the dtype to which autocast or FSDP's policy casts parameters; empty where neither is known to."""
-    for device in {p.device.type for part in parts for p in part.parameters()}:
+    parameters = itertools.chain.from_iterable(part.parameters() for part in parts)
+    for device in {parameter.device.type for parameter in parameters}:
         if torch.is_autocast_enabled(device):
             return _name(torch.get_autocast_dtype(device))
-    wrapped = (_dtype_of(mode) for part in parts for module in part.modules() for mode in _autocasts(module.forward))
-    if dtype := next(filter(None, wrapped), ""):
+    if dtype := next(filter(None, _autocast_dtypes(parts)), ""):
         return dtype
-    policies = (_policy(module) for part in parts for module in part.modules())
+    policies = (_policy(module) for module in _modules_of(parts))
     return next((_name(dtype) for dtype in policies if dtype is not None), "")
+
+
+def _modules_of(parts: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Yield all modules of these models."""
+    return itertools.chain.from_iterable(part.modules() for part in parts)
+
+
+def _autocast_dtypes(parts: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield the dtypes of the autocasts that forward methods of these models are wrapped in; empty of one that is off."""
+    for module in _modules_of(parts):
+        for mode in _autocasts(module.forward):
+            yield _dtype_of(mode)
 
 
 def _dtype_of(mode: Any) -> str:
@@ -416,7 +482,7 @@ def _dtype_of(mode: Any) -> str:
 
 
 def _autocasts(function: Any) -> Iterator[torch.autocast]:
-    """Yield those that a function is wrapped in, as accelerate wraps a model's forward."""
+    """Yield the autocasts that a function is wrapped in, as accelerate wraps a model's forward."""
     for _ in range(WRAPPERS):
         function = getattr(function, "__func__", function)
         for cell in getattr(function, "__closure__", None) or ():
@@ -428,9 +494,10 @@ def _autocasts(function: Any) -> Iterator[torch.autocast]:
 
 
 def _policy(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype of parameters in a module's mixed-precision policy of FSDP, None without one."""
     if isinstance(module, FullyShardedDataParallel):
-        found = getattr(module.mixed_precision, "param_dtype", None)
+        dtype = getattr(module.mixed_precision, "param_dtype", None)
     else:
         state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
-        found = getattr(getattr(state, "_mp_policy", None), "param_dtype", None)
-    return found if isinstance(found, torch.dtype) else None
+        dtype = getattr(getattr(state, "_mp_policy", None), "param_dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else None

@@ -3,6 +3,7 @@ that sends to each rank what others stepped."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -31,8 +32,11 @@ class Settings:
     """Settings that another step had otherwise, as a schedule of betas does."""
 
     def __str__(self) -> str:
-        words = (f"{key} {value}{' at first' * (key in self.changed)}" for key, value in self.values.items())
-        return f"{self.kind}({', '.join(words)})"
+        setting_texts = []
+        for key, value in self.values.items():
+            suffix = " at first" if key in self.changed else ""
+            setting_texts.append(f"{key} {value}{suffix}")
+        return f"{self.kind}({', '.join(setting_texts)})"
 
 
 class Weakly(Generic[T]):
@@ -45,15 +49,17 @@ class Weakly(Generic[T]):
         return (optimizer for ref, _ in self._held.values() if (optimizer := ref()) is not None)
 
     def get(self, optimizer: Optimizer) -> T | None:
-        """Another may have got the id of one that has gone."""
-        ref, told = self._held.get(id(optimizer), (None, None))
-        return told if ref is not None and ref() is optimizer else None
+        """Return the optimizer's value, None if it has none. Another optimizer may have got the id of one that has gone."""
+        ref, value = self._held.get(id(optimizer), (None, None))
+        return value if ref is not None and ref() is optimizer else None
 
-    def put(self, optimizer: Optimizer, told: T) -> None:
-        self._held[id(optimizer)] = weakref.ref(optimizer), told
+    def put(self, optimizer: Optimizer, value: T) -> None:
+        self._held[id(optimizer)] = weakref.ref(optimizer), value
 
 
 class Optimizers:
+    """The optimizers that a job steps, and the parameters that a step of the outermost one steps on."""
+
     def __init__(self) -> None:
         self._known: Weakly[Settings] = Weakly()
         self._containers: Weakly[bool] = Weakly()
@@ -73,58 +79,74 @@ class Optimizers:
         return set().union(*map(parameters_of, (*self._known, *self._containers)))
 
     def pass_begins(self) -> None:
-        """Inside of none; what raised in the middle of its step has not left it."""
-        self._stepping, self._stepped = [], set()
+        """Forget unfinished optimizer steps: one that raised in the middle has not left its step."""
+        self._stepping = []
+        self._stepped = set()
 
     def begins(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer's step begins. One inside of which it begins is a container."""
         if self._stepping and (outer := self._stepping[-1]()) is not None:
             self._containers.put(outer, True)
         self._stepping.append(weakref.ref(optimizer))
 
     def ended(self, optimizer: Optimizer) -> set[int]:
-        """The ids of all parameters that were stepped; of none where another stepped it, which has yet to end."""
+        """Return the ids of all parameters that were stepped. Empty if another optimizer steps this one, and has yet to end."""
         self._stepping = self._stepping[:-1]
         self._stepped |= parameters_of(optimizer)
         if not self._containers.get(optimizer):
             self._note_settings(optimizer)
         if self._stepping:
             return set()
-        stepped, self._stepped = self._stepped, set()
+        stepped = self._stepped
+        self._stepped = set()
         return stepped
 
     def _note_settings(self, optimizer: Optimizer) -> None:
+        """Note an optimizer's settings in its first step, and which of them another step has otherwise."""
         values = settings_of(optimizer)
         if (first := self._known.get(optimizer)) is None:
             outer = self._stepping[-1]() if self._stepping else None
-            within = f" in {type(outer).__name__}" if outer is not None else ""
-            first = Settings(f"{type(optimizer).__name__}{within}", values)
+            container_text = f" in {type(outer).__name__}" if outer is not None else ""
+            first = Settings(f"{type(optimizer).__name__}{container_text}", values)
             self._known.put(optimizer, first)
             self._all.append(first)
         first.changed |= {key for key, value in first.values.items() if values.get(key) != value}
 
 
 def gradient_bytes(parameters: Iterable[torch.Tensor], optimizer: Optimizer) -> dict[str, int]:
-    """What hangs on parameters of the model, and on what is stepped on, which under ZeRO are tensors of the optimizer's own.
-    Sparse ones are counted separately: they grow with the tokens of a step."""
-    stepped_on = (p for group in optimizer.param_groups for p in group["params"])
-    gradients = [p.grad for p in (*parameters, *stepped_on) if p.grad is not None]
+    """Return the bytes of gradients by kind: of the model's parameters, and of the tensors that the optimizer steps on.
+
+    Under ZeRO the latter are the optimizer's own. Sparse gradients are counted separately: they grow with the tokens of a step.
+    """
+    stepped_on = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    gradients = [parameter.grad for parameter in (*parameters, *stepped_on) if parameter.grad is not None]
     sparse = [gradient for gradient in gradients if len(stored(gradient)) > 1]
     dense = {"gradients": held_bytes(gradient for gradient in gradients if len(stored(gradient)) == 1)}
     return dense | ({"sparse gradients": held_bytes(sparse)} if sparse else {})
 
 
 def parameters_of(optimizer: Optimizer) -> set[int]:
-    """What it steps on, the ids."""
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+    """Return the ids of the tensors that the optimizer steps on."""
+    parameter_ids = set[int]()
+    for group in optimizer.param_groups:
+        parameter_ids.update(id(parameter) for parameter in group["params"])
+    return parameter_ids
 
 
 def settings_of(optimizer: Optimizer) -> dict[str, str]:
-    """Each with the values that its groups of parameters have. Trap: from a checkpoint, a tuple may come back as a list."""
-    found: dict[str, str] = {}
+    """Return settings by name, each with the values that the optimizer's groups of parameters have.
+
+    Trap: from a checkpoint, a tuple may come back as a list.
+    """
+    settings: dict[str, str] = {}
     for key in ("betas", "momentum", "eps", "weight_decay", "amsgrad"):
-        told = [group[key] for group in optimizer.param_groups if key in group and not torch.is_tensor(group[key])]
-        values = list(dict.fromkeys(str(tuple(one) if isinstance(one, list) else one) for one in told))
-        more = [f"{len(values) - MOST} more"] * (len(values) > MOST)
-        if values:
-            found[key] = " and ".join([*values[:MOST], *more])
-    return found
+        group_values = [
+            group[key] for group in optimizer.param_groups if key in group and not torch.is_tensor(group[key])
+        ]
+        values = list(dict.fromkeys(str(tuple(value) if isinstance(value, list) else value) for value in group_values))
+        texts = values[:MOST]
+        if len(values) > MOST:
+            texts.append(f"{len(values) - MOST} more")
+        if texts:
+            settings[key] = " and ".join(texts)
+    return settings

@@ -28,30 +28,37 @@ def place_of() -> tuple[int, int]:
 
 
 def is_named() -> bool:
-    """Return whether a launcher's environment says which rank this process is."""
+    """Return whether a launcher's environment has the rank of this process."""
     return any(rank in os.environ and world in os.environ for rank, world in RANKS)
 
 
 def job_of() -> str:
-    """What all ranks of this process's job have in common, and those of another job that runs beside it have not. torchrun
-    gives a new port after a restart, and then a name to the job."""
-    its = {name: os.environ.get(name, "") for name in OF_JOB}
-    if its["TORCHELASTIC_RUN_ID"] not in ("", "none"):
-        its["MASTER_PORT"] = ""
-    return " ".join(f"{name}={text}" for name, text in its.items() if text not in ("", "none"))
+    """Return what names this process's job: all its ranks have it, and those of another job that runs beside it do not.
+
+    torchrun gives a new port after a restart, and then a name to the job.
+    """
+    job_variables = {name: os.environ.get(name, "") for name in OF_JOB}
+    if job_variables["TORCHELASTIC_RUN_ID"] not in ("", "none"):
+        job_variables["MASTER_PORT"] = ""
+    return " ".join(f"{name}={text}" for name, text in job_variables.items() if text not in ("", "none"))
 
 
 def claimed(directory: Path, rank: int) -> Path | None:
-    """The folder in which this process leaves its evidence: the first of its job in which no other process is this rank. After
-    a restart by torchrun the first of the new ones has the place of the old one. None where it can leave none."""
-    mine, attempt = job_of(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    name = f"rank_{rank:05d}.{attempt}"
-    told = json.dumps({"host": os.uname().nodename, "pid": os.getpid(), "parent": os.getppid()})
+    """Claim a folder for this process's evidence: the first of its job in which no other process is this rank.
+
+    After a restart by torchrun, the first new process takes the folder of the old one. None if no folder can be claimed.
+    """
+    job = job_of()
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    rank_name = f"rank_{rank:05d}.{attempt}"
+    process_text = json.dumps({"host": os.uname().nodename, "pid": os.getpid(), "parent": os.getppid()})
     try:
         for folder in job_folders(directory):
             (folder / "processes").mkdir(parents=True, exist_ok=True)
             (folder / "ranks").mkdir(exist_ok=True)
-            if _first(folder / "processes" / JOB, mine) and _first(folder / "processes" / name, told, alone=True):
+            if _first(folder / "processes" / JOB, job) and _first(
+                folder / "processes" / rank_name, process_text, alone=True
+            ):
                 for state in ("ends", "error"):
                     _of_rank(folder, rank, state).unlink(missing_ok=True)
                 return folder
@@ -62,21 +69,23 @@ def claimed(directory: Path, rank: int) -> Path | None:
 
 
 def _first(file: Path, text: str, *, alone: bool = False) -> bool:
-    """Whether this process is the first to write it, or another has written the same (not where it must be alone). A file is
-    there with all of its text or not at all."""
-    whole = file.with_name(f".{os.uname().nodename}-{os.getpid()}")
-    whole.write_text(text, encoding="utf-8")
+    """Write a file that does not exist yet. Return whether it has this text now; if `alone`, whether this process wrote it.
+
+    A file exists with all of its text or not at all.
+    """
+    temporary_file = file.with_name(f".{os.uname().nodename}-{os.getpid()}")
+    temporary_file.write_text(text, encoding="utf-8")
     try:
-        os.link(whole, file)
+        os.link(temporary_file, file)
     except FileExistsError:
         return not alone and file.read_text(encoding="utf-8") == text
     finally:
-        whole.unlink()
+        temporary_file.unlink()
     return True
 
 
 def unsaved(directory: Path, rank: int, why: str) -> None:
-    """Said, and left for whoever looks for the record."""
+    """Report why the rank's record was not written, on stderr and in a file beside the records."""
     print(f"harness: {why}", file=sys.stderr)
     with contextlib.suppress(OSError):  # of a full disk
         (directory / "processes" / f"rank_{rank:05d}.failed").write_text(why)
@@ -95,7 +104,7 @@ def _of_rank(directory: Path, rank: int, state: str) -> Path:
 
 
 def called(directory: Path) -> None:
-    """A process of which no rank is known yet called a model."""
+    """Note that this process called a model, where its rank is not known yet."""
     with contextlib.suppress(OSError):  # of a full disk
         (directory / "processes" / f"{os.uname().nodename}-{os.getpid()}.called").touch()
 

@@ -24,6 +24,8 @@ RUNS = "_engine_run_backward"
 
 
 class Progress:
+    """How far this process has come, written to a mapped file where one is open."""
+
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._page: mmap.mmap | None = None
@@ -47,10 +49,11 @@ class Progress:
 
     @not_compiled
     def _seen(self, phase: str, act: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function with its begin and end noted as a phase."""
         self.reach(phase)
-        found = act(*args, **kwargs)
+        result = act(*args, **kwargs)
         self.reach(phase, over=True)
-        return found
+        return result
 
     def pass_begins(self) -> None:
         self._optimizers = 0  # what raised in the middle of its step has not left it
@@ -64,34 +67,38 @@ class Progress:
         self.reach("optimizer")
 
     def optimizer_ended(self) -> None:
-        """One that another one steps ends within that one's step."""
+        """Note that an optimizer's step ended. One that another optimizer steps ends within that one's step."""
         self._optimizers = max(0, self._optimizers - 1)
         self.reach("optimizer", over=not self._optimizers)
 
     def reach(self, phase: str, *, over: bool = False) -> None:
+        """Note that a phase began, or that it is over."""
         self.reached = Reached(self._clock.step, phase, over)
         self._write(SECOND_PART, [self._clock.step, phase, over])
 
-    def note_collective(self, told: Any) -> None:
-        self._collective = told
-        self._write(0, told)
+    def note_collective(self, collective: Any) -> None:
+        """Note the last collective."""
+        self._collective = collective
+        self._write(0, collective)
 
-    def _write(self, place: int, told: Any) -> None:
+    def _write(self, offset: int, value: Any) -> None:
+        """Write a value at an offset of the page, cut at the end of its part."""
         if self._page is not None:
-            end = PAGE if place else SECOND_PART
-            text = json.dumps(told).encode()[: end - place - 1] + b"\n"
-            self._page[place : place + len(text)] = text
+            end = PAGE if offset else SECOND_PART
+            text = json.dumps(value).encode()[: end - offset - 1] + b"\n"
+            self._page[offset : offset + len(text)] = text
 
-    def open(self, beside: Path, *, finished: bool) -> None:
-        path = beside.with_suffix(".last")
+    def open(self, record: Path, *, finished: bool) -> None:
+        """Map the file beside a record, so that a process that is killed leaves it; if finished, remove it."""
+        last_file = record.with_suffix(".last")
         if finished:
             with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+                last_file.unlink()
         elif self._page is None:
-            path.write_bytes(bytes(PAGE))
-            with open(path, "r+b") as file:
+            last_file.write_bytes(bytes(PAGE))
+            with open(last_file, "r+b") as file:
                 self._page = mmap.mmap(file.fileno(), PAGE)
             if self._collective is not None:
                 self.note_collective(self._collective)
-            if (it := self.reached) is not None:
-                self._write(SECOND_PART, [it.step, it.phase, it.over])
+            if (reached := self.reached) is not None:
+                self._write(SECOND_PART, [reached.step, reached.phase, reached.over])

@@ -52,14 +52,15 @@ def sharded_here(text: str) -> tuple[Sharded, ...]:
     if not text:
         return ()
     rank, _ = place_of()
-    found = []
+    declarations = []
     for pattern, dim, part_of_rank, axis in json.loads(text):
-        parts, part = max(part_of_rank) + 1, part_of_rank[rank]
-        tp = (
-            tuple(range(rank - part, rank - part + parts)) if axis == "tp" and parts > 1 else ()
-        )  # of a grid, the last axis
-        found.append(Sharded(pattern, dim, parts, part, tp))
-    return tuple(found)
+        parts = max(part_of_rank) + 1
+        part = part_of_rank[rank]
+        tp: tuple[int, ...] = ()
+        if axis == "tp" and parts > 1:  # tp is the last axis of the grid, so its ranks follow one another
+            tp = tuple(range(rank - part, rank - part + parts))
+        declarations.append(Sharded(pattern, dim, parts, part, tp))
+    return tuple(declarations)
 
 
 # ---- the recorder
@@ -72,7 +73,10 @@ _recorder: Recorder | None = None
 
 
 def imported(module: str) -> None:
-    """Called by `entry.imported`. Raise ImportError, and record nothing more, if torch's pipelines lack what is relied on."""
+    """Install the recorder's part for a module that is now imported; `entry.imported` calls this.
+
+    Raises ImportError, and records nothing more, if torch's pipelines lack what is relied on.
+    """
     global _recorder
     if module == "torch":
         _recorder = Recorder(
@@ -82,15 +86,18 @@ def imported(module: str) -> None:
     elif module == COMPILER:
         compiler_imported()
     elif _recorder is not None:
-        if gone := relies_on.lacking(recorder=True):
-            _recorder.failed = gone
-            raise ImportError(gone)
+        if lacking_text := relies_on.lacking(recorder=True):
+            _recorder.failed = lacking_text
+            raise ImportError(lacking_text)
         _recorder.pipeline.install()
 
 
 class Recorder:
+    """The recorder of one process: it sees models, optimizers and collectives, and writes a record for its rank."""
+
     def __init__(self, directory: Path, chosen: Chosen) -> None:
-        self.directory, self.chosen = directory, chosen
+        self.directory = directory
+        self.chosen = chosen
         self.clock = Clock()
         self.progress = Progress(self.clock)
         self.collectives = TracedCollectives(self.clock, self.is_chosen, self.progress)
@@ -104,10 +111,14 @@ class Recorder:
         self.seen = Seen(self.clock, self.collectives, self.pipeline, lambda: self.own, self.numbers)
         self.drawn = Drawn()
         self.ends = Ends(directory, end=self.end, leave=self._left_at_once)
-        self.ended, self.failed, self.own = "", "", 0.0
+        self.ended = ""
+        self.failed = ""
+        self.own = 0.0
         self._inside = self._leaving_join = False
         self._saved = True
-        self._recorded, self._written, self._took = 0, 0.0, 0.0
+        self._recorded = 0
+        self._written = 0.0
+        self._took = 0.0
         self._mine: bool | None = None
         self._place: tuple[int, int] | None = None
 
@@ -125,24 +136,25 @@ class Recorder:
         self.numbers.install(self._timed, lambda: self.seen.parts)
 
     def is_chosen(self) -> bool:
-        """Whether what happens now is recorded; in step 0 what sets the job up is."""
+        """Return whether what happens now is recorded; in step 0 what sets the job up is."""
         joined = self._leaving_join or self.seen.joined is not None
         return not joined and self.clock.step in self.chosen
 
     # ---- uneven inputs
 
     def _see_joins(self) -> None:
-        """A rank that leaves torch's Join before others shadows their collectives, in steps that it does not count."""
+        """Note that a rank leaves torch's Join before others. It shadows their collectives, in steps that it does not count."""
         if not dist.is_available():
             return
         from torch.distributed.algorithms.join import Join
 
-        leave, count = Join.__exit__, getattr(Join, "_get_num_nonjoined_procs", None)
+        leave = Join.__exit__
+        count = getattr(Join, "_get_num_nonjoined_procs", None)
         if count is None:  # another torch may do it differently: nothing is recorded
             return
 
         @functools.wraps(leave)
-        def left(join: Join, *error: Any) -> None:
+        def note_and_leave(join: Join, *error: Any) -> None:
             self._leaving_join = True
             try:
                 leave(join, *error)
@@ -150,35 +162,39 @@ class Recorder:
                 self._leaving_join = False
 
         @functools.wraps(count)
-        def counted(join: Join) -> Any:
-            others = count(join)
-            if others and self.seen.joined is None and self.seen.classes:
+        def count_and_note(join: Join) -> Any:
+            joined_ranks = count(join)
+            if joined_ranks and self.seen.joined is None and self.seen.classes:
                 self.seen.joined = self.clock.finished
                 self.seen.step_is_over()
                 self.save()
-            return others
+            return joined_ranks
 
-        Join.__exit__, Join._get_num_nonjoined_procs = left, counted
+        Join.__exit__ = note_and_leave
+        Join._get_num_nonjoined_procs = count_and_note
 
     # ---- forward passes
 
     def _see_calls(self) -> None:
-        """A wrapper's forward method is watched, too, because some trainers call it."""
+        """Watch calls of all modules, and DDP's forward method, because some trainers call it."""
         nn.Module.__call__ = self._watched(nn.Module.__call__)
         wrapper = nn.parallel.DistributedDataParallel
         wrapper.forward = self._watched(wrapper.forward)
 
     def _watched(self, original: Callable[..., Any]) -> Any:
-        """Trap: a compiler that traces this sees only that it is compiling, and goes on to the module."""
+        """Return the function with calls of a model recorded.
+
+        Trap: a compiler that traces this sees only that it is compiling, and goes on to the module.
+        """
 
         @not_compiled
         @functools.wraps(original)
-        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call_recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self._inside:
                 return original(module, *args, **kwargs)
             return self._called(original, module, args, kwargs)
 
-        return called
+        return call_recorded
 
     @not_compiled
     def _called(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -205,13 +221,14 @@ class Recorder:
 
     @not_compiled
     def _is_model(self, module: nn.Module) -> bool:
+        """Return whether calls of the module are passes: of a known model, or of one that trains and is attached now."""
         if self.seen.is_part(module):
             return True
         return trains(module) and bool(self._timed(self.seen.attach, module))
 
     @not_compiled
     def _timed(self, act: Callable[..., Any], *args: Any) -> Any:
-        """Only in chosen steps, and how long it takes is on record."""
+        """Call `act` of the recorder in chosen steps, and add up how long it takes. Return its result, None if not called."""
         if self.failed or not self.is_chosen():
             return None
         began = time.perf_counter()
@@ -248,21 +265,27 @@ class Recorder:
                 self._timed(self.save)
 
     def _is_due(self) -> bool:
-        """Whether to write after this step. All of before is written again. So it is done after the 1st, 2nd, 4th, 8th step,
-        after the last one of a span, and where the last time is long ago."""
+        """Return whether to write after this step.
+
+        A file is written with all earlier steps. So it is written after the 1st, 2nd, 4th, 8th step, and after the last one of
+        a span. It is also written where the last time is long ago.
+        """
         self._recorded += self.clock.step in self.chosen
-        rare = self._recorded & (self._recorded - 1) and self.clock.step + 1 in self.chosen
-        return not rare or time.perf_counter() - self._written > SELDOM * self._took
+        may_wait = self._recorded & (self._recorded - 1) and self.clock.step + 1 in self.chosen
+        return not may_wait or time.perf_counter() - self._written > SELDOM * self._took
 
     # ---- the end
 
     def _first_look(self, stepping: bool = False) -> None:
-        """A rank that is killed in its first step leaves a record, too. Trap: before a process joins others its rank may be
-        unknown, and a process that loads data for a rank has that one's environment."""
+        """Write a first record, so that a rank that is killed in its first step leaves one, too.
+
+        Trap: before a process joins others its rank may be unknown, and a process that loads data for a rank has that rank's
+        environment.
+        """
         if self._mine is not None or not self.seen.classes:
             return
-        known = (dist.is_available() and dist.is_initialized()) or is_named() or stepping
-        if known and not multiprocessing.current_process().daemon:
+        is_rank_known = (dist.is_available() and dist.is_initialized()) or is_named() or stepping
+        if is_rank_known and not multiprocessing.current_process().daemon:
             self.save()
         else:
             called(self.directory)
@@ -275,7 +298,7 @@ class Recorder:
             raised_early(self.directory, self.ends.error)
 
     def end(self) -> None:
-        """With the process."""
+        """Write the evidence for the last time, as the process ends."""
         if self.seen.classes and self.seen.pid == os.getpid():
             self.ended = "raised" if self.ends.error else "ok"
             if self.ended == "ok":
@@ -285,20 +308,21 @@ class Recorder:
             raised_early(self.directory, self.ends.error)
 
     def save(self) -> None:
-        """What cannot be written is said; training goes on."""
+        """Write what this rank recorded. A failure is reported, and training goes on."""
         self._saved = True
         rank, world = self._place = self._place if self._place and not dist.is_initialized() else place_of()
         if self._mine is None:
             folder = claimed(self.directory, rank)
-            self._mine, self.directory = folder is not None, folder or self.directory
+            self._mine = folder is not None
+            self.directory = folder or self.directory
         if not self._mine:
             return
         began = time.perf_counter()
         try:
             record = self._record(rank, world)
             save_record(record_file(self.directory, rank), summary_of(record), record)
-            of_numbers = self.numbers.left(rank, world, record.evidence.launch, record.optimizers)
-            save_sketches(sketch_file(self.directory, rank), of_numbers)
+            rank_sketches = self.numbers.left(rank, world, record.evidence.launch, record.optimizers)
+            save_sketches(sketch_file(self.directory, rank), rank_sketches)
             self.progress.open(record_file(self.directory, rank), finished=bool(self.ended))
             self.collectives.leave_beside(record_file(self.directory, rank), finished=bool(self.ended))
         except Exception as error:

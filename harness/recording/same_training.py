@@ -11,17 +11,21 @@ from harness.core.cli import main
 
 
 def judged(folder: Path, trusted: str, other: str, *, noise: bool, after: int = 0) -> str:
-    """Return what to fail with; empty where both are the same training."""
-    one = folder / "one"
-    steps = ["--steps", f"1-{after + 3}"] if after else []
-    before = [[*steps, "-o", str(one), "--", *shlex.split(trusted)]]
-    before += [[*steps, "--noise", "-o", f"{one}_noise", "--", *shlex.split(trusted)]] if noise else []
-    for words in before:
+    """Record both commands and compare. Return the text of the failure; empty if both are the same training."""
+    trusted_folder = folder / "one"
+    steps_options = ["--steps", f"1-{after + 3}"] if after else []
+    trusted_commands = [[*steps_options, "-o", str(trusted_folder), "--", *shlex.split(trusted)]]
+    trusted_commands += (
+        [[*steps_options, "--noise", "-o", f"{trusted_folder}_noise", "--", *shlex.split(trusted)]] if noise else []
+    )
+    for words in trusted_commands:
         code, text = _recorded(words)
         if code:
             return f"the trusted command, exit code {code}:\n{text}"
-    resumed = ["--after", str(after)] if after else []
-    code, text = _recorded(["--same-as", str(one), *resumed, "-o", str(folder / "other"), "--", *shlex.split(other)])
+    after_options = ["--after", str(after)] if after else []
+    code, text = _recorded(
+        ["--same-as", str(trusted_folder), *after_options, "-o", str(folder / "other"), "--", *shlex.split(other)]
+    )
     return text if code else ""
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import resource
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,24 +46,42 @@ class Step:
     """What was seen of one step. What is computed on a device is read when the step is over."""
 
     began: float = 0.0
+    """When the first pass began, by perf_counter without the recorder's own time; 0 if none did."""
     at: float = 0.0
+    """When the first pass began, in seconds since the epoch."""
     ended: float = 0.0
+    """When the step was over, on the clock of `began`; 0 if it is not."""
     digests: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameter -> digest of its contents after the step. int64 []"""
     bad: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameter -> whether any number of it is not finite. bool []"""
     constant: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Parameter -> whether all its numbers are equal, before training. bool []"""
     fed: list[tuple[Account, list[torch.Tensor], tuple[int, ...], str]] = field(default_factory=list)
+    """For each pass: its account, digests of its inputs, and shape and dtype of the first input."""
     after: list[tuple[Account, AfterForward]] = field(default_factory=list)
+    """For each pass: its account, and what was gathered as it ended."""
     settings: dict[str, set[str]] = field(default_factory=dict)
+    """Setting of torch -> its values."""
     memory: dict[str, int] = field(default_factory=dict)
+    """Kind of tensors -> bytes."""
     lr: float | None = None
+    """Learning rate of the optimizer's first group."""
     peak: int = 0
+    """Peak of memory, in bytes."""
     ungraded: tuple[str, ...] | None = None
+    """Parameters without a gradient before every optimizer; None if none has begun."""
     read_late: bool = False
+    """Whether parameters are read in the next step, since optimizers step on other tensors."""
     stepped: set[int] = field(default_factory=set)
+    """Ids of the parameters that were stepped on."""
     issued: int = 0
+    """Number of collectives on record as the optimizer's step ended."""
 
 
 class Seen:
+    """What was seen of one rank: its models, steps, optimizers and tensors."""
+
     def __init__(
         self,
         clock: Clock,
@@ -77,7 +96,9 @@ class Seen:
         self.left_out: list[str] = []
         self.joined: int | None = None
         self.pid = os.getpid()
-        self._clock, self._collectives, self._pipeline = clock, collectives, pipeline
+        self._clock = clock
+        self._collectives = collectives
+        self._pipeline = pipeline
         self._parameters: tuple[TensorEvidence, ...] = ()
         self._steps: dict[int, Step] = {}
         self._optimizers = Optimizers()
@@ -103,76 +124,96 @@ class Seen:
         return self._known.get(module, False)
 
     def attach(self, module: nn.Module) -> bool:
-        """Whether its calls are passes: not those of a module of a model that is known. A loss that holds the output layer
-        trains, and no parameter of it is its own."""
+        """Return whether calls of the module are passes, and attach it if so.
+
+        Calls of a module inside of a known model are none. A loss that holds the output layer trains, and no parameter of it
+        is its own.
+        """
         if module in self._known:
             return self._known[module]
-        within = {other for part in self.parts for other in part.modules()}
-        if module not in within and self._only_borrows(module, within):
+        known_modules = set(itertools.chain.from_iterable(part.modules() for part in self.parts))
+        if module not in known_modules and self._only_borrows(module, known_modules):
             self._known[module] = True
             return True
-        own = self._known[module] = module not in within
-        if own:
+        is_model = self._known[module] = module not in known_modules
+        if is_model:
             self._name(module)
             self._add(module)
-        return own
+        return is_model
 
-    def _only_borrows(self, module: nn.Module, within: set[nn.Module]) -> bool:
-        """Parts of known models, and none of these as a whole, which a wrapper has."""
-        inside = set(module.modules())
-        wraps = any(part in inside for part in self.parts)
+    def _only_borrows(self, module: nn.Module, known_modules: set[nn.Module]) -> bool:
+        """Return whether the module's parameters are all of known models, and it contains none of these, as a wrapper does."""
+        own_modules = set(module.modules())
+        wraps = any(part in own_modules for part in self.parts)
         return not wraps and all(
-            each in within for each in inside if next(each.parameters(recurse=False), None) is not None
+            submodule in known_modules
+            for submodule in own_modules
+            if next(submodule.parameters(recurse=False), None) is not None
         )
 
     def _add(self, module: nn.Module) -> None:
-        within = set(module.modules())
-        for part in [part for part in self.parts if part in within]:  # it was called alone before
+        """Attach a model: its parameters, its class, and its first contents."""
+        modules = set(module.modules())
+        for part in [part for part in self.parts if part in modules]:  # it was called alone before
             self._known[part] = False
-        self._parts = [ref for ref in self._parts if ref() not in within]
+        self._parts = [ref for ref in self._parts if ref() not in modules]
         self._parts.append(weakref.ref(module))
         self._classes[type(module).__name__] = None
         self.pid = os.getpid()
-        known = {tensor.fqn for tensor in self._parameters}
-        new = {fqn: id(p) for fqn, p in sharded_parameters([module]) if fqn not in known}
-        if new and not self._is_as_it_began(without=module):
+        known_fqns = {tensor.fqn for tensor in self._parameters}
+        new_parameters = {
+            fqn: id(parameter) for fqn, parameter in sharded_parameters([module]) if fqn not in known_fqns
+        }
+        if new_parameters and not self._is_as_it_began(without=module):
             self.left_out.append(f"{type(module).__name__} before step {self._clock.finished + 1}")
-        self._parameters = tuple(_claim(fqn, p) for fqn, p in sharded_parameters(self.parts))
-        self.buffers = sum(one.is_floating_point() for part in self.parts for one in part.buffers())
-        self._note_contents(0, {*new.values()} if self._clock.finished else None)  # a wrapper may cut what it wraps
+        self._parameters = tuple(_claim(fqn, parameter) for fqn, parameter in sharded_parameters(self.parts))
+        buffers = itertools.chain.from_iterable(part.buffers() for part in self.parts)
+        self.buffers = sum(buffer.is_floating_point() for buffer in buffers)
+        self._note_contents(
+            0, {*new_parameters.values()} if self._clock.finished else None
+        )  # a wrapper may cut what it wraps
         if self.reads_contents:
             self.numbers.start(self.parts)
 
     def _is_as_it_began(self, without: nn.Module) -> bool:
-        """Whether every step so far is on record, and stepped on nothing but parameters of the other models. A GAN's
-        discriminator may come after the first step of its generator. Trap: ZeRO by hand steps on tensors of its own."""
-        others = {id(p) for _, p in sharded_parameters(part for part in self.parts if part is not without)}
-        before = [self._steps.get(number, Step()) for number in range(1, self._clock.finished + 1)]
-        return all(step.stepped and step.stepped <= others for step in before)
+        """Return whether every step so far is on record, and stepped on nothing but parameters of the other models.
+
+        A GAN's discriminator may come after the first step of its generator. Trap: ZeRO by hand steps on tensors of its own.
+        """
+        other_models = [part for part in self.parts if part is not without]
+        other_parameter_ids = {id(parameter) for _, parameter in sharded_parameters(other_models)}
+        earlier_steps = [self._steps.get(number, Step()) for number in range(1, self._clock.finished + 1)]
+        return all(step.stepped and step.stepped <= other_parameter_ids for step in earlier_steps)
 
     def _name(self, module: nn.Module) -> None:
         """Give a model other names, if an earlier one has the same: parameters of a second one begin with `model2`."""
-        within, number = set(module.modules()), 1
-        others = {fqn: id(p) for fqn, p in named_parameters(part for part in self.parts if part not in within)}
-        while any(others.get(fqn, id(p)) != id(p) for fqn, p in named_parameters([module])):
+        own_modules = set(module.modules())
+        other_models = [part for part in self.parts if part not in own_modules]
+        other_ids = {fqn: id(parameter) for fqn, parameter in named_parameters(other_models)}
+        number = 1
+        while any(other_ids.get(fqn, id(parameter)) != id(parameter) for fqn, parameter in named_parameters([module])):
             number += 1
             name_apart(module, f"model{number}")
 
     # ---- passes
 
     def pass_begins(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what a pass of a model is called with, and which parameters changed since the last step."""
         self._optimizers.pass_begins()
         step = self._step()
-        step.began, step.at = step.began or time.perf_counter() - self._own(), step.at or time.time()
-        of_model = any(part is each for each in self.parts)  # a loss is fed by a model
+        step.began = step.began or time.perf_counter() - self._own()
+        step.at = step.at or time.time()
+        of_model = any(part is known_part for known_part in self.parts)  # a loss is fed by a model
         inputs = inputs_of(args, kwargs) if of_model else []
         in_training = self._clock.account.kind != "evaluation"
         if inputs and in_training and self.reads_contents and inputs[0].device.type != "meta":
             dtype = str(inputs[0].dtype).removeprefix("torch.")
             step.fed.append((self._clock.account, [*map(digest, inputs)], tuple(inputs[0].shape), dtype))
         if in_training and self.reads_contents:
-            before = self._steps.get(self._clock.step - 1, Step())
-            self.numbers.changed.look(self._clock.step, self.parts, {} if before.read_late else before.digests)
+            previous_step = self._steps.get(self._clock.step - 1, Step())
+            self.numbers.changed.look(
+                self._clock.step, self.parts, {} if previous_step.read_late else previous_step.digests
+            )
             begins = begins_of(args, kwargs, inputs[0]) if inputs else None
             self.numbers.pass_begins(self.parts, inputs[0] if inputs else None, begins)
 
@@ -184,6 +225,7 @@ class Seen:
             self.numbers.pass_ends()
 
     def _step(self) -> Step:
+        """Return the step that is now."""
         return self._steps.setdefault(self._clock.step, Step())
 
     def _note_settings(self) -> None:
@@ -201,15 +243,24 @@ class Seen:
 
     def _note_gradients(self, step: Step, optimizer: Optimizer) -> None:
         """Note them before each optimizer: one that steps inside of backward may free its gradients before the next begins."""
-        before = step.ungraded
-        missing = [fqn for fqn, p in sharded_parameters(self.parts) if p.grad is None and local(p).numel()]
-        step.ungraded = tuple(fqn for fqn in missing if before is None or fqn in before)
-        for what, size in gradient_bytes((p for _, p in named_parameters(self.parts)), optimizer).items():
-            step.memory[what] = max(size, step.memory.get(what, 0))
+        earlier_ungraded = step.ungraded
+        missing = [
+            fqn
+            for fqn, parameter in sharded_parameters(self.parts)
+            if parameter.grad is None and local(parameter).numel()
+        ]
+        step.ungraded = tuple(fqn for fqn in missing if earlier_ungraded is None or fqn in earlier_ungraded)
+        for kind, size in gradient_bytes(
+            (parameter for _, parameter in named_parameters(self.parts)), optimizer
+        ).items():
+            step.memory[kind] = max(size, step.memory.get(kind, 0))
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
-        """Contents are those after the outermost step: ZeRO's sends to each rank what others stepped. Trap: where an optimizer
-        calls a closure, the step's first pass comes after its optimizer begins, and brings the gradients."""
+        """Note what an optimizer's step left: contents, state and memory, after the outermost step.
+
+        ZeRO's outermost step sends to each rank what others stepped. Trap: where an optimizer calls a closure, the step's first
+        pass comes after its optimizer begins, and brings the gradients.
+        """
         step = self._step()
         if step.ungraded is None or step.ungraded:
             self._note_gradients(step, optimizer)
@@ -220,13 +271,21 @@ class Seen:
         self._layout = self._layout_now()  # a script may give up its model before it ends
         self._note_contents(self._clock.step, stepped)
         if self.reads_contents:
-            self.numbers.stepped(self.parts, stepped, [each.state for each in self._optimizers], step.lr)
+            self.numbers.stepped(
+                self.parts, stepped, [known_optimizer.state for known_optimizer in self._optimizers], step.lr
+            )
         step.read_late = not step.digests
-        step.stepped, step.issued = stepped, len(self._collectives.records)
-        step.memory["parameters"] = held_bytes(p for _, p in sharded_parameters(self.parts))
-        states = (state for each in self._optimizers for state in each.state.values())  # Shampoo's are maps of maps
-        step.memory["optimizer_state"] = held_bytes(v for state in states for _, v in tensors_in("", state) if v.dim())
+        step.stepped = stepped
+        step.issued = len(self._collectives.records)
+        step.memory["parameters"] = held_bytes(parameter for _, parameter in sharded_parameters(self.parts))
+        step.memory["optimizer_state"] = held_bytes(self._state_tensors())
         step.peak = _peak()
+
+    def _state_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors with dims in the state of all optimizers. Shampoo's states are maps of maps."""
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                yield from (tensor for _, tensor in tensors_in("", state) if tensor.dim())
 
     def _note_contents(self, number: int, owned: set[int] | None = None) -> None:
         """Note the contents of all parameters, or of those with these ids."""
@@ -245,12 +304,12 @@ class Seen:
     def _note_late(self, part: nn.Module) -> None:
         """Read a step's parameters when the next step's first forward pass ends, where optimizers step on other tensors: ZeRO
         may gather parameters in that pass. What it has freed again cannot be read."""
-        before = self._steps.get(self._clock.step - 1)
-        if before is None or not before.read_late:
+        previous_step = self._steps.get(self._clock.step - 1)
+        if previous_step is None or not previous_step.read_late:
             return
         for fqn, parameter in sharded_parameters([part]):
-            if fqn not in before.digests and local(parameter).numel():
-                self._note_content(before, fqn, parameter)
+            if fqn not in previous_step.digests and local(parameter).numel():
+                self._note_content(previous_step, fqn, parameter)
 
     def read_again(self) -> None:
         """Read parameters again that a trainer averages after the optimizer's step, as local SGD does. Sharded parameters are
@@ -269,7 +328,7 @@ class Seen:
         self._gathered.see_what_was_left(self.parts)
 
     def step_is_over(self) -> None:
-        """Another begins."""
+        """Note that the last step is over, as another begins."""
         last = self._clock.finished
         if last in self._steps:
             self._steps[last].ended = time.perf_counter() - self._own()
@@ -279,6 +338,7 @@ class Seen:
     # ---- what is left behind
 
     def evidence(self, rank: int, world: int) -> RankEvidence:
+        """Return the evidence of this rank, as the core's checks read it."""
         groups, wrappers, _ = self._layout = self._layout_now()
         return RankEvidence(
             rank=rank,
@@ -297,16 +357,20 @@ class Seen:
         )
 
     def _layout_now(self) -> tuple[tuple[Group, ...], dict[str, Wrapper], tuple[str, ...]]:
-        """What it was last, where the script has left its groups and given up its model before it ends."""
+        """Return groups, wrappers and the parameters that optimizers step on.
+
+        A script may leave its groups and give up its model before it ends. Then these are what they were last.
+        """
         groups, wrappers, stepped = self._layout
         owned = self._optimizers.owned()
-        stepped = tuple(fqn for fqn, p in sharded_parameters(self.parts) if id(p) in owned) or stepped
+        stepped = tuple(fqn for fqn, parameter in sharded_parameters(self.parts) if id(parameter) in owned) or stepped
         if not dist.is_initialized():
-            own = self._collectives.own.settled()
-            return groups, wrappers or (structure.wrappers(self.parts) if own else {}), stepped
+            own_groups = self._collectives.own.settled()
+            return groups, wrappers or (structure.wrappers(self.parts) if own_groups else {}), stepped
         return structure.groups(), structure.wrappers(self.parts) or wrappers, stepped
 
     def _step_evidence(self, number: int, step: Step) -> StepEvidence:
+        """Return a step's evidence, as the core's checks read it."""
         return StepEvidence(
             step=number,
             microbatches=(),
@@ -326,17 +390,13 @@ class Seen:
         return tuple(self._recorded(number, step) for number, step in sorted(self._steps.items()))
 
     def _recorded(self, number: int, step: Step) -> RecordedStep:
+        """Return what only a recording has of a step."""
         return RecordedStep(
             step=number,
             digests=dict(zip(step.digests, _read(step.digests.values()), strict=True)),
             not_finite=_where(step.bad),
             constant=_where(step.constant),
-            fed=tuple(
-                Fed(first, shape, dtype, tuple(others))
-                for account, digests, shape, dtype in step.fed
-                for first, *others in [_read(digests)]
-                if account.kind == "training" and account.step  # a pipeline calls its stages once to see shapes
-            ),
+            fed=tuple(_received_inputs(step)),
             seconds=step.ended - step.began if step.ended and step.began else 0.0,
             peak=step.peak,
             ungraded=step.ungraded or (),
@@ -352,31 +412,45 @@ class Seen:
         return self._layout[2]
 
 
+def _received_inputs(step: Step) -> Iterator[Fed]:
+    """Yield the inputs of the passes that trained. A pipeline calls its stages once to see shapes; that is of step 0."""
+    for account, digests, shape, dtype in step.fed:
+        first, *others = _read(digests)
+        if account.kind == "training" and account.step:
+            yield Fed(first, shape, dtype, tuple(others))
+
+
 def _claim(fqn: str, parameter: nn.Parameter) -> TensorEvidence:
-    held = local(parameter)
-    kind = np.dtype(str(held.dtype).removeprefix("torch.")) if held.dtype != torch.bfloat16 else np.dtype("float32")
+    """Return the evidence of a parameter: its shape, dtype and placements, without contents."""
+    local_tensor = local(parameter)
+    kind = (
+        np.dtype(str(local_tensor.dtype).removeprefix("torch."))
+        if local_tensor.dtype != torch.bfloat16
+        else np.dtype("float32")
+    )
     return TensorEvidence(
         fqn=fqn,
         global_shape=tuple(parameter.shape),
         dtype=str(parameter.dtype).removeprefix("torch."),
         mesh=_ranks_of(parameter.device_mesh) if hasattr(parameter, "device_mesh") else None,
         placements=structure.placements(parameter),
-        value=without_values(tuple(held.shape), kind.name),
+        value=without_values(tuple(local_tensor.shape), kind.name),
     )
 
 
 @functools.lru_cache(maxsize=16)
 def _ranks_of(mesh: Any) -> Any:
-    """The same list for all parameters on it."""
+    """Return the mesh's ranks as nested lists: one list object for all parameters on it."""
     return mesh.mesh.tolist()
 
 
-def _where(told: dict[str, torch.Tensor]) -> tuple[str, ...]:
-    return tuple(fqn for fqn, true in zip(told, _read(told.values()), strict=True) if true)
+def _where(flag_by_fqn: dict[str, torch.Tensor]) -> tuple[str, ...]:
+    """Return the fqns whose flag is true."""
+    return tuple(fqn for fqn, is_set in zip(flag_by_fqn, _read(flag_by_fqn.values()), strict=True) if is_set)
 
 
 def _read(values: Any) -> list[Any]:
-    """All at once: each single one would be waited for."""
+    """Return the values of tensors with one element, read at once, since each single read would wait for the device."""
     values = list(values)
     devices = {value.device for value in values}
     if len(devices) != 1:

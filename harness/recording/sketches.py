@@ -26,7 +26,8 @@ from harness.core.evidence.whole_file import whole_file
 BUCKETS = 32
 """Sums of a sketch."""
 FORMAT = 4
-WEIGHTS, GRADIENT = "weights", "gradient"
+WEIGHTS = "weights"
+GRADIENT = "gradient"
 """Kinds of tensors; an optimizer's state has the optimizer's own keys."""
 AFTER_PASS = "gradient after pass "
 """With the number of a pass from 1, the kind of what was accumulated until then."""
@@ -109,27 +110,30 @@ def sketch_file(directory: Path, rank: int) -> Path:
     return directory / "ranks" / f"rank_{rank:05d}.sketches"
 
 
-def save_sketches(path: Path, of: RankSketches) -> None:
-    """Raises OSError."""
+def save_sketches(path: Path, rank_sketches: RankSketches) -> None:
+    """Write what a rank leaves of numbers. Raises OSError.
+
+    The file is a compressed head of JSON, then the sums: of float64 parameters as they are, of others rounded to float32.
+    """
     names: dict[str, int] = {}
-    table = [
-        [one.step, *(names.setdefault(text, len(names)) for text in (one.kind, one.fqn, one.place)), one.elements]
-        for one in of.sketches
-    ]
-    plain = {name: getattr(of, name) for name in PLAIN}
-    head = json.dumps({"format": FORMAT, **plain, "names": [*names], "table": table}, separators=(",", ":")).encode()
-    packed = zlib.compress(head, 1)
+    table = []
+    for sketch in rank_sketches.sketches:
+        name_numbers = [names.setdefault(text, len(names)) for text in (sketch.kind, sketch.fqn, sketch.place)]
+        table.append([sketch.step, *name_numbers, sketch.elements])
+    plain = {name: getattr(rank_sketches, name) for name in PLAIN}
+    header = json.dumps({"format": FORMAT, **plain, "names": [*names], "table": table}, separators=(",", ":")).encode()
+    packed = zlib.compress(header, 1)
     exact: list[np.ndarray] = []
     rounded: list[np.ndarray] = []
-    before = _Before()
-    for one in of.sketches:
-        if of.dtypes.get(one.fqn) == "float64":
-            exact.append(one.sums)
+    weights_before = _Before()
+    for sketch in rank_sketches.sketches:
+        if rank_sketches.dtypes.get(sketch.fqn) == "float64":
+            exact.append(sketch.sums)
         else:
-            rounded.append(before.added(one.kind, one.fqn, one.place, one.sums))
+            rounded.append(weights_before.added(sketch.kind, sketch.fqn, sketch.place, sketch.sums))
     with whole_file(path) as file:
         file.write(HEAD.pack(MAGIC, len(packed)) + packed)
-        file.write(np.array([one.squares for one in of.sketches], "<f8").tobytes())
+        file.write(np.array([sketch.squares for sketch in rank_sketches.sketches], "<f8").tobytes())
         file.write(np.array(exact, "<f8").tobytes() + np.array(rounded, "<f4").tobytes())
 
 
@@ -147,21 +151,21 @@ class _Before:
     def __init__(self) -> None:
         self._weights: dict[tuple[str, str], np.ndarray] = {}
 
-    def added(self, kind: str, fqn: str, place: str, sums: np.ndarray) -> np.ndarray:
-        """Return what is kept. float32 [BUCKETS]"""
+    def added(self, kind: str, fqn: str, slice_text: str, sums: np.ndarray) -> np.ndarray:
+        """Return what the file keeps of a sketch's sums: of weights, what the step added to them. float32 [BUCKETS]"""
         if kind != WEIGHTS:
             return sums.astype(np.float32)
-        kept = (sums - self._weights.get((fqn, place), 0.0)).astype(np.float32)
-        self.whole(kind, fqn, place, kept.astype(np.float64))
-        return kept
+        stored = (sums - self._weights.get((fqn, slice_text), 0.0)).astype(np.float32)
+        self.whole(kind, fqn, slice_text, stored.astype(np.float64))
+        return stored
 
-    def whole(self, kind: str, fqn: str, place: str, kept: np.ndarray) -> np.ndarray:
-        """The inverse, of what is kept as float64."""
+    def whole(self, kind: str, fqn: str, slice_text: str, stored: np.ndarray) -> np.ndarray:
+        """Return the sums of a sketch from what the file keeps of them, as float64."""
         if kind == WEIGHTS:
-            kept = kept + self._weights.get((fqn, place), 0.0)
-            if np.isfinite(kept).all():  # or all later ones would not be, either
-                self._weights[fqn, place] = kept
-        return kept
+            stored = stored + self._weights.get((fqn, slice_text), 0.0)
+            if np.isfinite(stored).all():  # or all later ones would not be, either
+                self._weights[fqn, slice_text] = stored
+        return stored
 
 
 def load_sketches(path: Path) -> RankSketches | None:
@@ -182,41 +186,50 @@ def load_sketches(path: Path) -> RankSketches | None:
 
 
 def _unpacked(data: bytes) -> RankSketches:
+    """Return the sketches of a file's bytes. Raises EvidenceError for another version's file."""
     magic, size = HEAD.unpack_from(data)
     if magic != MAGIC:
         raise ValueError("not a file of sketches")
-    head = json_of(decompressed(data[HEAD.size : HEAD.size + size]))
-    if head["format"] != FORMAT:
+    header = json_of(decompressed(data[HEAD.size : HEAD.size + size]))
+    if header["format"] != FORMAT:
         raise EvidenceError
-    names, table, dtypes = head["names"], head["table"], head["dtypes"]
-    kinds = [dtypes.get(names[fqn]) == "float64" for _, _, fqn, _, _ in table]
-    at = HEAD.size + size
-    squares, at = _read(data, at, "<f8", len(table)), at + 8 * len(table)
-    exact, at = _read(data, at, "<f8", BUCKETS * sum(kinds)), at + 8 * BUCKETS * sum(kinds)
-    rest = _read(data, at, "<f4", BUCKETS * (len(kinds) - sum(kinds))).astype(np.float64)
-    wide, narrow, before, sketches = iter(exact.reshape(-1, BUCKETS)), iter(rest.reshape(-1, BUCKETS)), _Before(), []
-    for (step, *named, elements), square, is_exact in zip(table, squares.tolist(), kinds, strict=True):
-        kind, fqn, place = (names[at] for at in named)
-        sums = next(wide) if is_exact else before.whole(kind, fqn, place, next(narrow))
-        sketches.append(Sketch(step, kind, fqn, place, elements, square, sums))
-    plain: dict[str, Any] = {name: head[name] for name in PLAIN if name in head}
+    names = header["names"]
+    table = header["table"]
+    dtypes = header["dtypes"]
+    is_float64 = [dtypes.get(names[fqn]) == "float64" for _, _, fqn, _, _ in table]
+    offset = HEAD.size + size
+    squares = _read(data, offset, "<f8", len(table))
+    offset += 8 * len(table)
+    exact = _read(data, offset, "<f8", BUCKETS * sum(is_float64))
+    offset += 8 * BUCKETS * sum(is_float64)
+    rounded = _read(data, offset, "<f4", BUCKETS * (len(is_float64) - sum(is_float64))).astype(np.float64)
+    exact_rows = iter(exact.reshape(-1, BUCKETS))
+    rounded_rows = iter(rounded.reshape(-1, BUCKETS))
+    weights_before = _Before()
+    sketches = []
+    for (step, *name_numbers, elements), square, is_exact in zip(table, squares.tolist(), is_float64, strict=True):
+        kind, fqn, slice_text = (names[name_index] for name_index in name_numbers)
+        sums = next(exact_rows) if is_exact else weights_before.whole(kind, fqn, slice_text, next(rounded_rows))
+        sketches.append(Sketch(step, kind, fqn, slice_text, elements, square, sums))
+    plain: dict[str, Any] = {name: header[name] for name in PLAIN if name in header}
     plain |= {name: _by_step(plain.get(name, {})) for name in OF_STEPS}
-    plain["passes"] = {step: tuple(map(tuple, of)) for step, of in plain["passes"].items()}
-    plain |= {name: {step: tuple(of) for step, of in plain[name].items()} for name in ("drawn", "changed")}
-    plain["bare"] = {int(row): bare for row, bare in head["bare"].items()}
+    plain["passes"] = {step: tuple(map(tuple, values)) for step, values in plain["passes"].items()}
+    for name in ("drawn", "changed"):
+        plain[name] = {step: tuple(values) for step, values in plain[name].items()}
+    plain["bare"] = {int(row): bare for row, bare in header["bare"].items()}
     plain["shapes"] = {fqn: tuple(shape) for fqn, shape in plain["shapes"].items()}
-    return RankSketches(
-        **plain
-        | {"sketches": tuple(sketches), **{name: tuple(plain.get(name, ())) for name in ("optimizers", "plain", "tp")}}
-    )
+    for name in ("optimizers", "plain", "tp"):
+        plain[name] = tuple(plain.get(name, ()))
+    return RankSketches(**plain, sketches=tuple(sketches))
 
 
-def _by_step(of: dict[str, Any]) -> dict[int, Any]:
-    return {int(step): value for step, value in of.items()}
+def _by_step(value_by_text: dict[str, Any]) -> dict[int, Any]:
+    """Return the values by step; JSON has steps as text."""
+    return {int(step): value for step, value in value_by_text.items()}
 
 
-def _read(data: bytes, at: int, dtype: str, count: int) -> np.ndarray:
-    return np.frombuffer(data, dtype, count, at)
+def _read(data: bytes, offset: int, dtype: str, count: int) -> np.ndarray:
+    return np.frombuffer(data, dtype, count, offset)
 
 
 @dataclass(frozen=True)
@@ -230,23 +243,32 @@ class Box:
 
     @functools.cached_property
     def size(self) -> tuple[int, int]:
-        """Number of rows and of columns."""
-        return tuple(sum(stop - start for start, stop in of) for of in (self.rows, self.columns))  # type: ignore[return-value]
+        """Return the number of rows and of columns."""
+        return _length_of(self.rows), _length_of(self.columns)
 
     @functools.cached_property
     def text(self) -> str:
-        return "|".join(",".join(f"{start}:{stop}" for start, stop in of) for of in (self.rows, self.columns))
+        """Return rows and columns in words: 0:2,4:6|0:16."""
+        return f"{_intervals_text(self.rows)}|{_intervals_text(self.columns)}"
+
+
+def _length_of(intervals: Iterable[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in intervals)
+
+
+def _intervals_text(intervals: Iterable[tuple[int, int]]) -> str:
+    return ",".join(f"{start}:{stop}" for start, stop in intervals)
 
 
 def boxes_of(text: str) -> tuple[Box, ...]:
-    """Return the boxes that a place names: the inverse of `place_text`."""
+    """Return the boxes that a slice's text names."""
 
-    def intervals(of: str) -> tuple[tuple[int, int], ...]:
-        pairs = (one.split(":") for one in of.split(",") if one)
+    def intervals(interval_texts: str) -> tuple[tuple[int, int], ...]:
+        pairs = (interval_text.split(":") for interval_text in interval_texts.split(",") if interval_text)
         return tuple((int(start), int(stop)) for start, stop in pairs)
 
-    both = (box.split("|") for box in text.split(";") if box)
-    return tuple(Box(intervals(rows), intervals(columns)) for rows, columns in both)
+    rows_and_columns = (box.split("|") for box in text.split(";") if box)
+    return tuple(Box(intervals(rows), intervals(columns)) for rows, columns in rows_and_columns)
 
 
 def place_text(boxes: Iterable[Box], addend: str = "") -> str:

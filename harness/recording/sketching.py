@@ -44,9 +44,11 @@ class Sketcher:
     def sketch(self, values: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
         """Return the sum of squares and the sketch of a slice. values: its elements in a row. float64 [1 + BUCKETS]"""
         if values.device.type == "cpu" and 0 < values.numel() <= SMALL:
-            each = values.double()
-            held = torch.zeros(2 * BUCKETS, dtype=torch.float64).index_add_(0, self._one_by_one(tuple(boxes)), each)
-            return torch.cat([torch.dot(each, each).view(1), held[:BUCKETS] - held[BUCKETS:]])
+            doubles = values.double()
+            bucket_sums = torch.zeros(2 * BUCKETS, dtype=torch.float64).index_add_(
+                0, self._one_by_one(tuple(boxes)), doubles
+            )
+            return torch.cat([torch.dot(doubles, doubles).view(1), bucket_sums[:BUCKETS] - bucket_sums[BUCKETS:]])
         total = torch.zeros(BUCKETS, BUCKETS, dtype=torch.float64, device=values.device)
         squares = torch.zeros((), dtype=torch.float64, device=values.device)
         begin = 0
@@ -56,9 +58,14 @@ class Sketcher:
             begin += rows * columns
             of_rows = self._buckets(box.rows, 0, values.device)
             of_columns = self._buckets(box.columns, 1, values.device)
-            for left in range(0, columns, WIDEST):
-                some = slice(left, left + WIDEST)
-                squares += _add(total, matrix[:, some], of_rows, tuple(each[some] for each in of_columns))
+            for first_column in range(0, columns, WIDEST):
+                column_slice = slice(first_column, first_column + WIDEST)
+                squares += _add(
+                    total,
+                    matrix[:, column_slice],
+                    of_rows,
+                    tuple(column_part[column_slice] for column_part in of_columns),
+                )
         folded = torch.zeros(BUCKETS, dtype=torch.float64, device=values.device)
         folded.index_add_(0, self._folding(values.device), total.view(-1))
         return torch.cat([squares.view(1), folded])
@@ -67,14 +74,14 @@ class Sketcher:
         """Return the bucket of each element of a small slice, BUCKETS more where its sign is negative. int64 [n]"""
         if boxes in self._small:
             return self._small[boxes]
-        cpu, found = torch.device("cpu"), []
+        cpu = torch.device("cpu")
+        bucket_parts = []
         for box in boxes:
-            (row, its_sign), (column, sign) = (
-                self._buckets(of, axis, cpu) for axis, of in enumerate((box.rows, box.columns))
-            )
-            negative = its_sign[:, None] * sign < 0
-            found.append(((row[:, None] + column) % BUCKETS + BUCKETS * negative).view(-1))
-        small = torch.cat(found)
+            row_bucket, row_sign = self._buckets(box.rows, 0, cpu)
+            column_bucket, column_sign = self._buckets(box.columns, 1, cpu)
+            is_negative = row_sign[:, None] * column_sign < 0
+            bucket_parts.append(((row_bucket[:, None] + column_bucket) % BUCKETS + BUCKETS * is_negative).view(-1))
+        small = torch.cat(bucket_parts)
         if self._keeps(8 * len(small)):
             self._small[boxes] = small
         return small
@@ -82,14 +89,15 @@ class Sketcher:
     def _keeps(self, size: int) -> bool:
         """Return whether there is room for so many bytes, and take it."""
         fits = self.kept_bytes + size <= KEPT
-        self.kept_bytes += size * fits
+        if fits:
+            self.kept_bytes += size
         return fits
 
     def _folding(self, device: torch.device) -> torch.Tensor:
         """Return the bucket of each pair of a row's and a column's: their sum, modulo BUCKETS."""
         if device not in self._fold:
-            each = torch.arange(BUCKETS, device=device)
-            self._fold[device] = ((each[:, None] + each) % BUCKETS).view(-1)
+            bucket = torch.arange(BUCKETS, device=device)
+            self._fold[device] = ((bucket[:, None] + bucket) % BUCKETS).view(-1)
         return self._fold[device]
 
     def _buckets(
@@ -100,10 +108,10 @@ class Sketcher:
         if key in self._known:
             return self._known[key]
         hashed = mixed(_numbers(intervals, device) + SEEDS[axis])
-        found = hashed & (BUCKETS - 1), (((hashed >> 13) & 1) * 2 - 1).double()
+        buckets_and_signs = hashed & (BUCKETS - 1), (((hashed >> 13) & 1) * 2 - 1).double()
         if self._keeps(16 * len(hashed)):
-            self._known[key] = found
-        return found
+            self._known[key] = buckets_and_signs
+        return buckets_and_signs
 
 
 def _numbers(intervals: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
@@ -116,53 +124,58 @@ def _add(
     of_rows: tuple[torch.Tensor, torch.Tensor],
     of_columns: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Add rows up by bucket and sign, then columns. Return the sum of squares. Trap: on a GPU index_add_ adds in any order, so
-    that a product with signs is taken there."""
+    """Add rows up by bucket and sign, then columns. Return the sum of squares. float64 []
+
+    Trap: on a GPU index_add_ adds in any order, so that a product with signs is taken there.
+    """
     bucket, sign = of_rows
     rows, columns = matrix.shape
-    each, squares = max(1, CHUNK // max(columns, 1)), torch.zeros((), dtype=torch.float64, device=matrix.device)
+    rows_at_once = max(1, CHUNK // max(columns, 1))
+    squares = torch.zeros((), dtype=torch.float64, device=matrix.device)
     on_cpu = matrix.device.type == "cpu"
-    held = torch.zeros(2 * BUCKETS if on_cpu else BUCKETS, columns, dtype=torch.float64, device=matrix.device)
+    bucket_sums = torch.zeros(2 * BUCKETS if on_cpu else BUCKETS, columns, dtype=torch.float64, device=matrix.device)
     signed = bucket + BUCKETS * (sign < 0) if on_cpu else bucket
-    for first in range(0, rows, each):
-        some = slice(first, first + each)
-        taken = matrix[some]
-        part = room(torch.float64, taken).copy_(taken)
+    for first in range(0, rows, rows_at_once):
+        row_slice = slice(first, first + rows_at_once)
+        taken_rows = matrix[row_slice]
+        part = room(torch.float64, taken_rows).copy_(taken_rows)
         flat = part.view(-1)
         squares += torch.dot(flat, flat)
         if on_cpu:
-            held.index_add_(0, signed[some], part)
+            bucket_sums.index_add_(0, signed[row_slice], part)
         else:
-            held.addmm_(_signs(bucket[some], sign[some]), part)
-    held = held[:BUCKETS] - held[BUCKETS:] if on_cpu else held
-    column, its_sign = of_columns
+            bucket_sums.addmm_(_signs(bucket[row_slice], sign[row_slice]), part)
+    bucket_sums = bucket_sums[:BUCKETS] - bucket_sums[BUCKETS:] if on_cpu else bucket_sums
+    column_bucket, column_sign = of_columns
     if on_cpu:
-        total.index_add_(1, column, held * its_sign)
+        total.index_add_(1, column_bucket, bucket_sums * column_sign)
     else:
-        total.addmm_(held, _signs(column, its_sign).T)
+        total.addmm_(bucket_sums, _signs(column_bucket, column_sign).T)
     return squares
 
 
 def _signs(bucket: torch.Tensor, sign: torch.Tensor) -> torch.Tensor:
     """Return the signs, each in the row of its bucket. float64 [BUCKETS, n]"""
-    found = torch.zeros(BUCKETS, len(bucket), dtype=torch.float64, device=bucket.device)
-    return found.scatter_(0, bucket[None], sign[None])
+    signs = torch.zeros(BUCKETS, len(bucket), dtype=torch.float64, device=bucket.device)
+    return signs.scatter_(0, bucket[None], sign[None])
 
 
 @torch.no_grad()
 def alter(values: torch.Tensor, fqn: str, boxes: Sequence[Box], width: int, relative: float) -> None:
-    """Change each element in place by up to this part of it, as a hash of its index in the whole parameter says. width:
-    columns of the whole parameter."""
+    """Change each element in place, by a part of it that a hash of its index in the whole parameter gives.
+
+    relative: the largest part. width: columns of the whole parameter.
+    """
     begin = 0
     for box in boxes:
-        rows, columns = (_numbers(of, values.device) for of in (box.rows, box.columns))
-        each = max(1, CHUNK // max(len(columns), 1))
-        for first in range(0, len(rows), each):
-            at = rows[first : first + each, None] * width + columns
-            share = (mixed(at + seed(fqn)) >> 11).double() / 2.0**52  # from -1 to 1
-            part = values[begin : begin + at.numel()].view(at.shape)
+        rows, columns = (_numbers(intervals, values.device) for intervals in (box.rows, box.columns))
+        rows_at_once = max(1, CHUNK // max(len(columns), 1))
+        for first in range(0, len(rows), rows_at_once):
+            indices = rows[first : first + rows_at_once, None] * width + columns
+            share = (mixed(indices + seed(fqn)) >> 11).double() / 2.0**52  # from -1 to 1
+            part = values[begin : begin + indices.numel()].view(indices.shape)
             part.add_((part.double() * share * relative).to(part.dtype))
-            begin += at.numel()
+            begin += indices.numel()
 
 
 def width_of(shape: Sequence[int]) -> int:

@@ -27,10 +27,13 @@ MOST = 1000
 
 
 class TracedCollectives(CollectiveRecorder):
+    """The recorder of collectives, which keeps those of chosen steps, and of all others only the last one."""
+
     def __init__(self, clock: Clock, chosen: Callable[[], bool], progress: Progress) -> None:
         super().__init__(clock.where, None, lambda: clock.account)
         self._progress = progress
-        self._clock, self._chosen = clock, chosen
+        self._clock = clock
+        self._chosen = chosen
         self._counts: dict[str, int] = {}  # the group used last comes last
         self._in_background: Counter[str] = Counter()
         self._latest: tuple[Any, ...] | None = None
@@ -42,7 +45,7 @@ class TracedCollectives(CollectiveRecorder):
         self.failed = ""
 
     def _note(self, op: str, payload: Any, args: tuple[Any, ...]) -> None:
-        """A call that cannot be read is not on record; it is made all the same."""
+        """Record a call. One that cannot be read is not on record, and is made all the same."""
         if self.failed:
             return
         try:
@@ -61,6 +64,7 @@ class TracedCollectives(CollectiveRecorder):
             super()._called_directly(call, group)
 
     def _went_wrong(self, op: str, error: Exception) -> None:
+        """Note the first error of the recorder itself; nothing more is recorded then."""
         if not self.failed:
             self.failed = f"reading a call of {op} raised {error!r}"
             print(f"harness: no collective is recorded any more: {self.failed}", file=sys.stderr)
@@ -69,7 +73,10 @@ class TracedCollectives(CollectiveRecorder):
         return phase == BACKGROUND or self._chosen()
 
     def _has_ranks(self, group: dist.ProcessGroup) -> bool:
-        """A name comes again where a job destroys its groups and makes others."""
+        """Return whether torch has the group's ranks, and keep them by its name.
+
+        A name comes again where a job destroys its groups and makes others.
+        """
         if self.keep(group) or id(group) not in self._placed:
             if not (ranks := members(group)):
                 return False
@@ -78,7 +85,7 @@ class TracedCollectives(CollectiveRecorder):
         return True
 
     def _trace(self, op: str, group: dist.ProcessGroup) -> bool:
-        """Whether it is on record too."""
+        """Note the call as the last one. Return whether it is on record, too."""
         name = name_of(group)
         self._counts[name] = self._counts.pop(name, 0) + 1
         step, phase = self._clock.where()
@@ -95,7 +102,10 @@ class TracedCollectives(CollectiveRecorder):
         return self._in_background[name] <= MOST
 
     def _look_beside(self, op: str, name: str, thread: str) -> None:
-        """A process that is killed while both wait leaves it as well."""
+        """Note that another thread issues over this group while training goes on.
+
+        The note is written at once, so that a process that is killed while both wait leaves it as well.
+        """
         if self._clock.is_training_meanwhile():
             self._beside[name].add((op, thread))
             if self._file is not None:
@@ -108,19 +118,20 @@ class TracedCollectives(CollectiveRecorder):
         for call in tuple(self.records):
             if call.step and call.phase not in (BACKGROUND, CHECKPOINT):
                 trains[call.group].add(call.op)
-        found = []
+        background_calls = []
         for name, calls in sorted((name, tuple(calls)) for name, calls in [*self._beside.items()]):
             if calls and trains[name]:
                 ops, threads = (tuple(sorted(set(kind))) for kind in zip(*calls, strict=True))
-                found.append(Beside(name, self._ranks[name], ops, threads, tuple(sorted(trains[name]))))
-        return tuple(found)
+                background_calls.append(Beside(name, self._ranks[name], ops, threads, tuple(sorted(trains[name]))))
+        return tuple(background_calls)
 
     @property
     def last(self) -> Last | None:
+        """Return the last collective, with those before it in its group; None before the first one."""
         if self._latest is None:
             return None
-        text, name, place, before, others = self._latest
-        return Last(text, self._ranks.get(name, ()), name, place, tuple(before), others)
+        text, name, number, before, others = self._latest
+        return Last(text, self._ranks.get(name, ()), name, number, tuple(before), others)
 
     def leave_beside(self, record: Path, *, finished: bool) -> None:
         """Say beside which record a process that is killed leaves what other threads issued."""

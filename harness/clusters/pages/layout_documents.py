@@ -34,20 +34,22 @@ def plan(case: Case, plan: Plan, gpu: str, set_aside: Sequence[str] = ()) -> dic
     }
 
 
-def layouts(asked: Mapping[str, Any], fits: Fitting) -> dict[str, Any]:
-    """Return the layouts that fit, best first, with what their estimates are made of. asked: the request."""
+def layouts(request: Mapping[str, Any], fits: Fitting) -> dict[str, Any]:
+    """Return the layouts that fit, best first, with what their estimates are made of. request: what was asked for."""
     return {
-        **asked,
+        **request,
         "looked": fits.looked,
         "attained": {"computing": COMPUTES, "links": SENDS},
-        "layouts": [_fit(fit, fits.published.get(place)) for place, fit in enumerate(fits.found)],
+        "layouts": [_fit(fit, fits.published.get(position)) for position, fit in enumerate(fits.found)],
         "unlisted": [{"name": name, "why": why} for name, why in fits.unlisted.items()],
         "degrees": fits.degrees,
     }
 
 
 def _fit(fit: Fit, name: str | None) -> dict[str, Any]:
-    case, time = fit.case, fit.time
+    """Return the data of one layout that fits. name: of a published one."""
+    case = fit.case
+    time = fit.time
     parts = {"computing": time.computing, "bubble": time.bubble, "waited": time.waited, "exposed": time.exposed}
     return {
         "published": name,
@@ -64,18 +66,19 @@ def _fit(fit: Fit, name: str | None) -> dict[str, Any]:
 
 
 def figures(case: Case, plan: Plan, gpu: str) -> dict[str, Any]:
-    """Return what is said of all ranks: who needs most memory, what goes over links, who waits, and what is uneven."""
-    rank, held = neediest(case, plan)
+    """Return the figures of all ranks: the largest memory, traffic over links, the pipeline's bubble, and imbalance."""
+    rank, needed = neediest(case, plan)
     return {
         "gpu": gpu,
-        "neediest": {"rank": rank, **_bytes(held)},
-        "sent": [as_data(one) | {"links": one.links} for one in most_sent(plan)],
+        "neediest": {"rank": rank, **_bytes(needed)},
+        "sent": [as_data(sent) | {"links": sent.links} for sent in most_sent(plan)],
         "pipeline": _pipeline(case) if case.dims.pp > 1 else {},
         "balance": list(balance(case, plan)),
     }
 
 
 def _kind(case: Case, plan: Plan, ranks: Sequence[int]) -> dict[str, Any]:
+    """Return the data of one rank class, from its first rank."""
     first = ranks[0]
     return {
         "ranks": ranks,
@@ -87,30 +90,36 @@ def _kind(case: Case, plan: Plan, ranks: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _bytes(held: RankBytes) -> dict[str, Any]:
-    return {**as_data(held), "stays": held.stays, "loss": held.loss, "backward": held.backward, **_most(held)}
+def _bytes(needed: RankBytes) -> dict[str, Any]:
+    """Return the bytes that a rank needs, by kind and in all."""
+    return {**as_data(needed), "stays": needed.stays, "loss": needed.loss, "backward": needed.backward, **_most(needed)}
 
 
-def _most(held: RankBytes) -> dict[str, Any]:
-    return {"most": held.most, "phase": held.phase, "reserved": held.reserved}
+def _most(needed: RankBytes) -> dict[str, Any]:
+    """Return the most bytes that a rank needs at once, and in which phase."""
+    return {"most": needed.most, "phase": needed.phase, "reserved": needed.reserved}
 
 
 def _slices(plan: Plan) -> list[dict[str, Any]]:
-    found: dict[tuple[str, Any], list[int]] = {}
+    """Return each slice of a parameter with the ranks that hold it."""
+    ranks_by_slice: dict[tuple[str, Any], list[int]] = {}
     for rank, slices in plan.slices.items():
-        for fqn, part in slices.items():
-            found.setdefault((fqn, part), []).append(rank)
-    return [{"parameter": fqn, "intervals": part, "ranks": ranks} for (fqn, part), ranks in found.items()]
+        for fqn, intervals in slices.items():
+            ranks_by_slice.setdefault((fqn, intervals), []).append(rank)
+    return [
+        {"parameter": fqn, "intervals": intervals, "ranks": ranks} for (fqn, intervals), ranks in ranks_by_slice.items()
+    ]
 
 
 def _pipeline(case: Case) -> dict[str, Any]:
-    mine = pipeline_time(case, lambda stage: matmul_operations(case, stage))
+    """Return the bubble of the pipeline's schedule, and that of other schedules."""
+    own_time = pipeline_time(case, lambda stage: matmul_operations(case, stage))
     return {
         "schedule": case.features.schedule,
         "microbatches": case.microbatches,
         "stages": case.n_stages,
-        "bubble": mine.bubble,
-        "idle": mine.idle,
+        "bubble": own_time.bubble,
+        "idle": own_time.idle,
         "bubble_of_equal_stages": pipeline_time(case).bubble,
         "bubble_of_others": {name: time.bubble for name, time in other_schedules(case)},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from harness.core.evidence.text import bytes_text
@@ -19,82 +20,113 @@ MEANING = {
 
 
 def compared(
-    one: str,
-    other: str,
-    found: Sequence[Difference],
-    moved: Sequence[Shift],
+    first_name: str,
+    second_name: str,
+    differences: Sequence[Difference],
+    shifts: Sequence[Shift],
     outside: str = "",
     notes: Sequence[str] = (),
 ) -> list[str]:
-    """moved: figures that differ. outside: in which steps collectives outside of passes were compared. notes: what was not
-    compared."""
-    title = counted(found) if found or not notes else "no difference in what was compared"
-    notes = [*([f"outside of forward and backward: {outside}"] if outside else []), *notes]
-    said = [line for note in notes for line in wrapped(note, "  ", "    ")]
-    return [f"{one} -> {other}: {title}", *listed(found), *said, *shifted([("", each) for each in moved])]
+    """Return the lines on what differs in structure, then on figures that differ.
+
+    shifts: figures that differ. outside: in which steps collectives outside of passes were compared. notes: what was not
+    compared.
+    """
+    title = counted(differences) if differences or not notes else "no difference in what was compared"
+    if outside:
+        notes = [f"outside of forward and backward: {outside}", *notes]
+    note_lines = itertools.chain.from_iterable(wrapped(note, "  ", "    ") for note in notes)
+    return [
+        f"{first_name} -> {second_name}: {title}",
+        *listed(differences),
+        *note_lines,
+        *shifted([("", shift) for shift in shifts]),
+    ]
 
 
-def counted(found: Sequence[Difference]) -> str:
-    return f"{len(found)} difference{'s' * (len(found) != 1)} in structure" if found else "the same structure"
+def counted(differences: Sequence[Difference]) -> str:
+    """Return how many differences in structure there are, in words."""
+    if not differences:
+        return "the same structure"
+    plural = "" if len(differences) == 1 else "s"
+    return f"{len(differences)} difference{plural} in structure"
 
 
-def listed(found: Sequence[Difference]) -> list[str]:
+def listed(differences: Sequence[Difference]) -> list[str]:
+    """Return the lines on differences in structure, below the place that each is in."""
     lines: list[str] = []
-    before: tuple[str, ...] = ()
-    for each in found[:MOST]:
-        *place, name = each.where
-        if tuple(place) != before and place:
-            lines.append(f"  {', '.join(place)}")
-        before = tuple(place)
+    previous_place: tuple[str, ...] = ()
+    for difference in differences[:MOST]:
+        *location, name = difference.where
+        if tuple(location) != previous_place and location:
+            lines.append(f"  {', '.join(location)}")
+        previous_place = tuple(location)
         lines += wrapped(
-            f"{name}: {_amount(name, each.one)} -> {_amount(name, each.other)}", "    " if place else "  ", "    "
+            f"{name}: {_amount(name, difference.one)} -> {_amount(name, difference.other)}",
+            "    " if location else "  ",
+            "    ",
         )
-    return lines + ([f"  and {len(found) - MOST} more"] if len(found) > MOST else [])
+    return lines + ([f"  and {len(differences) - MOST} more"] if len(differences) > MOST else [])
 
 
 def _amount(name: str, text: str) -> str:
-    """Bytes for a person, beside the exact number."""
+    """Return the text; of bytes, in a unit for a person, beside the exact number."""
     sized = name in ("bytes", "parameters", "gradients", "optimizer_state", "parameters as forward ends")
     return f"{bytes_text(int(text))} ({text})" if sized and text.isdigit() else text
 
 
-def shifted(moved: Sequence[tuple[str, Shift]], where: str = "") -> list[str]:
+def shifted(cases_and_shifts: Sequence[tuple[str, Shift]], where: str = "") -> list[str]:
     """Return a table of figures, each with the case that it is of, in the order of the list, and what lies within the noise.
     where: on what seconds were measured."""
-    clear = [each for each in moved if each[1].within is not True]
-    noise = [each for each in moved if each[1].within is True]
-    if not moved:
+    clear_shifts = [case_and_shift for case_and_shift in cases_and_shifts if case_and_shift[1].within is not True]
+    shifts_in_noise = [case_and_shift for case_and_shift in cases_and_shifts if case_and_shift[1].within is True]
+    if not cases_and_shifts:
         return []
-    rows = [("", "before", "after", "change"), *(_row(*each) for each in clear[:MOST])]
-    table = columns(rows) if clear else []
-    table += [f"  and {len(clear) - MOST} more"] if len(clear) > MOST else []
-    title = "what they took, the largest change first; it is no structure" + (f"; {where}" if where else "")
-    texts = [f"within the spread of its steps: {_noise(*each)}" for each in noise[:MOST]]
-    texts += [f"and {len(noise) - MOST} more within it"] * (len(noise) > MOST)
-    if any(each.within is None for _, each in clear):
+    rows = [("", "before", "after", "change"), *(_row(case, shift) for case, shift in clear_shifts[:MOST])]
+    table = columns(rows) if clear_shifts else []
+    if len(clear_shifts) > MOST:
+        table.append(f"  and {len(clear_shifts) - MOST} more")
+    title = "what they took, the largest change first; it is no structure"
+    if where:
+        title += f"; {where}"
+    texts = [f"within the spread of its steps: {_noise(case, shift)}" for case, shift in shifts_in_noise[:MOST]]
+    if len(shifts_in_noise) > MOST:
+        texts.append(f"and {len(shifts_in_noise) - MOST} more within it")
+    if any(shift.within is None for _, shift in clear_shifts):
         texts.append("*: too few steps to show the noise")
-    texts += [text for kind, text in MEANING.items() if any(each.kind == kind for _, each in moved)]
-    return ["", f"{title}:", *table, *(line for text in texts for line in wrapped(text, "  ", "    "))]
+    kinds = {shift.kind for _, shift in cases_and_shifts}
+    texts += [text for kind, text in MEANING.items() if kind in kinds]
+    text_lines = itertools.chain.from_iterable(wrapped(text, "  ", "    ") for text in texts)
+    return ["", f"{title}:", *table, *text_lines]
 
 
-def _row(case: str, one: Shift) -> tuple[str, str, str, str]:
-    name = ": ".join(filter(None, (case, named(one))))
-    change = "new" if not one.one else "gone" if not one.other else change_text(one.other / one.one)
-    return name, amount(one.unit, one.one), amount(one.unit, one.other), change + "*" * (one.within is None)
+def _row(case: str, shift: Shift) -> tuple[str, str, str, str]:
+    """Return the table's row of a figure: name, before, after, change."""
+    name = ": ".join(filter(None, (case, named(shift))))
+    if not shift.one:
+        change = "new"
+    elif not shift.other:
+        change = "gone"
+    else:
+        change = change_text(shift.other / shift.one)
+    if shift.within is None:
+        change += "*"
+    return name, amount(shift.unit, shift.one), amount(shift.unit, shift.other), change
 
 
-def named(one: Shift) -> str:
+def named(shift: Shift) -> str:
     """Return the figure's name, which for some begins with its kind."""
-    return one.of if one.of.startswith(one.kind) else f"{one.kind}, {one.of}"
+    return shift.of if shift.of.startswith(shift.kind) else f"{shift.kind}, {shift.of}"
 
 
-def _noise(case: str, one: Shift) -> str:
-    ranges = (f"{amount(one.unit, least)} to {amount(one.unit, most)}" for least, most in one.spread)
-    return f"{': '.join(filter(None, (case, named(one))))}, {' -> '.join(ranges)}"
+def _noise(case: str, shift: Shift) -> str:
+    """Return the figure's name, and from where to where it spreads in both jobs."""
+    ranges = (f"{amount(shift.unit, lowest)} to {amount(shift.unit, highest)}" for lowest, highest in shift.spread)
+    return f"{': '.join(filter(None, (case, named(shift))))}, {' -> '.join(ranges)}"
 
 
 def change_text(ratio: float) -> str:
-    """+12 %, -3.5 %, x 4."""
+    """Return the change in words: +12 %, -3.5 %, x 4."""
     if ratio >= 2:
         return f"x {ratio:.3g}"
     return f"{100 * (ratio - 1):+.3g} %"

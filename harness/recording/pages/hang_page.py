@@ -14,9 +14,10 @@ from harness.recording.traces.hang import Hang, Stuck
 MOST = 8
 
 
-def hang_page(hang: Hang, said: Analysis, where: object) -> str:
-    title = f"{where}: {counted(len(hang.dumped), 'Flight Recorder dump')}"
-    return "\n".join([f"{hang.verdict} {_head(hang)}", *table_of(_rows(hang, said)), "", title])
+def hang_page(hang: Hang, analysis: Analysis, directory: object) -> str:
+    """Return the page on why a job hung."""
+    title = f"{directory}: {counted(len(hang.dumped), 'Flight Recorder dump')}"
+    return "\n".join([f"{hang.verdict} {_head(hang)}", *table_of(_rows(hang, analysis)), "", title])
 
 
 def _head(hang: Hang) -> str:
@@ -27,51 +28,55 @@ def _head(hang: Hang) -> str:
     return "no collective that is not over"
 
 
-def _rows(hang: Hang, said: Analysis) -> Rows:
+def _rows(hang: Hang, analysis: Analysis) -> Rows:
     rows: Rows = [(f"rank {rank}", why) for rank, why in list(hang.blamed.items())[:MOST]]
-    rows += [("waits", _waits(one)) for one in hang.stuck[:MOST]]
-    rows += [("", f".. and {len(hang.stuck) - MOST} more groups")] * (len(hang.stuck) > MOST)
+    rows += [("waits", _waits(group)) for group in hang.stuck[:MOST]]
+    if len(hang.stuck) > MOST:
+        rows.append(("", f".. and {len(hang.stuck) - MOST} more groups"))
     if hang.missing:
         rows.append(("no dump", f"of {some_ranks(hang.missing)}"))
-    return [*rows, ("torch's own", compared(hang, said))]
+    return [*rows, ("torch's own", compared(hang, analysis))]
 
 
-def _waits(one: Stuck) -> str:
-    text = f"{describe(one.call)}: issued by {some_ranks(one.issued)}"
-    text += f", not by {some_ranks(one.behind)}" if one.behind else ""
-    text += f"; not known of {some_ranks(one.untold)}" if one.untold else ""
-    return text if one.behind or one.untold else f"{text}, all of its members, and nothing came through between them"
+def _waits(group: Stuck) -> str:
+    """Return the text on a group that waits: which ranks issued the collective, and which did not."""
+    text = f"{describe(group.call)}: issued by {some_ranks(group.issued)}"
+    text += f", not by {some_ranks(group.behind)}" if group.behind else ""
+    text += f"; not known of {some_ranks(group.untold)}" if group.untold else ""
+    return (
+        text if group.behind or group.untold else f"{text}, all of its members, and nothing came through between them"
+    )
 
 
-def compared(hang: Hang, said: Analysis) -> str:
+def compared(hang: Hang, analysis: Analysis) -> str:
     """Say whether torch's analyzer names the same ranks."""
-    if said.failed:
-        return f"analyzer says nothing: {said.failed}"
-    names = some_ranks(said.ranks) if said.ranks else "no rank"
-    if {*said.ranks} == {*hang.blamed}:
+    if analysis.failed:
+        return f"analyzer says nothing: {analysis.failed}"
+    names = some_ranks(analysis.ranks) if analysis.ranks else "no rank"
+    if {*analysis.ranks} == {*hang.blamed}:
         return f"analyzer agrees: it names {names}"
-    return f"analyzer disagrees: it names {names}" + (f" ({said.text})" if said.text else "")
+    return f"analyzer disagrees: it names {names}" + (f" ({analysis.text})" if analysis.text else "")
 
 
-def hang_document(hang: Hang, said: Analysis, where: object) -> dict[str, Any]:
+def hang_document(hang: Hang, analysis: Analysis, directory: object) -> dict[str, Any]:
     """Return the same as data."""
     return {
-        "directory": where,
+        "directory": directory,
         "dumped": hang.dumped,
         "missing": hang.missing,
         "verdict": hang.verdict,
         "blamed": [{"rank": rank, "why": why} for rank, why in hang.blamed.items()],
         "waits": [
             {
-                "group": one.call.ranks,
-                "name": one.call.group,
-                "collective": one.call.op,
-                "number": one.call.seq,
-                "issued": one.issued,
-                "behind": one.behind,
-                "untold": one.untold,
+                "group": group.call.ranks,
+                "name": group.call.group,
+                "collective": group.call.op,
+                "number": group.call.seq,
+                "issued": group.issued,
+                "behind": group.behind,
+                "untold": group.untold,
             }
-            for one in hang.stuck
+            for group in hang.stuck
         ],
-        "analyzer": {"ranks": said.ranks, "failed": said.failed, "agrees": {*said.ranks} == {*hang.blamed}},
+        "analyzer": {"ranks": analysis.ranks, "failed": analysis.failed, "agrees": {*analysis.ranks} == {*hang.blamed}},
     }

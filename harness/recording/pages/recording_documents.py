@@ -30,55 +30,60 @@ def judged(results: Sequence[Result], diagnosis: Diagnosis | None) -> dict[str, 
 
 
 def recording(
-    found: Recording, dims: ParallelDims | None = None, jobs: Sequence[Judged] = (), *, with_layout: bool = False
+    recording: Recording, dims: ParallelDims | None = None, jobs: Sequence[Judged] = (), *, with_layout: bool = False
 ) -> dict[str, Any]:
     """Return what is anomalous, what ran, in words and as structure, of which jobs and over which of the trainer's own groups.
     jobs: what is judged of each, where a layout was declared. with_layout: whether one was, and is not judged yet."""
-    summaries = [one for _, one in sorted(found.summaries.items())]
-    rows = facts(found, summaries, with_layout=with_layout or dims is not None) if summaries else []
-    told: dict[str, Any] = (
-        {"layout": dims, **judged(*jobs[0]), "verdict": verdict_of_all(results_of(jobs))} if jobs else {}
-    )
+    summaries = [summary for _, summary in sorted(recording.summaries.items())]
+    rows = facts(recording, summaries, with_layout=with_layout or dims is not None) if summaries else []
+    own_groups: list[dict[str, Any]] = []
+    for summary in summaries:
+        own_groups += [as_data(group) | {"rank": summary.rank} for group in summary.own_groups]
+    judged_fields: dict[str, Any] = {}
+    if jobs:
+        judged_fields = {"layout": dims, **judged(*jobs[0]), "verdict": verdict_of_all(results_of(jobs))}
     return {
-        "directory": found.directory,
-        "command": found.command,
-        "code": found.code,
-        "world": found.world,
-        "left_evidence": list(found.summaries),
-        "exits": found.exits,
-        "unreadable": found.unreadable,
-        "odd": anomalies(found),
+        "directory": recording.directory,
+        "command": recording.command,
+        "code": recording.code,
+        "world": recording.world,
+        "left_evidence": list(recording.summaries),
+        "exits": recording.exits,
+        "unreadable": recording.unreadable,
+        "odd": anomalies(recording),
         "facts": [{"label": label, "text": text} for label, text in rows],
-        "structure": structure(found) if summaries else {},
-        "costs": costs(found),
-        "own_groups": [as_data(group) | {"rank": one.rank} for one in summaries for group in one.own_groups],
-        "jobs": [_job(job, *jobs[number : number + 1]) for number, job in enumerate(found.jobs)],
-        **told,
+        "structure": structure(recording) if summaries else {},
+        "costs": costs(recording),
+        "own_groups": own_groups,
+        "jobs": [_job(job, *jobs[number : number + 1]) for number, job in enumerate(recording.jobs)],
+        **judged_fields,
     }
 
 
-def traces(job: TracedJob, dims: ParallelDims | None, said: Judged, times: Times | None) -> dict[str, Any]:
+def traces(
+    job: TracedJob, dims: ParallelDims | None, results_and_diagnosis: Judged, times: Times | None
+) -> dict[str, Any]:
     """Return what traces show and do not say, and what checks say of it."""
-    told: dict[str, Any] = ({"layout": dims} if dims else {}) | ({"times": times} if times else {})
+    optional_fields: dict[str, Any] = ({"layout": dims} if dims else {}) | ({"times": times} if times else {})
     return {
         "directory": job.recording.directory,
         "world": job.recording.world,
         "traced": list(job.ranks),
         "steps": job.numbers,
         "facts": [{"label": label, "text": text} for label, text in trace_rows(job)],
-        **told,
-        **judged(*said),
+        **optional_fields,
+        **judged(*results_and_diagnosis),
     }
 
 
-def _job(job: Recording, *said: Judged) -> dict[str, Any]:
-    """What is said of one of several jobs, with its verdict where a layout was declared."""
+def _job(job: Recording, *judged_jobs: Judged) -> dict[str, Any]:
+    """Return the data on one of several jobs, with its verdict where a layout was declared."""
     return {
         "directory": job.directory,
         "name": job.job,
         "world": job.world,
         "left_evidence": list(job.summaries),
-        "steps": max((one.steps_seen for one in job.summaries.values()), default=0),
-        "ended": {rank: one.ended or "unheard" for rank, one in job.summaries.items()},
-        **(judged(*said[0]) if said else {}),
+        "steps": max((summary.steps_seen for summary in job.summaries.values()), default=0),
+        "ended": {rank: summary.ended or "unheard" for rank, summary in job.summaries.items()},
+        **(judged(*judged_jobs[0]) if judged_jobs else {}),
     }

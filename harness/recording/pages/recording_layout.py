@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from harness.core.case.dims import ParallelDims
@@ -16,8 +17,8 @@ Judged = tuple[Sequence[Result], Diagnosis | None]
 
 
 def results_of(jobs: Sequence[Judged]) -> list[Result]:
-    """Return those of all jobs."""
-    return [result for results, _ in jobs for result in results]
+    """Return the results of all jobs."""
+    return list(itertools.chain.from_iterable(results for results, _ in jobs))
 
 
 def jobs_report(dims: ParallelDims, jobs: Sequence[Judged]) -> list[str]:
@@ -30,48 +31,54 @@ def jobs_report(dims: ParallelDims, jobs: Sequence[Judged]) -> list[str]:
 
 
 def _in_short(job: Judged) -> str:
+    """Return a job's verdict, and the reason if it does not pass."""
     results, diagnosis = job
     verdict = verdict_of_all(results)
-    telling = next(one for one in results if one.verdict is verdict)
+    telling = next(result for result in results if result.verdict is verdict)
     if verdict is Verdict.PASS:
         return str(verdict)
-    said = diagnosis_line(diagnosis) or f"{telling.check}: {_first(telling) if telling.findings else telling.note}"
-    return f"{verdict}, {said}"
+    reason = diagnosis_line(diagnosis) or f"{telling.check}: {_first(telling) if telling.findings else telling.note}"
+    return f"{verdict}, {reason}"
 
 
 def _requested(dims: ParallelDims) -> str:
+    """Return the degrees above 1, in words."""
     return ", ".join(f"{axis} {degree}" for axis, degree in vars(dims).items() if degree > 1) or "one rank"
 
 
 def layout_report(dims: ParallelDims, results: Sequence[Result], diagnosis: Diagnosis | None) -> list[str]:
-    """The cause, or where nothing explains it what the first failing check found. The first finding of an unexplained check
-    goes below. If no check fails, what is unknown comes before what passes."""
+    """Return the report: the cause, or where nothing explains it the first failing check's finding, then a line for each check.
+
+    The first finding of an unexplained check goes below. If no check fails, what is unknown comes before what passes.
+    """
     verdict = verdict_of_all(results)
     lines = [f"{verdict} layout {_requested(dims)}"]
     if verdict is Verdict.UNKNOWN:
-        results = sorted(results, key=lambda one: one.verdict is not Verdict.UNKNOWN)
-    told = None
+        results = sorted(results, key=lambda result: result.verdict is not Verdict.UNKNOWN)
+    failing = (result for result in results if result.verdict is Verdict.FAIL and result.findings)
+    explaining_result = None
     if diagnosis is not None:
         lines += [*wrapped(diagnosis_line(diagnosis), "  "), *table(evidence_rows(diagnosis.evidence))]
-    elif told := next((one for one in results if one.verdict is Verdict.FAIL and one.findings), None):
-        lines += wrapped(f"{told.check}: {_first(told)}", "  ")
+    elif explaining_result := next(failing, None):
+        lines += wrapped(f"{explaining_result.check}: {_first(explaining_result)}", "  ")
     explained = diagnosis is not None and any(label == "assuming this" for label, _ in diagnosis.evidence)
     for result in results:
         if result.verdict is not Verdict.NOT_APPLICABLE:
-            lines += _check(result, with_finding=not explained and result is not told)
+            lines += _check(result, with_finding=not explained and result is not explaining_result)
     return lines + table([("not applicable", text) for text in silent(results)])
 
 
 def silent(results: Sequence[Result]) -> list[str]:
     """Return the checks that do not apply, by reason."""
-    by: dict[str, list[str]] = {}
-    for one in results:
-        if one.verdict is Verdict.NOT_APPLICABLE:
-            by.setdefault(one.note, []).append(one.check)
-    return [f"{', '.join(checks)}: {note}" for note, checks in by.items()]
+    checks_by_reason: dict[str, list[str]] = {}
+    for result in results:
+        if result.verdict is Verdict.NOT_APPLICABLE:
+            checks_by_reason.setdefault(result.note, []).append(result.check)
+    return [f"{', '.join(checks)}: {note}" for note, checks in checks_by_reason.items()]
 
 
 def _check(result: Result, *, with_finding: bool) -> list[str]:
+    """Return a check's line, and its first finding if asked for."""
     if result.verdict is Verdict.UNKNOWN:
         first, *rest = wrapped(check_line(result).strip(), "  ", " " * 18)
         return [first, *rest]
@@ -81,5 +88,5 @@ def _check(result: Result, *, with_finding: bool) -> list[str]:
 
 def _first(result: Result) -> str:
     """Return the first finding, and how many more there are: without them a reader takes other ranks to be right."""
-    first, *more = result.findings
-    return sentence(first) + (f" (and {len(more)} more)" if more else "")
+    first, *other_findings = result.findings
+    return sentence(first) + (f" (and {len(other_findings)} more)" if other_findings else "")

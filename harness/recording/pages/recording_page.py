@@ -30,54 +30,68 @@ MOST = 4
 
 
 def outside_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[str]], str]) -> list[tuple[str, str]]:
-    """Where there is nothing that is said too: clipping that was forgotten looks like that."""
+    """Return rows on what moved outside of forward and backward, also where nothing did.
+
+    Gradient clipping that was forgotten shows in that.
+    """
     steps = whole_steps(summaries)
     if not steps or len(summaries) == 1:
         return []
-    found = [
+    texts = [
         f"{_what(line.op, line.dtype)}{WORDS_OF_PHASES.get(line.phase, '')} over {groups_text(line.groups)}: {_amount(line)}"
         for line in lines(summaries, axes_apart=True)
     ]
-    if not found and any(one.own_groups or one.failed or not one.saw_a_step for one in summaries):
+    if not texts and any(summary.own_groups or summary.failed or not summary.saw_a_step for summary in summaries):
         return []
-    none = f"no collective ran outside of forward and backward, in {steps_text(steps)}"
-    return [(LABEL if number == 0 else "", text) for number, text in enumerate(found or [none])]
+    no_collective = f"no collective ran outside of forward and backward, in {steps_text(steps)}"
+    return [(LABEL if number == 0 else "", text) for number, text in enumerate(texts or [no_collective])]
 
 
 def background_rows(summaries: Sequence[Summary], groups_text: Callable[[Sequence[str]], str]) -> list[tuple[str, str]]:
-    """Rows on what other threads issue, such as a checkpoint that is written while training goes on."""
+    """Return rows on what other threads issue, such as a checkpoint that is written while training goes on."""
     groups: dict[tuple[str, str, int, int], set[str]] = {}
-    for use in (use for one in summaries for use in one.background):
-        groups.setdefault((use.op, use.dtype, use.calls, use.bytes), set()).add(use.ranks)
-    found = []
-    for (op, dtype, calls, size), over in sorted(groups.items()):
+    for summary in summaries:
+        for use in summary.background:
+            groups.setdefault((use.op, use.dtype, use.calls, use.bytes), set()).add(use.ranks)
+    texts = []
+    for (op, dtype, calls, size), group_keys in sorted(groups.items()):
         amount = f"{bytes_text(size)} in {counted(calls, 'call')}"
-        found.append(f"{_what(op, dtype)} over {groups_text(sorted(over, key=ranks_of))}: {amount}")
-    shown = [*found[:MOST], *[f".. and {len(found) - MOST} more kinds"] * (len(found) > MOST)]
+        texts.append(f"{_what(op, dtype)} over {groups_text(sorted(group_keys, key=ranks_of))}: {amount}")
+    shown = texts[:MOST]
+    if len(texts) > MOST:
+        shown.append(f".. and {len(texts) - MOST} more kinds")
     return [("other threads" if number == 0 else "", text) for number, text in enumerate(shown)]
 
 
 def _what(op: str, dtype: str) -> str:
-    """A barrier's payload is torch's own."""
+    """Return the operator, with its dtype. A barrier's payload is torch's own, so its dtype is left out."""
     return op if op == "barrier" else f"{op} of {dtype}"
 
 
 def _amount(line: Line) -> str:
-    alike: dict[str, list[int]] = {}
+    """Return how much a collective moved, by step where steps differ."""
+    steps_by_text: dict[str, list[int]] = {}
     for step in line.calls:
-        alike.setdefault(_once(line, step), []).append(step)
-    if len(alike) == 1 < len(line.calls):
-        return f"{next(iter(alike))} a step"
-    return "; ".join(f"{text} in {steps_text(tuple(at))}" for text, at in alike.items())
+        steps_by_text.setdefault(_once(line, step), []).append(step)
+    if len(steps_by_text) == 1 < len(line.calls):
+        return f"{next(iter(steps_by_text))} a step"
+    return "; ".join(f"{text} in {steps_text(tuple(steps))}" for text, steps in steps_by_text.items())
 
 
 def _once(line: Line, step: int) -> str:
-    (few, many), (least, most) = line.calls[step], line.bytes[step]
-    if not many:
+    """Return how much a collective moved in one step, in how many calls."""
+    fewest_calls, most_calls = line.calls[step]
+    least_bytes, most_bytes = line.bytes[step]
+    if not most_calls:
         return "none"
-    size = bytes_text(most) if least == most else f"{bytes_text(least)} to {bytes_text(most)}"
-    calls = f"{few if few == many else f'{few} to {many}'} call{'s' * (many > 1)}"
-    return f"{size} in {calls}" if most else calls
+    count = str(fewest_calls) if fewest_calls == most_calls else f"{fewest_calls} to {most_calls}"
+    calls = f"{count} call{'s' if most_calls > 1 else ''}"
+    if not most_bytes:
+        return calls
+    size = bytes_text(most_bytes)
+    if least_bytes != most_bytes:
+        size = f"{bytes_text(least_bytes)} to {size}"
+    return f"{size} in {calls}"
 
 
 # ---- the page
@@ -103,14 +117,15 @@ PHASES = ("forward", "pipeline", "backward")
 
 
 def page(recording: Recording, judged: Sequence[str] = (), *, layout: str = "", whole: bool = False) -> str:
-    """judged: what checks say of a layout that was declared; the rest is said without one. layout: as it was typed."""
-    summaries = [one for _, one in sorted(recording.summaries.items())]
+    """Return the page of a recording, in at most LINES lines unless it is asked for whole.
+
+    judged: the report of checks on a layout that was declared. layout: as it was typed.
+    """
+    summaries = [summary for _, summary in sorted(recording.summaries.items())]
     jobs = job_rows(recording)
-    rows = (
-        [*anomaly_rows(recording), *jobs, *facts(recording, summaries, with_layout=bool(judged or layout))]
-        if summaries
-        else [*anomaly_rows(recording), *jobs]
-    )
+    rows = [*anomaly_rows(recording), *jobs]
+    if summaries:
+        rows += facts(recording, summaries, with_layout=bool(judged or layout))
     lines = [_title(recording), *table_of(rows)]
     if judged:
         worst = [row for row in rows if row[0] in NO_CHECK_OF_A_LAYOUT]
@@ -130,9 +145,10 @@ def anomaly_rows(recording: Recording) -> Rows:
 
 
 def _title(recording: Recording) -> str:
-    left = f"{len(recording.summaries)} of {recording.world or '?'} ranks left evidence"
-    several = f"job 1 of {1 + len(recording.others)}: " if recording.others else ""
-    return f"{recording.directory}: {several}{left}{_exit(recording.code)}"
+    """Return the page's title: the recording, how many ranks left evidence, and the exit code."""
+    evidence_text = f"{len(recording.summaries)} of {recording.world or '?'} ranks left evidence"
+    job_text = f"job 1 of {1 + len(recording.others)}: " if recording.others else ""
+    return f"{recording.directory}: {job_text}{evidence_text}{_exit(recording.code)}"
 
 
 def _exit(code: int | None) -> str:
@@ -143,67 +159,71 @@ def _exit(code: int | None) -> str:
 
 
 def _cut(lines: list[str], recording: Recording, layout: str) -> list[str]:
-    """Anomalies come first, and facts are cut from below."""
+    """Return the first lines of a page that is too long. Anomalies come first, so facts are cut from below."""
     if len(lines) <= LINES:
         return lines
     options = ["--layout", layout] if layout else []
-    rest = shlex.join(["harness", "report", "--all", *options, str(recording.directory)])
-    return [*lines[: LINES - 1], f"  .. and {len(lines) - LINES + 1} more lines: {rest}"]
+    rest_command = shlex.join(["harness", "report", "--all", *options, str(recording.directory)])
+    return [*lines[: LINES - 1], f"  .. and {len(lines) - LINES + 1} more lines: {rest_command}"]
 
 
 # ---- what ran
 
 
 def facts(recording: Recording, summaries: Sequence[Summary], *, with_layout: bool = False) -> Rows:
-    stepped = any(one.shown for one in summaries)
-    return [
+    """Return the rows on what really ran."""
+    has_step = any(summary.shown for summary in summaries)
+    rows: Rows = [
         ("command", _command(recording.command or " ".join(summaries[0].argv))),
         ("model", _model(summaries)),
-        *(rows_of_step(summaries) if stepped else [("steps", _no_steps(summaries))]),
-        ("parameters", _placements(summaries)),
-        ("contents", _contents(summaries)),
-        *_fed(summaries),
-        *([("memory", _memory(summaries))] if stepped else []),
-        *costs(summaries),
-        ("recorder", _own(summaries)),
-        ("not judged", _not_judged(recording, with_layout) + _not_compared(summaries)),
     ]
+    rows += rows_of_step(summaries) if has_step else [("steps", _no_steps(summaries))]
+    rows += [("parameters", _placements(summaries)), ("contents", _contents(summaries)), *_fed(summaries)]
+    if has_step:
+        rows.append(("memory", _memory(summaries)))
+    rows += costs(summaries)
+    rows.append(("recorder", _own(summaries)))
+    rows.append(("not judged", _not_judged(recording, with_layout) + _not_compared(summaries)))
+    return rows
 
 
 def rows_of_step(summaries: Sequence[Summary]) -> Rows:
-    """What moved in the step that is shown."""
+    """Return the rows on what moved in the step that is shown."""
     inside = [*(rows_of_axes(summaries) or _no_axes(summaries)), *own_rows(summaries)]
     outside = (*outside_rows(summaries, groups_text), *background_rows(summaries, groups_text))
     return [*inside, *outside, *_idle(summaries)]
 
 
 def _no_steps(summaries: Sequence[Summary]) -> str:
-    none = "none was recorded from its beginning to its end"
-    needs = "; a step ends where an optimizer that derives from torch.optim.Optimizer has stepped"
-    return none + needs * all(not one.steps_seen and one.ended == "ok" for one in summaries)
+    """Return why no step is shown."""
+    no_step = "none was recorded from its beginning to its end"
+    if all(not summary.steps_seen and summary.ended == "ok" for summary in summaries):
+        no_step += "; a step ends where an optimizer that derives from torch.optim.Optimizer has stepped"
+    return no_step
 
 
-def _command(command: str, most: int = 150) -> str:
+def _command(command: str, longest: int = 150) -> str:
     """Shorten files to their names, behind "...", and a long command to its beginning."""
     text = re.sub(r"(^|(?<= ))/\S*/(?=\S)", ".../", command)
-    return text if len(text) <= most else f"{text[:most]} .."
+    return text if len(text) <= longest else f"{text[:longest]} .."
 
 
 def _model(summaries: Sequence[Summary]) -> str:
-    kinds = together(summaries, lambda one: (one.parts, one.parameters, one.elements))
+    """Return the row on model, optimizers and steps."""
+    kinds = together(summaries, lambda summary: (summary.parts, summary.parameters, summary.elements))
     (parts, count, elements), ranks = next(iter(kinds.items()))
-    where = f" on {some_ranks(ranks)}, others elsewhere ({len(kinds)} kinds of ranks)" if len(kinds) > 1 else ""
-    left = f"; not recorded: {summaries[0].left_out[0]}" if summaries[0].left_out else ""
-    seen = together(summaries, lambda one: one.steps_seen)
-    most = max(seen)
-    furthest = f" on {some_ranks(seen[most])}" if len(seen) > 1 else ""
-    stepped = next((one.optimizers for one in summaries if one.optimizers), ())
+    where_text = f" on {some_ranks(ranks)}, others elsewhere ({len(kinds)} kinds of ranks)" if len(kinds) > 1 else ""
+    left_out_text = f"; not recorded: {summaries[0].left_out[0]}" if summaries[0].left_out else ""
+    ranks_by_steps = together(summaries, lambda summary: summary.steps_seen)
+    most_steps = max(ranks_by_steps)
+    furthest_ranks = f" on {some_ranks(ranks_by_steps[most_steps])}" if len(ranks_by_steps) > 1 else ""
+    stepped = next((summary.optimizers for summary in summaries if summary.optimizers), ())
     unstepped = f"; {summaries[0].unstepped} in no optimizer" if summaries[0].unstepped else ""
-    whose = " in a rank's own part, for FSDP1 cuts them" if "fsdp1" in summaries[0].wrappers else ""
+    fsdp1_text = " in a rank's own part, for FSDP1 cuts them" if "fsdp1" in summaries[0].wrappers else ""
     return (
-        f"{' + '.join(parts)}: {count} parameters of {elements:,} elements{whose}{unstepped}{where}; "
-        f"{', '.join(stepped) or 'no step of an optimizer recorded'}; {most} step{'s' * (most != 1)}{furthest}; "
-        f"torch {summaries[0].versions.get('torch', '?')}{left}"
+        f"{' + '.join(parts)}: {count} parameters of {elements:,} elements{fsdp1_text}{unstepped}{where_text}; "
+        f"{', '.join(stepped) or 'no step of an optimizer recorded'}; {counted(most_steps, 'step')}{furthest_ranks}; "
+        f"torch {summaries[0].versions.get('torch', '?')}{left_out_text}"
     )
 
 
@@ -212,18 +232,24 @@ def rows_of_axes(summaries: Sequence[Summary]) -> Rows:
     return list(_axes(axes(summaries)))
 
 
-def _axes(found: Sequence[Axis]) -> Iterator[tuple[str, str]]:
-    for axis in found:
+def _axes(observed_axes: Sequence[Axis]) -> Iterator[tuple[str, str]]:
+    """Yield the rows of each axis: its groups, then what moved over them."""
+    for axis in observed_axes:
         yield f"over {axis.size} ranks", f"{_role(axis)}{groups_text(axis.groups)}"
         for moved in sorted(axis.moved, key=lambda moved: PHASES.index(moved.phase))[:6]:
             yield "", f"  {_moved(moved)}"
 
 
 def _no_axes(summaries: Sequence[Summary]) -> Rows:
-    """Ranks train alone where nothing ran at all: a pipeline's own loop sends between passes."""
-    if len(summaries) == 1 or any(one.own_groups or one.failed or not one.saw_a_step for one in summaries):
+    """Return a row that says that no collective ran in forward or backward, if that is known.
+
+    Ranks train alone where nothing ran at all: a pipeline's own loop sends between passes.
+    """
+    if len(summaries) == 1 or any(
+        summary.own_groups or summary.failed or not summary.saw_a_step for summary in summaries
+    ):
         return []
-    elsewhere = any(one.outside or one.background or one.issued for one in summaries)
+    elsewhere = any(summary.outside or summary.background or summary.issued for summary in summaries)
     alone = " of the step that is shown" if elsewhere else ": each rank trains alone"
     return [("groups", f"no collective ran in forward or backward{alone}")]
 
@@ -234,6 +260,7 @@ def _role(axis: Axis) -> str:
 
 
 def _moved(moved: Moved) -> str:
+    """Return what one operator moved in one phase."""
     size = bytes_text(moved.most)
     size = size if moved.least == moved.most else f"{bytes_text(moved.least)} to {size}"
     calls = "once" if moved.calls == 1 else f"in {moved.calls} calls"
@@ -245,13 +272,15 @@ def _when(steps: str) -> str:
 
 
 def _idle(summaries: Sequence[Summary]) -> Rows:
-    if not all(one.saw_a_step for one in summaries):
+    """Return a row on groups over which nothing ran, if every rank recorded a step."""
+    if not all(summary.saw_a_step for summary in summaries):
         return []
-    idle = sorted({key for one in summaries for key in one.idle}, key=ranks_of)
+    idle = sorted(set(itertools.chain.from_iterable(summary.idle for summary in summaries)), key=ranks_of)
     return [("idle groups", f"nothing ran over {groups_text(idle)}")] if idle else []
 
 
 def _placements(summaries: Sequence[Summary]) -> str:
+    """Return how the parameters of the first rank are placed, and its wrappers."""
     total: Counter[str] = Counter()
     for text, count in summaries[0].placements.items():
         total[text] += count
@@ -261,104 +290,127 @@ def _placements(summaries: Sequence[Summary]) -> str:
 
 
 def _contents(summaries: Sequence[Summary]) -> str:
-    """What is equal by its bytes. Where nothing is claimed, equal bytes are called that and no more."""
-    steps = [set(one.contents) for one in summaries if one.contents]
+    """Return which ranks hold equal bytes of the parameters, in how many different parts, and replicas as claimed.
+
+    Where nothing is claimed, equal bytes are called that and no more.
+    """
+    steps = [set(summary.contents) for summary in summaries if summary.contents]
     if not steps:
         return "not examined"
     last = max(set.intersection(*steps) or set().union(*steps))
-    kinds = together(summaries, lambda one: (one.model, one.contents.get(last)))
+    kinds = together(summaries, lambda summary: (summary.model, summary.contents.get(last)))
     families = replicas(summaries)
     when = f"after step {last}" if last else "before the first step"
     several = [ranks_key(tuple(ranks)) for ranks in kinds.values() if len(ranks) > 1]
     equal = f", equal on {groups_text(several)}" if several else ""
-    if families and (how := local_by(families[0])):
+    if families and (local_method := local_by(families[0])):
         again = averaged(families[0])
-        when += f" (local by {how}" + (f", the same again after {steps_text(again)})" if again else ")")
-    claimed = (
-        f"; replicas as claimed: {len(families)} set{'s' * (len(families) != 1)} of {len(families[0])}"
-        if families
-        else f"; {_no_replicas(summaries)}"
-    )
-    parts = f"{len(kinds)} different part{'s' * (len(kinds) != 1)} of the parameters {when}"
+        again_text = f", the same again after {steps_text(again)}" if again else ""
+        when += f" (local by {local_method}{again_text})"
+    if families:
+        claimed = f"; replicas as claimed: {counted(len(families), 'set')} of {len(families[0])}"
+    else:
+        claimed = f"; {_no_replicas(summaries)}"
+    parts = f"{counted(len(kinds), 'different part')} of the parameters {when}"
     return parts + equal + claimed + _ignored(summaries, last)
 
 
 def _ignored(summaries: Sequence[Summary], step: int) -> str:
     """Say which parameters the contents leave out, because DDP was configured to ignore them."""
-    held: dict[str, set[int | None]] = {}
-    for one in summaries:
-        for fqn, contents in one.ignored.items():
-            held.setdefault(fqn, set()).add(contents.get(step))
-    if not held:
+    contents_by_fqn: dict[str, set[int | None]] = {}
+    for summary in summaries:
+        for fqn, contents in summary.ignored.items():
+            contents_by_fqn.setdefault(fqn, set()).add(contents.get(step))
+    if not contents_by_fqn:
         return ""
-    apart = sum(len(values) > 1 for values in held.values())
-    many = f"{len(held)} parameter{'s' * (len(held) != 1)}"
-    return f"; without {many} that DDP ignores: {apart} differ between ranks"
+    differing = sum(len(values) > 1 for values in contents_by_fqn.values())
+    parameters = counted(len(contents_by_fqn), "parameter")
+    return f"; without {parameters} that DDP ignores: {differing} differ between ranks"
 
 
 def _no_replicas(summaries: Sequence[Summary]) -> str:
-    """Tensor parallelism replicates some parameters of ranks that hold other parts of the rest. FSDP1 says over which ranks it
-    replicates, and not which parts its vectors are."""
-    if any(role.startswith("replicated") for one in summaries for role in one.roles.values()):
+    """Return why no replicas are claimed.
+
+    Tensor parallelism replicates some parameters of ranks that hold other parts of the rest. FSDP1 says over which ranks it
+    replicates, and not which parts its vectors are.
+    """
+    roles = itertools.chain.from_iterable(summary.roles.values() for summary in summaries)
+    if any(role.startswith("replicated") for role in roles):
         return "which parts these are is not claimed"
-    some = any("Replicate" in text for one in summaries for text in one.placements)
-    return "no two ranks claim the same parts of all of them" if some else "none claimed to be replicas"
+    placements = itertools.chain.from_iterable(summary.placements for summary in summaries)
+    has_replicated = any("Replicate" in text for text in placements)
+    return "no two ranks claim the same parts of all of them" if has_replicated else "none claimed to be replicas"
 
 
 def _fed(summaries: Sequence[Summary]) -> Rows:
-    steps = sorted({step for one in summaries for step in one.fed})
+    """Return a row on how many different inputs the ranks received in the first step on record."""
+    steps = sorted(set(itertools.chain.from_iterable(summary.fed for summary in summaries)))
     if not steps:
         return []
-    kinds = together(summaries, lambda one: one.fed.get(steps[0]))
+    kinds = together(summaries, lambda summary: summary.fed.get(steps[0]))
     several = [ranks_key(tuple(sorted(ranks))) for ranks in kinds.values() if len(ranks) > 1]
-    same = f"; the same to {groups_text(several)}" if several else ""
-    many = f"{len(kinds)} different input{'s' * (len(kinds) != 1)}"
-    seen = [one.rank for one in summaries if steps[0] in one.fed]
-    only = f", as far as {some_ranks(seen)} recorded" if len(seen) < len(summaries) else ""
-    return [("fed in step 1" if steps[0] == 1 else f"fed in step {steps[0]}", many + same + only)]
+    same_text = f"; the same to {groups_text(several)}" if several else ""
+    inputs_text = counted(len(kinds), "different input")
+    recording_ranks = [summary.rank for summary in summaries if steps[0] in summary.fed]
+    only_text = f", as far as {some_ranks(recording_ranks)} recorded" if len(recording_ranks) < len(summaries) else ""
+    return [("fed in step 1" if steps[0] == 1 else f"fed in step {steps[0]}", inputs_text + same_text + only_text)]
 
 
 def _memory(summaries: Sequence[Summary]) -> str:
-    """Memory by kind; a step that an optimizer began and did not end has what was measured before."""
+    """Return memory by kind. A step that an optimizer began and did not end has what was measured before."""
     words = {"parameters": "parameters", "gradients": "gradients", "optimizer_state": "optimizer state"}
-    held = {word: [one.memory[kind] for one in summaries if kind in one.memory] for kind, word in words.items()}
-    parts = [f"{word} {_range(sizes)}" for word, sizes in held.items() if sizes]
-    parts += [f"parameters as forward ends {_range([one.kept for one in summaries if one.shown])}"]
-    peaks = [one.peak for one in summaries if one.peak]
+    parts = []
+    for kind, word in words.items():
+        if sizes := [summary.memory[kind] for summary in summaries if kind in summary.memory]:
+            parts.append(f"{word} {_range(sizes)}")
+    parts += [f"parameters as forward ends {_range([summary.kept for summary in summaries if summary.shown])}"]
+    peaks = [summary.peak for summary in summaries if summary.peak]
     return ", ".join(parts) + (f"; peak {_range(peaks)}" if peaks else "")
 
 
 def _range(sizes: Sequence[int]) -> str:
-    least, most = min(sizes), max(sizes)
-    return bytes_text(most) if least == most else f"{bytes_text(least)} to {bytes_text(most)}"
+    smallest = min(sizes)
+    largest = max(sizes)
+    return bytes_text(largest) if smallest == largest else f"{bytes_text(smallest)} to {bytes_text(largest)}"
 
 
 def costs(summaries: Sequence[Summary]) -> Rows:
-    """What takes time, and may well be meant."""
+    """Return rows on what takes time, and may well be meant."""
     rows: Rows = []
-    waiting = [one.rank for one in summaries if one.waits]
+    waiting = [summary.rank for summary in summaries if summary.waits]
     if waiting:
         rows.append(("barriers", f"inside forward and backward, on {some_ranks(waiting)}"))
     rows += _reduced_again(summaries)
-    on = left_on(summaries)
-    if on:
-        rows.append(("switched on", ", ".join(f"{name} ({count} ranks)" for name, count in on.items())))
+    ranks_by_setting = left_on(summaries)
+    if ranks_by_setting:
+        rows.append(("switched on", ", ".join(f"{name} ({count} ranks)" for name, count in ranks_by_setting.items())))
     return rows
 
 
 def _reduced_again(summaries: Sequence[Summary]) -> Rows:
-    """DDP looks at no_sync as its forward pass ends: around backward alone it spares nothing."""
-    gradients = max((one.memory.get("gradients", 0) for one in summaries), default=0)
+    """Return rows on gradients that DDP reduces several times a step.
+
+    DDP looks at no_sync as its forward pass ends: around backward alone it spares nothing.
+    """
+    gradients = max((summary.memory.get("gradients", 0) for summary in summaries), default=0)
+    if not gradients:
+        return []
     rows = []
-    for axis in axes(summaries) if gradients else ():
+    for axis in axes(summaries):
         sums = [
-            one for one in axis.moved if (one.op, one.phase) == ("all_reduce", "backward") and "int" not in one.dtype
+            moved_in_axis
+            for moved_in_axis in axis.moved
+            if (moved_in_axis.op, moved_in_axis.phase) == ("all_reduce", "backward")
+            and "int" not in moved_in_axis.dtype
         ]
-        moved, calls = sum(one.most for one in sums), sum(one.calls for one in sums)
-        if axis.role == "replicated by ddp" and moved >= 2 * gradients and moved % gradients == 0:
-            text = f"{bytes_text(moved)} for {bytes_text(gradients)} of gradients in {calls} calls: DDP reduces them"
+        moved_bytes = sum(moved_in_axis.most for moved_in_axis in sums)
+        calls = sum(moved_in_axis.calls for moved_in_axis in sums)
+        if axis.role == "replicated by ddp" and moved_bytes >= 2 * gradients and moved_bytes % gradients == 0:
+            text = (
+                f"{bytes_text(moved_bytes)} for {bytes_text(gradients)} of gradients in {calls} calls: DDP reduces them"
+            )
             rows.append(
-                ("reduced again", f"{text} {moved // gradients} times a step, as without no_sync around forward")
+                ("reduced again", f"{text} {moved_bytes // gradients} times a step, as without no_sync around forward")
             )
     return rows
 
@@ -373,34 +425,38 @@ def _not_judged(recording: Recording, with_layout: bool) -> str:
 
 
 def _not_compared(summaries: Sequence[Summary]) -> str:
-    """Each rank may rightly have other averages, since batch norm's come from the rank's samples."""
-    most = max(one.buffers for one in summaries)
+    """Return how many buffers no check compares.
+
+    Each rank may rightly have other averages, since batch norm's come from the rank's samples.
+    """
+    most_buffers = max(summary.buffers for summary in summaries)
     are = (
         "buffers of floating-point numbers, such as averages, are"
-        if most > 1
+        if most_buffers > 1
         else "buffer of floating-point numbers is"
     )
-    return f"; {most} {are} compared by no check" if most else ""
+    return f"; {most_buffers} {are} compared by no check" if most_buffers else ""
 
 
 def _own(summaries: Sequence[Summary]) -> str:
-    shown = summaries[0].shown
-    took = [one.seconds[shown] for one in summaries if one.seconds.get(shown)]
-    step = f"; step {shown} took {max(took):.3g} s without it" if took else ""
-    return f"{max(one.own for one in summaries):.2f} s of a rank's time in all{step}"
+    """Return how long the recorder itself took."""
+    shown_step = summaries[0].shown
+    seconds_by_rank = [summary.seconds[shown_step] for summary in summaries if summary.seconds.get(shown_step)]
+    step = f"; step {shown_step} took {max(seconds_by_rank):.3g} s without it" if seconds_by_rank else ""
+    return f"{max(summary.own for summary in summaries):.2f} s of a rank's time in all{step}"
 
 
 # ---- words
 
 
-def groups_text(keys: Sequence[str], most: int = 4) -> str:
-    """[0-7] [8-15] .. (16 groups)"""
-    shown = " ".join(_group_text(key) for key in keys[:most])
-    return shown + (f" .. ({len(keys)} groups)" if len(keys) > most else "")
+def groups_text(keys: Sequence[str], shown_groups: int = 4) -> str:
+    """Return the ranks of the first groups, and how many groups there are: [0-7] [8-15] .. (16 groups)"""
+    text = " ".join(_group_text(key) for key in keys[:shown_groups])
+    return text + (f" .. ({len(keys)} groups)" if len(keys) > shown_groups else "")
 
 
 def _group_text(key: str) -> str:
-    """A few ranks are listed; of many, every how manieth, or how many."""
+    """Return a group's ranks: a few are listed; of many, their stride, or their number."""
     ranks = ranks_of(key)
     if len(ranks) > 6 and ":" in key:
         return f"[{key.replace(':', ' by ')}]"
@@ -409,11 +465,12 @@ def _group_text(key: str) -> str:
 
 
 def table_of(rows: Rows) -> list[str]:
+    """Return the rows as lines, each text wrapped behind its label."""
     lines: list[str] = []
     for label, text in rows:
-        within = "  " if text.startswith("  ") else ""
+        indent = "  " if text.startswith("  ") else ""
         filled = list(
-            itertools.chain.from_iterable(wrapped(part, " " * 18 + within) for part in text.strip().splitlines())
+            itertools.chain.from_iterable(wrapped(line, " " * 18 + indent) for line in text.strip().splitlines())
         )
         first, *rest = filled or [""]
         lines += [f"  {label:<15} {first.removeprefix(' ' * 18)}"[:WIDTH], *rest]

@@ -25,28 +25,43 @@ WORDS = {
 }
 AFTER = "weights that it goes on from"
 """Instead of those before training, of a resumed job."""
-WIDTH, COLUMNS, FEW = max(map(len, WORDS.values())) + 2, 100, 3
-"""Columns of a check's name and of a line, and how many findings are shown."""
+WIDTH = max(map(len, WORDS.values())) + 2
+"""Columns of a check's name."""
+COLUMNS = 100
+"""Columns of a line."""
+FEW = 3
+"""Findings that are shown."""
 
 
-def same_training(found: SameTraining) -> str:
+def same_training(judgement: SameTraining) -> str:
     """Return the verdict, its cause, and a line for each check; findings of the check that fails first."""
-    steps = found.comparison.steps
-    only, count = f" of {found.recorded}" * (len(steps) < found.recorded), max(len(steps), found.recorded)
-    after = f" after step {found.comparison.after}" * bool(found.comparison.after)
-    named = f"{found.common} of " * (found.common < found.parameters) + counted(found.parameters, "parameter")
-    of = f"{len(steps)}{only} step{'s' * (count != 1)}{after}, {named}"
-    lines = [f"{verdict_of(found)}    {found.other} against {found.one}: {of}"]
-    lines += wrapped(cause_line(found.cause), "  ", "  ") if found.cause is not None else []
-    lines += wrapped(found.unproven, "  ", "  ") if found.unproven else []
-    lines += ["", *(line for result in found.comparison.results for line in _row(result, found.comparison.after))]
-    first = next((one for one in found.comparison.results if _is_first(found, one)), None)
-    lines += ["", *findings_text(replace(first, findings=first.findings[:FEW]), "  ")] if first else []
-    return "\n".join([*lines, "", *wrapped(f"bounds: {found.comparison.noise}", "", "  ")])
+    steps = judgement.comparison.steps
+    scope = str(len(steps))
+    if len(steps) < judgement.recorded:
+        scope += f" of {judgement.recorded}"
+    scope += " step" if max(len(steps), judgement.recorded) == 1 else " steps"
+    if judgement.comparison.after:
+        scope += f" after step {judgement.comparison.after}"
+    scope += ", "
+    if judgement.common < judgement.parameters:
+        scope += f"{judgement.common} of "
+    scope += counted(judgement.parameters, "parameter")
+    lines = [f"{verdict_of(judgement)}    {judgement.other} against {judgement.one}: {scope}"]
+    if judgement.cause is not None:
+        lines += wrapped(cause_line(judgement.cause), "  ", "  ")
+    if judgement.unproven:
+        lines += wrapped(judgement.unproven, "  ", "  ")
+    lines.append("")
+    for result in judgement.comparison.results:
+        lines += _row(result, judgement.comparison.after)
+    first = next((result for result in judgement.comparison.results if _is_first(judgement, result)), None)
+    if first:
+        lines += ["", *findings_text(replace(first, findings=first.findings[:FEW]), "  ")]
+    return "\n".join([*lines, "", *wrapped(f"bounds: {judgement.comparison.noise}", "", "  ")])
 
 
-def _is_first(found: SameTraining, result: Result) -> bool:
-    return bool(result.findings) and found.cause is not None and result.check == found.cause.explains[0]
+def _is_first(judgement: SameTraining, result: Result) -> bool:
+    return bool(result.findings) and judgement.cause is not None and result.check == judgement.cause.explains[0]
 
 
 def _row(result: Result, after: int) -> list[str]:
@@ -55,33 +70,34 @@ def _row(result: Result, after: int) -> list[str]:
     if result.verdict is Verdict.FAIL:
         text = f"{len(result.findings)} of {max(result.examined, len(result.findings))} differ"
     elif result.verdict is Verdict.PASS and not text:
-        apart = "" if result.largest is None else f", at most {result.largest:.1e} apart"
-        text = f"{result.examined} compared{apart}"
-    words = AFTER if after and result.check == "initial_weights" else WORDS[result.check]
-    head, space = f"  {result.verdict:<14} {words:<{WIDTH}}", 17 + WIDTH
-    first, *more = textwrap.wrap(text, max(COLUMNS - space, 30), break_long_words=False, break_on_hyphens=False)
-    return [head + first, *(" " * space + line for line in more)]
+        distance_text = "" if result.largest is None else f", at most {result.largest:.1e} apart"
+        text = f"{result.examined} compared{distance_text}"
+    subject = AFTER if after and result.check == "initial_weights" else WORDS[result.check]
+    head = f"  {result.verdict:<14} {subject:<{WIDTH}}"
+    indent = 17 + WIDTH
+    first, *rest = textwrap.wrap(text, max(COLUMNS - indent, 30), break_long_words=False, break_on_hyphens=False)
+    return [head + first, *(" " * indent + line for line in rest)]
 
 
-def verdict_of(found: SameTraining) -> Verdict:
+def verdict_of(judgement: SameTraining) -> Verdict:
     """Return the verdict; a job that did not end well proves nothing."""
-    verdict = found.comparison.verdict
-    return Verdict.UNKNOWN if found.unproven and verdict is Verdict.PASS else verdict
+    verdict = judgement.comparison.verdict
+    return Verdict.UNKNOWN if judgement.unproven and verdict is Verdict.PASS else verdict
 
 
-def as_document(found: SameTraining) -> dict[str, Any]:
+def as_document(judgement: SameTraining) -> dict[str, Any]:
     """Return the same as data."""
-    cause = found.cause
+    cause = judgement.cause
     return {
-        "one": found.one,
-        "other": found.other,
-        "verdict": verdict_of(found),
+        "one": judgement.one,
+        "other": judgement.other,
+        "verdict": verdict_of(judgement),
         "cause": cause,
         "text": cause_line(cause) if cause is not None else "",
-        "steps": found.comparison.steps,
-        "parameters": found.parameters,
-        "bounds": found.comparison.noise,
-        "largest": found.comparison.scale,
-        "unproven": found.unproven,
-        "results": shown_results(found.comparison.results),
+        "steps": judgement.comparison.steps,
+        "parameters": judgement.parameters,
+        "bounds": judgement.comparison.noise,
+        "largest": judgement.comparison.scale,
+        "unproven": judgement.unproven,
+        "results": shown_results(judgement.comparison.results),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from harness.core.evidence.text import counted
@@ -18,40 +19,47 @@ MOST_BARS = 300
 
 
 def page_of_times(title: str, text: str, timeline: Timeline | None, *, kernels: bool) -> Page:
-    """text: the report. kernels: whether bars are kernels, and not calls of the thread that trains."""
-    shown = Section("What the report says", False, text=text)
+    """Return the page with the report, one step of each rank drawn, and who waited for whom.
+
+    text: the report. kernels: whether bars are kernels, and not calls of the thread that trains.
+    """
+    report = Section("What the report says", False, text=text)
     if timeline is None or not timeline.length:
         why = "none that all ranks have, with times of collectives"
-        return Page((), (), title=title, sections=(Section("A step", False, text=why), shown))
-    return Page((), (), title=title, sections=(_drawn(timeline, kernels=kernels), *_late(timeline), shown))
+        return Page((), (), title=title, sections=(Section("A step", False, text=why), report))
+    return Page((), (), title=title, sections=(_drawn(timeline, kernels=kernels), *_late(timeline), report))
 
 
 def _drawn(timeline: Timeline, *, kernels: bool) -> Section:
-    by_late = sorted(timeline.ranks, key=lambda rank: (-timeline.caused.get(rank, 0.0), rank))
-    ranks = sorted(by_late[:MOST_RANKS])
+    """Return the section with one step of each rank drawn."""
+    ranks_by_caused = sorted(timeline.ranks, key=lambda rank: (-timeline.caused.get(rank, 0.0), rank))
+    ranks = sorted(ranks_by_caused[:MOST_RANKS])
     rows = []
     for rank in ranks:
-        names = dict.fromkeys(each.lane for each in timeline.ranks[rank])
+        names = dict.fromkeys(stretch.lane for stretch in timeline.ranks[rank])
         for lane in sorted(names, key=lambda name: (name != COMPUTES, name)):
-            some = [each for each in timeline.ranks[rank] if each.lane == lane]
-            longest = sorted(some, key=lambda each: each.start - each.stop)[:MOST_BARS]
-            rows.append((f"{rank} {lane}", [bar for each in longest for bar in _bars(each)]))
-    what = "A bar is a kernel." if kernels else "A bar is a call, for as long as it blocked the thread that trains."
-    left = f" Of {counted(len(timeline.ranks), 'rank')} these {len(ranks)}." if len(ranks) < len(timeline.ranks) else ""
-    hatched = " Hatched: another rank had not come yet." if timeline.compared else ""
-    below = f"{what}{hatched} The row is {amount('seconds', timeline.length)} long.{left}"
+            stretches = [stretch for stretch in timeline.ranks[rank] if stretch.lane == lane]
+            longest = sorted(stretches, key=lambda stretch: stretch.start - stretch.stop)[:MOST_BARS]
+            rows.append((f"{rank} {lane}", list(itertools.chain.from_iterable(map(_bars, longest)))))
+    bar_text = "A bar is a kernel." if kernels else "A bar is a call, for as long as it blocked the thread that trains."
+    left_text = (
+        f" Of {counted(len(timeline.ranks), 'rank')} these {len(ranks)}." if len(ranks) < len(timeline.ranks) else ""
+    )
+    hatched_text = " Hatched: another rank had not come yet." if timeline.compared else ""
+    caption = f"{bar_text}{hatched_text} The row is {amount('seconds', timeline.length)} long.{left_text}"
     title = f"Step {timeline.step}; {timeline.clock}"
-    drawing = Drawing(title, lanes(title, rows, timeline.length), below)
+    drawing = Drawing(title, lanes(title, rows, timeline.length), caption)
     return Section("Where the time of a step went", False, drawings=(drawing,), wide=True)
 
 
-def _bars(one: Stretch) -> Sequence[Bar]:
-    text = f"{one.text}: {amount('seconds', one.stop - one.start)}"
-    if not one.waited:
-        return [Bar(one.start, one.stop, text)]
-    between = min(one.start + one.waited, one.stop)
-    waited = Bar(one.start, between, f"{text}, of which waited {amount('seconds', one.waited)}", odd=True)
-    return [waited, Bar(between, one.stop, text)]
+def _bars(stretch: Stretch) -> Sequence[Bar]:
+    """Return the bars of a stretch: one, or the wait and the rest."""
+    text = f"{stretch.text}: {amount('seconds', stretch.stop - stretch.start)}"
+    if not stretch.waited:
+        return [Bar(stretch.start, stretch.stop, text)]
+    waited_until = min(stretch.start + stretch.waited, stretch.stop)
+    waited = Bar(stretch.start, waited_until, f"{text}, of which waited {amount('seconds', stretch.waited)}", odd=True)
+    return [waited, Bar(waited_until, stretch.stop, text)]
 
 
 def _late(timeline: Timeline) -> Sequence[Section]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from harness.core.case.case import Case
@@ -33,17 +34,17 @@ def trace_page(
 
 
 def trace_rows(job: TracedJob) -> Rows:
-    """Return what ran, and what is not said."""
-    summaries = [one for _, one in sorted(job.recording.summaries.items())]
+    """Return the rows on what ran, and on what the traces lack."""
+    summaries = [summary for _, summary in sorted(job.recording.summaries.items())]
     missing = sorted({*range(job.recording.world)} - job.ranks.keys())
     rows: Rows = [("no trace", f"of {some_ranks(missing)}")] if missing else []
     rows.append(("steps", _steps(job)))
-    nameless = [op for one in job.ranks.values() for op in one.nameless]
+    nameless = list(itertools.chain.from_iterable(traced_rank.nameless for traced_rank in job.ranks.values()))
     if job.numbers:
         rows += rows_of_axes(summaries) if nameless else rows_of_step(summaries)
     if nameless:
         rows.append(("no group", f"is named of {operators_text(nameless)}"))
-    if beside := sum(one.beside for one in job.ranks.values()):
+    if beside := sum(traced_rank.beside for traced_rank in job.ranks.values()):
         rows.append(("left out", f"{counted(beside, 'collective')} of other threads or outside of these steps"))
     return rows
 
@@ -57,5 +58,5 @@ def _steps(job: TracedJob) -> str:
 
 def always_report(results: Sequence[Result]) -> list[str]:
     """Return the report of what holds of every layout."""
-    said = layout_report(ParallelDims(), results, None)
-    return [f"{verdict_of_all(results)} order of collectives; --layout has groups judged as well", *said[1:]]
+    report = layout_report(ParallelDims(), results, None)
+    return [f"{verdict_of_all(results)} order of collectives; --layout has groups judged as well", *report[1:]]

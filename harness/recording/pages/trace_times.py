@@ -21,17 +21,20 @@ def time_rows(times: Times, case: Case | None = None, gpu: str = "") -> Rows:
     """Return what is exposed most first. All times are of a step and a rank, on average. case: the plan, where one is known.
     gpu: whose links are compared, in words."""
     rows: Rows = [("time", f"{_text(times.step)} a step, of which on each rank:")]
-    shown = sorted(times.ranks, key=lambda rank: times.ranks[rank].computes)
-    shown = shown if len(shown) <= MOST else [*shown[: MOST // 2], *shown[-MOST // 2 :]]
-    rows += [("", f"  {_bar(times.ranks[rank], times.step)} rank {rank}") for rank in sorted(shown)]
+    drawn_ranks = sorted(times.ranks, key=lambda rank: times.ranks[rank].computes)
+    drawn_ranks = drawn_ranks if len(drawn_ranks) <= MOST else [*drawn_ranks[: MOST // 2], *drawn_ranks[-MOST // 2 :]]
+    rows += [("", f"  {_bar(times.ranks[rank], times.step)} rank {rank}") for rank in sorted(drawn_ranks)]
     rows.append(("", "  # computes, = only a collective runs, . no kernel runs"))
     for label, part in (("computes", "computes"), ("only collectives", "exposed"), ("no kernel", "idle")):
-        rows.append(("", f"  {label}: {_range({rank: getattr(one, part) for rank, one in times.ranks.items()})}"))
-    rows += [("collectives" if not place else "", _took(one)) for place, one in enumerate(times.took[:MOST])]
-    rows += [("", f"  .. and {len(times.took) - MOST} more kinds")] * (len(times.took) > MOST)
-    if gpu and any(one.link for one in times.took):
+        seconds_by_rank = {rank: getattr(rank_time, part) for rank, rank_time in times.ranks.items()}
+        rows.append(("", f"  {label}: {_range(seconds_by_rank)}"))
+    rows += [("collectives" if not index else "", _took(kind)) for index, kind in enumerate(times.took[:MOST])]
+    if len(times.took) > MOST:
+        rows.append(("", f"  .. and {len(times.took) - MOST} more kinds"))
+    if gpu and any(took.link for took in times.took):
         rows.append(("links", f"by the data sheet of {gpu}, filled in the order of ranks"))
-    rows += [("bubble", _bubble(times, case))] if case is not None and case.dims.pp > 1 else []
+    if case is not None and case.dims.pp > 1:
+        rows.append(("bubble", _bubble(times, case)))
     return [*rows, ("waited for", _late(times))]
 
 
@@ -40,45 +43,50 @@ def _bubble(times: Times, case: Case) -> str:
     planned = pipeline_time(case, lambda stage: matmul_operations(case, stage)).bubble
     busiest = max(times.ranks, key=lambda rank: times.ranks[rank].computes)
     computes = times.ranks[busiest].computes
-    how = f"{case.features.schedule}, {counted(case.microbatches, 'microbatch').replace('batchs', 'batches')}"
-    plan = f"planned {100 * planned:.3g} % of what the busiest rank computes ({how}, {counted(case.n_stages, 'stage')})"
+    schedule_text = f"{case.features.schedule}, {counted(case.microbatches, 'microbatch').replace('batchs', 'batches')}"
+    schedule_text += f", {counted(case.n_stages, 'stage')}"
+    plan = f"planned {100 * planned:.3g} % of what the busiest rank computes ({schedule_text})"
     if not computes:
         return f"{plan}; no rank computes in these traces"
-    rest = 100 * (times.step - computes) / computes
-    seen = f"rank {busiest} does not compute for {rest:.3g} % of that"
-    return f"{plan}; seen: {seen}, with all exposed communication and every other idle time in it"
+    idle_percent = 100 * (times.step - computes) / computes
+    seen_text = f"rank {busiest} does not compute for {idle_percent:.3g} % of that"
+    return f"{plan}; seen: {seen_text}, with all exposed communication and every other idle time in it"
 
 
-def _range(of: Mapping[int, float]) -> str:
-    least, most = min(of, key=lambda rank: of[rank]), max(of, key=lambda rank: of[rank])
-    if _text(of[least]) == _text(of[most]):
-        return _text(of[most])
-    return f"{_text(of[least])} (rank {least}) to {_text(of[most])} (rank {most})"
+def _range(seconds_by_rank: Mapping[int, float]) -> str:
+    """Return the shortest and the longest time, with their ranks."""
+    shortest = min(seconds_by_rank, key=lambda rank: seconds_by_rank[rank])
+    longest = max(seconds_by_rank, key=lambda rank: seconds_by_rank[rank])
+    if _text(seconds_by_rank[shortest]) == _text(seconds_by_rank[longest]):
+        return _text(seconds_by_rank[longest])
+    return f"{_text(seconds_by_rank[shortest])} (rank {shortest}) to {_text(seconds_by_rank[longest])} (rank {longest})"
 
 
-def _took(one: Took) -> str:
-    what = f"{one.op} {WHEN.get(one.phase, f'in {one.phase}')} over {groups_text(one.groups, 2)}"
-    text = f"{what}: {_text(one.seconds)}, exposed {_text(one.exposed)}"
-    of = f", {100 * one.rate / one.link:.3g} % of {bytes_text(one.link)}/s" if one.link else ""
-    if one.waited is None:
-        return f"{text}; at least {bytes_text(one.rate)}/s over a link{of}"
-    return f"{text}, waited {_text(one.waited)}; {bytes_text(one.rate)}/s over a link{of}"
+def _took(kind: Took) -> str:
+    """Return the text on one kind of collective: its time, how much is exposed and waited, and its rate."""
+    collective_text = f"{kind.op} {WHEN.get(kind.phase, f'in {kind.phase}')} over {groups_text(kind.groups, 2)}"
+    text = f"{collective_text}: {_text(kind.seconds)}, exposed {_text(kind.exposed)}"
+    link_text = f", {100 * kind.rate / kind.link:.3g} % of {bytes_text(kind.link)}/s" if kind.link else ""
+    if kind.waited is None:
+        return f"{text}; at least {bytes_text(kind.rate)}/s over a link{link_text}"
+    return f"{text}, waited {_text(kind.waited)}; {bytes_text(kind.rate)}/s over a link{link_text}"
 
 
 def _late(times: Times) -> str:
     """Say which rank came last to collectives, by how long the others waited for it."""
     if not times.compared:
         return "not known: no collective has the kernels of all its members"
-    total = sum(one.caused for one in times.ranks.values())
+    total = sum(rank_time.caused for rank_time in times.ranks.values())
     worst = max(times.ranks, key=lambda rank: times.ranks[rank].caused)
-    most = times.ranks[worst].caused
+    caused = times.ranks[worst].caused
     if total <= 0:
         return f"no rank, in {times.compared} collectives"
-    return f"{some_ranks([worst])}, {100 * most / total:.0f} % of all waiting in {times.compared} collectives"
+    return f"{some_ranks([worst])}, {100 * caused / total:.0f} % of all waiting in {times.compared} collectives"
 
 
-def _bar(one: RankTime, step: float) -> str:
-    parts = [round(BAR * part / step) for part in (one.computes, one.exposed)] if step else [0, 0]
+def _bar(rank_time: RankTime, step: float) -> str:
+    """Return one step of a rank, drawn in letters."""
+    parts = [round(BAR * part / step) for part in (rank_time.computes, rank_time.exposed)] if step else [0, 0]
     return f"[{'#' * parts[0]}{'=' * parts[1]}".ljust(BAR + 1, ".")[: BAR + 1] + "]"
 
 

@@ -21,7 +21,7 @@ AWAITED = ("torch", "torch.distributed.pipelining.schedules", "torch._dynamo.dec
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Has the recorder hear of a module as soon as it has been imported, each one once."""
+    """Finder of modules that calls the recorder as soon as an awaited module has been imported, once for each."""
 
     def __init__(self) -> None:
         self.awaited = set(AWAITED)
@@ -35,12 +35,12 @@ class AfterImport(importlib.abc.MetaPathFinder):
             return spec
         execute = spec.loader.exec_module
 
-        def executed(module: ModuleType) -> None:
+        def execute_and_tell(module: ModuleType) -> None:
             execute(module)
             if not tell(name):
                 self.awaited.clear()
 
-        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
         return spec
 
 
@@ -49,8 +49,8 @@ def tell(name: str) -> bool:
     try:
         if os.environ["HARNESS_RECORD_CODE"] not in sys.path:
             sys.path.append(os.environ["HARNESS_RECORD_CODE"])
-        by = os.environ.get("HARNESS_RECORD_BY", "harness.recording.entry")
-        importlib.import_module(by).imported(name)
+        module_name = os.environ.get("HARNESS_RECORD_BY", "harness.recording.entry")
+        importlib.import_module(module_name).imported(name)
         note("torch")
         return True
     except Exception as error:
@@ -63,11 +63,12 @@ def tell(name: str) -> bool:
 
 
 def note(state: str, text: str = "") -> None:
-    """How far a process got, for the case that no rank leaves evidence."""
+    """Write how far this process got, for the case that no rank leaves evidence."""
     write(state, " ".join([text, *sys.orig_argv]))
 
 
 def write(state: str, text: str) -> None:
+    """Write a file in the recording's folder whose suffix is the state that this process reached."""
     folder = os.path.join(os.environ["HARNESS_RECORD"], "processes")
     try:
         with open(os.path.join(folder, f"{os.uname().nodename}-{os.getpid()}.{state}"), "w") as file:
@@ -84,33 +85,34 @@ def hear_of_errors() -> None:
     """Record errors that are raised before torch is imported. Later ones are the recorder's."""
     hook = sys.excepthook
 
-    def raised(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def note_raised(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if "torch" not in sys.modules:
             write("raised", first_line(kind, error))
         hook(kind, error, trace)
 
-    sys.excepthook = raised
+    sys.excepthook = note_raised
 
 
 def hear_of_ranks() -> None:
-    """In a launcher of torch's: how its ranks ended, by rank the exit code or minus the signal, where they did not end well."""
+    """Record how the ranks of torch's launcher ended, if not well: by rank the exit code, or minus the signal."""
     hook = sys.excepthook
 
-    def raised(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def note_raised(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if kind.__name__ == "ChildFailedError":
             note_ends({rank: failure.exitcode for rank, failure in getattr(error, "failures", {}).items()})
         else:
             write("launcher", first_line(kind, error))
         hook(kind, error, trace)
 
-    sys.excepthook = raised
+    sys.excepthook = note_raised
 
 
 def note_ends(codes: dict[int, int]) -> None:
+    """Write how a launcher's ranks ended. codes: by rank, its exit code or minus the signal."""
     file = os.path.join(os.environ["HARNESS_RECORD"], "processes", f"{os.uname().nodename}-{os.getpid()}.ends")
     try:
-        with open(file, "w") as told:
-            json.dump(codes, told)
+        with open(file, "w") as opened_file:
+            json.dump(codes, opened_file)
     except OSError as error:
         print(f"harness: {file} cannot be written: {error}", file=sys.stderr)
 
@@ -118,16 +120,16 @@ def note_ends(codes: dict[int, int]) -> None:
 def end_alone(reason: str) -> None:
     """Exit as a rank that reports only why it is unable to."""
     file = os.path.join(os.environ["HARNESS_RECORD"], "processes", f"rank_{int(os.environ['RANK']):05d}.unable")
-    with open(file, "w") as told:
-        told.write(reason)
+    with open(file, "w") as opened_file:
+        opened_file.write(reason)
     sys.stderr.flush()
     os._exit(1)
 
 
 def the_hidden_one() -> None:
-    """The sitecustomize that Python would have found without ours."""
-    others = [folder for folder in sys.path if os.path.abspath(folder or ".") != HERE]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    """Run the sitecustomize that Python would have found without ours."""
+    other_folders = [folder for folder in sys.path if os.path.abspath(folder or ".") != HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", other_folders)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 

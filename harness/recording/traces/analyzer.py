@@ -21,7 +21,7 @@ _NAMED = re.compile(r"Culprit rank (\d+)|missing ranks: \{([\d, ]*)\}")
 
 @dataclass(frozen=True)
 class Analysis:
-    """What it says."""
+    """What torch's analyzer reports of a job's dumps."""
 
     ranks: tuple[int, ...] = ()
     """Ranks that it names as missing or as culprits."""
@@ -32,7 +32,7 @@ class Analysis:
 
 
 def analysis_of(dumps: Sequence[Dump]) -> Analysis:
-    """Never raises: where it cannot run, that is the answer."""
+    """Return what torch's analyzer reports of these dumps. If it cannot run, `failed` has the reason; nothing is raised."""
     with tempfile.TemporaryDirectory() as folder:
         for dump in dumps:
             (Path(folder) / f"rank_{dump.rank}").write_bytes(pickle.dumps(_with_groups(dump, dumps), protocol=2))
@@ -44,15 +44,27 @@ def analysis_of(dumps: Sequence[Dump]) -> Analysis:
     lines = [line for line in (ran.stdout + ran.stderr).splitlines() if line.strip() and "tabulate" not in line]
     if ran.returncode:
         return Analysis(failed=(lines or [f"exit code {ran.returncode}"])[-1])
-    named = {int(rank) for one, some in _NAMED.findall("\n".join(lines)) for rank in re.findall(r"\d+", one or some)}
-    return Analysis(tuple(sorted(named)), text="; ".join(lines[:3]))
+    named_ranks = set[int]()
+    for culprit, missing in _NAMED.findall("\n".join(lines)):
+        named_ranks.update(map(int, re.findall(r"\d+", culprit or missing)))
+    return Analysis(tuple(sorted(named_ranks)), text="; ".join(lines[:3]))
 
 
 def _with_groups(dump: Dump, dumps: Sequence[Dump]) -> Mapping[str, Any]:
-    """Return what the file has, with the ranks of groups where it lists none."""
-    if any(one.get("ranks") not in (None, "", "[]") for one in dump.plain.get("pg_config", {}).values()):
+    """Return the content of the dump's file, with the ranks of this rank's groups where the file lists none."""
+    if any(
+        group_entry.get("ranks") not in (None, "", "[]") for group_entry in dump.plain.get("pg_config", {}).values()
+    ):
         return dump.plain
-    about = {str(e["process_group"][0]): e["process_group"][-1] for each in dumps for e in each.plain["entries"]}
-    ranks = {call.group: call.ranks for each in dumps for call in each.issued}
-    groups = {n: {"name": n, "desc": about[n], "ranks": str([*of])} for n, of in ranks.items() if dump.rank in of}
+    descriptions: dict[str, Any] = {}
+    ranks_by_name: dict[str, tuple[int, ...]] = {}
+    for other_dump in dumps:
+        for entry in other_dump.plain["entries"]:
+            descriptions[str(entry["process_group"][0])] = entry["process_group"][-1]
+        for call in other_dump.issued:
+            ranks_by_name[call.group] = call.ranks
+    groups = {}
+    for name, ranks in ranks_by_name.items():
+        if dump.rank in ranks:
+            groups[name] = {"name": name, "desc": descriptions[name], "ranks": str([*ranks])}
     return {**dump.plain, "pg_config": groups}

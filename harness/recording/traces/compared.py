@@ -18,41 +18,44 @@ SEEN = ("ranks", "axes", SECTION, "idle groups")
 NEEDED = ("structure", "uses", "members", "groups")
 
 
-def of_both(one: TracedJob, other: TracedJob) -> tuple[TracedJob, TracedJob]:
+def of_both(first_job: TracedJob, second_job: TracedJob) -> tuple[TracedJob, TracedJob]:
     """Return both jobs of the ranks that both have traces of, unless the jobs have other numbers of ranks."""
-    both = one.ranks.keys() & other.ranks.keys()
-    if one.recording.world != other.recording.world or not both:
-        return one, other
-    return _of(one, both), _of(other, both)
+    common_ranks = first_job.ranks.keys() & second_job.ranks.keys()
+    if first_job.recording.world != second_job.recording.world or not common_ranks:
+        return first_job, second_job
+    return _of(first_job, common_ranks), _of(second_job, common_ranks)
 
 
 def _of(job: TracedJob, ranks: set[int]) -> TracedJob:
-    summaries = {rank: found for rank, found in job.recording.summaries.items() if rank in ranks}
-    some = {rank: found for rank, found in job.ranks.items() if rank in ranks}
-    return replace(job, ranks=some, recording=replace(job.recording, summaries=summaries))
+    """Return the job with these ranks only."""
+    summaries = {rank: summary for rank, summary in job.recording.summaries.items() if rank in ranks}
+    traced_ranks = {rank: traced_rank for rank, traced_rank in job.ranks.items() if rank in ranks}
+    return replace(job, ranks=traced_ranks, recording=replace(job.recording, summaries=summaries))
 
 
-def not_compared(one: TracedJob, other: TracedJob) -> list[str]:
+def not_compared(first_job: TracedJob, second_job: TracedJob) -> list[str]:
     """Say what of either job was not seen."""
-    lacking = [job.recording.provides.lacking for job in (one, other)]
-    lacks = {of[word].why for of in lacking for word in NEEDED if word in of}
-    some = dict.fromkeys(
+    reasons = set[str]()
+    for job in (first_job, second_job):
+        lacking = job.recording.provides.lacking
+        reasons.update(lacking[word].why for word in NEEDED if word in lacking)
+    partial_texts = dict.fromkeys(
         f"{len(job.ranks)} of {counted(job.recording.world, 'rank')}"
-        for job in (one, other)
+        for job in (first_job, second_job)
         if len(job.ranks) < job.recording.world
     )
-    return [f"not compared: {why}" for why in sorted(lacks)] + [f"compared: {text}" for text in some]
+    return [f"not compared: {why}" for why in sorted(reasons)] + [f"compared: {text}" for text in partial_texts]
 
 
 def traced_structure(job: TracedJob) -> Mapping[str, Any]:
     """Return the structure, as far as traces show one: empty without a step that all ranks traced."""
-    found = structure(job.recording) if job.numbers else {}
-    listed = all(one.trace.groups is not None for one in job.ranks.values())
-    return {key: found[key] for key in SEEN if key in found and (listed or key != "idle groups")}
+    all_sections = structure(job.recording) if job.numbers else {}
+    lists_groups = all(traced_rank.trace.groups is not None for traced_rank in job.ranks.values())
+    return {key: all_sections[key] for key in SEEN if key in all_sections and (lists_groups or key != "idle groups")}
 
 
 def traced_figures(job: TracedJob) -> Figures:
-    """Return the figures of a job. A trace's first step is like the others."""
+    """Return the figures of a job; none without a step that all ranks traced. A trace's first step is like the others."""
     if not job.numbers:
         return {}
     exposed = [

@@ -52,25 +52,27 @@ class Dump:
 
 
 def load_dumps(paths: Sequence[Path]) -> list[Dump]:
-    """Raises EvidenceError, in one sentence with the remedy."""
-    read: dict[int, tuple[Path, Mapping[str, Any]]] = {}
+    """Return the dumps of these files in the order of ranks. Raises EvidenceError, in one sentence with the remedy."""
+    plain_by_rank: dict[int, tuple[Path, Mapping[str, Any]]] = {}
     for path in paths:
         rank = _rank(path)
-        if rank in read:
-            raise EvidenceError(f"{read[rank][0]} and {path}: both are of rank {rank}; name one file per rank")
-        read[rank] = path, _plain(path)
-    groups = _members({rank: plain for rank, (_, plain) in read.items()})
-    return [_dump(path, rank, plain, groups) for rank, (path, plain) in sorted(read.items())]
+        if rank in plain_by_rank:
+            raise EvidenceError(f"{plain_by_rank[rank][0]} and {path}: both are of rank {rank}; name one file per rank")
+        plain_by_rank[rank] = path, _plain(path)
+    groups = _members({rank: plain for rank, (_, plain) in plain_by_rank.items()})
+    return [_dump(path, rank, plain, groups) for rank, (path, plain) in sorted(plain_by_rank.items())]
 
 
 def _rank(path: Path) -> int:
-    found = RANK.search(path.name)
-    if not found or int(found.group(1)) >= RANKS:
+    """Return the rank that a file's name ends with. Raises EvidenceError."""
+    match = RANK.search(path.name)
+    if not match or int(match.group(1)) >= RANKS:
         raise EvidenceError(f"{path}: its name does not end with the rank that it is of; rename it to ..._RANK")
-    return int(found.group(1))
+    return int(match.group(1))
 
 
 def _plain(path: Path) -> Mapping[str, Any]:
+    """Return the content of a dump's file as plain values. Raises EvidenceError."""
     try:
         data = read_bytes(path, 8 * MOST)
         plain = plain_of(data) if data[:1] == b"\x80" else json_of(data)
@@ -84,72 +86,87 @@ def _plain(path: Path) -> Mapping[str, Any]:
         raise EvidenceError(f"{path}: no whole Flight Recorder dump ({why}); {REMEDY}") from error
 
 
-def _members(read: Mapping[int, Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
+def _members(plain_by_rank: Mapping[int, Mapping[str, Any]]) -> dict[str, tuple[int, ...]]:
     """Return the ranks of each group by name. gloo's dumps list none: then those that use it, and of the default group all."""
-    told: dict[str, tuple[int, ...]] = {}
-    used: dict[str, set[int]] = defaultdict(set)
-    for rank, plain in read.items():
+    listed_ranks: dict[str, tuple[int, ...]] = {}
+    using_ranks: dict[str, set[int]] = defaultdict(set)
+    for rank, plain in plain_by_rank.items():
         listed, uses = _groups(plain)
-        told |= listed
+        listed_ranks |= listed
         for name, by_all in uses.items():
-            used[name] |= {*read} if by_all else {rank}
-    return {name: tuple(sorted(ranks)) for name, ranks in used.items()} | told
+            if by_all:
+                using_ranks[name].update(plain_by_rank)
+            else:
+                using_ranks[name].add(rank)
+    return {name: tuple(sorted(ranks)) for name, ranks in using_ranks.items()} | listed_ranks
 
 
 def _groups(plain: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, bool]]:
     """Return the groups that a dump lists, and those that it uses, with whether each is the default one."""
     listed = {}
-    for one in plain.get("pg_config", {}).values():
-        ranks = one.get("ranks", ())
-        if found := ranks_in(json.loads(ranks) if isinstance(ranks, str) else ranks):
-            listed[str(one.get("name", ""))] = found
-    return listed, {str(e["process_group"][0]): e["process_group"][-1] == "default_pg" for e in plain["entries"]}
+    for group_entry in plain.get("pg_config", {}).values():
+        ranks = group_entry.get("ranks", ())
+        if group_ranks := ranks_in(json.loads(ranks) if isinstance(ranks, str) else ranks):
+            listed[str(group_entry.get("name", ""))] = group_ranks
+    return listed, {
+        str(entry["process_group"][0]): entry["process_group"][-1] == "default_pg" for entry in plain["entries"]
+    }
 
 
 def _dump(path: Path, rank: int, plain: Mapping[str, Any], groups: Mapping[str, tuple[int, ...]]) -> Dump:
+    """Return the dump of a rank, its calls in order. Raises EvidenceError."""
     try:
         entries = sorted(plain["entries"], key=lambda entry: int(entry["record_id"]))
         whole = not entries or int(entries[0]["record_id"]) == 0
-        found, states = dict[Any, Issued](), dict[tuple[Place, int], set[str]]()
+        issued_by_key = dict[Any, Issued]()
+        states = dict[tuple[Place, int], set[str]]()
         sent = defaultdict[tuple[str, str, int], int](int)
         for entry in entries:
-            name, one = str(entry["process_group"][0]), str(entry["profiling_name"]).rpartition(":")[2]
-            peer = _peer(one, groups[name]) if entry["is_p2p"] else None
-            if COALESCED.fullmatch(one) or (entry["is_p2p"] and (peer is None or not whole)):
+            name = str(entry["process_group"][0])
+            profiling_name = str(entry["profiling_name"]).rpartition(":")[2]
+            peer = _peer(profiling_name, groups[name]) if entry["is_p2p"] else None
+            if COALESCED.fullmatch(profiling_name) or (entry["is_p2p"] and (peer is None or not whole)):
                 continue
-            call = _issued(entry, name, operator_of(one) or one, groups[name])
+            call = _issued(entry, name, operator_of(profiling_name) or profiling_name, groups[name])
             if peer is not None:
                 lane = name, call.op, peer
-                call, sent[lane] = replace(call, peer=peer, seq=sent[lane]), sent[lane] + 1
-                found[lane, call.seq] = call
+                call = replace(call, peer=peer, seq=sent[lane])
+                sent[lane] += 1
+                issued_by_key[lane, call.seq] = call
                 continue
             key = place(call), call.seq
-            found[key] = replace(call, bytes=call.bytes + (found[key].bytes if key in found else 0))
+            issued_by_key[key] = replace(
+                call, bytes=call.bytes + (issued_by_key[key].bytes if key in issued_by_key else 0)
+            )
             states.setdefault(key, set()).add(_state(entry))
-        over = frozenset(key for key, of in states.items() if of == {"completed"})
-        given_up = frozenset(key for key, of in states.items() if "open" not in of) - over
-        issued = tuple(sorted(found.values(), key=lambda call: call.order))
+        over = frozenset(key for key, states_of_key in states.items() if states_of_key == {"completed"})
+        given_up = frozenset(key for key, states_of_key in states.items() if "open" not in states_of_key) - over
+        issued = tuple(sorted(issued_by_key.values(), key=lambda call: call.order))
         return Dump(path, rank, plain, issued, over, given_up, whole)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise EvidenceError(f"{path}: no whole Flight Recorder dump ({error!r}); {REMEDY}") from error
 
 
 def _state(entry: Mapping[str, Any]) -> str:
-    return "completed" if entry["state"] == "completed" else "retired" if entry.get("retired") else "open"
+    """Return "completed", "retired" (its recorder follows it no more) or "open"."""
+    if entry["state"] == "completed":
+        return "completed"
+    return "retired" if entry.get("retired") else "open"
 
 
 def _peer(name: str, ranks: tuple[int, ...]) -> int | None:
     """Return the global rank of the other side: names have the places in the group, as in send 0->1 and recv 1<-0."""
-    found = PEER.search(name)
-    return ranks[int(found.group(3))] if found and int(found.group(3)) < len(ranks) else None
+    match = PEER.search(name)
+    return ranks[int(match.group(3))] if match and int(match.group(3)) < len(ranks) else None
 
 
 def _issued(entry: Mapping[str, Any], name: str, op: str, ranks: tuple[int, ...]) -> Issued:
+    """Return one entry of a dump as a call. Its step is not known."""
     dtypes = entry.get("input_dtypes", ())
     dtypes = [dtypes] if isinstance(dtypes, str) else dtypes
-    known = [DTYPES.get(str(dtype), (str(dtype).lower(), 1)) for dtype in dtypes]
+    dtypes_and_sizes = [DTYPES.get(str(dtype), (str(dtype).lower(), 1)) for dtype in dtypes]
     elements = [math.prod(map(int, shape)) for shape in entry.get("input_sizes", ())]
-    size = sum(count * of for count, (_, of) in zip(elements, known, strict=False))
+    size = sum(count * element_size for count, (_, element_size) in zip(elements, dtypes_and_sizes, strict=False))
     return Issued(
         name,
         ranks,
@@ -158,6 +175,6 @@ def _issued(entry: Mapping[str, Any], name: str, op: str, ranks: tuple[int, ...]
         size,
         step=UNTOLD,
         order=int(entry["record_id"]) + 1,
-        dtype=known[0][0] if known else "",
+        dtype=dtypes_and_sizes[0][0] if dtypes_and_sizes else "",
         time=int(entry["time_created_ns"] or 0) / 1e9,
     )

@@ -27,8 +27,10 @@ NAMES = {"all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_bas
 """Operator -> how torch's events name it, where they do otherwise."""
 WORDS = {name: word for word, (name, _) in reversed(DTYPES.items()) if word != name}
 """Dtype -> how torch's events write it."""
-TRAINS, OTHERS = 1, 2
-"""Threads of a trace: the one that trains, and all others."""
+TRAINS = 1
+"""Thread of a trace: the one that trains."""
+OTHERS = 2
+"""Thread of a trace that stands for all others."""
 BEGINS = b'{"schemaVersion": 1, "distributedInfo": '
 """The first bytes of a trace."""
 SHOWN = 30
@@ -38,7 +40,8 @@ SHOWN = 30
 def export(recording: Recording, folder: Path) -> tuple[list[Path], int]:
     """Write a file for each rank that has times; return them, and how many collectives have none. Raises EvidenceError and
     OSError."""
-    files, untimed = [], 0
+    files = []
+    untimed = 0
     for rank in sorted(recording.summaries):
         record = load_record(record_file(recording.directory, rank))
         calls = [call for call in record.evidence.collectives if call.began is not None]
@@ -53,14 +56,14 @@ def export(recording: Recording, folder: Path) -> tuple[list[Path], int]:
 
 
 def refuse_other_file(file: Path) -> None:
-    """Raises EvidenceError for a file that is there and is no trace that `export` wrote."""
+    """Raise EvidenceError for a file that exists and that no export of a recording wrote."""
     if not os.path.lexists(file):
         return
     try:
-        begins = gzip.decompress(read_bytes(file))[: len(BEGINS)]
+        first_bytes = gzip.decompress(read_bytes(file))[: len(BEGINS)]
     except (OSError, EOFError, zlib.error) as error:
         raise EvidenceError(f"{file}: is there, and is no trace of ours ({error}); move it away") from error
-    if begins != BEGINS:
+    if first_bytes != BEGINS:
         raise EvidenceError(f"{file}: is there, and this harness did not write it; move it away")
 
 
@@ -68,8 +71,8 @@ def trace_of(record: RankRecord, calls: Sequence[Collective]) -> dict[str, Any]:
     """Return the trace of one rank. calls: those of its collectives that have times."""
     evidence = record.evidence
     ordered = sorted(calls, key=lambda call: call.began or 0.0)
-    named = {"name": "process_name", "ph": "M", "pid": evidence.rank, "tid": 0, "ts": 0}
-    events = [named | {"args": {"name": f"rank {evidence.rank}"}}]
+    process_name = {"name": "process_name", "ph": "M", "pid": evidence.rank, "tid": 0, "ts": 0}
+    events = [process_name | {"args": {"name": f"rank {evidence.rank}"}}]
     spans = [*_steps(record, ordered), *_phases(ordered), *map(_issued, ordered)]
     events += [_event(evidence.rank, *span) for span in sorted(spans, key=lambda span: (span[2], -span[3]))]
     return {"schemaVersion": 1, "distributedInfo": _info(evidence), "displayTimeUnit": "ms", "traceEvents": events}
@@ -82,11 +85,13 @@ Named = tuple[str, str, float, float, int, dict[str, Any]]
 def _event(
     rank: int, kind: str, name: str, began: float, ended: float, thread: int, args: dict[str, Any]
 ) -> dict[str, Any]:
+    """Return one event of Kineto's format. Its times are microseconds."""
     times = {"ts": round(1e6 * began, 3), "dur": round(1e6 * (ended - began), 3)}
     return {"ph": "X", "cat": kind, "name": name, "pid": rank, "tid": thread, **times, "args": args}
 
 
 def _info(evidence: RankEvidence) -> dict[str, Any]:
+    """Return the distributedInfo of a trace: rank, world size and process groups."""
     backends = sorted({group.backend for group in evidence.groups})
     listed = [
         {
@@ -108,6 +113,7 @@ def _info(evidence: RankEvidence) -> dict[str, Any]:
 
 
 def _ended(call: Collective) -> float:
+    """Return when a collective no longer blocked its thread."""
     return (call.began or 0.0) + (call.blocked or 0.0)
 
 
@@ -123,18 +129,32 @@ def _steps(record: RankRecord, calls: Sequence[Collective]) -> Iterator[Named]:
 
 def _phases(calls: Sequence[Collective]) -> Iterator[Named]:
     """Yield from the first to the last collective of each stretch of one phase, as an annotation."""
-    mine = [call for call in calls if call.phase != BACKGROUND]
-    for (step, phase), some in itertools.groupby(mine, key=lambda call: (call.step, call.phase)):
-        of = list(some)
-        yield "user_annotation", phase, of[0].began or 0.0, max(map(_ended, of)), TRAINS, {"step": step}
+    foreground_calls = [call for call in calls if call.phase != BACKGROUND]
+    for (step, phase), phase_calls in itertools.groupby(foreground_calls, key=lambda call: (call.step, call.phase)):
+        calls_of_phase = list(phase_calls)
+        yield (
+            "user_annotation",
+            phase,
+            calls_of_phase[0].began or 0.0,
+            max(map(_ended, calls_of_phase)),
+            TRAINS,
+            {"step": step},
+        )
 
 
 def _issued(call: Collective) -> Named:
-    word, size = WORDS.get(call.dtype, call.dtype), dict(DTYPES.values()).get(call.dtype, 1)
-    whole, ranks = call.bytes // size, len(call.ranks)
-    sizes = {"all_gather": (whole // ranks, whole), "reduce_scatter": (whole, whole // ranks)}
-    received, sent = sizes.get(call.op, (whole, whole))
-    shown = f"[{', '.join(map(str, call.ranks[:SHOWN]))}{', ...' * (ranks > SHOWN)}]"
+    """Return a collective as a span with the arguments that torch's events have."""
+    word = WORDS.get(call.dtype, call.dtype)
+    size = dict(DTYPES.values()).get(call.dtype, 1)
+    elements = call.bytes // size
+    ranks = len(call.ranks)
+    elements_of_operator = {
+        "all_gather": (elements // ranks, elements),
+        "reduce_scatter": (elements, elements // ranks),
+    }
+    received, sent = elements_of_operator.get(call.op, (elements, elements))
+    dots = ", ..." if ranks > SHOWN else ""
+    ranks_text = f"[{', '.join(map(str, call.ranks[:SHOWN]))}{dots}]"
     args: dict[str, Any] = {
         "Collective name": NAMES.get(call.op, call.op),
         "dtype": word,
@@ -142,12 +162,14 @@ def _issued(call: Collective) -> Named:
         "Out msg nelems": sent,
         "Group size": ranks,
         "Process Group Name": call.group,
-        "Process Group Ranks": shown,
+        "Process Group Ranks": ranks_text,
         "Seq": call.seq,
         "bytes": call.bytes,
         PHASE: call.phase,
     }
-    args |= {"Dst Rank" if call.op == "send" else "Src Rank": call.peer} if call.peer is not None else {}
-    args |= {"Root Rank": call.root} if call.root is not None else {}
+    if call.peer is not None:
+        args["Dst Rank" if call.op == "send" else "Src Rank"] = call.peer
+    if call.root is not None:
+        args["Root Rank"] = call.root
     thread = OTHERS if call.phase == BACKGROUND else TRAINS
     return "cpu_op", "record_param_comms", call.began or 0.0, _ended(call), thread, args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 from harness.core.evidence.store import EvidenceError
 from harness.recording.traces.stream import opened
 
-TRACE, DUMP = "trace", "dump"
+TRACE = "trace"
+DUMP = "dump"
 ENDS = (".json", ".json.gz")
 _OF_TRACE = re.compile(rb'"(traceEvents|schemaVersion|deviceProperties|distributedInfo|ph)"\s*:')
 _OF_DUMP = re.compile(rb'"(entries|pg_status|pg_config|comm_lib_version|nccl_version)"\s*:')
@@ -26,16 +28,18 @@ def kind_of_file(path: Path) -> str:
         return DUMP
     if begin.lstrip()[:1] not in (b"{", b"["):
         return TRACE if path.name.endswith((".trace.json", ".json.gz")) else ""
-    return TRACE if _OF_TRACE.search(begin) else DUMP if _OF_DUMP.search(begin) else ""
+    if _OF_TRACE.search(begin):
+        return TRACE
+    return DUMP if _OF_DUMP.search(begin) else ""
 
 
-def files_of(place: Path, kind: str) -> list[Path]:
+def files_of(path: Path, kind: str) -> list[Path]:
     """Return the files of that kind in a folder, or such a file itself."""
-    if not place.is_dir():
-        return [place] if kind_of_file(place) == kind else []
-    return [file for file in sorted(place.iterdir()) if file.is_file() and kind_of_file(file) == kind]
+    if not path.is_dir():
+        return [path] if kind_of_file(path) == kind else []
+    return [file for file in sorted(path.iterdir()) if file.is_file() and kind_of_file(file) == kind]
 
 
-def all_files(places: Sequence[Path], kind: str) -> list[Path]:
+def all_files(paths: Sequence[Path], kind: str) -> list[Path]:
     """Return the files of all these places, each once."""
-    return list(dict.fromkeys(file for place in places for file in files_of(place, kind)))
+    return list(dict.fromkeys(itertools.chain.from_iterable(files_of(path, kind) for path in paths)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,20 +43,23 @@ class Hang:
     def verdict(self) -> Verdict:
         if self.blamed:
             return Verdict.FAIL
-        if self.missing or any(one.untold for one in self.stuck):
+        if self.missing or any(group.untold for group in self.stuck):
             return Verdict.UNKNOWN
         return Verdict.FAIL if self.stuck else Verdict.PASS
 
 
 def hang_of(dumps: Sequence[Dump]) -> Hang:
-    """Look first for members of a group that issued different collectives, and then for who is waited for."""
+    """Return why the job hung: members of a group issued different collectives, or else some rank is waited for."""
     ranks = tuple(dump.rank for dump in dumps)
-    named = {rank for dump in dumps for call in dump.issued for rank in call.ranks}
+    member_ranks = set[int]()
+    for dump in dumps:
+        for call in dump.issued:
+            member_ranks.update(call.ranks)
     stuck = _stuck(dumps)
     blamed = disagreeing([_fate(dump, dump.issued) for dump in dumps])
     blamed = blamed or waited_for([_fate(dump, _reached(dump, stuck)) for dump in dumps])
-    found = tuple(sorted(stuck.values(), key=lambda one: one.call.time))
-    return Hang(ranks, tuple(sorted(named - {*ranks})), dict(sorted(blamed.items())), found)
+    stuck_groups = tuple(sorted(stuck.values(), key=lambda group: group.call.time))
+    return Hang(ranks, tuple(sorted(member_ranks - {*ranks})), dict(sorted(blamed.items())), stuck_groups)
 
 
 def _fate(dump: Dump, issued: Sequence[Issued]) -> Fate:
@@ -66,48 +68,59 @@ def _fate(dump: Dump, issued: Sequence[Issued]) -> Fate:
 
 
 def _stuck(dumps: Sequence[Dump]) -> dict[Place, Stuck]:
+    """Return, by group, the first collective that is not over."""
     last: dict[tuple[int, Place], int] = {}
     for dump in dumps:
         for call in dump.issued:
             if call.peer is None:
                 key = dump.rank, place(call)
                 last[key] = max(call.seq, last.get(key, call.seq))
-    by_rank, first = {dump.rank: dump for dump in dumps}, dict[Place, Stuck]()
+    by_rank = {dump.rank: dump for dump in dumps}
+    first_stuck = dict[Place, Stuck]()
     for dump in dumps:
         for call in sorted(dump.issued, key=lambda call: call.seq):
-            here, number = place(call), call.seq
-            if (
-                call.peer is not None
-                or (here, number) in dump.over
-                or (here in first and first[here].call.seq <= number)
-            ):
+            group = place(call)
+            number = call.seq
+            is_later = group in first_stuck and first_stuck[group].call.seq <= number
+            if call.peer is not None or (group, number) in dump.over or is_later:
                 continue
-            found = _members(call, here, last, by_rank)
-            if (here, number) not in dump.given_up or found.behind:
-                first[here] = found
-    return first
+            candidate = _members(call, group, last, by_rank)
+            if (group, number) not in dump.given_up or candidate.behind:
+                first_stuck[group] = candidate
+    return first_stuck
 
 
-def _members(call: Issued, here: Place, last: Mapping[tuple[int, Place], int], dumps: Mapping[int, Dump]) -> Stuck:
-    come: dict[str, list[int]] = defaultdict(list)
+def _members(call: Issued, group: Place, last: Mapping[tuple[int, Place], int], dumps: Mapping[int, Dump]) -> Stuck:
+    """Return which members of a group have issued the call, which have not, and of which it is not known."""
+    issued: list[int] = []
+    behind: list[int] = []
+    untold: list[int] = []
     for rank in call.ranks:
-        told = rank in dumps and (dumps[rank].whole or (rank, here) in last)
-        come["issued" if last.get((rank, here), -1) >= call.seq else "behind" if told else "untold"].append(rank)
-    return Stuck(call, tuple(come["issued"]), tuple(come["behind"]), tuple(come["untold"]))
+        is_known = rank in dumps and (dumps[rank].whole or (rank, group) in last)
+        if last.get((rank, group), -1) >= call.seq:
+            issued.append(rank)
+        elif is_known:
+            behind.append(rank)
+        else:
+            untold.append(rank)
+    return Stuck(call, tuple(issued), tuple(behind), tuple(untold))
 
 
 def _reached(dump: Dump, stuck: Mapping[Place, Stuck]) -> list[Issued]:
-    """Return how far it came in each group that waits, and its last sends and receives. What it issued behind the collective
-    that is not over only waits with it. Where it is not known how far it came, it is not blamed."""
-    found: dict[object, Issued] = {}
+    """Return the rank's last call in each group that waits, and its last sends and receives.
+
+    Calls behind the collective that is not over only wait with it. A rank of which it is not known how far it came is not
+    blamed.
+    """
+    last_calls: dict[object, Issued] = {}
     for call in dump.issued:
         if call.peer is not None:
-            found[place(call), call.op, call.peer] = call
+            last_calls[place(call), call.op, call.peer] = call
         elif place(call) in stuck and call.seq < stuck[place(call)].call.seq:
-            found[place(call)] = call
-    for here, one in stuck.items():
-        if dump.rank in (*one.issued, *one.untold):
-            own = (call for call in dump.issued if place(call) == here and call.seq >= one.call.seq)
-            order = next((call.order for call in own), 0)
-            found[here] = replace(one.call, order=order)
-    return sorted(found.values(), key=lambda call: call.order)
+            last_calls[place(call)] = call
+    for group, waiting in stuck.items():
+        if dump.rank in (*waiting.issued, *waiting.untold):
+            later_calls = (call for call in dump.issued if place(call) == group and call.seq >= waiting.call.seq)
+            order = next((call.order for call in later_calls), 0)
+            last_calls[group] = replace(waiting.call, order=order)
+    return sorted(last_calls.values(), key=lambda call: call.order)

@@ -50,16 +50,19 @@ class TracedJob:
 
 
 def job_of(traces: Sequence[Trace]) -> TracedJob:
-    """Raises EvidenceError for traces that are not of one job."""
+    """Return the job that these traces are of. Raises EvidenceError for traces that are not of one job."""
     world = _world(traces)
     spans = {trace.rank: training_steps(trace) for trace in traces}
     numbers = tuple(sorted(set.intersection(*({*steps} for steps in spans.values()))))
-    of = {number: place for place, number in enumerate(numbers, start=1)}
-    ranks = {
-        trace.rank: _traced(trace, {of[number]: span for number, span in spans[trace.rank].items() if number in of})
-        for trace in sorted(traces, key=lambda trace: trace.rank)
-    }
-    records = {rank: _record(one, world) for rank, one in ranks.items()}
+    position_of_number = {number: position for position, number in enumerate(numbers, start=1)}
+    ranks: dict[int, TracedRank] = {}
+    for trace in sorted(traces, key=lambda trace: trace.rank):
+        steps: dict[int, Span] = {}
+        for number, span in spans[trace.rank].items():
+            if number in position_of_number:
+                steps[position_of_number[number]] = span
+        ranks[trace.rank] = _traced(trace, steps)
+    records = {rank: _record(traced_rank, world) for rank, traced_rank in ranks.items()}
     folder = Path(os.path.commonpath([trace.path.parent for trace in traces]))
     recording = Recording(
         folder,
@@ -75,18 +78,28 @@ def _world(traces: Sequence[Trace]) -> int:
     """Return the number of ranks. Older traces do not say it: then there are at least those that are named."""
     by_rank: dict[int, Trace] = {}
     for trace in traces:
-        if (other := by_rank.setdefault(trace.rank, trace)) is not trace:
-            raise EvidenceError(f"{other.path} and {trace.path}: both are of rank {trace.rank}; name one file per rank")
-    told = {trace.world: trace for trace in traces if trace.world}
-    if len(told) > 1:
-        (few, one), (many, other), *_ = sorted(told.items())
-        raise EvidenceError(f"{one.path} is of a job of {few} ranks, {other.path} of {many}; name the files of one job")
-    named = {rank for trace in traces for call in trace.calls for rank in call.what.ranks}
-    return next(iter(told), 1 + max(named | by_rank.keys()))
+        if (earlier_trace := by_rank.setdefault(trace.rank, trace)) is not trace:
+            raise EvidenceError(
+                f"{earlier_trace.path} and {trace.path}: both are of rank {trace.rank}; name one file per rank"
+            )
+    trace_by_world = {trace.world: trace for trace in traces if trace.world}
+    if len(trace_by_world) > 1:
+        (fewer, first_trace), (more_ranks, second_trace), *_ = sorted(trace_by_world.items())
+        raise EvidenceError(
+            f"{first_trace.path} is of a job of {fewer} ranks, {second_trace.path} of {more_ranks}; name the files of one job"
+        )
+    named_ranks = set[int]()
+    for trace in traces:
+        for call in trace.calls:
+            named_ranks.update(call.what.ranks)
+    return next(iter(trace_by_world), 1 + max(named_ranks | by_rank.keys()))
 
 
 def _traced(trace: Trace, steps: Mapping[int, Span]) -> TracedRank:
-    phases, calls, beside = Phases(trace, steps), [], 0
+    """Return a rank's collectives in these steps, with step, phase and number."""
+    phases = Phases(trace, steps)
+    calls = []
+    beside = 0
     issued: dict[tuple[str, int | None], int] = {}
     for call in trace.calls:
         step, phase = phases.of(call)
@@ -97,40 +110,45 @@ def _traced(trace: Trace, steps: Mapping[int, Span]) -> TracedRank:
         issued[key] = issued.get(key, -1) + 1
         phase = phase if call.what.phase == BACKGROUND else call.what.phase
         calls.append(replace(call, what=replace(call.what, step=step, phase=phase, seq=issued[key])))
-    nameless = (op for when, op in trace.nameless if any(span.start <= when <= span.end for span in steps.values()))
+    nameless = []
+    for when, op in trace.nameless:
+        if any(span.start <= when <= span.end for span in steps.values()):
+            nameless.append(op)
     return TracedRank(trace, steps, tuple(calls), beside, tuple(nameless))
 
 
-def _record(one: TracedRank, world: int) -> RankRecord:
-    nothing = StepEvidence(0, (), None, None, None, {}, {}, {}, {})
-    collectives: tuple[Collective, ...] = tuple(call.what for call in one.calls)
+def _record(traced_rank: TracedRank, world: int) -> RankRecord:
+    """Return a rank's trace as the record of a recording."""
+    empty_step = StepEvidence(0, (), None, None, None, {}, {}, {}, {})
+    collectives: tuple[Collective, ...] = tuple(call.what for call in traced_rank.calls)
     evidence = RankEvidence(
-        one.trace.rank,
+        traced_rank.trace.rank,
         world,
         (),
-        one.trace.groups or (),
+        traced_rank.trace.groups or (),
         collectives,
-        tuple(replace(nothing, step=step) for step in sorted(one.steps)),
+        tuple(replace(empty_step, step=step) for step in sorted(traced_rank.steps)),
     )
     steps = tuple(
-        RecordedStep(step, {}, seconds=(span.end - span.start) / 1e6) for step, span in sorted(one.steps.items())
+        RecordedStep(step, {}, seconds=(span.end - span.start) / 1e6)
+        for step, span in sorted(traced_rank.steps.items())
     )
     return RankRecord(evidence, steps, ended="ok", steps_seen=len(steps))
 
 
 def _provided(ranks: Mapping[int, TracedRank], world: int) -> Provided:
-    """What the traces of a job show, and what they lack and why."""
-    found = TRACED
-    if not any(one.steps for one in ranks.values()):
+    """Return what the traces of a job provide, and for what they lack, why."""
+    provided = TRACED
+    if not any(traced_rank.steps for traced_rank in ranks.values()):
         why = "no step is in the traces of all ranks: call step() of the profiler in each step, on all ranks alike"
-        found = found.without(("structure", "uses", "members"), why, unknown=True)
-    for rank, one in ranks.items():
-        if one.nameless:
-            gloo = ", as gloo's do" if "gloo" in one.trace.backend else ""
-            why = f"{operators_text(one.nameless)} of rank {rank} name no group{gloo}"
-            found = found.without(("members",), why, unknown=True)
-        if one.trace.groups is None:
-            found = found.without(("groups",), f"the trace of rank {rank} lists no process groups", unknown=True)
+        provided = provided.without(("structure", "uses", "members"), why, unknown=True)
+    for rank, traced_rank in ranks.items():
+        if traced_rank.nameless:
+            gloo = ", as gloo's do" if "gloo" in traced_rank.trace.backend else ""
+            why = f"{operators_text(traced_rank.nameless)} of rank {rank} name no group{gloo}"
+            provided = provided.without(("members",), why, unknown=True)
+        if traced_rank.trace.groups is None:
+            provided = provided.without(("groups",), f"the trace of rank {rank} lists no process groups", unknown=True)
     if missing := sorted({*range(world)} - ranks.keys()):
-        found = found.only_partly(("uses", "members", "groups"), f"no trace of {counted(len(missing), 'rank')}")
-    return found
+        provided = provided.only_partly(("uses", "members", "groups"), f"no trace of {counted(len(missing), 'rank')}")
+    return provided

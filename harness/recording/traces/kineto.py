@@ -111,7 +111,7 @@ class Trace:
 
 
 def load_trace(path: Path) -> Trace:
-    """Raises EvidenceError, in one sentence with the remedy."""
+    """Return what a profiler trace shows. Raises EvidenceError, in one sentence with the remedy."""
     reader = _Reader(Trace(path))
     try:
         with opened(path) as file:
@@ -130,14 +130,17 @@ class _Reader:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.around: dict[str, Any] = {}
-        self.compute, self.forward_ops = array("d"), array("d")
+        self.compute = array("d")
+        self.forward_ops = array("d")
         self.issued: list[tuple[Span, str]] = []
         self.annotated: dict[str, list[tuple[Span, str]]] = {"nccl": [], "gloo": []}
         self.raw: list[tuple[Span, dict[str, Any]]] = []
         self.raw_kernels: list[tuple[Span, dict[str, Any], str]] = []
 
     def see(self, event: dict[str, Any]) -> None:
-        kind, name = event.get("cat"), event.get("name", "")
+        """Keep what the trace shows of this event. Times, ranks and groups are resolved once all are read."""
+        kind = event.get("cat")
+        name = event.get("name", "")
         if kind == "cpu_op":
             args = event.get("args", {})
             if name.startswith((BACKWARD_OP, "record_param_comms", "c10d::")):
@@ -150,6 +153,7 @@ class _Reader:
             self._kernel(event, name)
 
     def _operator(self, span: Span, name: str, args: dict[str, Any]) -> None:
+        """Keep an operator: backward passes, and the calls of collectives."""
         if name.startswith(BACKWARD_OP):
             self.trace.passes["backward"].append(span)
         elif name.startswith("c10d::"):
@@ -159,6 +163,7 @@ class _Reader:
             self.raw.append((span, args))
 
     def _annotation(self, event: dict[str, Any], name: str) -> None:
+        """Keep a range: a step, an optimizer's step, a backend's collective, or a pass of a wrapper."""
         if name.startswith(STEP):
             number = int(name.removeprefix(STEP))
             self.trace.steps[number] = _span(event)
@@ -168,12 +173,15 @@ class _Reader:
             if op := operator_of(name[5:]):
                 self.annotated[name[:4]].append((_span(event), op))
         elif name.startswith(WRAPPERS):
-            which = "backward" if "backward" in name else "forward" if "forward" in name else ""
-            if which:
-                self.trace.passes[which].append(_span(event))
+            for kind in ("backward", "forward"):
+                if kind in name:
+                    self.trace.passes[kind].append(_span(event))
+                    break
 
     def _kernel(self, event: dict[str, Any], name: str) -> None:
-        span, args = _span(event), event.get("args", {})
+        """Keep a kernel: of a collective with its arguments, of others only the times."""
+        span = _span(event)
+        args = event.get("args", {})
         if "nccl" in name.lower():
             self.raw_kernels.append((Span(span.start, span.end, str(args.get("stream"))), args, name))
         else:
@@ -181,26 +189,28 @@ class _Reader:
 
     def whole(self) -> Trace:
         """Return the trace, once all is read: what the groups are may stand behind the events."""
-        trace, told = self.trace, self.around.get("distributedInfo", {})
-        if "rank" not in told:
+        trace = self.trace
+        info = self.around.get("distributedInfo", {})
+        if "rank" not in info:
             raise EvidenceError(
                 f"{trace.path}: it does not say of which rank it is (distributedInfo); trace a job that"
                 " has called torch.distributed.init_process_group"
             )
-        trace.rank, trace.world = int(told["rank"]), int(told.get("world_size", 0))
-        trace.backend = str(told.get("backend", ""))
+        trace.rank = int(info["rank"])
+        trace.world = int(info.get("world_size", 0))
+        trace.backend = str(info.get("backend", ""))
         if not 0 <= trace.rank < (trace.world or RANKS) <= RANKS:
             raise ValueError(f"rank {trace.rank} of {trace.world}")
-        trace.groups = _groups(told.get("pg_config"))
-        named = {group.name: group.ranks for group in trace.groups or ()}
-        for span, args in sorted(self.raw, key=lambda one: one[0].start):
-            call = _collective(args, named, operator_of(args["Collective name"]))
+        trace.groups = _groups(info.get("pg_config"))
+        ranks_of_group = {group.name: group.ranks for group in trace.groups or ()}
+        for span, args in sorted(self.raw, key=lambda span_and_args: span_and_args[0].start):
+            call = _collective(args, ranks_of_group, operator_of(args["Collective name"]))
             if call is None:
                 trace.nameless.append((span.start, operator_of(args["Collective name"])))
             else:
                 trace.calls.append(Call(span, call))
         for span, args, name in self.raw_kernels:
-            if call := _collective(args, named, operator_of(args.get("Collective name", name.lower()))):
+            if call := _collective(args, ranks_of_group, operator_of(args.get("Collective name", name.lower()))):
                 trace.kernels.append(Call(span, call))
         trace.nameless += self._nameless()
         trace.compute = np.frombuffer(self.compute, np.float64).reshape(-1, 2)
@@ -209,9 +219,10 @@ class _Reader:
 
     def _nameless(self) -> list[tuple[float, str]]:
         """Return the collectives without arguments. Most are an operator and an annotation; gloo's is on another thread."""
-        named, issued = [span for span, _ in self.raw], [span for span, _ in self.issued]
-        annotated = [*self.annotated["nccl"], *([] if issued else self.annotated["gloo"])]
-        return _not_named(self.issued, named) + _not_named(annotated, named + issued)
+        named_spans = [span for span, _ in self.raw]
+        issued_spans = [span for span, _ in self.issued]
+        annotated = [*self.annotated["nccl"], *([] if issued_spans else self.annotated["gloo"])]
+        return _not_named(self.issued, named_spans) + _not_named(annotated, named_spans + issued_spans)
 
 
 def _span(event: dict[str, Any]) -> Span:
@@ -219,9 +230,9 @@ def _span(event: dict[str, Any]) -> Span:
     return Span(start, start + float(event.get("dur", 0)), str(event.get("tid")))
 
 
-def ranks_in(told: Iterable[Any]) -> tuple[int, ...]:
-    """Return them ascending. Raises ValueError for a number that is no rank."""
-    ranks = sorted(int(rank) for rank in told)
+def ranks_in(rank_numbers: Iterable[Any]) -> tuple[int, ...]:
+    """Return the ranks in ascending order. Raises ValueError for a number that is no rank."""
+    ranks = sorted(int(rank) for rank in rank_numbers)
     if ranks and not 0 <= ranks[0] <= ranks[-1] < RANKS:
         raise ValueError(f"ranks {ranks[0]} to {ranks[-1]}")
     return tuple(ranks)
@@ -229,73 +240,91 @@ def ranks_in(told: Iterable[Any]) -> tuple[int, ...]:
 
 def operator_of(name: str) -> str:
     """Return the operator of a collective's name; empty where it is none, such as a wait."""
-    found = next((one for one in OPERATORS if one in name.lower()), "")
-    return SHORT.get(found, found)
+    operator = next((candidate for candidate in OPERATORS if candidate in name.lower()), "")
+    return SHORT.get(operator, operator)
 
 
-def _groups(told: Any) -> tuple[Group, ...] | None:
+def _groups(listed_groups: Any) -> tuple[Group, ...] | None:
     """Return the groups that distributedInfo lists; None where it lists none, or a group without all its ranks."""
-    if not isinstance(told, list):
+    if not isinstance(listed_groups, list):
         return None
-    found = []
-    for one in told:
-        ranks = ranks_in(one.get("ranks", ()))
-        if len(ranks) != int(one.get("pg_size", len(ranks))) or not ranks:
+    groups = []
+    for group_entry in listed_groups:
+        ranks = ranks_in(group_entry.get("ranks", ()))
+        if len(ranks) != int(group_entry.get("pg_size", len(ranks))) or not ranks:
             return None
-        found.append(Group(str(one["pg_name"]), ranks, str(one.get("backend_config", "")), str(one.get("pg_desc", ""))))
-    return tuple(found)
+        groups.append(
+            Group(
+                str(group_entry["pg_name"]),
+                ranks,
+                str(group_entry.get("backend_config", "")),
+                str(group_entry.get("pg_desc", "")),
+            )
+        )
+    return tuple(groups)
 
 
-def _collective(args: dict[str, Any], named: dict[str, tuple[int, ...]], op: str) -> Collective | None:
+def _collective(args: dict[str, Any], ranks_of_group: dict[str, tuple[int, ...]], op: str) -> Collective | None:
     """Return what its arguments say; None where they do not say over which ranks it ran."""
     name = str(args.get("Process Group Name", args.get("Process Group ID", "")))
-    ranks = _ranks(args, named.get(name))
+    ranks = _ranks(args, ranks_of_group.get(name))
     if ranks is None or not op:
         return None
     dtype = str(args.get("dtype", ""))
-    kind, size = DTYPES.get(dtype, (dtype.lower(), 1 if "8" in dtype else 0))
+    dtype_name, size = DTYPES.get(dtype, (dtype.lower(), 1 if "8" in dtype else 0))
     peer = args.get("Dst Rank" if op == "send" else "Src Rank") if op in ("send", "recv") else None
-    one, other = int(args.get("In msg nelems", 0)), int(args.get("Out msg nelems", 0))
-    elements = max(one, other) if op in ("all_gather", "reduce_scatter", "recv") else one
-    if op in ("all_gather", "reduce_scatter") and one == other:
+    received = int(args.get("In msg nelems", 0))
+    sent = int(args.get("Out msg nelems", 0))
+    elements = max(received, sent) if op in ("all_gather", "reduce_scatter", "recv") else received
+    if op in ("all_gather", "reduce_scatter") and received == sent:
         elements *= len(ranks)
-    phase, to = str(args.get(PHASE, BACKGROUND)), None if peer is None else int(peer)
-    return Collective(op, ranks, name, kind, elements * size, phase, 0, 0, peer=to)
+    phase = str(args.get(PHASE, BACKGROUND))
+    peer_rank = None if peer is None else int(peer)
+    return Collective(op, ranks, name, dtype_name, elements * size, phase, 0, 0, peer=peer_rank)
 
 
-def _ranks(args: dict[str, Any], listed: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """torch writes the first 30 ranks of a group, and then dots: others follow from its name, or from start and stride."""
-    size, told = int(args.get("Group size", 0)), str(args.get("Process Group Ranks", ""))
-    ranks = [int(rank) for rank in re.findall(r"\d+", told)]
-    if "..." not in told and ranks and len(ranks) == size:
+def _ranks(args: dict[str, Any], listed_ranks: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Return the ranks of the group that a collective ran over. None where the trace does not say them.
+
+    torch writes the first 30 ranks of a group, and then dots. The others follow from the group's name, or from start and
+    stride.
+    """
+    size = int(args.get("Group size", 0))
+    ranks_text = str(args.get("Process Group Ranks", ""))
+    ranks = [int(rank) for rank in re.findall(r"\d+", ranks_text)]
+    if "..." not in ranks_text and ranks and len(ranks) == size:
         return ranks_in(ranks)
-    if listed is not None and len(listed) == size:
-        return listed
-    start, stride = int(args.get("Global rank start", -1)), int(args.get("Global rank stride", 0))
-    even = range(start, start + size * stride, stride) if start >= 0 and stride > 0 and 0 < size <= RANKS else range(0)
-    return tuple(even) if [*even[: len(ranks)]] == ranks and even else None
+    if listed_ranks is not None and len(listed_ranks) == size:
+        return listed_ranks
+    start = int(args.get("Global rank start", -1))
+    stride = int(args.get("Global rank stride", 0))
+    ranks_by_stride = range(0)
+    if start >= 0 and stride > 0 and 0 < size <= RANKS:
+        ranks_by_stride = range(start, start + size * stride, stride)
+    return tuple(ranks_by_stride) if [*ranks_by_stride[: len(ranks)]] == ranks and ranks_by_stride else None
 
 
-def _not_named(seen: Sequence[tuple[Span, str]], named: Sequence[Span]) -> list[tuple[float, str]]:
+def _not_named(candidates: Sequence[tuple[Span, str]], named_spans: Sequence[Span]) -> list[tuple[float, str]]:
     """Return what overlaps with none of these on its thread."""
     by_thread: dict[Any, list[tuple[float, float]]] = {}
-    for span in sorted(named, key=lambda span: span.start):
+    for span in sorted(named_spans, key=lambda span: span.start):
         by_thread.setdefault(span.thread, []).append((span.start, span.end))
-    found, nothing = [], np.zeros((0, 2))
-    pairs = {thread: np.array(of) for thread, of in by_thread.items()}
-    for span, op in seen:
-        of = pairs.get(span.thread, nothing)
-        at = int(np.searchsorted(of[:, 0], span.end, "right")) - 1
-        if at < 0 or of[at, 1] < span.start:
-            found.append((span.start, op))
-    return found
+    unnamed = []
+    no_intervals = np.zeros((0, 2))
+    intervals_by_thread = {thread: np.array(intervals) for thread, intervals in by_thread.items()}
+    for span, op in candidates:
+        intervals = intervals_by_thread.get(span.thread, no_intervals)
+        index = int(np.searchsorted(intervals[:, 0], span.end, "right")) - 1
+        if index < 0 or intervals[index, 1] < span.start:
+            unnamed.append((span.start, op))
+    return unnamed
 
 
 def operators_text(ops: Sequence[str]) -> str:
-    """18 all_gather, 9 reduce_scatter."""
+    """Return how often each operator occurs, the most frequent first: 18 all_gather, 9 reduce_scatter."""
     return ", ".join(f"{count} {op}" for op, count in Counter(ops).most_common())
 
 
 def seconds(span: Span) -> float:
-    """Return how long it took."""
+    """Return how long a span took, in seconds."""
     return math.fsum((span.end, -span.start)) / 1e6

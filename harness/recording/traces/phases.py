@@ -27,39 +27,39 @@ class Ranges:
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Ranges:
-        """Merge what overlaps."""
+        """Return the spans as ranges; those that overlap are merged."""
         pairs = np.array(sorted((span.start, span.end) for span in spans)).reshape(-1, 2)
         return cls.merged(pairs)
 
     @classmethod
     def merged(cls, pairs: np.ndarray) -> Ranges:
-        """pairs: start and end, in any order."""
+        """Return ranges of these pairs of start and end, in any order; those that overlap are merged."""
         if not len(pairs):
             return cls(np.zeros(0), np.zeros(0))
         pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
-        reached = np.maximum.accumulate(pairs[:, 1])
-        new = np.concatenate(([True], pairs[1:, 0] > reached[:-1]))
-        last = np.concatenate((np.flatnonzero(new)[1:] - 1, [len(pairs) - 1]))
-        return cls(pairs[new, 0], reached[last])
+        latest_ends = np.maximum.accumulate(pairs[:, 1])
+        is_first = np.concatenate(([True], pairs[1:, 0] > latest_ends[:-1]))
+        last_indices = np.concatenate((np.flatnonzero(is_first)[1:] - 1, [len(pairs) - 1]))
+        return cls(pairs[is_first, 0], latest_ends[last_indices])
 
     def has(self, when: float) -> bool:
-        at = int(np.searchsorted(self.starts, when, "right")) - 1
-        return at >= 0 and when <= self.ends[at]
+        index = int(np.searchsorted(self.starts, when, "right")) - 1
+        return index >= 0 and when <= self.ends[index]
 
     def before(self, when: float) -> float:
         """Return when the last one that began until then began; minus infinity if none did."""
-        at = int(np.searchsorted(self.starts, when, "right")) - 1
-        return float(self.starts[at]) if at >= 0 else -np.inf
+        index = int(np.searchsorted(self.starts, when, "right")) - 1
+        return float(self.starts[index]) if index >= 0 else -np.inf
 
     def after(self, when: float) -> float:
         """Return when the next one begins; infinity if none does."""
-        at = int(np.searchsorted(self.starts, when, "right"))
-        return float(self.starts[at]) if at < len(self.starts) else np.inf
+        index = int(np.searchsorted(self.starts, when, "right"))
+        return float(self.starts[index]) if index < len(self.starts) else np.inf
 
     def overlap(self, start: float, end: float) -> float:
         """Return how much of a time is in these ranges."""
-        inside = slice(int(np.searchsorted(self.ends, start)), int(np.searchsorted(self.starts, end)))
-        parts = np.minimum(self.ends[inside], end) - np.maximum(self.starts[inside], start)
+        overlapping = slice(int(np.searchsorted(self.ends, start)), int(np.searchsorted(self.starts, end)))
+        parts = np.minimum(self.ends[overlapping], end) - np.maximum(self.starts[overlapping], start)
         return float(parts.clip(0).sum())
 
 
@@ -73,40 +73,48 @@ class Phases:
         self.threads = self.main | self.by_thread["backward"].keys()
         self.backward = Ranges.of(trace.passes["backward"])
         self.optimizer = Ranges.of(trace.optimizer)
-        times = trace.forward_ops
-        at = np.searchsorted(self.backward.starts, times, "right") - 1
-        inside = (at >= 0) & (times <= self.backward.ends[np.maximum(at, 0)]) if len(self.backward.ends) else at >= 0
-        self.forward = times[~inside]
+        forward_times = trace.forward_ops
+        last_begun = np.searchsorted(self.backward.starts, forward_times, "right") - 1
+        is_in_backward = (
+            (last_begun >= 0) & (forward_times <= self.backward.ends[np.maximum(last_begun, 0)])
+            if len(self.backward.ends)
+            else last_begun >= 0
+        )
+        self.forward = forward_times[~is_in_backward]
 
     def of(self, call: Call) -> tuple[int, str]:
         """Return step and phase; step 0 for what is in no step, and for what another thread issues."""
-        when, thread = call.span.start, call.span.thread
+        when = call.span.start
+        thread = call.span.thread
         for start, end, number in self.steps:
             if start <= when <= end and thread in self.threads:
                 return number, self._phase(when, thread, Span(start, end))
         return 0, BACKGROUND
 
     def _phase(self, when: float, thread: str, step: Span) -> str:
+        """Return the phase of a time in a step: by a range that it is in, else by the ranges before and after it."""
         if self.optimizer.has(when):
             return "optimizer"
         for kind in ("backward", "forward"):
             if thread in self.by_thread[kind] and self.by_thread[kind][thread].has(when):
                 return kind
-        following, stepping = self.backward.after(when), min(self.optimizer.after(when), step.end)
-        if following >= stepping:
+        next_backward = self.backward.after(when)
+        optimizer_start = min(self.optimizer.after(when), step.end)
+        if next_backward >= optimizer_start:
             return "other"
-        last = self.backward.before(when)
-        if last < max(step.start, self.optimizer.before(when)):
+        last_backward = self.backward.before(when)
+        if last_backward < max(step.start, self.optimizer.before(when)):
             return "forward"
-        between = np.searchsorted(self.forward, [last, following])
-        return "forward" if between[0] < between[1] else "backward"
+        forward_range = np.searchsorted(self.forward, [last_backward, next_backward])
+        return "forward" if forward_range[0] < forward_range[1] else "backward"
 
 
 def _by_thread(spans: Iterable[Span]) -> dict[Any, Ranges]:
-    found: dict[Any, list[Span]] = {}
+    """Return the ranges of each thread."""
+    spans_by_thread: dict[Any, list[Span]] = {}
     for span in spans:
-        found.setdefault(span.thread, []).append(span)
-    return {thread: Ranges.of(of) for thread, of in found.items()}
+        spans_by_thread.setdefault(span.thread, []).append(span)
+    return {thread: Ranges.of(thread_spans) for thread, thread_spans in spans_by_thread.items()}
 
 
 def training_steps(trace: Trace) -> dict[int, Span]:
@@ -114,10 +122,11 @@ def training_steps(trace: Trace) -> dict[int, Span]:
     record, until a backward pass has run. What is left at the end is no whole step."""
     marks = [span.start for span in trace.optimizer] or [span.start for span in trace.passes["backward"]]
     ends = np.sort(np.array(marks))
-    found, start = {}, None
+    steps = {}
+    start = None
     for number, span in sorted(trace.steps.items()):
         start = span.start if start is None else start
         if not len(ends) or np.searchsorted(ends, start) < np.searchsorted(ends, span.end):
-            found[number] = Span(start, span.end)
+            steps[number] = Span(start, span.end)
             start = None
-    return found
+    return steps

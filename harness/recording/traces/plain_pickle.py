@@ -29,7 +29,7 @@ class _Reader(pickle._Unpickler):
 
 
 def plain_of(data: bytes) -> Any:
-    """Raises NotPlain, also for what is no pickle."""
+    """Return the value of a pickle of plain values. Raises NotPlain for others, and for what is no pickle."""
     try:
         return _Reader(io.BytesIO(data)).load()
     except NotPlain:

@@ -33,9 +33,9 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file, through gzip where it is compressed. Raises EvidenceError with the remedy, also for what is read later."""
     try:
         with regular(path) as file:
-            packed = file.read(2) == b"\x1f\x8b"
+            is_compressed = file.read(2) == b"\x1f\x8b"
             file.seek(0)
-            yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if is_compressed else file
     except (OSError, EOFError, zlib.error) as error:
         why = "it is cut short" if isinstance(error, EOFError) else str(error)
         raise EvidenceError(f"{path}: cannot be read ({why}); copy it again from where it was written") from error
@@ -45,11 +45,16 @@ class Text:
     """A piece of the file, and the place in it that is reached."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.text, self.at, self.before, self.over = file, "", 0, 0, False
+        self.file = file
+        self.text = ""
+        self.at = 0
+        self.before = 0
+        self.over = False
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property
     def left(self) -> int:
+        """Return how many characters of the piece are not read yet."""
         return len(self.text) - self.at
 
     def more(self) -> None:
@@ -57,8 +62,10 @@ class Text:
         if self.over or self.left > LARGEST:
             raise NotJson("the file ends too early" if self.over else f"one value has more than {LARGEST} characters")
         piece = self.file.read(max(PIECE, self.left))
-        self.over, self.before = not piece, self.before + self.at
-        self.text, self.at = self.text[self.at :] + self.decoder.decode(piece, final=self.over), 0
+        self.over = not piece
+        self.before += self.at
+        self.text = self.text[self.at :] + self.decoder.decode(piece, final=self.over)
+        self.at = 0
 
     def next(self) -> str:
         """Go to the next character that is neither space nor comma, and return it."""
@@ -73,21 +80,22 @@ class Text:
         self.next()
         while True:
             try:
-                found, end = _DECODER.raw_decode(self.text, self.at)
+                decoded, end = _DECODER.raw_decode(self.text, self.at)
                 if end < len(self.text) or self.over:
                     self.at = end
-                    return found
+                    return decoded
             except json.JSONDecodeError as error:
                 if self.over:
                     raise NotJson(f"character {self.before + error.pos}: {error.msg}") from error
             self.more()
 
     def expect(self, *letters: str) -> str:
-        found = self.next()
-        if found not in letters:
-            raise NotJson(f"character {self.before + self.at}: expected {' or '.join(letters)}, found {found!r}")
+        """Go past the next letter, which must be one of these, and return it. Raises NotJson."""
+        letter = self.next()
+        if letter not in letters:
+            raise NotJson(f"character {self.before + self.at}: expected {' or '.join(letters)}, found {letter!r}")
         self.at += 1
-        return found
+        return letter
 
 
 def events(file: BinaryIO, around: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
@@ -116,6 +124,7 @@ def _array(text: Text) -> Iterator[list[dict[str, Any]]]:
 
 
 def _single(text: Text) -> Iterator[dict[str, Any]]:
+    """Yield the elements of an array one by one."""
     while text.next() != "]":
         yield text.value()
 
@@ -123,10 +132,10 @@ def _single(text: Text) -> Iterator[dict[str, Any]]:
 def _many(text: Text) -> list[dict[str, Any]]:
     """Return the elements up to one of the last places that may lie between two; nothing where none does."""
     end = len(text.text)
-    places = [found.start() + 1 for found in _BETWEEN.finditer(text.text, max(text.at, end - 100_000), end)]
-    for place in places[:-4:-1]:
+    boundaries = [match.start() + 1 for match in _BETWEEN.finditer(text.text, max(text.at, end - 100_000), end)]
+    for boundary in boundaries[:-4:-1]:
         with contextlib.suppress(json.JSONDecodeError):
-            found = json.loads(f"[{text.text[text.at : place]}]", strict=False)
-            text.at = place
-            return cast(list[dict[str, Any]], found)
+            elements = json.loads(f"[{text.text[text.at : boundary]}]", strict=False)
+            text.at = boundary
+            return cast(list[dict[str, Any]], elements)
     return []

@@ -6,6 +6,7 @@ are on one machine. If they are not, it is not known who came last.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from harness.recording.traces.phases import Ranges
 from harness.recording.traces.times import kernels_of, waits_of
 
 COMPUTES = "computes"
-CLOCKS, CLOCK = "each rank by its own clock, from the beginning of its step", "all ranks by the clock of their machine"
+CLOCKS = "each rank by its own clock, from the beginning of its step"
+CLOCK = "all ranks by the clock of their machine"
 FINE = 1 / 1500
 """Part of a step: shorter gaps between kernels are not drawn."""
 
@@ -62,65 +64,77 @@ class Timeline:
 
 def of_traces(job: TracedJob) -> Timeline | None:
     """Return the last step; None where no trace has kernels of collectives."""
-    kernels = {rank: list(kernels_of(one)) for rank, one in job.ranks.items()}
+    kernels = {rank: list(kernels_of(traced_rank)) for rank, traced_rank in job.ranks.items()}
     if not job.numbers or not any(kernels.values()):
         return None
     waited_for = waits_of(kernels)
-    number, found, lengths = len(job.numbers), {}, []
-    for rank, one in job.ranks.items():
-        begin, end = one.steps[number].start, one.steps[number].end
+    number = len(job.numbers)
+    stretches_by_rank = {}
+    lengths = []
+    for rank, traced_rank in job.ranks.items():
+        begin = traced_rank.steps[number].start
+        end = traced_rank.steps[number].end
         lengths.append(1e-6 * (end - begin))
-        busy = _joined(Ranges.merged(one.trace.compute), begin, end)
-        some = [Stretch(COMPUTES, 1e-6 * (a - begin), 1e-6 * (b - begin), COMPUTES) for a, b in busy]
-        for place, call in enumerate(kernels[rank]):
+        busy = _joined(Ranges.merged(traced_rank.trace.compute), begin, end)
+        stretches = [Stretch(COMPUTES, 1e-6 * (start - begin), 1e-6 * (stop - begin), COMPUTES) for start, stop in busy]
+        for index, call in enumerate(kernels[rank]):
             if call.what.step == number:
-                a, b = 1e-6 * (call.span.start - begin), 1e-6 * (call.span.end - begin)
-                some.append(
-                    Stretch(_lane(call.what), a, b, _text(call.what), 1e-6 * waited_for.waits.get((rank, place), 0.0))
-                )
-        found[rank] = some
-    seconds = {rank: 1e-6 * each for rank, each in waited_for.caused.items()}
-    return Timeline(job.numbers[-1], max(lengths), found, waited_for.last, seconds, waited_for.compared, CLOCKS)
+                start = 1e-6 * (call.span.start - begin)
+                stop = 1e-6 * (call.span.end - begin)
+                waited = 1e-6 * waited_for.waits.get((rank, index), 0.0)
+                stretches.append(Stretch(_lane(call.what), start, stop, _text(call.what), waited))
+        stretches_by_rank[rank] = stretches
+    seconds = {rank: 1e-6 * caused_time for rank, caused_time in waited_for.caused.items()}
+    return Timeline(
+        job.numbers[-1], max(lengths), stretches_by_rank, waited_for.last, seconds, waited_for.compared, CLOCKS
+    )
 
 
 def _joined(busy: Ranges, begin: float, end: float) -> list[tuple[float, float]]:
-    """Return what lies in this time, small gaps closed."""
-    inside = slice(int(np.searchsorted(busy.ends, begin)), int(np.searchsorted(busy.starts, end)))
-    found: list[tuple[float, float]] = []
-    for start, stop in zip(busy.starts[inside].clip(begin, end), busy.ends[inside].clip(begin, end), strict=True):
-        if found and start - found[-1][1] < FINE * (end - begin):
-            found[-1] = (found[-1][0], float(stop))
+    """Return the ranges within this time, in its unit, with small gaps closed."""
+    overlapping = slice(int(np.searchsorted(busy.ends, begin)), int(np.searchsorted(busy.starts, end)))
+    joined: list[tuple[float, float]] = []
+    for start, stop in zip(
+        busy.starts[overlapping].clip(begin, end), busy.ends[overlapping].clip(begin, end), strict=True
+    ):
+        if joined and start - joined[-1][1] < FINE * (end - begin):
+            joined[-1] = (joined[-1][0], float(stop))
         else:
-            found.append((float(start), float(stop)))
-    return found
+            joined.append((float(start), float(stop)))
+    return joined
 
 
 def of_records(records: Mapping[int, RankRecord]) -> Timeline | None:
     """Return the last step that all ranks recorded with times; None where there is none."""
-    began = {
-        rank: {step.step: step.began for step in one.steps if step.began and step.step in one.ended_steps}
-        for rank, one in records.items()
-    }
-    common = set.intersection(*(set(one) for one in began.values())) if began else set()
-    calls = {rank: _timed(one) for rank, one in records.items()}
+    began: dict[int, dict[int, float]] = {}
+    for rank, record in records.items():
+        began[rank] = {step.step: step.began for step in record.steps if step.began and step.step in record.ended_steps}
+    common = set.intersection(*(set(steps) for steps in began.values())) if began else set()
+    calls = {rank: _timed(record) for rank, record in records.items()}
     if not common or not any(calls.values()):
         return None
-    step, one_clock = max(common), len({one.host for one in records.values()}) == 1
-    arrived = _arrivals(calls) if one_clock else {}
-    first = min(of[step] for of in began.values())
-    found, caused, last = {}, dict[int, float](), Counter[int]()
-    for at in arrived.values():
-        latest = max(at, key=lambda rank: at[rank])
+    step = max(common)
+    is_one_clock = len({record.host for record in records.values()}) == 1
+    arrivals_by_key = _arrivals(calls) if is_one_clock else {}
+    first = min(began_by_step[step] for began_by_step in began.values())
+    caused = dict[int, float]()
+    last = Counter[int]()
+    for arrivals in arrivals_by_key.values():
+        latest = max(arrivals, key=lambda rank: arrivals[rank])
         last[latest] += 1
-        caused[latest] = caused.get(latest, 0.0) + sum(at[latest] - when for when in at.values())
-    for rank, mine in calls.items():
-        start = first if one_clock else began[rank][step]
-        found[rank] = [_blocked(call, start, arrived) for call in mine if call.step == step]
-    length = max((each.stop for some in found.values() for each in some), default=0.0)
-    return Timeline(step, length, found, last, caused, len(arrived), CLOCK if one_clock else CLOCKS)
+        caused[latest] = caused.get(latest, 0.0) + sum(arrivals[latest] - arrival for arrival in arrivals.values())
+    stretches_by_rank = {}
+    for rank, rank_calls in calls.items():
+        start = first if is_one_clock else began[rank][step]
+        stretches_by_rank[rank] = [_blocked(call, start, arrivals_by_key) for call in rank_calls if call.step == step]
+    all_stretches = itertools.chain.from_iterable(stretches_by_rank.values())
+    length = max((stretch.stop for stretch in all_stretches), default=0.0)
+    clock = CLOCK if is_one_clock else CLOCKS
+    return Timeline(step, length, stretches_by_rank, last, caused, len(arrivals_by_key), clock)
 
 
 def _timed(record: RankRecord) -> list[Collective]:
+    """Return the collectives of steps that have times, without those of other threads."""
     calls = record.evidence.collectives
     return [call for call in calls if call.began is not None and call.step and call.phase != BACKGROUND]
 
@@ -130,19 +144,21 @@ Arrivals = Mapping[tuple[str, tuple[int, ...], int], Mapping[int, float]]
 
 
 def _arrivals(calls: Mapping[int, Iterable[Collective]]) -> Arrivals:
-    """Return those of collectives that all members issued."""
-    met: dict[tuple[str, tuple[int, ...], int], dict[int, float]] = defaultdict(dict)
-    for rank, mine in calls.items():
-        for call in mine:
+    """Return when each rank came to each collective that all members of its group issued."""
+    arrivals_by_key: dict[tuple[str, tuple[int, ...], int], dict[int, float]] = defaultdict(dict)
+    for rank, rank_calls in calls.items():
+        for call in rank_calls:
             if call.peer is None and len(call.ranks) > 1:
-                met[call.group, call.ranks, call.seq][rank] = call.began or 0.0
-    return {key: at for key, at in met.items() if len(at) == len(key[1])}
+                arrivals_by_key[call.group, call.ranks, call.seq][rank] = call.began or 0.0
+    return {key: rank_arrivals for key, rank_arrivals in arrivals_by_key.items() if len(rank_arrivals) == len(key[1])}
 
 
-def _blocked(call: Collective, start: float, arrived: Arrivals) -> Stretch:
-    at = arrived.get((call.group, call.ranks, call.seq), {})
-    began, blocked = call.began or 0.0, call.blocked or 0.0
-    waited = min(max(at.values()) - began, blocked) if at and call.peer is None else 0.0
+def _blocked(call: Collective, start: float, arrivals_by_key: Arrivals) -> Stretch:
+    """Return a collective as a stretch, as long as it blocked its thread."""
+    rank_arrivals = arrivals_by_key.get((call.group, call.ranks, call.seq), {})
+    began = call.began or 0.0
+    blocked = call.blocked or 0.0
+    waited = min(max(rank_arrivals.values()) - began, blocked) if rank_arrivals and call.peer is None else 0.0
     return Stretch(_lane(call), began - start, began - start + blocked, _text(call), waited)
 
 

@@ -76,20 +76,23 @@ class Times:
 
 
 def times_of(job: TracedJob) -> Times | None:
-    """Return None where no trace has kernels of collectives."""
-    kernels = {rank: list(kernels_of(one)) for rank, one in job.ranks.items()}
+    """Return where the time of the job went, per step. None where no trace has kernels of collectives."""
+    kernels = {rank: list(kernels_of(traced_rank)) for rank, traced_rank in job.ranks.items()}
     if not job.numbers or not any(kernels.values()):
         return None
-    computes = {rank: Ranges.merged(one.trace.compute) for rank, one in job.ranks.items()}
+    computes = {rank: Ranges.merged(traced_rank.trace.compute) for rank, traced_rank in job.ranks.items()}
     waited_for = waits_of(kernels)
-    waits, caused = waited_for.waits, waited_for.caused
+    waits = waited_for.waits
+    caused = waited_for.caused
     per_step = 1e-6 / len(job.numbers)
-    ranks, steps = {}, []
-    for rank, one in job.ranks.items():
-        begin = min(span.start for span in one.steps.values())
-        end = max(span.end for span in one.steps.values())
-        busy, alone = computes[rank].overlap(begin, end), _alone(one.trace.kernels, computes[rank], begin, end)
-        waited = sum(lasts for (whose, _), lasts in waits.items() if whose == rank)
+    ranks = {}
+    steps = []
+    for rank, traced_rank in job.ranks.items():
+        begin = min(span.start for span in traced_rank.steps.values())
+        end = max(span.end for span in traced_rank.steps.values())
+        busy = computes[rank].overlap(begin, end)
+        alone = _alone(traced_rank.trace.kernels, computes[rank], begin, end)
+        waited = sum(duration for (waiting_rank, _), duration in waits.items() if waiting_rank == rank)
         parts = (busy, alone, max(end - begin - busy - alone, 0.0), waited, caused.get(rank, 0.0))
         ranks[rank] = RankTime(*(part * per_step for part in parts))
         steps.append((end - begin) * per_step)
@@ -100,40 +103,49 @@ def times_of(job: TracedJob) -> Times | None:
 def with_links(times: Times, machine: Machine, nodes_of: int) -> Times:
     """Return them with the speed of links. Ranks are taken to fill nodes in their order."""
 
-    def speed(one: Took) -> float:
-        nodes = (len({rank // nodes_of for rank in ranks_of(group)}) for group in one.groups)
-        return machine.within if max(nodes) == 1 else machine.across
+    def link_speed(kind: Took) -> float:
+        nodes_of_groups = (_count_nodes(group, nodes_of) for group in kind.groups)
+        return machine.within if max(nodes_of_groups) == 1 else machine.across
 
-    return replace(times, took=tuple(replace(one, link=speed(one)) for one in times.took))
+    return replace(times, took=tuple(replace(kind, link=link_speed(kind)) for kind in times.took))
+
+
+def _count_nodes(group: str, nodes_of: int) -> int:
+    """Return the number of nodes that a group's ranks are on. group: in the words of ranks_key."""
+    return len({rank // nodes_of for rank in ranks_of(group)})
 
 
 def exposed_by_step(job: TracedJob) -> dict[tuple[int, str, str], tuple[float, ...]]:
     """Return, by size of group, operator and phase, the seconds of each step that are exposed on a rank, on average."""
-    found: dict[tuple[int, str, str], list[float]] = defaultdict(lambda: [0.0] * len(job.numbers))
+    exposed_times: dict[tuple[int, str, str], list[float]] = defaultdict(lambda: [0.0] * len(job.numbers))
     ranks: dict[tuple[int, str, str], set[int]] = defaultdict(set)
-    for rank, one in job.ranks.items():
-        computes = Ranges.merged(one.trace.compute)
-        for call in kernels_of(one):
-            key, span = (len(call.what.ranks), call.what.op, call.what.phase), call.span
-            found[key][call.what.step - 1] += span.end - span.start - computes.overlap(span.start, span.end)
+    for rank, traced_rank in job.ranks.items():
+        computes = Ranges.merged(traced_rank.trace.compute)
+        for call in kernels_of(traced_rank):
+            key = (len(call.what.ranks), call.what.op, call.what.phase)
+            span = call.span
+            exposed_times[key][call.what.step - 1] += span.end - span.start - computes.overlap(span.start, span.end)
             ranks[key].add(rank)
-    return {key: tuple(1e-6 * each / len(ranks[key]) for each in steps) for key, steps in found.items()}
+    seconds_by_key: dict[tuple[int, str, str], tuple[float, ...]] = {}
+    for key, steps in exposed_times.items():
+        seconds_by_key[key] = tuple(1e-6 * exposed_time / len(ranks[key]) for exposed_time in steps)
+    return seconds_by_key
 
 
-def kernels_of(one: TracedRank) -> Iterator[Call]:
+def kernels_of(traced_rank: TracedRank) -> Iterator[Call]:
     """Yield its kernels in these steps, as the calls that issued them: of each group and operator the next that began later."""
-    free: dict[tuple[str, str], list[Span]] = defaultdict(list)
-    for kernel in sorted(one.trace.kernels, key=lambda kernel: -kernel.span.start):
-        free[kernel.what.group, kernel.what.op].append(kernel.span)
-    issued = sorted(one.trace.calls, key=lambda call: call.span.start)
-    here = {id(call.span): call for call in one.calls}
+    free_spans: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for kernel in sorted(traced_rank.trace.kernels, key=lambda kernel: -kernel.span.start):
+        free_spans[kernel.what.group, kernel.what.op].append(kernel.span)
+    issued = sorted(traced_rank.trace.calls, key=lambda call: call.span.start)
+    calls_in_steps = {id(call.span): call for call in traced_rank.calls}
     for call in issued:
-        spans = free[call.what.group, call.what.op]
+        spans = free_spans[call.what.group, call.what.op]
         while spans and spans[-1].start < call.span.start:
             spans.pop()
         span = spans.pop() if spans else None
-        if span is not None and id(call.span) in here:
-            yield Call(span, here[id(call.span)].what)
+        if span is not None and id(call.span) in calls_in_steps:
+            yield Call(span, calls_in_steps[id(call.span)].what)
 
 
 class Waits(NamedTuple):
@@ -150,27 +162,32 @@ class Waits(NamedTuple):
 
 
 def waits_of(kernels: Mapping[int, Sequence[Call]]) -> Waits:
-    """kernels: by rank."""
-    met: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[int, float]]] = defaultdict(dict)
+    """Return who waited for whom. kernels: by rank, its kernels of collectives."""
+    kernel_times: dict[tuple[str, tuple[int, ...], int], dict[int, tuple[int, float]]] = defaultdict(dict)
     for rank, calls in kernels.items():
-        for place, call in enumerate(calls):
+        for index, call in enumerate(calls):
             if call.what.peer is None:
-                met[call.what.group, call.what.ranks, call.what.seq][rank] = place, call.span.end - call.span.start
-    told = Waits({}, {}, Counter(), sum(len(found) == len(ranks) > 1 for (_, ranks, _), found in met.items()))
-    for (_, ranks, _), found in met.items():
-        if len(found) == len(ranks) > 1:
-            last = min(found, key=lambda rank: found[rank][1])
-            longer = {(rank, place): took - found[last][1] for rank, (place, took) in found.items()}
-            told.caused[last] = told.caused.get(last, 0.0) + sum(longer.values())
-            told.last[last] += sorted(longer.values())[1] > 0
-            told.waits.update(longer)
-    return told
+                key = (call.what.group, call.what.ranks, call.what.seq)
+                kernel_times[key][rank] = (index, call.span.end - call.span.start)
+    complete = [
+        time_of_rank for (_, ranks, _), time_of_rank in kernel_times.items() if len(time_of_rank) == len(ranks) > 1
+    ]
+    waits = Waits({}, {}, Counter(), compared=len(complete))
+    for time_of_rank in complete:
+        last = min(time_of_rank, key=lambda rank: time_of_rank[rank][1])
+        wait_times = {
+            (rank, index): duration - time_of_rank[last][1] for rank, (index, duration) in time_of_rank.items()
+        }
+        waits.caused[last] = waits.caused.get(last, 0.0) + sum(wait_times.values())
+        waits.last[last] += sorted(wait_times.values())[1] > 0
+        waits.waits.update(wait_times)
+    return waits
 
 
 def _alone(kernels: Sequence[Call], computes: Ranges, begin: float, end: float) -> float:
     """Return how long collectives ran in this time and nothing else did."""
-    moves = Ranges.of(kernel.span for kernel in kernels)
-    pairs = zip(moves.starts.clip(begin, end), moves.ends.clip(begin, end), strict=True)
+    ranges = Ranges.of(kernel.span for kernel in kernels)
+    pairs = zip(ranges.starts.clip(begin, end), ranges.ends.clip(begin, end), strict=True)
     return float(sum(stop - start - computes.overlap(start, stop) for start, stop in pairs if stop > start))
 
 
@@ -180,24 +197,31 @@ def _took(
     waits: Mapping[tuple[int, int], float],
     steps: int,
 ) -> Iterator[Took]:
-    """Groups of one size do alike."""
-    found: dict[tuple[int, str, str], list[tuple[float, float, float, float]]] = defaultdict(list)
-    known = set[tuple[int, str, str]]()
+    """Yield the cost of each kind of collective, the longest exposed first. Groups of one size are of one kind."""
+    costs_by_key: dict[tuple[int, str, str], list[tuple[float, float, float, float]]] = defaultdict(list)
+    known_keys = set[tuple[int, str, str]]()
     groups: dict[tuple[int, str, str], set[str]] = defaultdict(set)
     ranks: dict[tuple[int, str, str], set[int]] = defaultdict(set)
     for rank, calls in kernels.items():
-        for place, call in enumerate(calls):
-            what, span = call.what, call.span
-            key, size = (len(what.ranks), what.op, what.phase), len(what.ranks)
-            groups[key].add(ranks_key(what.ranks))
+        for index, call in enumerate(calls):
+            collective = call.what
+            span = call.span
+            size = len(collective.ranks)
+            key = (size, collective.op, collective.phase)
+            groups[key].add(ranks_key(collective.ranks))
             ranks[key].add(rank)
-            known |= {key} if (rank, place) in waits else set()
-            lasts, waited = span.end - span.start, waits.get((rank, place), 0.0)
-            moved = what.bytes * ROUND_TRIPS.get(what.op, 1) * (size - 1) / size
-            found[key].append((lasts, lasts - computes[rank].overlap(span.start, span.end), waited, moved))
-    for key in sorted(found, key=lambda key: -sum(one[1] for one in found[key])):
-        lasts, exposed, waited, moved = (sum(of) for of in zip(*found[key], strict=True))
-        many = len(ranks[key]) * steps * 1e6
-        rate = moved / max(lasts - waited, 1e-9) * 1e6
-        unless = waited / many if key in known else None
-        yield Took(tuple(sorted(groups[key])), key[1], key[2], lasts / many, exposed / many, unless, rate)
+            if (rank, index) in waits:
+                known_keys.add(key)
+            duration = span.end - span.start
+            exposed = duration - computes[rank].overlap(span.start, span.end)
+            wait_time = waits.get((rank, index), 0.0)
+            moved_bytes = collective.bytes * ROUND_TRIPS.get(collective.op, 1) * (size - 1) / size
+            costs_by_key[key].append((duration, exposed, wait_time, moved_bytes))
+    for key in sorted(costs_by_key, key=lambda key: -sum(cost[1] for cost in costs_by_key[key])):
+        duration, exposed, wait_time, moved_bytes = (sum(values) for values in zip(*costs_by_key[key], strict=True))
+        rank_steps = len(ranks[key]) * steps * 1e6
+        rate = moved_bytes / max(duration - wait_time, 1e-9) * 1e6
+        known_wait = wait_time / rank_steps if key in known_keys else None
+        yield Took(
+            tuple(sorted(groups[key])), key[1], key[2], duration / rank_steps, exposed / rank_steps, known_wait, rate
+        )

@@ -20,7 +20,7 @@ KEYS = (
 
 
 def layout_case(args: argparse.Namespace) -> Asked:
-    """Raises BadInput and CaseError."""
+    """Return the layout that a command's options name or spell out. Raises BadInput and CaseError."""
     if bool(args.case) == bool(args.dims):
         raise BadInput("name a CASE, or give a layout by --dims")
     if args.case:
@@ -35,6 +35,6 @@ def layout_case(args: argparse.Namespace) -> Asked:
 
 
 def _published(args: argparse.Namespace) -> Case | None:
-    """Layouts have no folder of their own on the command line: their names are known beside those of cases."""
-    known = () if args.cases else load_all(case_files.LAYOUTS)
-    return next((case for case in known if case.name == args.case), None)
+    """Return the published layout that CASE names. None if there is none, or if --cases names a folder of cases."""
+    published_cases = () if args.cases else load_all(case_files.LAYOUTS)
+    return next((case for case in published_cases if case.name == args.case), None)

@@ -22,15 +22,17 @@ OF_LIST = ("--json", "--world", "--model", "--seq", "--batch", "--gpu", "--gpu-m
 
 
 def command(args: argparse.Namespace) -> int:
+    """Print the plan of a layout, or the layouts that fit. Return the exit code."""
     if args.model and args.world and not args.case and not args.dims:
         refuse_others(args, "a list of layouts that fit", OF_LIST)
         return list_fitting(args)
     if args.gpu_memory or args.nodes_of:
         raise BadInput("--gpu-memory and --nodes-of are for a list of layouts: --model and --world, without a layout")
-    asked = layout_case(args)
-    case, plan = asked.case, make_plan(asked.case, asked.traits)
-    text = plan_text(case, plan, args.gpu, set_aside=asked.set_aside)
-    answer(args, "plan", lambda: layout_documents.plan(case, plan, args.gpu, asked.set_aside), text)
+    requested = layout_case(args)
+    case = requested.case
+    plan = make_plan(case, requested.traits)
+    text = plan_text(case, plan, args.gpu, set_aside=requested.set_aside)
+    answer(args, "plan", lambda: layout_documents.plan(case, plan, args.gpu, requested.set_aside), text)
     return PASSED
 
 
@@ -39,22 +41,22 @@ def list_fitting(args: argparse.Namespace) -> int:
     if args.model not in PRESETS:
         raise BadInput(f"--model {args.model!r}: choose one of {', '.join(PRESETS)}")
     memory = 1e9 * (gigabytes(args.gpu_memory) if args.gpu_memory else GPUS[args.gpu])
-    size = (PRESETS[args.model], args.world, memory, args.nodes_of or 8)
-    fits = fitting(Wanted(*size, seq=args.seq, batch=args.batch, machine=MACHINES[args.gpu]))
-    asked = {
+    required = (PRESETS[args.model], args.world, memory, args.nodes_of or 8)
+    fits = fitting(Wanted(*required, seq=args.seq, batch=args.batch, machine=MACHINES[args.gpu]))
+    request = {
         "model": args.model,
         "world": args.world,
         "gpu": args.gpu,
         "memory": memory,
         "nodes_of": args.nodes_of or 8,
     }
-    answer(args, "layouts", lambda: layout_documents.layouts(asked, fits), fitting_text(fits))
+    answer(args, "layouts", lambda: layout_documents.layouts(request, fits), fitting_text(fits))
     return PASSED if fits.found else NOT_JUDGED
 
 
 def gigabytes(text: str) -> float:
     """Return 80 of "80", "80GB" or "80 GB". Raises BadInput."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:GB)?\s*", text, re.IGNORECASE)
-    if not found or not float(found[1]):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:GB)?\s*", text, re.IGNORECASE)
+    if not match or not float(match[1]):
         raise BadInput(f"--gpu-memory {text!r}: expected GB, such as 80")
-    return float(found[1])
+    return float(match[1])

@@ -40,8 +40,9 @@ OF_CONFIG = (
 
 
 def command(args: argparse.Namespace) -> int:
-    """Raises BadInput, CaseError and EvidenceError."""
-    words, args.case = args.case, args.case[0] if args.case else None
+    """Run some ranks of a layout alone and judge them. Return the exit code. Raises BadInput, CaseError and EvidenceError."""
+    words = args.case
+    args.case = words[0] if words else None
     if args.layout:
         return _of_command(args, words)
     if len(words) > 1:
@@ -50,6 +51,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _of_command(args: argparse.Namespace, words: list[str]) -> int:
+    """Run a user's command as some ranks of a layout, each alone, and judge them. Return the exit code."""
     if not words or not args.world or args.dims or args.config:
         raise BadInput(
             "--layout is of a command: `harness preflight --world 512 --layout dp_shard=512 -- python train.py`"
@@ -69,15 +71,17 @@ def _of_command(args: argparse.Namespace, words: list[str]) -> int:
     except injection.CommandError as error:
         raise BadInput(str(error)) from error
     verdicts = commands.judged(run, dims)
-    told = (words, dims, selected, run, verdicts)
-    answer(args, "preflight", lambda: data.of_command(*told), command_text(*told))
+    facts = (words, dims, selected, run, verdicts)
+    answer(args, "preflight", lambda: data.of_command(*facts), command_text(*facts))
     return code_of(verdict_of_all(verdicts.results))
 
 
 def _of_case(args: argparse.Namespace) -> int:
+    """Run some ranks of a case with a trainer that has an adapter, and judge them. Return the exit code."""
     if args.ranks != "auto" and "--seed" in typed_options(args):
         raise BadInput("--seed: it draws ranks, and --ranks names them; leave out one")
-    (case, set_aside), trainer = _case(args), _trainer(args)
+    case, set_aside = _case(args)
+    trainer = _trainer(args)
     adapter = _loaded(trainer)
     case = traits.settled(case, trainers.traits_by_launch(case, trainer))
     if reason := adapter.unsupported_alone(case):
@@ -89,8 +93,9 @@ def _of_case(args: argparse.Namespace) -> int:
     flown = fly(case, selected.ranks, folder, trainer=trainer, fault=fault, timeout=args.timeout, at_once=args.jobs)
     began = time.monotonic()
     verdicts = judged(case, flown)
-    told, more = (case, selected, flown, verdicts, time.monotonic() - began), {"set_aside": set_aside, "gpu": args.gpu}
-    answer(args, "preflight", lambda: data.of_case(*told, **more), preflight_text(*told, **more))
+    facts = (case, selected, flown, verdicts, time.monotonic() - began)
+    options = {"set_aside": set_aside, "gpu": args.gpu}
+    answer(args, "preflight", lambda: data.of_case(*facts, **options), preflight_text(*facts, **options))
     unfired = fault is not None and not any(evidence.fault for evidence in flown.run.ranks.values())
     return NOT_JUDGED if unfired else code_of(verdict_of_all(verdicts.results))
 
@@ -101,29 +106,31 @@ def _case(args: argparse.Namespace) -> tuple[Case, tuple[str, ...]]:
         if args.case or args.dims or not args.world:
             raise BadInput("--config needs --world, and neither CASE nor --dims")
         refuse_others(args, "a configuration of torchtitan's", OF_CONFIG)
-        found = _configured(args)
-        return replace(found.case, training=replace(found.case.training, steps=args.steps)), found.set_aside
-    asked = layout_case(args)
-    case = asked.case
+        configured = _configured(args)
+        return replace(
+            configured.case, training=replace(configured.case.training, steps=args.steps)
+        ), configured.set_aside
+    requested = layout_case(args)
+    case = requested.case
     if args.case and args.steps > case.training.steps:
         raise BadInput(f"--steps {args.steps}: case {case.name} trains {case.training.steps} steps; give at most these")
-    return replace(case, training=replace(case.training, steps=args.steps)), asked.set_aside
+    return replace(case, training=replace(case.training, steps=args.steps)), requested.set_aside
 
 
 def _configured(args: argparse.Namespace) -> config_file.FromFile:
-    """A function of a module, or of a FILE.py; else a file of options. Raises BadInput and CaseError."""
+    """Return the case of --config: a function of a module or of a FILE.py, else a file. Raises BadInput and CaseError."""
     if ":" not in args.config:
         return config_file.read(Path(args.config), args.world)
-    wanted = TrainerSpec.parse(_trainer(args))
-    if wanted.name != "torchtitan":
+    trainer = TrainerSpec.parse(_trainer(args))
+    if trainer.name != "torchtitan":
         raise BadInput("--config MODULE:FUNCTION needs --trainer torchtitan")
     from harness.clusters import config_function  # imports torch
 
-    return config_function.read(args.config, args.world, wanted.source or None)
+    return config_function.read(args.config, args.world, trainer.source or None)
 
 
 def _trainer(args: argparse.Namespace) -> str:
-    """Raises BadInput."""
+    """Return the trainer's spec. Raises BadInput."""
     try:
         return trainers.spec(trainer_under_test(args), args.source, args.out)
     except ValueError as error:
@@ -131,7 +138,7 @@ def _trainer(args: argparse.Namespace) -> str:
 
 
 def _loaded(trainer: str) -> trainers.Adapter:
-    """Raises BadInput."""
+    """Return the trainer's adapter. Raises BadInput."""
     try:
         return trainers.load(trainer)
     except ValueError as error:
@@ -139,10 +146,12 @@ def _loaded(trainer: str) -> trainers.Adapter:
 
 
 def _listed(text: str, world: int) -> Chosen:
-    """Raises CaseError."""
+    """Return the ranks that --ranks names. Raises CaseError."""
     try:
         spans = [span.partition("-") for span in text.split(",")]
-        ranks = [rank for first, dash, last in spans for rank in range(int(first), int(last if dash else first) + 1)]
+        ranks: list[int] = []
+        for first, dash, last in spans:
+            ranks += range(int(first), int(last if dash else first) + 1)
     except ValueError as error:
         raise CaseError(f"--ranks {text!r}: write auto, or ranks and spans of them: 0-7,512") from error
     if wrong := [rank for rank in ranks if rank >= world]:

@@ -29,25 +29,28 @@ from harness.recording.judged.stored_recording import STARTED, load_recording
 
 
 def command(args: argparse.Namespace) -> int:
-    """The command's own exit code where that is not 0, for what fails has not become another job by being recorded. A layout
-    that cannot be read is refused before the command trains to its end. Raises CaseError."""
+    """Record a command and print the page. Return the command's own exit code if it is not 0, else that of the checks.
+
+    A job that fails does not become another job because it is recorded. A layout that cannot be read is refused before the
+    command trains to its end. Raises CaseError.
+    """
     if args.layout is not None:
         checked_layout(args.layout, requested_ranks(args.words))
-    more = same_training.environment(args)
+    extra_environment = same_training.environment(args)
     if injection.is_recording(args.out) and not args.force:
         raise BadInput(f"{args.out}: a recording is there already; choose another -o, or --force to overwrite it")
-    code = record(args, args.out, more)
+    code = record(args, args.out, extra_environment)
     if code in (-signal.SIGINT, INTERRUPTED):
         shown(args, args.out, args.layout, ended=False)
         if args.layout is not None:
-            judges = shlex.join(["harness", "report", "--layout", args.layout, str(args.out)])
-            complain(f"interrupted: not judged by its layout; `{judges}` does")
+            judge_command = shlex.join(["harness", "report", "--layout", args.layout, str(args.out)])
+            complain(f"interrupted: not judged by its layout; `{judge_command}` does")
         if args.same_as is not None:
             noise = [] if args.noise_of is None else ["--noise-of", str(args.noise_of)]
-            after = ["--after", str(args.after)] if args.after else []
-            options = ["--numbers", *after, *noise]
-            judges = shlex.join(["harness", "compare", *options, str(args.same_as), str(args.out)])
-            complain(f"interrupted: not compared with {args.same_as}; `{judges}` compares what was recorded")
+            after_options = ["--after", str(args.after)] if args.after else []
+            options = ["--numbers", *after_options, *noise]
+            judge_command = shlex.join(["harness", "compare", *options, str(args.same_as), str(args.out)])
+            complain(f"interrupted: not compared with {args.same_as}; `{judge_command}` compares what was recorded")
         return INTERRUPTED
     if code:
         shown(args, args.out, args.layout)
@@ -66,15 +69,19 @@ def judged_by_both(args: argparse.Namespace) -> int:
 
 
 def checked_layout(text: str, ranks: int | None) -> None:
-    """ranks: those that the command asks for, None where it does not say. Raises CaseError for a layout that cannot be read,
-    and BadInput for one of another number of ranks."""
+    """Raise CaseError for a layout that cannot be read, and BadInput for one of another number of ranks.
+
+    ranks: the number that the command asks for, None where it does not say.
+    """
     dims = layout.layout(text, ranks or layout.MANY)
     if ranks is not None and dims.world_size != ranks:
         raise BadInput(f"--layout: {dims} = {dims.world_size} ranks, but the command starts {ranks}")
 
 
-def record(args: argparse.Namespace, directory: Path, more: Mapping[str, str] = MappingProxyType({})) -> int:
-    """Run the command, and return its exit code. more: variables of its environment.
+def record(
+    args: argparse.Namespace, directory: Path, extra_environment: Mapping[str, str] = MappingProxyType({})
+) -> int:
+    """Run the command, and return its exit code. extra_environment: more variables for it.
 
     Raises BadInput where it cannot be run.
     """
@@ -90,16 +97,23 @@ def record(args: argparse.Namespace, directory: Path, more: Mapping[str, str] = 
     launch = uuid.uuid4().hex[:12]
     try:
         ends_too = partial(die_with_parent, os.getpid(), by=signal.SIGTERM)  # and its launcher ends the ranks
-        code = injection.run(words, directory, steps, more={injection.LAUNCH: launch, **more}, first=ends_too)
+        code = injection.run(
+            words,
+            directory,
+            steps,
+            extra_environment={injection.LAUNCH: launch, **extra_environment},
+            before_exec=ends_too,
+        )
     except injection.CommandError as error:
         raise BadInput(str(error)) from error
-    told = {"launch": launch, "command": shlex.join(words), "code": code, "steps": steps}
-    told["ranks"] = requested_ranks(words)
-    told["same_as"] = str(args.same_as.resolve()) if getattr(args, "same_as", None) else ""
-    told["after"] = getattr(args, "after", 0)
-    write_text(directory / STARTED, json.dumps(told | {"nothing": _why(directory, words, code)}, indent=1))
+    launch_facts = {"launch": launch, "command": shlex.join(words), "code": code, "steps": steps}
+    launch_facts["ranks"] = requested_ranks(words)
+    launch_facts["same_as"] = str(args.same_as.resolve()) if getattr(args, "same_as", None) else ""
+    launch_facts["after"] = getattr(args, "after", 0)
+    write_text(directory / STARTED, json.dumps(launch_facts | {"nothing": _why(directory, words, code)}, indent=1))
     return code
 
 
 def _why(directory: Path, words: list[str], code: int) -> str:
+    """Return why no rank left evidence, empty if one did."""
     return "" if injection.is_recording(directory) else injection.why_nothing(directory, words, code)

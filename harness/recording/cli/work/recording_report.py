@@ -51,8 +51,11 @@ def shown(
     file: Path | None = None,
     ended: bool = True,
 ) -> int:
-    """file: of a page for a browser, in place of text. ended: whether the job was not interrupted; if it was, no layout is
-    judged. Raises EvidenceError and CaseError."""
+    """Print what a recorded job ran, judged by the layout if one is given. Return the exit code.
+
+    file: of a page for a browser, in place of text. ended: whether the job was not interrupted; if it was, no layout is judged.
+    Raises EvidenceError and CaseError.
+    """
     recording = load_recording(directory)
     about = about_recording(recording, layout, whole=whole, ended=ended)
     _answer(args, file, recording, about)
@@ -85,7 +88,7 @@ def about_anomalies(recording: Recording) -> Shown:
 
 
 def _answer(args: argparse.Namespace, html: Path | None, recording: Recording, about: Shown) -> None:
-    """Print it, or write it as a page with one step drawn."""
+    """Print the answer, or write it as a page with one step drawn."""
     if html is None:
         answer(args, about.kind, about.document, about.text)
         return

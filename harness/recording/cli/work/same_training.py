@@ -25,11 +25,15 @@ from harness.recording.sketches import BY_ROWS, load_sketches
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
     """Return the variables for the recorder in the ranks. Raises BadInput and CaseError."""
-    found = {injection.NOISE: args.noise} if args.noise else {}
+    variables = {injection.NOISE: args.noise} if args.noise else {}
     if args.same_as is not None:
         load_recording(args.same_as)  # before the command trains to its end
         trusted = load_sketches(files_of(args.same_as)[0])
-        if args.rows and trusted is not None and not any(one.kind.startswith(BY_ROWS) for one in trusted.sketches):
+        if (
+            args.rows
+            and trusted is not None
+            and not any(sketch.kind.startswith(BY_ROWS) for sketch in trusted.sketches)
+        ):
             raise BadInput(
                 f"--rows: {args.same_as} has no sketches of rows; record it with --rows {args.rows}, or leave it out"
             )
@@ -39,20 +43,20 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     if args.rows < 0:
         raise BadInput(f"--rows {args.rows}: a number of blocks, such as 16")
     if args.rows:
-        found[injection.ROWS] = str(args.rows)
+        variables[injection.ROWS] = str(args.rows)
     if args.sharded:
-        found[injection.SHARDED] = json.dumps(_declared(args))
-    return found
+        variables[injection.SHARDED] = json.dumps(_declared(args))
+    return variables
 
 
 def check_after(args: argparse.Namespace) -> None:
-    """Raises BadInput for a step below 0."""
+    """Raise BadInput for --after with a step below 0."""
     if args.after < 0:
         raise BadInput(f"--after {args.after}: a step of A, from whose checkpoint the job went on")
 
 
 def _declared(args: argparse.Namespace) -> list[tuple[str, int, list[int], str]]:
-    """Return pattern, dim, by rank which part it holds, and the axis."""
+    """Return, for each --sharded: pattern, dim, by rank which part it holds, and the axis. Raises BadInput."""
     ranks = requested_ranks(args.words)
     if args.layout is None or ranks is None:
         raise BadInput("--sharded: give the axis's ranks by --layout, and a command that says how many ranks it starts")
@@ -61,8 +65,9 @@ def _declared(args: argparse.Namespace) -> list[tuple[str, int, list[int], str]]
 
 
 def one_declared(text: str, dims: ParallelDims) -> tuple[str, int, list[int], str]:
-    pattern, _, place = text.rpartition("=")
-    axis, _, dim = place.partition(":")
+    """Parse PATTERN=AXIS:DIM. Return pattern, dim, by rank which part it holds, and the axis. Raises BadInput."""
+    pattern, _, axis_and_dim = text.rpartition("=")
+    axis, _, dim = axis_and_dim.partition(":")
     if not pattern or axis not in AXES or not dim.isdecimal():
         raise BadInput(f"--sharded: {text!r}: write PATTERN=AXIS:DIM, such as '*.w1.weight=tp:0'")
     return pattern, int(dim), [coordinate(dims, rank)[axis] for rank in range(dims.world_size)], axis
@@ -86,14 +91,14 @@ def about_numbers(first: Path, second: Path, *, noise_of: Path | None = None, af
 
 
 def both(numbers: Shown, recording: Shown) -> Shown:
-    """Return what is said of numbers and of the recording itself: what is worse comes first, and decides the exit code."""
+    """Return the answers on numbers and on the recording itself as one: the worse comes first, and decides the exit code."""
     code = worst([numbers.code, recording.code])
-    parts = [numbers, recording] if numbers.code == code else [recording, numbers]
+    texts_in_order = [numbers, recording] if numbers.code == code else [recording, numbers]
     verdict = {PASSED: Verdict.PASS, BROKEN: Verdict.FAIL}.get(code, Verdict.UNKNOWN)
 
     def document() -> dict[str, Any]:
         of_numbers = numbers.document()
-        judged = {"numbers": of_numbers["verdict"], "recording": recording.document()}
-        return of_numbers | {"verdict": verdict, **judged}
+        verdicts = {"numbers": of_numbers["verdict"], "recording": recording.document()}
+        return of_numbers | {"verdict": verdict, **verdicts}
 
-    return Shown(numbers.kind, document, "\n\n".join(part.text for part in parts if part.text), code)
+    return Shown(numbers.kind, document, "\n\n".join(part.text for part in texts_in_order if part.text), code)

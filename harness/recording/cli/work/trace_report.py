@@ -35,21 +35,27 @@ from harness.recording.traces.times import times_of, with_links
 
 
 def shown(args: argparse.Namespace, places: Sequence[Path], layout: str | None) -> int:
-    """Raises EvidenceError and CaseError."""
+    """Print what the job's traces show, judged by the layout if one is given. Return the exit code.
+
+    Raises EvidenceError and CaseError.
+    """
     job = job_of([load_trace(file) for file in all_files(places, TRACE)])
-    case = plan_of(layout, job.recording.world) if layout else None
-    dims = case.dims if case else spec.layout(layout, job.recording.world) if layout else None
+    case = None
+    dims = None
+    if layout:
+        case = plan_of(layout, job.recording.world)
+        dims = case.dims if case else spec.layout(layout, job.recording.world)
     results, diagnosis = judged(job, dims)
     times = times_of(job)
     if times and args.gpu:
         times = with_links(times, MACHINES[args.gpu], args.nodes_of or GPUS_PER_NODE)
     text = layout_report(dims, results, diagnosis) if dims else always_report(results)
-    told = trace_page(job, text, times, case, gpu_text(args))
+    page_text = trace_page(job, text, times, case, gpu_text(args))
     if args.html:
         no_document(args, "--html")
-        write_times(args.html, f"traces in {job.recording.directory}", told, of_traces(job), kernels=True)
+        write_times(args.html, f"traces in {job.recording.directory}", page_text, of_traces(job), kernels=True)
     else:
-        answer(args, "traces", lambda: document_of(job, dims, (results, diagnosis), times), told)
+        answer(args, "traces", lambda: document_of(job, dims, (results, diagnosis), times), page_text)
     return code_of(verdict_of_all(results))
 
 
@@ -59,11 +65,11 @@ def gpu_text(args: argparse.Namespace) -> str:
 
 
 def plan_of(layout: str, world: int) -> Case | None:
-    """Return the whole plan of a published layout by its name, or of a job's file; None where it says degrees alone."""
+    """Return the case of a published layout by its name, or of a job's file. None for degrees alone."""
     if "=" in layout:
         return None
-    if named := next((case for case in load_all(case_files.LAYOUTS) if case.name == layout), None):
-        return named
+    if published := next((case for case in load_all(case_files.LAYOUTS) if case.name == layout), None):
+        return published
     try:
         return rings.function_for("called", "layout_of_traces")(layout, world)
     except CaseError:  # a file from which its degrees are read and not all that a plan needs
@@ -80,8 +86,10 @@ def write_times(file: Path, title: str, text: str, timeline: Timeline | None, *,
 
 
 def shown_dumps(args: argparse.Namespace, places: Sequence[Path]) -> int:
-    """Raises EvidenceError."""
+    """Print why the job hung, by its Flight Recorder dumps. Return the exit code. Raises EvidenceError."""
     dumps = load_dumps(all_files(places, DUMP))
-    hang, said, where = hang_of(dumps), analysis_of(dumps), places[0] if len(places) == 1 else dumps[0].path.parent
-    answer(args, "dumps", lambda: hang_document(hang, said, where), hang_page(hang, said, where))
+    hang = hang_of(dumps)
+    analysis = analysis_of(dumps)
+    directory = places[0] if len(places) == 1 else dumps[0].path.parent
+    answer(args, "dumps", lambda: hang_document(hang, analysis, directory), hang_page(hang, analysis, directory))
     return code_of(hang.verdict)
