@@ -59,63 +59,64 @@ class Allowance:
         if not self.reason.strip():
             raise ValueError("reason is missing: one sentence that says why this trainer needs it")
         self._check_amount()
-        where = (self.op, self.phase, self.axis)
-        if self.what == "moved" and not all(where):
+        collective = (self.op, self.phase, self.axis)
+        if self.what == "moved" and not all(collective):
             raise ValueError(
                 f"moved needs op, phase and axis: which collective, in which of {', '.join(PHASES)}, over which ranks"
             )
         if self.what == "moved" and self.phase not in PHASES:
             raise ValueError(f"phase {self.phase!r}: choose one of {', '.join(PHASES)}")
-        if self.what != "moved" and any(where):
+        if self.what != "moved" and any(collective):
             raise ValueError(f"{self.what} has no op, phase or axis: they are for what is moved")
 
     def _check_amount(self) -> None:
         key = AMOUNTS[self.what]
-        given, multiple = getattr(self, key), MULTIPLE.get(key)
-        if other := next((name for name in AMOUNTS.values() if name != key and getattr(self, name)), None):
-            raise ValueError(f"{self.what} has no {other}: say {key}")
+        amount = getattr(self, key)
+        multiple = MULTIPLE.get(key)
+        if other_key := next((name for name in AMOUNTS.values() if name != key and getattr(self, name)), None):
+            raise ValueError(f"{self.what} has no {other_key}: say {key}")
         if key == "name":
-            if not given.strip():
+            if not amount.strip():
                 raise ValueError("name is missing: whose hooks, as the finding names them")
-        elif not (given > 0 if isinstance(given, int) else multiple and multiple.fullmatch(given)):
+        elif not (amount > 0 if isinstance(amount, int) else multiple and multiple.fullmatch(amount)):
             unit = f", or 'N x {multiple.pattern.rpartition(' ')[2]}' with N from 1 to 9" if multiple else ""
-            raise ValueError(f"{key} {given!r}: a number above 0{unit}")
+            raise ValueError(f"{key} {amount!r}: a number above 0{unit}")
 
     @property
     def entry(self) -> str:
         """Return the YAML that declares it, as an entry of `allow`."""
         keys = ("what", "op", "phase", "axis", AMOUNTS[self.what], "reason")
-        given = (f"{key}: {_as_yaml(getattr(self, key))}" for key in keys if getattr(self, key))
-        return f"{{{', '.join(given)}}}"
+        items = (f"{key}: {_as_yaml(getattr(self, key))}" for key in keys if getattr(self, key))
+        return f"{{{', '.join(items)}}}"
 
     def amount(self, parameters: int) -> int:
-        """Bytes. parameters: those of the rank's slices."""
+        """Return the bytes that are allowed. parameters: bytes of the rank's slices."""
         return int(self.bytes[0]) * parameters if isinstance(self.bytes, str) else self.bytes
 
     def computed(self, forward: int) -> int:
-        """Matmuls. forward: those of a step's forward passes."""
+        """Return the matmuls that are allowed. forward: matmuls of a step's forward passes."""
         return int(self.matmuls[0]) * forward if isinstance(self.matmuls, str) else self.matmuls
 
 
-def allowed(allowances: Iterable[Allowance], what: str, parameters: int) -> int:
-    """Bytes that are allowed of one kind. parameters: bytes of the rank's own slices."""
-    return sum(one.amount(parameters) for one in allowances if one.what == what)
+def allowed(allowances: Iterable[Allowance], kind: str, parameters: int) -> int:
+    """Return the bytes that are allowed of one kind. parameters: bytes of the rank's own slices."""
+    return sum(allowance.amount(parameters) for allowance in allowances if allowance.what == kind)
 
 
 def allowed_matmuls(allowances: Iterable[Allowance], forward: int) -> int:
-    """Matmuls that are allowed in a step in addition to its passes. forward: the matmuls of its forward passes."""
-    return sum(one.computed(forward) for one in allowances)
+    """Return the matmuls that are allowed in a step in addition to its passes. forward: matmuls of its forward passes."""
+    return sum(allowance.computed(forward) for allowance in allowances)
 
 
 def declaration(allowances: Iterable[Allowance]) -> str:
     """Return the line that declares all of these in a case."""
-    return f"allow: [{', '.join(one.entry for one in allowances)}]"
+    return f"allow: [{', '.join(allowance.entry for allowance in allowances)}]"
 
 
 def said(used: Mapping[Allowance, bool]) -> str:
     """Return a note of what is allowed, and which of it nothing uses: an unused allowance should be deleted."""
-    stale = {True: "", False: ", not used"}
-    return "; ".join(f"{declaration([one])}{stale[needed]}" for one, needed in used.items())
+    note_by_use = {True: "", False: ", not used"}
+    return "; ".join(f"{declaration([allowance])}{note_by_use[needed]}" for allowance, needed in used.items())
 
 
 def _as_yaml(value: int | str) -> str:

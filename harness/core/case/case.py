@@ -103,25 +103,29 @@ class Case:
 
     @property
     def steps(self) -> range:
-        """The steps that this launch trains, counted on from the launch that it continues. A start from weights alone counts
-        from 1."""
+        """Return the steps that this launch trains, counted on from the launch that it continues.
+
+        A start from weights alone counts from 1.
+        """
         first = self.resume[-1].after + 1 if self.resume and self.model_of is None else 1
         return range(first, (self.last_step or self.training.steps) + 1)
 
     @property
     def model_of(self) -> int | None:
-        """After which step of an earlier launch the weights were saved that this one starts from, which takes nothing else from
-        it; None for all other launches."""
+        """Return the step after which an earlier launch saved the weights that this one starts from.
+
+        It takes nothing else from that launch. None for all launches that do not start from weights alone.
+        """
         return self.resume[-1].after if self.resume and self.resume[-1].model_only else None
 
     @property
     def from_the_seed(self) -> Case:
-        """The first launch, whose weights are the seed's."""
+        """Return the first launch, whose weights are the seed's."""
         return next(iter(self.launches.values()))
 
     @property
     def saved_step(self) -> int | None:
-        """After which step this launch saves; None if it saves nothing."""
+        """Return the step after which this launch saves. None if it saves nothing."""
         return self.saves_after or self.last_step
 
     @property
@@ -130,33 +134,33 @@ class Case:
         earlier = {
             f"saved_{number}": dataclasses.replace(
                 self,
-                dims=s.dims,
-                features=s.features,
+                dims=saved.dims,
+                features=saved.features,
                 resume=self.resume[: number - 1],
-                last_step=s.until or s.after,
-                saves_after=s.until and s.after,
-                cut_short=s.cut_short,
+                last_step=saved.until or saved.after,
+                saves_after=saved.until and saved.after,
+                cut_short=saved.cut_short,
                 runs=1,
             )
-            for number, s in enumerate(self.resume, start=1)
+            for number, saved in enumerate(self.resume, start=1)
         }
         return earlier | {"run": self}
 
     @property
     def local_batch(self) -> int:
-        """Samples in one microbatch of one rank."""
+        """Return the number of samples in one microbatch of one rank."""
         return self.training.global_batch // (self.dims.dp * self.features.accumulation * self.microbatches)
 
     @property
     def microbatches(self) -> int:
-        """Into how many parts a pipeline's schedule cuts a batch: twice the stages, if the case does not say; else 1."""
+        """Return how many parts a pipeline's schedule cuts a batch in: by default twice the degree of pp. 1 without pp."""
         if self.dims.pp == 1:
             return 1
         return self.features.microbatches or 2 * self.dims.pp
 
     @property
     def passes(self) -> int:
-        """Forward passes of a sample's length and width per optimizer step on a rank."""
+        """Return the number of forward passes per optimizer step on a rank."""
         return self.features.accumulation * self.microbatches
 
     @property
@@ -171,7 +175,7 @@ class Case:
 
     @property
     def wrapper(self) -> str | None:
-        """Who looks after the data ranks: FSDP2 where parameters are sharded, else DDP; None without data parallelism.
+        """Return the wrapper over the data ranks: FSDP2 where parameters are sharded, else DDP. None without data parallelism.
 
         Context parallel counts as sharding: its ranks hold equal parameters and different tokens.
         """
@@ -183,13 +187,16 @@ class Case:
 
     @property
     def shards(self) -> int:
-        """Over how many ranks a parameter is cut, by FSDP or ZeRO-3. ZeRO-1 and 2 leave it whole."""
+        """Return over how many ranks FSDP or ZeRO-3 cuts a parameter. ZeRO-1 and 2 leave it whole."""
         return 1 if self.wrapper in ("zero1", "zero2") else self.data_dims.shards
 
     @property
     def data_dims(self) -> ParallelDims:
-        """The ranks as parameters lie on them. DDP shards over nothing, so that ranks of cp are replicas among others; where it
-        is, dp_shard is 1, and folding both changes no rank's place."""
+        """Return the degrees as parameters lie on the ranks.
+
+        DDP shards over nothing, so that ranks of cp are replicas among others. Where it is, dp_shard is 1, and folding both
+        changes no rank's mesh coordinate.
+        """
         if not self.features.shards_over_cp:
             return CpReplicates(*self.dims.degrees)
         if self.wrapper not in ("ddp", "replicate") or self.dims.cp == 1:
@@ -204,41 +211,50 @@ class Case:
         return "cp" if self.dims.dp_replicate == 1 else "dp_replicate_cp"
 
     def seq_len(self, step: int) -> int:
-        """Tokens of each sample that step (from 1) trains on."""
-        return self.training.seq_len // 2 if self.training.variable_length and step % 2 == 0 else self.training.seq_len
+        """Return the number of tokens of each sample that a step trains on. Steps are counted from 1."""
+        if self.training.variable_length and step % 2 == 0:
+            return self.training.seq_len // 2
+        return self.training.seq_len
 
     def at(self, step: int) -> Case:
-        """The case as it is in a step: the last one may have fewer samples, in fewer or in smaller microbatches."""
+        """Return the case as it is in a step: the last one may have fewer samples, in fewer or in smaller microbatches."""
         if self.training.last_batch is None or step != self.training.steps:
             return self
-        whole = self.training.last_batch // (self.dims.dp * self.local_batch)
+        full_microbatches = self.training.last_batch // (self.dims.dp * self.local_batch)
         training = dataclasses.replace(self.training, global_batch=self.training.last_batch, last_batch=None)
         return dataclasses.replace(
-            self, training=training, features=dataclasses.replace(self.features, accumulation=max(1, whole))
+            self, training=training, features=dataclasses.replace(self.features, accumulation=max(1, full_microbatches))
         )
 
     def sizes_at(self, step: int, share: int) -> tuple[int, ...]:
-        """Return how many samples each microbatch of a step has on a data rank, counted from 0. Where the last batch is not
-        divided evenly, the first ranks have one more, and some may have none."""
-        of = self.at(step)
-        total, ranks = of.training.global_batch, of.dims.dp
-        return (len(range(share, total, ranks)),) if total % ranks else (of.local_batch,) * of.passes
+        """Return how many samples each microbatch of a step has on a data rank. share: the data rank, counted from 0.
+
+        Where the last batch is not divided evenly, the first ranks have one more, and some may have none.
+        """
+        case_of_step = self.at(step)
+        total = case_of_step.training.global_batch
+        ranks = case_of_step.dims.dp
+        if total % ranks:
+            return (len(range(share, total, ranks)),)
+        return (case_of_step.local_batch,) * case_of_step.passes
 
     @property
     def noise_key(self) -> str:
-        """Under which the reference's noise is kept: how gradients are added over ranks, and whether matmuls are rounded
-        as on one device."""
+        """Return the key that the reference's noise is kept under.
+
+        It says how gradients are added over ranks, and whether matmuls are rounded as on one device.
+        """
         cut = self.dims.tp * self.dims.cp > 1 or self.features.compile
         return noise_key(self.training, self.features.reduce_dtype, "parts" if cut else "shares")
 
     @property
     def golden_noise_key(self) -> str:
-        """The same for the reference itself: another build's kernels may sum in any order."""
+        """Return the key that the noise of the reference itself is kept under: another build's kernels may sum in any order."""
         return noise_key(self.training, self.features.reduce_dtype, "parts")
 
     @property
     def exact(self) -> bool:
-        """Judged by derived float64 bounds, rather than by a bound measured from the reference's own noise."""
+        """Return whether derived float64 bounds judge the case, rather than a bound measured from the reference's own noise."""
         narrow = {self.training.compute_dtype, self.features.reduce_dtype} - {None, "float64"}
         return self.training.dtype == "float64" and not narrow and not self.training.quantize
 

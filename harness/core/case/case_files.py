@@ -18,7 +18,7 @@ OURS = "builtin"  # what is typed for the cases that come with the harness
 
 
 def folder_of(typed: str) -> Path:
-    """The folder that `--cases` means, absolute. Raises CaseError where there is none."""
+    """Return the folder that `--cases` means, absolute. Raises CaseError where there is none."""
     if typed == OURS:
         return BUILTIN / USUAL
     folder = Path(typed).absolute()
@@ -35,32 +35,34 @@ def folder_of(typed: str) -> Path:
 
 
 def path_of(file: str) -> Path:
+    """Return the absolute path of a case's file."""
     return BUILTIN / file
 
 
 def repository_of(file: str) -> Path:
-    """What lies beside cases/; of a file in a folder of another name, that folder itself."""
+    """Return the folder that has cases/ in it. For a file in a folder of another name, that folder itself."""
     folder = path_of(file).parent
     return folder.parent if folder.name == USUAL else folder
 
 
 def recorded(path: Path) -> str:
-    """The path as a case and its evidence keep it."""
+    """Return the path as a case and its evidence keep it."""
     path = Path(os.path.realpath(path))  # Path.resolve raises RuntimeError for a loop of links, which reading reports
     return str(path.relative_to(BUILTIN)) if path.is_relative_to(BUILTIN) else str(path)
 
 
 def shown(file: str) -> str:
-    """The path as a person reads it here."""
+    """Return the path as a person reads it here."""
     return from_here(path_of(file))
 
 
 def typed(file: str) -> list[str]:
-    """What selects the file's folder on a command line here: nothing where it is the usual one, or of no file."""
+    """Return the words that select the file's folder on a command line here. Empty if it is the usual folder, or of no file."""
     return typed_folder(path_of(file).parent) if file else []
 
 
 def typed_folder(folder: Path) -> list[str]:
+    """Return the words that select a folder of cases on a command line here. Empty if it is the usual one."""
     if folder == Path.cwd() / USUAL:
         return []
     return ["--cases", OURS if folder == BUILTIN / USUAL else from_here(folder)]

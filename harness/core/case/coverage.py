@@ -39,29 +39,31 @@ class Pair:
 
 
 def pairs(cases: Sequence[Case], unsupported: Unsupported) -> list[Pair]:
-    """unsupported: why a trainer cannot run a case; None if it can."""
+    """Return all pairs of options of different kinds. unsupported: why a trainer cannot run a case; None if it can."""
     every = options()
-    run = [case for case in cases if not any(map(unsupported, case.launches.values()))]
-    having = {option.name: {case.name for case in run if option.holds(case)} for option in every}
-    order = [case.name for case in run]
-    usual = {case.name for case in run if case.tier == "default"}
-    found = []
-    for one, other in combinations(every, 2):
-        if one.kind != other.kind:
-            both = tuple(sorted(having[one.name] & having[other.name], key=order.index))
-            reason = "" if both else _reason(one, other, unsupported)
-            found.append(Pair(one, other, both, not usual.isdisjoint(both), reason))
-    return found
+    runnable = [case for case in cases if not any(map(unsupported, case.launches.values()))]
+    having: dict[str, set[str]] = {}
+    for option in every:
+        having[option.name] = {case.name for case in runnable if option.holds(case)}
+    order = [case.name for case in runnable]
+    by_default = {case.name for case in runnable if case.tier == "default"}
+    all_pairs = []
+    for first, second in combinations(every, 2):
+        if first.kind != second.kind:
+            common_cases = tuple(sorted(having[first.name] & having[second.name], key=order.index))
+            reason = "" if common_cases else _reason(first, second, unsupported)
+            all_pairs.append(Pair(first, second, common_cases, not by_default.isdisjoint(common_cases), reason))
+    return all_pairs
 
 
-def _reason(one: Option, other: Option, unsupported: Unsupported) -> str:
+def _reason(first: Option, second: Option, unsupported: Unsupported) -> str:
     """Return why no case can request both."""
-    fragment = merge(one.fragment, other.fragment)
+    fragment = merge(first.fragment, second.fragment)
     try:
         case = from_json({"name": "pair", "why": "-"} | fragment)
     except CaseError as error:
         return str(error).removeprefix(": case 'pair': ")
-    if not (one.holds(case) and other.holds(case)):
+    if not (first.holds(case) and second.holds(case)):
         return f"one excludes the other: together they are {case.dims}"
     return unsupported(case) or MISSING
 
@@ -69,16 +71,17 @@ def _reason(one: Option, other: Option, unsupported: Unsupported) -> str:
 # ---- what is shown
 
 
-def pairs_text(found: Sequence[Pair]) -> str:
-    """A line a pair: its first case, or the reason why there is none."""
-    width = max(len(_title(pair)) for pair in found)
-    lines = [f"{_title(pair):<{width}}  {_state(pair)}" for pair in found]
-    covered, usual = sum(bool(pair.cases) for pair in found), sum(pair.by_default for pair in found)
-    missing = sum(pair.missing for pair in found)
-    refused = len(found) - covered - missing
+def pairs_text(all_pairs: Sequence[Pair]) -> str:
+    """Return a line for each pair: its first case, or the reason why there is none. Then a line with the numbers of pairs."""
+    width = max(len(_title(pair)) for pair in all_pairs)
+    lines = [f"{_title(pair):<{width}}  {_state(pair)}" for pair in all_pairs]
+    covered = sum(bool(pair.cases) for pair in all_pairs)
+    by_default = sum(pair.by_default for pair in all_pairs)
+    missing = sum(pair.missing for pair in all_pairs)
+    refused = len(all_pairs) - covered - missing
     total = (
-        f"{len(found)} pairs of options: {covered} in a case ({usual} in one of the default tier), {refused} refused with a"
-        f" reason, {missing} missing"
+        f"{len(all_pairs)} pairs of options: {covered} in a case ({by_default} in one of the default tier), {refused} refused"
+        f" with a reason, {missing} missing"
     )
     return "\n".join([*lines, "", total])
 
@@ -88,7 +91,8 @@ def _title(pair: Pair) -> str:
 
 
 def _state(pair: Pair) -> str:
+    """Return the first case of a pair and the number of others, or why there is none."""
     if not pair.cases:
         return pair.reason if pair.missing else f"refused: {pair.reason}"
-    more = f" and {len(pair.cases) - 1} more" if len(pair.cases) > 1 else ""
-    return pair.cases[0] + more
+    others = f" and {len(pair.cases) - 1} more" if len(pair.cases) > 1 else ""
+    return pair.cases[0] + others

@@ -38,14 +38,14 @@ def declaration(values: Iterable[tuple[str, Any]]) -> str:
 
 
 def checked(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return them as a case keeps them. Raise ValueError for a trait or a value that there is not."""
+    """Return the traits as a case keeps them. Raise ValueError for a trait or a value that there is not."""
     pairs = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in values.items())
     for name, value in pairs:
         if name in ELSEWHERE:
             raise ValueError(f"{name} is declared by {ELSEWHERE[name]}, not here")
         if name not in NAMES:
-            near = difflib.get_close_matches(str(name), NAMES, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            nearest = difflib.get_close_matches(str(name), NAMES, n=1, cutoff=0.5)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise ValueError(f"unknown trait {name!r}{hint}; known: {', '.join(NAMES)}")
         usual = getattr(TrainerTraits(), name)
         kinds = _KINDS.get(name, (type(usual),))

@@ -37,17 +37,17 @@ class ParallelDims:
 
     @property
     def shards(self) -> int:
-        """Over how many ranks a parameter is cut."""
+        """Return over how many ranks a parameter is cut."""
         return self.dp_shard * (self.cp if self.over_cp else 1)
 
     @property
     def replicas(self) -> int:
-        """On how many ranks each part of a parameter lies, those of tp and pp aside."""
+        """Return on how many ranks each slice of a parameter lies, without counting those of tp and pp."""
         return self.dp_replicate * (1 if self.over_cp else self.cp)
 
     @property
     def dp(self) -> int:
-        """The data-parallel degree: over how many ranks the samples of a step are divided."""
+        """Return the data-parallel degree: over how many ranks the samples of a step are divided."""
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:

@@ -36,13 +36,17 @@ ACCELERATE = {f"parallelism_config_{axis}_size": axis for axis in ("dp_replicate
 """accelerate's, in the section parallelism_config of its configuration (1.10 on)."""
 REPLICATED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU")
 """What accelerate calls DDP, by the kind of machine."""
-NOT_SHARDED, WITHIN_MACHINES = ("NO_SHARD", "3"), ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "4", "5")
+NOT_SHARDED = ("NO_SHARD", "3")
+WITHIN_MACHINES = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "4", "5")
 """Of FSDP1's strategies, which accelerate takes by name or number."""
 
 
 def layout(text: str, world_size: int | None) -> ParallelDims:
-    """Degrees, or what has them: torchtitan's TOML file, MODULE:FUNCTION that returns its configuration, accelerate's YAML
-    file. world_size: None where only a file can say it. Raises CaseError."""
+    """Return the degrees of a layout as a person types it. Raises CaseError.
+
+    text: degrees, torchtitan's TOML file, MODULE:FUNCTION that returns its configuration, or accelerate's YAML file.
+    world_size: None where only a file can say it.
+    """
     degrees = _reader(text)(text, world_size)
     try:
         return ParallelDims(**degrees)
@@ -51,6 +55,7 @@ def layout(text: str, world_size: int | None) -> ParallelDims:
 
 
 def _reader(text: str) -> Callable[[str, int | None], dict[str, int]]:
+    """Return the function that reads the degrees of this kind of text."""
     if text.endswith(".toml"):
         return _of_toml
     if text.endswith((".yaml", ".yml")):
@@ -63,9 +68,9 @@ def _of_words(text: str, _world_size: int | None) -> dict[str, int]:
     for part in filter(None, text.split(",")):
         axis, _, degree = part.strip().partition("=")
         if axis not in AXES or not degree.isdigit():
-            near = difflib.get_close_matches(axis, AXES, 1)
-            meant = f"; did you mean {near[0]}?" if near and axis not in AXES else ""
-            raise CaseError(f"{part!r}: write AXIS=DEGREE, such as dp_shard=8; the axes are {', '.join(AXES)}{meant}")
+            nearest_axes = difflib.get_close_matches(axis, AXES, 1)
+            hint = f"; did you mean {nearest_axes[0]}?" if nearest_axes and axis not in AXES else ""
+            raise CaseError(f"{part!r}: write AXIS=DEGREE, such as dp_shard=8; the axes are {', '.join(AXES)}{hint}")
         degrees[axis] = int(degree)
     return degrees
 
@@ -76,33 +81,37 @@ def _of_words(text: str, _world_size: int | None) -> dict[str, int]:
 def _of_toml(file: str, world_size: int | None) -> dict[str, int]:
     text = _read(file)
     try:
-        told = tomllib.loads(text)
+        document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise CaseError(f"{file}: {error}") from error
-    words = {word: degree for name in TITAN_SECTIONS for word, degree in _section(file, told, name).items()}
+    words: dict[str, Any] = {}
+    for name in TITAN_SECTIONS:
+        words |= _section(file, document, name)
     return degrees_of_titan(file, words, world_size)
 
 
 def _of_python(reference: str, world_size: int | None) -> dict[str, int]:
-    """Imported as a job started here would import it."""
+    """Return the degrees of the configuration that MODULE:FUNCTION returns. It is imported as a job started here would."""
     module, _, name = reference.partition(":")
     if "" not in sys.path:
         sys.path.append("")
     try:
-        told = getattr(importlib.import_module(module), name)().parallelism
+        parallelism = getattr(importlib.import_module(module), name)().parallelism
     except Exception as error:
         raise CaseError(f"{reference}: no configuration with `parallelism` was returned: {error!r}") from error
     return degrees_of_titan(
-        reference, {word: getattr(told, word) for word in TITAN_DEGREES if hasattr(told, word)}, world_size
+        reference,
+        {word: getattr(parallelism, word) for word in TITAN_DEGREES if hasattr(parallelism, word)},
+        world_size,
     )
 
 
-def degrees_of_titan(source: str, told: Mapping[str, Any], world_size: int | None) -> dict[str, int]:
+def degrees_of_titan(source: str, words: Mapping[str, Any], world_size: int | None) -> dict[str, int]:
     """Return the degree of each axis that torchtitan's words give. A shard degree of -1, or none, is what the others leave.
 
     Raises CaseError, which begins with the source.
     """
-    degrees = {axis: _degree(source, word, told[word]) for word, axis in TITAN_DEGREES.items() if word in told}
+    degrees = {axis: _degree(source, word, words[word]) for word, axis in TITAN_DEGREES.items() if word in words}
     if degrees.get(REST, -1) == -1:
         others = math.prod(max(degree, 1) for axis, degree in degrees.items() if axis != REST)
         degrees[REST] = rest_of(source, "data_parallel_shard_degree -1", others, world_size)
@@ -123,54 +132,54 @@ def rest_of(source: str, word: str, others: int, world_size: int | None) -> int:
 
 
 def _of_accelerate(file: str, world_size: int | None) -> dict[str, int]:
-    """Return its degrees. Its world is num_processes unless another one is given."""
-    told = accelerate_file(file)
-    section = _section(file, told, "parallelism_config")
+    """Return the degrees of accelerate's configuration. Its world is num_processes unless another one is given."""
+    document = accelerate_file(file)
+    section = _section(file, document, "parallelism_config")
     if section.get("parallelism_config_sp_size", 1) != 1:
         raise CaseError(f"{file}: parallelism_config_sp_size: no axis of a layout; give the degrees themselves")
     degrees = {axis: _degree(file, word, section[word]) for word, axis in ACCELERATE.items() if word in section}
-    return degrees or _of_kind(file, told, world_size or processes(file, told))
+    return degrees or _of_kind(file, document, world_size or processes(file, document))
 
 
 def accelerate_file(file: str) -> dict[str, Any]:
-    """Return what accelerate's configuration says. Raises CaseError for a file that is none."""
+    """Return the document of accelerate's configuration. Raises CaseError for a file that is none."""
     text = _read(file)
     try:
-        told = document_of(text)
+        document = document_of(text)
     except (yaml.YAMLError, ValueError) as error:
         raise CaseError(f"{file}: not valid YAML: {error}") from error
-    if not isinstance(told, dict) or "distributed_type" not in told:
+    if not isinstance(document, dict) or "distributed_type" not in document:
         raise CaseError(f"{file}: no configuration of accelerate: it has no distributed_type")
-    return told
+    return document
 
 
-def processes(file: str, told: Mapping[str, Any]) -> int:
+def processes(file: str, document: Mapping[str, Any]) -> int:
     """Return the number of ranks in accelerate's configuration. Raises CaseError if it has none."""
-    number = told.get("num_processes")
+    number = document.get("num_processes")
     if number is None:
         raise CaseError(f"{file}: it has no num_processes, of how many ranks it is: add --world N")
     return _degree(file, "num_processes", number)
 
 
-def _of_kind(file: str, told: Mapping[str, Any], world_size: int) -> dict[str, int]:
+def _of_kind(file: str, document: Mapping[str, Any], world_size: int) -> dict[str, int]:
     """Return the degrees of a configuration that names only a kind. Trap: YAML reads an unquoted NO as false."""
-    kind = str(told["distributed_type"] or "NO")
+    kind = str(document["distributed_type"] or "NO")
     if kind in REPLICATED:
         return {"dp_replicate": world_size}
     if kind != "FSDP":
         raise CaseError(f"{file}: distributed_type {kind} tells no degrees that are read; give them themselves")
-    fsdp = _section(file, told, "fsdp_config")
+    fsdp = _section(file, document, "fsdp_config")
     strategy = str(fsdp.get("fsdp_sharding_strategy", fsdp.get("fsdp_reshard_after_forward", ""))).upper()
     if strategy in NOT_SHARDED:
         return {"dp_replicate": world_size}
     if strategy not in WITHIN_MACHINES:
         return {"dp_shard": world_size}
-    machines = max(1, _degree(file, "num_machines", told.get("num_machines", 1)))
+    machines = max(1, _degree(file, "num_machines", document.get("num_machines", 1)))
     return {"dp_replicate": machines, "dp_shard": rest_of(file, strategy, machines, world_size)}
 
 
-def _section(file: str, told: Mapping[str, Any], name: str) -> dict[str, Any]:
-    if not isinstance(section := told.get(name) or {}, dict):
+def _section(file: str, document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if not isinstance(section := document.get(name) or {}, dict):
         raise CaseError(f"{file}: {name}: expected a mapping")
     return section
 
@@ -182,7 +191,7 @@ def _read(file: str) -> str:
         raise CaseError(f"{file}: {error.strerror}") from error
 
 
-def _degree(source: str, word: str, given: object) -> int:
-    if not isinstance(given, int) or isinstance(given, bool):
-        raise CaseError(f"{source}: {word} is {given!r}, and no number of ranks")
-    return given
+def _degree(source: str, word: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise CaseError(f"{source}: {word} is {value!r}, and no number of ranks")
+    return value

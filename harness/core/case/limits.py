@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,11 +25,11 @@ WORD = re.compile(rf"[\w.-]{{1,{NAME}}}")
 
 
 def too_large(case: Case) -> str:
-    """Which number is too large, or which name no part of a path; empty if all is well."""
+    """Return which number is too large, or which name cannot be part of a path. Empty if all is well."""
     for record in (case.training, case.model, case.features):
-        for key, most in SIZES.items():
-            if getattr(record, key, 0) > most:
-                return f"{key} {shown(getattr(record, key))} is more than the {most} that a case may have"
+        for key, limit in SIZES.items():
+            if getattr(record, key, 0) > limit:
+                return f"{key} {shown(getattr(record, key))} is more than the {limit} that a case may have"
     if case.training.seed < 0:
         return f"seed must be at least 0, got {shown(case.training.seed)}"
     if len(case.name) > NAME:
@@ -39,7 +40,8 @@ def too_large(case: Case) -> str:
         )
     if "\0" in (case.training.data or ""):
         return "training: data: no file has a NUL in its name"
-    ranks, tokens = case.dims.world_size, case.training.global_batch * case.training.seq_len
+    ranks = case.dims.world_size
+    tokens = case.training.global_batch * case.training.seq_len
     if ranks > RANKS:
         return f"{shown(ranks)} ranks, more than {RANKS}"
     if tokens > TOKENS:
@@ -51,9 +53,9 @@ def too_large_to_start(case: Case) -> str:
     """Return why a run of this case is refused; empty if it can be tried."""
     ranks = max(launched.dims.world_size for launched in case.launches.values())
     tokens = case.training.global_batch * case.training.seq_len
-    for what, number, most in (("ranks", ranks, STARTED), ("tokens a step", tokens, TRAINED)):
-        if number > most:
-            return f"{number} {what}, more than the {most} of a run; `harness plan` and `harness preflight` take it"
+    for unit, number, limit in (("ranks", ranks, STARTED), ("tokens a step", tokens, TRAINED)):
+        if number > limit:
+            return f"{number} {unit}, more than the {limit} of a run; `harness plan` and `harness preflight` take it"
     return ""
 
 
@@ -71,24 +73,31 @@ def too_many(axes: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def refuse_bombs(node: yaml.Node | None) -> None:
-    """A few lines of aliases of aliases stand for more than any memory holds. Raises YAMLError."""
+    """Raise YAMLError if the values of a document, each alias counted, are too many.
+
+    A few lines of aliases of aliases stand for more than any memory holds.
+    """
     if node is not None and (count := _nodes(node, {})) > NODES:
         raise yaml.YAMLError(f"{shown(count)} values, counting what each alias stands for, more than {NODES}")
 
 
-def _nodes(node: yaml.Node, known: dict[int, int]) -> int:
-    if id(node) not in known:
-        known[id(node)] = 0
-        inside = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
-        some = inside if isinstance(node, yaml.CollectionNode) else []
-        known[id(node)] = 1 + sum(_nodes(one, known) for one in some)
-    elif known[id(node)] == 0:
+def _nodes(node: yaml.Node, count_by_id: dict[int, int]) -> int:
+    """Return the number of values in a node, what an alias stands for counted each time. known: counts by id of a node."""
+    if id(node) not in count_by_id:
+        count_by_id[id(node)] = 0  # stands for a node that is being counted: an alias to it would be a loop
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            children = list(itertools.chain.from_iterable(node.value))
+        elif isinstance(node, yaml.CollectionNode):
+            children = node.value
+        count_by_id[id(node)] = 1 + sum(_nodes(child, count_by_id) for child in children)
+    elif count_by_id[id(node)] == 0:
         raise yaml.YAMLError(f"line {node.start_mark.line + 1}: an alias within what it stands for")
-    return known[id(node)]
+    return count_by_id[id(node)]
 
 
 def shown(value: Any) -> str:
-    """At most 200 letters of it."""
+    """Return at most 200 letters of a value's repr."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no number of thousands of digits

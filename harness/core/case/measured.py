@@ -46,16 +46,18 @@ def to_json(measured: Measured) -> dict[str, Any]:
     kinds: dict[tuple[Unit, ...], list[int]] = {}
     for rank, units in (measured.units or {}).items():
         kinds.setdefault(units, []).append(rank)
-    entries = [{"ranks": ranks, "units": [unit._asdict() for unit in units]} for units, ranks in kinds.items()]
-    rest = {"cut_dims": dict(measured.cut_dims), "flat_order": list(measured.flat_order)}
-    return vars(measured) | rest | {"units": None if measured.units is None else entries}
+    entries: list[dict[str, Any]] = []
+    for units, ranks in kinds.items():
+        entries.append({"ranks": ranks, "units": [unit._asdict() for unit in units]})
+    by_launch = {"cut_dims": dict(measured.cut_dims), "flat_order": list(measured.flat_order)}
+    return vars(measured) | by_launch | {"units": None if measured.units is None else entries}
 
 
 def from_json(record: Mapping[str, Any]) -> Measured:
     """Return the inverse of to_json. Raise KeyError, TypeError or ValueError for anything else."""
     by_rank: dict[int, tuple[Unit, ...]] = {}
     for entry in record["units"] or ():
-        units = tuple(Unit(**{**one, "parameters": tuple(one["parameters"])}) for one in entry["units"])
+        units = tuple(Unit(**{**unit, "parameters": tuple(unit["parameters"])}) for unit in entry["units"])
         by_rank |= dict.fromkeys(entry["ranks"], units)
     observed = None if record["units"] is None else dict(sorted(by_rank.items()))
     return Measured(**{**record, "units": observed, "flat_order": tuple(record["flat_order"])})

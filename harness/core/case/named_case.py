@@ -11,18 +11,18 @@ from harness.core.evidence.reading import read_bytes
 
 
 def load_one(name: str, folder: Path) -> Case:
-    """The case of that name. Raises CaseError.
+    """Return the case of that name. Raises CaseError.
 
     Reading all files takes as long as judging a case, so only files that contain the name are read. If none does, all are
     read: the names of a cross product are written nowhere.
     """
-    written = [path for path in sorted(folder.glob("*.yaml")) if _may_hold(path, name)]
-    found = [case for case in of_files(written) if case.name == name]
-    return found[0] if found else find_case(name, load_all(folder))
+    candidates = [path for path in sorted(folder.glob("*.yaml")) if _may_hold(path, name)]
+    cases = [case for case in of_files(candidates) if case.name == name]
+    return cases[0] if cases else find_case(name, load_all(folder))
 
 
 def _may_hold(path: Path, name: str) -> bool:
-    """What cannot be read is for load_cases to refuse."""
+    """Return whether a file contains the name. True if it cannot be read, which is for load_cases to refuse."""
     try:
         return os.fsencode(name) in read_bytes(path)
     except OSError:

@@ -26,24 +26,27 @@ class Option:
 
 
 def options() -> list[Option]:
-    """In the order of the table in docs/checks.md."""
+    """Return all options, in the order of the table in docs/checks.md."""
     return [*_layouts(), *_of_features(), *_of_training(), *_of_model(), *_of_runs()]
 
 
-def with_options(fragment: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Puts what the options say in the place of their names. Raises CaseError for a name that there is not."""
+def with_options(fragment: Mapping[str, Any], location: str) -> Mapping[str, Any]:
+    """Return the fragment with what the options say in the place of their names. Raises CaseError for an unknown name."""
     if "options" not in fragment:
         return fragment
     known = {option.name: option for option in options()}
     names = str(fragment["options"]).split("; ")
     if unknown := [name for name in names if name not in known]:
-        raise CaseError(f"{where}: options: unknown {unknown[0]!r}; they are parted by '; ': {'; '.join(known)}")
-    rest = {key: value for key, value in fragment.items() if key != "options"}
-    return merge(functools.reduce(merge, (known[name].fragment for name in names), {}), rest)
+        raise CaseError(f"{location}: options: unknown {unknown[0]!r}; they are parted by '; ': {'; '.join(known)}")
+    own_fragment = {key: value for key, value in fragment.items() if key != "options"}
+    return merge(functools.reduce(merge, (known[name].fragment for name in names), {}), own_fragment)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`over` wins; mappings are merged key by key. A model named by its preset counts as {preset: name}."""
+    """Return both fragments as one. `over` wins; mappings are merged key by key.
+
+    A model named by its preset counts as {preset: name}.
+    """
     merged = dict(base)
     for key, value in (over or {}).items():
         old = {"preset": merged[key]} if isinstance(merged.get(key), str) and key == "model" else merged.get(key)
@@ -57,17 +60,18 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any] | None) -> dict[str, 
 
 
 def _layouts() -> Iterator[Option]:
-    shard, replicate = {"dp_shard": 2}, {"dp_replicate": 2}
-    both = shard | replicate
+    shard = {"dp_shard": 2}
+    replicate = {"dp_replicate": 2}
+    hybrid = shard | replicate
     for name, dims, wrapper in (
         ("DDP", replicate, "ddp"),
         ("replicate", replicate, "replicate"),
         ("FSDP2", shard, "fsdp2"),
-        ("HSDP", both, "fsdp2"),
+        ("HSDP", hybrid, "fsdp2"),
         ("HSDP, dp_shard 1", replicate, "fsdp2"),
         ("FSDP1", shard, "fsdp1"),
         ("FSDP1, NO_SHARD", replicate, "fsdp1"),
-        ("FSDP1, hybrid", both, "fsdp1"),
+        ("FSDP1, hybrid", hybrid, "fsdp1"),
     ):
         yield Option(name, "data parallel", {"dims": dims, "features": {"wrapper": wrapper}}, _wrapped(dims, wrapper))
     yield Option("TP", "tp", {"dims": {"tp": 2}}, lambda case: case.dims.tp > 1 and case.features.sequence_parallel)
@@ -90,10 +94,14 @@ def _layouts() -> Iterator[Option]:
 
 
 def _wrapped(dims: Mapping[str, int], wrapper: str) -> Callable[[Case], bool]:
-    """CP shards like dp_shard: FSDP over its ranks is FSDP."""
+    """Return a predicate: whether a case has this wrapper on such data axes.
+
+    CP shards like dp_shard: FSDP over its ranks is FSDP.
+    """
 
     def holds(case: Case) -> bool:
-        replicated, sharded = case.dims.dp_replicate > 1, case.dims.dp_shard * case.dims.cp > 1
+        replicated = case.dims.dp_replicate > 1
+        sharded = case.dims.dp_shard * case.dims.cp > 1
         return (case.wrapper, replicated, sharded) == (wrapper, "dp_replicate" in dims, "dp_shard" in dims)
 
     return holds

@@ -29,62 +29,72 @@ MOST_REASONS = 3
 
 
 def named(name: str) -> Case | None:
-    """The case of such a name; None for any other."""
-    found = re.fullmatch(r"random_(\d+)_(\d+)", name)
-    return draw(int(found[1]), int(found[2])) if found else None
+    """Return the case of a name like random_7_1. None for any other name."""
+    match = re.fullmatch(r"random_(\d+)_(\d+)", name)
+    return draw(int(match[1]), int(match[2])) if match else None
 
 
 def first(count: int, seed: int, reason: Callable[[Case], str | None], dtype: str | None = None) -> list[Case]:
-    """The first ones for which there is no reason why they cannot run, in this dtype. Raises CaseError if they are too rare."""
-    found: list[Case] = []
+    """Return the first cases in this dtype for which there is no reason why they cannot run. Raises CaseError if too rare.
+
+    reason: why a case cannot run; None if it can.
+    """
+    cases: list[Case] = []
     reasons: list[str] = []
     for number in itertools.count(1):
         case = in_dtype(draw(seed, number), dtype)
         if refused := reason(case):
             reasons.append(refused)
         else:
-            found, reasons = [*found, case], []
-        if len(found) == count:
-            return found
+            cases = [*cases, case]
+            reasons = []
+        if len(cases) == count:
+            return cases
         if len(reasons) == MOST_REFUSED:
-            raise CaseError(f"--random {count}: {_too_rare(len(found), number, reasons)}")
+            raise CaseError(f"--random {count}: {_too_rare(len(cases), number, reasons)}")
     raise AssertionError("counting does not end")
 
 
-def _too_rare(found: int, drawn: int, reasons: list[str]) -> str:
-    """What keeps most of them from running, so that a person sees which option of the adapter or command would help."""
-    most = [f"{count} x {reason}" for reason, count in Counter(reasons).most_common(MOST_REASONS)]
-    text = f"of {drawn} drawn this trainer runs {found}, of the last {len(reasons)} none"
-    return f"{text}; most often because of: {'; '.join(most)}"
+def _too_rare(runnable: int, drawn: int, reasons: list[str]) -> str:
+    """Return what keeps most of the drawn cases from running.
+
+    It shows a person which option of the adapter or command would help.
+    """
+    frequent_reasons = [f"{count} x {reason}" for reason, count in Counter(reasons).most_common(MOST_REASONS)]
+    text = f"of {drawn} drawn this trainer runs {runnable}, of the last {len(reasons)} none"
+    return f"{text}; most often because of: {'; '.join(frequent_reasons)}"
 
 
 def draw(seed: int, number: int) -> Case:
-    """One to three ways to divide the model, and two to four other options; drawn anew until that is a valid case."""
-    chance = random.Random(f"{seed} {number}")
+    """Return a case of one to three layouts and two to four other options, drawn anew until that is a valid case."""
+    generator = random.Random(f"{seed} {number}")
     kinds = _by_kind()
-    others = [kind for kind in kinds if kind not in (*LAYOUTS, *LEFT_OUT)]
+    other_kinds = [kind for kind in kinds if kind not in (*LAYOUTS, *LEFT_OUT)]
     while True:
-        drawn = [*chance.sample(LAYOUTS, chance.randint(1, 3)), *chance.sample(others, chance.randint(2, 4))]
-        chosen = [chance.choice(kinds[kind]) for kind in drawn]
-        if case := _combined(chosen, chance, f"random_{seed}_{number}"):
+        drawn_kinds = [
+            *generator.sample(LAYOUTS, generator.randint(1, 3)),
+            *generator.sample(other_kinds, generator.randint(2, 4)),
+        ]
+        chosen = [generator.choice(kinds[kind]) for kind in drawn_kinds]
+        if case := _combined(chosen, generator, f"random_{seed}_{number}"):
             return case
 
 
 @functools.cache
 def _by_kind() -> dict[str, list[Option]]:
-    found: dict[str, list[Option]] = {}
+    by_kind: dict[str, list[Option]] = {}
     for option in options():
-        found.setdefault(option.kind, []).append(option)
-    return found
+        by_kind.setdefault(option.kind, []).append(option)
+    return by_kind
 
 
-def _combined(chosen: list[Option], chance: random.Random, name: str) -> Case | None:
+def _combined(chosen: list[Option], generator: random.Random, name: str) -> Case | None:
     fragment: dict[str, Any] = functools.reduce(merge, (option.fragment for option in chosen), {})
-    wider = {axis: degree * chance.choice((1, 1, 2)) for axis, degree in fragment.get("dims", {}).items()}
-    earlier = {"dims": {chance.choice(AXES[1:]): 2}} if "resume" in fragment else {}
+    wider = {axis: degree * generator.choice((1, 1, 2)) for axis, degree in fragment.get("dims", {}).items()}
+    earlier = {"dims": {generator.choice(AXES[1:]): 2}} if "resume" in fragment else {}
     fragment |= {"dims": wider, "name": name, "why": ", ".join(option.name for option in chosen)}
     fragment |= {"resume": [entry | earlier for entry in fragment.get("resume", [])]}
-    fragment = merge(fragment, {"model": {"n_layers": chance.choice((2, 4, 5, 8))}})
+    fragment = merge(fragment, {"model": {"n_layers": generator.choice((2, 4, 5, 8))}})
     try:
         case = from_json(fragment)
     except CaseError:

@@ -17,23 +17,23 @@ COMPARE = {"<": operator.lt, ">=": operator.ge}
 
 
 def numbers(release: str) -> tuple[int, int]:
-    """2.15.0+cpu -> (2, 15). Raises ValueError."""
-    found = re.match(r"(\d+)\.(\d+)", release)
-    if not found:
+    """Return the first two numbers of a release: 2.15.0+cpu -> (2, 15). Raises ValueError."""
+    match = re.match(r"(\d+)\.(\d+)", release)
+    if not match:
         raise ValueError(f"{release!r} is no release: expected two numbers, such as 2.15")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def parsed(condition: str) -> tuple[str, tuple[int, int]]:
-    """Raises ValueError."""
-    found = re.fullmatch(r"\s*(<|>=)\s*(\d+\.\d+)\s*", condition)
-    if not found:
+    """Return the comparison and the release of a condition: "<2.15" -> ("<", (2, 15)). Raises ValueError."""
+    match = re.fullmatch(r"\s*(<|>=)\s*(\d+\.\d+)\s*", condition)
+    if not match:
         raise ValueError(f'{condition!r}: expected "<" or ">=" and a release, such as "<2.15"')
-    return found[1], numbers(found[2])
+    return match[1], numbers(match[2])
 
 
 def holds(condition: str, release: str) -> bool:
-    """Return whether it holds. An unknown release (empty) counts as the oldest: only "<" holds."""
+    """Return whether a condition holds for a release. An unknown release (empty) counts as the oldest: only "<" holds."""
     compare, bound = parsed(condition)
     return COMPARE[compare](numbers(release), bound) if release else compare == "<"
 
@@ -41,9 +41,9 @@ def holds(condition: str, release: str) -> bool:
 def untested(release: str) -> str:
     """Return a sentence on a release of torch outside of those that were tried; empty for one of them, or for no release."""
     try:
-        found = numbers(release)
+        release_numbers = numbers(release)
     except ValueError:
         return ""
     oldest, newest = (".".join(map(str, each)) for each in TESTED)
-    tried = f"torch {release} was not tested with this harness, {oldest} to {newest} were"
-    return "" if TESTED[0] <= found <= TESTED[1] else tried
+    note = f"torch {release} was not tested with this harness, {oldest} to {newest} were"
+    return "" if TESTED[0] <= release_numbers <= TESTED[1] else note

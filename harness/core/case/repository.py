@@ -16,8 +16,8 @@ def root_of(folder: Path) -> Path | None:
 
 def name_here() -> str:
     """Return the name of the repository, and the folder in it in which commands are typed. Empty outside of a repository."""
-    here = Path.cwd()
-    root = root_of(here)
+    current_folder = Path.cwd()
+    root = root_of(current_folder)
     if root is None:
         return ""
     try:
@@ -25,13 +25,14 @@ def name_here() -> str:
     except OSError:
         remote = ""
     name = remote.rstrip("/").replace(":", "/").rpartition("/")[2].removesuffix(".git") or root.name
-    return "/".join([name, *here.relative_to(root).parts])
+    return "/".join([name, *current_folder.relative_to(root).parts])
 
 
 def from_here(path: str | Path) -> str:
     """Return the path relative to the current folder if both lie in one repository, or the path below that folder."""
-    path, here = Path(path), Path.cwd()
+    path = Path(path)
+    current_folder = Path.cwd()
     if not path.is_absolute():
         return str(path)
-    root = root_of(here) or here
-    return os.path.relpath(path, here) if path.is_relative_to(root) else str(path)
+    root = root_of(current_folder) or current_folder
+    return os.path.relpath(path, current_folder) if path.is_relative_to(root) else str(path)

@@ -37,13 +37,15 @@ Slots = Iterable[tuple[str, int]]
 
 
 def stages_of(schedule: str, pp: int, chunks: int, index: int) -> tuple[int, ...]:
-    """The stages at a pp index: each round of stages runs forward over the ranks, every second one back if V-shaped."""
+    """Return the stages at a pp index: each round of stages runs forward over the ranks, every second one back if V-shaped."""
     back = schedule in V_SHAPED
-    return tuple(n * pp + (pp - 1 - index if back and n % 2 else index) for n in range(chunks))
+    return tuple(
+        round_number * pp + (pp - 1 - index if back and round_number % 2 else index) for round_number in range(chunks)
+    )
 
 
 def refusal(schedule: str, pp: int, chunks: int, microbatches: int) -> str | None:
-    """Why a schedule does not take these numbers, in one sentence; None if it does."""
+    """Return why a schedule does not take these numbers, in one sentence. None if it does."""
     if schedule in ("GPipe", "1F1B") and chunks != 1:
         return f"schedule {schedule} has one stage a rank, requested stages_per_rank {chunks}"
     if schedule in V_SHAPED and chunks != 2:
@@ -62,12 +64,12 @@ def refusal(schedule: str, pp: int, chunks: int, microbatches: int) -> str | Non
 
 
 def rounds_of(pp: int, microbatches: int) -> int:
-    """Rounds of about pp microbatches, in which the interleaved schedules visit the chunks."""
+    """Return the number of rounds of about pp microbatches, in which the interleaved schedules visit the chunks."""
     return max(1, microbatches // pp)
 
 
 def actions(schedule: str, pp: int, chunks: int, microbatches: int, index: int) -> tuple[Action, ...]:
-    """What the rank at a pp index does in one pass of the schedule, in order. Only where `refusal` is None."""
+    """Return the actions of the rank at a pp index in one pass of the schedule, in order. Only where `refusal` is None."""
     stages = stages_of(schedule, pp, chunks, index)
     behind = pp - 1 - index
     size = microbatches // rounds_of(pp, microbatches)
@@ -92,32 +94,39 @@ def actions(schedule: str, pp: int, chunks: int, microbatches: int, index: int) 
 
 
 def _numbered(slots: Slots, stages: tuple[int, ...]) -> tuple[Action, ...]:
-    """Each chunk takes its microbatches in order; a W finishes the earliest I (of its chunk) that still lacks one."""
+    """Return the actions of slots, each with its microbatch.
+
+    Each chunk takes its microbatches in order. A W finishes the earliest I (of its chunk) that still lacks one.
+    """
     counted: Counter[tuple[str, int]] = Counter()
     unfinished: deque[tuple[int, int]] = deque()
-    made = []
+    actions_done = []
     for kind, chunk in slots:
         if kind == "W":
             owed = next(due for due in unfinished if chunk in (due[0], -1))
             unfinished.remove(owed)
             chunk, number = owed
         else:
-            way = "F" if kind == "F" else "B"
-            number = counted[way, chunk]
-            counted[way, chunk] += 1
+            direction = "F" if kind == "F" else "B"
+            number = counted[direction, chunk]
+            counted[direction, chunk] += 1
         if kind == "I":
             unfinished.append((chunk, number))
-        made.append(Action(stages[chunk], kind, number))
-    return tuple(made)
+        actions_done.append(Action(stages[chunk], kind, number))
+    return tuple(actions_done)
 
 
 def _rounds(chunks: int, size: int, microbatches: int) -> list[int]:
-    """The chunk of every forward, in order; backwards go through the chunks the other way round."""
-    return [chunk for _ in range(microbatches // size) for chunk in range(chunks) for _ in range(size)]
+    """Return the chunk of every forward, in order. Backwards go through the chunks the other way round."""
+    order: list[int] = []
+    for _ in range(microbatches // size):
+        for chunk in range(chunks):
+            order += [chunk] * size
+    return order
 
 
 def _one_forward_one_backward(order: list[int], ahead: int) -> Iterator[tuple[str, int]]:
-    """`ahead` forwards, then one of each in turn, then the backwards that are left."""
+    """Yield `ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
     last = max(order)
     for number in range(ahead + len(order)):
         if number < len(order):
@@ -127,7 +136,7 @@ def _one_forward_one_backward(order: list[int], ahead: int) -> Iterator[tuple[st
 
 
 def _zb1p(order: list[int], ahead: int, late: int) -> Iterator[tuple[str, int]]:
-    """1F1B with halved backwards; the W of an I follows `late` backwards later, so they fill the bubble at the end."""
+    """Yield 1F1B with halved backwards. The W of an I follows `late` backwards later, so they fill the bubble at the end."""
     ahead = min(ahead, len(order))
     done = 0
     for kind, chunk in _one_forward_one_backward(order, ahead):
@@ -141,10 +150,12 @@ def _zb1p(order: list[int], ahead: int, late: int) -> Iterator[tuple[str, int]]:
 def _zbv(pp: int, index: int, microbatches: int) -> list[tuple[str, int]]:
     behind = pp - index
     fill = [("F", 0)] * (2 * behind - 1) + [("F", 1), ("F", 0)] * index + [("F", 1), ("I", 1), ("W", 1)] * behind
-    left = microbatches - (2 * pp - 1 - index)  # forwards of the way down that are still to come
+    remaining_forwards = microbatches - (2 * pp - 1 - index)  # forwards of the way down that are still to come
     steady: list[tuple[str, int]] = []
     for number in range(microbatches - pp):
-        steady += [("F", 0)] * (number < left) + [("I", 0), ("W", 0), ("F", 1), ("I", 1), ("W", 1)]
+        if number < remaining_forwards:
+            steady.append(("F", 0))
+        steady += [("I", 0), ("W", 0), ("F", 1), ("I", 1), ("W", 1)]
     drain = [("I", 0), ("I", 1)] * index + [("I", 0), ("W", 0)] * behind + [("W", 1)] * index + [("W", 0)] * index
     return fill + steady + drain
 
@@ -160,7 +171,7 @@ def _dual_pipe_v(pp: int, index: int, microbatches: int) -> list[tuple[str, int]
 
 
 def _looped_bfs(stages: tuple[int, ...], microbatches: int) -> Iterator[Action]:
-    """Breadth first: all microbatches of a chunk; backwards in just the opposite order."""
+    """Yield actions breadth first: all microbatches of a chunk; backwards in just the opposite order."""
     for stage in stages:
         yield from (Action(stage, "F", number) for number in range(microbatches))
     for stage in reversed(stages):
@@ -171,7 +182,7 @@ MOST_ACTIVE = 3  # stages of a rank that torch's looped schedules keep gathered 
 
 
 def gathers(order: Iterable[Action], *, looped: bool, freed: bool) -> Counter[tuple[int, str]]:
-    """How often FSDP2 gathers the parameters of a stage in one pass, by stage and phase; for up to 3 stages a rank.
+    """Return how often FSDP2 gathers the parameters of a stage in one pass, by stage and phase; for up to 3 stages a rank.
 
     Looped schedules gather each stage before its first action, outside of forward. Forward gathers what is not there and
     frees it again if `freed` (reshard_after_forward always). Backward gathers what is not there and keeps it, since
@@ -179,14 +190,14 @@ def gathers(order: Iterable[Action], *, looped: bool, freed: bool) -> Counter[tu
     of a backward: I gathers; W has all it needs. On the first stage, which has no input to differentiate, W does it all.
     """
     order = list(order)
-    found = Counter({(action.stage, "pipeline"): 1 for action in order} if looped else {})
-    whole = {action.stage for action in order} if looped else set()
+    counts = Counter({(action.stage, "pipeline"): 1 for action in order} if looped else {})
+    gathered = {action.stage for action in order} if looped else set()
     for stage, kind, _ in order:
         if (kind == "I" and stage == 0) or (kind == "W" and stage > 0):
             continue
-        if stage not in whole:
-            found[stage, "forward" if kind == "F" else "backward"] += 1
-        whole.add(stage)
+        if stage not in gathered:
+            counts[stage, "forward" if kind == "F" else "backward"] += 1
+        gathered.add(stage)
         if kind == "F" and freed:
-            whole.remove(stage)
-    return found
+            gathered.remove(stage)
+    return counts

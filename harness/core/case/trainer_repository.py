@@ -15,8 +15,8 @@ def repository_of(spec: str) -> Path:
     """Return the root of the repository that has the sources of a trainer. Raises CaseError where there is none."""
     trainer = TrainerSpec.parse(spec)
     if trainer.source or trainer.is_file:
-        place = Path(trainer.source) if trainer.source else Path(trainer.name).parent
-        root = root_of(place.resolve())
+        folder = Path(trainer.source) if trainer.source else Path(trainer.name).parent
+        root = root_of(folder.resolve())
     else:
         root = root_of(ROOT) if BUILTIN == ROOT and spec == "llama3" else None
     if root is None:

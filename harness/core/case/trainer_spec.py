@@ -20,9 +20,9 @@ class TrainerSpec:
 
     @classmethod
     def parse(cls, text: str) -> TrainerSpec:
-        found = WRITTEN.fullmatch(text)
-        assert found is not None  # the last alternative and what follows take any text
-        return cls(found["name"], found["source"] or "")
+        match = WRITTEN.fullmatch(text)
+        assert match is not None  # the last alternative and what follows take any text
+        return cls(match["name"], match["source"] or "")
 
     @property
     def is_file(self) -> bool:

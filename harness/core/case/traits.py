@@ -124,24 +124,27 @@ class TrainerTraits:
 
     @property
     def chunks_behind_forward(self) -> bool:
-        """The model's forward is over when the loss applies the output."""
+        """Return whether the model's forward is over when the loss applies the output."""
         return self.loss_chunks > 1 and not self.loss_in_forward
 
     def with_units(self, units: Observed | None) -> TrainerTraits:
-        """Return the same as if these units had been measured."""
+        """Return the traits as if these units had been measured."""
         return dataclasses.replace(self, measured=dataclasses.replace(self.measured, units=units))
 
     def units_of(self, case: Case) -> str:
-        """A case that requests units has them; "observed" in a case leaves them open, as None does."""
+        """Return how the units are named in this case.
+
+        A case that requests units has them; "observed" in a case leaves them open, as None does.
+        """
         return case.features.fsdp_units or self.fsdp_units
 
     @property
     def vector_order(self) -> tuple[str, ...]:
-        """The order of parameters in FSDP1's vectors, as declared or else as measured; empty for the reference's."""
+        """Return the order of parameters in FSDP1's vectors, as declared or else as measured. Empty for the reference's."""
         return self.flat_order or self.measured.flat_order
 
     def noise_key(self, case: Case) -> str:
-        """Under which the noise is kept that this trainer is judged by: another model rounds as another build may."""
+        """Return the key of the noise that this trainer is judged by: another model rounds as another build may."""
         return case.golden_noise_key if self.own_model else case.noise_key
 
 
@@ -152,7 +155,7 @@ MEGATRON = TrainerTraits(master_weights=True, cp_heads="key_value")
 
 
 def settled(case: Case, traits: Mapping[str, TrainerTraits]) -> Case:
-    """The case with the trainer's choices in every launch, and its schedule where it keeps its own.
+    """Return the case with the trainer's choices in every launch, and its schedule where it keeps its own.
 
     traits: by the names of Case.launches. Raises CaseError for a schedule that has too few rates.
     """
@@ -160,13 +163,13 @@ def settled(case: Case, traits: Mapping[str, TrainerTraits]) -> Case:
     launches = {name: with_choices(launched, traits[name]) for name, launched in case.launches.items()}
     *earlier, last = launches.values()
     resume = tuple(
-        dataclasses.replace(saved, features=one.features) for saved, one in zip(case.resume, earlier, strict=True)
+        dataclasses.replace(saved, features=launch.features) for saved, launch in zip(case.resume, earlier, strict=True)
     )
     return dataclasses.replace(last, resume=resume)
 
 
 def with_own_schedule(case: Case, rates: tuple[float, ...] | None) -> Case:
-    """It is no longer the case of any file, for its goldens are of the recipe's schedule."""
+    """Return the case with these rates. It is no longer the case of any file, for its goldens are of the recipe's schedule."""
     if rates is None or case.training.rates is not None:
         return case
     try:
@@ -176,10 +179,9 @@ def with_own_schedule(case: Case, rates: tuple[float, ...] | None) -> Case:
 
 
 def with_choices(case: Case, traits: TrainerTraits) -> Case:
-    """One launch, with the trainer's wrapper where it leaves that open, reductions as often as the trainer does them, and what
-    the trainer gets wrong.
+    """Return a launch with the trainer's choices: wrapper, how often gradients are reduced, expected failure.
 
-    A pipeline reduces after every pass of its schedule, as it is.
+    The wrapper is the trainer's where the case leaves it open. A pipeline reduces after every pass of its schedule, as it is.
     """
     case = with_wrapper(case, traits.wrapper)
     case = dataclasses.replace(case, expected_failure=case.expected_failure or traits.expected_failure)
@@ -191,7 +193,10 @@ def with_choices(case: Case, traits: TrainerTraits) -> Case:
 
 
 def with_wrapper(case: Case, wrapper: str | None) -> Case:
-    """One launch. What is expected to fail with the wrapper of other trainers is not with this one's own."""
+    """Return a launch with this wrapper where it names none.
+
+    What is expected to fail with the wrapper of other trainers is not with this one's own.
+    """
     if case.features.wrapper is not None or wrapper in (None, case.wrapper):
         return case
     expected = case.expected_failure if case.wrapper is None else None
@@ -205,12 +210,13 @@ def to_json(traits: TrainerTraits) -> dict[str, Any]:
 
 
 def from_json(record: Mapping[str, Any]) -> TrainerTraits:
-    """The inverse. Raises KeyError, TypeError or ValueError for what is not one."""
-    allow = tuple(Allowance(**one) for one in record.get("allow", ()))
+    """Return the inverse of to_json. Raises KeyError, TypeError or ValueError for a record of something else."""
+    allow = tuple(Allowance(**entry) for entry in record.get("allow", ()))
     layout = FlatLayout(**record.get("zero_layout", {}))
     layout = dataclasses.replace(layout, order=tuple(tuple(parts) for parts in layout.order))
-    rates, expected = record.get("rates"), record.get("expected_failure")
+    rates = record.get("rates")
     rates = None if rates is None else tuple(rates)
+    expected = record.get("expected_failure")
     parts: dict[str, Any] = {
         "allow": allow,
         "rates": rates,

@@ -31,15 +31,15 @@ class Usual:
 
 def usual_trainer() -> Usual:
     """Return the trainer to use if none is named. Raises ValueError if this folder has several adapters."""
-    here = adapters_here()
-    if found := configured(Path.cwd()):
-        return found
-    if len(here) > 1:
+    adapters = adapters_here()
+    if trainer := configured(Path.cwd()):
+        return trainer
+    if len(adapters) > 1:
         raise ValueError(
-            f"name one of the adapters of this folder: {', '.join(here)}; or write {KEY} into pyproject.toml, table"
+            f"name one of the adapters of this folder: {', '.join(adapters)}; or write {KEY} into pyproject.toml, table"
             " [tool.pytest.ini_options]"
         )
-    return Usual(here[0], "the only adapter of this folder") if here else Usual(OURS)
+    return Usual(adapters[0], "the only adapter of this folder") if adapters else Usual(OURS)
 
 
 def adapters_here() -> list[str]:
@@ -52,11 +52,11 @@ def typed(name: str) -> list[str]:
     of `harness nightly` is the repository's."""
     name = name.rpartition(f"/{CHECKOUT}/")[2]
     try:
-        found = usual_trainer().name
+        usual_name = usual_trainer().name
     except ValueError:
-        found = ""
-    same = name == found or (found.endswith(".py") and Path(found).resolve() == Path(name).resolve())
-    return [] if same else ["--trainer", from_here(name) if name.endswith(".py") else name]
+        usual_name = ""
+    is_usual = name == usual_name or (usual_name.endswith(".py") and Path(usual_name).resolve() == Path(name).resolve())
+    return [] if is_usual else ["--trainer", from_here(name) if name.endswith(".py") else name]
 
 
 # ---- the configuration
@@ -64,9 +64,14 @@ def typed(name: str) -> list[str]:
 
 def configured(folder: Path) -> Usual | None:
     """Return what the nearest pytest configuration names, in this folder or above it. Raises ValueError."""
-    for path in (above / name for above in (folder, *folder.parents) for name in FILES):
-        if path.is_file() and (section := section_of(path)) is not None:
-            return of_configuration(section[KEY], path) if KEY in section else None
+    for above in (folder, *folder.parents):
+        for name in FILES:
+            path = above / name
+            if not path.is_file():
+                continue
+            section = section_of(path)
+            if section is not None:
+                return of_configuration(section[KEY], path) if KEY in section else None
     return None
 
 
@@ -95,12 +100,12 @@ def _of_toml(document: Any, name: str) -> Mapping[str, Any] | None:
         document = document.get(key, {})
         if not isinstance(document, dict):
             raise ValueError(f"{key} is no table")
-    found = document | document.get("ini_options", {})
-    return found if found or name != "pyproject.toml" else None
+    section = document | document.get("ini_options", {})
+    return section if section or name != "pyproject.toml" else None
 
 
 def _of_ini(path: Path) -> Iterator[Mapping[str, Any]]:
-    """A pytest.ini counts even if it is empty."""
+    """Yield the section for pytest, if there is one. A pytest.ini counts even if it is empty."""
     from iniconfig import IniConfig, ParseError  # what pytest reads it with
 
     try:

@@ -15,75 +15,85 @@ from harness.reference.config import trains
 LESS_LAYERS = ("first_stage_less_layers", "last_stage_less_layers")
 
 
-def validate_resume(case: Case, where: str) -> None:
-    """Each launch has something to train, and each of them is a case that could be run by itself."""
+def validate_resume(case: Case, location: str) -> None:
+    """Raise CaseError unless each launch has something to train, and is a case that could be run by itself."""
     if any(saved.model_only for saved in case.resume[:-1]):
-        raise CaseError(f"{where}: resume: model_only is about the last launch; only the last entry may have it")
+        raise CaseError(f"{location}: resume: model_only is about the last launch; only the last entry may have it")
     ends = [0, *(saved.after for saved in case.resume), case.last_step or case.training.steps]
     ends = ends if case.model_of is None else ends[:-1]
     if any(end <= begin for begin, end in itertools.pairwise(ends)):
         raise CaseError(
-            f"{where}: resume: launches end after steps {', '.join(map(str, ends[1:]))}; each must train at least one step"
+            f"{location}: resume: launches end after steps {', '.join(map(str, ends[1:]))}; each must train at least one step"
         )
     for saved in case.resume:
         key, last = ("until", saved.until) if saved.until else ("after", saved.after)
         if last > case.training.steps:
-            raise CaseError(f"{where}: resume: {key} {last} is beyond the {case.training.steps} steps of the recipe")
+            raise CaseError(f"{location}: resume: {key} {last} is beyond the {case.training.steps} steps of the recipe")
     for name, launch in list(case.launches.items())[:-1]:
-        validate(launch, None, f"{where}: resume: {name}")
+        validate(launch, None, f"{location}: resume: {name}")
 
 
-def validate(case: Case, world_size: Any, where: str) -> None:
-    """What no single part can know: that the degrees fit the world, the model, the batch and the sequence."""
-    dims, model, training = case.dims, case.model, case.training
+def validate(case: Case, world_size: Any, location: str) -> None:
+    """Raise CaseError if the degrees do not fit the world, the model, the batch and the sequence.
+
+    These are the refusals that no single part of a case can make.
+    """
+    dims = case.dims
+    model = case.model
+    training = case.training
     if world_size is not None and world_size != dims.world_size:
-        raise CaseError(f"{where}: {dims} = {dims.world_size} ranks, but world_size says {world_size!r}")
+        raise CaseError(f"{location}: {dims} = {dims.world_size} ranks, but world_size says {world_size!r}")
     for key in ("n_heads", "n_kv_heads"):
         if getattr(model, key) % dims.tp:
             raise CaseError(
-                f"{where}: {key} {getattr(model, key)} is not divisible by tp {dims.tp};"
+                f"{location}: {key} {getattr(model, key)} is not divisible by tp {dims.tp};"
                 f" request a tp that divides n_heads {model.n_heads} and n_kv_heads {model.n_kv_heads}"
             )
     shares = dims.dp * case.features.accumulation * case.microbatches
     if training.global_batch % shares:
         of_pp = f" x microbatches {case.microbatches}" if dims.pp > 1 else ""
         raise CaseError(
-            f"{where}: global_batch {training.global_batch} is not divisible by dp_replicate {dims.dp_replicate}"
+            f"{location}: global_batch {training.global_batch} is not divisible by dp_replicate {dims.dp_replicate}"
             f" x dp_shard {dims.dp_shard} x accumulation {case.features.accumulation}{of_pp} = {shares};"
             f" request {_multiples(training.global_batch, shares)}"
         )
-    _validate_last_batch(case, where)
-    _validate_trainable(case, where)
+    _validate_last_batch(case, location)
+    _validate_trainable(case, location)
     halves = 2 if dims.cp > 1 and case.features.cp_load_balance else 1
-    length, degree = case.seq_len(2), dims.tp if case.features.sequence_parallel else 1
+    length = case.seq_len(2)
+    degree = dims.tp if case.features.sequence_parallel else 1
     parts = dims.cp * math.lcm(halves, degree)
     if length % parts:
-        balanced, half = " x 2 (load balance)" * (halves - 1), " of every second step" * training.variable_length
+        balanced = " x 2 (load balance)" if halves == 2 else ""
+        half = " of every second step" if training.variable_length else ""
         raise CaseError(
-            f"{where}: seq_len {length}{half} is not divisible by cp {dims.cp}{balanced} x tp {dims.tp} (sequence parallel);"
+            f"{location}: seq_len {length}{half} is not divisible by cp {dims.cp}{balanced} x tp {dims.tp} (sequence parallel);"
             f" request {_multiples(training.seq_len, parts * (training.seq_len // length))}"
         )
-    _validate_stages(case, where)
-    _validate_features(case, where)
-    _validate_blocks(case, where)
+    _validate_stages(case, location)
+    _validate_features(case, location)
+    _validate_blocks(case, location)
     if case.runs not in (1, 2) or not isinstance(case.runs, int) or isinstance(case.runs, bool):
-        raise CaseError(f"{where}: runs must be 1, or 2 to compare a repeat, got {case.runs!r}")
+        raise CaseError(f"{location}: runs must be 1, or 2 to compare a repeat, got {case.runs!r}")
 
 
-def _multiples(number: int, of: int) -> str:
-    """The nearest ones."""
-    below = number // of * of
-    return f"{below} or {below + of}" if below else str(of)
+def _multiples(number: int, divisor: int) -> str:
+    """Return the nearest multiples, in words."""
+    below = number // divisor * divisor
+    return f"{below} or {below + divisor}" if below else str(divisor)
 
 
-def _validate_stages(case: Case, where: str) -> None:
-    """A stage in the middle has a layer; the first and the last may be left with the embedding, and with norm and output."""
+def _validate_stages(case: Case, location: str) -> None:
+    """Raise CaseError if there are more stages than layers, or if first or last stage would have less than no layer.
+
+    A stage in the middle has a layer. The first may have the embedding alone, and the last norm and output alone.
+    """
     less = case.features.first_stage_less_layers, case.features.last_stage_less_layers
     shared = case.model.n_layers + sum(less)
-    of_ends = f", and {sum(less)} that its ends have less" * any(less)
+    of_ends = f", and {sum(less)} that its ends have less" if any(less) else ""
     if case.n_stages > shared:
         raise CaseError(
-            f"{where}: pp {case.dims.pp} x stages_per_rank {case.stages_per_rank} = {case.n_stages} stages,"
+            f"{location}: pp {case.dims.pp} x stages_per_rank {case.stages_per_rank} = {case.n_stages} stages,"
             f" but the model has only {case.model.n_layers} layers{of_ends};"
             f" request n_layers {case.n_stages - sum(less)} or more, or fewer stages"
         )
@@ -91,70 +101,83 @@ def _validate_stages(case: Case, where: str) -> None:
     for key, fewer in zip(LESS_LAYERS, less, strict=True):
         if fewer > share:
             raise CaseError(
-                f"{where}: {key} {fewer}: an even share of {case.model.n_layers} layers{of_ends},"
+                f"{location}: {key} {fewer}: an even share of {case.model.n_layers} layers{of_ends},"
                 f" over {case.n_stages} stages is {share}"
             )
 
 
-def _validate_blocks(case: Case, where: str) -> None:
-    """mxfp8 scales blocks of 32 along what a product sums over: features and, for weights' gradients, tokens.
+def _validate_blocks(case: Case, location: str) -> None:
+    """Raise CaseError if sizes are not divisible into the blocks that mxfp8 scales.
 
-    A block must lie in one sample and on one tp rank. If it did not, each layout would compute something else.
+    They are blocks of 32 along what a product sums over: features and, for weights' gradients, tokens. A block must lie in one
+    sample and on one tp rank. If it did not, each layout would compute something else.
     """
     if case.training.quantize != "mxfp8":
         return
-    model, tp = case.model, case.dims.tp
+    model = case.model
+    tp = case.dims.tp
     sums = {"dim": (model.dim, tp), "ffn_dim": (model.ffn_dim, tp)}
     sums |= {"n_kv_heads * head_dim": (model.n_kv_heads * model.head_dim, tp), "seq_len": (case.seq_len(2), 1)}
     for name, (size, degree) in sums.items():
         if size % (32 * degree):
             raise CaseError(
-                f"{where}: mxfp8 has blocks of 32, which {name} {size} over tp {degree} does not hold whole"
+                f"{location}: mxfp8 has blocks of 32, which {name} {size} over tp {degree} does not hold whole"
             )
 
 
-def _validate_trainable(case: Case, where: str) -> None:
-    """Each pattern is about something, and an adapter trains. What no pattern is about is frozen, which a slip would do."""
+def _validate_trainable(case: Case, location: str) -> None:
+    """Raise CaseError if a pattern of `trainable` fits no parameter, or no adapter is trained.
+
+    What no pattern fits is frozen, which a slip would do.
+    """
     names = case.model.parameter_shapes()
     for pattern in case.training.trainable or ("",):
         if not fnmatch.filter(names, pattern):
-            raise CaseError(f"{where}: trainable {pattern!r} fits no parameter; names are such as {list(names)[1]!r}")
+            raise CaseError(
+                f"{location}: trainable {pattern!r} fits no parameter; names are such as {list(names)[1]!r}"
+            )
     if case.model.lora is None:
         return
     if not any(trains(case.training, fqn) for fqn in names if ".lora_" in fqn):
         raise CaseError(
-            f"{where}: lora: trainable {list(case.training.trainable)} fits no adapter; add '*.lora_?.weight'"
+            f"{location}: lora: trainable {list(case.training.trainable)} fits no adapter; add '*.lora_?.weight'"
         )
     if case.training.quantize:
         raise CaseError(
-            f"{where}: lora with quantize {case.training.quantize}: which matmuls are in 8 bits is not defined"
+            f"{location}: lora with quantize {case.training.quantize}: which matmuls are in 8 bits is not defined"
         )
 
 
-def _validate_last_batch(case: Case, where: str) -> None:
-    """Its samples are whole microbatches on each rank, or one smaller microbatch; some ranks may have more than others, or
-    none, where data is all that ranks divide."""
-    last, ranks = case.training.last_batch, case.dims.dp
+def _validate_last_batch(case: Case, location: str) -> None:
+    """Raise CaseError unless the last batch is whole microbatches on each rank, or one smaller microbatch.
+
+    Some ranks may have more samples than others, or none, where data is all that ranks divide.
+    """
+    last = case.training.last_batch
+    ranks = case.dims.dp
     if last is None:
         return
-    each = last // ranks
+    samples_per_rank = last // ranks
     if last % ranks and case.features.accumulation == 1:
         if ranks < case.dims.world_size:
             raise CaseError(
-                f"{where}: last_batch {last} is not divisible by {ranks} data ranks, and other axes are above 1"
+                f"{location}: last_batch {last} is not divisible by {ranks} data ranks, and other axes are above 1"
             )
-    elif last % ranks or (each > case.local_batch and each % case.local_batch):
+    elif last % ranks or (samples_per_rank > case.local_batch and samples_per_rank % case.local_batch):
         raise CaseError(
-            f"{where}: last_batch {last} over {ranks} data ranks: neither one microbatch of at most {case.local_batch}"
+            f"{location}: last_batch {last} over {ranks} data ranks: neither one microbatch of at most {case.local_batch}"
             f" samples a rank, nor several of {case.local_batch}"
         )
     if case.dims.pp > 1:
-        raise CaseError(f"{where}: last_batch with pp {case.dims.pp}: a schedule always cuts a batch in as many parts")
+        raise CaseError(
+            f"{location}: last_batch with pp {case.dims.pp}: a schedule always cuts a batch in as many parts"
+        )
 
 
-def _validate_features(case: Case, where: str) -> None:
-    """Options that request something on an axis of degree 1, or that contradict each other."""
-    dims, features = case.dims, case.features
+def _validate_features(case: Case, location: str) -> None:
+    """Raise CaseError for options that request something on an axis of degree 1, or that contradict each other."""
+    dims = case.dims
+    features = case.features
     usual = Features()
     for keys, axis in (
         (("schedule", "microbatches", "stages_per_rank", *LESS_LAYERS), "pp"),
@@ -163,83 +186,96 @@ def _validate_features(case: Case, where: str) -> None:
     ):
         for key in keys:
             if getattr(dims, axis) == 1 and getattr(features, key) != getattr(usual, key):
-                raise CaseError(f"{where}: {key} {getattr(features, key)!r} means nothing with {axis} 1; leave it out")
+                raise CaseError(
+                    f"{location}: {key} {getattr(features, key)!r} means nothing with {axis} 1; leave it out"
+                )
     if features.async_save and case.last_step is None:
-        raise CaseError(f"{where}: async_save is of a launch that saves, an entry of `resume`; leave it out")
+        raise CaseError(f"{location}: async_save is of a launch that saves, an entry of `resume`; leave it out")
     if features.wrapper not in (None, "fsdp2") and dims.dp * dims.cp == 1:
-        raise CaseError(f"{where}: wrapper {features.wrapper!r} has no data ranks to look after; leave it out")
+        raise CaseError(f"{location}: wrapper {features.wrapper!r} has no data ranks to look after; leave it out")
     if features.wrapper in ("ddp", "replicate") and dims.dp_shard > 1:
-        raise CaseError(f"{where}: wrapper {features.wrapper!r} shards nothing, but dp_shard {dims.dp_shard}")
+        raise CaseError(f"{location}: wrapper {features.wrapper!r} shards nothing, but dp_shard {dims.dp_shard}")
     if features.wrapper == "fsdp1" and dims.tp > 1:
-        raise CaseError(f"{where}: wrapper 'fsdp1' with tp {dims.tp}: flattened parts of what tp cuts are not planned")
+        raise CaseError(
+            f"{location}: wrapper 'fsdp1' with tp {dims.tp}: flattened parts of what tp cuts are not planned"
+        )
     if case.training.optimizer == "muon" and features.wrapper in ("fsdp1", *ZERO):
         raise CaseError(
-            f"{where}: muon with wrapper {features.wrapper!r}: matrices that are cut as vectors are not planned"
+            f"{location}: muon with wrapper {features.wrapper!r}: matrices that are cut as vectors are not planned"
         )
     if not features.shards_over_cp and (case.wrapper != "fsdp2" or dims.cp == 1 or dims.dp_shard == 1):
-        raise CaseError(f"{where}: shards_over_cp false means something with wrapper fsdp2, cp and dp_shard above 1")
-    _validate_zero(case, where)
-    _validate_wrapper_options(case, where)
+        raise CaseError(f"{location}: shards_over_cp false means something with wrapper fsdp2, cp and dp_shard above 1")
+    _validate_zero(case, location)
+    _validate_wrapper_options(case, location)
     numbers = features.schedule, dims.pp, case.stages_per_rank, case.microbatches
     if dims.pp > 1 and (reason := schedule.refusal(*numbers)):
-        raise CaseError(f"{where}: {reason}")
+        raise CaseError(f"{location}: {reason}")
 
 
-def _validate_zero(case: Case, where: str) -> None:
-    """ZeRO cuts over dp_shard, and over nothing else; ZeRO-1 also over cp, and what a pipeline's stage and a tensor parallel
-    rank has."""
+def _validate_zero(case: Case, location: str) -> None:
+    """Raise CaseError for what ZeRO is not planned with.
+
+    ZeRO cuts over dp_shard, and over nothing else. ZeRO-1 also cuts over cp, and what a pipeline's stage and a tensor parallel
+    rank has.
+    """
     if case.wrapper not in ZERO:
         return
     planned = ("dp_shard", "pp", "tp", "cp") if case.wrapper == "zero1" else ("dp_shard",)
-    other = [f"{axis} {degree}" for axis, degree in vars(case.dims).items() if axis not in planned and degree > 1]
-    if other or case.dims.dp_shard * case.dims.cp == 1:
-        problem = f"with {other[0]}" if other else "with dp_shard 1"
-        raise CaseError(f"{where}: wrapper {case.wrapper!r} {problem}: ZeRO is planned over dp_shard ranks alone")
+    beyond_plan = [f"{axis} {degree}" for axis, degree in vars(case.dims).items() if axis not in planned and degree > 1]
+    if beyond_plan or case.dims.dp_shard * case.dims.cp == 1:
+        problem = f"with {beyond_plan[0]}" if beyond_plan else "with dp_shard 1"
+        raise CaseError(f"{location}: wrapper {case.wrapper!r} {problem}: ZeRO is planned over dp_shard ranks alone")
     if case.model.vocab_size % case.dims.tp:
         sizes = f"vocab_size {case.model.vocab_size} is not divisible by tp {case.dims.tp}"
-        raise CaseError(f"{where}: wrapper {case.wrapper!r}: {sizes}: vectors of unequal ranks are not planned")
+        raise CaseError(f"{location}: wrapper {case.wrapper!r}: {sizes}: vectors of unequal ranks are not planned")
     if case.dims.pp > 1 and case.model.tied_embeddings:
         sizes = f"tied_embeddings with pp {case.dims.pp}"
         raise CaseError(
-            f"{where}: wrapper {case.wrapper!r}: {sizes}: a weight in the vectors of two stages is not planned"
+            f"{location}: wrapper {case.wrapper!r}: {sizes}: a weight in the vectors of two stages is not planned"
         )
     if case.wrapper != "zero1" and not case.features.defer_sync:
-        raise CaseError(f"{where}: defer_sync false: {case.wrapper} reduces after each microbatch anyway; leave it out")
+        raise CaseError(
+            f"{location}: defer_sync false: {case.wrapper} reduces after each microbatch anyway; leave it out"
+        )
 
 
-def _validate_wrapper_options(case: Case, where: str) -> None:
-    """Options that only some wrappers have, or that mean something only where parameters are sharded."""
-    features, usual = case.features, Features()
-    for keys, wrappers, whose in (
+def _validate_wrapper_options(case: Case, location: str) -> None:
+    """Raise CaseError for options that the wrapper does not have, or that mean nothing where parameters are not sharded."""
+    features = case.features
+    usual = Features()
+    for keys, wrappers, owner in (
         (("reshard_after_forward", "cpu_offload"), ("fsdp1", "fsdp2"), "FSDP's"),
         (("bucket_mb",), ("ddp", "replicate"), "DDP's and replicate's"),
     ):
         for key in keys:
             if case.wrapper not in wrappers and getattr(features, key) != getattr(usual, key):
                 raise CaseError(
-                    f"{where}: {key} is {whose}, and this case has wrapper {case.wrapper or 'none'}; leave it out"
+                    f"{location}: {key} is {owner}, and this case has wrapper {case.wrapper or 'none'}; leave it out"
                 )
-    degree, policy = case.data_dims.shards, features.reshard_after_forward
+    degree = case.data_dims.shards
+    policy = features.reshard_after_forward
     if degree == 1 and policy != "default":
         raise CaseError(
-            f"{where}: reshard_after_forward {policy!r} means nothing with dp_shard 1 and cp 1; leave it out"
+            f"{location}: reshard_after_forward {policy!r} means nothing with dp_shard 1 and cp 1; leave it out"
         )
     if isinstance(policy, int) and degree % policy:
-        raise CaseError(f"{where}: reshard_after_forward {policy} does not divide the {degree} ranks of a shard group")
+        raise CaseError(
+            f"{location}: reshard_after_forward {policy} does not divide the {degree} ranks of a shard group"
+        )
     if features.defer_sync is not True and (features.accumulation == 1 or case.wrapper is None):
         missing = "wrapper none" if case.wrapper is None else "accumulation 1"
         value = str(features.defer_sync).lower()
-        raise CaseError(f"{where}: defer_sync {value} means nothing with {missing}; leave it out")
+        raise CaseError(f"{location}: defer_sync {value} means nothing with {missing}; leave it out")
     if features.defer_sync == "all_reduce" and not (case.wrapper == "fsdp2" and degree > 1 < case.data_dims.replicas):
         raise CaseError(
-            f"{where}: defer_sync all_reduce is of HSDP: it takes wrapper fsdp2, dp_replicate and dp_shard above 1"
+            f"{location}: defer_sync all_reduce is of HSDP: it takes wrapper fsdp2, dp_replicate and dp_shard above 1"
         )
 
 
-def refuse_missing_script(expected: ExpectedFailure | None, file: str, where: str) -> None:
+def refuse_missing_script(expected: ExpectedFailure | None, file: str, location: str) -> None:
     """Refuse an expected failure whose minimal program is not in the repository of the case's file."""
     if expected and not (case_files.repository_of(file) / expected.script).is_file():
         raise CaseError(
-            f"{where}: expected_failure: script {expected.script!r}: no such file in "
+            f"{location}: expected_failure: script {expected.script!r}: no such file in "
             f"{case_files.repository_of(file)}; write the minimal program"
         )

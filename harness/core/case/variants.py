@@ -14,7 +14,7 @@ from harness.core.case.features import Features
 
 
 def in_dtype(case: Case, dtype: str | None) -> Case:
-    """The same case in this dtype; it is no longer the case of any file. A case in this dtype is returned unchanged."""
+    """Return the case in this dtype, no longer the case of any file. A case that is in this dtype is returned unchanged."""
     old = case.training.dtype
     if dtype is None or dtype == old:
         return case
@@ -23,7 +23,9 @@ def in_dtype(case: Case, dtype: str | None) -> Case:
         case,
         training=dataclasses.replace(case.training, dtype=dtype, compute_dtype=compute),
         features=_reduced(case.features, old, dtype),
-        resume=tuple(dataclasses.replace(s, features=_reduced(s.features, old, dtype)) for s in case.resume),
+        resume=tuple(
+            dataclasses.replace(saved, features=_reduced(saved.features, old, dtype)) for saved in case.resume
+        ),
         file="",
     )
 
@@ -33,9 +35,11 @@ def _reduced(features: Features, old: str, dtype: str) -> Features:
 
 
 def reseeded(case: Case, seed: int) -> Case:
-    """The same case with other weights, data and order. It is no longer the case of any file, and has no golden. Raises
-    CaseError for a seed that there is not."""
-    other = dataclasses.replace(case, training=dataclasses.replace(case.training, seed=seed), file="")
-    if problem := limits.too_large(other):
+    """Return the case with another seed: other weights, data and order. Raises CaseError for a seed that there is not.
+
+    It is no longer the case of any file, and has no golden.
+    """
+    reseeded_case = dataclasses.replace(case, training=dataclasses.replace(case.training, seed=seed), file="")
+    if problem := limits.too_large(reseeded_case):
         raise CaseError(problem)
-    return other
+    return reseeded_case

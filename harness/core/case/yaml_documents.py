@@ -32,15 +32,16 @@ else:
 
 
 def _unique_mapping(loader: SafeConstructor, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    """Return the mapping of a node. Raise YAMLError for a key that is written twice."""
     merges = [key for key, _ in node.value if key.tag == "tag:yaml.org,2002:merge"]
     if len(merges) > 1:
         line = merges[1].start_mark.line + 1
         raise yaml.YAMLError(f"line {line}: key '<<' is written twice; one list merges several: <<: [*first, *second]")
-    written = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # << may be overridden
-    keys = [loader.construct_object(key, deep=deep) for key in written]
+    own_keys = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # << may be overridden
+    keys = [loader.construct_object(key, deep=deep) for key in own_keys]
     for position, key in enumerate(keys):
         if key in keys[:position]:
-            raise yaml.YAMLError(f"line {written[position].start_mark.line + 1}: key {key!r} is written twice")
+            raise yaml.YAMLError(f"line {own_keys[position].start_mark.line + 1}: key {key!r} is written twice")
     return SafeConstructor.construct_mapping(loader, node, deep)
 
 
@@ -65,5 +66,6 @@ def document_of(text: str) -> Any:
 
 
 def _loaded(loader: Any) -> Any:
-    limits.refuse_bombs(node := loader.get_single_node())
+    node = loader.get_single_node()
+    limits.refuse_bombs(node)
     return None if node is None else loader.construct_document(node)

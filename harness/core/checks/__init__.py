@@ -18,6 +18,7 @@ from types import ModuleType
 from harness.core.evidence.errors import CheckError
 from harness.core.evidence.provided import WORDS, Provided
 from harness.core.judge import tolerance
+from harness.core.judge.finding import Finding
 from harness.core.judge.result import Result, Verdict
 from harness.core.judge.trial import Trial, launch_label
 
@@ -26,14 +27,14 @@ STAGES = ("process", "structure", "data", "numbers")
 
 @functools.cache
 def all_checks() -> dict[str, ModuleType]:
-    """Every check by name, in the order of display."""
+    """Return the module of every check by name, in the order of display."""
     names = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
     modules = {name: _complete(importlib.import_module(f"{__name__}.{name}")) for name in names}
     return dict(sorted(modules.items(), key=lambda item: (STAGES.index(item[1].STAGE), item[0])))
 
 
 def _complete(module: ModuleType) -> ModuleType:
-    """Return it. Raises CheckError for a file that is no check, with all that it lacks."""
+    """Return the module of a check. Raises CheckError for a file that is no check, with all that it lacks."""
     needs = getattr(module, "NEEDS", None)
     lacking = {
         "a docstring, whose first sentence is the check": not module.__doc__,
@@ -41,7 +42,7 @@ def _complete(module: ModuleType) -> ModuleType:
         f"NEEDS, a frozenset of words, of {', '.join(WORDS)}": not isinstance(needs, frozenset) or needs - {*WORDS},
         "a function check(trial)": not callable(getattr(module, "check", None)),
     }
-    if missing := [what for what, lacks in lacking.items() if lacks]:
+    if missing := [part for part, is_lacking in lacking.items() if is_lacking]:
         raise CheckError(f"{module.__file__}: not a check; it lacks {'; '.join(missing)}")
     return module
 
@@ -52,40 +53,50 @@ def judging(provided: Provided) -> frozenset[str]:
 
 
 def statement(name: str) -> str:
-    """The check in one sentence: the first line of the file's docstring."""
+    """Return the check in one sentence: the first line of the file's docstring."""
     return (all_checks()[name].__doc__ or "").strip().splitlines()[0]
 
 
 def judge(trial: Trial) -> tuple[Result, ...]:
-    """In a case that resumes, every check passes only if it passes for each of its launches."""
-    return tuple(
-        _of_all_launches(trial, [run_check(name, module.check, launch) for launch in trial.launches])
-        for name, module in all_checks().items()
-    )
+    """Return the result of every check. In a case that resumes, a check passes only if it passes for each of the launches."""
+    results = []
+    for name, module in all_checks().items():
+        results_by_launch = [run_check(name, module.check, launch) for launch in trial.launches]
+        results.append(_of_all_launches(trial, results_by_launch))
+    return tuple(results)
 
 
 def _of_all_launches(trial: Trial, results: list[Result]) -> Result:
-    """The worst verdict, what was examined altogether, and the findings, which say in which launch."""
+    """Return the worst verdict, the sum of what was examined, and all findings, each with the label of its launch.
+
+    The note is that of the last launch with this verdict.
+    """
     order = (Verdict.FAIL, Verdict.UNKNOWN, Verdict.PASS, Verdict.NOT_APPLICABLE)
     worst = min((result.verdict for result in results), key=order.index)
-    findings = [
-        replace(finding, launch=launch_label(launch))
-        for launch, result in zip(trial.launches, results, strict=True)
-        for finding in result.findings
+    findings: list[Finding] = []
+    for launch, result in zip(trial.launches, results, strict=True):
+        findings += [replace(finding, launch=launch_label(launch)) for finding in result.findings]
+    with_worst = [
+        (launch, launch_result)
+        for launch, launch_result in zip(trial.launches, results, strict=True)
+        if launch_result.verdict is worst
     ]
-    telling = [(launch, r) for launch, r in zip(trial.launches, results, strict=True) if r.verdict is worst][-1]
-    note = (
-        telling[1].note
-        if worst is not Verdict.UNKNOWN
-        else ": ".join(filter(None, (launch_label(telling[0]), telling[1].note)))
-    )
-    largest = max((r.largest for r in results if r.largest is not None), default=None)
-    return Result(results[0].check, worst, sum(r.examined for r in results), tuple(findings), note, largest)
+    last_launch, last_result = with_worst[-1]
+    note = last_result.note
+    if worst is Verdict.UNKNOWN:
+        note = ": ".join(filter(None, (launch_label(last_launch), last_result.note)))
+    largest = max((result.largest for result in results if result.largest is not None), default=None)
+    examined = sum(result.examined for result in results)
+    return Result(results[0].check, worst, examined, tuple(findings), note, largest)
 
 
 def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Result:
-    """The check's result, made honest: judged if what it needs is there, and passed if something was examined."""
-    provided, needs = trial.provided, all_checks()[name].NEEDS
+    """Return the check's result. UNKNOWN or NOT_APPLICABLE if the evidence lacks what it needs.
+
+    A check that raises, or that passes without having examined anything, is UNKNOWN.
+    """
+    provided = trial.provided
+    needs = all_checks()[name].NEEDS
     if lack := provided.lack(needs):
         return Result(name, Verdict.UNKNOWN if lack.unknown else Verdict.NOT_APPLICABLE, note=lack.why)
     try:
@@ -96,9 +107,10 @@ def run_check(name: str, check: Callable[[Trial], Result], trial: Trial) -> Resu
         return Result(name, Verdict.UNKNOWN, note=f"no bound: {reason}")
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        where = ([one for one in frames if one.filename.endswith(f"{name}.py")] or frames)[-1]
-        place = f"{where.name} ({where.filename.rpartition('/')[2]}:{where.lineno})"
-        return Result(name, Verdict.UNKNOWN, note=f"the check itself raised {error!r} in {place}")
+        frames_of_check = [frame for frame in frames if frame.filename.endswith(f"{name}.py")]
+        frame = (frames_of_check or frames)[-1]
+        location = f"{frame.name} ({frame.filename.rpartition('/')[2]}:{frame.lineno})"
+        return Result(name, Verdict.UNKNOWN, note=f"the check itself raised {error!r} in {location}")
     if result.verdict is not Verdict.PASS:
         return result
     if doubt := provided.doubt(needs):

@@ -21,7 +21,7 @@ STAGE = "data"
 NEEDS = frozenset({"checkpoint"})
 
 Key = tuple[str, str]
-"""What it is (parameter, or the optimizer's name for it) and the parameter's fqn."""
+"""The quantity (parameter, or the optimizer's name for its state) and the parameter's fqn."""
 
 PARAMETER = "parameter"
 SMALL = 16 * 1024
@@ -30,91 +30,102 @@ SMALL = 16 * 1024
 def check(trial: Trial) -> Result:
     if trial.case.saved_step is None:
         return not_applicable("checkpoint", "this launch writes none")
-    held = trial.run.checkpoint
-    if held is None or held.unread:
-        return Result("checkpoint", Verdict.UNKNOWN, note=held.unread if held else "what was saved was not examined")
-    findings = [*_beyond(trial, held), *_wrong(trial, held)]
-    return verdict_of("checkpoint", findings, examined=len(held.tensors))
+    checkpoint = trial.run.checkpoint
+    if checkpoint is None or checkpoint.unread:
+        note = checkpoint.unread if checkpoint else "what was saved was not examined"
+        return Result("checkpoint", Verdict.UNKNOWN, note=note)
+    findings = [*_beyond(trial, checkpoint), *_wrong(trial, checkpoint)]
+    return verdict_of("checkpoint", findings, examined=len(checkpoint.tensors))
 
 
 def wanted(trial: Trial) -> dict[Key, set[str]]:
-    """What should be saved, with the types it may have: a bfloat16 is stored as float32 in evidence."""
+    """Return the tensors that should be saved, each with the dtypes that it may have.
+
+    Evidence stores a bfloat16 as float32, so a state in float32 of a bfloat16 parameter may have either.
+    """
     types: dict[Key, set[str]] = defaultdict(set)
     for evidence in trial.ranks.values():
-        own = {tensor.fqn: tensor.dtype for tensor in evidence.parameters}
-        for fqn, dtype in own.items():
+        own_dtypes = {tensor.fqn: tensor.dtype for tensor in evidence.parameters}
+        for fqn, dtype in own_dtypes.items():
             types[PARAMETER, fqn].add(dtype)
         for step in evidence.steps:
-            for fqn, state in step.optimizer_state.items() if step.step == trial.case.saved_step else ():
+            if step.step != trial.case.saved_step:
+                continue
+            for fqn, state in step.optimizer_state.items():
                 for name, value in state.items():
-                    narrow = {own[fqn]} if own.get(fqn) == "bfloat16" and value.dtype == "float32" else set()
-                    types[name, fqn] |= {str(value.dtype), *narrow} if value.ndim else set()
+                    dtypes: set[str] = {str(value.dtype)} if value.ndim else set()
+                    if value.ndim and value.dtype == "float32" and own_dtypes.get(fqn) == "bfloat16":
+                        dtypes.add("bfloat16")
+                    types[name, fqn] |= dtypes
     return {key: names for key, names in types.items() if names}
 
 
-def saved(trial: Trial, held: Checkpoint) -> dict[Key, list[SavedTensor]]:
-    """The tensors of floating-point numbers that are about a parameter, by what they are taken for."""
+def saved(trial: Trial, checkpoint: Checkpoint) -> dict[Key, list[SavedTensor]]:
+    """Return the floating-point tensors that belong to a parameter, by the quantity that their name is taken for."""
     names = {name for name, _ in wanted(trial)} - {PARAMETER}
-    found: dict[Key, list[SavedTensor]] = defaultdict(list)
-    for tensor in held.tensors:
+    by_key: dict[Key, list[SavedTensor]] = defaultdict(list)
+    for tensor in checkpoint.tensors:
         if tensor.fqn and _counts(tensor):
-            found[next((name for name in names if name in tensor.name.split(".")), PARAMETER), tensor.fqn].append(
-                tensor
-            )
-    return dict(found)
+            name = next((name for name in names if name in tensor.name.split(".")), PARAMETER)
+            by_key[name, tensor.fqn].append(tensor)
+    return dict(by_key)
 
 
 def may_be(trial: Trial, key: Key) -> int:
-    """How many tensors; a tied weight may be saved under both of its names."""
-    return int(key in wanted(trial) or (trial.case.model.tied_embeddings and key == (PARAMETER, TIED)))
+    """Return how many tensors of this key a checkpoint may have. A tied weight may be saved under both of its names."""
+    is_tied_weight = trial.case.model.tied_embeddings and key == (PARAMETER, TIED)
+    return int(key in wanted(trial) or is_tied_weight)
 
 
-def unknown(trial: Trial, held: Checkpoint) -> list[SavedTensor]:
-    """Tensors of floating-point numbers that are about no parameter of the model."""
-    return [tensor for tensor in held.tensors if not tensor.fqn and _counts(tensor)]
+def unknown(trial: Trial, checkpoint: Checkpoint) -> list[SavedTensor]:
+    """Return the floating-point tensors that belong to no parameter of the model."""
+    return [tensor for tensor in checkpoint.tensors if not tensor.fqn and _counts(tensor)]
 
 
 def _counts(tensor: SavedTensor) -> bool:
     return "float" in tensor.dtype and math.prod(tensor.shape) > 1
 
 
-def _beyond(trial: Trial, held: Checkpoint) -> Iterator[Finding]:
-    """More than there should be."""
-    for (name, fqn), tensors in saved(trial, held).items():
-        if len(tensors) > (most := may_be(trial, (name, fqn))):
-            seen = ", ".join(tensor.name for tensor in tensors)
-            what: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": name, "unit": "tensors"}
-            yield Finding(**what, expected=most, observed=len(tensors), note=seen)
-    for tensor in unknown(trial, held):
-        seen = f"{tensor.dtype} {tensor.shape}"
-        yield Finding(kind="file", name=tensor.name, expected="a parameter or its optimizer state", observed=seen)
-    for name, size in (held.objects or {}).items():
+def _beyond(trial: Trial, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield findings of tensors, objects and files that are more than there should be."""
+    for (name, fqn), tensors in saved(trial, checkpoint).items():
+        allowed_count = may_be(trial, (name, fqn))
+        if len(tensors) > allowed_count:
+            names = ", ".join(tensor.name for tensor in tensors)
+            subject: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": name, "unit": "tensors"}
+            yield Finding(**subject, expected=allowed_count, observed=len(tensors), note=names)
+    for tensor in unknown(trial, checkpoint):
+        observed = f"{tensor.dtype} {tensor.shape}"
+        yield Finding(kind="file", name=tensor.name, expected="a parameter or its optimizer state", observed=observed)
+    for name, size in (checkpoint.objects or {}).items():
         if size > SMALL:
             yield Finding(kind="file", name=name, expected=Limit(most=SMALL), observed=size, unit="bytes")
-    if held.unindexed > (most := SMALL * trial.case.dims.world_size):
-        limit = Limit(most=most)
+    allowed_bytes = SMALL * trial.case.dims.world_size
+    if checkpoint.unindexed > allowed_bytes:
+        limit = Limit(most=allowed_bytes)
         yield Finding(
-            kind="file", name="files outside the index", expected=limit, observed=held.unindexed, unit="bytes"
+            kind="file", name="files outside the index", expected=limit, observed=checkpoint.unindexed, unit="bytes"
         )
 
 
-def _wrong(trial: Trial, held: Checkpoint) -> Iterator[Finding]:
-    """What is lacking, not whole, stored more than once, or of another type."""
-    found, shapes = saved(trial, held), trial.case.model.parameter_shapes()
+def _wrong(trial: Trial, checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield findings of tensors that are lacking, not whole, stored more than once, or of another dtype."""
+    saved_tensors = saved(trial, checkpoint)
+    shapes = trial.case.model.parameter_shapes()
     for (name, fqn), types in wanted(trial).items():
-        if (name, fqn) not in found:
+        if (name, fqn) not in saved_tensors:
             yield Finding(kind="parameter", name=fqn, quantity=name, expected="saved", observed="missing")
-        for tensor in found.get((name, fqn), ()):
+        for tensor in saved_tensors.get((name, fqn), ()):
             if tensor.shape != shapes[fqn]:
                 yield Finding(**_of(name, fqn, tensor), expected=shapes[fqn], observed=tensor.shape, unit="shape")
             elif tensor.numbers != math.prod(tensor.shape):
                 elements = math.prod(tensor.shape)
                 yield Finding(**_of(name, fqn, tensor), expected=elements, observed=tensor.numbers, unit="elements")
             if tensor.dtype not in types:
-                wanted_types = " or ".join(sorted(types))
-                yield Finding(**_of(name, fqn, tensor), expected=wanted_types, observed=tensor.dtype, unit="dtype")
+                dtypes_text = " or ".join(sorted(types))
+                yield Finding(**_of(name, fqn, tensor), expected=dtypes_text, observed=tensor.dtype, unit="dtype")
 
 
 def _of(name: str, fqn: str, tensor: SavedTensor) -> dict[str, Any]:
-    """Return what a finding is about."""
+    """Return the fields that name a saved tensor in a finding."""
     return {"kind": "parameter", "name": fqn, "quantity": name, "note": f"saved as {tensor.name}"}

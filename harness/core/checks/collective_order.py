@@ -30,64 +30,76 @@ def check(trial: Trial) -> Result:
     if trial.plan.dims.world_size == 1:
         return not_applicable("collective_order", "one rank has no peers")
     sequences: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
-    whole = {rank: _of_whole_groups(trial, rank) for rank in sorted(trial.ranks)}
+    calls_of_whole_groups = {rank: _of_whole_groups(trial, rank) for rank in sorted(trial.ranks)}
     for rank, evidence in sorted(trial.ranks.items()):
         for collective in evidence.collectives:
             if collective.op not in POINT_TO_POINT:
                 sequences[collective.group, collective.ranks].setdefault(rank, []).append(collective)
-    compared = ((ranks, _as_far_as_all(trial, ranks, by_rank)) for (_, ranks), by_rank in sequences.items())
-    compared = ((ranks, _until_joined(trial, by_rank)) for ranks, by_rank in compared)
-    findings = [found for ranks, by_rank in compared for found in _first_difference(trial, ranks, by_rank)]
-    findings += (
-        [] if _unwell(trial) else _unmatched({rank: _between_read(trial, calls) for rank, calls in whole.items()})
-    )
-    examined = sum(map(len, whole.values()))
+    findings: list[Finding] = []
+    for (_, ranks), by_rank in sequences.items():
+        compared = _until_joined(trial, _as_far_as_all(trial, ranks, by_rank))
+        findings += _first_difference(trial, ranks, compared)
+    if not _unwell(trial):
+        findings += _unmatched({rank: _between_read(trial, calls) for rank, calls in calls_of_whole_groups.items()})
+    examined = sum(map(len, calls_of_whole_groups.values()))
     if len(trial.run.started) < trial.run.world_size and not examined and not findings:
         return not_applicable("collective_order", "no group is wholly among the ranks that ran")
     return verdict_of("collective_order", findings, examined)
 
 
 def _unwell(trial: Trial) -> set[int]:
+    """Return the ranks that did not end well."""
     return {exit.rank for exit in trial.run.exits if exit.how != "ok"}
 
 
 def _as_far_as_all(
     trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, list[Collective]]
 ) -> dict[int, list[Collective]]:
-    """Who did not end well issued fewer, which the check `completed` says."""
-    ended = (len(by_rank.get(rank, ())) for rank in ranks if rank in trial.ranks and rank in _unwell(trial))
-    least = min(ended, default=None)
+    """Return, by rank, as many collectives as the ranks that did not end well issued.
+
+    That those issued fewer is a finding of the check `completed`.
+    """
+    lengths = [len(by_rank.get(rank, ())) for rank in ranks if rank in trial.ranks and rank in _unwell(trial)]
+    least = min(lengths, default=None)
     return {rank: calls[:least] for rank, calls in by_rank.items()}
 
 
 def _until_joined(trial: Trial, by_rank: dict[int, list[Collective]]) -> dict[int, list[Collective]]:
-    """Return what was issued while all of these ranks had inputs."""
-    last = min((step for rank in by_rank if (step := trial.ranks[rank].joined) is not None), default=None)
+    """Return, by rank, the collectives that were issued while all of these ranks had inputs."""
+    joined_steps = [trial.ranks[rank].joined for rank in by_rank]
+    last = min((step for step in joined_steps if step is not None), default=None)
     if last is None:
         return by_rank
-    return {rank: [call for call in calls if call.step <= last] for rank, calls in by_rank.items()}
+    until_joined: dict[int, list[Collective]] = {}
+    for rank, calls in by_rank.items():
+        until_joined[rank] = [call for call in calls if call.step <= last]
+    return until_joined
 
 
 def _of_whole_groups(trial: Trial, rank: int) -> list[Collective]:
     """Return the collectives whose whole group left evidence, and sends and receives whose other side did."""
-    calls, there = trial.ranks[rank].collectives, trial.run.seen
-    whole = {ranks: all(member in there for member in ranks) for ranks in {call.ranks for call in calls}}
-    return [call for call in calls if (whole[call.ranks] if call.peer is None else call.peer in there)]
+    calls = trial.ranks[rank].collectives
+    ranks_with_evidence = trial.run.seen
+    is_whole: dict[tuple[int, ...], bool] = {}
+    for ranks in {call.ranks for call in calls}:
+        is_whole[ranks] = all(member in ranks_with_evidence for member in ranks)
+    return [call for call in calls if (is_whole[call.ranks] if call.peer is None else call.peer in ranks_with_evidence)]
 
 
 def _between_read(trial: Trial, calls: list[Collective]) -> list[Collective]:
+    """Return the calls without sends and receives whose peer left no evidence."""
     return [call for call in calls if call.peer is None or call.peer in trial.ranks]
 
 
 def _first_difference(trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, list[Collective]]) -> list[Finding]:
-    """The first place at which members of one group disagree, and what each of them did there."""
+    """Return a finding of the first collective at which members of one group disagree, with what each of them did."""
     present = [rank for rank in ranks if rank in trial.ranks]
     longest = max(len(sequence) for sequence in by_rank.values())
     for index in range(longest):
         calls = {rank: call_text(by_rank.get(rank, []), index, phases=trial.holds_told) for rank in present}
         if len(set(calls.values())) > 1:
             majority = max(calls.values(), key=list(calls.values()).count)  # of a tie, the lowest rank's
-            odd = {rank: call for rank, call in calls.items() if call != majority}
+            differing = {rank: call for rank, call in calls.items() if call != majority}
             return [
                 Finding(
                     kind="group",
@@ -95,26 +107,34 @@ def _first_difference(trial: Trial, ranks: tuple[int, ...], by_rank: dict[int, l
                     ranks=ranks,
                     quantity=f"collective {index}",
                     expected=f"{majority} on every rank",
-                    observed="; ".join(f"{call} on rank {rank}" for rank, call in odd.items()),
+                    observed="; ".join(f"{call} on rank {rank}" for rank, call in differing.items()),
                 )
             ]
     return []
 
 
 def call_text(sequence: list[Collective], index: int, *, phases: bool = True) -> str:
-    """What members of a group must have in common. phases: unless they follow from times alone."""
+    """Return what members of a group must have in common of a call: operator, bytes, dtype, step, phase and root.
+
+    phases: whether to include the phase. It is left out where phases follow from times alone.
+    """
     if index >= len(sequence):
         return "nothing"
     call = sequence[index]
-    many = "" if call.op in UNEVEN else f"{bytes_text(call.bytes)} "
-    place = "" if call.op == WITHOUT_PLACE else f"step {call.step}" + f", {call.phase}" * phases
+    size = "" if call.op in UNEVEN else f"{bytes_text(call.bytes)} "
+    time = ""
+    if call.op != WITHOUT_PLACE:
+        time = f"step {call.step}"
+        if phases:
+            time += f", {call.phase}"
     root = "" if call.root is None else f"root {call.root_place} of the group"
-    return f"{call.op} of {many}{call.dtype} ({', '.join(filter(None, (place, root)))})"
+    return f"{call.op} of {size}{call.dtype} ({', '.join(filter(None, (time, root)))})"
 
 
-def _unmatched(whole: Mapping[int, list[Collective]]) -> list[Finding]:
+def _unmatched(calls_by_rank: Mapping[int, list[Collective]]) -> list[Finding]:
+    """Return findings of pairs of ranks where the one sent another number of bytes than the other received."""
     balance: dict[tuple[int, int, str], list[int]] = defaultdict(lambda: [0, 0])
-    for rank, calls in whole.items():
+    for rank, calls in calls_by_rank.items():
         for call in calls:
             if call.op in POINT_TO_POINT and call.peer is not None:
                 pair = (rank, call.peer) if call.op == "send" else (call.peer, rank)

@@ -41,8 +41,9 @@ def check(trial: Trial) -> Result:
         if exit.left
     ]
     if trial.run.world_size != trial.plan.dims.world_size:
-        requested, ran = trial.plan.dims.world_size, trial.run.world_size
-        findings.append(Finding(quantity="launch", expected=requested, observed=ran, unit="ranks started"))
+        requested = trial.plan.dims.world_size
+        started = trial.run.world_size
+        findings.append(Finding(quantity="launch", expected=requested, observed=started, unit="ranks started"))
     exited = {exit.rank for exit in trial.run.exits}
     for rank in trial.due:
         if rank not in exited:
@@ -64,7 +65,7 @@ def check(trial: Trial) -> Result:
 
 
 def _not_the_trainers(run: Run) -> str:
-    """What the harness lacked, so that nothing is known of the trainer; empty where some rank failed by itself."""
+    """Return what the harness lacked, so that nothing is known of the trainer. Empty where some rank failed by itself."""
     blamed = [exit for exit in run.exits if exit.blamed]
     for exit in blamed:
         if _raised(EvidenceError, exit):
@@ -80,29 +81,36 @@ def _not_the_trainers(run: Run) -> str:
 
 
 def _unable_to_start(run: Run) -> list[Exit]:
-    """The ranks that could not start; none where another got further, for what they lack may be the trainer's own mistake."""
+    """Return the exits of ranks that could not start. Empty if another rank got further.
+
+    In that case, what they lack may be the trainer's own mistake.
+    """
     unable = [exit for exit in run.exits if _raised(CannotStart, exit)]
     reached = {"", *(exit.last_collective for exit in unable)}
-    others = [exit for exit in run.exits if exit not in unable]
+    other_exits = [exit for exit in run.exits if exit not in unable]
     further = [
-        exit for exit in others if exit.how == "ok" or exit.rank in run.ranks or exit.last_collective not in reached
+        exit
+        for exit in other_exits
+        if exit.how == "ok" or exit.rank in run.ranks or exit.last_collective not in reached
     ]
-    return [] if further or any(exit.blamed for exit in others) else unable
+    return [] if further or any(exit.blamed for exit in other_exits) else unable
 
 
 def _raised(kind: type[Exception], exit: Exit) -> bool:
+    """Return whether an error of this class ended the rank, maybe raised again as another one."""
     return re.match(rf"(.*; raised again as )?{kind.__name__}: ", exit.error) is not None
 
 
 def left_words(trial: Trial, rank: int) -> str:
-    """What is said of a rank that exited with 0 while others wanted something of it: it may have run all that is requested."""
-    done = {step.step for step in trial.run.ranks[rank].steps} if rank in trial.run.ranks else set()
-    return DONE if "declared" in trial.run.provided and {*trial.case.steps} <= done else "left early"
+    """Return the text on a rank that exited with 0 while others waited for it: it may have run all that is requested."""
+    steps_done = {step.step for step in trial.run.ranks[rank].steps} if rank in trial.run.ranks else set()
+    ran_all = "declared" in trial.run.provided and {*trial.case.steps} <= steps_done
+    return DONE if ran_all else "left early"
 
 
 def _exit_finding(trial: Trial, exit: Exit) -> Finding:
-    words = {"signal": f"died by {exit.signal}", "ok": left_words(trial, exit.rank)}
-    ended = words.get(exit.how, exit.how)
+    text_by_exit = {"signal": f"died by {exit.signal}", "ok": left_words(trial, exit.rank)}
+    ended = text_by_exit.get(exit.how, exit.how)
     observed = (
         exit.error
         if exit.error.startswith((ended, "exited with code"))
@@ -140,18 +148,24 @@ def why(error: str) -> str:
 
 
 def _wrong_identity(trial: Trial, rank: int) -> list[Finding]:
-    """Ranks that never met each train alone, each the whole batch, and all agree."""
-    evidence, world_size = trial.ranks[rank], trial.plan.dims.world_size
+    """Return a finding if the rank took itself for another one, or for one of another world size.
+
+    Ranks that never met each train alone, each the whole batch, and all agree.
+    """
+    evidence = trial.ranks[rank]
+    world_size = trial.plan.dims.world_size
     if (evidence.rank, evidence.world_size) == (rank, world_size):
         return []
-    names = (f"rank {one} of {world}" for one, world in ((rank, world_size), (evidence.rank, evidence.world_size)))
-    return [Finding.at(rank, *names, kind="process", quantity="its own place")]
+    expected = f"rank {rank} of {world_size}"
+    observed = f"rank {evidence.rank} of {evidence.world_size}"
+    return [Finding.at(rank, expected, observed, kind="process", quantity="its own place")]
 
 
 def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
     findings = []
     steps = [step.step for step in evidence.steps]
-    wanted, ended_well = list(trial.case.steps), {one.rank for one in trial.run.exits if one.how == "ok"}
+    wanted = list(trial.case.steps)
+    ended_well = {exit.rank for exit in trial.run.exits if exit.how == "ok"}
     if steps != wanted:
         note = ""
         if evidence.rank in ended_well and len(steps) < len(wanted):
@@ -159,21 +173,27 @@ def _evidence_findings(trial: Trial, evidence: RankEvidence) -> list[Finding]:
             if not any(step.parameters or step.lr is not None for step in evidence.steps):
                 note += f"; {UNSEEN_OPTIMIZER}"
         findings.append(Finding.at(evidence.rank, tuple(wanted), tuple(steps), quantity="optimizer steps", note=note))
-    held = {tensor.fqn for tensor in evidence.parameters}
-    wanted_here = set(trial.plan.slices.get(evidence.rank, {}))
-    findings += _inventory(partial(Finding.at, evidence.rank, quantity=HELD), wanted_here, held)
-    empty = {tensor.fqn for tensor in evidence.parameters if tensor.value.size == 0}  # FSDP1 gives them no gradient
-    empty |= {fqn for fqn, part in trial.plan.gradient_slices.get(evidence.rank, {}).items() if not numel(part)}
-    trained = {fqn for fqn in held if trains(trial.case.training, fqn)}
+    held_fqns = {tensor.fqn for tensor in evidence.parameters}
+    planned_fqns = set(trial.plan.slices.get(evidence.rank, {}))
+    findings += _inventory(partial(Finding.at, evidence.rank, quantity=HELD), planned_fqns, held_fqns)
+    without_elements = {
+        tensor.fqn for tensor in evidence.parameters if tensor.value.size == 0
+    }  # FSDP1 gives them no gradient
+    without_elements |= {
+        fqn for fqn, part in trial.plan.gradient_slices.get(evidence.rank, {}).items() if not numel(part)
+    }
+    trained = {fqn for fqn in held_fqns if trains(trial.case.training, fqn)}
     for step in evidence.steps:
-        gradients, updates = set(step.gradients) | empty & trained, set(step.parameters)
-        for what, due, seen in (("gradient", trained, gradients), ("update", held, updates)):
-            findings += _inventory(partial(Finding.at, evidence.rank, step=step.step, quantity=what), due, seen)
+        gradients = set(step.gradients) | without_elements & trained
+        updates = set(step.parameters)
+        for quantity, due, observed in (("gradient", trained, gradients), ("update", held_fqns, updates)):
+            findings += _inventory(partial(Finding.at, evidence.rank, step=step.step, quantity=quantity), due, observed)
     return findings
 
 
-def _inventory(here: Callable[..., Finding], wanted: set[str], seen: set[str]) -> list[Finding]:
-    if wanted == seen:
+def _inventory(finding_of: Callable[..., Finding], wanted: set[str], observed: set[str]) -> list[Finding]:
+    """Return a finding of each parameter that is missing, then of each that is there and not wanted."""
+    if wanted == observed:
         return []
-    findings = [here("one", None, kind="parameter", name=fqn) for fqn in sorted(wanted - seen)]
-    return findings + [here(None, "one", kind="parameter", name=fqn) for fqn in sorted(seen - wanted)]
+    findings = [finding_of("one", None, kind="parameter", name=fqn) for fqn in sorted(wanted - observed)]
+    return findings + [finding_of(None, "one", kind="parameter", name=fqn) for fqn in sorted(observed - wanted)]

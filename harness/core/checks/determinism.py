@@ -20,13 +20,14 @@ def check(trial: Trial) -> Result:
         return not_applicable("determinism", "the case requests one run (runs: 2 repeats it)")
     if trial.repeat is None or set(trial.repeat.ranks) != set(trial.ranks) or _failed(trial.repeat):
         return Result("determinism", Verdict.UNKNOWN, note="the repeat left no complete evidence")
-    findings, examined = [], 0
+    findings: list[Finding] = []
+    examined = 0
     for rank, evidence in sorted(trial.ranks.items()):
-        for one, other in zip(evidence.steps, trial.repeat.ranks[rank].steps, strict=True):
+        for first, second in zip(evidence.steps, trial.repeat.ranks[rank].steps, strict=True):
             examined += 1
-            if names := [f"{quantity} of {name}" for quantity, name in differing(one, other)]:
-                what: dict[str, Any] = {"step": one.step, "quantity": DIFFERING, "note": ", ".join(names[:3])}
-                findings.append(Finding.at(rank, 0, len(names), **what))
+            if names := [f"{quantity} of {name}" for quantity, name in differing(first, second)]:
+                subject: dict[str, Any] = {"step": first.step, "quantity": DIFFERING, "note": ", ".join(names[:3])}
+                findings.append(Finding.at(rank, 0, len(names), **subject))
     return verdict_of("determinism", findings, examined)
 
 

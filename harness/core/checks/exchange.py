@@ -37,55 +37,66 @@ def check(trial: Trial) -> Result:
     data = [] if trial.holds_told else data_axes(trial.plan)
     if not axes and not data:
         return not_applicable("exchange", "neither tensor, context nor pipeline parallelism")
-    judged = [one for one in trial.glances if one.saw_a_step and not one.failed]
-    findings, untold = _of_data(trial, data)
+    judged = [summary for summary in trial.glances if summary.saw_a_step and not summary.failed]
+    findings, undecided = _of_data(trial, data)
     for axis in axes:
         lines = trial.lines(axis)
-        for one in judged:
-            moved = _moved(one, lines[one.rank], between_passes=axis == "pp")
-            told = f"its {axis} group {ranks_text(lines[one.rank])}"
-            declared = bool(moved) and _of_data_parallelism(trial, one, moved)
+        for summary in judged:
+            line = lines[summary.rank]
+            moved = _moved(summary, line, between_passes=axis == "pp")
+            declared = bool(moved) and _of_data_parallelism(trial, summary, moved)
             if not moved or declared:
-                where = "" if axis == "pp" else " in forward or backward"
-                what: dict[str, Any] = {"kind": "group", "axis": axis, "group": lines[one.rank], "step": one.shown}
-                none = "none but of parameters" if declared else None
-                findings.append(Finding.at(one.rank, f"collectives{where}", none, **what))
-            elif not any(_tells(trial, one, use, axis) for use in moved):
+                in_passes = "" if axis == "pp" else " in forward or backward"
+                subject: dict[str, Any] = {"kind": "group", "axis": axis, "group": line, "step": summary.shown}
+                observed = "none but of parameters" if declared else None
+                findings.append(Finding.at(summary.rank, f"collectives{in_passes}", observed, **subject))
+            elif not any(_tells(trial, summary, use, axis) for use in moved):
                 ops = ", ".join(sorted({f"{use.op} in {use.phase}" for use in moved}))
-                untold.append(f"rank {one.rank}, {told}: {ops} may be of another axis")
-        untold += _began_alike(judged, lines) if axis == "pp" else []
-    hint = other_order(judged, dims) if findings or untold else ""
-    found = verdict_of("exchange", findings, len(judged), note=hint)
-    return found if findings or not untold else replace(found, verdict=Verdict.UNKNOWN, note=hint or untold[0])
+                group = f"its {axis} group {ranks_text(line)}"
+                undecided.append(f"rank {summary.rank}, {group}: {ops} may be of another axis")
+        if axis == "pp":
+            undecided += _began_alike(judged, lines)
+    hint = other_order(judged, dims) if findings or undecided else ""
+    result = verdict_of("exchange", findings, len(judged), note=hint)
+    if undecided and not findings:
+        return replace(result, verdict=Verdict.UNKNOWN, note=hint or undecided[0])
+    return result
 
 
 def data_axes(plan: Plan) -> list[str]:
     """Return the axes along which parameters are cut or copied: of cp alone a layout says neither."""
-    shards = [plan.shard_axis] if plan.dims.dp_shard > 1 else []
-    return [axis for axis in (*shards, *[plan.replicate_axis] * (plan.dims.dp_replicate > 1)) if axis in plan.groups]
+    axes: list[str] = []
+    if plan.dims.dp_shard > 1:
+        axes.append(plan.shard_axis)
+    if plan.dims.dp_replicate > 1:
+        axes.append(plan.replicate_axis)
+    return [axis for axis in axes if axis in plan.groups]
 
 
 def _of_data(trial: Trial, axes: Sequence[str]) -> tuple[list[Finding], list[str]]:
-    """Return what is not moved along these in any step, and where what is moved may serve something else."""
-    findings, untold = [], []
-    seen_ranks = {rank: evidence for rank, evidence in trial.ranks.items() if evidence.steps and axes}
-    for rank, evidence in sorted(seen_ranks.items()):
+    """Return findings of axes along which nothing is moved in any step, and texts where what moves may serve something else."""
+    findings: list[Finding] = []
+    undecided: list[str] = []
+    with_steps = {rank: evidence for rank, evidence in trial.ranks.items() if evidence.steps and axes}
+    for rank, evidence in sorted(with_steps.items()):
         calls = [call for call in evidence.collectives if len(call.ranks) > 1]
         for axis in axes:
             group = trial.plan.group_of(rank, axis)
             over = {(call.op, call.phase) for call in calls if call.ranks == group}
-            told = ", ".join(sorted(f"{op} in {phase}" for op, phase in over))
+            observed = ", ".join(sorted(f"{op} in {phase}" for op, phase in over))
             copied = axis == trial.plan.replicate_axis
             served = _gradients_summed(over) if copied else _parameters_cut(over)
             if served is Served.UNTOLD:
-                untold.append(f"rank {rank}, its {axis} group {ranks_text(group)}: {told} may serve something else")
+                undecided.append(
+                    f"rank {rank}, its {axis} group {ranks_text(group)}: {observed} may serve something else"
+                )
             elif served is Served.NO:
                 cuts = {call.ranks for call in calls if call.op in CUTTING and call.phase in INSIDE}
                 note = f"it gathers and scatters over {' '.join(map(ranks_text, sorted(cuts)))}" if cuts else ""
-                what: dict[str, Any] = {"kind": "group", "axis": axis, "group": group, "note": note}
+                subject: dict[str, Any] = {"kind": "group", "axis": axis, "group": group, "note": note}
                 wanted = "sums in backward" if copied else "gathers or scatters"
-                findings.append(Finding.at(rank, wanted, told or None, **what))
-    return findings, untold
+                findings.append(Finding.at(rank, wanted, observed or None, **subject))
+    return findings, undecided
 
 
 class Served(Enum):
@@ -106,45 +117,54 @@ def _parameters_cut(over: set[tuple[str, str]]) -> Served:
 
 def _gradients_summed(over: set[tuple[str, str]]) -> Served:
     """Return whether gradients are summed over these ranks. FSDP scatters them, and gathers. over: operators and phases."""
-    if over & {(op, phase) for op in ("all_reduce", "reduce") for phase in ("backward", "pipeline")}:
+    if any(op in ("all_reduce", "reduce") and phase in ("backward", "pipeline") for op, phase in over):
         return Served.YES
     return Served.NO if not over or ("all_gather", "forward") in over else Served.UNTOLD
 
 
-def _tells(trial: Trial, one: Summary, use: Use | Outside, axis: str) -> bool:
-    """Return whether a collective is one that no other axis runs there."""
+def _tells(trial: Trial, summary: Summary, use: Use | Outside, axis: str) -> bool:
+    """Return whether a collective proves that something moves along this axis: no other axis runs it there."""
     if not trial.holds_told and use.op == "all_gather":
         return False  # which FSDP may issue over any ranks
-    return TELLING[axis](use.op, use.phase) and (not _of_shards(one, use, axis) or _exactly_planned(trial, one, use))
+    return TELLING[axis](use.op, use.phase) and (
+        not _of_shards(summary, use, axis) or _exactly_planned(trial, summary, use)
+    )
 
 
 def _is_expected(trial: Trial, axis: str) -> bool:
-    """Return whether something should move along it; the layout decides for a job without a case."""
+    """Return whether something should move along an axis. The layout decides for a job without a case."""
     if "declared" not in trial.provided:
         return True
-    flows = (flow for rank in trial.ranks for flow in trial.plan.flows_of(rank, trial.first_step))
-    return any(flow.axis == axis and flow.role not in OF_PARAMETERS for flow in flows)
+    for rank in trial.ranks:
+        for flow in trial.plan.flows_of(rank, trial.first_step):
+            if flow.axis == axis and flow.role not in OF_PARAMETERS:
+                return True
+    return False
 
 
-def _of_data_parallelism(trial: Trial, one: Summary, moved: Sequence[Use | Outside]) -> bool:
-    """Whether a case is declared, and by its plan all of this moves for parameters and gradients."""
-    planned = _planned(trial, one)
+def _of_data_parallelism(trial: Trial, summary: Summary, moved: Sequence[Use | Outside]) -> bool:
+    """Return whether a case is declared, and by its plan all of this moves for parameters and gradients."""
+    planned = _planned(trial, summary)
     return all(use.bytes <= planned[ranks_of(use.ranks), use.op, use.phase][0] for use in moved)
 
 
-def _planned(trial: Trial, one: Summary) -> dict[tuple[tuple[int, ...], str, str], tuple[int, int]]:
+def _planned(trial: Trial, summary: Summary) -> dict[tuple[tuple[int, ...], str, str], tuple[int, int]]:
     """Return the bytes that a declared case moves, by group, collective and phase: of parameters and gradients, and others."""
-    own, others = Counter[Any](), Counter[Any]()
-    for flow in trial.plan.flows_of(one.rank, one.shown) if "declared" in trial.provided else ():
-        counted = own if flow.role in OF_PARAMETERS else others
-        counted[trial.plan.group_of(one.rank, flow.axis), flow.op, flow.phase] += flow.bytes
-    return defaultdict(lambda: (0, 0), {key: (own[key], others[key]) for key in own.keys() | others.keys()})
+    of_parameters = Counter[Any]()
+    of_others = Counter[Any]()
+    if "declared" in trial.provided:
+        for flow in trial.plan.flows_of(summary.rank, summary.shown):
+            counted = of_parameters if flow.role in OF_PARAMETERS else of_others
+            counted[trial.plan.group_of(summary.rank, flow.axis), flow.op, flow.phase] += flow.bytes
+    return defaultdict(
+        lambda: (0, 0), {key: (of_parameters[key], of_others[key]) for key in of_parameters.keys() | of_others.keys()}
+    )
 
 
-def _exactly_planned(trial: Trial, one: Summary, use: Use | Outside) -> bool:
-    """Return whether it is what a declared plan exchanges there, to the byte, with what it moves for parameters."""
-    own, others = _planned(trial, one)[ranks_of(use.ranks), use.op, use.phase]
-    return others > 0 and use.bytes == own + others
+def _exactly_planned(trial: Trial, summary: Summary, use: Use | Outside) -> bool:
+    """Return whether a collective moves, to the byte, what a declared plan moves there for parameters and otherwise."""
+    of_parameters, of_others = _planned(trial, summary)[ranks_of(use.ranks), use.op, use.phase]
+    return of_others > 0 and use.bytes == of_parameters + of_others
 
 
 CUTTING = ("all_gather", "reduce_scatter", "reduce", "all_to_all")
@@ -162,33 +182,44 @@ GATHERED = BYTES | {"float16": 2}
 """Of a number that FSDP gathers, which may be in a dtype that no case requests."""
 
 
-def _of_shards(one: Summary, use: Use | Outside, axis: str) -> bool:
-    """Return whether it may be what a wrapper moves that claims to shard over these ranks. cp may share FSDP's ranks. Then it
-    is what is gathered or scattered in backward, and what is gathered in forward if that is the parameters, once or several
-    times. Who exchanges keys and values there gathers other bytes, or uses another collective."""
-    if not one.roles.get(use.ranks, "").startswith("sharded") or axis == "pp":
+def _of_shards(summary: Summary, use: Use | Outside, axis: str) -> bool:
+    """Return whether a collective may be of a wrapper that claims to shard over these ranks.
+
+    cp may share FSDP's ranks. The wrapper's collectives are then those that gather or scatter in backward, and those in forward
+    that gather the parameters, once or several times. An exchange of keys and values there gathers other bytes, or uses another
+    collective.
+    """
+    if not summary.roles.get(use.ranks, "").startswith("sharded") or axis == "pp":
         return False
     if axis == "tp":
         return True
     if use.phase == "backward":
         return use.op in ("all_gather", "reduce_scatter")
-    whole = one.elements * GATHERED.get(use.dtype, 0)
-    return (use.op, use.phase) == ("all_gather", "forward") and whole > 0 and use.bytes % whole == 0
+    parameter_bytes = summary.elements * GATHERED.get(use.dtype, 0)
+    return (use.op, use.phase) == ("all_gather", "forward") and parameter_bytes > 0 and use.bytes % parameter_bytes == 0
 
 
 def _began_alike(judged: Sequence[Summary], lines: dict[int, tuple[int, ...]]) -> list[str]:
-    """Ranks that claim nothing and begin with the same bytes of all parameters may be replicas: cp sends, too."""
-    found: dict[object, list[int]] = {}
-    for one in judged:
-        if not one.slices and 0 in one.contents:
-            found.setdefault((lines[one.rank], one.model, one.contents[0]), []).append(one.rank)
-    alike = [ranks for ranks in found.values() if len(ranks) > 1]
-    return [f"ranks {ranks_text(ranks)} of a pp group begin with the same bytes, as replicas do" for ranks in alike]
+    """Return a text on each set of ranks that claim nothing and begin with the same bytes of all parameters.
+
+    They may be replicas: cp sends, too.
+    """
+    by_beginning: dict[object, list[int]] = {}
+    for summary in judged:
+        if not summary.slices and 0 in summary.contents:
+            by_beginning.setdefault((lines[summary.rank], summary.model, summary.contents[0]), []).append(summary.rank)
+    families = [ranks for ranks in by_beginning.values() if len(ranks) > 1]
+    return [f"ranks {ranks_text(ranks)} of a pp group begin with the same bytes, as replicas do" for ranks in families]
 
 
-def _moved(one: Summary, line: tuple[int, ...], *, between_passes: bool) -> list[Use | Outside]:
-    """What it ran over itself and at least one other of these ranks. Stages of a pipeline send between passes, too."""
-    uses: tuple[Use | Outside, ...] = (*one.uses, *one.outside, *one.background) if between_passes else one.uses
+def _moved(summary: Summary, line: tuple[int, ...], *, between_passes: bool) -> list[Use | Outside]:
+    """Return the collectives that a rank ran over itself and at least one other of these ranks.
+
+    Stages of a pipeline send between passes, too.
+    """
+    uses: tuple[Use | Outside, ...] = (
+        (*summary.uses, *summary.outside, *summary.background) if between_passes else summary.uses
+    )
     return [use for use in uses if len(set(line).intersection(ranks_of(use.ranks))) > 1]
 
 
@@ -199,33 +230,37 @@ Lines = set[tuple[int, ...]]
 
 
 def other_order(summaries: Iterable[Summary], dims: ParallelDims) -> str:
-    """What the layout says, what was observed, and what to write; empty where sends run over the layout's pipelines, or over
-    those of no such order."""
-    listed = list(summaries)
-    sent = [use.ranks for one in listed for use in one.uses if use.op in POINT_TO_POINT]
-    sent += [use.ranks for one in listed for use in one.outside if use.op in POINT_TO_POINT]
-    seen = {tuple(ranks_of(ranks)) for ranks in sent}
+    """Return the layout's pipelines, the observed ones, and what to write, as a text.
+
+    Empty where sends run over the layout's pipelines, or over those of no other order of the axes.
+    """
+    observed_lines: set[tuple[int, ...]] = set()
+    for summary in summaries:
+        calls: tuple[Use | Outside, ...] = (*summary.uses, *summary.outside)
+        for use in calls:
+            if use.op in POINT_TO_POINT:
+                observed_lines.add(tuple(ranks_of(use.ranks)))
     outer, *inner = axes = [axis for axis in AXES if getattr(dims, axis) > 1]
-    if outer != "pp" or not seen or seen <= _pipelines(dims, axes):
+    if outer != "pp" or not observed_lines or observed_lines <= _pipelines(dims, axes):
         return ""
-    orders = ([*inner[:place], "pp", *inner[place:]] for place in range(1, len(axes)))
-    order = next((order for order in orders if seen <= _pipelines(dims, order)), None)
+    orders = ([*inner[:index], "pp", *inner[index:]] for index in range(1, len(axes)))
+    order = next((order for order in orders if observed_lines <= _pipelines(dims, order)), None)
     if order is None:
         return ""
     return (
         f"the layout counts ranks in the order {', '.join(axes)}: pp groups {_text(_pipelines(dims, axes))}; sends and receives"
-        f" run over {_text(seen)}, as in the order {', '.join(order)}, which is not judged: make the script's mesh with pp"
-        f" first (init_device_mesh with mesh_dim_names {tuple(axes)}), or leave out --layout"
+        f" run over {_text(observed_lines)}, as in the order {', '.join(order)}, which is not judged: make the script's mesh"
+        f" with pp first (init_device_mesh with mesh_dim_names {tuple(axes)}), or leave out --layout"
     )
 
 
 def _pipelines(dims: ParallelDims, order: Sequence[str]) -> Lines:
-    """The ranks that differ in pp alone, if the axes follow in this order, outermost first."""
+    """Return the ranks that differ in pp alone, if the axes follow in this order, outermost first."""
     grid = np.arange(dims.world_size).reshape([getattr(dims, axis) for axis in order])
     lines = np.moveaxis(grid, order.index("pp"), -1).reshape(-1, dims.pp)
     return {tuple(map(int, line)) for line in lines}
 
 
-def _text(lines: Lines, most: int = 4) -> str:
+def _text(lines: Lines, limit: int = 4) -> str:
     shown = sorted(lines)
-    return " ".join(map(ranks_text, shown[:most])) + (" .." if len(shown) > most else "")
+    return " ".join(map(ranks_text, shown[:limit])) + (" .." if len(shown) > limit else "")

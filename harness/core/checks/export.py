@@ -29,60 +29,79 @@ TABLES = ("inv_freq",)
 def check(trial: Trial) -> Result:
     if trial.case.features.export is None or trial.case.last_step is not None:
         return not_applicable("export", "no export is requested")
-    held = exported(trial)
-    if held is None:
+    exported_tensors = exported(trial)
+    if exported_tensors is None:
         return Result("export", Verdict.UNKNOWN, note="what was exported was not read")
     wanted = export_of(trial.case, weights_of(trial, trial.case.steps[-1])) | dict(trial.assumption.exported)
-    odd = wrong(held, wanted, roundings(trial))
-    missing = wanted.keys() - held.keys() - ({OUTPUT} if trial.case.model.tied_embeddings else set())
-    beyond = [name for name in held if name not in wanted and not name.endswith(TABLES)]
+    wrong_names = wrong(exported_tensors, wanted, roundings(trial))
+    missing = wanted.keys() - exported_tensors.keys() - ({OUTPUT} if trial.case.model.tied_embeddings else set())
+    unexpected = [name for name in exported_tensors if name not in wanted and not name.endswith(TABLES)]
     findings = [_finding(name, str(wanted[name].shape), "not exported") for name in sorted(missing)]
-    findings += [_finding(name, "not exported", str(held[name].value.shape)) for name in beyond]
-    open_, last = held_differently(trial), trial.case.steps[-1]
-    findings += [_finding(name, f"the weights after step {last}", "others") for name in odd if name not in open_]
-    if open_ and not findings:
-        note = f"ranks hold different values of {len(open_)} of {len(held)} tensors, and it has one of them"
-        return Result("export", Verdict.UNKNOWN, len(held) - len(open_), note=note)
-    return verdict_of("export", findings, len(held) - len(open_))
+    findings += [_finding(name, "not exported", str(exported_tensors[name].value.shape)) for name in unexpected]
+    undecided = held_differently(trial)
+    last = trial.case.steps[-1]
+    findings += [
+        _finding(name, f"the weights after step {last}", "others") for name in wrong_names if name not in undecided
+    ]
+    if undecided and not findings:
+        note = f"ranks hold different values of {len(undecided)} of {len(exported_tensors)} tensors, and it has one of them"
+        return Result("export", Verdict.UNKNOWN, len(exported_tensors) - len(undecided), note=note)
+    return verdict_of("export", findings, len(exported_tensors) - len(undecided))
 
 
 def held_differently(trial: Trial) -> set[str]:
     """Return the names of the tensors of which ranks with the same slice hold different values after the last step."""
-    seen = {rank: record.parameters for rank, record in trial.own_steps() if record.step == trial.case.steps[-1]}
-    differ = {
-        fqn
-        for (fqn, _), ranks in replica_families(trial).items()
-        if len({seen[rank][fqn].tobytes() for rank in ranks if fqn in seen.get(rank, {})}) > 1
+    local_shards = {
+        rank: record.parameters for rank, record in trial.own_steps() if record.step == trial.case.steps[-1]
     }
+    differing: set[str] = set()
+    for (fqn, _), ranks in replica_families(trial).items():
+        contents = {local_shards[rank][fqn].tobytes() for rank in ranks if fqn in local_shards.get(rank, {})}
+        if len(contents) > 1:
+            differing.add(fqn)
     weights = weights_of(trial, trial.case.steps[-1])
-    open_ = {fqn: np.full_like(value, np.nan) if fqn in differ else value for fqn, value in weights.items()}
-    return {name for name, value in export_of(trial.case, open_).items() if np.isnan(value).any()} if differ else set()
+    if not differing:
+        return set()
+    # A NaN marks each tensor of the file that a differing parameter went into.
+    marked = {fqn: np.full_like(value, np.nan) if fqn in differing else value for fqn, value in weights.items()}
+    return {name for name, value in export_of(trial.case, marked).items() if np.isnan(value).any()}
 
 
 def exported(trial: Trial) -> dict[str, ExportedTensor] | None:
-    """Return what the rank that read it found."""
-    return next((one.exported for one in trial.ranks.values() if one.exported is not None), None)
+    """Return the tensors of the export by name, as the rank that read it recorded them. None if no rank did."""
+    return next((evidence.exported for evidence in trial.ranks.values() if evidence.exported is not None), None)
 
 
 def roundings(trial: Trial) -> dict[str, Any]:
+    """Return, by name of an exported tensor, how many units of rounding each of its numbers may be off."""
     return rounding_of(trial.case, weights_of(trial, trial.case.steps[-1]))
 
 
-def wrong(held: dict[str, ExportedTensor], wanted: dict[str, Any], off: dict[str, Any]) -> list[str]:
-    """Return the names of tensors that hold something else. off: as `roundings` gives it."""
-    return [name for name in held if name in wanted and not same(held[name], wanted[name], off.get(name))]
+def wrong(
+    exported_tensors: dict[str, ExportedTensor], wanted: dict[str, Any], roundings_by_name: dict[str, Any]
+) -> list[str]:
+    """Return the names of tensors that hold something else than `wanted`. roundings_by_name: as `roundings` returns it."""
+    return [
+        name
+        for name in exported_tensors
+        if name in wanted and not same(exported_tensors[name], wanted[name], roundings_by_name.get(name))
+    ]
 
 
-def same(held: ExportedTensor, value: Any, off: Any = None) -> bool:
-    """Whether a tensor of a file holds these numbers, or others that are off by so many units of rounding."""
-    if held.value.shape != value.shape:
+def same(tensor: ExportedTensor, value: Any, units: Any = None) -> bool:
+    """Return whether a tensor of a file holds these numbers, or others that are off by so many units of rounding.
+
+    units: by entry, None if nothing was rounded.
+    """
+    if tensor.value.shape != value.shape:
         return False
-    exported = as_exported(value, held.dtype)
-    if off is None or not off.any():
-        return held.value.tobytes() == exported.tobytes()
+    exported = as_exported(value, tensor.dtype)
+    if units is None or not units.any():
+        return tensor.value.tobytes() == exported.tobytes()
     exact = value.astype(np.float64)
-    most = ROUNDED[held.dtype] * np.abs(exact) + ROUNDED[str(value.dtype)] * off
-    return bool(np.where(off > 0, np.abs(held.value - exact) <= most, held.value == exported).all())
+    bound = ROUNDED[tensor.dtype] * np.abs(exact) + ROUNDED[str(value.dtype)] * units
+    within_bound = np.abs(tensor.value - exact) <= bound
+    return bool(np.where(units > 0, within_bound, tensor.value == exported).all())
 
 
 def _finding(name: str, expected: str, observed: str) -> Finding:

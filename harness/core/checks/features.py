@@ -38,25 +38,30 @@ Looked = Iterator[Finding | None]  # None: something was looked at, and was righ
 
 
 def check(trial: Trial) -> Result:
-    looked: list[Finding | None] = []
+    outcomes: list[Finding | None] = []
     looks = (_recomputed_blocks, output_layer.looked_at, _compiled_blocks, _products, _quantized_products)
     looks += (*((_attention,) if attention_is_fused(trial) else ()), _beside, _hooks, _random_numbers)
     for rank, evidence in sorted(trial.ranks.items()):
-        looked += [*wrapped(trial, rank), *_offloaded(trial, rank), *compiled_code.looked_at(trial, rank)]
+        outcomes += [*wrapped(trial, rank), *_offloaded(trial, rank), *compiled_code.looked_at(trial, rank)]
         for step in evidence.steps:
-            of = trial.of_step(step.step)
-            looked += [one for look in looks for one in look(of, rank, step)]
-        looked += [*reduced(trial, rank), *buckets_in_force(trial, rank)]
-    found = [finding for finding in looked if finding]
+            trial_of_step = trial.of_step(step.step)
+            outcomes += [outcome for look in looks for outcome in look(trial_of_step, rank, step)]
+        outcomes += [*reduced(trial, rank), *buckets_in_force(trial, rank)]
+    findings = [finding for finding in outcomes if finding]
     notes = (_allowances_text(trial), policies.switches(trial))
-    return verdict_of("features", found, len(looked), note="; ".join(filter(None, notes)))
+    return verdict_of("features", findings, len(outcomes), note="; ".join(filter(None, notes)))
 
 
 def _expect(
-    rank: int, quantity: str, expected: Value, observed: Value, *, module: str = "", **place: Any
+    rank: int, quantity: str, expected: Value, observed: Value, *, module: str = "", **fields: Any
 ) -> Finding | None:
-    what: dict[str, Any] = {"kind": "module" if module else "feature", "name": module, "quantity": quantity, **place}
-    return None if expected == observed else Finding.at(rank, expected, observed, **what)
+    subject: dict[str, Any] = {
+        "kind": "module" if module else "feature",
+        "name": module,
+        "quantity": quantity,
+        **fields,
+    }
+    return None if expected == observed else Finding.at(rank, expected, observed, **subject)
 
 
 # ---- wrappers and precision
@@ -70,29 +75,29 @@ def wrapped(trial: Trial, rank: int) -> Looked:
 
 
 def _offloaded(trial: Trial, rank: int) -> Looked:
-    seen = {wrapper.cpu_offload for wrapper in trial.ranks[rank].structure.values()}
-    wanted = {trial.case.features.cpu_offload} if seen else seen
-    yield _expect(rank, "CPU offload", _onoff(wanted), _onoff(seen))
+    observed = {wrapper.cpu_offload for wrapper in trial.ranks[rank].structure.values()}
+    wanted = {trial.case.features.cpu_offload} if observed else observed
+    yield _expect(rank, "CPU offload", _onoff(wanted), _onoff(observed))
 
 
-def _onoff(seen: Collection[bool]) -> Value:
-    return tuple("on" if one else "off" for one in sorted(seen))
+def _onoff(switches: Collection[bool]) -> Value:
+    return tuple("on" if switch else "off" for switch in sorted(switches))
 
 
 def reduced(trial: Trial, rank: int) -> Looked:
     """Return the gradients on their way over the data ranks. The check `traffic` judges whether there are any."""
     case, plan = trial.case, trial.plan
     groups = {plan.group_of(rank, axis) for axis in (plan.shard_axis, plan.replicate_axis) if axis in plan.groups}
-    seen = {
+    dtypes = {
         call.dtype
         for call in trial.ranks[rank].collectives
         if call.ranks in groups and call.phase == "backward" and call.op in ("reduce_scatter", "all_reduce")
     }
     computed = case.training.compute_dtype or case.training.dtype
     wanted = case.features.reduce_dtype or computed
-    if trial.traits.cp_gathers and wanted in seen and plan.groups.get("cp") and plan.group_of(rank, "cp") in groups:
-        seen -= {computed} - {wanted}  # of keys and values
-    if floats := sorted(dtype for dtype in seen if "float" in dtype):
+    if trial.traits.cp_gathers and wanted in dtypes and plan.groups.get("cp") and plan.group_of(rank, "cp") in groups:
+        dtypes -= {computed} - {wanted}  # of keys and values
+    if floats := sorted(dtype for dtype in dtypes if "float" in dtype):
         note = policies.unlike_others(trial.ranks[rank], wanted, "reduces_in")
         yield _expect(rank, REDUCED, wanted, " and ".join(floats), note=note)
 
@@ -109,10 +114,10 @@ def buckets_in_force(trial: Trial, rank: int) -> Looked:
     if trial.case.features.bucket_mb is None:
         return
     size = int(trial.case.features.bucket_mb * 2**20)
-    most = size + max(math.prod(shape) for shape in trial.plan.shapes.values()) * BYTES[trial.case.training.dtype]
+    limit = size + max(math.prod(shape) for shape in trial.plan.shapes.values()) * BYTES[trial.case.training.dtype]
     largest, note = max(buckets(trial, rank), default=0), f"buckets of {size} bytes"
-    finding = Finding.at(rank, Limit(1, most - 1), largest, kind="feature", quantity=BUCKET, unit="bytes", note=note)
-    yield None if 0 < largest < most else finding
+    finding = Finding.at(rank, Limit(1, limit - 1), largest, kind="feature", quantity=BUCKET, unit="bytes", note=note)
+    yield None if 0 < largest < limit else finding
 
 
 # ---- recomputation
@@ -130,16 +135,16 @@ def recomputations(step: StepEvidence) -> dict[str, int]:
 def _recomputed_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     """Compiled code recomputes without calling anything: then only the matmuls tell. Where not a block but its forward
     is checkpointed (transformers), only what is in it is called again."""
-    again = [] if trial.case.features.compile else recomputed_layers(trial.case, rank)
-    seen, requested = recomputations(step), {f"layers.{layer}" for layer in again}
+    recomputed = [] if trial.case.features.compile else recomputed_layers(trial.case, rank)
+    calls, requested = recomputations(step), {f"layers.{layer}" for layer in recomputed}
     for layer in layers_of(trial, rank):
-        wanted, block = trial.case.passes if layer in again else 0, f"layers.{layer}"
-        inside = (count for fqn, count in seen.items() if fqn.startswith(f"{block}."))
-        called = seen.get(block, max(inside, default=0))
+        wanted, block = trial.case.passes if layer in recomputed else 0, f"layers.{layer}"
+        inside = (count for fqn, count in calls.items() if fqn.startswith(f"{block}."))
+        called = calls.get(block, max(inside, default=0))
         yield _expect(rank, RECOMPUTATIONS, wanted, called, step=step.step, module=block)
-    for fqn in seen.keys() - {output_layer.OUTPUT}:
+    for fqn in calls.keys() - {output_layer.OUTPUT}:
         if not any(fqn == block or fqn.startswith(f"{block}.") for block in requested):
-            yield _expect(rank, RECOMPUTATIONS, 0, seen[fqn], step=step.step, module=fqn or "the model")
+            yield _expect(rank, RECOMPUTATIONS, 0, calls[fqn], step=step.step, module=fqn or "the model")
 
 
 def matmuls(step: StepEvidence, phase: str) -> Counter[str]:
@@ -163,13 +168,17 @@ def products_again(trial: Trial, rank: int, step: StepEvidence) -> int | None:
     case, layers = trial.case, len(layers_of(trial, rank))
     inside = projects_inside(trial, rank, step)
     projected = inside * output_layer.applied(trial, rank)
-    each, rest = divmod(matmuls(step, "forward").total() - projected, layers * case.passes)
-    if rest or each < 1:
+    per_layer, remainder = divmod(matmuls(step, "forward").total() - projected, layers * case.passes)
+    if remainder or per_layer < 1:
         return None
-    last = 1 if trial.traits.ac_early_stop and not case.model.dropout else 0
+    skipped = 1 if trial.traits.ac_early_stop and not case.model.dropout else 0
     needless = int(case.features.compile and case.dims.tp > 1)
-    again = each // 2 - needless if case.features.activation_checkpointing == "op" else each - last
-    return again * case.passes * len(recomputed_layers(case, rank)) + inside * output_layer.applied_again(trial, rank)
+    again_per_layer = (
+        per_layer // 2 - needless if case.features.activation_checkpointing == "op" else per_layer - skipped
+    )
+    return again_per_layer * case.passes * len(recomputed_layers(case, rank)) + inside * output_layer.applied_again(
+        trial, rank
+    )
 
 
 BUCKET, RECOMPUTATIONS = "largest bucket reduced", "recomputations"
@@ -188,8 +197,8 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     wanted = trial.case.training.compute_dtype or trial.case.training.dtype
     note = policies.of_matmuls(trial.ranks[rank], wanted, forward)
     yield expect(DTYPE, wanted, " and ".join(sorted(forward | backward)) or None, note=note)
-    again, outputs = products_again(trial, rank, step), output_layer.applied(trial, rank)
-    if again is None:
+    recomputed, outputs = products_again(trial, rank, step), output_layer.applied(trial, rank)
+    if recomputed is None:
         wanted = f"equally many in every block, and {outputs} of the output"
         yield expect(UNEVEN, wanted, forward.total())
     else:
@@ -197,15 +206,17 @@ def _products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
         of_blocks = forward.total() - outputs * projects_inside(trial, rank, step)
         merged = are_merged(trial.case, of_blocks, layers)
         frozen = products_left_out(trial.case, layers, outputs=outputs // trial.case.passes, merged=merged)
-        seen = backward.total() - 2 * forward.total() + frozen
-        beside = 0 if projects_inside(trial, rank, step) else matmuls_beside(step)
-        right = seen in {again + times * beside for times in (0, 2, 3)}  # the loss's: at once, later, or again
-        if right or seen >= 0:
+        beyond_gradients = backward.total() - 2 * forward.total() + frozen
+        outside_passes = 0 if projects_inside(trial, rank, step) else matmuls_beside(step)
+        is_expected = beyond_gradients in {
+            recomputed + times * outside_passes for times in (0, 2, 3)
+        }  # the loss's: at once, later, or again
+        if is_expected or beyond_gradients >= 0:
             called = sorted({fqn.split(".")[2] for fqn in recomputations(step) if fqn.count(".") > 1})
             note = f"called in backward: {', '.join(called)}" * bool(called)
-            yield expect(RECOMPUTED, again, again if right else seen, note=note)
+            yield expect(RECOMPUTED, recomputed, recomputed if is_expected else beyond_gradients, note=note)
         else:
-            yield expect(LACKING, 2 * forward.total() + again, backward.total())
+            yield expect(LACKING, 2 * forward.total() + recomputed, backward.total())
 
 
 # ---- attention
@@ -215,29 +226,29 @@ FUSED, ATTENDED, ATTENDED_AGAIN = Attention("forward", "attention"), "attention 
 
 def _attention(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     """Each layer's, in each step: one that falls back to matmuls leaves too few kernels, and batched matmuls instead."""
-    seen, case = step.activity.attention, trial.case
+    counts, case = step.activity.attention, trial.case
     if not any(sizes_wanted(trial, rank, step.step)):  # torch calls no kernel
         return
     parts, expect = case.passes * parts_attended(trial, rank), partial(_expect, rank, step=step.step)
-    again = 0 if case.features.activation_checkpointing == "op" else parts * len(recomputed_layers(case, rank))
-    yield expect(ATTENDED, parts * len(layers_of(trial, rank)), seen.get(FUSED, 0))
-    yield expect(ATTENDED_AGAIN, again, seen.get(Attention("backward", "attention"), 0))
+    recomputed = 0 if case.features.activation_checkpointing == "op" else parts * len(recomputed_layers(case, rank))
+    yield expect(ATTENDED, parts * len(layers_of(trial, rank)), counts.get(FUSED, 0))
+    yield expect(ATTENDED_AGAIN, recomputed, counts.get(Attention("backward", "attention"), 0))
     backward = parts * differentiated_layers(case, layers_of(trial, rank))
-    yield expect("attention's gradients", backward, seen.get(Attention("backward", "attention_backward"), 0))
-    batched, most = batched_in_training(trial, step), case.passes * len(trial.plan.stages[rank])
-    yield None if batched <= most else expect("batched matmuls", Limit(most=most), batched)
+    yield expect("attention's gradients", backward, counts.get(Attention("backward", "attention_backward"), 0))
+    batched, most_batched = batched_in_training(trial, step), case.passes * len(trial.plan.stages[rank])
+    yield None if batched <= most_batched else expect("batched matmuls", Limit(most=most_batched), batched)
 
 
 def batched_matmuls(step: StepEvidence, phases: Collection[str] = ()) -> int:
     """Count all phases where none are given."""
     kinds = step.activity.attention.items()
-    return sum(n for key, n in kinds if key.kind == "batched matmul" and key.phase in (phases or (key.phase,)))
+    return sum(count for key, count in kinds if key.kind == "batched matmul" and key.phase in (phases or (key.phase,)))
 
 
 def batched_in_training(trial: Trial, step: StepEvidence) -> int:
     """Return them without those that are allowed in addition."""
-    besides = batched_matmuls(step, BESIDE)
-    return batched_matmuls(step) - (besides if 0 < computed_beside(step) <= most_computed(trial, step) else 0)
+    outside_passes = batched_matmuls(step, BESIDE)
+    return batched_matmuls(step) - (outside_passes if 0 < computed_beside(step) <= most_computed(trial, step) else 0)
 
 
 def attention_is_fused(trial: Trial) -> bool:
@@ -252,7 +263,10 @@ def attention_is_fused(trial: Trial) -> bool:
 
 def has_fused_kernel(trial: Trial) -> bool:
     """On GPUs none takes float64 or heads of uneven sizes (sdp_utils.cpp of torch)."""
-    training, devices = trial.case.training, {e.environment.get("device", "cpu") for e in trial.ranks.values()}
+    training, devices = (
+        trial.case.training,
+        {evidence.environment.get("device", "cpu") for evidence in trial.ranks.values()},
+    )
     narrow = (training.compute_dtype or training.dtype) != "float64" and trial.case.model.head_dim % 8 == 0
     return narrow or devices == {"cpu"}
 
@@ -311,15 +325,15 @@ def blocks_beside(step: StepEvidence) -> int:
 
 def projects_inside(trial: Trial, rank: int, step: StepEvidence) -> bool:
     """Whether forward has the matmuls of the output projection. One that lacks them has equally many in every block."""
-    seen, blocks = matmuls(step, "forward").total(), trial.case.passes * len(layers_of(trial, rank))
-    lacks_them = (seen - output_layer.applied(trial, rank)) % blocks and seen % blocks == 0
+    in_forward, blocks = matmuls(step, "forward").total(), trial.case.passes * len(layers_of(trial, rank))
+    lacks_them = (in_forward - output_layer.applied(trial, rank)) % blocks and in_forward % blocks == 0
     return not (lacks_them and matmuls_beside(step))
 
 
 def _beside(trial: Trial, rank: int, step: StepEvidence) -> Looked:
-    seen, most = beside(trial, rank, step), most_computed(trial, step)
-    wanted = Limit(most=most) if most and seen else 0
-    yield _expect(rank, BESIDES, wanted, seen, step=step.step)
+    outside_passes, limit = beside(trial, rank, step), most_computed(trial, step)
+    wanted = Limit(most=limit) if limit and outside_passes else 0
+    yield _expect(rank, BESIDES, wanted, outside_passes, step=step.step)
 
 
 # ---- tensors saved for backward
@@ -342,18 +356,18 @@ QUANTIZED_PRODUCTS = {
 
 def _quantized_products(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     """Exactly the recipe's modules: one matmul a pass in forward, and in backward one for each gradient."""
-    seen = step.activity.quantized
+    counts = step.activity.quantized
     if trial.case.features.compile:  # compiled code does not tell
         return
-    wanted = _planned_products(trial, rank, seen)
-    for key in sorted(wanted | seen):
-        place: dict[str, Any] = {"step": step.step, "module": key.fqn, "phase": key.phase}
-        yield _expect(rank, f"{key.format} matmuls", wanted.get(key, 0), seen.get(key, 0), **place)
+    wanted = _planned_products(trial, rank, counts)
+    for key in sorted(wanted | counts):
+        fields: dict[str, Any] = {"step": step.step, "module": key.fqn, "phase": key.phase}
+        yield _expect(rank, f"{key.format} matmuls", wanted.get(key, 0), counts.get(key, 0), **fields)
 
 
-def _planned_products(trial: Trial, rank: int, seen: dict[QuantizedMatmul, int]) -> dict[QuantizedMatmul, int]:
+def _planned_products(trial: Trial, rank: int, counts: dict[QuantizedMatmul, int]) -> dict[QuantizedMatmul, int]:
     """Recomputation may repeat the forward matmul; it stops where the rest is not needed."""
-    case, layers, again = trial.case, layers_of(trial, rank), recomputed_layers(trial.case, rank)
+    case, layers, recomputed = trial.case, layers_of(trial, rank), recomputed_layers(trial.case, rank)
     wanted: dict[QuantizedMatmul, int] = {}
     for fqn in trial.plan.quantized:
         format, backward = QUANTIZED_PRODUCTS[case.training.quantize or ""]
@@ -361,7 +375,7 @@ def _planned_products(trial: Trial, rank: int, seen: dict[QuantizedMatmul, int])
         layer = int(fqn.split(".")[1]) if in_block else case.model.n_layers - 1  # the output's stage has the last one
         if layer in layers:
             in_backward = QuantizedMatmul("backward", fqn, format)
-            repeated = in_block and layer in again and seen.get(in_backward) == (backward + 1) * case.passes
+            repeated = in_block and layer in recomputed and counts.get(in_backward) == (backward + 1) * case.passes
             wanted[QuantizedMatmul("forward", fqn, format)] = case.passes
             wanted[in_backward] = (backward + repeated) * case.passes
     return wanted
@@ -374,7 +388,7 @@ def _compiled_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     """Each module of a block is called once a pass; of a compiled block none is."""
     wanted = 0 if trial.case.features.compile else trial.case.passes
     for layer in layers_of(trial, rank):
-        calls = ((call, n) for call, n in step.activity.calls.items() if call.phase == "forward")
+        calls = ((call, call_count) for call, call_count in step.activity.calls.items() if call.phase == "forward")
         inside = {count for call, count in calls if call.fqn.startswith(f"layers.{layer}.")}
         called = tuple(sorted(inside)) if len(inside) > 1 else max(inside, default=0)
         yield _expect(rank, "calls of each module", wanted, called, step=step.step, module=f"layers.{layer}")
@@ -385,8 +399,8 @@ def _compiled_blocks(trial: Trial, rank: int, step: StepEvidence) -> Looked:
 
 def _random_numbers(trial: Trial, rank: int, step: StepEvidence) -> Looked:
     wanted = "drawn" if trial.case.model.dropout and step.step not in trial.assumption.undrawn else "none"
-    drawn = "drawn" if step.activity.random.get("forward", 0) else "none"
-    yield _expect(rank, "random numbers in forward", wanted, drawn, step=step.step)
+    observed = "drawn" if step.activity.random.get("forward", 0) else "none"
+    yield _expect(rank, "random numbers in forward", wanted, observed, step=step.step)
 
 
 # ---- adapters whose halves are multiplied and added to their matrix first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from harness.core.judge.finding import Finding
 from harness.core.judge.result import Result, verdict_of
 from harness.core.judge.trial import Trial
@@ -11,12 +13,10 @@ NEEDS = frozenset({"contents"})
 
 
 def check(trial: Trial) -> Result:
-    findings = [
-        Finding.at(
-            one.rank, "finite numbers", "NaN or infinity", step=step, kind="parameter", name=name, quantity="value"
-        )
-        for one in trial.glances
-        for step, names in sorted(one.not_finite.items())
-        for name in names
-    ]
-    return verdict_of("finite", findings, sum(len(one.contents) for one in trial.glances))
+    findings: list[Finding] = []
+    for summary in trial.glances:
+        for step, names in sorted(summary.not_finite.items()):
+            subject: dict[str, Any] = {"step": step, "kind": "parameter", "quantity": "value"}
+            for name in names:
+                findings.append(Finding.at(summary.rank, "finite numbers", "NaN or infinity", name=name, **subject))
+    return verdict_of("finite", findings, sum(len(summary.contents) for summary in trial.glances))

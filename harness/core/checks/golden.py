@@ -30,15 +30,15 @@ def check(trial: Trial) -> Result:
     if len(trial.golden.losses) != len(steps):
         findings.append(Finding(quantity="number of steps", expected=len(trial.golden.losses), observed=len(steps)))
     for step, loss, norm in zip(steps, trial.golden.losses, trial.golden.grad_norms, strict=False):
-        for what, seen, accepted, bound in (
+        for quantity, observed, accepted, bound in (
             ("loss", step.loss, loss, bounds.loss[step.step]),
             ("gradient norm", step.grad_norm, norm, bounds.grad_norm[step.step]),
         ):
-            if not abs(seen - accepted) <= bound * abs(accepted):
-                place: dict[str, Any] = {
+            if not abs(observed - accepted) <= bound * abs(accepted):
+                subject: dict[str, Any] = {
                     "step": step.step,
-                    "quantity": what,
+                    "quantity": quantity,
                     "note": "expected: the golden, observed: the reference",
                 }
-                findings.append(Finding(**place, expected=accepted, observed=seen, bound=bounds.of(bound)))
+                findings.append(Finding(**subject, expected=accepted, observed=observed, bound=bounds.of(bound)))
     return verdict_of("golden", findings, 2 * len(steps))

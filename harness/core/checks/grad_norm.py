@@ -23,15 +23,17 @@ OF_GRADIENTS = True
 def check(trial: Trial) -> Result:
     if trial.ranks and not any("grad_norm" in evidence.reports for evidence in trial.ranks.values()):
         return not_applicable("grad_norm", "this trainer reports none; clipping by it is judged by the check update")
-    bounds, assumed = trial.bounds, trial.assumption.reports.get("grad_norm")
+    bounds = trial.bounds
+    assumed = trial.assumption.reports.get("grad_norm")
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
         wanted = reference.grad_norm if assumed is None else assumed(rank, step.step)
         difference = relative(shown, wanted)
         if difference <= bounds.grad_norm[step.step]:
             return difference, None
-        bound, ratio = bounds.of(bounds.grad_norm[step.step]), f"ratio {shown / wanted:.6g}"
-        what: dict[str, Any] = {"step": step.step, "quantity": "gradient norm", "note": ratio}
-        return difference, Finding.at(rank, wanted, shown, bound=bound, **what)
+        bound = bounds.of(bounds.grad_norm[step.step])
+        ratio = f"ratio {shown / wanted:.6g}"
+        subject: dict[str, Any] = {"step": step.step, "quantity": "gradient norm", "note": ratio}
+        return difference, Finding.at(rank, wanted, shown, bound=bound, **subject)
 
     return judge_reports(trial, "grad_norm", "gradient norm", lambda step: step.grad_norm, compare)

@@ -39,18 +39,22 @@ def check(trial: Trial) -> Result:
             difference = gradient_distance(trial, rank, fqn, gradient, reference.gradients[fqn])
             worst.append(difference)
             if not difference <= bounds.gradient[step.step]:
-                place: dict[str, Any] = {"step": step.step, "kind": "parameter", "name": fqn, "quantity": "gradient"}
-                off: dict[str, Any] = {"unit": "of the largest entry", "bound": bounds.of(bounds.gradient[step.step])}
-                finding = Finding.at(rank, "the reference's", difference, **place, **off)
+                subject: dict[str, Any] = {"step": step.step, "kind": "parameter", "name": fqn, "quantity": "gradient"}
+                measure: dict[str, Any] = {
+                    "unit": "of the largest entry",
+                    "bound": bounds.of(bounds.gradient[step.step]),
+                }
+                finding = Finding.at(rank, "the reference's", difference, **subject, **measure)
                 findings.append((step.step, difference, finding))
-    unseen = {step for step in {step for step, _, _ in findings} if clipped_unseen(trial, step)}
-    seen = sorted((each for each in findings if each[0] not in unseen), key=lambda each: -each[1])
-    ordered = [finding for _, _, finding in seen]
-    whole, lacking = ([], "") if trial.case.exact else _of_whole_parameters(trial)
-    ordered += [_finding(trial, misfit) for misfit in whole if not misfit.within]
+    steps_with_findings = {step for step, _, _ in findings}
+    unseen = {step for step in steps_with_findings if clipped_unseen(trial, step)}
+    judged = [entry for entry in findings if entry[0] not in unseen]
+    ordered = [finding for _, _, finding in sorted(judged, key=lambda entry: -entry[1])]
+    whole_misfits, lacking = ([], "") if trial.case.exact else _of_whole_parameters(trial)
+    ordered += [_finding(trial, misfit) for misfit in whole_misfits if not misfit.within]
     if (lacking or unseen) and not ordered:
         return Result("gradients", Verdict.UNKNOWN, len(worst) - 1, note=lacking or _remedy(min(unseen)))
-    return verdict_of("gradients", ordered, len(worst) - 1 + len(whole), largest=max(worst))
+    return verdict_of("gradients", ordered, len(worst) - 1 + len(whole_misfits), largest=max(worst))
 
 
 def _remedy(step: int) -> str:
@@ -59,22 +63,22 @@ def _remedy(step: int) -> str:
 
 
 def _of_whole_parameters(trial: Trial) -> tuple[list[Misfit], str]:
-    """Worst first; and what kept a parameter from being judged as a whole."""
-    found: list[Misfit] = []
+    """Return the misfit of each whole gradient, the worst first, and what kept a parameter from being judged as a whole."""
+    all_misfits: list[Misfit] = []
     problem = ""
     for step in trial.case.steps:
-        some, lacking = misfits(trial, step)
-        found += some
+        misfits_of_step, lacking = misfits(trial, step)
+        all_misfits += misfits_of_step
         if lacking and not problem:
             problem = f"step {step}, {lacking[0]}: the slices that ranks hold do not make up one whole gradient"
-    return sorted(found, key=lambda one: -np.nan_to_num(one.excess, nan=np.inf)), problem
+    return sorted(all_misfits, key=lambda misfit: -np.nan_to_num(misfit.excess, nan=np.inf)), problem
 
 
 def _finding(trial: Trial, misfit: Misfit) -> Finding:
-    place: dict[str, Any] = {"step": misfit.step, "kind": "parameter", "name": misfit.fqn, "quantity": "gradient"}
-    here = partial(Finding, ranks=misfit.ranks, expected="the reference's", **place)
+    subject: dict[str, Any] = {"step": misfit.step, "kind": "parameter", "name": misfit.fqn, "quantity": "gradient"}
+    finding_of = partial(Finding, ranks=misfit.ranks, expected="the reference's", **subject)
     if misfit.scaled:
         bound = trial.bounds.of(misfit.fit_bound, tolerance.FIT_FACTOR)
-        return here(observed=misfit.fit, unit="times the reference by best fit", bound=bound)
+        return finding_of(observed=misfit.fit, unit="times the reference by best fit", bound=bound)
     bound = trial.bounds.of(misfit.distance_bound, tolerance.distance_factor(trial.case, misfit.step))
-    return here(observed=misfit.distance, unit="of its norm", bound=bound)
+    return finding_of(observed=misfit.distance, unit="of its norm", bound=bound)

@@ -16,27 +16,28 @@ NEEDS = frozenset({"reference", "values"})
 
 
 def check(trial: Trial) -> Result:
-    findings, examined = [], 0
+    findings: list[Finding] = []
+    examined = 0
     for fqn, full in trial.seed_weights.items():
         covered = np.zeros(full.shape, bool)
-        for rank, held in sorted(trial.holdings.items()):
-            part = held.get(fqn)
-            if fqn in held and part is None:
+        for rank, local_slices in sorted(trial.holdings.items()):
+            local_slice = local_slices.get(fqn)
+            if fqn in local_slices and local_slice is None:
                 findings.append(
                     Finding.at(
                         rank, "a slice of the seed weight", "other values", kind="parameter", name=fqn, quantity="value"
                     )
                 )
-            elif part is not None:
-                take(covered, part)[...] = True
+            elif local_slice is not None:
+                take(covered, local_slice)[...] = True
         examined += 1
         missing = int(covered.size - covered.sum())
         if missing:
-            what: dict[str, Any] = {
+            subject: dict[str, Any] = {
                 "kind": "parameter",
                 "name": fqn,
                 "quantity": "held by some rank",
                 "unit": "elements",
             }
-            findings.append(Finding(**what, expected=covered.size, observed=covered.size - missing))
+            findings.append(Finding(**subject, expected=covered.size, observed=covered.size - missing))
     return verdict_of("initial_weights", findings, examined)

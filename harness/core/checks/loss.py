@@ -20,7 +20,8 @@ OF_GRADIENTS = True
 
 def check(trial: Trial) -> Result:
     bounds = trial.bounds
-    findings, worst = [], 0.0
+    findings: list[Finding] = []
+    worst = 0.0
     for step in map(trial.reference_step, trial.case.steps):
         observed = global_loss(trial, step.step)
         if observed is None:
@@ -28,41 +29,46 @@ def check(trial: Trial) -> Result:
         difference = _relative(observed, step.loss)
         worst = max(worst, difference)
         if not difference <= bounds.loss[step.step]:
-            place: dict[str, Any] = {"step": step.step, "quantity": "loss", "note": ratio_text(observed, step.loss)}
+            subject: dict[str, Any] = {"step": step.step, "quantity": "loss", "note": ratio_text(observed, step.loss)}
             bound = bounds.of(bounds.loss[step.step])
-            findings.append(Finding(**place, expected=step.loss, observed=observed, bound=bound))
+            findings.append(Finding(**subject, expected=step.loss, observed=observed, bound=bound))
         findings += _odd_peers(trial, step.step, bounds.loss[step.step])
     return verdict_of("loss", findings, len(trial.case.steps), largest=worst)
 
 
 def _remedy(trial: Trial) -> str:
-    """For who computes it by hand, in a kernel of his own or in compiled code."""
+    """Return what to do if the trainer computes its loss by hand, in a kernel of its own or in compiled code."""
     trainer = TrainerSpec.parse(trial.run.trainer)
-    where = trainer.name if trainer.is_file else f"the adapter of {trainer.name}"
+    caller = trainer.name if trainer.is_file else f"the adapter of {trainer.name}"
     line = 'harness.adapter.note_loss(labels, loss, reduction="sum")'
     return (
-        f"let {where} call `{line}` where it is computed, if not by torch's cross_entropy or nll_loss in plain Python"
+        f"let {caller} call `{line}` where it is computed, if not by torch's cross_entropy or nll_loss in plain Python"
     )
 
 
 def _odd_peers(trial: Trial, step: int, bound: float) -> list[Finding]:
-    """Ranks that computed another loss than the tp peer that received the same."""
+    """Return findings of ranks that computed another loss than the tp peer that received the same tokens."""
     findings = []
     for rank in last_stage_ranks(trial):
         first = trial.plan.peers(rank, "tp")[0]
         if first == rank:
             continue
-        wanted, seen = losses(trial, first, step), losses(trial, rank, step)
-        place: dict[str, Any] = {"step": step, "quantity": "loss", "note": f"expected: tp peer {first}'s, same tokens"}
-        if len(seen) != len(wanted):
-            findings.append(Finding.at(rank, len(wanted), len(seen), **place, unit="losses"))
+        wanted = losses(trial, first, step)
+        observed = losses(trial, rank, step)
+        subject: dict[str, Any] = {
+            "step": step,
+            "quantity": "loss",
+            "note": f"expected: tp peer {first}'s, same tokens",
+        }
+        if len(observed) != len(wanted):
+            findings.append(Finding.at(rank, len(wanted), len(observed), **subject, unit="losses"))
             continue
-        for (loss, count), (other, other_count) in zip(wanted, seen, strict=True):
-            if not abs(other - loss) <= bound * abs(loss) or count != other_count:
+        for (loss, count), (other_loss, other_count) in zip(wanted, observed, strict=True):
+            if not abs(other_loss - loss) <= bound * abs(loss) or count != other_count:
                 if count != other_count:
-                    findings.append(Finding.at(rank, count, other_count, **place, unit="tokens"))
+                    findings.append(Finding.at(rank, count, other_count, **subject, unit="tokens"))
                 else:
-                    findings.append(Finding.at(rank, loss, other, **place, bound=Bound(bound)))
+                    findings.append(Finding.at(rank, loss, other_loss, **subject, bound=Bound(bound)))
     return findings
 
 

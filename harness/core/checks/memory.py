@@ -49,7 +49,7 @@ def check(trial: Trial) -> Result:
         examined += len(evidence.steps) * len(wanted)
         findings += _held(evidence, wanted)
         findings += _beside(trial, rank) + _growing(trial, rank) + _copied(trial, rank) + _graphs(evidence)
-        examined += sum(len(looked) for looked in (looks(evidence), copied_at_once(evidence)))
+        examined += sum(len(measurements) for measurements in (looks(evidence), copied_at_once(evidence)))
     if findings:
         return verdict_of("memory", findings, examined, note=_allowances_text(trial))
     if unlooked := _unlooked(trial):
@@ -74,15 +74,15 @@ def _unlooked(trial: Trial) -> list[tuple[int, int]]:
 
 def planned(trial: Trial, rank: int) -> dict[str, tuple[int, int]]:
     """The least and the most bytes that a rank holds between steps, by kind."""
-    least, most = trial.plan.parameter_bytes[rank]
+    smallest, largest = trial.plan.parameter_bytes[rank]
     copies = COPIES[trial.case.training.optimizer] + trial.assumption.optimizer.copies
-    fewer = muon_bytes(trial.case, trial.plan.slices[rank])
-    _, gradients = trial.plan.gradient_bytes.get(rank, (least, most))
-    of_state = trial.plan.state_bytes.get(rank, (least, most))
+    muon_saving = muon_bytes(trial.case, trial.plan.slices[rank])
+    _, gradients = trial.plan.gradient_bytes.get(rank, (smallest, largest))
+    of_state = trial.plan.state_bytes.get(rank, (smallest, largest))
     return {
-        "parameters": (least, most + allowed_bytes(trial, rank, "gathered")),
+        "parameters": (smallest, largest + allowed_bytes(trial, rank, "gathered")),
         "gradients": (0, gradients + trial.plan.gradient_spare.get(rank, 0)),
-        "optimizer_state": (copies * of_state[0] - fewer, copies * of_state[1] - fewer),
+        "optimizer_state": (copies * of_state[0] - muon_saving, copies * of_state[1] - muon_saving),
     }
 
 
@@ -91,13 +91,13 @@ def _held(evidence: RankEvidence, wanted: dict[str, tuple[int, int]]) -> list[Fi
     findings = []
     for step in evidence.steps:
         for kind, (low, high) in wanted.items():
-            held = step.memory.get(kind)
+            held_bytes = step.memory.get(kind)
             if kind == "gradients":
                 high += unsettled_bytes(step)
-            if held is not None and not low <= held <= high:
-                planned = low if low == high else Limit(low, high)
-                what: dict[str, Any] = {"step": step.step, "quantity": kind, "unit": "bytes"}
-                findings.append(Finding.at(evidence.rank, planned, held, **what))
+            if held_bytes is not None and not low <= held_bytes <= high:
+                expected = low if low == high else Limit(low, high)
+                subject: dict[str, Any] = {"step": step.step, "quantity": kind, "unit": "bytes"}
+                findings.append(Finding.at(evidence.rank, expected, held_bytes, **subject))
     return findings
 
 
@@ -106,9 +106,9 @@ def _at_most(trial: Trial) -> Result:
     findings, examined = [], 0
     copies = _copies(trial)
     for rank, evidence in sorted(trial.ranks.items()):
-        least, most = trial.plan.parameter_bytes[rank]
-        wanted = {"parameters": (least, most), "gradients": (0, most)}
-        wanted |= {} if copies is None else {"optimizer_state": (0, copies * most)}
+        smallest, largest = trial.plan.parameter_bytes[rank]
+        wanted = {"parameters": (smallest, largest), "gradients": (0, largest)}
+        wanted |= {} if copies is None else {"optimizer_state": (0, copies * largest)}
         examined += len(evidence.steps) * len(wanted)
         findings += _held(evidence, wanted)
     if (unlooked := _unlooked(trial)) and not findings:
@@ -119,8 +119,8 @@ def _at_most(trial: Trial) -> Result:
 
 def _copies(trial: Trial) -> int | None:
     """How many numbers a parameter torch's optimizers that were seen keep at most; None of others."""
-    known = {_copies_of(text) for one in trial.run.summaries.values() for text in one.optimizers}
-    return max((one or 0 for one in known), default=None) if None not in known else None
+    counts = {_copies_of(text) for kept_numbers in trial.run.summaries.values() for text in kept_numbers.optimizers}
+    return max((count or 0 for count in counts), default=None) if None not in counts else None
 
 
 def _copies_of(text: str) -> int | None:
@@ -140,7 +140,7 @@ def most_kept(trial: Trial, rank: int) -> int:
 def spare(trial: Trial, rank: int) -> int:
     """Around a single rank, too, DDP has its buckets, though no case requests it there."""
     requested = trial.case.wrapper in BUCKETED
-    unrequested = not requested and any(one.kind in BUCKETED for one in trial.ranks[rank].structure.values())
+    unrequested = not requested and any(wrapper.kind in BUCKETED for wrapper in trial.ranks[rank].structure.values())
     buckets = trial.plan.parameter_bytes[rank][0] if unrequested else 0
     return trial.plan.spare_bytes[rank] + buckets + staged(trial, rank)
 
@@ -165,13 +165,13 @@ def _allowances_text(trial: Trial) -> str:
 
 
 def _beside(trial: Trial, rank: int) -> list[Finding]:
-    held, most = copies_kept(trial, rank), most_kept(trial, rank)
+    copies, limit = copies_kept(trial, rank), most_kept(trial, rank)
     if not kept_beside(trial, rank):
         return []
-    shown = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in held[:3])
-    note = f"{counted(len(held), 'tensor')}: {shown}{', ..' * (len(held) > 3)}"
-    total = sum(tensor.bytes for tensor in held)
-    return [Finding.at(rank, Limit(most=most), total, quantity=UNACCOUNTED, unit="bytes", note=note)]
+    shown = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in copies[:3])
+    note = f"{counted(len(copies), 'tensor')}: {shown}{', ..' * (len(copies) > 3)}"
+    total = sum(tensor.bytes for tensor in copies)
+    return [Finding.at(rank, Limit(most=limit), total, quantity=UNACCOUNTED, unit="bytes", note=note)]
 
 
 def kept_beside(trial: Trial, rank: int) -> bool:
@@ -193,69 +193,71 @@ def growth(evidence: RankEvidence) -> float:
 
     A cache that fills once grows in one interval, a buffer that is filled anew in none.
     """
-    seen = looks(evidence)
-    rates = [(later - sooner) / (end - begin) for (begin, sooner), (end, later) in itertools.pairwise(seen)]
+    kept_by_step = looks(evidence)
+    rates = [(later - sooner) / (end - begin) for (begin, sooner), (end, later) in itertools.pairwise(kept_by_step)]
     return max(0.0, min(rates)) if len(rates) > 1 else 0.0
 
 
 def grown(evidence: RankEvidence) -> dict[str, int]:
     """Return, by "dtype shape", how much more is kept after the last step than after the first, most first."""
     first, *_, last = [_more_than_one(step.kept) for step in evidence.steps if step.kept is not None]
-    more = {key: size - first.get(key, 0) for key, size in last.items() if size > first.get(key, 0)}
-    return dict(sorted(more.items(), key=lambda item: -item[1]))
+    growth_by_tensor = {key: size - first.get(key, 0) for key, size in last.items() if size > first.get(key, 0)}
+    return dict(sorted(growth_by_tensor.items(), key=lambda item: -item[1]))
 
 
 def unwaited_more(evidence: RankEvidence) -> int:
     """Return how many functional collectives were never waited for, first step to last, where each step brought more."""
-    seen = [step.unwaited for step in evidence.steps if step.unwaited is not None]
-    return seen[-1] - seen[0] if all(later > sooner for sooner, later in itertools.pairwise(seen)) and seen else 0
+    counts = [step.unwaited for step in evidence.steps if step.unwaited is not None]
+    return (
+        counts[-1] - counts[0] if all(later > sooner for sooner, later in itertools.pairwise(counts)) and counts else 0
+    )
 
 
 def _growing(trial: Trial, rank: int) -> list[Finding]:
-    evidence, most = trial.ranks[rank], trial.plan.table_bytes
-    if (rate := growth(evidence)) <= most:
+    evidence, limit = trial.ranks[rank], trial.plan.table_bytes
+    if (rate := growth(evidence)) <= limit:
         return []
     note = f"steps {looks(evidence)[0][0]} to {looks(evidence)[-1][0]}: {', '.join(list(grown(evidence))[:3])}"
-    if more := unwaited_more(evidence):
-        note += f"; torch keeps the results of {more} functional collectives that nothing waited for"
+    if never_waited := unwaited_more(evidence):
+        note += f"; torch keeps the results of {never_waited} functional collectives that nothing waited for"
     return [
         Finding.at(
-            rank, Limit(most=most), math.ceil(rate), quantity="retained more after each step", unit="bytes", note=note
+            rank, Limit(most=limit), math.ceil(rate), quantity="retained more after each step", unit="bytes", note=note
         )
     ]
 
 
 def _graphs(evidence: RankEvidence) -> list[Finding]:
-    seen = [(step.step, step.graphs_retained) for step in evidence.steps if step.graphs_retained]
+    retained = [(step.step, step.graphs_retained) for step in evidence.steps if step.graphs_retained]
     name = "autograd graphs that live on in the next forward pass"
-    return [Finding.at(evidence.rank, 0, count, step=step, quantity=name) for step, count in seen]
+    return [Finding.at(evidence.rank, 0, count, step=step, quantity=name) for step, count in retained]
 
 
 def copied_at_once(evidence: RankEvidence) -> list[tuple[int, str, int]]:
     """Step, phase and bytes of copies of weights, the most at once; a step without copies has none, in no phase."""
-    found = []
+    copies = []
     for step in evidence.steps:
         if step.copied is not None:
-            found += [(step.step, phase, size) for phase, size in step.copied.items()] or [(step.step, "", 0)]
-    return found
+            copies += [(step.step, phase, size) for phase, size in step.copied.items()] or [(step.step, "", 0)]
+    return copies
 
 
 def most_copied(trial: Trial, rank: int, phase: str, step: int) -> int:
     """Twice the largest parameter: who copies one after the other has two while the second is made. Outside of forward and
     backward, where nothing is gathered, twice the largest slice. What is written in the background is copied first."""
     inside = phase in ("forward", "backward", "pipeline")
-    kept = allowed_bytes(trial, rank, "kept") * (phase == BEFORE_FORWARD)  # which may be replaced in each step
+    allowed_kept = allowed_bytes(trial, rank, "kept") * (phase == BEFORE_FORWARD)  # which may be replaced in each step
     parts = trial.plan.slices[rank]
     largest = max(math.prod(trial.plan.shapes[fqn]) if inside else numel(part) for fqn, part in parts.items())
     saving = staged(trial, rank) if step > (trial.case.saved_step or 0) else 0
-    return 2 * largest * BYTES[trial.case.training.dtype] + allowed_bytes(trial, rank, "copied") + kept + saving
+    return 2 * largest * BYTES[trial.case.training.dtype] + allowed_bytes(trial, rank, "copied") + allowed_kept + saving
 
 
 def copied_too_much(trial: Trial, rank: int) -> list[tuple[int, int, str]]:
     """Bytes, step and phase; most first."""
-    found = copied_at_once(trial.ranks[rank])
+    copies = copied_at_once(trial.ranks[rank])
     return sorted(
-        ((size, step, phase) for step, phase, size in found if size > most_copied(trial, rank, phase, step)),
+        ((size, step, phase) for step, phase, size in copies if size > most_copied(trial, rank, phase, step)),
         reverse=True,
     )
 
@@ -278,11 +280,15 @@ def _copied(trial: Trial, rank: int) -> list[Finding]:
 
 def copies_kept(trial: Trial, rank: int) -> list[HeldTensor]:
     """What may hold weights or gradients; one number may not."""
-    own = {tensor.value.shape for tensor in trial.ranks[rank].parameters}
-    shapes = own | set(trial.case.model.parameter_shapes().values())
+    local_shapes = {tensor.value.shape for tensor in trial.ranks[rank].parameters}
+    shapes = local_shapes | set(trial.case.model.parameter_shapes().values())
     shapes = (shapes | {shape[::-1] for shape in shapes}) - _handed_on(trial.case)
-    held = trial.ranks[rank].held or ()
-    return [t for t in held if math.prod(t.shape) > 1 and (len(t.shape) == 1 or tuple(t.shape) in shapes)]
+    held_tensors = trial.ranks[rank].held or ()
+    return [
+        held_tensor
+        for held_tensor in held_tensors
+        if math.prod(held_tensor.shape) > 1 and (len(held_tensor.shape) == 1 or tuple(held_tensor.shape) in shapes)
+    ]
 
 
 def _handed_on(case: Case) -> set[tuple[int, ...]]:

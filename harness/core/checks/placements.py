@@ -8,6 +8,7 @@ and ranks that hold the same parameters agree on them.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -36,7 +37,8 @@ Claim = set[tuple[str, tuple[int, ...]]]
 
 
 def check(trial: Trial) -> Result:
-    findings, examined = [], 0
+    findings: list[Finding] = []
+    examined = 0
     for rank, evidence in sorted(trial.ranks.items()):
         for tensor in evidence.parameters:
             examined += 1
@@ -44,47 +46,49 @@ def check(trial: Trial) -> Result:
         for module, wrapper in evidence.structure.items():
             examined += 1
             findings += _wrapper_findings(trial, rank, module, wrapper)
-        examined += len(trial.plan.units[rank]) if units_seen(trial, rank) else 0
+        if units_seen(trial, rank):
+            examined += len(trial.plan.units[rank])
         findings += _missing_replication(trial, rank) + _wrong_units(trial, rank)
     findings += disagreements(trial)
-    unseen = [rank for rank in sorted(trial.ranks) if trial.plan.units[rank] and not units_seen(trial, rank)]
-    if unseen and not findings:
-        return Result("placements", Verdict.UNKNOWN, examined, note=untold_rank(unseen[0]))
+    without_units = [rank for rank in sorted(trial.ranks) if trial.plan.units[rank] and not units_seen(trial, rank)]
+    if without_units and not findings:
+        return Result("placements", Verdict.UNKNOWN, examined, note=untold_rank(without_units[0]))
     findings.sort(key=lambda finding: finding.rank != 0)
     return verdict_of("placements", findings, examined, note=_units_text(trial) if not findings else "")
 
 
 def _units_text(trial: Trial) -> str:
     """Return the units of the first rank of each pipeline stage, where they are the trainer's choice."""
-    found: dict[tuple[str, ...], tuple[Unit, ...]] = {}
+    units_by_stage: dict[tuple[str, ...], tuple[Unit, ...]] = {}
     for rank, units in (trial.plan.observed or {}).items():
-        found.setdefault(tuple(trial.plan.slices[rank]), units)
-    every = [unit for units in found.values() for unit in units]
-    return f"{len(every)} FSDP units observed: {units_text(every, trial.case.shards)}" if every else ""
+        units_by_stage.setdefault(tuple(trial.plan.slices[rank]), units)
+    all_units = list(itertools.chain.from_iterable(units_by_stage.values()))
+    return f"{len(all_units)} FSDP units observed: {units_text(all_units, trial.case.shards)}" if all_units else ""
 
 
 def disagreements(trial: Trial) -> list[Finding]:
-    """Yield ranks whose units differ from those of most ranks that hold the same parameters."""
-    alike: dict[tuple[str, ...], dict[frozenset[Unit], list[int]]] = {}
-    for rank, seen in (trial.plan.observed or {}).items():
-        same = frozenset(Unit(tuple(sorted(unit.parameters)), unit.degree) for unit in seen)
-        alike.setdefault(_held(trial, rank), {}).setdefault(same, []).append(rank)
+    """Return findings of ranks whose units differ from those of most ranks that hold the same parameters."""
+    by_parameters: dict[tuple[str, ...], dict[frozenset[Unit], list[int]]] = {}
+    for rank, observed_units in (trial.plan.observed or {}).items():
+        unit_set = frozenset(Unit(tuple(sorted(unit.parameters)), unit.degree) for unit in observed_units)
+        by_parameters.setdefault(_held(trial, rank), {}).setdefault(unit_set, []).append(rank)
     findings = []
-    for kinds in alike.values():
-        (most, ranks), *others = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
-        for units, those in others:
-            expected, observed = (_units_line(trial, one) for one in (most - units, units - most))
-            what: dict[str, Any] = {
+    for ranks_by_units in by_parameters.values():
+        (common_units, ranks), *other_kinds = sorted(ranks_by_units.items(), key=lambda kind: -len(kind[1]))
+        for units, differing_ranks in other_kinds:
+            expected = _units_line(trial, common_units - units)
+            observed = _units_line(trial, units - common_units)
+            subject: dict[str, Any] = {
                 "kind": "unit",
                 "quantity": APART,
                 "note": f"expected: as on ranks {ranks_text(ranks)}",
             }
-            findings.append(Finding(ranks=tuple(those), expected=expected, observed=observed, **what))
+            findings.append(Finding(ranks=tuple(differing_ranks), expected=expected, observed=observed, **subject))
     return findings
 
 
 def _held(trial: Trial, rank: int) -> tuple[str, ...]:
-    """The parameters that a rank holds as planned, or where that is not derived, as it has them."""
+    """Return the fqns of the parameters that a rank holds by the plan, or that it has where the plan does not derive them."""
     return tuple(trial.plan.slices[rank]) or tuple(sorted(tensor.fqn for tensor in trial.run.like(rank).parameters))
 
 
@@ -93,7 +97,10 @@ def _units_line(trial: Trial, units: frozenset[Unit]) -> str:
 
 
 def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
-    """Shards must be claimed exactly; replication may be claimed by the tensor or by its wrapper."""
+    """Return findings of a parameter whose claimed shards are not the planned ones.
+
+    Shards must be claimed exactly; replication may be claimed by the tensor or by its wrapper.
+    """
     if tensor.fqn not in trial.plan.slices[rank]:
         return _over_stages(trial, rank, tensor)
     wanted = planned_shards(trial, rank, tensor.fqn)
@@ -106,23 +113,31 @@ def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Fi
 
 
 def _another_slice(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
-    """Yield the claims that a slice is another one, with other contents, where it is the one that the plan puts there."""
+    """Return a finding if a tensor claims to be another slice, with other contents, and is the one that the plan puts there."""
     full = trial.seed_weights.get(tensor.fqn)
     if trial.plan.flat or full is None or len(tensor.global_shape) != full.ndim:
         return []  # of a part of a flattened vector no mesh claims which
-    held, claim = trial.holdings[rank].get(tensor.fqn), claimed_slice(rank, tensor)
-    if tensor.mesh is None or claim is None or held != trial.plan.slices[rank][tensor.fqn]:
+    local_slice = trial.holdings[rank].get(tensor.fqn)
+    claim = claimed_slice(rank, tensor)
+    if tensor.mesh is None or claim is None or local_slice != trial.plan.slices[rank][tensor.fqn]:
         return []
-    if claim == held or is_at(tensor.value, full, claim):
+    if claim == local_slice or is_at(tensor.value, full, claim):
         return []
-    expected, observed = (Part(part, trial.plan.shapes[tensor.fqn]) for part in (held, claim))
+    expected = Part(local_slice, trial.plan.shapes[tensor.fqn])
+    observed = Part(claim, trial.plan.shapes[tensor.fqn])
     return [replace(_claimed(rank, tensor.fqn, expected, observed), note="expected: the slice that it holds")]
 
 
 def _over_stages(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:
-    """What is not derived may lie in many ways, but two stages of a pipeline hold no parameter together."""
+    """Return a finding if a parameter that the plan does not derive is claimed over ranks of several pipeline stages.
+
+    Such a parameter may lie in many ways, but two stages of a pipeline hold no parameter together.
+    """
     stage = _stage(trial, rank)
-    wrong = {(kind, ranks) for kind, ranks in claims(rank, tensor) if any(_stage(trial, one) != stage for one in ranks)}
+    wrong: Claim = set()
+    for kind, ranks in claims(rank, tensor):
+        if any(_stage(trial, peer) != stage for peer in ranks):
+            wrong.add((kind, ranks))
     return [_claimed(rank, tensor.fqn, "on one pipeline stage", _text(wrong))] if wrong else []
 
 
@@ -131,21 +146,28 @@ def _stage(trial: Trial, rank: int) -> int:
 
 
 def _claims_nothing(trial: Trial, rank: int, tensor: TensorEvidence) -> bool:
-    """A plain tensor of a trainer's own parallel layers, as large as the rank's slice: what is in it the check shard_contents
-    judges. One that is as large as the whole claims to be it."""
-    part, whole = trial.plan.slices[rank][tensor.fqn], trial.plan.shapes[tensor.fqn]
-    size = tuple(stop - start for start, stop in part)
-    return tensor.mesh is None and tensor.global_shape == tensor.value.shape == size != tuple(whole)
+    """Return whether it is a plain tensor of a trainer's own parallel layers, as large as the rank's slice.
+
+    The check shard_contents judges what is in it. One that is as large as the whole parameter claims to be it.
+    """
+    local_slice = trial.plan.slices[rank][tensor.fqn]
+    full_shape = trial.plan.shapes[tensor.fqn]
+    size = tuple(stop - start for start, stop in local_slice)
+    return tensor.mesh is None and tensor.global_shape == tensor.value.shape == size != tuple(full_shape)
 
 
 def planned_shards(trial: Trial, rank: int, fqn: str) -> Claim:
-    """The groups whose members hold other parts, by the dim in which these differ. FSDP1's slices look like plain tensors: its
-    wrapper claims them. What ZeRO flattens tp may have cut."""
+    """Return the groups whose members hold other slices of a parameter, by the dim in which these differ.
+
+    FSDP1's slices look like plain tensors: its wrapper claims them. What ZeRO flattens tp may have cut.
+    """
     plan = trial.plan
     shards: Claim = set()
     if plan.flat and (dim := tp_dim(fqn)) is not None and plan.dims.tp > 1:
         shards.add((f"dim {dim}", plan.peers(rank, "tp")))
-    for axis in () if plan.flat else ("tp", plan.shard_axis):
+    if plan.flat:
+        return shards
+    for axis in ("tp", plan.shard_axis):
         parts = [plan.slices[peer][fqn] for peer in plan.peers(rank, axis)]
         cut = (dim for dim, intervals in enumerate(zip(*parts, strict=True)) if len(set(intervals)) > 1)
         shards |= {(f"dim {dim}", plan.peers(rank, axis)) for dim in cut}
@@ -153,22 +175,22 @@ def planned_shards(trial: Trial, rank: int, fqn: str) -> Claim:
 
 
 def claims(rank: int, tensor: TensorEvidence) -> Claim:
-    """For each mesh axis of degree above 1: what it does to the tensor, and this rank's line of ranks along it."""
+    """Return, for each mesh axis of degree above 1, what it does to the tensor, and this rank's line of ranks along it."""
     if tensor.mesh is None:
         return set()
     mesh = np.array(tensor.mesh)
-    found: Claim = set()
+    claimed: Claim = set()
     for axis, placement in enumerate(tensor.placements):
         if mesh.shape[axis] > 1 and rank in mesh:
-            place = list(np.argwhere(mesh == rank)[0])
-            place[axis] = slice(None)
-            ranks = tuple(sorted(int(r) for r in mesh[tuple(place)]))
-            found.add((_kind(placement), ranks))
-    return found
+            index = list(np.argwhere(mesh == rank)[0])
+            index[axis] = slice(None)
+            ranks = tuple(sorted(int(peer) for peer in mesh[tuple(index)]))
+            claimed.add((_kind(placement), ranks))
+    return claimed
 
 
 def _kind(placement: str) -> str:
-    """ "Shard(0)" and "StridedShard(0)" both cut dim 0."""
+    """Return what a placement does to a tensor: "Shard(0)" and "StridedShard(0)" both cut "dim 0"."""
     return "dim " + placement.split("(")[1].rstrip(")") if "Shard" in placement else placement.lower()
 
 
@@ -176,24 +198,27 @@ def _wrapper_findings(trial: Trial, rank: int, module: str, wrapper: Wrapper) ->
     findings = []
     claimed = {"shard_ranks": wrapper.shard_ranks, "replicate_ranks": wrapper.replicate_ranks}
     for (key, ranks), axis in zip(claimed.items(), (trial.plan.shard_axis, trial.plan.replicate_axis), strict=True):
-        wanted, used = trial.plan.peers(rank, axis), tuple(sorted(ranks or (rank,)))
-        alone = axis == trial.plan.replicate_axis and used == (rank,) and wrapper.shard_ranks  # DDP of one rank is none
-        if used != wanted and not (alone and joined_in_step(trial, rank, wanted)):
-            what: dict[str, Any] = {
+        wanted = trial.plan.peers(rank, axis)
+        used = tuple(sorted(ranks or (rank,)))
+        # DDP of one rank is none
+        is_single_replica = axis == trial.plan.replicate_axis and used == (rank,) and wrapper.shard_ranks
+        if used != wanted and not (is_single_replica and joined_in_step(trial, rank, wanted)):
+            subject: dict[str, Any] = {
                 "kind": "wrapper",
                 "name": module or "the root",
                 "quantity": f"{wrapper.kind} {key}",
             }
-            findings.append(Finding.at(rank, wanted, used, **what, axis=axis, unit="ranks"))
+            findings.append(Finding.at(rank, wanted, used, **subject, axis=axis, unit="ranks"))
     return findings
 
 
 def _missing_replication(trial: Trial, rank: int) -> list[Finding]:
-    """An axis requested that no wrapper and no parameter knows of."""
+    """Return a finding if replicas are requested, and no wrapper and no parameter of the rank claims them."""
     axis = trial.plan.replicate_axis
     if axis not in trial.plan.groups:
         return []
-    evidence, wanted = trial.ranks[rank], trial.plan.group_of(rank, axis)
+    evidence = trial.ranks[rank]
+    wanted = trial.plan.group_of(rank, axis)
     by_wrapper = any(tuple(sorted(wrapper.replicate_ranks)) == wanted for wrapper in evidence.structure.values())
     by_tensor = any(("replicate", wanted) in claims(rank, tensor) for tensor in evidence.parameters)
     if by_wrapper or by_tensor or joined_in_step(trial, rank, wanted):
@@ -202,30 +227,40 @@ def _missing_replication(trial: Trial, rank: int) -> list[Finding]:
 
 
 def _wrong_units(trial: Trial, rank: int) -> list[Finding]:
-    seen, findings = units_seen(trial, rank), []
+    claimed_units = units_seen(trial, rank)
+    findings: list[Finding] = []
     if trial.plan.observed is not None:
         return _parameters_not_in_one_unit(trial, rank)
-    for unit in trial.plan.units[rank] if seen else ():
-        parts = [part for part in seen if part & set(unit)]
-        if parts != [frozenset(unit)]:
-            others = {fqn for part in parts for fqn in part - set(unit)}
-            text = f"in {len(parts)} units" + (f", together with {len(others)} others" if others else "")
-            if left_out := tuple(fqn for fqn in unit if not any(fqn in part for part in seen)):
-                what: dict[str, Any] = {"kind": "unit", "name": unit[0], "quantity": LEFT_OUT}
-                findings.append(Finding.at(rank, (), left_out, **what))
-                continue
-            together = f"its {len(unit)} parameters gathered together, and no others"
-            findings.append(Finding.at(rank, together, text, kind="unit", name=unit[0]))
+    if not claimed_units:
+        return findings
+    in_some_unit = frozenset[str]().union(*claimed_units)
+    for unit in trial.plan.units[rank]:
+        overlapping = [seen_unit for seen_unit in claimed_units if seen_unit & set(unit)]
+        if overlapping == [frozenset(unit)]:
+            continue
+        left_out = tuple(fqn for fqn in unit if fqn not in in_some_unit)
+        if left_out:
+            subject: dict[str, Any] = {"kind": "unit", "name": unit[0], "quantity": LEFT_OUT}
+            findings.append(Finding.at(rank, (), left_out, **subject))
+            continue
+        other_fqns = frozenset[str]().union(*overlapping) - set(unit)
+        observed = f"in {len(overlapping)} units" + (f", together with {len(other_fqns)} others" if other_fqns else "")
+        expected = f"its {len(unit)} parameters gathered together, and no others"
+        findings.append(Finding.at(rank, expected, observed, kind="unit", name=unit[0]))
     return findings
 
 
 def _parameters_not_in_one_unit(trial: Trial, rank: int) -> list[Finding]:
     assert trial.plan.observed is not None
     units = trial.plan.observed.get(rank, ())
-    counted = Counter(fqn for unit in units for fqn in unit.parameters)
-    wrong = [fqn for fqn in trial.plan.slices[rank] if counted[fqn] != 1] if units else []
-    what: dict[str, Any] = {"kind": "parameter", "quantity": "FSDP units"}
-    return [Finding.at(rank, 1, counted[fqn], name=fqn, **what) for fqn in wrong]
+    if not units:
+        return []
+    counts: Counter[str] = Counter()
+    for unit in units:
+        counts.update(unit.parameters)
+    wrong = [fqn for fqn in trial.plan.slices[rank] if counts[fqn] != 1]
+    subject: dict[str, Any] = {"kind": "parameter", "quantity": "FSDP units"}
+    return [Finding.at(rank, 1, counts[fqn], name=fqn, **subject) for fqn in wrong]
 
 
 def _claimed(rank: int, fqn: str, expected: Value, observed: Value) -> Finding:

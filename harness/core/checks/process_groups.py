@@ -20,25 +20,32 @@ NEEDS = frozenset({"structure", "groups", "members"})
 def check(trial: Trial) -> Result:
     if trial.plan.dims.world_size == 1:
         return not_applicable("process_groups", "one rank has no groups")
-    findings, examined = [], 0
+    findings: list[Finding] = []
+    examined = 0
     for rank, evidence in sorted(trial.ranks.items()):
-        exist = {group.ranks for group in evidence.groups}
+        existing_groups = {group.ranks for group in evidence.groups}
         for axis in _axes_in_use(trial):
             wanted = trial.plan.group_of(rank, axis)
             if len(wanted) == 1:
                 continue
             examined += 1
-            if wanted not in exist:
-                near = [ranks_text(ranks) for ranks in sorted(exist) if len(ranks) == len(wanted)]
-                note = f"groups of that size: {' '.join(near)}" * bool(near)
-                what: dict[str, Any] = {"kind": "group", "axis": axis, "group": wanted, "note": note}
-                findings.append(Finding.at(rank, "a group of these ranks", None, **what))
-    findings += _disagreements(trial) if "moment" in trial.provided else []
+            if wanted not in existing_groups:
+                same_size = [ranks_text(ranks) for ranks in sorted(existing_groups) if len(ranks) == len(wanted)]
+                note = ""
+                if same_size:
+                    note = f"groups of that size: {' '.join(same_size)}"
+                subject: dict[str, Any] = {"kind": "group", "axis": axis, "group": wanted, "note": note}
+                findings.append(Finding.at(rank, "a group of these ranks", None, **subject))
+    if "moment" in trial.provided:
+        findings += _disagreements(trial)
     return verdict_of("process_groups", findings, examined)
 
 
 def _axes_in_use(trial: Trial) -> list[str]:
-    """Nothing runs over dp_shard or dp_replicate by itself where it is folded with cp. Two ranks that send need no group."""
+    """Return the axes of the plan over which something runs.
+
+    Nothing runs over dp_shard or dp_replicate by itself where it is folded with cp. Two ranks that send need no group.
+    """
     plan = trial.plan
     unused = {axis.removesuffix("_cp") for axis in (plan.shard_axis, plan.replicate_axis) if axis.endswith("_cp")}
     unused |= {ENDS} if trial.traits.tied_reduces_by == "send" else set()
@@ -46,15 +53,15 @@ def _axes_in_use(trial: Trial) -> list[str]:
 
 
 def _disagreements(trial: Trial) -> list[Finding]:
-    """A group's name must mean the same ranks to each of its members."""
+    """Return findings of groups whose name does not mean the same ranks to each of their members."""
     findings = []
     for rank, evidence in sorted(trial.ranks.items()):
         for group in evidence.groups:
-            for other in group.ranks:
-                if other != rank and other in trial.ranks and group not in trial.ranks[other].groups:
-                    what: dict[str, Any] = {"kind": "group", "name": group.name, "group": group.ranks}
-                    expected = f"the same group on rank {other}"
+            for peer in group.ranks:
+                if peer != rank and peer in trial.ranks and group not in trial.ranks[peer].groups:
+                    subject: dict[str, Any] = {"kind": "group", "name": group.name, "group": group.ranks}
+                    expected = f"the same group on rank {peer}"
                     findings.append(
-                        Finding(ranks=tuple(sorted((rank, other))), expected=expected, observed=None, **what)
+                        Finding(ranks=tuple(sorted((rank, peer))), expected=expected, observed=None, **subject)
                     )
     return findings

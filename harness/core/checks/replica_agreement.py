@@ -43,97 +43,120 @@ def check(trial: Trial) -> Result:
 
 
 def _by_values(trial: Trial) -> Result:
-    families, planned = replica_families(trial), planned_families(trial)
+    families = replica_families(trial)
+    planned = planned_families(trial)
     if not families and (not planned or trial.assumption.references):
         return not_applicable("replica_agreement", "no two ranks hold the same slice of anything")
-    findings, examined = [], 0
+    findings: list[Finding] = []
+    examined = 0
     for step in trial.case.steps:
-        for what, alike in (("gradients", gradient_families(trial, families)), ("parameters", families)):
-            for (fqn, _), ranks in alike.items():
+        for quantity, replicated in (("gradients", gradient_families(trial, families)), ("parameters", families)):
+            for (fqn, _), ranks in replicated.items():
                 examined += len(ranks) - 1
-                findings += _differing(trial, step, what, fqn, ranks)
-    apart = [key for key, ranks in planned.items() if not set(ranks) <= set(families.get(key, ()))]
-    apart = [] if trial.assumption.references else apart
-    if apart and not findings:
-        text = f"ranks {ranks_text(planned[apart[0]])} should hold the same slice of {apart[0][0]} and do not"
-        note = f"{text} ({len(apart)} of {len(planned)} such slices); see `shard_contents`"
+                findings += _differing(trial, step, quantity, fqn, ranks)
+    not_found: list[Replicated] = []
+    if not trial.assumption.references:
+        not_found = [key for key, ranks in planned.items() if not set(ranks) <= set(families.get(key, ()))]
+    if not_found and not findings:
+        first_key = not_found[0]
+        text = f"ranks {ranks_text(planned[first_key])} should hold the same slice of {first_key[0]} and do not"
+        note = f"{text} ({len(not_found)} of {len(planned)} such slices); see `shard_contents`"
         return Result("replica_agreement", Verdict.UNKNOWN, examined, note=note)
     return verdict_of("replica_agreement", findings, examined)
 
 
 def planned_families(trial: Trial) -> dict[Replicated, list[int]]:
+    """Return, by parameter and slice, the ranks that should hold it by the plan, where there are several."""
     return _shared({rank: trial.plan.slices[rank] for rank in sorted(trial.ranks)})
 
 
 def replica_families(trial: Trial) -> dict[Replicated, list[int]]:
-    """Compare ranks that train by the same reference: a hypothesis may say that some train separately."""
-    found: dict[Replicated, list[int]] = {}
-    for together in _together(trial):
-        held = {rank: {fqn: trial.slice_of(rank, fqn) for fqn in trial.holdings[rank]} for rank in together}
-        found |= {key: ranks for key, ranks in _shared(held).items() if key not in found}
-    return found
+    """Return, by parameter and slice, the ranks that hold it, where there are several that train by the same reference.
+
+    A hypothesis may say that some train separately.
+    """
+    families: dict[Replicated, list[int]] = {}
+    for ranks_of_reference in _together(trial):
+        local_slices: dict[int, dict[str, Slice | None]] = {}
+        for rank in ranks_of_reference:
+            local_slices[rank] = {fqn: trial.slice_of(rank, fqn) for fqn in trial.holdings[rank]}
+        families |= {key: ranks for key, ranks in _shared(local_slices).items() if key not in families}
+    return families
 
 
 def gradient_families(trial: Trial, families: dict[Replicated, list[int]]) -> dict[Replicated, list[int]]:
-    """Return the slices of parameters, or those of the plan if ZeRO cuts gradients separately."""
-    apart = trial.plan.gradient_slices
-    return _shared({rank: apart[rank] for rank in sorted(trial.ranks)}) if apart else families
+    """Return the families of parameters, or those of the plan's slices of gradients if ZeRO cuts gradients separately."""
+    gradient_slices = trial.plan.gradient_slices
+    if not gradient_slices:
+        return families
+    return _shared({rank: gradient_slices[rank] for rank in sorted(trial.ranks)})
 
 
 def _together(trial: Trial) -> list[list[int]]:
+    """Return the ranks that train by the same reference, a list for each reference."""
     groups: dict[int, list[int]] = defaultdict(list)
     for rank in sorted(trial.ranks):
         groups[id(trial.reference_of(rank))].append(rank)
     return list(groups.values())
 
 
-def _shared(held: Mapping[int, Mapping[str, Slice | None]]) -> dict[Replicated, list[int]]:
+def _shared(slices_by_rank: Mapping[int, Mapping[str, Slice | None]]) -> dict[Replicated, list[int]]:
     """Return, by parameter and slice, the ranks that hold it, where there are several."""
     families: dict[Replicated, list[int]] = defaultdict(list)
-    for rank, slices in held.items():
-        for fqn, part in slices.items():
-            if part is not None and numel(part):
-                families[fqn, part].append(rank)
+    for rank, slices in slices_by_rank.items():
+        for fqn, local_slice in slices.items():
+            if local_slice is not None and numel(local_slice):
+                families[fqn, local_slice].append(rank)
     return {key: ranks for key, ranks in families.items() if len(ranks) > 1}
 
 
-def _differing(trial: Trial, step: int, what: str, fqn: str, ranks: list[int]) -> list[Finding]:
-    values = {rank: _value(trial, rank, step, what, fqn) for rank in ranks}
-    pair = most_and_others({rank: _key(value) for rank, value in values.items()})
-    if pair is None:
+def _differing(trial: Trial, step: int, quantity: str, fqn: str, ranks: list[int]) -> list[Finding]:
+    """Return a finding if these ranks hold different values. quantity: "gradients" or "parameters"."""
+    values = {rank: _value(trial, rank, step, quantity, fqn) for rank in ranks}
+    majority_and_others = most_and_others({rank: _key(value) for rank, value in values.items()})
+    if majority_and_others is None:
         return []
-    first, other = pair[0][0], pair[1][0]
-    one, another = values[first], values[other]
-    seen = None if one is None or another is None else _distance(another, one)
+    first = majority_and_others[0][0]
+    second = majority_and_others[1][0]
+    first_value = values[first]
+    second_value = values[second]
+    difference: str | float | None = None
+    if first_value is not None and second_value is not None:
+        difference = _distance(second_value, first_value)
+    note = f"on rank {second}, compared with rank {first}"
+    if first_value is None:
+        note = f"on rank {first}, compared with rank {second}"
     return [
         Finding(
             ranks=tuple(ranks),
             step=step,
             kind="parameter",
             name=fqn,
-            quantity="gradient" if what == "gradients" else "value",
+            quantity="gradient" if quantity == "gradients" else "value",
             expected="the same bytes on all",
-            observed=seen,
-            unit="of the largest entry" if isinstance(seen, float) else "",
-            note=f"on rank {first if one is None else other}, compared with rank {other if one is None else first}",
+            observed=difference,
+            unit="of the largest entry" if isinstance(difference, float) else "",
+            note=note,
         )
     ]
 
 
-def _value(trial: Trial, rank: int, step: int, what: str, fqn: str) -> np.ndarray | None:
-    return next(getattr(s, what).get(fqn) for s in trial.ranks[rank].steps if s.step == step)
+def _value(trial: Trial, rank: int, step: int, quantity: str, fqn: str) -> np.ndarray | None:
+    """Return a rank's gradient or parameter of a step. quantity: "gradients" or "parameters"."""
+    return next(getattr(record, quantity).get(fqn) for record in trial.ranks[rank].steps if record.step == step)
 
 
 def _key(value: np.ndarray | None) -> Hashable:
-    """What is equal where contents are, as digests are of a recording: shape and bytes."""
+    """Return the shape and bytes of a value: equal where contents are, as digests of a recording are."""
     return ("nothing",) if value is None else (value.shape, value.tobytes())
 
 
-def _distance(one: np.ndarray, other: np.ndarray) -> str | float:
-    if one.shape != other.shape:
+def _distance(value: np.ndarray, other: np.ndarray) -> str | float:
+    """Return the largest difference, relative to the largest entry of `other`; a text if the shapes differ."""
+    if value.shape != other.shape:
         return "another shape"
     scale = float(np.max(np.abs(other))) or 1.0
-    return float(np.max(np.abs(one - other))) / scale
+    return float(np.max(np.abs(value - other))) / scale
 
 
 # ---- where only digests are there
@@ -148,54 +171,69 @@ UNSTEPPED = "no parameter was read after a step: no step of an optimizer was ove
 
 
 def _by_digests(trial: Trial) -> Result:
-    summaries, dims = trial.glances, trial.plan.dims
-    apart, compared = _ignored_replicas(summaries, dims)
+    summaries = trial.glances
+    dims = trial.plan.dims
+    ignored_findings, ignored_compared = _ignored_replicas(summaries, dims)
     claimed = [*replicas(summaries), *_replicas_by_layout(summaries, dims)]
     if local := not_averaged(claimed):
-        ranks = ranks_text(tuple(one.rank for one in local[0]))
-        told = f"ranks {ranks} train locally by {local_by(local[0])}, and no recorded step leaves them the same bytes again"
-        return Result("replica_agreement", Verdict.UNKNOWN, note=told)
-    own = [family for family in claimed if not local_by(family)]
-    averaged_again = len(claimed) - len(own)
-    families = [*own, *copied(summaries), *uncut(summaries)]
-    if others := _other_parameters(trial):
-        told = f"ranks {ranks_text(others)} are replicas by the layout, but of each other parameters are on record"
-        return Result("replica_agreement", Verdict.UNKNOWN, note=told)
-    parted = _parted_replicas(trial)
-    if not families and not compared and not parted and not averaged_again:
-        none = "no two ranks claim the same parts of all parameters"
-        return not_applicable("replica_agreement", f"{none}, or are replicas by the layout and began alike")
-    findings = [
-        Finding(
-            ranks=tuple(others),
-            step=step,
-            quantity="parameters after the step",
-            expected=f"the bytes of ranks {ranks_text(most)}",
-            observed="other bytes",
+        ranks = ranks_text(tuple(summary.rank for summary in local[0]))
+        note = f"ranks {ranks} train locally by {local_by(local[0])}, and no recorded step leaves them the same bytes again"
+        return Result("replica_agreement", Verdict.UNKNOWN, note=note)
+    not_local = [family for family in claimed if not local_by(family)]
+    averaged_again = len(claimed) - len(not_local)
+    families = [*not_local, *copied(summaries), *uncut(summaries)]
+    if ranks_of_line := _other_parameters(trial):
+        note = (
+            f"ranks {ranks_text(ranks_of_line)} are replicas by the layout, but of each other parameters are on record"
         )
-        for step, pairs in differing(families).items()
-        for most, others in pairs
-    ]
-    examined = compared + _compared(families) + len(parted) + averaged_again
-    if not examined and any(one.shown and 0 in one.contents for one in summaries):
-        stepped = sum(bool(one.optimizers) for one in summaries)
-        why = UNREAD if stepped == len(summaries) else SOME_STEPPED if stepped else UNSTEPPED
-        return Result("replica_agreement", Verdict.UNKNOWN, note=why)
-    return verdict_of("replica_agreement", [*findings, *apart, *parted], examined)
+        return Result("replica_agreement", Verdict.UNKNOWN, note=note)
+    separate_findings = _parted_replicas(trial)
+    if not families and not ignored_compared and not separate_findings and not averaged_again:
+        reason = "no two ranks claim the same parts of all parameters"
+        return not_applicable("replica_agreement", f"{reason}, or are replicas by the layout and began alike")
+    findings: list[Finding] = []
+    for step, pairs in differing(families).items():
+        for majority, others in pairs:
+            findings.append(
+                Finding(
+                    ranks=tuple(others),
+                    step=step,
+                    quantity="parameters after the step",
+                    expected=f"the bytes of ranks {ranks_text(majority)}",
+                    observed="other bytes",
+                )
+            )
+    examined = ignored_compared + _compared(families) + len(separate_findings) + averaged_again
+    if not examined and any(summary.shown and 0 in summary.contents for summary in summaries):
+        stepped = sum(bool(summary.optimizers) for summary in summaries)
+        if stepped == len(summaries):
+            note = UNREAD
+        elif stepped:
+            note = SOME_STEPPED
+        else:
+            note = UNSTEPPED
+        return Result("replica_agreement", Verdict.UNKNOWN, note=note)
+    return verdict_of("replica_agreement", [*findings, *ignored_findings, *separate_findings], examined)
 
 
 def _parted_replicas(trial: Trial) -> list[Finding]:
-    """Return the ranks of one line that nothing joins: gradients are reduced between none of them, whatever they began with.
-    Bytes are compared for ranks that claim something or began alike."""
+    """Return a finding of each line of ranks whose gradients no collective reduces, whatever they began with.
+
+    Bytes are compared for ranks that claim something or began alike.
+    """
     summaries = trial.glances
-    home = {rank: ranks for ranks in joined_sets(summaries) for rank in ranks}
-    lines = trial.lines("dp_replicate") if trial.plan.dims.world_size == len(home) else {}
-    began = {one.rank: (one.contents.get(0), one.slices) for one in summaries}
-    findings = []
+    joined_ranks: dict[int, tuple[int, ...]] = {}
+    for ranks in joined_sets(summaries):
+        joined_ranks |= dict.fromkeys(ranks, ranks)
+    lines = trial.lines("dp_replicate") if trial.plan.dims.world_size == len(joined_ranks) else {}
+    began = {summary.rank: (summary.contents.get(0), summary.slices) for summary in summaries}
+    findings: list[Finding] = []
     for line in sorted(set(lines.values())):
-        sets = sorted({home[rank] for rank in line})
+        sets = sorted({joined_ranks[rank] for rank in line})
         if len(sets) > 1 and len({began[rank] for rank in line}) == len(line):
-            text = " and ".join(ranks_text(ranks) for ranks in sets[:2]) + " and others" * (len(sets) > 2)
+            text = " and ".join(ranks_text(ranks) for ranks in sets[:2])
+            if len(sets) > 2:
+                text += " and others"
             findings.append(
                 Finding(
                     ranks=line,
@@ -209,17 +247,31 @@ def _parted_replicas(trial: Trial) -> list[Finding]:
 
 
 def _compared(families: Sequence[list[Summary]]) -> int:
-    return sum((len(family) - 1) * len([s for s in family[0].contents if s]) for family in families)
+    """Return the number of comparisons: of each family, all ranks but one in all steps on record."""
+    comparisons = 0
+    for family in families:
+        steps = [step for step in family[0].contents if step]
+        comparisons += (len(family) - 1) * len(steps)
+    return comparisons
 
 
 def _ignored_replicas(summaries: Sequence[Summary], dims: ParallelDims) -> tuple[list[Finding], int]:
-    """The first step after which each of them differs, and how many were compared."""
-    findings, compared = [], 0
-    for fqn in sorted({fqn for one in summaries for fqn in one.ignored}):
-        alone = [replace(one, slices=0, model=0, contents=one.ignored[fqn]) for one in summaries if fqn in one.ignored]
-        families = _replicas_by_layout(alone, dims)
+    """Return a finding of the first step after which each ignored parameter differs, and the number of comparisons."""
+    findings: list[Finding] = []
+    compared = 0
+    ignored: set[str] = set()
+    for summary in summaries:
+        ignored.update(summary.ignored)
+    for fqn in sorted(ignored):
+        # As if the parameter were all that these ranks have, so that only its bytes decide.
+        of_parameter = [
+            replace(summary, slices=0, model=0, contents=summary.ignored[fqn])
+            for summary in summaries
+            if fqn in summary.ignored
+        ]
+        families = _replicas_by_layout(of_parameter, dims)
         compared += _compared(families)
-        for step, ((most, others), *_) in list(differing(families).items())[:1]:
+        for step, ((majority, others), *_) in list(differing(families).items())[:1]:
             findings.append(
                 Finding(
                     ranks=tuple(others),
@@ -227,7 +279,7 @@ def _ignored_replicas(summaries: Sequence[Summary], dims: ParallelDims) -> tuple
                     kind="parameter",
                     name=fqn,
                     quantity="value after the step",
-                    expected=f"the bytes of ranks {ranks_text(most)}",
+                    expected=f"the bytes of ranks {ranks_text(majority)}",
                     observed="other bytes",
                     note="they began alike, and its wrapper ignores it",
                 )
@@ -236,10 +288,12 @@ def _ignored_replicas(summaries: Sequence[Summary], dims: ParallelDims) -> tuple
 
 
 def _other_parameters(trial: Trial) -> tuple[int, ...]:
-    """Ranks that claim nothing, differ in dp_replicate alone, and have parameters of other names or shapes: by a mistake, or
-    as experts that are spread over them have."""
+    """Return ranks that differ in dp_replicate alone, claim nothing, and have parameters of other names or shapes.
+
+    That is a mistake, or they have experts that are spread over them. Empty if there are no such ranks.
+    """
     lines = trial.lines("dp_replicate")
-    models = {one.rank: one.model for one in trial.glances if not one.slices}
+    models = {summary.rank: summary.model for summary in trial.glances if not summary.slices}
     for line in lines.values():
         if len({models[rank] for rank in line if rank in models}) > 1:
             return line
@@ -249,10 +303,13 @@ def _other_parameters(trial: Trial) -> tuple[int, ...]:
 def _replicas_by_layout(summaries: Sequence[Summary], dims: ParallelDims) -> list[list[Summary]]:
     """Return the replicas of a job without wrappers: ranks that differ in dp_replicate, and in cp where nothing shards over it.
     Their parameters are the same ones with the same bytes before the first step. Ranks that cut by hand begin with others."""
-    found: dict[tuple[object, ...], list[Summary]] = {}
-    for one in summaries:
-        if not one.slices and 0 in one.contents:
-            at = coordinate(dims, one.rank)
-            cp = at["cp"] if dims.dp_shard > 1 else 0
-            found.setdefault((at["pp"], at["dp_shard"], cp, at["tp"], one.model, one.contents[0]), []).append(one)
-    return [family for family in found.values() if len(family) > 1]
+    by_layout: dict[tuple[object, ...], list[Summary]] = {}
+    for summary in summaries:
+        if not summary.slices and 0 in summary.contents:
+            mesh_coordinate = coordinate(dims, summary.rank)
+            cp_coordinate = mesh_coordinate["cp"] if dims.dp_shard > 1 else 0
+            pp_coordinate = mesh_coordinate["pp"]
+            tp_coordinate = mesh_coordinate["tp"]
+            layout_key = (pp_coordinate, mesh_coordinate["dp_shard"], cp_coordinate, tp_coordinate)
+            by_layout.setdefault((*layout_key, summary.model, summary.contents[0]), []).append(summary)
+    return [family for family in by_layout.values() if len(family) > 1]

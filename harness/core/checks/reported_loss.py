@@ -28,15 +28,16 @@ CLOSE = 2 * UNIT_ROUNDOFF["float32"]
 def check(trial: Trial) -> Result:
     if trial.ranks and not any("loss" in evidence.reports for evidence in trial.ranks.values()):
         return not_applicable("reported_loss", "this trainer reports none; the loss itself is judged by the check loss")
-    bounds, assumed = trial.bounds, trial.assumption.reports.get("reported_loss")
+    bounds = trial.bounds
+    assumed = trial.assumption.reports.get("reported_loss")
 
     def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
         wanted = reference.loss if assumed is None else assumed(rank, step.step)
         difference = relative(shown, wanted)
         if difference <= bounds.loss[step.step]:
             return difference, _largest(rank, step, shown)
-        what: dict[str, Any] = {"step": step.step, "quantity": "reported loss", "note": ratio_text(shown, wanted)}
-        return difference, Finding.at(rank, wanted, shown, bound=bounds.of(bounds.loss[step.step]), **what)
+        subject: dict[str, Any] = {"step": step.step, "quantity": "reported loss", "note": ratio_text(shown, wanted)}
+        return difference, Finding.at(rank, wanted, shown, bound=bounds.of(bounds.loss[step.step]), **subject)
 
     return judge_reports(trial, "reported_loss", "loss", lambda step: step.reported_loss, compare)
 
@@ -44,9 +45,9 @@ def check(trial: Trial) -> Result:
 def _largest(rank: int, step: StepEvidence, mean: float) -> Finding | None:
     if below(mean, step.reported_largest) <= CLOSE:
         return None
-    what: dict[str, Any] = {
+    subject: dict[str, Any] = {
         "step": step.step,
         "quantity": "reported largest loss",
         "note": "at least the mean that it reports",
     }
-    return Finding.at(rank, Limit(least=mean), step.reported_largest, bound=Bound(CLOSE), **what)
+    return Finding.at(rank, Limit(least=mean), step.reported_largest, bound=Bound(CLOSE), **subject)

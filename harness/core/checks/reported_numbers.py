@@ -32,27 +32,32 @@ CLOSE = 2 * UNIT_ROUNDOFF["float32"]
 
 
 def check(trial: Trial) -> Result:
-    reported = [(r, s.step, name, number) for r, s in trial.own_steps() for name, number in s.numbers.items()]
+    reported: list[tuple[int, int, str, Number]] = []
+    for rank, record in trial.own_steps():
+        reported += [(rank, record.step, name, number) for name, number in record.numbers.items()]
     findings = [*_not_validated(trial), *_not_held_out(trial), *_repeated(trial)]
     if not reported and not findings:
         return not_applicable(NAME, "this trainer reports no others")
-    book, unjudged, worst = Book(trial), dict[str, str](), 0.0
+    book = Book(trial)
+    unjudged: dict[str, str] = {}
+    worst = 0.0
     for rank, step, name, number in reported:
         try:
             expected = wanted(book, rank, step, name, number)
         except NotOnRecord as reason:
             unjudged.setdefault(name, f"{name}: {reason}")
             continue
-        bound, difference = bound_of(trial, step, number), distance(number, expected)
+        bound = bound_of(trial, step, number)
+        difference = distance(number, expected)
         worst = max(worst, difference)
         if not difference <= bound.number:
-            what: dict[str, Any] = {
+            subject: dict[str, Any] = {
                 "step": step,
                 "quantity": quantity(name),
                 "bound": bound,
                 "note": _note(number, expected),
             }
-            findings.append(Finding.at(rank, expected, number.value, **what))
+            findings.append(Finding.at(rank, expected, number.value, **subject))
     result = verdict_of(NAME, findings, len(reported), "; ".join(unjudged.values()), largest=worst)
     unknown = unjudged and not findings
     return Result(NAME, Verdict.UNKNOWN, result.examined, note=result.note) if unknown else result
@@ -77,9 +82,12 @@ def wanted(book: Book, rank: int, step: int, name: str, number: Number) -> float
 
 
 def distance(number: Number, expected: float) -> float:
-    """Return how far off it is, relative to what is expected. The norm of parameters that are not finite is not finite."""
-    both = number.of == NORM and math.isnan(number.value) and math.isnan(expected)
-    return 0.0 if both else relative(number.value, expected)
+    """Return how far off a number is, relative to what is expected. 0 for a norm where both are NaN.
+
+    The norm of parameters that are not finite is not finite.
+    """
+    both_are_nan = number.of == NORM and math.isnan(number.value) and math.isnan(expected)
+    return 0.0 if both_are_nan else relative(number.value, expected)
 
 
 def key(name: str) -> str:
@@ -93,54 +101,63 @@ def quantity(name: str) -> str:
 
 
 def bound_of(trial: Trial, step: int, number: Number) -> Bound:
+    """Return how far off a number may be, relative to what is expected."""
     if number.of == VALIDATION:
         return trial.bounds.of(trial.bounds.loss[step])
     return Bound(CLOSE + _rounding(trial) * (number.of == NORM))
 
 
 def _rounding(trial: Trial) -> float:
-    """Relative to a norm, what a sum of all its squares in float32 loses: as if each addition were rounded at random."""
-    wide = trial.case.training.dtype == "float64"
-    return 0.0 if wide else UNIT_ROUNDOFF["float32"] * math.sqrt(sum(map(math.prod, trial.plan.shapes.values())))
+    """Return what a sum of all squares in float32 loses, relative to the norm: as if each addition were rounded at random."""
+    if trial.case.training.dtype == "float64":
+        return 0.0
+    elements = sum(map(math.prod, trial.plan.shapes.values()))
+    return UNIT_ROUNDOFF["float32"] * math.sqrt(elements)
 
 
 def _note(number: Number, expected: float) -> str:
-    """Say how many times the right one it is, and what it means, in the words of Number."""
+    """Return how many times the right number it is, and what it means, in the words of Number."""
     ratio = f"ratio {number.value / expected:.6g}" if expected else ""
     over = f" over {', '.join(number.over)}" if number.over else " of this rank"
     over = "" if number.of == NORM else over
-    steps = "since step 1" if number.steps is None else f"of {number.steps} steps" if number.steps > 1 else ""
+    steps = ""
+    if number.steps is None:
+        steps = "since step 1"
+    elif number.steps > 1:
+        steps = f"of {number.steps} steps"
     divided = f"divided by {', '.join(number.divided_by)}" if number.divided_by else ""
     rate = f"in {number.seconds!r} s" if number.rate else ""
     return ", ".join(filter(None, [ratio, number.of + over, steps, divided, rate]))
 
 
 def _not_held_out(trial: Trial) -> list[Finding]:
-    """Validations whose samples were trained on."""
+    """Return a finding of each validation whose samples were trained on."""
     findings = []
     for step in _validated_steps(trial):
         try:
-            again, of = trained_on_before(trial, step)
+            repeated, trained_on = trained_on_before(trial, step)
         except NotOnRecord:
             continue  # which the loss says, if it is reported
-        if again:
-            unit = f"of {of} samples that were trained on"
-            findings.append(Finding(step=step, quantity=VALIDATED, expected=0, observed=again, unit=unit))
+        if repeated:
+            unit = f"of {trained_on} samples that were trained on"
+            findings.append(Finding(step=step, quantity=VALIDATED, expected=0, observed=repeated, unit=unit))
     return findings
 
 
 def _repeated(trial: Trial) -> list[Finding]:
-    """Shares of a validation in which a row counts more than once."""
+    """Return a finding of each share of a validation in which a row counts more than once."""
     findings: list[Finding] = []
     for step in _validated_steps(trial):
         try:
             by_share = validated_twice(trial, step)
         except NotOnRecord:
             continue  # which the loss says, if it is reported
-        for share, (again, rows) in by_share.items():
+        for share, (repeated, rows) in by_share.items():
             ranks = tuple(rank for rank in sorted(trial.ranks) if place_of(trial, rank)[:2] == share)
             unit = f"of {rows}"
-            findings.append(Finding(ranks=ranks, step=step, quantity=REPEATED, expected=0, observed=again, unit=unit))
+            findings.append(
+                Finding(ranks=ranks, step=step, quantity=REPEATED, expected=0, observed=repeated, unit=unit)
+            )
     return findings
 
 
@@ -151,9 +168,12 @@ def _validated_steps(trial: Trial) -> list[int]:
 
 
 def _not_validated(trial: Trial) -> list[Finding]:
-    """Steps after which a validation is requested, and its loss is not reported by any rank."""
+    """Return a finding of each step after which a validation is requested, and no rank reports its loss."""
     every = trial.case.features.validate_every
-    shown = {s.step for _, s in trial.own_steps() for number in s.numbers.values() if number.of == VALIDATION}
+    shown: set[int] = set()
+    for _, record in trial.own_steps():
+        if any(number.of == VALIDATION for number in record.numbers.values()):
+            shown.add(record.step)
     missing = [step for step in _validated_steps(trial) if step not in shown]
     return [
         Finding(

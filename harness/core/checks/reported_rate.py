@@ -26,26 +26,28 @@ def check(trial: Trial) -> Result:
         return not_applicable(
             "reported_rate", "the trainer keeps its own schedule (training.rates), which is not under test"
         )
-    shown = any(step.reported_lr is not None for _, step, _ in trial.steps())
-    if not shown and not any("lr" in evidence.reports for evidence in trial.ranks.values()):
+    is_shown = any(step.reported_lr is not None for _, step, _ in trial.steps())
+    if not is_shown and not any("lr" in evidence.reports for evidence in trial.ranks.values()):
         return not_applicable(
             "reported_rate", "this trainer reports none; the optimizer's is judged by the check update"
         )
     assumed = trial.assumption.reports.get("reported_rate")
 
-    def compare(rank: int, step: StepEvidence, reference: ReferenceStep, shown: float) -> tuple[float, Finding | None]:
+    def compare(
+        rank: int, step: StepEvidence, reference: ReferenceStep, is_shown: float
+    ) -> tuple[float, Finding | None]:
         if assumed is not None:
-            return _compare(rank, step.step, shown, [assumed(rank, step.step)], "")
-        taken = f"the optimizer took {step.lr!r}" if step.lr is not None else ""
+            return _compare(rank, step.step, is_shown, [assumed(rank, step.step)], "")
+        optimizer_note = f"the optimizer took {step.lr!r}" if step.lr is not None else ""
         wanted = [reference.lr] + ([step.lr] if step.lr is not None else [])
-        return _compare(rank, step.step, shown, wanted, taken)
+        return _compare(rank, step.step, is_shown, wanted, optimizer_note)
 
     return judge_reports(trial, "reported_rate", "learning rate", lambda step: step.reported_lr, compare)
 
 
-def _compare(rank: int, step: int, shown: float, wanted: list[float], taken: str) -> tuple[float, Finding | None]:
+def _compare(rank: int, step: int, shown: float, wanted: list[float], note: str) -> tuple[float, Finding | None]:
     difference = max(relative(shown, rate) for rate in wanted)
     if difference <= CLOSE:
         return difference, None
-    what: dict[str, Any] = {"step": step, "quantity": "reported learning rate", "note": taken}
-    return difference, Finding.at(rank, wanted[0], shown, bound=Bound(CLOSE), **what)
+    subject: dict[str, Any] = {"step": step, "quantity": "reported learning rate", "note": note}
+    return difference, Finding.at(rank, wanted[0], shown, bound=Bound(CLOSE), **subject)

@@ -8,6 +8,7 @@ backward frees what it left: then a rank has what the policy keeps after forward
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,7 +26,9 @@ from harness.core.plan.slices import BYTES, numel
 
 STAGE = "structure"
 NEEDS = frozenset({"structure", "slices"})
-AFTER_FORWARD, AFTER_BACKWARD, AFTER_EVALUATION = "after forward", "after backward", "after evaluation"
+AFTER_FORWARD = "after forward"
+AFTER_BACKWARD = "after backward"
+AFTER_EVALUATION = "after evaluation"
 
 
 def check(trial: Trial) -> Result:
@@ -35,24 +38,27 @@ def check(trial: Trial) -> Result:
         return Result("reshard", Verdict.UNKNOWN, note=reason)
     if "declared" not in trial.provided:
         return _at_most(trial)
-    findings, examined = [], 0
+    findings: list[Finding] = []
+    examined = 0
     for rank, evidence in sorted(trial.ranks.items()):
         for step in evidence.steps:
-            here = partial(_of_parameter, rank, step.step)
-            recorded = {fqn for record in step.after_forward for fqn in record.bytes}
-            findings += [here(fqn, "a record of it", None, AFTER_FORWARD) for fqn in _unrecorded(trial, rank, recorded)]
+            finding_of = partial(_of_parameter, rank, step.step)
+            recorded = {*itertools.chain.from_iterable(record.bytes for record in step.after_forward)}
+            findings += [
+                finding_of(fqn, "a record of it", None, AFTER_FORWARD) for fqn in _unrecorded(trial, rank, recorded)
+            ]
             for record in step.after_forward:
                 examined += len(record.bytes)
                 findings += _kept(trial, step.step, rank, record)
-            left = [] if gathered_by_choice(trial) else left_by_backward(trial, evidence, step.step)
-            findings += [here(fqn, "freed", "still gathered", AFTER_BACKWARD) for fqn in left]
+            still_gathered_fqns = [] if gathered_by_choice(trial) else left_by_backward(trial, evidence, step.step)
+            findings += [finding_of(fqn, "freed", "still gathered", AFTER_BACKWARD) for fqn in still_gathered_fqns]
             findings += _gathered_again(trial, evidence, step.step)
         findings += [
             replace(
-                _of_parameter(rank, step, fqn, "freed", observed_value(trial, rank, fqn, held), AFTER_EVALUATION),
+                _of_parameter(rank, step, fqn, "freed", observed_value(trial, rank, fqn, held_bytes), AFTER_EVALUATION),
                 note=until(trial, step),
             )
-            for step, fqn, held in left_by_evaluation(trial, rank)
+            for step, fqn, held_bytes in left_by_evaluation(trial, rank)
         ]
     findings.sort(key=lambda finding: (finding.ranks, finding.step) != ((0,), 1))
     used = any(left_by_backward(trial, trial.ranks[rank], step.step) for rank, step in trial.own_steps())
@@ -62,7 +68,8 @@ def check(trial: Trial) -> Result:
 
 def _at_most(trial: Trial) -> Result:
     """Judge a job that declares no passes: no more is there than wrappers claim. A unit that no pass needed is not there."""
-    findings, examined = [], 0
+    findings: list[Finding] = []
+    examined = 0
     for rank, evidence in sorted(trial.ranks.items()):
         for step in evidence.steps:
             for record in step.after_forward:
@@ -73,10 +80,16 @@ def _at_most(trial: Trial) -> Result:
     return verdict_of("reshard", findings, examined)
 
 
-def _of_parameter(rank: int, step: int, fqn: str, expected: Value, observed: Value, when: str) -> Finding:
+def _of_parameter(rank: int, step: int, fqn: str, expected: Value, observed: Value, time: str) -> Finding:
     unit = "bytes" if isinstance(observed, int) else ""
-    what: dict[str, Any] = {"step": step, "kind": "parameter", "name": fqn, "quantity": f"memory {when}", "unit": unit}
-    return Finding.at(rank, expected, observed, **what)
+    subject: dict[str, Any] = {
+        "step": step,
+        "kind": "parameter",
+        "name": fqn,
+        "quantity": f"memory {time}",
+        "unit": unit,
+    }
+    return Finding.at(rank, expected, observed, **subject)
 
 
 def _of_all(rank: int, step: int, expected: Value, observed: Value) -> Finding:
@@ -85,61 +98,71 @@ def _of_all(rank: int, step: int, expected: Value, observed: Value) -> Finding:
     )
 
 
-def _not_as_kept(trial: Trial, rank: int, step: int, fqn: str, held: int) -> Finding:
-    kept, seen = trial.plan.after_forward[rank][fqn], observed_value(trial, rank, fqn, held)
-    wanted = kept.bytes if isinstance(seen, int) else kept_text(trial, kept.degree)
+def _not_as_kept(trial: Trial, rank: int, step: int, fqn: str, held_bytes: int) -> Finding:
+    planned = trial.plan.after_forward[rank][fqn]
+    observed = observed_value(trial, rank, fqn, held_bytes)
+    wanted = planned.bytes if isinstance(observed, int) else kept_text(trial, planned.degree)
     root = trial.ranks[rank].structure.get("")
-    with_root = root is not None and fqn in root.parameters and seen == "gathered"
-    finding = _of_parameter(rank, step, fqn, wanted, seen, AFTER_FORWARD)
+    with_root = root is not None and fqn in root.parameters and observed == "gathered"
+    finding = _of_parameter(rank, step, fqn, wanted, observed, AFTER_FORWARD)
     return replace(finding, note="with the unit of the root") if with_root else finding
 
 
 def _more_than_kept(trial: Trial, step: int, rank: int, record: AfterForward) -> list[Finding]:
     wanted = trial.plan.after_forward[rank]
     return [
-        _not_as_kept(trial, rank, step, fqn, held)
-        for fqn, held in record.bytes.items()
-        if fqn in wanted and held > wanted[fqn].bytes
+        _not_as_kept(trial, rank, step, fqn, held_bytes)
+        for fqn, held_bytes in record.bytes.items()
+        if fqn in wanted and held_bytes > wanted[fqn].bytes
     ]
 
 
 def _more_in_memory(trial: Trial, step: int, rank: int, record: AfterForward) -> list[Finding]:
-    """Behind all parameters. Not planned where some are in no unit, nor in the first step, in which what they were made from
-    may be there yet."""
+    """Return a finding if the memory behind all parameters is more than wrappers claim.
+
+    That is not planned where some parameters are in no unit, nor in the first step, in which what they were made from may be
+    there yet.
+    """
     wanted = trial.plan.after_forward[rank]
     if not record.bytes.keys() <= wanted.keys() or _more_than_kept(trial, step, rank, record):
         return []
-    most = sum(bytes_after_forward(trial, rank, fqn) for fqn in record.bytes) + trial.plan.padding_after_forward[rank]
-    if record.storage <= most:
+    largest = (
+        sum(bytes_after_forward(trial, rank, fqn) for fqn in record.bytes) + trial.plan.padding_after_forward[rank]
+    )
+    if record.storage <= largest:
         return []
-    return [_of_all(rank, step, Limit(most=most), record.storage)]
+    return [_of_all(rank, step, Limit(most=largest), record.storage)]
 
 
 def _kept_text(trial: Trial) -> str:
-    """What evaluation left, if it is what the policy keeps."""
-    left = sorted({fqn for rank in trial.ranks for _, fqn, _ in still_gathered(trial, rank)})
-    return f"evaluation leaves {', '.join(left)} gathered until the next step, as the policy keeps it" if left else ""
+    """Return a text on what evaluation left gathered, if that is what the policy keeps. Empty if it left nothing."""
+    fqns: set[str] = set()
+    for rank in trial.ranks:
+        fqns.update(fqn for _, fqn, _ in still_gathered(trial, rank))
+    if not fqns:
+        return ""
+    return f"evaluation leaves {', '.join(sorted(fqns))} gathered until the next step, as the policy keeps it"
 
 
 def left_by_backward(trial: Trial, evidence: RankEvidence, step: int) -> list[str]:
-    """Parameters, of those that a rank gathers, that are still gathered after the backward pass of a step."""
-    left = next(({*one.gathered} for one in evidence.steps if one.step == step and one.gathered), set())
-    return [fqn for fqn in trial.plan.after_forward[evidence.rank] if fqn in left]
+    """Return the fqns of parameters that are still gathered after the backward pass of a step."""
+    gathered = next(({*record.gathered} for record in evidence.steps if record.step == step and record.gathered), set())
+    return [fqn for fqn in trial.plan.after_forward[evidence.rank] if fqn in gathered]
 
 
 def gathered_by_choice(trial: Trial) -> list[Allowance]:
     """Return the allowances for what is left gathered until the optimizer has stepped. `memory` judges how much that may be,
     `traffic` that the next forward pass gathers it anew."""
-    return [one for one in trial.allow if one.what == "gathered"]
+    return [allowance for allowance in trial.allow if allowance.what == "gathered"]
 
 
 def left_by_evaluation(trial: Trial, rank: int) -> list[tuple[int, str, int]]:
-    """(step before, parameter, bytes of it still there), of those of which the policy keeps less after forward."""
-    return [left for left in still_gathered(trial, rank) if not after_evaluation.keeps(trial, rank, left)]
+    """Return (step before, fqn, bytes that are still there) of parameters of which the policy keeps less after forward."""
+    return [tensor for tensor in still_gathered(trial, rank) if not after_evaluation.keeps(trial, rank, tensor)]
 
 
 def until(trial: Trial, step: int) -> str:
-    """The time after a step, in words."""
+    """Return the time after a step, in words."""
     if step < trial.case.steps[0]:
         return "before the first step"
     return "after the last step" if step >= trial.case.steps[-1] else f"between steps {step} and {step + 1}"
@@ -159,24 +182,27 @@ def _unrecorded(trial: Trial, rank: int, recorded: set[str]) -> list[str]:
 
 
 def _kept(trial: Trial, step: int, rank: int, record: AfterForward) -> list[Finding]:
-    """One model part after one forward pass: each parameter, and the memory behind all of them."""
+    """Return findings of a model part after a forward pass: of each parameter, and of the memory behind all of them."""
     wanted = trial.plan.after_forward[rank]
     findings = [
-        _not_as_kept(trial, rank, step, fqn, held)
-        for fqn, held in record.bytes.items()
-        if fqn in wanted and held != wanted[fqn].bytes
+        _not_as_kept(trial, rank, step, fqn, held_bytes)
+        for fqn, held_bytes in record.bytes.items()
+        if fqn in wanted and held_bytes != wanted[fqn].bytes
     ]
-    least = sum(bytes_after_forward(trial, rank, fqn) for fqn in record.bytes if fqn in wanted)
-    most = least + trial.plan.padding_after_forward[rank]
-    if not least <= record.storage <= most:
-        findings.append(_of_all(rank, step, least if least == most else Limit(least, most), record.storage))
+    smallest = sum(bytes_after_forward(trial, rank, fqn) for fqn in record.bytes if fqn in wanted)
+    largest = smallest + trial.plan.padding_after_forward[rank]
+    if not smallest <= record.storage <= largest:
+        findings.append(
+            _of_all(rank, step, smallest if smallest == largest else Limit(smallest, largest), record.storage)
+        )
     return findings
 
 
 def bytes_after_forward(trial: Trial, rank: int, fqn: str) -> int:
-    """Return what is kept of a parameter, and the rank's own slice beside it if that is something else."""
-    kept, own = trial.plan.after_forward[rank][fqn], own_bytes(trial, rank, fqn)
-    return kept.bytes if kept.degree == trial.plan.shards else kept.bytes + own
+    """Return the bytes that are kept of a parameter, with those of the rank's own slice if that is something else."""
+    planned_slice = trial.plan.after_forward[rank][fqn]
+    own_slice_bytes = own_bytes(trial, rank, fqn)
+    return planned_slice.bytes if planned_slice.degree == trial.plan.shards else planned_slice.bytes + own_slice_bytes
 
 
 def kept_text(trial: Trial, degree: int) -> str:
@@ -185,37 +211,39 @@ def kept_text(trial: Trial, degree: int) -> str:
     return "freed" if degree == trial.plan.shards else f"sharded over {degree} ranks"
 
 
-def observed_value(trial: Trial, rank: int, fqn: str, held: int) -> str | int:
-    """Return a word, if it is one of the ways to keep a parameter, else the bytes."""
-    text = {own_bytes(trial, rank, fqn): "freed", whole_bytes(trial, rank, fqn): "gathered"}.get(held)
-    return text or held
+def observed_value(trial: Trial, rank: int, fqn: str, held_bytes: int) -> str | int:
+    """Return "freed" or "gathered" if a parameter has just these bytes in memory, else the bytes."""
+    text = {own_bytes(trial, rank, fqn): "freed", whole_bytes(trial, rank, fqn): "gathered"}.get(held_bytes)
+    return text or held_bytes
 
 
 def whole_bytes(trial: Trial, rank: int, fqn: str) -> int:
-    """Return what a shard group holds of it: with tensor parallel only this tp rank's part."""
+    """Return the bytes that a shard group holds of a parameter: with tensor parallel only those of this tp rank."""
     group = trial.plan.peers(rank, trial.plan.shard_axis)
     size = BYTES[trial.case.training.compute_dtype or trial.case.training.dtype]
     return sum(numel(trial.plan.slices[peer][fqn]) for peer in group) * size
 
 
 def _gathered_again(trial: Trial, evidence: RankEvidence, step: int) -> list[Finding]:
-    """Gathering over the groups in which parameters are sharded, during forward or after it."""
-    wanted, seen = planned(trial, evidence.rank, step), observed(trial, evidence, step)
+    """Return findings of bytes gathered again in backward, over the groups in which parameters are sharded."""
+    planned_bytes = planned(trial, evidence.rank, step)
+    observed_bytes = observed(trial, evidence, step)
     shards = trial.plan.peers(evidence.rank, trial.plan.shard_axis)
-    after = [axis for axis in trial.plan.groups if axis.startswith("post_forward")]
-    ours = {shards, *(trial.plan.peers(evidence.rank, axis) for axis in after)}
-    ours |= {ranks for ranks, op, _ in seen if op == "all_gather" and set(ranks) < set(shards)}
-    keys: list[Key] = [(ranks, "all_gather", "backward") for ranks in sorted(ours) if len(ranks) > 1]
+    post_forward_axes = [axis for axis in trial.plan.groups if axis.startswith("post_forward")]
+    groups = {shards, *(trial.plan.peers(evidence.rank, axis) for axis in post_forward_axes)}
+    groups |= {ranks for ranks, op, _ in observed_bytes if op == "all_gather" and set(ranks) < set(shards)}
+    keys: list[Key] = [(ranks, "all_gather", "backward") for ranks in sorted(groups) if len(ranks) > 1]
     return [
         Finding.at(
             evidence.rank,
-            wanted.get(key, 0),
-            seen.get(key, 0),
+            planned_bytes.get(key, 0),
+            observed_bytes.get(key, 0),
             step=step,
             **of_collective(trial, key),
             quantity="again",
         )
         for key in keys
-        if wanted.get(key, 0) != seen.get(key, 0)
-        if seen.get(key, 0) - wanted.get(key, 0) not in after_evaluation.prefetched(trial, evidence.rank, step, key)
+        if planned_bytes.get(key, 0) != observed_bytes.get(key, 0)
+        if observed_bytes.get(key, 0) - planned_bytes.get(key, 0)
+        not in after_evaluation.prefetched(trial, evidence.rank, step, key)
     ]

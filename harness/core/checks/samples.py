@@ -52,7 +52,8 @@ def check(trial: Trial) -> Result:
 
 
 def _of_the_recipe(trial: Trial) -> Result:
-    findings, examined = [], 0
+    findings: list[Finding] = []
+    examined = 0
     for step in trial.case.steps:
         wanted = trial.reference.samples[step - 1]
         received = received_samples(trial, step)
@@ -64,18 +65,19 @@ def _of_the_recipe(trial: Trial) -> Result:
 
 
 def _wrong_positions(trial: Trial, step: int) -> list[Finding]:
-    """Rows that are samples, but not at the positions of this cp rank."""
+    """Return a finding of each rank whose rows are samples, but not at the positions of this cp rank."""
     findings = []
     for rank in rows_received(trial, step):
-        found = positions_received(trial, rank, step)
+        received_positions = positions_received(trial, rank, step)
         wanted = positions(trial.case, rank, trial.case.seq_len(step))
-        if found is not None and not np.array_equal(found, wanted):
-            words = (positions_text(wanted), positions_text(found))
-            findings.append(Finding.at(rank, *words, step=step, quantity="positions of the tokens received"))
+        if received_positions is not None and not np.array_equal(received_positions, wanted):
+            subject: dict[str, Any] = {"step": step, "quantity": "positions of the tokens received"}
+            findings.append(Finding.at(rank, positions_text(wanted), positions_text(received_positions), **subject))
     return findings
 
 
 def _strangers(received: dict[int, list[int | None]], step: int) -> list[Finding]:
+    """Return a finding of each rank that received rows of tokens that are no sample."""
     return [
         Finding.at(
             rank, 0, ids.count(None), step=step, quantity="rows of tokens that are no sample of the recipe's steps"
@@ -86,35 +88,40 @@ def _strangers(received: dict[int, list[int | None]], step: int) -> list[Finding
 
 
 def _differing_peers(trial: Trial, received: dict[int, list[int | None]], step: int) -> list[Finding]:
+    """Return findings of ranks that received other samples than the first of their tp or cp peers."""
     findings = []
     for axis in ("tp", "cp"):
         for rank in received:
             first = trial.plan.peers(rank, axis)[0]
             if received[rank] != received.get(first):
-                what: dict[str, Any] = {
+                subject: dict[str, Any] = {
                     "step": step,
                     "quantity": "samples",
                     "axis": axis,
                     "group": trial.plan.peers(rank, axis),
                     "note": f"expected: those of rank {first}",
                 }
-                findings.append(Finding.at(rank, _ids(received.get(first)), _ids(received[rank]), **what))
+                findings.append(Finding.at(rank, _ids(received.get(first)), _ids(received[rank]), **subject))
     return findings
 
 
 def _not_a_partition(
     trial: Trial, received: dict[int, list[int | None]], step: int, wanted: tuple[int, ...]
 ) -> list[Finding]:
-    counts = Counter(id_ for rank in one_rank_per_share(trial) for id_ in received.get(rank, []) if id_ is not None)
+    """Return a finding if the data-parallel ranks together did not receive each of these samples once."""
+    counts: Counter[int] = Counter()
+    for rank in one_rank_per_share(trial):
+        counts.update(id_ for id_ in received.get(rank, []) if id_ is not None)
     if counts == Counter(wanted):
         return []
     twice = sorted(id_ for id_, count in counts.items() if count > 1)
-    anywhere = {id_ for ids in received.values() for id_ in ids}
-    never, aside = sorted(set(wanted) - anywhere), sorted((set(wanted) & anywhere) - set(counts))
+    anywhere = {*itertools.chain.from_iterable(received.values())}
+    received_by_none = sorted(set(wanted) - anywhere)
+    received_by_some_peers = sorted((set(wanted) & anywhere) - set(counts))
     foreign = sorted(set(counts) - set(wanted))
-    parts = [("received more than once", twice), ("received by no rank", never)]
-    parts += [("received by some tp or cp peers only", aside), ("of another step", foreign)]
-    observed = "; ".join(f"{len(ids)} {text} ({_some(ids)})" for text, ids in parts if ids)
+    kinds = [("received more than once", twice), ("received by no rank", received_by_none)]
+    kinds += [("received by some tp or cp peers only", received_by_some_peers), ("of another step", foreign)]
+    observed = "; ".join(f"{len(ids)} {text} ({_some(ids)})" for text, ids in kinds if ids)
     expected = f"each of {len(wanted)} samples received by one dp rank"
     twins = _twins(trial, received)
     note = f"ranks {ranks_text(twins)} received the same" if twins else ""
@@ -126,58 +133,74 @@ def _ids(ids: list[int | None] | None) -> Value:
 
 
 def _twins(trial: Trial, received: dict[int, list[int | None]]) -> tuple[int, ...]:
-    """Nothing is known about rows that are no sample."""
+    """Return the first rank of all shares and those that received the same samples. Empty if no other rank did.
+
+    Nothing is known about rows that are no sample.
+    """
     shares = one_rank_per_share(trial)
-    known = {rank: ids for rank in shares if (ids := received.get(rank)) and None not in ids}
-    same = [rank for rank in shares[1:] if rank in known and known[rank] == known.get(shares[0])]
-    return (shares[0], *same) if same else ()
+    ids_by_rank = {rank: ids for rank in shares if (ids := received.get(rank)) and None not in ids}
+    same_ranks = [
+        rank for rank in shares[1:] if rank in ids_by_rank and ids_by_rank[rank] == ids_by_rank.get(shares[0])
+    ]
+    return (shares[0], *same_ranks) if same_ranks else ()
 
 
 def _wrong_microbatches(trial: Trial, step: int) -> list[Finding]:
-    """Accumulation must leave a trace: the same batch in one piece gives the same gradient."""
+    """Return findings of first stages that received another number of microbatches, or other sizes, than requested.
+
+    Accumulation must leave a trace: the same batch in one piece gives the same gradient.
+    """
     findings = []
     for rank in first_stage_ranks(trial):
         wanted = sizes_wanted(trial, rank, step)
         for record in trial.ranks[rank].steps:
-            sizes = tuple(len(part.tokens) for part in record.microbatches if part.tokens is not None)
+            sizes = tuple(len(microbatch.tokens) for microbatch in record.microbatches if microbatch.tokens is not None)
             if record.step == step and sizes != wanted:
                 findings.append(Finding.at(rank, wanted, sizes, step=step, quantity="samples of each microbatch"))
     return findings
 
 
 def misshapen_labels(trial: Trial, step: int) -> list[Finding]:
-    """Yield losses that were not computed from a label for each token that their pipeline received, in however many calls.
-    Labels that do not count may be left out."""
+    """Return findings of losses that were not computed from a label for each token that their pipeline received.
+
+    They may be computed in any number of calls. Labels that do not count may be left out.
+    """
     findings = []
     for rank in last_stage_ranks(trial):
-        received = [
-            part.tokens.size for part in parts_of(trial, feeder_of(trial, rank), step) if part.tokens is not None
-        ]
-        losses = [part for part in parts_of(trial, rank, step) if part.loss_sum is not None]
-        seen = [0 if part.labels is None else part.labels.size for part in losses]
-        own = _own_labels(trial, rank, step)
-        whole = [
-            part.labels is not None
-            and (part.labels.size == size or (of is not None and laid_out(part, of) is not None))
-            for part, size, of in zip(losses, received, own, strict=False)
-        ]
-        if seen and not (len(seen) == len(received) and all(whole)):
-            what: dict[str, Any] = {
+        received = parts_of(trial, feeder_of(trial, rank), step)
+        token_counts = [microbatch.tokens.size for microbatch in received if microbatch.tokens is not None]
+        losses = [microbatch for microbatch in parts_of(trial, rank, step) if microbatch.loss_sum is not None]
+        label_counts = [0 if microbatch.labels is None else microbatch.labels.size for microbatch in losses]
+        own_labels = _own_labels(trial, rank, step)
+        is_complete: list[bool] = []
+        for microbatch, token_count, token_labels in zip(losses, token_counts, own_labels, strict=False):
+            if microbatch.labels is None:
+                is_complete.append(False)
+            elif microbatch.labels.size == token_count:
+                is_complete.append(True)
+            else:
+                is_complete.append(token_labels is not None and laid_out(microbatch, token_labels) is not None)
+        if label_counts and not (len(label_counts) == len(token_counts) and all(is_complete)):
+            subject: dict[str, Any] = {
                 "step": step,
                 "quantity": "labels of each microbatch",
                 "note": "expected: a label for each token",
             }
-            findings.append(Finding.at(rank, tuple(received), tuple(seen), **what))
+            findings.append(Finding.at(rank, tuple(token_counts), tuple(label_counts), **subject))
     return findings
 
 
 def parts_of(trial: Trial, rank: int, step: int) -> list[Microbatch]:
-    """The microbatches that a rank ran in a step."""
-    return [part for record in trial.ranks[rank].steps if record.step == step for part in record.microbatches]
+    """Return the microbatches that a rank ran in a step."""
+    microbatches: list[Microbatch] = []
+    for record in trial.ranks[rank].steps:
+        if record.step == step:
+            microbatches += record.microbatches
+    return microbatches
 
 
 def _wrong_labels(trial: Trial, step: int) -> list[Finding]:
-    """Where labels were seen, they are those of the sample."""
+    """Return a finding of each last stage that was given labels that are not those of its samples."""
     return [
         Finding.at(rank, 0, len(pairs), step=step, quantity="labels that are not those of its tokens")
         for rank, pairs in wrong_labels(trial, step).items()
@@ -186,35 +209,47 @@ def _wrong_labels(trial: Trial, step: int) -> list[Finding]:
 
 
 def wrong_labels(trial: Trial, step: int) -> dict[int, list[tuple[int, int, int]]]:
-    """The labels of a step that are not those of the samples received, by last stage: (position, label, the token's own)."""
-    found = {}
+    """Return, by last stage, the labels of a step that are not those of the samples received.
+
+    Each is (position, label, the token's own label).
+    """
+    wrong: dict[int, list[tuple[int, int, int]]] = {}
     for rank in last_stage_ranks(trial):
-        at = positions(trial.case, rank, trial.case.seq_len(step)).tolist()
-        seen = [part for part in parts_of(trial, rank, step) if part.labels is not None]
-        found[rank] = [
-            label
-            for part, own in zip(seen, _own_labels(trial, rank, step), strict=False)
-            if own is not None and (laid := laid_out(part, own)) is not None
-            for row, wanted in zip(laid.tolist(), own.tolist(), strict=True)
-            for label in zip(at, row, wanted, strict=True)
-            if label[1] != label[2]
-        ]
-    return found
+        rank_positions = positions(trial.case, rank, trial.case.seq_len(step)).tolist()
+        labelled = [microbatch for microbatch in parts_of(trial, rank, step) if microbatch.labels is not None]
+        wrong[rank] = []
+        for microbatch, own_labels in zip(labelled, _own_labels(trial, rank, step), strict=False):
+            if own_labels is None:
+                continue
+            labels = laid_out(microbatch, own_labels)
+            if labels is None:
+                continue
+            for row, own_row in zip(labels.tolist(), own_labels.tolist(), strict=True):
+                entries = zip(rank_positions, row, own_row, strict=True)
+                wrong[rank] += [entry for entry in entries if entry[1] != entry[2]]
+    return wrong
 
 
 def _own_labels(trial: Trial, rank: int, step: int) -> list[np.ndarray | None]:
-    """[samples, positions] of each microbatch received by the pipeline of this last stage: the labels of its samples; None for
-    one with tokens that are no sample's."""
-    reference, at = trial.reference, positions(trial.case, rank, trial.case.seq_len(step))
+    """Return the labels [samples, positions] of each microbatch that the pipeline of this last stage received.
+
+    None for a microbatch with tokens that are no sample's.
+    """
+    reference = trial.reference
+    rank_positions = positions(trial.case, rank, trial.case.seq_len(step))
     row_of = {id_: row for row, id_ in enumerate(reference.sample_ids)}
     feeder = feeder_of(trial, rank)
-    known, found = rows_of(trial, feeder, step), []
-    for part in parts_of(trial, feeder, step):
-        if part.tokens is not None:
-            ids = [known.get(row.tobytes()) for row in part.tokens]
-            whole = None not in ids and part.tokens.shape[1] == len(at)
-            found.append(reference.labels[[row_of[id_] for id_ in ids if id_ is not None]][:, at] if whole else None)
-    return found
+    id_of_row = rows_of(trial, feeder, step)
+    labels: list[np.ndarray | None] = []
+    for microbatch in parts_of(trial, feeder, step):
+        if microbatch.tokens is not None:
+            ids = [id_of_row.get(row.tobytes()) for row in microbatch.tokens]
+            if None in ids or microbatch.tokens.shape[1] != len(rank_positions):
+                labels.append(None)
+                continue
+            rows = [row_of[id_] for id_ in ids if id_ is not None]
+            labels.append(reference.labels[rows][:, rank_positions])
+    return labels
 
 
 def _some(ids: list[int]) -> str:
@@ -227,106 +262,146 @@ def _some(ids: list[int]) -> str:
 def _of_any_recipe(trial: Trial) -> Result:
     """Compare inputs as digests. Ranks that differ in another axis are not compared."""
     dims = trial.plan.dims
-    apart, compared = _other_tokens(trial)
+    other_tokens, compared = _other_tokens(trial)
     if dims.dp == 1:
-        none = not_applicable("samples", "no data parallelism" + ", and tp ranks are fed no tokens" * (dims.tp > 1))
-        return verdict_of("samples", apart, compared) if compared else none
-    fed = {one.rank: tuple(sorted(one.fed.items())) for one in trial.glances if one.fed}
-    if len(fed) < len(trial.glances) and not apart:
-        ended = any(one.steps_seen for one in trial.glances)
-        why = "no input tensor of a model was seen" if ended else "no step has ended"
-        if ended and fed:
-            why += f" on ranks {ranks_text(tuple(one.rank for one in trial.glances if not one.fed))}"
-        return Result("samples", Verdict.UNKNOWN, note=why)
-    found = verdict_of("samples", [*apart, *_fed_alike(trial)], len(fed))
-    partly = "" if found.findings else _fed_alike_in_part(trial) or _single_alike(trial) or _drawn_alike(trial)
-    return replace(found, verdict=Verdict.UNKNOWN, note=partly) if partly else found
+        if compared:
+            return verdict_of("samples", other_tokens, compared)
+        reason = "no data parallelism"
+        if dims.tp > 1:
+            reason += ", and tp ranks are fed no tokens"
+        return not_applicable("samples", reason)
+    with_inputs = {summary.rank for summary in trial.glances if summary.fed}
+    if len(with_inputs) < len(trial.glances) and not other_tokens:
+        ended = any(summary.steps_seen for summary in trial.glances)
+        reason = "no input tensor of a model was seen" if ended else "no step has ended"
+        if ended and with_inputs:
+            without_inputs = tuple(summary.rank for summary in trial.glances if not summary.fed)
+            reason += f" on ranks {ranks_text(without_inputs)}"
+        return Result("samples", Verdict.UNKNOWN, note=reason)
+    result = verdict_of("samples", [*other_tokens, *_fed_alike(trial)], len(with_inputs))
+    if result.findings:
+        return result
+    doubt = _fed_alike_in_part(trial) or _single_alike(trial) or _drawn_alike(trial)
+    return replace(result, verdict=Verdict.UNKNOWN, note=doubt) if doubt else result
 
 
 def _other_tokens(trial: Trial) -> tuple[list[Finding], int]:
-    """Return, by the first of its tp peers, each rank that received other tokens than that one; and how many were compared."""
-    tokens = {one.rank: one.tokens for one in trial.glances if one.tokens}
-    findings, compared = [], 0
+    """Return a finding of each rank that received other tokens than the first of its tp peers, and how many were compared."""
+    tokens = {summary.rank: summary.tokens for summary in trial.glances if summary.tokens}
+    findings: list[Finding] = []
+    compared = 0
     for first, *peers in trial.plan.groups.get("tp", ()):
-        for rank in (peer for peer in peers if first in tokens and peer in tokens):
-            both = sorted(tokens[first].keys() & tokens[rank].keys())
-            compared += len(both)
-            if other := tuple(step for step in both if tokens[rank][step] != tokens[first][step]):
-                what: dict[str, Any] = {"step": other[0], "quantity": "tokens", "note": f"in {steps_text(other)}"}
-                findings.append(Finding.at(rank, f"those of its tp peer, rank {first}", "others", **what))
+        for rank in peers:
+            if first not in tokens or rank not in tokens:
+                continue
+            common_steps = sorted(tokens[first].keys() & tokens[rank].keys())
+            compared += len(common_steps)
+            if differing_steps := tuple(step for step in common_steps if tokens[rank][step] != tokens[first][step]):
+                note = f"in {steps_text(differing_steps)}"
+                subject: dict[str, Any] = {"step": differing_steps[0], "quantity": "tokens", "note": note}
+                findings.append(Finding.at(rank, f"those of its tp peer, rank {first}", "others", **subject))
     return findings, compared
 
 
 def _planes(trial: Trial) -> list[list[Summary]]:
-    """The ranks that differ in data parallelism alone, which were fed something."""
+    """Return lists of the ranks that differ in data parallelism alone, of those that were fed something."""
     planes: dict[tuple[int, ...], list[Summary]] = {}
-    for one in (one for one in trial.glances if one.fed):
-        at = coordinate(trial.plan.dims, one.rank)
-        planes.setdefault((at["pp"], at["cp"], at["tp"]), []).append(one)
+    for summary in trial.glances:
+        if summary.fed:
+            mesh_coordinate = coordinate(trial.plan.dims, summary.rank)
+            key = (mesh_coordinate["pp"], mesh_coordinate["cp"], mesh_coordinate["tp"])
+            planes.setdefault(key, []).append(summary)
     return [*planes.values()]
 
 
 def _fed_alike(trial: Trial) -> list[Finding]:
+    """Return a finding of each set of data-parallel ranks that are fed the same in every step."""
     findings = []
-    for ranks in _planes(trial):
-        for (fed, _), same in together(ranks, lambda one: (_steps(one.fed), _steps(one.inputs))).items():
-            if len(same) > 1:
-                note = f"in {steps_text(tuple(step for step, _ in fed))}"
-                what: dict[str, Any] = {"ranks": tuple(same), "quantity": "samples", "note": note}
-                findings.append(Finding(**what, expected="others on each data-parallel rank", observed="the same"))
+    for summaries in _planes(trial):
+        for (digest_by_step, _), ranks in together(
+            summaries, lambda summary: (_steps(summary.fed), _steps(summary.inputs))
+        ).items():
+            if len(ranks) > 1:
+                note = f"in {steps_text(tuple(step for step, _ in digest_by_step))}"
+                subject: dict[str, Any] = {"ranks": tuple(ranks), "quantity": "samples", "note": note}
+                findings.append(Finding(**subject, expected="others on each data-parallel rank", observed="the same"))
     return findings
 
 
-def _steps(told: Mapping[int, Any]) -> tuple[tuple[int, Any], ...]:
-    return tuple(sorted(told.items()))
+def _steps(by_step: Mapping[int, Any]) -> tuple[tuple[int, Any], ...]:
+    return tuple(sorted(by_step.items()))
 
 
 def _fed_alike_in_part(trial: Trial) -> str:
-    """Which ranks are fed one tensor that is the same on them in every step, and others that are not; empty where none are.
-    What is equal in all steps may be no sample. Tokens are: nothing is said about ranks whose tokens differ."""
-    for ranks in _planes(trial):
-        steps = tuple(sorted(set.intersection(*(set(one.inputs) for one in ranks))))
-        for place in range(min((len(one.inputs[step]) for one in ranks for step in steps), default=0)):
-            for values, same in together(ranks, partial(_input, steps, place)).items():
-                tokens = {_steps(one.tokens) for one in ranks if one.rank in same and one.tokens}
-                if len(same) > max(1, len(tokens)) and (len(steps) == 1 or len({*values}) > 1):
-                    alike = f"ranks {ranks_text(tuple(same))} are fed the same input {place + 1} in {steps_text(steps)}"
-                    return f"{alike}, and others besides: noise of a rank's own hides equal samples"
+    """Return a text on ranks that are fed one tensor that is the same on them in every step, and others that are not.
+
+    Empty where there are none. What is equal in all steps may be no sample. Tokens are: nothing is said about ranks whose
+    tokens differ.
+    """
+    for summaries in _planes(trial):
+        steps = tuple(sorted(set.intersection(*(set(summary.inputs) for summary in summaries))))
+        input_counts: list[int] = []
+        for summary in summaries:
+            input_counts += [len(summary.inputs[step]) for step in steps]
+        for index in range(min(input_counts, default=0)):
+            for values, ranks in together(summaries, partial(_input, steps, index)).items():
+                tokens = {_steps(summary.tokens) for summary in summaries if summary.rank in ranks and summary.tokens}
+                if len(ranks) > max(1, len(tokens)) and (len(steps) == 1 or len({*values}) > 1):
+                    text = f"ranks {ranks_text(tuple(ranks))} are fed the same input {index + 1} in {steps_text(steps)}"
+                    return f"{text}, and others besides: noise of a rank's own hides equal samples"
     return ""
 
 
 def _single_alike(trial: Trial) -> str:
-    """Name two ranks that are fed many of the same samples, and some in every step, in batches that differ; empty where none
-    are. Each rank that shuffles the same samples by itself is fed such batches. What fills up an epoch is in one step alone."""
-    for ranks in _planes(trial):
-        known = [one for one in ranks if one.samples]
-        for one, other in itertools.combinations(known[:MOST_RANKS], 2):
-            both = sorted(one.samples.keys() & other.samples.keys())
-            shared = [_shared(one.samples[step], other.samples[step]) for step in both]
-            count, of = (sum(each) for each in zip(*shared, strict=True)) if shared else (0, 0)
-            if all(in_step for in_step, _ in shared) and count >= max(LEAST * len(shared), of / 8, 1):
-                which = f"ranks {ranks_text((one.rank, other.rank))} are fed some of the same samples"
-                return f"{which} in {steps_text(tuple(both))}: {count} of {of} that were compared"
+    """Return a text on two ranks that are fed many of the same samples, and some in every step, in batches that differ.
+
+    Empty where there are none. Each rank that shuffles the same samples by itself is fed such batches. What fills up an epoch
+    is in one step alone.
+    """
+    for summaries in _planes(trial):
+        with_samples = [summary for summary in summaries if summary.samples]
+        for first, second in itertools.combinations(with_samples[:MOST_RANKS], 2):
+            common_steps = sorted(first.samples.keys() & second.samples.keys())
+            shared = [_shared(first.samples[step], second.samples[step]) for step in common_steps]
+            equal = sum(equal_in_step for equal_in_step, _ in shared)
+            compared = sum(compared_in_step for _, compared_in_step in shared)
+            some_in_every_step = all(equal_in_step for equal_in_step, _ in shared)
+            if some_in_every_step and equal >= max(LEAST * len(shared), compared / 8, 1):
+                text = f"ranks {ranks_text((first.rank, second.rank))} are fed some of the same samples"
+                return f"{text} in {steps_text(tuple(common_steps))}: {equal} of {compared} that were compared"
     return ""
 
 
-def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, int]:
-    """Return how many are equal, and of how many. Each rank has its smallest digests, so that larger ones may be missing."""
-    last = min(one[-1], other[-1])
-    compared = [{digest for digest in digests if digest <= last} for digests in (one, other)]
-    return len(compared[0] & compared[1]), max(map(len, compared))
+def _shared(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, int]:
+    """Return how many digests are equal, and of how many that were compared.
+
+    Each rank has its smallest digests, so that larger ones may be missing.
+    """
+    last = min(first[-1], second[-1])
+    first_compared = {digest for digest in first if digest <= last}
+    second_compared = {digest for digest in second if digest <= last}
+    return len(first_compared & second_compared), max(len(first_compared), len(second_compared))
 
 
 def _drawn_alike(trial: Trial) -> str:
-    """Which ranks draw the same samples by their indices, and are fed other numbers that are no tokens; empty where none do."""
-    for ranks in _planes(trial):
-        for drawn, same in together(ranks, lambda one: None if one.tokens else one.drawn or None).items():
-            if len(same) > 1:
-                batches = "batch" if len(drawn) == 1 else f"{len(drawn)} batches"
-                alike = f"data loaders of ranks {ranks_text(tuple(same))} draw the same indices, in the first {batches}"
-                return f"{alike}: inputs differ by augmentation alone, or each rank has a data set of its own"
+    """Return a text on ranks that draw the same samples by their indices, and are fed other numbers that are no tokens.
+
+    Empty where there are none.
+    """
+    for summaries in _planes(trial):
+        for indices, ranks in together(summaries, _indices_without_tokens).items():
+            if len(ranks) > 1:
+                batches = "batch" if len(indices) == 1 else f"{len(indices)} batches"
+                text = f"data loaders of ranks {ranks_text(tuple(ranks))} draw the same indices, in the first {batches}"
+                return f"{text}: inputs differ by augmentation alone, or each rank has a data set of its own"
     return ""
 
 
-def _input(steps: tuple[int, ...], place: int, one: Summary) -> tuple[int, ...]:
-    return tuple(one.inputs[step][place] for step in steps)
+def _indices_without_tokens(summary: Summary) -> tuple[int, ...] | None:
+    """Return the indices that a rank's data loader drew. None if it drew none, or if the rank is fed tokens."""
+    return None if summary.tokens else summary.drawn or None
+
+
+def _input(steps: tuple[int, ...], index: int, summary: Summary) -> tuple[int, ...]:
+    """Return the digest of one input of a rank in each of these steps. index: which of the inputs of a step."""
+    return tuple(summary.inputs[step][index] for step in steps)

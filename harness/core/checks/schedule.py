@@ -19,7 +19,8 @@ NEEDS = frozenset({"structure", "declared"})
 def check(trial: Trial) -> Result:
     if trial.case.dims.pp == 1:
         return not_applicable("schedule", "no pipeline: pp 1")
-    findings, examined = [], 0
+    findings: list[Finding] = []
+    examined = 0
     for rank, evidence in sorted(trial.ranks.items()):
         wanted = planned(trial, rank)
         for step in evidence.steps:
@@ -29,20 +30,24 @@ def check(trial: Trial) -> Result:
 
 
 def planned(trial: Trial, rank: int) -> tuple[str, ...]:
-    """Return actions as torch writes them: stage, kind, microbatch. Accumulation repeats the schedule."""
+    """Return the actions of a rank as torch writes them: stage, kind, microbatch. Accumulation repeats the schedule."""
     return tuple(map(str, actions_of_rank(trial.case, rank))) * trial.case.features.accumulation
 
 
-def _compare(rank: int, step: int, wanted: tuple[str, ...], seen: tuple[str, ...]) -> list[Finding]:
-    """The first place at which they part, with what comes next."""
-    if wanted == seen:
+def _compare(rank: int, step: int, wanted: tuple[str, ...], performed: tuple[str, ...]) -> list[Finding]:
+    """Return a finding of the first action that differs, with those that come next. Empty if all are the same."""
+    if wanted == performed:
         return []
-    pairs = enumerate(zip(wanted, seen, strict=False))
-    at = next((index for index, (one, other) in pairs if one != other), min(len(wanted), len(seen)))
-    what: dict[str, Any] = {"step": step, "quantity": f"action {at}"}
-    return [Finding.at(rank, _from(wanted, at), _from(seen, at), **what)]
+    index = min(len(wanted), len(performed))
+    for position, (wanted_action, seen_action) in enumerate(zip(wanted, performed, strict=False)):
+        if wanted_action != seen_action:
+            index = position
+            break
+    subject: dict[str, Any] = {"step": step, "quantity": f"action {index}"}
+    return [Finding.at(rank, _from(wanted, index), _from(performed, index), **subject)]
 
 
-def _from(actions: tuple[str, ...], at: int) -> str:
-    some = " ".join(actions[at : at + 6]) + (" ..." if len(actions) > at + 6 else "")
-    return f"{some or 'nothing more'} ({len(actions)} in all)"
+def _from(actions: tuple[str, ...], index: int) -> str:
+    """Return the next six actions from this one on, in words."""
+    next_actions = " ".join(actions[index : index + 6]) + (" ..." if len(actions) > index + 6 else "")
+    return f"{next_actions or 'nothing more'} ({len(actions)} in all)"

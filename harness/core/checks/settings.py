@@ -28,17 +28,19 @@ FREE = ("cudnn.benchmark", "bfloat16 sums in CUDA matmuls", "CUBLAS_WORKSPACE_CO
 
 
 def check(trial: Trial) -> Result:
-    examined = sum(len(step.settings) for evidence in trial.ranks.values() for step in evidence.steps)
+    examined = 0
+    for evidence in trial.ranks.values():
+        examined += sum(len(step.settings) for step in evidence.steps)
     return verdict_of("settings", findings(trial), examined)
 
 
 def findings(trial: Trial) -> list[Finding]:
-    """One of each rank and switch, those that break what was requested first."""
+    """Return a finding of each rank and switch, those that break what was requested first."""
     return [*_changed(trial), *_unlike(trial)]
 
 
 def is_free(trial: Trial, name: str) -> bool:
-    """Whether a trainer may set it as it likes, as long as it does so everywhere."""
+    """Return whether a trainer may set a switch as it likes, as long as it does so everywhere."""
     training = trial.case.training
     multiplies_float32 = "float32" in (training.compute_dtype or training.dtype, training.quantize and training.dtype)
     deterministic = trial.case.runs > 1 and name in DETERMINISM
@@ -47,35 +49,39 @@ def is_free(trial: Trial, name: str) -> bool:
 
 
 def allowed(trial: Trial, evidence: RankEvidence, name: str) -> tuple[str, ...]:
-    """A recipe's dtype may be the default of all tensors, and TF32 is as it says."""
+    """Return the values that a setting may have. TF32 is as the recipe says; its dtype may be the default of all tensors."""
     requested = "on" if name == TF32 and trial.case.training.tf32 else evidence.settings[name]
     return (requested, trial.case.training.dtype) if name == "default dtype" else (requested,)
 
 
 def _changed(trial: Trial) -> Iterator[Finding]:
-    """Return, for each rank and switch, the first step in which it is another."""
+    """Yield, for each rank and switch, a finding of the first step in which it has another value."""
     for rank, evidence in sorted(trial.ranks.items()):
         for name in evidence.settings:
-            right = allowed(trial, evidence, name)
-            for step in evidence.steps if not is_free(trial, name) else ():
-                if set(step.settings.get(name, right)) - set(right):
-                    yield _finding(rank, step.step, name, right[:1], step.settings[name])
+            allowed_values = allowed(trial, evidence, name)
+            if is_free(trial, name):
+                continue
+            for step in evidence.steps:
+                if set(step.settings.get(name, allowed_values)) - set(allowed_values):
+                    yield _finding(rank, step.step, name, allowed_values[:1], step.settings[name])
                     break
 
 
 def _unlike(trial: Trial) -> Iterator[Finding]:
-    """Return, for each switch that a trainer may set, the first rank and step that differs from most."""
-    names = {name for evidence in trial.ranks.values() for step in evidence.steps for name in step.settings}
+    """Yield, for each switch that a trainer may set, a finding of the first rank and step that differs from most."""
+    names: set[str] = set()
+    for evidence in trial.ranks.values():
+        for step in evidence.steps:
+            names.update(step.settings)
     for name in sorted(name for name in names if is_free(trial, name) or name == "default dtype"):
-        seen = {
-            (rank, step.step): step.settings.get(name, ())
-            for rank, evidence in sorted(trial.ranks.items())
-            for step in evidence.steps
-        }
-        ((usual, _),) = Counter(seen.values()).most_common(1)
-        for (rank, step), values in seen.items():
-            if values != usual:
-                yield replace(_finding(rank, step, name, usual, values), note=ELSEWHERE)
+        values_by_step: dict[tuple[int, int], tuple[str, ...]] = {}
+        for rank, evidence in sorted(trial.ranks.items()):
+            for step in evidence.steps:
+                values_by_step[rank, step.step] = step.settings.get(name, ())
+        ((usual_values, _),) = Counter(values_by_step.values()).most_common(1)
+        for (rank, number), values in values_by_step.items():
+            if values != usual_values:
+                yield replace(_finding(rank, number, name, usual_values, values), note=ELSEWHERE)
                 break
 
 

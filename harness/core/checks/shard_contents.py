@@ -18,16 +18,18 @@ NOWHERE = "bytes that are nowhere in the seed weight"
 
 
 def check(trial: Trial) -> Result:
-    findings, examined = [], 0
-    for rank, held in sorted(trial.holdings.items()):
+    findings: list[Finding] = []
+    examined = 0
+    for rank, local_slices in sorted(trial.holdings.items()):
         for fqn, wanted in trial.plan.slices[rank].items():
-            if fqn not in held:
+            if fqn not in local_slices:
                 continue
             examined += 1
-            found = held[fqn]
-            if found != wanted:
-                shape, flat = trial.plan.shapes[fqn], bool(trial.plan.flat)
-                observed = NOWHERE if found is None else Part(found, shape, flat)
-                what: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": "slice"}
-                findings.append(Finding.at(rank, Part(wanted, shape, flat), observed, **what))
+            local_slice = local_slices[fqn]
+            if local_slice != wanted:
+                shape = trial.plan.shapes[fqn]
+                flat = bool(trial.plan.flat)
+                observed = NOWHERE if local_slice is None else Part(local_slice, shape, flat)
+                subject: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": "slice"}
+                findings.append(Finding.at(rank, Part(wanted, shape, flat), observed, **subject))
     return verdict_of("shard_contents", findings, examined)

@@ -66,18 +66,22 @@ def check(trial: Trial) -> Result:
         for step in trial.case.steps:
             wanted = planned(trial, rank, step)
             optional = planned(trial, rank, step, optional_only=True)
-            seen = observed(trial, evidence, step)
-            inside = sum(optional[key] for key in optional if seen.get(key, 0) == wanted[key])
+            observed_bytes = observed(trial, evidence, step)
+            inside = sum(optional[key] for key in optional if observed_bytes.get(key, 0) == wanted[key])
             # What may be missing or added is made equal to the plan first: the rest is compared to the byte.
-            seen |= {key: wanted[key] for key in optional if seen.get(key, 0) == wanted[key] - optional[key]}
-            seen |= _by_evaluation(trial, rank, step, wanted, seen) | lacking_in_forward(trial, rank, step)
-            seen |= {key: wanted.get(key, 0) for key in _of_buffers(trial, rank, wanted, seen)}
+            observed_bytes |= {
+                key: wanted[key] for key in optional if observed_bytes.get(key, 0) == wanted[key] - optional[key]
+            }
+            observed_bytes |= _by_evaluation(trial, rank, step, wanted, observed_bytes) | lacking_in_forward(
+                trial, rank, step
+            )
+            observed_bytes |= {key: wanted.get(key, 0) for key in _of_buffers(trial, rank, wanted, observed_bytes)}
             examined += len(wanted) + 1
-            extra = {key: seen.get(key, 0) - wanted.get(key, 0) for key in _allowed(trial, rank)}
+            extra = {key: observed_bytes.get(key, 0) - wanted.get(key, 0) for key in _allowed(trial, rank)}
             used |= {key for key in extra if extra[key] > 0}
             within = {key for key, most in _allowed(trial, rank).items() if 0 < extra[key] <= most}
-            seen |= {key: wanted.get(key, 0) for key in within}
-            findings += _compare(trial, rank, step, wanted, seen)
+            observed_bytes |= {key: wanted.get(key, 0) for key in within}
+            findings += _compare(trial, rank, step, wanted, observed_bytes)
             findings += _outside(trial, rank, step, inside) + _lacking_outside(trial, rank, step)
             findings += _integers(trial, rank, step)
             findings += _waiting(trial, evidence, step)
@@ -90,12 +94,14 @@ def _at_least(trial: Trial) -> Result:
     findings, examined = [], 0
     for rank, evidence in sorted(trial.ranks.items()):
         for step in trial.case.steps:
-            wanted, seen = planned(trial, rank, step), observed(trial, evidence, step)
-            seen |= _by_evaluation(trial, rank, step, wanted, seen) | lacking_in_forward(trial, rank, step)
+            wanted, observed_bytes = planned(trial, rank, step), observed(trial, evidence, step)
+            observed_bytes |= _by_evaluation(trial, rank, step, wanted, observed_bytes) | lacking_in_forward(
+                trial, rank, step
+            )
             examined += len(wanted)
-            seen |= {key: count for key, count in wanted.items() if seen.get(key, 0) > count}
-            lacking = _compare(trial, rank, step, wanted, {key: seen.get(key, 0) for key in wanted})
-            findings += [one for found in lacking for one in _by_optimizer(trial, rank, found)]
+            observed_bytes |= {key: count for key, count in wanted.items() if observed_bytes.get(key, 0) > count}
+            lacking = _compare(trial, rank, step, wanted, {key: observed_bytes.get(key, 0) for key in wanted})
+            findings += [finding for shortfall in lacking for finding in _by_optimizer(trial, rank, shortfall)]
     return verdict_of("traffic", findings, examined, note="at least what the layout needs is moved; more is not judged")
 
 
@@ -109,8 +115,8 @@ def _by_optimizer(trial: Trial, rank: int, lacking: Finding) -> list[Finding]:
     differ = first_difference(trial, group)
     if differ == 0:
         return []
-    said = "was not read" if differ is None else f"differs after step {differ}"
-    note = f"the optimizer's step moves {bytes_text(moved)} over these ranks, and what they hold {said}"
+    comparison = "was not read" if differ is None else f"differs after step {differ}"
+    note = f"the optimizer's step moves {bytes_text(moved)} over these ranks, and what they hold {comparison}"
     return [replace(lacking, note="; ".join(filter(None, (lacking.note, note))))]
 
 
@@ -132,12 +138,14 @@ def _allowances_text(trial: Trial, used: set[Key]) -> str:
     return said({one: (one.op, one.phase) in seen for one in trial.allow if one.what == "moved"})
 
 
-def _by_evaluation(trial: Trial, rank: int, step: int, wanted: dict[Key, int], seen: dict[Key, int]) -> dict[Key, int]:
+def _by_evaluation(
+    trial: Trial, rank: int, step: int, wanted: dict[Key, int], observed_bytes: dict[Key, int]
+) -> dict[Key, int]:
     """The plan's bytes, of the collectives that differ from it by just what evaluation before this step explains."""
-    more = {key: seen.get(key, 0) - wanted.get(key, 0) for key in wanted | seen}
+    excess = {key: observed_bytes.get(key, 0) - wanted.get(key, 0) for key in wanted | observed_bytes}
     spared = after_evaluation.spared(trial, rank, step)
-    explained = spared if all(more.get(key, 0) == count for key, count in spared.items()) else {}
-    ahead = (key for key in more if more[key] in after_evaluation.prefetched(trial, rank, step, key))
+    explained = spared if all(excess.get(key, 0) == count for key, count in spared.items()) else {}
+    ahead = (key for key in excess if excess[key] in after_evaluation.prefetched(trial, rank, step, key))
     return {key: wanted.get(key, 0) for key in (*explained, *ahead)}
 
 
@@ -149,41 +157,43 @@ def _buffers(trial: Trial, rank: int, kind: str) -> dict[Key, int]:
     return {key: size for key, size in sizes.items() if size}
 
 
-def _of_buffers(trial: Trial, rank: int, wanted: dict[Key, int], seen: dict[Key, int]) -> list[Key]:
+def _of_buffers(trial: Trial, rank: int, wanted: dict[Key, int], observed_bytes: dict[Key, int]) -> list[Key]:
     """The collectives that differ from the plan by as much as some of the passes broadcast. While an accumulation's gradients
     wait, DDP leaves that out."""
     return [
         key
         for key, size in _buffers(trial, rank, "float_buffers").items()
-        if seen.get(key, 0) - wanted.get(key, 0) in range(0, (trial.case.passes + 1) * size, size)
+        if observed_bytes.get(key, 0) - wanted.get(key, 0) in range(0, (trial.case.passes + 1) * size, size)
     ]
 
 
 def _outside(trial: Trial, rank: int, step: int, inside: int) -> list[Finding]:
     """inside: bytes that may move there or in a pass, and moved in a pass."""
-    seen, allowed = observed_outside(trial.ranks[rank], step), _allowed(trial, rank)
-    for more in (settling_bytes(trial, rank, step), ahead_outside(trial, rank, step)):
-        allowed |= {key: allowed.get(key, 0) + size for key, size in more.items()}
-    moved = sum(max(count - allowed.get(key, 0), 0) for key, count in seen.items())
-    most = trial.plan.outside_bytes[rank] + sum(planned_outside(trial, rank, step).values()) - inside
-    if moved <= most:
+    observed_bytes, allowed = observed_outside(trial.ranks[rank], step), _allowed(trial, rank)
+    for extra in (settling_bytes(trial, rank, step), ahead_outside(trial, rank, step)):
+        allowed |= {key: allowed.get(key, 0) + size for key, size in extra.items()}
+    moved = sum(max(count - allowed.get(key, 0), 0) for key, count in observed_bytes.items())
+    limit = trial.plan.outside_bytes[rank] + sum(planned_outside(trial, rank, step).values()) - inside
+    if moved <= limit:
         return []
-    what: dict[str, Any] = {"step": step, "kind": "collective", "quantity": MOVED, "phase": OUTSIDE, "unit": "bytes"}
-    return [Finding.at(rank, Limit(most=most), moved, **what, note=_outside_words(trial, rank, step, seen))]
+    subject: dict[str, Any] = {"step": step, "kind": "collective", "quantity": MOVED, "phase": OUTSIDE, "unit": "bytes"}
+    return [
+        Finding.at(rank, Limit(most=limit), moved, **subject, note=_outside_words(trial, rank, step, observed_bytes))
+    ]
 
 
-def _outside_words(trial: Trial, rank: int, step: int, seen: dict[Key, int]) -> str:
+def _outside_words(trial: Trial, rank: int, step: int, bytes_by_key: dict[Key, int]) -> str:
     """Return what each collective moved there and in how many calls, the most first."""
     calls = Counter(
         (call.ranks, call.op)
         for call in trial.ranks[rank].collectives
         if call.step == step and call.phase in ("optimizer", "other") and call.bytes
     )
-    most = sorted(seen.items(), key=lambda item: -item[1])[:3]
+    largest = sorted(bytes_by_key.items(), key=lambda item: -item[1])[:3]
     return "; ".join(
         f"{bytes_text(moved)} by {op} over {axis_text(trial, ranks)}"
         + f" in {calls[ranks, op]} calls" * (calls[ranks, op] > 1)
-        for (ranks, op, _), moved in most
+        for (ranks, op, _), moved in largest
     )
 
 
@@ -191,37 +201,37 @@ def _lacking_outside(trial: Trial, rank: int, step: int) -> list[Finding]:
     """What ZeRO gathers behind its optimizer, and Muon in its own, is moved there, whatever else is. So are the gradients of a
     tied weight over two stages."""
     wanted = planned_outside(trial, rank, step)
-    seen = observed_outside(trial.ranks[rank], step, pairs={key[0] for key, _ in wanted})
+    observed_bytes = observed_outside(trial.ranks[rank], step, pairs={key[0] for key, _ in wanted})
     return [
         Finding.at(
             rank,
-            Limit(least=least),
-            seen.get(key, 0),
+            Limit(least=lower_bound),
+            observed_bytes.get(key, 0),
             step=step,
             **of_collective(trial, key) | {"quantity": LACKING_OF.get(role, LACKING)},
         )
-        for (key, role), least in wanted.items()
-        if seen.get(key, 0) < least
+        for (key, role), lower_bound in wanted.items()
+        if observed_bytes.get(key, 0) < lower_bound
     ]
 
 
 def _integers(trial: Trial, rank: int, step: int) -> list[Finding]:
     """Truth values and bytes among them. Stages of a pipeline tell each other their shapes by send and receive."""
-    seen, allowed = Counter[Key](), _allowed(trial, rank)
+    observed_bytes, allowed = Counter[Key](), _allowed(trial, rank)
     for call in trial.ranks[rank].collectives:
-        here = call.step == step and call.phase in INSIDE and len(call.ranks) > 1
-        if here and "float" not in call.dtype and call.op not in ("send", "recv"):
-            seen[call.ranks, call.op, call.phase] += call.bytes
-    moved = sum(max(count - allowed.get(key, 0), 0) for key, count in seen.items())
+        is_in_pass = call.step == step and call.phase in INSIDE and len(call.ranks) > 1
+        if is_in_pass and "float" not in call.dtype and call.op not in ("send", "recv"):
+            observed_bytes[call.ranks, call.op, call.phase] += call.bytes
+    moved = sum(max(count - allowed.get(key, 0), 0) for key, count in observed_bytes.items())
     finds_unused = any(wrapper.find_unused_parameters for wrapper in trial.ranks[rank].structure.values())
     later = trial.plan.used_bytes if finds_unused else 0
-    most = trial.plan.integer_bytes if step <= trial.first_step + 1 else later
-    most += trial.case.passes * sum(_buffers(trial, rank, "other_buffers").values())
-    if moved <= most:
+    limit = trial.plan.integer_bytes if step <= trial.first_step + 1 else later
+    limit += trial.case.passes * sum(_buffers(trial, rank, "other_buffers").values())
+    if moved <= limit:
         return []
-    what: dict[str, Any] = {"step": step, "quantity": INTEGERS, "kind": "collective", "unit": "bytes"}
-    note = calls_words(trial, rank, step, list(seen), integers=True)
-    return [Finding.at(rank, Limit(most=most) if most else 0, moved, **what, note=note)]
+    subject: dict[str, Any] = {"step": step, "quantity": INTEGERS, "kind": "collective", "unit": "bytes"}
+    note = calls_words(trial, rank, step, list(observed_bytes), integers=True)
+    return [Finding.at(rank, Limit(most=limit) if limit else 0, moved, **subject, note=note)]
 
 
 def waits(evidence: RankEvidence, step: int) -> Counter[Key]:
@@ -246,17 +256,21 @@ def _waiting(trial: Trial, evidence: RankEvidence, step: int) -> list[Finding]:
     ]
 
 
-def _compare(trial: Trial, rank: int, step: int, wanted: dict[Key, int], seen: dict[Key, int]) -> list[Finding]:
+def _compare(
+    trial: Trial, rank: int, step: int, wanted: dict[Key, int], observed_bytes: dict[Key, int]
+) -> list[Finding]:
     findings = []
-    for key in sorted(set(wanted) | set(seen), key=lambda k: (k[2], k[1], k[0])):
-        expected, moved = wanted.get(key, 0), seen.get(key, 0)
+    for key in sorted(
+        set(wanted) | set(observed_bytes), key=lambda order_key: (order_key[2], order_key[1], order_key[0])
+    ):
+        expected, moved = wanted.get(key, 0), observed_bytes.get(key, 0)
         if expected != moved:
-            what = of_collective(trial, key)
-            often = calls_words(trial, rank, step, [key]) if moved > expected else ""
-            if dtypes := dtype_words(trial, rank, step, key, expected, moved):
-                what["quantity"] = IN_ANOTHER_DTYPE
-            what["note"] = "; ".join(filter(None, (dtypes, often, what["note"])))
-            findings.append(Finding.at(rank, expected, moved, step=step, **what))
+            subject = of_collective(trial, key)
+            calls_note = calls_words(trial, rank, step, [key]) if moved > expected else ""
+            if dtype_note := dtype_words(trial, rank, step, key, expected, moved):
+                subject["quantity"] = IN_ANOTHER_DTYPE
+            subject["note"] = "; ".join(filter(None, (dtype_note, calls_note, subject["note"])))
+            findings.append(Finding.at(rank, expected, moved, step=step, **subject))
     return findings
 
 
@@ -269,9 +283,10 @@ def calls_words(trial: Trial, rank: int, step: int, keys: Sequence[Key], *, inte
         if call.step == step and key in keys and call.bytes and not (integers and "float" in call.dtype):
             sizes[key].append(call.bytes)
     texts = (
-        f"{len(of)} {key[1]} over {axis_text(trial, key[0])} of {bytes_text(max(of))}{' each' * (len({*of}) == 1 < len(of))}"
-        f"{' at most' * (len({*of}) > 1)}"
-        for key, of in sorted(sizes.items(), key=lambda item: -sum(item[1]))
+        f"{len(call_sizes)} {key[1]} over {axis_text(trial, key[0])} of {bytes_text(max(call_sizes))}"
+        f"{' each' * (len({*call_sizes}) == 1 < len(call_sizes))}"
+        f"{' at most' * (len({*call_sizes}) > 1)}"
+        for key, call_sizes in sorted(sizes.items(), key=lambda item: -sum(item[1]))
     )
     return "; ".join(texts)
 
@@ -283,11 +298,11 @@ def dtype_words(trial: Trial, rank: int, step: int, key: Key, expected: int, mov
         if call.step == step and is_traffic(call) and (call.ranks, call.op, call.phase) == key:
             elements[call.dtype] += call.bytes // BYTES.get(call.dtype, 1)
     recipe = (trial.case.training.dtype, trial.case.training.compute_dtype, trial.case.features.reduce_dtype)
-    alike = next((dtype for dtype in recipe if dtype and elements.total() * BYTES[dtype] == expected), "")
-    if not alike or moved == expected or not elements.keys() <= BYTES.keys():
+    matching_dtype = next((dtype for dtype in recipe if dtype and elements.total() * BYTES[dtype] == expected), "")
+    if not matching_dtype or moved == expected or not elements.keys() <= BYTES.keys():
         return ""
-    seen = " and ".join(f"{count} elements of {dtype}" for dtype, count in sorted(elements.items()))
-    return f"{seen}; expected {'all' if len(elements) > 1 else 'as many'} of {alike}"
+    observed_text = " and ".join(f"{count} elements of {dtype}" for dtype, count in sorted(elements.items()))
+    return f"{observed_text}; expected {'all' if len(elements) > 1 else 'as many'} of {matching_dtype}"
 
 
 # ---- parameters that are gathered by hand before the forward pass that would: FSDP2's `unshard`
@@ -333,13 +348,13 @@ def _forward(trial: Trial, rank: int) -> Key:
 
 def _before_passes(calls: Sequence[Collective], ranks: tuple[int, ...]) -> dict[int, list[Collective]]:
     """Return, by step, the gathers over these ranks that come between two passes, or before the first one."""
-    found, waiting = defaultdict[int, list[Collective]](list), list[Collective]()
+    gathers_by_step, waiting = defaultdict[int, list[Collective]](list), list[Collective]()
     for call in calls:
         if call.phase in INSIDE:
-            found[call.step] += waiting
+            gathers_by_step[call.step] += waiting
             waiting = []
         elif call.phase == "optimizer":
             waiting = []  # weights from before the step
         elif (call.phase, call.op, call.ranks) == ("other", GATHER, ranks) and "float" in call.dtype:
             waiting.append(call)
-    return found
+    return gathers_by_step

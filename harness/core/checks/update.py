@@ -55,7 +55,7 @@ def check(trial: Trial) -> Result:
 
 
 def holds(trial: Trial, norms: dict[int, float]) -> bool:
-    """Whether `check` would say PASS, by these norms; ends at the first mistake."""
+    """Return whether `check` would return PASS with these norms. It ends at the first mistake."""
     return all_seen(trial) and next(mistakes(trial, norms), None) is None
 
 
@@ -70,7 +70,10 @@ def clipped_norms(trial: Trial) -> dict[int, float]:
 
 
 def mistakes(trial: Trial, norms: dict[int, float]) -> Iterator[Finding]:
-    """Return, by rank, wrong rates and the first step at which each parameter is wrong. norms: by step, the global ones."""
+    """Yield, by rank, findings of wrong rates and of the first step at which each parameter is wrong.
+
+    norms: by step, the global gradient norm.
+    """
     rates = {step.step: step.lr for step in trial.reference.steps}
     matrices = Matrices(trial, partial(_gathered, trial, norms), partial(recipe_of, trial))
     for evidence in trial.ranks.values():
@@ -81,34 +84,37 @@ def mistakes(trial: Trial, norms: dict[int, float]) -> Iterator[Finding]:
 
 
 def _unseen(trial: Trial) -> str:
-    """After which step."""
+    """Return the time of the first step after which parameters were not observed, in words. Empty if all were."""
     unseen = [step for _, step, _ in trial.steps() if step.changed is None]
     return until(trial, unseen[0].step) if unseen else ""
 
 
 def until(trial: Trial, step: int) -> str:
-    """The time after a step, in words."""
+    """Return the time after a step, in words."""
     if step == trial.case.steps[-1]:
         return "after the last step"
-    return f"between steps {step} and {step + 1}" + ", where it saves" * (step == trial.case.saved_step)
+    text = f"between steps {step} and {step + 1}"
+    if step == trial.case.saved_step:
+        text += ", where it saves"
+    return text
 
 
 def changed(trial: Trial) -> dict[int, list[tuple[int, str]]]:
     """Return, by step, the (rank, fqn) that were something else afterwards than what the optimizer had left."""
-    found: dict[int, list[tuple[int, str]]] = {}
+    changes_by_step: dict[int, list[tuple[int, str]]] = {}
     for rank, step, _ in trial.steps():
         for fqn in step.changed or {}:
-            found.setdefault(step.step, []).append((rank, fqn))
-    return dict(sorted(found.items()))
+            changes_by_step.setdefault(step.step, []).append((rank, fqn))
+    return dict(sorted(changes_by_step.items()))
 
 
 def _as_requested(trial: Trial, evidence: RankEvidence) -> list[StepEvidence]:
-    """`completed` reports others."""
+    """Return the steps that are requested. The check `completed` reports others."""
     return [step for step in evidence.steps if step.step in trial.case.steps]
 
 
 def recipe_of(trial: Trial, fqn: str, step: int = 1) -> TrainingConfig:
-    """The recipe as it is for this parameter: without weight decay, if it has one dim and only matrices decay."""
+    """Return the recipe of this parameter: without weight decay, if it has one dim and only matrices decay."""
     if trial.assumption.optimizer.recipe:
         return trial.assumption.optimizer.recipe(step, fqn)
     training = trial.case.training
@@ -117,7 +123,7 @@ def recipe_of(trial: Trial, fqn: str, step: int = 1) -> TrainingConfig:
 
 
 def is_right_rate(trial: Trial, rank: int, step: StepEvidence, wanted: float) -> bool:
-    """Whether the optimizer shows this rate, or another one that is assumed of some of its parameters."""
+    """Return whether the optimizer shows this rate, or another one that is assumed of some of its parameters."""
     if step.lr is None:
         return False
     assumed = trial.assumption.optimizer.rate
@@ -139,37 +145,44 @@ def _replay(
     rates: dict[int, float],
     matrices: Matrices,
 ) -> list[Finding]:
-    """The first step at which this parameter is not what the optimizer makes of it."""
-    state, assumed = _start(trial, evidence, fqn), trial.assumption.optimizer
+    """Return a finding of the first step at which this parameter is not what the optimizer makes of it."""
+    state = _start(trial, evidence, fqn)
+    assumed = trial.assumption.optimizer
     for step in _as_requested(trial, evidence):
         trained = trains(trial.case.training, fqn)
         if (trained and fqn not in step.gradients) or fqn not in step.parameters:
             return []  # `completed` reports it
-        held, given = state.value.shape, step.gradients[fqn].shape if trained else state.value.shape
-        if given != held:
-            what: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": "gradient", "unit": "shape"}
-            return [Finding.at(evidence.rank, held, given, step=step.step, **what)]
-        frozen = np.zeros(held) if assumed.decays_frozen else None
+        shape = state.value.shape
+        gradient_shape = step.gradients[fqn].shape if trained else shape
+        if gradient_shape != shape:
+            subject: dict[str, Any] = {"kind": "parameter", "name": fqn, "quantity": "gradient", "unit": "shape"}
+            return [Finding.at(evidence.rank, shape, gradient_shape, step=step.step, **subject)]
+        frozen = np.zeros(shape) if assumed.decays_frozen else None
         gradient = _given(trial, evidence.rank, step, fqn, norms[step.step]) if trained else frozen
         rate = _rate(trial, evidence.rank, step.step, fqn, rates[step.step])
-        counted = replace(step, step=assumed.counter(step.step, fqn)) if assumed.counter else step
-        rule = rule_of(recipe := recipe_of(trial, fqn, step.step), fqn)
-        expected, magnitude = _advance(state, counted, gradient, rate, recipe, rule=rule, amsgrad=assumed.amsgrad)
+        counted_step = replace(step, step=assumed.counter(step.step, fqn)) if assumed.counter else step
+        recipe = recipe_of(trial, fqn, step.step)
+        rule = rule_of(recipe, fqn)
+        expected, magnitude = _advance(state, counted_step, gradient, rate, recipe, rule=rule, amsgrad=assumed.amsgrad)
         bound = tolerance.update_bound(trial.case, magnitude) if trained or gradient is not None else None
         if rule == "muon" and gradient is not None:
-            if (turned := matrices.added(evidence.rank, step.step, fqn, rate)) is None:
+            muon_step = matrices.added(evidence.rank, step.step, fqn, rate)
+            if muon_step is None:
                 return []  # another rank lacks a gradient, which `completed` reports
-            expected, bound = expected - turned[0], bound + turned[1]
-        here = partial(Finding.at, evidence.rank, step=step.step, kind="parameter", name=fqn)
-        left = stepped_part(trial, evidence.rank, fqn, step.parameters[fqn])
-        finding = _compare(here, left, expected, bound, state.value)
+            expected = expected - muon_step[0]
+            bound = bound + muon_step[1]
+        finding_of = partial(Finding.at, evidence.rank, step=step.step, kind="parameter", name=fqn)
+        stepped_value = stepped_part(trial, evidence.rank, fqn, step.parameters[fqn])
+        finding = _compare(finding_of, stepped_value, expected, bound, state.value)
         if step is evidence.steps[-1] or step.optimizer_state:
-            kept = step.optimizer_state.get(fqn, {})
-            finding = finding or _compare_moments(here, trial, rule if trained else FROZEN, kept, state)
-        finding = finding or _compare_with_what_was_left(here, trial, step, fqn)
+            optimizer_state = step.optimizer_state.get(fqn, {})
+            finding = finding or _compare_moments(
+                finding_of, trial, rule if trained else FROZEN, optimizer_state, state
+            )
+        finding = finding or _compare_with_what_was_left(finding_of, trial, step, fqn)
         if finding:
             return [finding]
-        state.value = left.astype(np.float64)  # go on from what is there: one mistake, one finding
+        state.value = stepped_value.astype(np.float64)  # go on from what is there: one mistake, one finding
     return []
 
 
@@ -179,7 +192,7 @@ def _rate(trial: Trial, rank: int, step: int, fqn: str, requested: float) -> flo
 
 
 def _given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm: float) -> np.ndarray | None:
-    """Return the clipped gradient, or what is assumed instead."""
+    """Return the clipped gradient that the optimizer is given, or what is assumed instead."""
     gradient = step.gradients[fqn].astype(np.float64)
     if trial.assumption.optimizer.given:
         return trial.assumption.optimizer.given(rank, step.step, fqn, gradient)
@@ -187,50 +200,61 @@ def _given(trial: Trial, rank: int, step: StepEvidence, fqn: str, norm: float) -
 
 
 def _gathered(trial: Trial, norms: dict[int, float], rank: int, step: StepEvidence, fqn: str) -> np.ndarray:
-    """Return what others gather of a rank: also of one whose own optimizer is assumed to do nothing."""
-    given = _given(trial, rank, step, fqn, norms[step.step])
-    own = step.gradients[fqn].astype(np.float64)
-    return tolerance.clip_coefficient(norms[step.step], trial.case.training.max_norm) * own if given is None else given
+    """Return the gradient that others gather of a rank, also of one whose own optimizer is assumed to do nothing."""
+    given_gradient = _given(trial, rank, step, fqn, norms[step.step])
+    if given_gradient is not None:
+        return given_gradient
+    own_gradient = step.gradients[fqn].astype(np.float64)
+    return tolerance.clip_coefficient(norms[step.step], trial.case.training.max_norm) * own_gradient
 
 
 def _start(trial: Trial, evidence: RankEvidence, fqn: str) -> _State:
-    """Averages begin at zero, or where the checkpoint left them, whatever that is: the check `resume` judges that."""
-    begun = trial.assumption.optimizer.begun
-    value = begun(evidence.rank, fqn) if begun else trial.start_of(evidence.rank)[fqn]
+    """Return the value and the averages of a parameter before the first step.
+
+    Averages begin at zero, or where the checkpoint left them, whatever that is: the check `resume` judges that.
+    """
+    assumed_value = trial.assumption.optimizer.begun
+    value = assumed_value(evidence.rank, fqn) if assumed_value else trial.start_of(evidence.rank)[fqn]
     value = stepped_part(trial, evidence.rank, fqn, value)
-    held = evidence.resumed.optimizer_state.get(fqn, {}) if evidence.resumed else {}
+    resumed_state = evidence.resumed.optimizer_state.get(fqn, {}) if evidence.resumed else {}
     value = value.astype(np.float64)
     average = "momentum_buffer" if rule_of(recipe_of(trial, fqn), fqn) == "muon" else "exp_avg"
-    first, second = (held.get(key, np.zeros_like(value)).astype(np.float64) for key in (average, "exp_avg_sq"))
+    first = resumed_state.get(average, np.zeros_like(value)).astype(np.float64)
+    second = resumed_state.get("exp_avg_sq", np.zeros_like(value)).astype(np.float64)
     return _State(value, first, second, np.abs(first))
 
 
 def explained_by_clip(trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, *, clip: float) -> bool:
-    """Whether the first step left what the optimizer makes of this parameter's gradient times `clip`."""
+    """Return whether the first step left what the optimizer makes of this parameter's gradient times `clip`."""
     first = evidence.steps[0]
     if tensor.fqn not in first.gradients or tensor.fqn not in first.parameters:
         return False
     expected, bound = expected_after_first_step(trial, evidence, tensor, clip=clip)
-    left = stepped_part(trial, evidence.rank, tensor.fqn, first.parameters[tensor.fqn])
-    return left.shape == expected.shape and bool((np.abs(left - expected) <= bound).all())
+    stepped_value = stepped_part(trial, evidence.rank, tensor.fqn, first.parameters[tensor.fqn])
+    return stepped_value.shape == expected.shape and bool((np.abs(stepped_value - expected) <= bound).all())
 
 
 def expected_after_first_step(
     trial: Trial, evidence: RankEvidence, tensor: TensorEvidence, *, clip: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What the optimizer makes of this parameter's gradient times `clip`, and the bound on what is seen of it."""
-    first, state = evidence.steps[0], _start(trial, evidence, tensor.fqn)
+    """Return what the optimizer makes of this parameter's gradient times `clip`, and the bound on its distance to that."""
+    first = evidence.steps[0]
+    state = _start(trial, evidence, tensor.fqn)
     gradient = first.gradients.get(tensor.fqn)
     if gradient is None or gradient.shape != state.value.shape:  # explains nothing
         return np.full_like(state.value, math.nan), np.zeros_like(state.value)
-    lr, recipe = trial.reference_step(first.step).lr, recipe_of(trial, tensor.fqn, first.step)
+    lr = trial.reference_step(first.step).lr
+    recipe = recipe_of(trial, tensor.fqn, first.step)
     rule = rule_of(recipe, tensor.fqn)
     expected, magnitude = _advance(state, first, clip * gradient, lr, recipe, rule=rule)
     bound = tolerance.update_bound(trial.case, magnitude)
     if rule == "muon":
-        clipped = Matrices(trial, lambda r, s, f: clip * s.gradients[f].astype(np.float64), partial(recipe_of, trial))
-        added, more = clipped.added(evidence.rank, first.step, tensor.fqn, lr) or (np.full_like(bound, math.nan), 0.0)
-        return expected - added, bound + more
+        matrices = Matrices(
+            trial, lambda rank, step, fqn: clip * step.gradients[fqn].astype(np.float64), partial(recipe_of, trial)
+        )
+        muon_step = matrices.added(evidence.rank, first.step, tensor.fqn, lr)
+        added, added_bound = muon_step or (np.full_like(bound, math.nan), 0.0)
+        return expected - added, bound + added_bound
     return expected, bound
 
 
@@ -244,8 +268,10 @@ def _advance(
     rule: str,
     amsgrad: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One optimizer step: the new value, and the sum of absolute values of all that went into it. Without a gradient, none.
-    For Muon, only what needs no whole matrix."""
+    """Return the value after an optimizer step, and the sum of absolute values of all that went into it.
+
+    Without a gradient, the value stays. For Muon, only what needs no whole matrix is done.
+    """
     if gradient is None:
         return state.value, np.abs(state.value)
     decay = lr * training.weight_decay
@@ -256,7 +282,8 @@ def _advance(
         state.first = training.momentum * state.first + (1 - training.momentum) * gradient
         state.first_magnitude = training.momentum * state.first_magnitude + (1 - training.momentum) * np.abs(gradient)
         return state.value * (1 - decay), np.abs(state.value) * (1 + decay)
-    b1, b2 = training.beta1, training.beta2
+    b1 = training.beta1
+    b2 = training.beta2
     state.first = b1 * state.first + (1 - b1) * gradient
     state.first_magnitude = b1 * state.first_magnitude + (1 - b1) * np.abs(gradient)
     state.second = b2 * state.second + (1 - b2) * gradient * gradient
@@ -269,39 +296,44 @@ def _advance(
 
 
 def _compare(
-    here: Here, observed: np.ndarray, expected: np.ndarray, bound: np.ndarray | None, before: np.ndarray
+    finding_of: Here, observed: np.ndarray, expected: np.ndarray, bound: np.ndarray | None, before: np.ndarray
 ) -> Finding | None:
-    """bound: None of what is frozen."""
+    """Return a finding if a parameter is not within the bound of what is expected. bound: None if it is frozen."""
     if observed.shape != expected.shape:
-        return here(expected.shape, observed.shape, quantity="value", unit="shape")
+        return finding_of(expected.shape, observed.shape, quantity="value", unit="shape")
     if bound is None:
-        return _moved(here, observed, before)
+        return _moved(finding_of, observed, before)
     wrong = ~_alike(observed, expected, bound)
     if not wrong.any():
         return None
     if np.array_equal(observed, before):
-        return here("moved by the optimizer", "unchanged", quantity=MOVE)
-    off = np.where(wrong, np.abs(observed - expected) / np.maximum(bound, 1e-300), -1.0)
-    at = np.unravel_index(np.argmax(off), observed.shape)
-    moved, should = float(observed[at] - before[at]), float(expected[at] - before[at])
-    ratio = moved / should if should else math.inf
-    entry, some = tuple(map(int, at)), f"{int(wrong.sum())} of {wrong.size} entries wrong"
-    note = f"entry {entry}, ratio {number_text(ratio, 10)}; {some}"
-    return here(should, moved, quantity=MOVE, note=note, bound=Bound(float(bound[at])))
+        return finding_of("moved by the optimizer", "unchanged", quantity=MOVE)
+    bound_ratio = np.where(wrong, np.abs(observed - expected) / np.maximum(bound, 1e-300), -1.0)
+    worst = np.unravel_index(np.argmax(bound_ratio), observed.shape)
+    moved = float(observed[worst] - before[worst])
+    expected_move = float(expected[worst] - before[worst])
+    ratio = moved / expected_move if expected_move else math.inf
+    entry = tuple(map(int, worst))
+    entries_wrong = f"{int(wrong.sum())} of {wrong.size} entries wrong"
+    note = f"entry {entry}, ratio {number_text(ratio, 10)}; {entries_wrong}"
+    return finding_of(expected_move, moved, quantity=MOVE, note=note, bound=Bound(float(bound[worst])))
 
 
 def _alike(observed: np.ndarray, expected: np.ndarray, bound: np.ndarray) -> np.ndarray:
-    """Entry by entry. What is made of gradients that are not finite is not finite: the check `finite` says that."""
-    same = (observed == expected) | (np.isnan(observed) & np.isnan(expected))
-    return same | (np.abs(observed - expected) <= bound)
+    """Return, entry by entry, whether both are within the bound, or both NaN.
+
+    What is made of gradients that are not finite is not finite: the check `finite` reports that.
+    """
+    is_same = (observed == expected) | (np.isnan(observed) & np.isnan(expected))
+    return is_same | (np.abs(observed - expected) <= bound)
 
 
-def _moved(here: Here, observed: np.ndarray, before: np.ndarray) -> Finding | None:
-    """What is frozen never changes by a bit."""
+def _moved(finding_of: Here, observed: np.ndarray, before: np.ndarray) -> Finding | None:
+    """Return a finding if a frozen parameter changed by a single bit."""
     if np.array_equal(observed, before):
         return None
-    most = number_text(float(np.max(np.abs(observed - before))), 2)
-    return here("unchanged: it is frozen", f"moved by up to {most}", quantity=MOVE)
+    largest_move = number_text(float(np.max(np.abs(observed - before))), 2)
+    return finding_of("unchanged: it is frozen", f"moved by up to {largest_move}", quantity=MOVE)
 
 
 MOVE = "the optimizer's step"
@@ -309,19 +341,25 @@ FROZEN = "frozen"
 """Stands for the rule of an optimizer: what is not trained has no state."""
 
 
-def _compare_with_what_was_left(here: Here, trial: Trial, step: StepEvidence, fqn: str) -> Finding | None:
-    """Only what differed was put on record, so its presence is enough: there is no bound."""
-    now = (step.changed or {}).get(fqn)
-    if now is None:
+def _compare_with_what_was_left(finding_of: Here, trial: Trial, step: StepEvidence, fqn: str) -> Finding | None:
+    """Return a finding if a parameter was something else later than what the optimizer had left.
+
+    Only what differed was put on record, so its presence is enough: there is no bound.
+    """
+    later_value = (step.changed or {}).get(fqn)
+    if later_value is None:
         return None
-    left, when = step.parameters[fqn], until(trial, step.step)
-    if now.size != left.size or now.dtype != left.dtype:
-        seen = f"{left.dtype} {left.shape} became {now.dtype} {now.shape}"
-        return here("unchanged", seen, quantity="value", note=when)
-    differing = now.reshape(-1) != left.reshape(-1)
-    most = np.max(np.abs(now.reshape(-1) - left.reshape(-1)), initial=0.0)
-    note = f"{when}, by up to {number_text(most, 2)}"
-    return here(0, int(differing.sum()), unit=f"of {now.size} entries changed", quantity="value", note=note)
+    stepped_value = step.parameters[fqn]
+    time = until(trial, step.step)
+    if later_value.size != stepped_value.size or later_value.dtype != stepped_value.dtype:
+        observed = f"{stepped_value.dtype} {stepped_value.shape} became {later_value.dtype} {later_value.shape}"
+        return finding_of("unchanged", observed, quantity="value", note=time)
+    differing = later_value.reshape(-1) != stepped_value.reshape(-1)
+    largest_change = np.max(np.abs(later_value.reshape(-1) - stepped_value.reshape(-1)), initial=0.0)
+    note = f"{time}, by up to {number_text(largest_change, 2)}"
+    return finding_of(
+        0, int(differing.sum()), unit=f"of {later_value.size} entries changed", quantity="value", note=note
+    )
 
 
 KEPT_ELSEWHERE = (
@@ -330,22 +368,28 @@ KEPT_ELSEWHERE = (
 )
 
 
-def _compare_moments(here: Here, trial: Trial, rule: str, seen: dict[str, np.ndarray], state: _State) -> Finding | None:
-    """The state after the last step, and where a checkpoint is written: these are averages over all steps until then."""
-    first, second = (state.first, state.first_magnitude), (state.second, state.second)
-    kept = {
+def _compare_moments(
+    finding_of: Here, trial: Trial, rule: str, observed_state: dict[str, np.ndarray], state: _State
+) -> Finding | None:
+    """Return a finding if the optimizer's state is not within the bound of what is expected. Only for steps that have one.
+
+    That is the last step, and where a checkpoint is written: these are averages over all steps until then.
+    """
+    first = (state.first, state.first_magnitude)
+    second = (state.second, state.second)
+    expected_by_rule = {
         FROZEN: {},
         "sgd": {},
         "adamw": {"exp_avg": first, "exp_avg_sq": second},
         "muon": {"momentum_buffer": first},
     }
-    if rule == FROZEN and (beyond := [key for key, value in seen.items() if value.ndim]):
-        return here(None, "one", quantity=beyond[0], note="the parameter is frozen")
-    for key, (expected, magnitude) in kept[rule].items():
+    if rule == FROZEN and (unexpected := [key for key, value in observed_state.items() if value.ndim]):
+        return finding_of(None, "one", quantity=unexpected[0], note="the parameter is frozen")
+    for key, (expected, magnitude) in expected_by_rule[rule].items():
         bound = 4 * tolerance.update_bound(trial.case, magnitude)
-        held = seen.get(key)
-        if held is None or held.shape != expected.shape or not _alike(held, expected, bound).all():
-            found = None if held is None else "another value"
-            note = "" if seen else KEPT_ELSEWHERE
-            return here("the optimizer's average of the gradients seen", found, quantity=key, note=note)
+        average = observed_state.get(key)
+        if average is None or average.shape != expected.shape or not _alike(average, expected, bound).all():
+            observed = None if average is None else "another value"
+            note = "" if observed_state else KEPT_ELSEWHERE
+            return finding_of("the optimizer's average of the gradients seen", observed, quantity=key, note=note)
     return None

@@ -100,7 +100,7 @@ class StartedTrainer(Protocol):
     metrics: list[Metrics]
 
     def train(self, last_step: int) -> None:
-        """Up to and with that step, from the one after the last that was finished; the schedule is the recipe's."""
+        """Train up to and with that step, from the one after the last finished step. The schedule is the recipe's."""
         ...
 
     def save(self, folder: Path) -> object:
@@ -235,7 +235,7 @@ def spec(name: str, source: str | None, out: Path = Path("out")) -> str:
 
 
 def traits_by_launch(case: Case, spec: str) -> dict[str, TrainerTraits]:
-    """What a trainer chose in each launch of a case."""
+    """Return what a trainer chose in each launch of a case, by the launch's name."""
     adapter = load(spec)
     return {name: traits_of(adapter, launched) for name, launched in case.launches.items()}
 
@@ -259,40 +259,40 @@ class CannotStart(ValueError):
 
 
 def load(spec: str) -> Adapter:
-    """The adapter of NAME or FILE.py, or of NAME@SOURCE. Raises ValueError with the known ones."""
-    wanted = TrainerSpec.parse(spec)
-    name = wanted.name
+    """Return the adapter of NAME or FILE.py, or of NAME@SOURCE. Raises ValueError with the known names."""
+    trainer = TrainerSpec.parse(spec)
+    name = trainer.name
     known = sorted(trainer_modules())
-    if wanted.is_file:
+    if trainer.is_file:
         adapter = trainer_of_file(Path(name))
     elif name in known:
         adapter = importlib.import_module(trainer_modules()[name]).adapter
     else:
         raise CannotStart(f"no trainer is named {name!r}; known: {', '.join(known)}, or the path of a FILE.py")
-    if not wanted.source:
+    if not trainer.source:
         return adapter
     if not hasattr(adapter, "of"):
-        raise CannotStart(f"trainer {name} has no other sources; leave out @{wanted.source}")
-    return adapter.of(wanted.source)
+        raise CannotStart(f"trainer {name} has no other sources; leave out @{trainer.source}")
+    return adapter.of(trainer.source)
 
 
 def trainer_modules() -> dict[str, str]:
     """Return the module that has each trainer's adapter: of the trainer that comes with the harness, and of those of rings."""
-    own = {module.name for module in pkgutil.iter_modules(__path__)} - {"support"}
-    return {name: f"{__name__}.{name}" for name in own} | rings.entries_of("trainers")
+    own_names = {module.name for module in pkgutil.iter_modules(__path__)} - {"support"}
+    return {name: f"{__name__}.{name}" for name in own_names} | rings.entries_of("trainers")
 
 
 def folder_of_cases(name: str) -> Path | None:
     """Return the folder of cases that come with a trainer's adapter; None where there is none."""
     module = trainer_modules().get(name, "")
-    found = importlib.util.find_spec(module) if module else None
-    folder = Path(found.origin).parent / case_files.USUAL if found and found.origin else None
-    return folder if found and found.submodule_search_locations and folder and folder.is_dir() else None
+    module_spec = importlib.util.find_spec(module) if module else None
+    folder = Path(module_spec.origin).parent / case_files.USUAL if module_spec and module_spec.origin else None
+    return folder if module_spec and module_spec.submodule_search_locations and folder and folder.is_dir() else None
 
 
 @contextlib.contextmanager
 def starting(spec: str) -> Iterator[None]:
-    """Raises CannotStart where a module is missing, or an adapter cannot be loaded."""
+    """Raise CannotStart where the body of the `with` lacks a module, or cannot load an adapter."""
     try:
         yield
     except ImportError as error:
@@ -309,15 +309,15 @@ def reload(spec: str) -> Adapter:
 
 @functools.cache
 def trainer_of_file(path: Path) -> Adapter:
-    """What lies beside it can be imported."""
+    """Return the adapter of a FILE.py. Raises CannotStart if it cannot be loaded. What lies beside the file can be imported."""
     if not path.is_file():
         raise CannotStart(f"{path}: no such file; an adapter is given as FILE.py, `harness init train.py` begins one")
-    found = importlib.util.spec_from_file_location(f"trainer_{path.stem}", path)
-    assert found is not None and found.loader is not None
-    module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+    module_spec = importlib.util.spec_from_file_location(f"trainer_{path.stem}", path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)
     sys.path.append(str(path.parent))
     try:
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise CannotStart(f"{path}: cannot be loaded: {error_in(path, error)}") from error
     adapter: Any = getattr(module, "adapter", None)
@@ -325,9 +325,8 @@ def trainer_of_file(path: Path) -> Adapter:
         raise CannotStart(
             f"{path}: its `adapter` has `own` or `allow`: it says that in `traits`; see harness/core/case/traits.py"
         )
-    if lacking := [
-        name for name in ("name", "unsupported", "start", "stop", "fqn", "rows") if not hasattr(adapter, name)
-    ]:
+    required = ("name", "unsupported", "start", "stop", "fqn", "rows")
+    if lacking := [name for name in required if not hasattr(adapter, name)]:
         problem = f"its `adapter` has no {', '.join(lacking)}" if adapter is not None else "has no `adapter`"
         raise CannotStart(f"{path}: {problem}; see harness/core/trainers/__init__.py")
     return adapter

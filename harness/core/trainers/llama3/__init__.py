@@ -82,7 +82,9 @@ class Llama3(Adapter):
 
 
 def _obstacles(case: Case) -> Iterator[str]:
-    dims, features = case.dims, case.features
+    """Yield why this trainer cannot run the case, one sentence each."""
+    dims = case.dims
+    features = case.features
     if dims.tp > 1 and case.wrapper in ("ddp", "replicate"):
         yield f"dp_replicate {dims.dp_replicate} x tp {dims.tp} with wrapper {case.wrapper}: torch DDP takes no DTensors"
     if dims.cp > 1 and case.wrapper in ("ddp", "replicate"):
@@ -117,7 +119,7 @@ def _obstacles(case: Case) -> Iterator[str]:
         yield "async_tp is a pass of the compiler's over its graphs: it needs compile"
     if features.async_tp and not Path("/proc/driver/nvidia").exists():
         yield "async_tp: its fused operators (symmetric memory) have no CPU kernel; no NVIDIA driver is here"
-    yield from (f"{what}: not implemented yet" for what, requested in _unfinished(case).items() if requested)
+    yield from (f"{request}: not implemented yet" for request, requested in _unfinished(case).items() if requested)
 
 
 def _limits_of_validation(case: Case) -> Iterator[str]:
@@ -133,26 +135,36 @@ def _limits_of_export(case: Case) -> Iterator[str]:
 
 
 def _limits_of_freezing(case: Case) -> Iterator[str]:
-    """What backward leaves out is not planned with all that changes backward."""
+    """Yield why frozen parameters cannot be combined with what the case requests.
+
+    What backward leaves out is not planned with all that changes backward.
+    """
     if case.model.lora is None and not has_frozen(case):
         return
-    what = f"lora {case.model.lora}" if case.model.lora else f"trainable {list(case.training.trainable)}"
-    dims, features, training = case.dims, case.features, case.training
+    frozen_by = f"lora {case.model.lora}" if case.model.lora else f"trainable {list(case.training.trainable)}"
+    dims = case.dims
+    features = case.features
+    training = case.training
     limits = {"compile": features.compile, f"wrapper {case.wrapper}": case.wrapper == "fsdp1"}
     limits |= {f"optimizer {training.optimizer}": training.optimizer == "muon"}
     limits |= {f"quantize {training.quantize}": training.quantize is not None}
     limits |= {"cp and document_mask": dims.cp > 1 and training.document_mask}
     limits |= {f"schedule {features.schedule}": dims.pp > 1 and features.schedule in ZERO_BUBBLE}
     idle = differentiated_layers(case, range(case.model.n_layers)) < case.model.n_layers
-    several = {"activation_checkpointing": features.activation_checkpointing != "none"}
-    several |= {"cp": dims.cp > 1, "pp": dims.pp > 1}
-    limits |= {f"{one} and a block whose attention has no gradient": idle and asked for one, asked in several.items()}
-    yield from (f"{what} with {other}: not implemented yet" for other, requested in limits.items() if requested)
+    by_name = {"activation_checkpointing": features.activation_checkpointing != "none"}
+    by_name |= {"cp": dims.cp > 1, "pp": dims.pp > 1}
+    limits |= {
+        f"{name} and a block whose attention has no gradient": idle and is_requested
+        for name, is_requested in by_name.items()
+    }
+    yield from (f"{frozen_by} with {other}: not implemented yet" for other, requested in limits.items() if requested)
     units = [Unit(unit, 1) for unit in fsdp2_units(case)]
     if isinstance(features.reshard_after_forward, int) and len(gathered_in_backward(case, units)) < len(units):
         number = features.reshard_after_forward
-        why = "what forward left of units that backward never gathers; see upstream_bugs/fsdp2_frozen_post_forward.py"
-        yield f"{what} with reshard_after_forward {number}: FSDP2 keeps {why}"
+        reason = (
+            "what forward left of units that backward never gathers; see upstream_bugs/fsdp2_frozen_post_forward.py"
+        )
+        yield f"{frozen_by} with reshard_after_forward {number}: FSDP2 keeps {reason}"
 
 
 def _held_out(case: Case) -> Iterator[str]:
@@ -163,7 +175,10 @@ def _held_out(case: Case) -> Iterator[str]:
 
 
 def _where_dropout_differs(case: Case) -> Iterator[str]:
-    """Its masks are drawn over the whole sequence, block after block, from torch's generator; the reference's likewise."""
+    """Yield why dropout would draw other masks than the reference.
+
+    Both draw masks over the whole sequence, block after block, from torch's generator.
+    """
     dims = case.dims
     if not case.model.dropout:
         return
@@ -176,7 +191,8 @@ def _where_dropout_differs(case: Case) -> Iterator[str]:
 
 
 def _torchs_limits_of_the_recipe(case: Case) -> Iterator[str]:
-    dims, training = case.dims, case.training
+    dims = case.dims
+    training = case.training
     if dims.cp > 1 and training.document_mask and case.features.cp_rotation == "alltoall":
         yield "document_mask with cp_rotation alltoall: torch's ring takes no mask"
     if dims.pp > 1 and training.variable_length:
@@ -184,7 +200,8 @@ def _torchs_limits_of_the_recipe(case: Case) -> Iterator[str]:
 
 
 def _limits_of_pipelines(case: Case) -> Iterator[str]:
-    dims, features = case.dims, case.features
+    dims = case.dims
+    features = case.features
     if dims.pp == 1:
         return
     if dims.dp_shard * dims.cp > 1 and case.stages_per_rank > MOST_ACTIVE:
@@ -218,12 +235,15 @@ def _limits_of_pipelines(case: Case) -> Iterator[str]:
 
 
 def _wrong_with_zero_bubble(case: Case) -> Iterator[str]:
-    """What torch computes wrongly, without an error: such a case is refused. The cases that show it expect to fail."""
+    """Yield what torch computes wrongly in this case, without an error. Such a case is refused.
+
+    The cases that show it expect to fail.
+    """
     features = case.features
     schedule = f"with schedule {features.schedule}"
     if features.activation_checkpointing != "none":
-        why = "torch computes a block again for every group of its weights; see upstream_bugs/zero_bubble_checkpointing.py"
-        yield f"activation_checkpointing {features.activation_checkpointing} {schedule}: {why}"
+        reason = "torch computes a block again for every group of its weights; see upstream_bugs/zero_bubble_checkpointing.py"
+        yield f"activation_checkpointing {features.activation_checkpointing} {schedule}: {reason}"
     if case.wrapper == "ddp":
         yield f"wrapper ddp {schedule}: torch does not reduce later stages' gradients; see upstream_bugs/zero_bubble_ddp.py"
     if case.wrapper == "fsdp2" and features.reshard_after_forward == "always":
@@ -231,8 +251,9 @@ def _wrong_with_zero_bubble(case: Case) -> Iterator[str]:
 
 
 def _fsdp1_obstacles(case: Case) -> Iterator[str]:
-    """What FSDP1 cannot do, and what is not implemented with it."""
-    dims, features = case.dims, case.features
+    """Yield what FSDP1 cannot do in this case, and what is not implemented with it."""
+    dims = case.dims
+    features = case.features
     for axis in ("pp", "cp", "tp"):
         if getattr(dims, axis) > 1:
             yield f"wrapper fsdp1 with {axis} {getattr(dims, axis)}: this trainer combines it with data parallelism only"
@@ -251,7 +272,8 @@ def torch_version() -> tuple[int, int]:
 
 
 def _unfinished(case: Case) -> dict[str, bool]:
-    features, training = case.features, case.training
+    features = case.features
+    training = case.training
     return {
         "quantize with tp and activation checkpointing, whose scales": training.quantize is not None
         and case.dims.tp > 1

@@ -17,7 +17,7 @@ from harness.core.trainers.llama3.trainer import Trainer
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0, or 2 for what a person got wrong, said in one line."""
+    """Return exit code 0, or 2 for what a person got wrong, after printing one line on it."""
     try:
         options = parse(arguments)
         trainer = prepare(options)
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def prepare(options: argparse.Namespace) -> Trainer:
-    """A trainer with something left to do. Raises ValueError."""
+    """Return a trainer with something left to do. Raises ValueError."""
     case = read_case(options.case)
     checkpoint = latest(options.checkpoint_dir) if options.resume else None
     trainer = adapter.start(case, options.weights, options.device)
@@ -46,11 +46,11 @@ def prepare(options: argparse.Namespace) -> Trainer:
     return trainer
 
 
-def read_case(where: str) -> Case:
-    """FILE::NAME. Raises ValueError."""
-    path, separator, name = where.partition("::")
+def read_case(file_and_name: str) -> Case:
+    """Return the case of FILE::NAME. Raises ValueError."""
+    path, separator, name = file_and_name.partition("::")
     if not separator:
-        raise ValueError(f"--case {where!r}: expected FILE::NAME, such as cases/data_parallel.yaml::fsdp_4")
+        raise ValueError(f"--case {file_and_name!r}: expected FILE::NAME, such as cases/data_parallel.yaml::fsdp_4")
     return find_case(name, load_cases(Path(path)))
 
 

@@ -85,13 +85,16 @@ def load_model(parts: Sequence[Part], checkpoint: Path) -> None:
 
 
 def set_model(part: Part, model: dict[str, Any]) -> None:
-    """Take the part's own of all that was read."""
-    own = {fqn: model[fqn] for fqn in get_model_state_dict(part.model)}
-    set_model_state_dict(part.model, own, options=StateDictOptions(strict=True))
+    """Give a part its own parameters of all that was read."""
+    parameters_of_part = {fqn: model[fqn] for fqn in get_model_state_dict(part.model)}
+    set_model_state_dict(part.model, parameters_of_part, options=StateDictOptions(strict=True))
 
 
 def read(state: dict[str, Any], checkpoint: Path) -> None:
-    """Read it in place. torch gathers the exceptions of all ranks into one: only the first is reported."""
+    """Read a checkpoint into the state, in place. Raises ValueError if it cannot be read.
+
+    torch gathers the exceptions of all ranks into one: only the first is reported.
+    """
     try:
         dcp.load(state, checkpoint_id=checkpoint)
     except CheckpointException as error:
@@ -113,7 +116,7 @@ def continue_schedule(scheduler: LRScheduler, finished: int) -> None:
 
 
 def latest(folder: Path) -> Path:
-    """The complete checkpoint of the highest step. Raises ValueError if there is none."""
+    """Return the complete checkpoint of the highest step. Raises ValueError if there is none."""
     complete = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
     complete = [path for path in complete if (path / ".metadata").exists()]
     if not complete:
@@ -122,7 +125,7 @@ def latest(folder: Path) -> Path:
 
 
 def state_of(parts: Sequence[Part], counters: Counters) -> dict[str, Any]:
-    """Tensors are the parts' own, not copies: dcp.load writes into them."""
+    """Return the state that a checkpoint has. Its tensors are the parts' own, not copies: dcp.load writes into them."""
     optimizer_state: dict[str, Any] = {}
     for part in parts:
         optimizer_state |= get_optimizer_state_dict(part.model, part.optimizer, options=OPTIONS)
@@ -131,4 +134,7 @@ def state_of(parts: Sequence[Part], counters: Counters) -> dict[str, Any]:
 
 def model_of(parts: Sequence[Part]) -> dict[str, Any]:
     """Return the parameters of all parts by name."""
-    return {fqn: value for part in parts for fqn, value in get_model_state_dict(part.model).items()}
+    model: dict[str, Any] = {}
+    for part in parts:
+        model |= get_model_state_dict(part.model)
+    return model

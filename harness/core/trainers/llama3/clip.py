@@ -30,15 +30,16 @@ def clip_gradients(
     FSDP1 has flattened. (FSDP1's own clip_grad_norm_ knows no float64.) copies: parameters whose gradient is that of one on
     another rank, which counts it.
     """
-    given, known = [parameter for parameter in parameters if parameter.grad is not None], {*map(id, copies)}
-    families = by_layout([parameter for parameter in given if id(parameter) not in known])
-    none = at_least_float32(torch.zeros((), dtype=parameters[0].dtype, device=parameters[0].device))
-    squares = torch.stack([sum_of_squares(family, *layout) for layout, family in families.items()] or [none]).sum()
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    copy_ids = {*map(id, copies)}
+    families = by_layout([parameter for parameter in with_gradient if id(parameter) not in copy_ids])
+    zero = at_least_float32(torch.zeros((), dtype=parameters[0].dtype, device=parameters[0].device))
+    squares = torch.stack([sum_of_squares(family, *layout) for layout, family in families.items()] or [zero]).sum()
     for group in groups:
         dist.all_reduce(squares, group=group)
     norm = squares.sqrt()
     if max_norm is not None:
-        parts: list[Any] = [Part(gradient) for gradient in local_gradients(given)]
+        parts: list[Any] = [Part(gradient) for gradient in local_gradients(with_gradient)]
         torch.nn.utils.clip_grads_with_norm_(parts, max_norm, norm, foreach=False)
     return norm.item()
 
@@ -51,14 +52,24 @@ class Part:
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return this rank's parts. Trap: on a mesh of three axes DTensor needs half a second for an operator on a gradient and a
-    scalar, or on a list of gradients."""
+    """Return this rank's slices of the gradients.
+
+    Trap: on a mesh of three axes DTensor needs half a second for an operator on a gradient and a scalar, or on a list of
+    gradients.
+    """
     gradients = [parameter.grad for parameter in parameters]
-    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None]
+    return [
+        gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        for gradient in gradients
+        if gradient is not None
+    ]
 
 
 def by_layout(parameters: list[nn.Parameter]) -> dict[Layout, list[nn.Parameter]]:
-    """Parameters whose gradients lie alike. Trap: one torch operator cannot take DTensors of different meshes."""
+    """Return, by layout, the parameters whose gradients have it.
+
+    Trap: one torch operator cannot take DTensors of different meshes.
+    """
     families: dict[Layout, list[nn.Parameter]] = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -68,7 +79,10 @@ def by_layout(parameters: list[nn.Parameter]) -> dict[Layout, list[nn.Parameter]
 
 
 def sum_of_squares(family: list[nn.Parameter], mesh: DeviceMesh | None, placements: tuple[Placement, ...]) -> Tensor:
-    """Over all ranks, each element once, in at least float32 []: summed over the axes that cut, not over replicas."""
+    """Return the sum of squares over all ranks, each element once, in at least float32 [].
+
+    It is summed over the axes that cut, not over replicas.
+    """
     total = torch.stack([at_least_float32(part).square().sum() for part in local_gradients(family)]).sum()
     for axis, placement in enumerate(placements):
         if mesh is not None and not placement.is_replicate() and mesh.size(axis) > 1:

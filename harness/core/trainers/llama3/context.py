@@ -27,7 +27,7 @@ SEQUENCE = 2  # dim of q, k, v [b, heads, s, head_dim]
 
 
 def apply_context_parallel(model: Llama, mesh: DeviceMesh, case: Case) -> None:
-    """Attention of every layer looks at all positions of the cp group. The mesh has the one axis cp."""
+    """Make attention of every layer look at all positions of the cp group. The mesh has the one axis cp."""
     if case.training.document_mask:
         for layer in model.layers.values():
             layer.attention.inner_attention = GatheredAttention(mesh, load_balance=case.features.cp_load_balance)
@@ -49,10 +49,11 @@ class GatheredAttention(nn.Module):
 
     def __init__(self, mesh: DeviceMesh, *, load_balance: bool) -> None:
         super().__init__()
-        self.mesh, self.load_balance = mesh, load_balance
+        self.mesh = mesh
+        self.load_balance = load_balance
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-        k, v = (all_gather_tensor_autograd(each, SEQUENCE, self.mesh) for each in (k, v))
+        k, v = (all_gather_tensor_autograd(keys_or_values, SEQUENCE, self.mesh) for keys_or_values in (k, v))
         parts = positions_of_ranks(documents.shape[1], self.mesh, load_balance=self.load_balance)
         mask = document_mask(documents, parts[self.mesh.get_local_rank()], torch.cat(parts))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1))
@@ -63,30 +64,30 @@ def document_mask(documents: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
 
     documents: int64 [b, s]. queries, keys: the positions in the row of each, int64.
     """
-    same = documents[:, queries].unsqueeze(-1) == documents[:, keys].unsqueeze(-2)
-    return same & (queries.unsqueeze(-1) >= keys)
+    same_document = documents[:, queries].unsqueeze(-1) == documents[:, keys].unsqueeze(-2)
+    return same_document & (queries.unsqueeze(-1) >= keys)
 
 
 def within_documents(documents: Tensor) -> Tensor:
     """Return each token's position in its own document, from 0. int64 [b, s]"""
-    at = torch.arange(documents.shape[1], device=documents.device)
-    first = F.pad(documents.diff(dim=1) != 0, (1, 0))  # whether a document begins there
-    return at - torch.where(first, at, 0).cummax(dim=1).values
+    positions = torch.arange(documents.shape[1], device=documents.device)
+    begins_document = F.pad(documents.diff(dim=1) != 0, (1, 0))  # whether a document begins there
+    return positions - torch.where(begins_document, positions, 0).cummax(dim=1).values
 
 
 def positions_of_ranks(sequence: int, mesh: DeviceMesh, *, load_balance: bool) -> list[Tensor]:
     """Return, for each rank along cp, the positions that it holds, in its order: int64 [s / cp]."""
-    at = torch.arange(sequence, device=mesh.device_type)
+    positions = torch.arange(sequence, device=mesh.device_type)
     if not load_balance:
-        return list(at.chunk(mesh.size()))
-    chunks = at.chunk(2 * mesh.size())
+        return list(positions.chunk(mesh.size()))
+    chunks = positions.chunk(2 * mesh.size())
     return [torch.cat((early, late)) for early, late in zip(chunks, reversed(chunks), strict=True)][: mesh.size()]
 
 
 def shard_sequence(
     tokens: Tensor, labels: Tensor, mesh: DeviceMesh, *, load_balance: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's part of a microbatch: tokens, labels int64 [b, s / cp], and their positions int64 [s / cp].
+    """Return this rank's part of a microbatch: tokens, labels int64 [b, s / cp], and their positions int64 [s / cp].
 
     Load balanced, the sequence is cut into 2 cp chunks, and a rank gets one from the head and its mirror image from the
     tail. The reason: under a causal mask late positions have more to look at. Trap: torch notes in a global whether it

@@ -35,15 +35,17 @@ class ResumableSampler(DistributedSampler):
 
 
 def build_loader(dataset: Any, case: Case, dp_rank: int) -> DataLoader:
-    """This rank's microbatches of one epoch of a map-style dataset: tokens, labels int64 [local_batch, seq_len].
+    """Return a loader of this rank's microbatches of one epoch: tokens, labels int64 [local_batch, seq_len].
 
     Under pp they come together, [microbatches * local_batch, seq_len]: the schedule cuts them.
     """
     sampler = ResumableSampler(
         dataset, num_replicas=case.dims.dp, rank=dp_rank, shuffle=True, seed=case.training.seed, drop_last=True
     )
-    whole = case.training.last_batch is None
-    return DataLoader(dataset, batch_size=case.local_batch * case.microbatches, sampler=sampler, drop_last=whole)
+    has_even_batches = case.training.last_batch is None
+    return DataLoader(
+        dataset, batch_size=case.local_batch * case.microbatches, sampler=sampler, drop_last=has_even_batches
+    )
 
 
 class Microbatches:
@@ -71,26 +73,26 @@ class Microbatches:
         self.iterator = iter(self.loader)
 
     def step(self, length: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """The microbatches of the next optimizer step, of each sample its first `length` tokens (None: all)."""
+        """Return the microbatches of the next optimizer step, of each sample its first `length` tokens (None: all)."""
         if self.samples % len(self.dataset) == 0:
             self.seek(self.samples)
         self.samples += min(self.case.training.global_batch, len(self.dataset) - self.samples % len(self.dataset))
-        whole = list(itertools.islice(self.iterator, self.case.features.accumulation)) or [self.nothing()]
-        return [(tokens[:, :length], labels[:, :length]) for tokens, labels in whole]
+        microbatches = list(itertools.islice(self.iterator, self.case.features.accumulation)) or [self.nothing()]
+        return [(tokens[:, :length], labels[:, :length]) for tokens, labels in microbatches]
 
     def nothing(self) -> tuple[Tensor, Tensor]:
-        """A batch without samples, so that a rank that has none takes part in all communication of the step."""
+        """Return a batch without samples, so that a rank that has none takes part in all communication of the step."""
         return (torch.zeros(0, self.case.training.seq_len, dtype=torch.int64),) * 2
 
     def epochs(self) -> float:
-        """How often the data was drawn, up to now."""
+        """Return how often the data was drawn, up to now."""
         return self.samples / len(self.dataset)
 
     def held_out(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's share of a batch that is not trained on before the first epoch ends: its last one."""
+        """Return this rank's microbatches of the first epoch's last batch, which is not trained on before that epoch ends."""
         ids = sample_order(self.case.training, len(self.dataset), 0)[-self.case.training.global_batch :]
-        mine = ids[self.loader.sampler.rank :: self.case.dims.dp]
-        tokens, labels = zip(*(self.dataset[one] for one in mine), strict=True)
+        own_ids = ids[self.loader.sampler.rank :: self.case.dims.dp]
+        tokens, labels = zip(*(self.dataset[id_] for id_ in own_ids), strict=True)
         size = self.case.local_batch
         return list(zip(torch.stack(tokens).split(size), torch.stack(labels).split(size), strict=True))
 
@@ -99,7 +101,9 @@ class Shapes:
     """Microbatches of which only the shape is right, for a rank that reads none."""
 
     def __init__(self, case: Case, dp_rank: int) -> None:
-        self.case, self.samples, self.size = case, 0, 0
+        self.case = case
+        self.samples = 0
+        self.size = 0
 
     def seek(self, samples: int) -> None:
         self.samples = samples
@@ -111,7 +115,8 @@ class Shapes:
         return self.step()
 
     def step(self, length: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        case, self.samples = self.case, self.samples + self.case.training.global_batch
+        case = self.case
+        self.samples += case.training.global_batch
         shape = case.local_batch * case.microbatches, length or case.training.seq_len
         return [
             (torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64))
@@ -120,5 +125,5 @@ class Shapes:
 
 
 def documents(tokens: Tensor) -> Tensor:
-    """Which document of its row each token is in: how many separators stand before it. int64 [b, s]"""
+    """Return which document of its row each token is in: how many separators stand before it. int64 [b, s]"""
     return pad((tokens[:, :-1] == SEPARATOR).cumsum(dim=1), (1, 0))

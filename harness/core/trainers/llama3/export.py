@@ -30,21 +30,23 @@ def export(model: nn.Module, case: Case, folder: Path) -> None:
 
 
 def whole_state(model: nn.Module) -> State:
-    """Whole weights, by the reference's names, on every rank."""
+    """Return the whole weights, by the reference's names, on every rank."""
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def converted(state: State, case: Case) -> State:
-    """What others load: their names, the rows of q and k as their rotary embedding turns them, fused if requested, and
-    adapters merged."""
+    """Return the weights as others load them: under their names, fused if requested, with adapters merged.
+
+    The rows of q and k are in the order that their rotary embedding needs.
+    """
     state = lora.merged(state, case.model.lora) if case.model.lora and state else state
-    found = {renamed(fqn): value for fqn, value in state.items()}
+    exported = {renamed(fqn): value for fqn, value in state.items()}
     if case.features.export != "hf_interleaved":
-        turned = [name for name in found if name.endswith(("q_proj.weight", "k_proj.weight"))]
-        found |= {name: halves(found[name], case.model.head_dim) for name in turned}
-    if case.model.tied_embeddings and found:
-        found["lm_head.weight"] = found["model.embed_tokens.weight"]
-    return fused(found) if case.features.export == "hf_fused" else found
+        rotated_names = [name for name in exported if name.endswith(("q_proj.weight", "k_proj.weight"))]
+        exported |= {name: halves(exported[name], case.model.head_dim) for name in rotated_names}
+    if case.model.tied_embeddings and exported:
+        exported["lm_head.weight"] = exported["model.embed_tokens.weight"]
+    return fused(exported) if case.features.export == "hf_fused" else exported
 
 
 def renamed(fqn: str) -> str:
@@ -56,19 +58,23 @@ def renamed(fqn: str) -> str:
 
 
 def halves(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows 0 2 4 .. 1 3 5 .. of each head: this model turns neighbours, theirs turns entry i with i + head_dim / 2."""
+    """Return the rows 0 2 4 .. 1 3 5 .. of each head.
+
+    This model turns neighbours, theirs turns entry i with i + head_dim / 2.
+    """
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(weight.shape)
 
 
 def fused(state: State) -> State:
-    """One matrix for q, k and v, and one for gate and up."""
+    """Replace q, k and v by one matrix, and gate and up by another one, in place. Return the state."""
     for name in [name for name in state if name.endswith("self_attn.q_proj.weight")]:
         layer = name.removesuffix("self_attn.q_proj.weight")
         state[f"{layer}self_attn.qkv_proj.weight"] = torch.cat(qkv(state, f"{layer}self_attn."))
-        both = [state.pop(f"{layer}mlp.{part}_proj.weight") for part in ("gate", "up")]
-        state[f"{layer}mlp.gate_up_proj.weight"] = torch.cat(both)
+        gate_and_up = [state.pop(f"{layer}mlp.{part}_proj.weight") for part in ("gate", "up")]
+        state[f"{layer}mlp.gate_up_proj.weight"] = torch.cat(gate_and_up)
     return state
 
 
 def qkv(state: State, attention: str) -> list[Tensor]:
+    """Take the three matrices of a layer out of the state, and return them."""
     return [state.pop(f"{attention}{part}_proj.weight") for part in "qkv"]

@@ -24,11 +24,18 @@ def adapted(model: nn.Module) -> dict[str, Adapted]:
 
 
 def taken_out(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Take all adapters out of the model. Trap: torch's styles cut every parameter inside a module as they cut its weight."""
-    return {name: {part: module._modules.pop(part) for part in PARTS} for name, module in adapted(model).items()}
+    """Take all adapters out of the model; return their parts by the name of the matrix.
+
+    Trap: torch's styles cut every parameter inside a module as they cut its weight.
+    """
+    adapters: dict[str, dict[str, Any]] = {}
+    for name, module in adapted(model).items():
+        adapters[name] = {part: module._modules.pop(part) for part in PARTS}
+    return adapters
 
 
 def put_back(model: nn.Module, adapters: dict[str, dict[str, Any]], mesh: DeviceMesh) -> None:
+    """Put adapters back beside their matrices, cut as these are."""
     for name, module in adapted(model).items():
         for part, linear in adapters[name].items():
             placed = distribute_tensor(linear.weight, mesh, [placement(module.weight, part)])
@@ -45,10 +52,10 @@ def placement(weight: Tensor, part: str) -> Placement:
 
 def merged(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
     """Return whole weights without adapters: each is added to its matrix, alpha / rank times."""
-    found = {fqn: value for fqn, value in state.items() if ".lora_" not in fqn}
-    for fqn in found:
+    merged_weights = {fqn: value for fqn, value in state.items() if ".lora_" not in fqn}
+    for fqn in merged_weights:
         module = fqn.removesuffix(".weight")
         if f"{module}.lora_a.weight" in state:
             a, b = (state[f"{module}.{part}.weight"] for part in PARTS)
-            found[fqn] = found[fqn] + lora.scale * (b @ a)
-    return found
+            merged_weights[fqn] = merged_weights[fqn] + lora.scale * (b @ a)
+    return merged_weights

@@ -27,33 +27,52 @@ class MuonWithAdamW(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:
         assert closure is None
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["rule"] == "adamw":
                 self._adamw(parameters, group)
             else:
-                for p in parameters:
-                    self._muon(p, group)
+                for parameter in parameters:
+                    self._muon(parameter, group)
 
     def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Step all of a group by torch's fused operator, as recipe.py says why."""
-        for p in parameters:
-            if not self.state[p]:
-                self.state[p] = {"step": torch.zeros((), device=p.device)} | {m: torch.zeros_like(p) for m in MOMENTS}
-        moments = ([self.state[p][name] for p in parameters] for name in MOMENTS)
-        steps, (beta1, beta2) = [self.state[p]["step"] for p in parameters], group["betas"]
+        """Step all parameters of a group by torch's fused operator. The reason is in recipe.py."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | {
+                    moment: torch.zeros_like(parameter) for moment in MOMENTS
+                }
+        averages: list[Tensor] = []
+        average_squares: list[Tensor] = []
+        for parameter in parameters:
+            averages.append(self.state[parameter][MOMENTS[0]])
+            average_squares.append(self.state[parameter][MOMENTS[1]])
+        steps = [self.state[parameter]["step"] for parameter in parameters]
+        beta1, beta2 = group["betas"]
         options = {name: group[name] for name in ("lr", "weight_decay", "eps")} | {"beta1": beta1, "beta2": beta2}
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if parameters:
-            adamw(parameters, gradients, *moments, [], steps, fused=True, amsgrad=False, maximize=False, **options)
+            adamw(
+                parameters,
+                gradients,
+                averages,
+                average_squares,
+                [],
+                steps,
+                fused=True,
+                amsgrad=False,
+                maximize=False,
+                **options,
+            )
 
-    def _muon(self, p: Tensor, group: dict[str, Any]) -> None:
-        average, gradient = average_of(p, self.state[p]), p.grad
+    def _muon(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        average = average_of(parameter, self.state[parameter])
+        gradient = parameter.grad
         assert gradient is not None
         average.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
-        update = own_slice(orthogonalised(gathered(update)), p)
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.add_(update, alpha=-group["lr"] * scale_of(p, group["adjust_lr"]))
+        update = own_slice(orthogonalised(gathered(update)), parameter)
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * scale_of(parameter, group["adjust_lr"]))
 
 
 def average_of(p: Tensor, state: dict[str, Any]) -> Tensor:
@@ -67,7 +86,7 @@ def gathered(update: Tensor) -> Tensor:
     if not isinstance(update, DTensor):
         return update
     for axis in range(update.device_mesh.ndim):
-        placements = [Replicate() if i <= axis else placement for i, placement in enumerate(update.placements)]
+        placements = [Replicate() if index <= axis else placement for index, placement in enumerate(update.placements)]
         update = update.redistribute(placements=placements)
     return update.to_local()
 
@@ -85,14 +104,14 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
 
 def own_slice(matrix: Tensor, p: Tensor) -> Tensor:
-    """Return what of the whole matrix lies where the parameter's slice does; nothing is moved for that."""
+    """Return the slice of the whole matrix that lies where the parameter's slice does. No communication."""
     if not isinstance(p, DTensor):
         return matrix
-    whole = [Replicate()] * p.device_mesh.ndim
-    return DTensor.from_local(matrix, p.device_mesh, whole, run_check=False).redistribute(placements=p.placements)
+    replicated = [Replicate()] * p.device_mesh.ndim
+    return DTensor.from_local(matrix, p.device_mesh, replicated, run_check=False).redistribute(placements=p.placements)
 
 
 def scale_of(p: Tensor, adjust_lr: str) -> float:
-    """Return what the rate is multiplied by. A DTensor's shape is that of the whole matrix."""
+    """Return the factor of the learning rate. A DTensor's shape is that of the whole matrix."""
     rows, columns = p.shape
     return math.sqrt(max(1, rows / columns)) if adjust_lr == "original" else 0.2 * math.sqrt(max(rows, columns))

@@ -51,7 +51,7 @@ LOSS_AXES = (*DATA_AXES, "cp")  # ranks along these see different tokens
 
 
 def build_mesh(case: Case, device_type: str) -> DeviceMesh | None:
-    """The rank grid over the axes of degree > 1, outermost first; None where there is nothing to distribute.
+    """Return the rank grid over the axes of degree > 1, outermost first. None where there is nothing to distribute.
 
     FSDP2 takes a mesh of two axes for HSDP, also where each replica is one rank: then dp_shard is there with degree 1.
     """
@@ -64,11 +64,12 @@ def build_mesh(case: Case, device_type: str) -> DeviceMesh | None:
 
 
 def axes_of(mesh: DeviceMesh | None) -> tuple[str, ...]:
+    """Return the names of the mesh's axes. Empty without a mesh."""
     return mesh.mesh_dim_names or () if mesh is not None else ()
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What fully_shard gets: (dp_replicate, dp_shard) for HSDP, dp_shard alone for FSDP.
+    """Return the mesh that fully_shard gets: (dp_replicate, dp_shard) for HSDP, dp_shard alone for FSDP.
 
     Trap: flattening the two gives FSDP over all of them, with the same numbers (torchtitan #711). What is flattened is
     dp_shard with cp, whose ranks hold equal parameters.
@@ -80,7 +81,7 @@ def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_parallel_rank(mesh: DeviceMesh | None) -> int:
-    """Which of the dp shares of a batch is this rank's. Peers along other axes have the same."""
+    """Return which of the dp shares of a batch is this rank's. Peers along other axes have the same."""
     rank = 0
     for axis in DATA_AXES:
         if mesh is not None and axis in axes_of(mesh):
@@ -89,7 +90,10 @@ def data_parallel_rank(mesh: DeviceMesh | None) -> int:
 
 
 def sum_over_data_ranks(value: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """In place; afterwards the value is the same on every rank. One all_reduce for each axis that divides the tokens."""
+    """Sum a value over all ranks, in place, and return it. One all_reduce for each axis that divides the tokens.
+
+    Afterwards it is the same on every rank.
+    """
     for axis in LOSS_AXES:
         if mesh is not None and axis in axes_of(mesh):
             dist.all_reduce(value, group=mesh.get_group(axis))
@@ -116,7 +120,10 @@ def shard(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
 
 
 def replicate(model: Llama, mesh: DeviceMesh | None, case: Case) -> nn.Module:
-    """The wrappers that take a whole model with its weights: DDP and replicate send out their first rank's."""
+    """Return the model in a wrapper that takes a whole one with its weights, or the model itself.
+
+    DDP and replicate send out their first rank's weights.
+    """
     wrap = {"ddp": apply_ddp, "replicate": apply_replicate, "fsdp1": apply_fsdp1}.get(case.wrapper or "")
     return wrap(model, data_parallel_mesh(mesh), case) if wrap is not None and mesh is not None else model
 
@@ -126,7 +133,7 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, case: Case) -> nn.Module:
 
 
 def apply_replicate(model: nn.Module, mesh: DeviceMesh, case: Case) -> nn.Module:
-    """The composable DDP. The module is the same object; what DDP does when it is made is done in the first forward."""
+    """Apply the composable DDP; return the same object. What DDP does when it is made is done in the first forward."""
     return composable_replicate(model, **ddp_options(mesh, case))
 
 
@@ -137,7 +144,7 @@ def ddp_options(mesh: DeviceMesh, case: Case) -> dict[str, Any]:
 
 
 def apply_fsdp1(model: Llama, mesh: DeviceMesh, case: Case) -> nn.Module:
-    """Units: each block, and the root with all the rest. The root's is never freed after forward.
+    """Return the model in FSDP1. Units: each block, and the root with all the rest. The root's is never freed after forward.
 
     Trap: on CPU it needs the device, or it looks for an accelerator. A policy by class would wrap a checkpointed
     block inside its checkpoint.
@@ -154,7 +161,7 @@ def apply_fsdp1(model: Llama, mesh: DeviceMesh, case: Case) -> nn.Module:
 
 
 def flat_group(mesh: DeviceMesh | None, case: Case) -> dist.ProcessGroup | None:
-    """The ranks over which FSDP1 cuts its flat parameters."""
+    """Return the group of ranks over which FSDP1 cuts its flat parameters. None with another wrapper."""
     sharded = mesh is not None and case.wrapper == "fsdp1" and case.dims.dp_shard > 1
     return mesh.get_group("dp_shard") if mesh is not None and sharded else None
 
@@ -169,7 +176,7 @@ def fsdp1_strategy(case: Case) -> ShardingStrategy:
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, features: Features) -> None:
-    """Megatron's split: column-wise into heads and SwiGLU, row-wise out, embedding and output over the vocabulary.
+    """Cut the model like Megatron: column-wise into heads and SwiGLU, row-wise out, embedding and output over the vocabulary.
 
     With sequence parallel, what lies between (norms, residual stream) is split over the sequence, dim 1.
     """
@@ -181,7 +188,10 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, features: Features) ->
 
 
 def outer_plan(features: Features, *, tied: bool = False) -> dict[str, ParallelStyle]:
-    """Embedding, final norm, output. With loss parallel the logits stay split over the vocabulary, as DTensors."""
+    """Return the styles of embedding, final norm and output.
+
+    With loss parallel the logits stay split over the vocabulary, as DTensors.
+    """
     between = Shard(1) if features.sequence_parallel else Replicate()
     logits = Shard(-1) if features.loss_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
@@ -194,7 +204,10 @@ def outer_plan(features: Features, *, tied: bool = False) -> dict[str, ParallelS
 
 
 def tied_output(between: Placement, logits: Placement) -> ParallelStyle:
-    """The output's weight is the embedding's, which is called with as a DTensor: its rows are the logits' columns."""
+    """Return the style of a tied output.
+
+    Its weight is the embedding's, which is called with as a DTensor: its rows are the logits' columns.
+    """
     return PrepareModuleInputOutput(
         input_layouts=(between, None),
         desired_input_layouts=(Replicate(), None),
@@ -205,7 +218,10 @@ def tied_output(between: Placement, logits: Placement) -> ParallelStyle:
 
 
 def layer_plan(features: Features) -> dict[str, ParallelStyle]:
-    """One TransformerBlock. Attention is called with (x, positions, documents); the latter are None or whole on every rank."""
+    """Return the styles of one TransformerBlock.
+
+    Attention is called with (x, positions, documents); the latter are None or whole on every rank.
+    """
     between = Shard(1) if features.sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
         "attention": PrepareModuleInput(
@@ -225,12 +241,13 @@ def layer_plan(features: Features) -> dict[str, ParallelStyle]:
 
 
 def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
-    """Units: tok_embeddings; each block; norm with output, which backward needs first. The root must come last.
+    """Apply FSDP2. Units: tok_embeddings; each block; norm with output, which backward needs first. The root must come last.
 
     Tied embeddings go into the last unit: the output reads the embedding's weight, which must be whole then. In a pipeline
     they are a unit of their own. Trap: the last stage never calls the module, so no unit but the root's is gathered for it.
     """
-    policy, reshard = mixed_precision(case), case.features.reshard_after_forward
+    policy = mixed_precision(case)
+    reshard = case.features.reshard_after_forward
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if case.features.cpu_offload else OffloadPolicy()
     everywhere: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     if reshard == "default" and case.dims.pp > 1:
@@ -245,19 +262,22 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, case: Case) -> None:
         units.insert(0, model.tok_embeddings)
     for unit in present(units):
         fully_shard(unit, reshard_after_forward=after_most, **everywhere)
-    if together := present(last):
-        fully_shard(together, reshard_after_forward=after_last, **everywhere)
+    if last_unit := present(last):
+        fully_shard(last_unit, reshard_after_forward=after_last, **everywhere)
     keeps_tied = case.model.tied_embeddings and case.dims.pp > 1
     fully_shard(model, reshard_after_forward=after_most if keeps_tied else None, **everywhere)
 
 
 def present(modules: list[nn.Module | None]) -> list[nn.Module]:
-    """A pipeline stage lacks some."""
+    """Return the modules that there are: a pipeline stage lacks some."""
     return [module for module in modules if module is not None]
 
 
 def mixed_precision(case: Case) -> MixedPrecisionPolicy:
-    """None leaves the recipe's dtype. By default gradients are reduced as computed, which torch 2.15 needs said."""
+    """Return FSDP2's policy of dtypes; None in it leaves the recipe's dtype.
+
+    By default gradients are reduced as computed, which torch 2.15 needs said.
+    """
     param = case.training.compute_dtype
     reduce = case.features.reduce_dtype or param
     return MixedPrecisionPolicy(
@@ -270,12 +290,12 @@ def mixed_precision(case: Case) -> MixedPrecisionPolicy:
 
 @contextmanager
 def gradient_sync(model: nn.Module, features: Features, *, last: bool) -> Iterator[None]:
-    """Gradients are reduced over the data ranks in the last microbatch's backward only, or over replicas only.
+    """Reduce gradients over the data ranks in the last microbatch's backward only, or over replicas only.
 
     Trap: DDP decides in the forward pass, so this must be around both.
     """
-    what = "all_reduce" if features.defer_sync == "all_reduce" else "gradient_sync"
-    set_sync: Any = getattr(model, f"set_requires_{what}", None)  # FSDP2's and replicate's
+    switch = "all_reduce" if features.defer_sync == "all_reduce" else "gradient_sync"
+    set_sync: Any = getattr(model, f"set_requires_{switch}", None)  # FSDP2's and replicate's
     if set_sync is not None:
         set_sync(last)
     if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)) and not last:
@@ -287,7 +307,7 @@ def gradient_sync(model: nn.Module, features: Features, *, last: bool) -> Iterat
 
 @contextmanager
 def loss_context(mesh: DeviceMesh | None, features: Features) -> Iterator[None]:
-    """cross_entropy over logits split along the vocabulary, never gathered; it must be around backward too."""
+    """Make cross_entropy take logits split along the vocabulary, never gathered. It must be around backward too."""
     with loss_parallel() if "tp" in axes_of(mesh) and features.loss_parallel else nullcontext():
         yield
 

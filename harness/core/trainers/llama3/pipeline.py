@@ -26,25 +26,30 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 def stages_here(case: Case, mesh: DeviceMesh | None) -> list[int]:
-    """The stages of this rank, ascending: dealt out in rounds; a V-shaped schedule sends the second round back."""
+    """Return the stages of this rank, ascending: dealt out in rounds; a V-shaped schedule sends the second round back."""
     if mesh is None or case.dims.pp == 1:
         return [0]
-    rank, pp = mesh.get_local_rank("pp"), case.dims.pp
+    rank = mesh.get_local_rank("pp")
+    pp = case.dims.pp
     if case.features.schedule in V_SHAPED:
         return [rank, 2 * pp - 1 - rank]
     return list(range(rank, case.n_stages, pp))
 
 
 def cut(model: Llama, stage: int, case: Case) -> None:
-    """Leave of a whole model what the stage holds. The first stages take the layers that are left over; of the layers that are
-    dealt out, the first and last few may stand for embedding and output. A tied embedding is in both (tied.py)."""
-    n_stages, features = case.n_stages, case.features
+    """Leave of a whole model what the stage holds.
+
+    The first stages take the layers that are left over. Of the layers that are dealt out, the first and last few may stand for
+    embedding and output. A tied embedding is in both (tied.py).
+    """
+    n_stages = case.n_stages
+    features = case.features
     if n_stages == 1:
         return
     dealt = np.arange(-features.first_stage_less_layers, len(model.layers) + features.last_stage_less_layers)
-    mine = set(np.array_split(dealt, n_stages)[stage])
+    own_layers = set(np.array_split(dealt, n_stages)[stage])
     for index in range(len(model.layers)):
-        if index not in mine:
+        if index not in own_layers:
             del model.layers[str(index)]
     if stage > 0 and not (case.model.tied_embeddings and stage == n_stages - 1):
         model.tok_embeddings = None
@@ -55,7 +60,7 @@ def cut(model: Llama, stage: int, case: Case) -> None:
 def build_schedule(
     parts: list[nn.Module], loss: LossFunction, case: Case, mesh: DeviceMesh | None, device: torch.device
 ) -> Any:
-    """A schedule whose step runs microbatches * local_batch samples, given as (tokens, target=labels); None without pp.
+    """Return a schedule whose step runs microbatches * local_batch samples, given as (tokens, target=labels). None without pp.
 
     scale_grads: our loss is a sum that is scaled already; torch would divide by the number of microbatches.
     """
@@ -69,12 +74,14 @@ def build_schedule(
 
 
 def build_stage(part: nn.Module, index: int, case: Case, mesh: DeviceMesh, device: torch.device) -> PipelineStage:
-    """Shapes are given: without them torch runs an extra forward and backward pass to find them.
+    """Return torch's stage of a model part, with its shapes.
 
-    Trap: they must be true of the logits too, which are sent nowhere; torch 2.11 compares them.
+    Shapes are given: without them torch runs an extra forward and backward pass to find them. Trap: they must be true of the
+    logits too, which are sent nowhere; torch 2.11 compares them.
     """
     dtype = DTYPES[case.training.compute_dtype or case.training.dtype]
-    samples, length = case.local_batch, case.training.seq_len // case.dims.cp
+    samples = case.local_batch
+    length = case.training.seq_len // case.dims.cp
     tokens = torch.empty(samples, length, dtype=torch.int64, device="meta")
     between = torch.empty(activation_shape(case), dtype=dtype, device="meta", requires_grad=True)
     logits = torch.empty(samples, length, case.model.vocab_size, dtype=dtype, device="meta", requires_grad=True)
@@ -90,23 +97,24 @@ def build_stage(part: nn.Module, index: int, case: Case, mesh: DeviceMesh, devic
 
 
 def activation_shape(case: Case) -> tuple[int, int, int]:
-    """What one stage sends to the next for one microbatch: with sequence parallel only this tp rank's part."""
+    """Return the shape of what a stage sends on for one microbatch: with sequence parallel only this tp rank's part."""
     degree = case.dims.cp * (case.dims.tp if case.features.sequence_parallel else 1)
     return case.local_batch, case.training.seq_len // degree, case.model.dim
 
 
 def run(schedule: Any, tokens: Tensor, labels: Tensor, **rest: Tensor | None) -> None:
-    """Forward and backward of one batch, cut into microbatches along dim 0, what all its samples share included."""
+    """Run forward and backward of one batch, cut into microbatches along dim 0. rest: what all its samples share."""
     shared = {name: value.expand(len(tokens), -1) for name, value in rest.items() if value is not None}
     received = (tokens,) if has_first_stage(schedule) else ()
     schedule.step(*received, target=labels, return_outputs=False, **shared)  # or all logits would be kept
 
 
 def has_first_stage(schedule: Any) -> bool:
+    """Return whether this rank has the first stage, which is given the tokens."""
     stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
     return any(stage.is_first for stage in stages)
 
 
 def group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The ranks that hold the other stages; None without a pipeline."""
+    """Return the group of ranks that hold the other stages. None without a pipeline."""
     return mesh.get_group("pp") if mesh is not None and "pp" in (mesh.mesh_dim_names or ()) else None

@@ -13,8 +13,9 @@ from harness.reference.precision import in_hardware
 
 
 def convert(model: nn.Module, case: Case, device: torch.device) -> None:
-    """The recipe's modules (all nn.Linear of the blocks) become torchao's. Emulated where the device lacks the format."""
-    recipe, modules = case.training.quantize, quantized_modules(case.model)
+    """Exchange the recipe's modules (all nn.Linear of the blocks) for torchao's. Emulated where the device lacks the format."""
+    recipe = case.training.quantize
+    modules = quantized_modules(case.model)
     if recipe == "mxfp8":
         for fqn in modules:
             _to_mxfp8(model, fqn, device)
@@ -30,7 +31,7 @@ def _to_float8(model: nn.Module, recipe: str, modules: tuple[str, ...], device: 
 
 
 def _to_mxfp8(model: nn.Module, fqn: str, device: torch.device) -> None:
-    """torchao's training module of this format is a prototype and has no function that exchanges it."""
+    """Exchange a linear module for torchao's of this format, which is a prototype without a function that exchanges it."""
     from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 

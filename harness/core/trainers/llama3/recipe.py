@@ -17,7 +17,7 @@ from harness.reference.train import lr_factor
 
 
 def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
-    """AdamW, or SGD without momentum, or Muon with AdamW.
+    """Return AdamW, or SGD without momentum, or Muon with AdamW.
 
     AdamW is fused: one operator a parameter group, which DTensor has to look into once instead of once per arithmetic
     operation. (torch has no sharding rule for the fused SGD.)
@@ -32,7 +32,7 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
 
 
 def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[str, Any]]:
-    """A group for each rule, weight decay and mesh, of what is trained.
+    """Return a group for each rule, weight decay and mesh, of the parameters that are trained.
 
     Trap: one fused operator takes no DTensors beside plain tensors, which norms are without sequence parallel.
     """
@@ -47,8 +47,8 @@ def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[st
         "nesterov": training.nesterov,
         "adjust_lr": training.adjust_lr,
     }
-    beside = {"rule": "adamw", "betas": (training.beta1, training.beta2), "eps": training.eps}
-    options = {"muon": muon, "adamw": beside} if training.optimizer == "muon" else {}
+    adamw = {"rule": "adamw", "betas": (training.beta1, training.beta2), "eps": training.eps}
+    options = {"muon": muon, "adamw": adamw} if training.optimizer == "muon" else {}
     return [
         {"params": members, "weight_decay": decay, **options.get(rule, {})}
         for (rule, decay, _), members in families.items()
@@ -56,7 +56,10 @@ def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[st
 
 
 def weight_decay(fqn: str, training: TrainingConfig) -> float:
-    """Norm weights are left alone if only matrices are to decay. Names decide: a wrapper may flatten what has two dims."""
+    """Return the weight decay of a parameter: 0 for norm weights if only matrices decay.
+
+    Names decide: a wrapper may flatten what has two dims.
+    """
     return 0.0 if training.decay == "matrices" and fqn.endswith("norm.weight") else training.weight_decay
 
 

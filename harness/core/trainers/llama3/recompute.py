@@ -31,20 +31,26 @@ KEPT = (
 
 
 def apply_checkpointing(model: Llama, case: Case) -> None:
-    """Blocks forget their activations after forward and compute them again in backward."""
+    """Make blocks forget their activations after forward and compute them again in backward."""
     for name, block in list(model.layers.items()):
         if is_checkpointed(int(name), case):
             model.layers[name] = checkpointed(block, case)
 
 
 def is_checkpointed(layer: int, case: Case) -> bool:
-    """ "layer": every second one, counted over the whole model, so that stages of a pipeline do not matter."""
+    """Return whether a block is recomputed.
+
+    "layer" is every second one, counted over the whole model, so that stages of a pipeline do not matter.
+    """
     kind = case.features.activation_checkpointing
     return kind in ("full", "op") or (kind == "layer" and layer % 2 == 1)
 
 
 def checkpointed(block: nn.Module, case: Case) -> nn.Module:
-    """Trap: without preserve_rng_state a recomputed dropout would draw another mask."""
+    """Return the block in a wrapper that recomputes it.
+
+    Trap: without preserve_rng_state a recomputed dropout would draw another mask.
+    """
     options: dict[str, Any] = {"preserve_rng_state": True}
     if case.features.activation_checkpointing == "op":
         options["context_fn"] = kept_operators
@@ -52,7 +58,10 @@ def checkpointed(block: nn.Module, case: Case) -> nn.Module:
 
 
 def kept_operators() -> Any:
-    """Called for every forward pass of a block, so that counting begins anew. Recomputation counts by itself."""
+    """Return torch's contexts in which a block keeps the results of costly operators.
+
+    Called for every forward pass of a block, so that counting begins anew. Recomputation counts by itself.
+    """
     matmuls: Counter[bool] = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -66,12 +75,12 @@ def kept_operators() -> Any:
 
 
 def plain(name: str) -> str:
-    """A parameter's name without the wrapper's."""
+    """Return a parameter's name without what the wrapper adds."""
     return name.replace(WRAPPER, "")
 
 
 def apply_compile(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
-    """In place, so that names stay. Blocks are alike: the first one is compiled, the others find its code."""
+    """Compile each block in place, so that names stay. Blocks are alike: the first is compiled, the others find its code."""
     if not case.features.compile:
         return
     if case.features.async_tp and mesh is not None:
@@ -83,15 +92,16 @@ def apply_compile(model: Llama, mesh: DeviceMesh | None, case: Case) -> None:
 
 
 def plain_copy(_: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-    """Trap: compiled code cannot differentiate what a row-wise embedding returns.
+    """Return a copy of what the embedding returns.
 
+    Trap: compiled code cannot differentiate what a row-wise embedding returns.
     upstream_bugs/compile_rowwise_embedding.py shows it.
     """
     return embedded.clone()
 
 
 def pipeline_products_with_collectives(mesh: DeviceMesh) -> None:
-    """Async TP: a pass of inductor's fuses all-gathers and reduce-scatters with the matmuls beside them. GPUs only."""
+    """Switch async TP on: inductor fuses all-gathers and reduce-scatters with the matmuls beside them. GPUs only."""
     from torch._inductor import config
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

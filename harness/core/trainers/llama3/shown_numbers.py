@@ -26,14 +26,14 @@ MEANINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def with_meanings(shown: Mapping[str, float], more: Mapping[str, dict[str, Any]]) -> dict[str, Number]:
+def with_meanings(shown: Mapping[str, float], handed_over: Mapping[str, dict[str, Any]]) -> dict[str, Number]:
     """Return each number that is shown with its meaning. more: what is handed over beside it, by name."""
-    return {name: Number(value, **MEANINGS[name], **more.get(name, {})) for name, value in shown.items()}
+    return {name: Number(value, **MEANINGS[name], **handed_over.get(name, {})) for name, value in shown.items()}
 
 
-def mean_over_ranks(own: torch.Tensor, mesh: DeviceMesh | None) -> float:
+def mean_over_ranks(sum_and_count: torch.Tensor, mesh: DeviceMesh | None) -> float:
     """Return the mean over all data ranks. own: this rank's sum, and how many it is of. [2]"""
-    total, count = parallelize.sum_over_data_ranks(own, mesh).tolist()
+    total, count = parallelize.sum_over_data_ranks(sum_and_count, mesh).tolist()
     return float(total / count)
 
 
@@ -43,11 +43,11 @@ def parameter_norm(parameters: Iterable[nn.Parameter], groups: Iterable[dist.Pro
     Trap: what FSDP2 cuts that tp has cut already lies as a _StridedShard, of which is_shard() says no."""
     squares: dict[Any, torch.Tensor] = {}
     for parameter in parameters:
-        whole = parameter.detach()
-        cut = isinstance(whole, DTensor)
-        layout = (whole.device_mesh, whole.placements) if cut else (None, ())
-        own = at_least_float32(whole.to_local() if cut else whole).square().sum()
-        squares[layout] = squares[layout] + own if layout in squares else own
+        value = parameter.detach()
+        cut = isinstance(value, DTensor)
+        layout = (value.device_mesh, value.placements) if cut else (None, ())
+        own_square_sum = at_least_float32(value.to_local() if cut else value).square().sum()
+        squares[layout] = squares[layout] + own_square_sum if layout in squares else own_square_sum
     for (mesh, placements), total in squares.items():
         for axis, placement in enumerate(placements):
             if not placement.is_replicate() and mesh.size(axis) > 1:

@@ -20,16 +20,18 @@ from harness.reference.model import Llama
 def share(parts: list[nn.Module], indices: list[int], case: Case) -> None:
     """Make the weight of a rank's first and last stage one, where it has both."""
     if case.model.tied_embeddings and {0, case.n_stages - 1} == {*indices} and len(indices) > 1:
-        first, last = model_of(parts[0]), model_of(parts[-1])
+        first = model_of(parts[0])
+        last = model_of(parts[-1])
         last.tok_embeddings = first.tok_embeddings
 
 
 def step_once(optimizers: list[Optimizer]) -> None:
     """Take from each optimizer what an earlier one steps: a rank's parts may share a weight."""
-    known: set[int] = set()
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in known]
-        known |= {*map(id, group["params"])}
+    stepped_ids: set[int] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in stepped_ids]
+            stepped_ids |= {*map(id, group["params"])}
 
 
 def model_of(part: nn.Module) -> Llama:
@@ -44,7 +46,10 @@ def weights(parts: list[nn.Module]) -> list[nn.Parameter]:
 
 
 def group_of_ends(case: Case, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The ranks of a pipeline's first and last stage. Called on every rank; None where it has neither, or nothing is tied."""
+    """Return the group of a pipeline's first and last stage. None where this rank has neither, or nothing is tied.
+
+    Called on every rank.
+    """
     if mesh is None or case.dims.pp == 1 or not case.model.tied_embeddings:
         return None
     if case.features.schedule in pipeline.V_SHAPED:
@@ -57,12 +62,15 @@ def group_of_ends(case: Case, mesh: DeviceMesh | None) -> dist.ProcessGroup | No
 
 
 def axis(mesh: DeviceMesh) -> int:
+    """Return the position of pp among the mesh's axes."""
     return (mesh.mesh_dim_names or ()).index("pp")
 
 
 def sum_gradients(parts: list[nn.Module], group: dist.ProcessGroup | None) -> None:
-    """In place. This rank's slice of the gradient, over the ranks that hold the same slice for another use."""
-    for gradient in clip.local_gradients(weights(parts)) if group is not None else ():
+    """Sum this rank's slice of the gradient, in place, over the ranks that hold the same slice for another use."""
+    if group is None:
+        return
+    for gradient in clip.local_gradients(weights(parts)):
         dist.all_reduce(gradient, group=group)
 
 

@@ -70,23 +70,23 @@ def join(case: Case, device: str) -> torch.device:
             f"case {case.name!r}: {case.dims} = {case.dims.world_size} ranks, but WORLD_SIZE is {world_size};"
             f" start it with torchrun --nproc-per-node {case.dims.world_size}"
         )
-    here = torch.device(device)
-    if here.type == "cuda":
-        here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(here)
+    rank_device = torch.device(device)
+    if rank_device.type == "cuda":
+        rank_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(rank_device)
         torch.use_deterministic_algorithms(case.runs > 1)  # else kernels of GPUs may add up in any order
     if case.training.tf32:
         torch.set_float32_matmul_precision("high")
     if "RANK" in os.environ:
-        process_group.join(process_group.backend_for(here.type))
-    return here
+        process_group.join(process_group.backend_for(rank_device.type))
+    return rank_device
 
 
 # ---- the model and its weights
 
 
 def build_parts(case: Case, mesh: DeviceMesh | None, weights: Path | None, device: torch.device) -> list[nn.Module]:
-    """One model for each pipeline stage of this rank; without a pipeline that is the whole model."""
+    """Return a model for each pipeline stage of this rank. Without a pipeline that is the whole model."""
     stages = pipeline.stages_here(case, mesh)
     parts = [build_model(case, mesh, weights, device, stage) for stage in stages]
     tied.share(parts, stages, case)
@@ -96,7 +96,10 @@ def build_parts(case: Case, mesh: DeviceMesh | None, weights: Path | None, devic
 def build_model(
     case: Case, mesh: DeviceMesh | None, weights: Path | None, device: torch.device, stage: int = 0
 ) -> nn.Module:
-    """Shapes on the meta device, parallelism, memory for this rank's slices only, then the weights."""
+    """Return the model of a stage, with its weights.
+
+    First come shapes on the meta device, then parallelism, then memory for this rank's slices only, then the weights.
+    """
     with torch.device("meta"):
         model = Llama(case.model).to(parallelize.DTYPES[case.training.dtype])
     quantize.convert(model, case, device)
@@ -111,7 +114,7 @@ def build_model(
 
 
 def sequence_part(tokens: Tensor, labels: Tensor, mesh: DeviceMesh | None, case: Case) -> Microbatch:
-    """What of a microbatch this rank computes: all of it, or under context parallel its positions."""
+    """Return the part of a microbatch that this rank computes: all of it, or under context parallel its positions."""
     documents = data.documents(tokens) if case.training.document_mask else None
     if mesh is None or "cp" not in parallelize.axes_of(mesh):
         return Microbatch(tokens, labels, documents=documents)
@@ -123,22 +126,26 @@ def sequence_part(tokens: Tensor, labels: Tensor, mesh: DeviceMesh | None, case:
 
 
 def count_valid(microbatches: list[Microbatch], mesh: DeviceMesh | None, device: torch.device) -> int:
-    """Tokens that the step's loss is averaged over: all microbatches of all ranks that see different tokens."""
+    """Return the number of tokens that the step's loss is averaged over.
+
+    They are those of all microbatches of all ranks that see different tokens.
+    """
     count = own_valid_tokens(microbatches)
     return int(parallelize.sum_over_data_ranks(torch.tensor(count, device=device), mesh))
 
 
 def own_valid_tokens(microbatches: list[Microbatch]) -> int:
-    """This rank's tokens that have a label."""
+    """Return the number of this rank's tokens that have a label."""
     return sum(int((part.labels != IGNORED).sum()) for part in microbatches)
 
 
 def loss_of(model: nn.Module, part: Microbatch) -> Tensor:
-    """Sum of the valid tokens' negative log-likelihoods, in at least float32. A microbatch without any gives 0."""
+    """Return the sum of the valid tokens' negative log-likelihoods, in at least float32. 0 for a microbatch without any."""
     return token_loss(model(part.tokens, part.positions, part.documents), part.labels)
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of the valid tokens' negative log-likelihoods. logits: [b, s, vocab]. labels: int64 [b, s]."""
     logits = at_least_float32(logits)  # [b, s, vocab]
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
@@ -185,7 +192,10 @@ def run_pipeline(
     mesh: DeviceMesh | None,
     valid_tokens: int,
 ) -> Tensor:
-    """The same as forward_backward, on all stages of this rank. The loss is known to the last stage's ranks only."""
+    """Do what forward_backward does, on all stages of this rank; return its sum of token losses, float64 [].
+
+    Only ranks of the last stage have a loss; on others the sum is 0.
+    """
     loss.begin(valid_tokens=valid_tokens)
     for part in batches:
         with parallelize.loss_context(mesh, case.features):
@@ -194,12 +204,12 @@ def run_pipeline(
 
 
 def scaled(loss: Tensor, *, ranks: int, valid_tokens: int) -> Tensor:
-    """What this rank differentiates. DDP and FSDP2 average over dp and cp ranks; the factor makes that a sum."""
+    """Return the number that this rank differentiates. DDP and FSDP2 average over dp and cp; the factor makes that a sum."""
     return loss * ranks / valid_tokens
 
 
 def reported_loss(loss_sum: Tensor, mesh: DeviceMesh | None, valid_tokens: int) -> float:
-    """The global mean, from every rank's own sum; under pp only last stages have one."""
+    """Return the global mean loss, from every rank's own sum. Under pp only last stages have one."""
     if "pp" in parallelize.axes_of(mesh):
         assert mesh is not None
         dist.all_reduce(loss_sum, group=mesh.get_group("pp"))
@@ -207,12 +217,12 @@ def reported_loss(loss_sum: Tensor, mesh: DeviceMesh | None, valid_tokens: int) 
 
 
 def whole(value: Tensor) -> Tensor:
-    """The loss as a plain tensor; under loss parallel it is a replicated DTensor."""
+    """Return the loss as a plain tensor. Under loss parallel it is a replicated DTensor."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def count_tokens(microbatches: list[Microbatch], case: Case) -> int:
-    """All tokens of the step, those without a label included. case: as it is in this step.
+    """Return the number of all tokens of the step, those without a label included. case: as it is in this step.
 
     Every rank along dp and cp has as many, but for a last batch that is not divided evenly."""
     if case.training.global_batch % case.dims.dp:
@@ -221,7 +231,7 @@ def count_tokens(microbatches: list[Microbatch], case: Case) -> int:
 
 
 def evaluated(model: nn.Module, parts: list[Microbatch], mesh: DeviceMesh | None, case: Case) -> float:
-    """The global mean loss without gradients."""
+    """Return the global mean loss, computed without gradients."""
     model.eval()
     with torch.no_grad(), parallelize.loss_context(mesh, case.features):
         losses = [whole(loss_of(model, part)) for part in parts]
@@ -230,7 +240,7 @@ def evaluated(model: nn.Module, parts: list[Microbatch], mesh: DeviceMesh | None
 
 
 def mean_over_ranks(loss_sum: Tensor, valid_tokens: int, mesh: DeviceMesh | None) -> float:
-    """loss_sum: this rank's. valid_tokens: of all ranks."""
+    """Return the mean loss over all ranks. loss_sum: this rank's. valid_tokens: of all ranks."""
     return float(parallelize.sum_over_data_ranks(loss_sum, mesh)) / valid_tokens
 
 
@@ -244,7 +254,8 @@ class Trainer:
         self, case: Case, *, weights: Path | None, device: torch.device, batches: type[data.Shapes] | None = None
     ) -> None:
         """batches: other than those of the recipe's data."""
-        self.case, self.device = case, device
+        self.case = case
+        self.device = device
         self.mesh = parallelize.build_mesh(case, device.type)
         self.model_parts = build_parts(case, self.mesh, weights, device)
         self.loss = PipelineLoss(case, device)
@@ -265,15 +276,15 @@ class Trainer:
     def train(
         self, last_step: int | None = None, *, checkpoints: Path | None = None, checkpoint_every: int | None = None
     ) -> None:
-        """Up to `last_step`, by default the recipe's; the schedule is the recipe's all the same."""
+        """Train up to `last_step`, by default the recipe's. The schedule is the recipe's all the same."""
         last_step = self.case.training.steps if last_step is None else last_step
         for step in range(self.step + 1, last_step + 1):
             started = time.perf_counter()
             metrics = self.train_step()
             seconds = time.perf_counter() - started
             shown = self.display(metrics, seconds) or {}
-            more = self.handed_over(seconds)
-            self.metrics.append(replace(metrics, numbers=shown_numbers.with_meanings(shown, more)))
+            handed_over = self.handed_over(seconds)
+            self.metrics.append(replace(metrics, numbers=shown_numbers.with_meanings(shown, handed_over)))
             if checkpoints and checkpoint_every and step % checkpoint_every == 0:
                 self.save(checkpoints)
 
@@ -289,7 +300,7 @@ class Trainer:
         export.export(self.model_parts[0], self.case, folder)
 
     def resume(self, folder: Path) -> None:
-        """From the latest complete checkpoint, or from its weights alone. Raises ValueError if there is none."""
+        """Continue from the latest complete checkpoint, or from its weights alone. Raises ValueError if there is none."""
         if self.case.model_of is not None:
             checkpoint.load_model(self.parts(), checkpoint.latest(folder))
             return
@@ -332,11 +343,14 @@ class Trainer:
         return total
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return those of all parts, each once."""
-        return list(dict.fromkeys(parameter for part in self.model_parts for parameter in part.parameters()))
+        """Return the parameters of all parts, each once."""
+        parameters: dict[nn.Parameter, None] = {}
+        for part in self.model_parts:
+            parameters |= dict.fromkeys(part.parameters())
+        return list(parameters)
 
     def optimizer_step(self) -> float:
-        """Returns the learning rate this step was made with."""
+        """Step all optimizers and schedulers; return the learning rate that this step was made with."""
         lr = float(self.schedulers[0].get_last_lr()[0])
         for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
             optimizer.step()
@@ -344,24 +358,30 @@ class Trainer:
         return lr
 
     def validate(self) -> float:
-        """The mean loss of the held-out batch: the sum over all ranks' valid tokens over their number."""
+        """Return the mean loss of the held-out batch: the sum over all ranks' valid tokens over their number."""
         batches = [(tokens.to(self.device), labels.to(self.device)) for tokens, labels in self.microbatches.held_out()]
         parts = [sequence_part(*batch, self.mesh, self.case) for batch in batches]
         return evaluated(self.model_parts[0], parts, self.mesh, self.case)
 
     def display(self, metrics: Metrics, seconds: float) -> dict[str, float]:
-        """Return what is shown in addition to loss, norm and rate, by the names of shown_numbers.MEANINGS. What
-        costs communication is shown with the last step."""
+        """Print a step, and return what is shown in addition to loss, norm and rate, by the names of shown_numbers.MEANINGS.
+
+        What costs communication is shown with the last step.
+        """
         every = self.case.features.validate_every
-        shown = {
+        shown: dict[str, float] = {
             "tokens per second": self.tokens / seconds,
             "tokens seen": self.tokens_seen,
             "own valid tokens": self.own_valid_tokens,
             "epochs": self.microbatches.epochs(),
-        } | ({"validation loss": self.validate()} if every and metrics.step % every == 0 else {})
+        }
+        if every and metrics.step % every == 0:
+            shown["validation loss"] = self.validate()
         if metrics.step == self.case.training.steps:
-            own = torch.tensor([self.own_valid_tokens, self.own_samples], dtype=torch.float64, device=self.device)
-            mean = shown_numbers.mean_over_ranks(own, self.mesh)
+            sum_and_count = torch.tensor(
+                [self.own_valid_tokens, self.own_samples], dtype=torch.float64, device=self.device
+            )
+            mean = shown_numbers.mean_over_ranks(sum_and_count, self.mesh)
             shown |= {"parameter norm": self.parameter_norm(), "valid tokens per sample": mean}
         if int(os.environ.get("RANK", 0)) == 0:
             print(
@@ -373,11 +393,16 @@ class Trainer:
         return shown
 
     def parameter_norm(self) -> float:
-        """The norm of what optimizers step, which a unit that stays gathered does not show, and of what is frozen."""
-        stepped = [one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]]
-        every = dict.fromkeys([*stepped, *(one for one in self.parameters() if not one.requires_grad)])
+        """Return the norm of what optimizers step, which a unit that stays gathered does not show, and of what is frozen."""
+        stepped: list[nn.Parameter] = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                stepped += group["params"]
+        frozen = [parameter for parameter in self.parameters() if not parameter.requires_grad]
+        every = dict.fromkeys([*stepped, *frozen])
         copies = {*map(id, tied.copies(self.model_parts, self.ends))}
-        return shown_numbers.parameter_norm([one for one in every if id(one) not in copies], self.groups())
+        counted = [parameter for parameter in every if id(parameter) not in copies]
+        return shown_numbers.parameter_norm(counted, self.groups())
 
     def handed_over(self, seconds: float) -> dict[str, dict[str, Any]]:
         """Return what a number's meaning needs, by its name. seconds: those of the step."""
@@ -388,7 +413,7 @@ class Trainer:
         }
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """The ranks that hold other elements, where no DTensor says so."""
+        """Return the groups of ranks that hold other elements, where no DTensor says so."""
         groups = [pipeline.group_of(self.mesh), parallelize.flat_group(self.mesh, self.case)]
         return [group for group in groups if group is not None]
 

@@ -8,7 +8,10 @@ from harness.core.case.case import Case
 
 
 def needs_memory(case: Case) -> Iterator[str]:
-    """Why a case does not run so. `case.wrapper` is the trainer's own, where the case leaves it open."""
+    """Yield why a case does not run on tensors without memory.
+
+    `case.wrapper` is the trainer's own, where the case leaves it open.
+    """
     if case.wrapper in ("ddp", "replicate"):
         yield f"wrapper {case.wrapper}: DDP's reducer lays gradients into buckets by their addresses"
     if case.wrapper == "fsdp1":

@@ -17,5 +17,5 @@ def folder() -> Path:
 
 
 def tell(folder: Path) -> None:
-    """Set it for this process."""
+    """Set the folder of checkpoints for this process."""
     os.environ[VARIABLE] = str(folder)

@@ -20,7 +20,7 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 
 
 def support_ring(case: Case) -> None:
-    """Ring attention for CPU's operator. Partial results are merged in float64 where the case computes in float64."""
+    """Make torch's ring attention take CPU's operator. Partial results are merged in float64 where the case computes in it."""
     ring._cp_options.convert_to_f32 = (case.training.compute_dtype or case.training.dtype) != "float64"
     handlers: dict[Any, Any] = ring.custom_ops
     handlers |= {FORWARD: _forward, BACKWARD: _backward}
@@ -28,24 +28,24 @@ def support_ring(case: Case) -> None:
 
 def _forward(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     names = ("query", "key", "value", "dropout_p", "is_causal")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    mesh = given["query"].device_mesh
-    results = ring._templated_ring_attention(mesh.get_group(), SEQUENCE, FORWARD, **_local(given))
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    mesh = arguments["query"].device_mesh
+    results = ring._templated_ring_attention(mesh.get_group(), SEQUENCE, FORWARD, **_local(arguments))
     return _cut_along_sequence(results, mesh)
 
 
 def _backward(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     names = ("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal")
-    given = dict(zip(names, args, strict=False)) | kwargs
-    mesh = given["query"].device_mesh
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    mesh = arguments["query"].device_mesh
     results = ring._templated_ring_attention_backward(
-        mesh.get_group(), SEQUENCE, BACKWARD, grad_out_name="grad_out", **_local(given)
+        mesh.get_group(), SEQUENCE, BACKWARD, grad_out_name="grad_out", **_local(arguments)
     )
     return _cut_along_sequence(results, mesh)
 
 
-def _local(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in given.items()}
+def _local(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to_local() if isinstance(value, DTensor) else value for name, value in arguments.items()}
 
 
 def _cut_along_sequence(results: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:

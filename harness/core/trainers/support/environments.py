@@ -30,7 +30,7 @@ MOST_SECONDS = 3600.0  # for making an environment
 
 
 def run(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run it with this harness, whatever is installed there and whatever lies in the current folder."""
+    """Run an interpreter with this harness, whatever is installed there and whatever lies in the current folder."""
     environment = {**os.environ, "PYTHONPATH": python_path()}
     return subprocess.run(
         [str(python), "-P", *arguments], env=environment, capture_output=True, encoding="utf-8", errors="replace"
@@ -38,17 +38,21 @@ def run(python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[s
 
 
 def environment(requirement: str, folder: Path, tell: Callable[[str], None]) -> Path:
-    """The interpreter of one with this requirement of pip's; made if it is not there whole. Raises EnvironmentFailed."""
-    python, whole = folder / "bin" / "python", folder / "whole"
-    if not whole.exists():
+    """Return the interpreter of an environment with this requirement of pip's. Raises EnvironmentFailed.
+
+    The environment is made if it is not there whole.
+    """
+    python = folder / "bin" / "python"
+    finished_mark = folder / "whole"
+    if not finished_mark.exists():
         tell(f"making an environment with {requirement} in {folder}")
         begin(folder)
         do(module_command("venv", str(folder)))
         beneath = {str(ROOT), *map(sysconfig.get_path, ("purelib", "platlib"))}
-        own = next(folder.glob("lib/python*/site-packages"))
-        write_text(own / "beneath.pth", "\n".join(sorted(beneath)))
+        own_packages = next(folder.glob("lib/python*/site-packages"))
+        write_text(own_packages / "beneath.pth", "\n".join(sorted(beneath)))
         do(module_command("pip", "install", "--quiet", "--disable-pip-version-check", requirement, python=str(python)))
-        whole.touch()
+        finished_mark.touch()
     return python
 
 
@@ -66,9 +70,9 @@ def begin(folder: Path) -> None:
 
 
 def release(package: str, number: str, folder: Path) -> Path:
-    """Return the folder of that version, without what it needs. Raises ValueError with pip's complaint."""
-    there = folder.absolute() / f"{package}-{number}"
-    if not there.exists():
+    """Return the folder of that version of a package, without what it needs. Raises ValueError with pip's complaint."""
+    release_folder = folder.absolute() / f"{package}-{number}"
+    if not release_folder.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as partial:
             laid = Path(partial, "laid")
@@ -78,15 +82,18 @@ def release(package: str, number: str, folder: Path) -> Path:
             except EnvironmentFailed as error:
                 raise ValueError(f"no {package} {number}: {error}; or give --source a checkout of it") from None
             with contextlib.suppress(OSError):  # another process was first
-                laid.rename(there)
-    return there
+                laid.rename(release_folder)
+    return release_folder
 
 
 def do(command: Sequence[str]) -> None:
+    """Run a command. Raises EnvironmentFailed with its last error if it fails or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=MOST_SECONDS)
+        process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=MOST_SECONDS)
     except subprocess.TimeoutExpired:
         raise EnvironmentFailed(f"{' '.join(command[:5])} .. took more than {MOST_SECONDS:.0f} s") from None
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise EnvironmentFailed(f"{' '.join(command)}: {said[-1] if said else done.returncode}")
+    if process.returncode:
+        error_lines = [
+            line for line in process.stderr.splitlines() if line.startswith("ERROR")
+        ] or process.stderr.splitlines()
+        raise EnvironmentFailed(f"{' '.join(command)}: {error_lines[-1] if error_lines else process.returncode}")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 
 from harness.core.case.case import Case
 from harness.core.case.schedule import V_SHAPED
 
-EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
+EMBEDDING = "tok_embeddings.weight"
+OUTPUT = "output.weight"
 
 
 def pairs(text: str) -> dict[str, str]:
-    """A table of names written as "theirs=ours theirs=ours"."""
+    """Return a table of names that is written as "theirs=ours theirs=ours"."""
     return dict(pair.split("=") for pair in text.split())
 
 
@@ -21,14 +21,15 @@ def renamed(name: str, table: Mapping[str, str]) -> str:
 
     The table may name several parts at once ("mlp.proj"): the longest such key counts.
     """
-    parts, found = name.split("."), []
+    parts = name.split(".")
+    new_parts: list[str] = []
     longest = 1 + max((key.count(".") for key in table), default=0)
     while parts:
         keys = (".".join(parts[:length]) for length in range(min(longest, len(parts)), 0, -1))
         key = next((key for key in keys if key in table), parts[0])
-        found.append(table.get(key, key))
+        new_parts.append(table.get(key, key))
         parts = parts[key.count(".") + 1 :]
-    return ".".join(filter(None, found))
+    return ".".join(filter(None, new_parts))
 
 
 def with_tied_output(case: Case, fqn: Callable[[str], str]) -> Callable[[str], str]:
@@ -36,14 +37,24 @@ def with_tied_output(case: Case, fqn: Callable[[str], str]) -> Callable[[str], s
     module is called. A V puts both ends on one rank, which needs no copy."""
     if case.dims.pp == 1 or not case.model.tied_embeddings or case.features.schedule in V_SHAPED:
         return fqn
-    return lambda name: EMBEDDING if (own := fqn(name)) == OUTPUT else own
+    return lambda name: EMBEDDING if (own_fqn := fqn(name)) == OUTPUT else own_fqn
 
 
-def in_one(case: Case, *told: str) -> dict[str, tuple[str, ...]]:
-    """An adapter's `fused`, of every layer. "attention.qkv.weight=wq+wk+wv" says what `fqn` calls a tensor there, and which
-    of the reference's lie in it, one below the other."""
-    found = {}
-    for layer, (name, _, parts) in itertools.product(range(case.model.n_layers), (one.partition("=") for one in told)):
-        of = {part: "attention" if part in ("wq", "wk", "wv") else "feed_forward" for part in parts.split("+")}
-        found[f"layers.{layer}.{name}"] = tuple(f"layers.{layer}.{of[part]}.{part}.weight" for part in of)
-    return found
+def in_one(case: Case, *texts: str) -> dict[str, tuple[str, ...]]:
+    """Return an adapter's `fused`, of every layer.
+
+    "attention.qkv.weight=wq+wk+wv" says what `fqn` calls a tensor there, and which of the reference's lie in it, one below the
+    other.
+    """
+    fused: dict[str, tuple[str, ...]] = {}
+    for layer in range(case.model.n_layers):
+        for text in texts:
+            name, _, parts = text.partition("=")
+            # A part that is written twice counts once.
+            module_of = {
+                part: "attention" if part in ("wq", "wk", "wv") else "feed_forward" for part in parts.split("+")
+            }
+            fused[f"layers.{layer}.{name}"] = tuple(
+                f"layers.{layer}.{module}.{part}.weight" for part, module in module_of.items()
+            )
+    return fused

@@ -10,7 +10,7 @@ from torch.distributed import device_mesh, distributed_c10d
 
 
 def backend_for(device: str) -> str:
-    """For ranks on this kind of device; gloo also on GPUs, where several ranks share one and NCCL cannot."""
+    """Return the backend for ranks on this kind of device: gloo also on GPUs, where several ranks share one and NCCL cannot."""
     return os.environ.get("HARNESS_BACKEND") or ("nccl" if device == "cuda" else "gloo")
 
 
@@ -23,10 +23,11 @@ def redirect() -> None:
     """Make a trainer's own `init_process_group`, and the one that a device mesh calls, meet where the launcher says."""
     if "INIT_METHOD" not in os.environ:
         return
-    original, here = dist.init_process_group, {"init_method": os.environ["INIT_METHOD"], **_place()}
+    original = dist.init_process_group
+    rendezvous = {"init_method": os.environ["INIT_METHOD"], **_place()}
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
-        original(*args, **{**kwargs, **here})
+        original(*args, **{**kwargs, **rendezvous})
 
     for module in (dist, distributed_c10d, device_mesh):
         module.init_process_group = init_process_group

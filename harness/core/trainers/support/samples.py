@@ -29,27 +29,28 @@ class OnlyShapes:
 
 
 def dataset_of(case: Case) -> Dataset:
-    """The recipe's; of a rank whose tensors have no memory the shapes."""
+    """Return the recipe's data set. For a rank whose tensors have no memory, one of shapes alone."""
     return OnlyShapes(case) if is_without_memory(torch.empty(0)) else build_dataset(case.training, case.model)
 
 
 def rank_samples(
     case: Case, dataset: Dataset, step: int, dp_rank: int = 0, dp_degree: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, int64 [global_batch / dp_degree, s], s the step's length. dataset: `build_dataset` of the case.
+    """Return tokens and labels, int64 [global_batch / dp_degree, s], s the step's length. dataset: `build_dataset` of the case.
 
     Rank r reads every dp_degree-th sample from the r-th on, as torch's DistributedSampler cuts them. By default all.
     """
     if isinstance(dataset, OnlyShapes):
-        mine: Sequence[int] = range(len(dataset))[dp_rank::dp_degree]
+        sample_ids: Sequence[int] = range(len(dataset))[dp_rank::dp_degree]
     else:
-        mine = step_samples(case.training, len(dataset), step)[dp_rank::dp_degree]
-    tokens, labels = (torch.stack(rows) for rows in zip(*(dataset[i] for i in mine), strict=True))
+        sample_ids = step_samples(case.training, len(dataset), step)[dp_rank::dp_degree]
+    columns = zip(*(dataset[index] for index in sample_ids), strict=True)
+    tokens, labels = (torch.stack(rows) for rows in columns)
     return tokens[:, : case.seq_len(step)], labels[:, : case.seq_len(step)]
 
 
 def recipe_batches(case: Case, dp_rank: int = 0, dp_degree: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's microbatches, one after the other, without end: for a trainer whose batches are made by a function."""
+    """Yield this rank's microbatches, one after the other, without end: for a trainer whose batches are made by a function."""
     dataset = build_dataset(case.training, case.model)
     for step in itertools.count(1):
         tokens, labels = rank_samples(case, dataset, step, dp_rank, dp_degree)
@@ -69,7 +70,8 @@ class RecipeSamples(torch.utils.data.Dataset[Any]):
     """
 
     def __init__(self, case: Case, *, shuffled: bool = False, form: Callable[[Tensor, Tensor], Any] = _pair) -> None:
-        self.dataset, self.form = build_dataset(case.training, case.model), form
+        self.dataset = build_dataset(case.training, case.model)
+        self.form = form
         order = sample_order(case.training, len(self.dataset), epoch=0)
         self.ids = range(len(self.dataset)) if shuffled else order
 
@@ -96,7 +98,9 @@ class RecipeStream(torch.utils.data.IterableDataset[Any]):
         form: Callable[[Tensor, Tensor], Any] = _pair,
         batch: int | None = None,
     ) -> None:
-        self.case, self.place, self.form = case, (dp_rank, dp_degree), form
+        self.case = case
+        self.place = (dp_rank, dp_degree)
+        self.form = form
         self.batch = batch or case.local_batch
 
     def __iter__(self) -> Iterator[Any]:

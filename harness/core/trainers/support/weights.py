@@ -26,7 +26,7 @@ WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "
 
 
 def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:
-    """Full tensors by fqn; from a file each is read when requested. Raises ValueError if names or shapes do not fit."""
+    """Return full tensors by fqn. From a file each is read when requested. Raises ValueError if names do not fit."""
     if weights is None:
         return initial_weights(case.model, case.training.seed)
     try:
@@ -42,16 +42,16 @@ def read_weights(weights: Path | None, case: Case) -> Mapping[str, np.ndarray]:
 def _shapes_alone(case: Case) -> Mapping[str, Any]:
     """Return weights for parameters without memory: tensors of one number each, expanded, so that they add nothing to what a
     rank has at once."""
-    one = torch.empty((), dtype=torch.float64)
-    return {fqn: one.expand(shape) for fqn, shape in case.model.parameter_shapes().items()}
+    number = torch.empty((), dtype=torch.float64)
+    return {fqn: number.expand(shape) for fqn, shape in case.model.parameter_shapes().items()}
 
 
 class DoNotFit(ValueError):
     """Parameters that are none of the reference's, or of another shape. shapes: of all parameters, by the trainer's names."""
 
     def __init__(self, problems: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        more = f"; and {len(problems) - 1} more, which `harness doctor` lists" if len(problems) > 1 else ""
-        super().__init__(problems[0] + more)
+        others = f"; and {len(problems) - 1} more, which `harness doctor` lists" if len(problems) > 1 else ""
+        super().__init__(problems[0] + others)
         self.shapes = dict(shapes)
 
 
@@ -62,7 +62,7 @@ def load_weights(
     weights: Path | None,
     fqn: Callable[[str], str],
     rows: Mapping[str, np.ndarray] = MappingProxyType({}),
-    cut: Callable[[str, Tensor], Tensor] = lambda _, whole: whole,
+    cut: Callable[[str, Tensor], Tensor] = lambda _, full_tensor: full_tensor,
     fused: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> None:
     """Copy this rank's slice of every seed weight into place. No communication. Raises DoNotFit.
@@ -72,47 +72,54 @@ def load_weights(
     """
     problems: list[str] = []
     fqn = with_tied_output(case, fqn)
-    parameters = {plain(name): parameter for part in parts for name, parameter in part.named_parameters()}
+    parameters: dict[str, nn.Parameter] = {}
+    for part in parts:
+        parameters |= {plain(name): parameter for name, parameter in part.named_parameters()}
     alone = any(is_without_memory(local(parameter)) for parameter in parameters.values())
     full = _shapes_alone(case) if alone else read_weights(weights, case)
     for name, parameter in parameters.items():
-        parts = fused.get(fqn(name), (fqn(name),))
-        if not set(parts) <= set(full):
+        fqns = fused.get(fqn(name), (fqn(name),))
+        if not set(fqns) <= set(full):
             problems.append(
                 f"{name} {list(parameter.shape)}: fqn gives {fqn(name)!r}, which is none of the reference's"
             )
             continue
-        held = {part: cut(part, torch.as_tensor(full[part][rows.get(part, slice(None))])) for part in parts}
-        whole = _fused(held, blocks(parts, {part: full[part].shape[0] for part in held}))
-        if whole.shape != parameter.shape:
-            problems.append(f"weights of {name} have shape {tuple(whole.shape)}, the model {tuple(parameter.shape)}")
+        local_parts = {key: cut(key, torch.as_tensor(full[key][rows.get(key, slice(None))])) for key in fqns}
+        rows_of_parts = {key: full[key].shape[0] for key in local_parts}
+        full_tensor = _fused(local_parts, blocks(fqns, rows_of_parts))
+        if full_tensor.shape != parameter.shape:
+            problems.append(
+                f"weights of {name} have shape {tuple(full_tensor.shape)}, the model {tuple(parameter.shape)}"
+            )
             continue
-        mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        mine.copy_(local_slice(whole, parameter))
+        local_tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local_tensor.copy_(local_slice(full_tensor, parameter))
     if problems:
         raise DoNotFit(problems, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
 
 
-def _fused(held: Mapping[str, Tensor], whole: Sequence[Block]) -> Tensor:
-    """held: of each part what this rank has. whole: the blocks of the fused tensor, of which it has its share."""
-    if len(held) == 1:
-        return next(iter(held.values()))
-    length, used, pieces = sum(len(part) for part in held.values()), Counter[str](), []
-    for part, size in held_blocks(whole, length):
-        pieces.append(held[part][used[part] : used[part] + size])
+def _fused(local_parts: Mapping[str, Tensor], fused_blocks: Sequence[Block]) -> Tensor:
+    """Return this rank's slice of a fused tensor. held: its slice of each part. whole: the blocks of the fused tensor."""
+    if len(local_parts) == 1:
+        return next(iter(local_parts.values()))
+    length = sum(len(part) for part in local_parts.values())
+    used = Counter[str]()
+    pieces: list[Tensor] = []
+    for part, size in held_blocks(fused_blocks, length):
+        pieces.append(local_parts[part][used[part] : used[part] + size])
         used[part] += size
     if not pieces:
-        raise ValueError(f"{', '.join(held)} are not cut between the blocks that they are fused in")
+        raise ValueError(f"{', '.join(local_parts)} are not cut between the blocks that they are fused in")
     return torch.cat(pieces)
 
 
 def plain(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
+    """Return a parameter's name without what wrappers put into it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def tensor_parallel(rank: int, degree: int) -> Callable[[str, Tensor], Tensor]:
-    """`cut` of layers that are column and row parallel as Megatron's are, and of which this is one of `degree` tp ranks."""
+    """Return the `cut` of a tp rank, for layers that are column and row parallel as Megatron's are."""
 
     def cut(fqn: str, whole: Tensor) -> Tensor:
         dim = next((dim for module, dim in TP_DIM.items() if fqn.removesuffix(".weight").endswith(module)), None)
@@ -122,7 +129,7 @@ def tensor_parallel(rank: int, degree: int) -> Callable[[str, Tensor], Tensor]:
 
 
 def local_slice(full: Tensor, parameter: Tensor) -> Tensor:
-    """The part of the full tensor that this rank holds, as torch.chunk splits it: the last ranks may get less, or none.
+    """Return the slice of the full tensor that this rank holds, as torch.chunk splits it. The last ranks may get less, or none.
 
     Trap: FSDP2 over TP on one dim is split by tp first and by dp_shard inside, against the mesh's order. Its placement, a
     _StridedShard, says so.
@@ -130,7 +137,11 @@ def local_slice(full: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return full
     mesh = parameter.device_mesh
-    splits = [(axis, p) for axis, p in enumerate(parameter.placements) if isinstance(p, (Shard, _StridedShard))]
+    splits = [
+        (axis, sharding)
+        for axis, sharding in enumerate(parameter.placements)
+        if isinstance(sharding, (Shard, _StridedShard))
+    ]
     for axis, placement in sorted(splits, key=lambda split: isinstance(split[1], _StridedShard)):
         chunks = full.chunk(mesh.size(axis), placement.dim)
         rank = mesh.get_local_rank(axis)
