@@ -121,8 +121,8 @@ def all_facts() -> tuple[Facts, ...]:
 
 def in_order(functions: Sequence[Any], names: Sequence[str]) -> tuple[Any, ...]:
     """Return the functions as these names order them, and last those that have another name."""
-    places = {name: place for place, name in enumerate(names)}
-    return tuple(sorted(functions, key=lambda function: places.get(function.__name__, len(names))))
+    order = {name: index for index, name in enumerate(names)}
+    return tuple(sorted(functions, key=lambda function: order.get(function.__name__, len(names))))
 
 
 def diagnose(
@@ -132,28 +132,37 @@ def diagnose(
     facts: Sequence[Facts] | None = None,
     costly: Sequence[Suspects] | None = None,
 ) -> Diagnosis | None:
-    """None if no check fails. Never raises. If a case resumes, the first launch that fails a check is diagnosed. A launch that
-    only keeps or moves too much is passed over where more than that fails later, because it does not explain it."""
+    """Return the causes of the failing checks and the evidence for them. None if no check fails. Never raises.
+
+    If a case resumes, the first launch that fails a check is diagnosed. A launch that only keeps or moves too much is passed
+    over where more than that fails later, because it does not explain it.
+    """
     suspects = all_suspects() if suspects is None else suspects
     facts = all_facts() if facts is None else facts
     costly = costly_suspects() if costly is None else costly
     failed = [result for result in results if result.verdict is Verdict.FAIL]
-    before = judge(trial.saved[-1]) if failed and trial.saved else []
-    if before and (earlier := diagnose(trial.saved[-1], before, suspects, facts, costly)):
-        harmless = {result.check for result in before if result.verdict is Verdict.FAIL} <= HARMLESS
-        if not (harmless and {result.check for result in failed} - HARMLESS):
-            return dataclasses.replace(earlier, evidence=(*earlier.evidence, *broken_elsewhere(trial, failed, before)))
+    earlier_results = judge(trial.saved[-1]) if failed and trial.saved else []
+    if earlier_results:
+        earlier_diagnosis = diagnose(trial.saved[-1], earlier_results, suspects, facts, costly)
+        if earlier_diagnosis:
+            failed_earlier = {result.check for result in earlier_results if result.verdict is Verdict.FAIL}
+            failed_later = {result.check for result in failed}
+            harmless = failed_earlier <= HARMLESS
+            if not (harmless and failed_later - HARMLESS):
+                later_lines = broken_elsewhere(trial, failed, earlier_results)
+                return dataclasses.replace(earlier_diagnosis, evidence=(*earlier_diagnosis.evidence, *later_lines))
     broken = {result.check: result for result in failed if result.findings}
     if not broken:
         return one_cause(f"{failed[0].check} is broken and does not say where") if failed else None
-    found = told(trial, results, explain(trial, results, suspects, facts, costly))
+    diagnosis = told(trial, results, explain(trial, results, suspects, facts, costly))
     if trial.case.last_step is not None:
-        found = dataclasses.replace(found, launch=launch_label(trial))
-    others = broken_elsewhere(trial.saved[-1], before, failed) if before else ()
-    others += lines_to_write(trial, broken) + fsdp2_switches(trial)
-    others += moved_inside(trial, broken) if not any(label == LABEL for label, _ in found.evidence) else ()
-    evidence = declared_once(trial.case, (*found.evidence, *others, *what_weaker_tests_say(results)))
-    return dataclasses.replace(found, evidence=evidence)
+        diagnosis = dataclasses.replace(diagnosis, launch=launch_label(trial))
+    other_lines = broken_elsewhere(trial.saved[-1], earlier_results, failed) if earlier_results else ()
+    other_lines += lines_to_write(trial, broken) + fsdp2_switches(trial)
+    if not any(label == LABEL for label, _ in diagnosis.evidence):
+        other_lines += moved_inside(trial, broken)
+    lines = (*diagnosis.evidence, *other_lines, *what_weaker_tests_say(results))
+    return dataclasses.replace(diagnosis, evidence=declared_once(trial.case, lines))
 
 
 __all__ = ["Diagnosis", "all_facts", "all_suspects", "costly_suspects", "diagnose"]

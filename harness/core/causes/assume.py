@@ -38,6 +38,7 @@ def lacks_slices(trial: Trial) -> bool:
 
 
 def another_feature(trial: Trial, **features: Any) -> Trial:
+    """Assume that these features had been requested."""
     return another_case(trial, replace(trial.case, features=replace(trial.case.features, **features)))
 
 
@@ -49,51 +50,61 @@ def another_recipe(trial: Trial, training: TrainingConfig) -> Trial:
 
 
 def another_reference(trial: Trial, **otherwise: Any) -> Trial:
-    """Assume another training of the reference, in addition to what is assumed of it already. The words are those of
-    reference.counterfactual."""
-    known = trial.assumption.reference
-    together = {**known} | {key: _after(known.get(key), key, new) for key, new in otherwise.items()}
-    words = order_of_entries(trial) | together
-    reference = retrain(trial.case.model, trial.case.training, trial.reference, **words)
-    return replace(trial, reference=reference).assuming(reference=together)
+    """Assume another training of the reference, in addition to what is assumed of it already.
+
+    The keywords are those of reference.counterfactual.
+    """
+    already_assumed = trial.assumption.reference
+    assumed = {**already_assumed}
+    for key, change in otherwise.items():
+        assumed[key] = _after(already_assumed.get(key), key, change)
+    keywords = order_of_entries(trial) | assumed
+    reference = retrain(trial.case.model, trial.case.training, trial.reference, **keywords)
+    return replace(trial, reference=reference).assuming(reference=assumed)
 
 
 def inputs_of_first_step(trial: Trial) -> Mapping[str, float]:
-    """The mean square of what goes into each module in a launch's first step, by fqn in the order of the calls.
+    """Return the mean square of what goes into each module in a launch's first step, by fqn in the order of the calls.
 
     It is computed where the launch goes on from an earlier one; it is empty where other samples are assumed.
     """
-    step, found = trial.first_step, dict[str, float]()
+    step = trial.first_step
     if step == 1 or "batch" in trial.assumption.reference:
         return trial.reference.inputs if step == 1 else {}
     from torch import from_numpy
 
     from harness.reference.train import mean_squares
 
-    known = dict(zip(trial.reference.sample_ids, trial.reference.tokens, strict=True))
-    rows = np.stack([known[id_] for id_ in trial.reference.samples[step - 1]])[:, : trial.case.seq_len(step)]
+    inputs = dict[str, float]()
+    tokens_by_id = dict(zip(trial.reference.sample_ids, trial.reference.tokens, strict=True))
+    batch = [tokens_by_id[sample_id] for sample_id in trial.reference.samples[step - 1]]
+    rows = np.stack(batch)[:, : trial.case.seq_len(step)]
 
-    def look(module: Any, number: int) -> None:
+    def record_inputs(module: Any, number: int) -> None:
         if number == step:
-            found.update(mean_squares(module, from_numpy(rows), trial.case.training.document_mask))
+            inputs.update(mean_squares(module, from_numpy(rows), trial.case.training.document_mask))
 
-    another_reference(trial, altered=look)
-    return found
+    another_reference(trial, altered=record_inputs)
+    return inputs
 
 
 def _after(first: Any, key: str, second: Any) -> Any:
-    """What is made of values is done one after the other; all else the second one says alone. What either does not give to
-    the optimizer is not given."""
+    """Return two changes under one keyword as a single one.
+
+    Changes of values are made one after the other. The optimizer is given only what both give it. For any other keyword the
+    second change replaces the first.
+    """
     if first is None or key not in ("batch", "gradients", "left", "altered", "given"):
         return second
     if key == "altered":
         return lambda module, step: (first(module, step), second(module, step))
     if key == "given":
-        return lambda *of: _of_those(second(*of), first(*of))
+        return lambda *arguments: _of_those(second(*arguments), first(*arguments))
     return lambda step, values: second(step, first(step, values))
 
 
 def _of_those(given: Mapping[str, Any], those: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values whose parameter is among `those`."""
     return {fqn: value for fqn, value in given.items() if fqn in those}
 
 
@@ -102,11 +113,15 @@ def another_optimizer(trial: Trial, assumed: AssumedOptimizer, **otherwise: Any)
     return another_reference(trial, **otherwise).assuming(assumed)
 
 
-def apart(trial: Trial, copies: Mapping[int, int], otherwise: Sequence[dict[str, Any]], **told: Any) -> Trial:
-    """Assume that ranks train separate copies of the model. copies: by rank, which copy it trains. What is assumed
-    of each copy and of all is in the words of reference.counterfactual. A single copy is a reference like any other."""
-    together = [{**order_of_entries(trial), **trial.assumption.reference, **one} for one in otherwise]
-    runs = retrain_apart(trial.case.model, trial.case.training, trial.reference, together, **told)
+def apart(trial: Trial, copies: Mapping[int, int], otherwise: Sequence[dict[str, Any]], **apart_fields: Any) -> Trial:
+    """Assume that ranks train separate copies of the model. A single copy is a reference like any other.
+
+    copies: by rank, which copy it trains. otherwise, apart_fields: what is assumed of each copy and of all, in the words of
+    reference.counterfactual.
+    """
+    common = {**order_of_entries(trial), **trial.assumption.reference}
+    of_copies = [{**common, **changes} for changes in otherwise]
+    runs = retrain_apart(trial.case.model, trial.case.training, trial.reference, of_copies, **apart_fields)
     references = {rank: runs[copy] for rank, copy in copies.items()} if len(runs) > 1 else {}
     return replace(trial, reference=runs[0]).assuming(references=references, apart=True)
 
@@ -116,16 +131,18 @@ def retrain_apart(
     training: TrainingConfig,
     reference: ReferenceRun,
     otherwise: Sequence[dict[str, Any]],
-    **told: Any,
+    **apart_fields: Any,
 ) -> tuple[ReferenceRun, ...]:
+    """Return the reference of each copy of the model, trained again. Imports torch, which judging does not need."""
     from harness.reference import counterfactual
 
-    chosen = [counterfactual.Otherwise(**one) for one in otherwise]
-    return counterfactual.retrain_apart(model, training, reference, counterfactual.Apart(otherwise=chosen, **told))
+    changes_of_copies = [counterfactual.Otherwise(**changes) for changes in otherwise]
+    separate_copies = counterfactual.Apart(otherwise=changes_of_copies, **apart_fields)
+    return counterfactual.retrain_apart(model, training, reference, separate_copies)
 
 
 def retrain(model: ModelConfig, training: TrainingConfig, reference: ReferenceRun, **otherwise: Any) -> ReferenceRun:
-    """Imports torch, which judging does not need."""
+    """Return the reference, trained again with these changes. Imports torch, which judging does not need."""
     from harness.reference import counterfactual
 
     chosen: Otherwise = counterfactual.Otherwise(**otherwise)
@@ -147,48 +164,64 @@ def train_apart(
     reference.counterfactual changes.
     """
     copies = {rank: coordinate(trial.case.dims, rank)[axis] for rank in trial.ranks}
-    members = [[rank for rank in copies if copies[rank] == copy] for copy in range(max(copies.values()) + 1)]
+    members: list[list[int]] = [[] for _ in range(max(copies.values()) + 1)]
+    for rank, copy in copies.items():
+        members[copy].append(rank)
 
     def shares(step: int, batch: Batch) -> list[np.ndarray]:
         return [share_of(trial, ranks, step, batch.labels.shape) for ranks in members]
 
-    owners, together = tuple(range(len(members))), reduce or (lambda step, gradients: summed(gradients))
-    return apart(trial, copies, otherwise or [{}] * len(members), owners=owners, shares=shares, reduce=together)
+    owners = tuple(range(len(members)))
+    reduce_copies = reduce or (lambda step, gradients: summed(gradients))
+    return apart(trial, copies, otherwise or [{}] * len(members), owners=owners, shares=shares, reduce=reduce_copies)
 
 
 def share_of(trial: Trial, ranks: Sequence[int], step: int, shape: tuple[int, ...]) -> np.ndarray:
     """Return how often each token of a step counts if only these ranks' samples do. float64 [global_batch, seq_len]"""
     received = received_samples(trial, step)
-    ids = {id_ for rank in one_rank_per_share(trial) if rank in ranks for id_ in received.get(rank, [])}
+    sample_ids = set[object]()
+    for rank in one_rank_per_share(trial):
+        if rank in ranks:
+            sample_ids.update(received.get(rank, []))
+    rows = [row for row, sample_id in enumerate(trial.reference.samples[step - 1]) if sample_id in sample_ids]
     counts = np.zeros(shape)
-    counts[[place for place, id_ in enumerate(trial.reference.samples[step - 1]) if id_ in ids]] = 1.0
+    counts[rows] = 1.0
     return counts
 
 
 def summed(gradients: list[Arrays]) -> list[Arrays]:
     """Return the sum of all, for every replica."""
     first, *others = gradients
-    total = {fqn: sum((own[fqn] for own in others), start=value) for fqn, value in first.items()}
+    total = {}
+    for fqn, value in first.items():
+        total[fqn] = sum((replica[fqn] for replica in others), start=value)
     return [total for _ in gradients]
 
 
-def replicas_differ(trial: Trial, of: Callable[[int, str], object]) -> bool:
-    """Say whether two replicas along dp_replicate have something else of one and the same slice."""
-    seen: dict[object, tuple[int, object]] = {}
-    for rank, held in trial.holdings.items():
-        for fqn in held:
-            replica, key = coordinate(trial.case.dims, rank)["dp_replicate"], (fqn, trial.slice_of(rank, fqn))
-            other, value = seen.setdefault(key, (replica, of(rank, fqn)))
-            if other != replica and value != of(rank, fqn):
+def replicas_differ(trial: Trial, value_of: Callable[[int, str], object]) -> bool:
+    """Return whether two replicas along dp_replicate have another value of one and the same slice.
+
+    value_of: the value that a rank has of a parameter, by its fqn.
+    """
+    first_values: dict[object, tuple[int, object]] = {}
+    for rank, local_shards in trial.holdings.items():
+        for fqn in local_shards:
+            replica = coordinate(trial.case.dims, rank)["dp_replicate"]
+            key = (fqn, trial.slice_of(rank, fqn))
+            first_replica, first_value = first_values.setdefault(key, (replica, value_of(rank, fqn)))
+            if first_replica != replica and first_value != value_of(rank, fqn):
                 return True
     return False
 
 
 def clipping_apart(trial: Trial) -> Trial:
     """Assume that each rank clips by the norm of the gradients of its copy."""
-    norms = {(r, step.step): step.grad_norm for r in trial.ranks for step in trial.reference_of(r).steps}
+    norms = {}
+    for rank in trial.ranks:
+        for reference_step in trial.reference_of(rank).steps:
+            norms[rank, reference_step.step] = reference_step.grad_norm
 
-    def given(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
+    def clipped_gradient(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
         return clip_coefficient(norms[rank, step], trial.case.training.max_norm) * gradient
 
-    return trial.assuming(AssumedOptimizer(given=given))
+    return trial.assuming(AssumedOptimizer(given=clipped_gradient))

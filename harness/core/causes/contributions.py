@@ -43,7 +43,8 @@ from harness.reference.distance import best_fit
 if TYPE_CHECKING:
     from harness.reference.counterfactual import Batch
 
-SHARP, ROUGH = 1e-9, 0.1  # of a gradient's length, that a sum leaves in float64, and where there is noise
+SHARP = 1e-9  # of a gradient's length, that a sum leaves in float64
+ROUGH = 0.1  # of a gradient's length, that a sum leaves where there is noise
 FEW = 4  # factors that are fitted each by itself, where noise leaves something of each
 TIED = "tok_embeddings.weight"  # the output's weight as well, where embeddings are tied
 KIND = "gradients scaled"
@@ -57,13 +58,16 @@ Source = Callable[[Trial, int, str, int], "np.ndarray | None"]
 
 @dataclass(frozen=True)
 class Reading:
-    """What weights mean: the cause, and the rule that says them in every step."""
+    """Meaning of weights: the cause, and the rule that gives them in every step."""
 
     cause: Cause
+    """The cause, without the steps and the parameters."""
     fqns: Sequence[str]
     """The parameters in whose gradients it is so."""
     assume: Assume
+    """The assumption, by the steps in which it is so."""
     fitted: int = 1
+    """How many numbers were fitted."""
     number: Number | None = None
     """What ranks may report then."""
     only: Sequence[int] = ()
@@ -74,36 +78,50 @@ class Reading:
     """The cause in fewer steps, which says less; None if it is none then."""
 
     def hypotheses(self, trial: Trial, step: int) -> Iterator[Hypothesis]:
-        """Suppose it from a step on, and in it alone; with the loss that ranks report, where that follows from it."""
-        few = len(self.fqns) < len(trial.plan.shapes)
-        where, details = f" {in_parameters(trial, self.fqns)}" * few, (("parameters", tuple(self.fqns)),) * few
-        reported, number = reported_of(trial, "reported_loss") if self.number else None, self.number
-        some = [(f" in steps {', '.join(map(str, self.only))}", [*self.only], 1)] * bool(self.only)
-        for when, steps, more in (*spans(trial, step), *some):
+        """Yield the hypotheses that this is so from a step on, and in that step alone.
+
+        Where the loss that ranks report follows from it, the hypothesis assumes that as well.
+        """
+        where = ""
+        parameters: tuple[tuple[str, object], ...] = ()
+        if len(self.fqns) < len(trial.plan.shapes):
+            where = f" {in_parameters(trial, self.fqns)}"
+            parameters = (("parameters", tuple(self.fqns)),)
+        number = self.number
+        reported = reported_of(trial, "reported_loss") if self.number else None
+        choices = [*spans(trial, step)]
+        if self.only:
+            choices.append((f" in steps {', '.join(map(str, self.only))}", [*self.only], 1))
+        for when, steps, extra_choices in choices:
             cause = self.cause if len(steps) >= self.least else self.alone
             if cause is None:
                 continue
-            more_details = (*cause.details, *details, ("steps", tuple(steps)))
-            cause = replace(cause, where=(where + when).strip(), details=more_details)
-            found = Hypothesis(cause, self.assume(steps), self.fitted + more)
-            if reported and number and {at for _, at in reported.odd} <= {*steps}:
-                then = lambda rank, at: number(rank, at, reported.right[rank, at])  # noqa: E731
-                if reported.is_all(then):
-                    found = found.and_then(partial(assuming_reports, reported=reported, number=then))
-            yield found
+            details = (*cause.details, *parameters, ("steps", tuple(steps)))
+            cause = replace(cause, where=(where + when).strip(), details=details)
+            hypothesis = Hypothesis(cause, self.assume(steps), self.fitted + extra_choices)
+            if reported and number and {wrong_step for _, wrong_step in reported.odd} <= {*steps}:
+                number_then = lambda rank, step: number(rank, step, reported.right[rank, step])  # noqa: E731
+                if reported.is_all(number_then):
+                    assume = partial(assuming_reports, reported=reported, number=number_then)
+                    hypothesis = hypothesis.and_then(assume)
+            yield hypothesis
 
 
 def sums_of_whole_gradients(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Yield that gradients are sums of whole gradients of the reference, each counted a number of times."""
     step = first_wrong_step(trial) if "gradients" in broken else None
     if "grad_norm" in broken and not (step or "gradients" in broken or trial.case.exact):
         step = trial.first_step  # noise hides it of each
     if step is None:
         return
-    factors = [*_factors(trial, step)]
-    scaled = itertools.chain.from_iterable(_scaled(trial, one, step) for one in factors)
+    fits = [*_factors(trial, step)]
+    scaled = itertools.chain.from_iterable(_scaled(trial, factors, step) for factors in fits)
     for reading in (*scaled, *_not_zeroed(trial, step), *_mixed_over_tp(trial, step)):
         yield from reading.hypotheses(trial, step)
-    for common in (_common(one) for one in factors if len(one) == len(trial.plan.shapes)):
+    for factors in fits:
+        if len(factors) != len(trial.plan.shapes):
+            continue
+        common = _common(factors)
         if common and not trial.case.exact and step < trial.case.steps[-1]:
             yield _in_the_loss(trial, step, common)
         if common and common > 0 and "update" in broken and step == trial.first_step and trial.case.training.max_norm:
@@ -113,7 +131,7 @@ def sums_of_whole_gradients(trial: Trial, broken: Broken) -> Iterator[Hypothesis
 def in_steps(change: Change) -> Assume:
     """Assume that gradients are changed so."""
     return lambda steps: partial(
-        another_reference, gradients=lambda step, own: change(step, own) if step in steps else own
+        another_reference, gradients=lambda step, gradients: change(step, gradients) if step in steps else gradients
     )
 
 
@@ -121,35 +139,46 @@ def in_steps(change: Change) -> Assume:
 
 
 def _before(trial: Trial, rank: int, fqn: str, step: int) -> np.ndarray | None:
+    """Return the rank's slice of the reference's gradient of the step before."""
     return expected_gradient(trial, rank, fqn, step - 1)
 
 
 def _over_tp(trial: Trial, rank: int, fqn: str, step: int) -> np.ndarray | None:
     """Return the sum of what its tp group should have; None where these are no different slices of one shape."""
     peers = trial.plan.peers(rank, "tp")
-    parts = [part for peer in peers if (part := expected_gradient(trial, peer, fqn, step)) is not None]
-    differ = len({trial.gradient_slice_of(peer, fqn) for peer in peers}) > 1
-    return np.sum(parts, axis=0) if differ and len({p.shape for p in parts}) == 1 and len(parts) == len(peers) else None
+    gradients = []
+    for peer in peers:
+        gradient = expected_gradient(trial, peer, fqn, step)
+        if gradient is not None:
+            gradients.append(gradient)
+    slices_differ = len({trial.gradient_slice_of(peer, fqn) for peer in peers}) > 1
+    shapes = {gradient.shape for gradient in gradients}
+    return np.sum(gradients, axis=0) if slices_differ and len(shapes) == 1 and len(gradients) == len(peers) else None
 
 
-def _weights(trial: Trial, step: int, source: Source, beside: Source | None = None) -> dict[Pair, float]:
+def _weights(trial: Trial, step: int, source: Source, counted_once: Source | None = None) -> dict[Pair, float]:
     """Return how often a source counts in each wrong gradient of a step, beside one that counts once. Empty if a gradient is
     no such sum."""
-    found, tolerated = {}, SHARP if trial.case.exact else ROUGH
+    weights = {}
+    tolerated = SHARP if trial.case.exact else ROUGH
     for rank, fqn in wrong_pairs(trial, step):
-        rest, own = seen_gradients(trial, rank, step)[fqn], source(trial, rank, fqn, step)
-        once = beside(trial, rank, fqn, step) if beside else np.zeros_like(rest)
-        if own is None or once is None or not rest.shape == own.shape == once.shape or not np.any(own):
+        observed = seen_gradients(trial, rank, step)[fqn]
+        summand = source(trial, rank, fqn, step)
+        once = counted_once(trial, rank, fqn, step) if counted_once else np.zeros_like(observed)
+        if summand is None or once is None:
             return {}
-        factor, size = best_fit(rest - once, own), max(np.linalg.norm(rest), np.linalg.norm(own))
-        if not np.linalg.norm(rest - once - factor * own) <= tolerated * size:
+        if not observed.shape == summand.shape == once.shape or not np.any(summand):
             return {}
-        found[rank, fqn] = factor
-    return found
+        factor = best_fit(observed - once, summand)
+        size = max(np.linalg.norm(observed), np.linalg.norm(summand))
+        if not np.linalg.norm(observed - once - factor * summand) <= tolerated * size:
+            return {}
+        weights[rank, fqn] = factor
+    return weights
 
 
 def scaled_alike(trial: Trial, step: int) -> bool:
-    """Say whether every wrong gradient is a multiple of what it should be."""
+    """Return whether every wrong gradient is a multiple of what it should be."""
     return trial.case.exact and bool(_weights(trial, step, expected_gradient))
 
 
@@ -162,79 +191,111 @@ def common_factor(trial: Trial, step: int) -> float | None:
 
 
 def _factors(trial: Trial, step: int) -> Iterator[dict[str, float]]:
-    """Yield factors by parameter. In float64 those that fit, if all holders have the same. In recipes with noise one of all
-    parameters, one of those that are wrong, and one of each of these where they are few."""
+    """Yield factors by parameter.
+
+    In float64 those that fit, if all holders have the same. In recipes with noise one of all parameters, one of those that
+    are wrong, and one of each of these where they are few.
+    """
     if trial.case.exact:
-        found = _weights(trial, step, expected_gradient)
-        fqns = dict.fromkeys(fqn for _, fqn in found)
-        of = {fqn: [found.get((rank, fqn), 1.0) for rank in holders_of(trial, fqn)] for fqn in fqns}
-        if found and all(np.allclose(one, one[0], rtol=1e-7, atol=1e-12) for one in of.values()):
-            yield {fqn: float(np.median(one)) for fqn, one in of.items()}
+        weights = _weights(trial, step, expected_gradient)
+        weights_by_fqn = {}
+        for fqn in dict.fromkeys(fqn for _, fqn in weights):
+            weights_by_fqn[fqn] = [weights.get((rank, fqn), 1.0) for rank in holders_of(trial, fqn)]
+        if weights and all(
+            np.allclose(of_holders, of_holders[0], rtol=1e-7, atol=1e-12) for of_holders in weights_by_fqn.values()
+        ):
+            yield {fqn: float(np.median(of_holders)) for fqn, of_holders in weights_by_fqn.items()}
         return
     try:
-        every = misfits(trial, step)[0]
+        all_misfits = misfits(trial, step)[0]
     except NoBound:
         return
-    wrong, whole = [one for one in every if not one.within], trial.plan.shapes
+    wrong = [misfit for misfit in all_misfits if not misfit.within]
+    all_fqns = trial.plan.shapes
     if not wrong:
-        yield dict.fromkeys(whole, norm_of(trial, step) / trial.reference_step(step).grad_norm)
+        yield dict.fromkeys(all_fqns, norm_of(trial, step) / trial.reference_step(step).grad_norm)
         return
-    off = in_order(trial, (one.fqn for one in wrong))
-    mean = float(np.average([one.fit for one in wrong], weights=[one.fit_bound**-2.0 for one in wrong]))
-    if any(abs(one.fit / mean - 1) <= one.fit_bound for one in wrong):
-        yield dict.fromkeys(whole, mean)
-    if len(off) < len(whole):
-        yield dict.fromkeys(off, mean)
-    if 1 < len(off) <= FEW:
-        yield {one.fqn: one.fit for one in wrong}
+    wrong_fqns = in_order(trial, (misfit.fqn for misfit in wrong))
+    weights_of_fits = [misfit.fit_bound**-2.0 for misfit in wrong]
+    mean = float(np.average([misfit.fit for misfit in wrong], weights=weights_of_fits))
+    if any(abs(misfit.fit / mean - 1) <= misfit.fit_bound for misfit in wrong):
+        yield dict.fromkeys(all_fqns, mean)
+    if len(wrong_fqns) < len(all_fqns):
+        yield dict.fromkeys(wrong_fqns, mean)
+    if 1 < len(wrong_fqns) <= FEW:
+        yield {misfit.fqn: misfit.fit for misfit in wrong}
 
 
 def _common(factors: Mapping[Any, float]) -> float | None:
+    """Return the factor that all of them are, within rounding. None if they differ, or if there is none."""
     numbers = [*factors.values()]
     same = numbers and np.allclose(numbers, numbers[0], rtol=1e-7, atol=1e-12)
     return float(np.median(numbers)) if same else None
 
 
 def _scaled(trial: Trial, factors: Mapping[str, float], step: int) -> Iterator[Reading]:
-    """Read one factor, which may be another in each step, as numbers of tokens are; or one of each parameter."""
-    factor, everywhere = _common(factors), len(factors) == len(trial.plan.shapes)
+    """Yield one factor, which may be another in each step, as numbers of tokens are; or one of each parameter."""
+    factor = _common(factors)
+    everywhere = len(factors) == len(trial.plan.shapes)
     tokens = token_factors(trial, step, factor) if factor and everywhere and trial.case.exact else ()
-    ways: list[tuple[str, ByStep]] = [(hint, partial(_relative, by, factor or 1.0)) for hint, by in tokens]
-    details = ("factor", factor) if factor is not None else ("factors", tuple(sorted({*factors.values()})))
-    for text, by in (*ways, (_name(trial, factors), lambda at: 1.0)):
+    changing: list[tuple[str, ByStep]] = []
+    for hint, by_step in tokens:
+        changing.append((hint, partial(_relative, by_step, factor or 1.0)))
+    fitted_values = ("factor", factor) if factor is not None else ("factors", tuple(sorted({*factors.values()})))
+    for text, by_step in (*changing, (_name(trial, factors), lambda step: 1.0)):
+        is_changing = (text, by_step) in changing
         hint = text.removeprefix(": ")
-        number = (lambda rank, at, right, by=by: factor * by(at) * right) if everywhere and factor else None
-        said = _scaled_text(factor), hint
-        if (text, by) in ways:  # the factor is another one in each step
-            said = f"gradients are {hint}", f"{times_text(factor or 1.0)} what they should be in step {step}"
-        cause = Cause(KIND, said[0], hint=said[1], details=(details, ("named", hint)))
+        number = None
+        if everywhere and factor:
+            number = lambda rank, step, right, by_step=by_step: factor * by_step(step) * right  # noqa: E731
+        observed = _scaled_text(factor)
+        shown_hint = hint
+        if is_changing:  # the factor is another one in each step
+            observed = f"gradients are {hint}"
+            shown_hint = f"{times_text(factor or 1.0)} what they should be in step {step}"
+        cause = Cause(KIND, observed, hint=shown_hint, details=(fitted_values, ("named", hint)))
         only = _zero_steps(trial, factors) if factor == 0 else ()
-        change, fitted = in_steps(partial(_times, factors, by)), 1 + (factor is None)
+        change = in_steps(partial(_times, factors, by_step))
+        fitted = 1 + (factor is None)
         # a number of the case is not fitted: all entries confirm it in one step, and not why it is so
-        of_the_case = bool(hint) and factor is not None and (text, by) not in ways
-        alone = replace(cause, hint="", details=(details, ("named", ""))) if of_the_case else None
-        yield Reading(cause, [*factors], change, fitted, number, only, least=1 if factor == 0 else 2, alone=alone)
+        of_the_case = bool(hint) and factor is not None and not is_changing
+        alone = replace(cause, hint="", details=(fitted_values, ("named", ""))) if of_the_case else None
+        least = 1 if factor == 0 else 2
+        yield Reading(cause, [*factors], change, fitted, number, only, least=least, alone=alone)
 
 
 def _zero_steps(trial: Trial, fqns: Collection[str]) -> tuple[int, ...]:
     """Return the steps in which these gradients are zero on all ranks, where these are several."""
-    steps = [step for step in trial.case.steps if not any(np.any(g) for g in _seen(trial, fqns, step))]
+    steps = []
+    for step in trial.case.steps:
+        if not any(np.any(gradient) for gradient in _seen(trial, fqns, step)):
+            steps.append(step)
     return tuple(steps) if len(steps) > 1 else ()
 
 
 def _seen(trial: Trial, fqns: Collection[str], step: int) -> Iterator[np.ndarray]:
-    return (g for rank in trial.ranks for fqn, g in seen_gradients(trial, rank, step).items() if fqn in fqns)
+    """Yield the gradients of these parameters that ranks had in a step."""
+    for rank in trial.ranks:
+        for fqn, gradient in seen_gradients(trial, rank, step).items():
+            if fqn in fqns:
+                yield gradient
 
 
-def _relative(by: ByStep, factor: float, step: int) -> float:
-    return by(step) / factor
+def _relative(by_step: ByStep, factor: float, step: int) -> float:
+    """Return the factor of a step, relative to the one that was fitted."""
+    return by_step(step) / factor
 
 
-def _times(factors: Mapping[str, float], by: ByStep, step: int, own: Arrays) -> Arrays:
-    return {fqn: (g * (factors.get(fqn, 1.0) * by(step))).astype(g.dtype) for fqn, g in own.items()}
+def _times(factors: Mapping[str, float], by_step: ByStep, step: int, gradients: Arrays) -> Arrays:
+    """Return the gradients, each times its factor and the one of the step."""
+    scaled = {}
+    for fqn, gradient in gradients.items():
+        scaled[fqn] = (gradient * (factors.get(fqn, 1.0) * by_step(step))).astype(gradient.dtype)
+    return scaled
 
 
 def _scaled_text(factor: float | None) -> str:
+    """Return how many times as large as expected gradients are, in words. None: by several factors."""
     if factor is None:
         return "gradients are scaled by different factors"
     return f"gradients are {times_text(factor)} what they should be" if abs(factor) > 1e-12 else "gradients are zero"
@@ -242,43 +303,54 @@ def _scaled_text(factor: float | None) -> str:
 
 def _name(trial: Trial, factors: Mapping[str, float]) -> str:
     """Return which number of the case a factor is, which noise does not show; and of several, which parameters have each."""
-    if (factor := _common(factors)) is None:
-        kinds = {fqn: number_text(one, 4) for fqn, one in factors.items()}
-        of = {kind: [fqn for fqn in kinds if kinds[fqn] == kind] for kind in sorted({*kinds.values()})[:FEW]}
-        return ", ".join(f"{kind} ({some(fqns, 1)})" for kind, fqns in of.items())
-    whole = trial.case.model.tied_embeddings and not tied_axis(trial.case)
-    if whole and [*factors] == [TIED] and math.isclose(factor, 2, rel_tol=1e-6):
+    factor = _common(factors)
+    if factor is None:
+        numbers = {fqn: number_text(own_factor, 4) for fqn, own_factor in factors.items()}
+        texts = []
+        for number in sorted({*numbers.values()})[:FEW]:
+            fqns = [fqn for fqn in numbers if numbers[fqn] == number]
+            texts.append(f"{number} ({some(fqns, 1)})")
+        return ", ".join(texts)
+    one_rank_has_both = trial.case.model.tied_embeddings and not tied_axis(trial.case)
+    if one_rank_has_both and [*factors] == [TIED] and math.isclose(factor, 2, rel_tol=1e-6):
         return "it counts for the embedding and again for the output, which share it"
     return factor_text(trial, factor, len(factors) == len(trial.plan.shapes)) if trial.case.exact else ""
 
 
 def _in_the_loss(trial: Trial, since: int, factor: float) -> Hypothesis:
-    """Suppose a factor within backward, whose rounding is not that of a factor after it: the roundest number."""
+    """Return that a factor is within backward, whose rounding is not that of a factor after it: the roundest number."""
     factor = float(f"{factor:.3g}")
 
     def batch(step: int, usual: Batch) -> Batch:
         counts = np.full(usual.labels.shape, factor if step >= since else 1.0)
         return replace(usual, counts=counts if usual.counts is None else counts * usual.counts)
 
-    hint, where = "the loss is scaled before backward", from_step(trial, since) if since > trial.first_step else ""
+    hint = "the loss is scaled before backward"
+    where = from_step(trial, since) if since > trial.first_step else ""
     cause = Cause(KIND, _scaled_text(factor), where, hint=hint, details=(("factor", factor),))
     return Hypothesis(cause, partial(another_reference, batch=batch), 2)
 
 
 def _unscaled_late(trial: Trial, factor: float) -> Hypothesis:
-    """Suppose a loss scale that is taken out of gradients after clipping has seen them."""
+    """Return that a loss scale is taken out of gradients after clipping has seen them."""
     factor = float(round(factor)) if abs(factor - round(factor)) < 1e-4 * factor else factor
-    limit, norms = trial.case.training.max_norm, {step: norm_of(trial, step) for step in trial.case.steps}
+    limit = trial.case.training.max_norm
+    norms = {step: norm_of(trial, step) for step in trial.case.steps}
 
-    def given(step: int, gradients: Arrays, norm: float, parameters: object) -> Arrays:
-        return {fqn: (clip_coefficient(norm, limit) / factor * g).astype(g.dtype) for fqn, g in gradients.items()}
+    def unscaled_gradients(step: int, gradients: Arrays, norm: float, parameters: object) -> Arrays:
+        scaled = {}
+        for fqn, gradient in gradients.items():
+            scaled[fqn] = (clip_coefficient(norm, limit) / factor * gradient).astype(gradient.dtype)
+        return scaled
 
-    def of_rank(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
+    def unscaled_gradient(rank: int, step: int, fqn: str, gradient: np.ndarray) -> np.ndarray:
         return clip_coefficient(norms[step], limit) / factor * gradient
 
     text = f"gradients are clipped while {times_text(factor)} too large, and divided by that afterwards"
-    times = partial(_times, dict.fromkeys(trial.plan.shapes, factor), lambda at: 1.0)
-    assume = partial(another_optimizer, assumed=AssumedOptimizer(given=of_rank), gradients=times, given=given)
+    times = partial(_times, dict.fromkeys(trial.plan.shapes, factor), lambda step: 1.0)
+    assume = partial(
+        another_optimizer, assumed=AssumedOptimizer(given=unscaled_gradient), gradients=times, given=unscaled_gradients
+    )
     return Hypothesis(Cause(KIND, text, details=(("factor", factor),)), assume)
 
 
@@ -286,47 +358,56 @@ def _unscaled_late(trial: Trial, factor: float) -> Hypothesis:
 
 
 def _not_zeroed(trial: Trial, step: int) -> Iterator[Reading]:
-    found = _weights(trial, step, _before, beside=expected_gradient) if step > 1 else {}
-    if not found or (trial.case.exact and not _common(found)):
+    """Yield that gradients hold those of the step before as well, of all parameters or of the wrong ones alone."""
+    weights = _weights(trial, step, _before, counted_once=expected_gradient) if step > 1 else {}
+    if not weights or (trial.case.exact and not _common(weights)):
         return
-    every, off = tuple(trial.plan.shapes), tuple(in_order(trial, (fqn for _, fqn in found)))
+    all_fqns = tuple(trial.plan.shapes)
+    wrong_fqns = tuple(in_order(trial, (fqn for _, fqn in weights)))
     limits = dict.fromkeys((trial.case.training.max_norm, None))
-    for fqns, limit in itertools.product(dict.fromkeys((every, off)), limits):
+    for fqns, limit in itertools.product(dict.fromkeys((all_fqns, wrong_fqns)), limits):
         hint = f"those of step {step} hold step {step - 1}'s as well"
         cause = Cause("gradients not zeroed", "gradients are not zeroed", hint=hint)
         change = partial(adding, fqns=fqns, limit=limit)
         assume = lambda steps, change=change: partial(another_reference, gradients=change(steps))  # noqa: E731
-        yield Reading(cause, fqns, assume, 1 + (fqns != every))
+        yield Reading(cause, fqns, assume, 1 + (fqns != all_fqns))
 
 
 def adding(steps: Sequence[int], fqns: Sequence[str], limit: float | None) -> Change:
-    """Add what there was before, in these steps and parameters. limit: the norm to which that was clipped in place."""
-    left: Arrays = {}
+    """Return a change that adds what there was before, in these steps and parameters.
+
+    limit: the norm to which that was clipped in place.
+    """
+    earlier: Arrays = {}
 
     def gradients(step: int, own: Arrays) -> Arrays:
-        total = {**own, **{fqn: own[fqn] + left[fqn] for fqn in fqns if fqn in own}} if step in steps else own
-        by = clip_coefficient(norm_of_all(total), limit)
-        left.update({fqn: (by * g).astype(g.dtype) for fqn, g in total.items()})
+        total = own
+        if step in steps:
+            total = {**own, **{fqn: own[fqn] + earlier[fqn] for fqn in fqns if fqn in own}}
+        coefficient = clip_coefficient(norm_of_all(total), limit)
+        earlier.update({fqn: (coefficient * gradient).astype(gradient.dtype) for fqn, gradient in total.items()})
         return total
 
     return gradients
 
 
 def norm_of_all(gradients: Arrays) -> float:
-    return math.sqrt(math.fsum(float(np.sum(np.square(g, dtype=np.float64))) for g in gradients.values()))
+    """Return the norm of all gradients together, in float64."""
+    squares = (float(np.sum(np.square(gradient, dtype=np.float64))) for gradient in gradients.values())
+    return math.sqrt(math.fsum(squares))
 
 
 # ---- what tp peers have
 
 
 def _mixed_over_tp(trial: Trial, step: int) -> Iterator[Reading]:
-    """Read one multiple of the sum of what tp peers should have, each of another slice."""
-    found = _weights(trial, step, _over_tp) if trial.case.exact else {}
-    fqns, factor = in_order(trial, (fqn for _, fqn in found)), _common(found)
+    """Yield one multiple of the sum of what tp peers should have, each of another slice."""
+    weights = _weights(trial, step, _over_tp) if trial.case.exact else {}
+    fqns = in_order(trial, (fqn for _, fqn in weights))
+    factor = _common(weights)
     if factor:
-        times = {1.0: "the sum", 1 / trial.case.dims.tp: "the mean"}.get(
-            round(factor, 9), f"{times_text(factor)} the sum"
-        )
+        names = {1.0: "the sum", 1 / trial.case.dims.tp: "the mean"}
+        times = names.get(round(factor, 9), f"{times_text(factor)} the sum")
         text = f"gradients are also reduced over tp, whose ranks hold different slices: each has {times} of all"
         change = in_steps(partial(_mixing, trial, fqns, factor))
         assume = lambda steps: lambda trial: _moved_besides(change(steps)(trial))  # noqa: E731
@@ -334,26 +415,31 @@ def _mixed_over_tp(trial: Trial, step: int) -> Iterator[Reading]:
         yield Reading(Cause("slices mixed", text, details=(("factor", factor),)), fqns, assume, least=least)
 
 
-def _mixing(trial: Trial, fqns: Sequence[str], factor: float, step: int, own: Arrays) -> Arrays:
-    def of(rank: int, fqn: str) -> np.ndarray:
-        parts = [trial.gradient_slice_of(peer, fqn) for peer in trial.plan.peers(rank, "tp")]
-        return np.asarray(factor * np.sum([take(own[fqn], one) for one in parts if one is not None], axis=0))
+def _mixing(trial: Trial, fqns: Sequence[str], factor: float, step: int, gradients: Arrays) -> Arrays:
+    """Return the gradients, each rank's slice replaced by the sum over its tp group times the factor."""
 
-    return with_slices(trial, own, fqns, sorted(trial.ranks), of)
+    def mixed_slice(rank: int, fqn: str) -> np.ndarray:
+        slices = [trial.gradient_slice_of(peer, fqn) for peer in trial.plan.peers(rank, "tp")]
+        return np.asarray(factor * np.sum([take(gradients[fqn], part) for part in slices if part is not None], axis=0))
+
+    return with_slices(trial, gradients, fqns, sorted(trial.ranks), mixed_slice)
 
 
 def _moved_besides(trial: Trial) -> Trial:
     """Assume that all gradients move once more, when backward is over."""
-    records = {rank: evidence.steps[0].gradients.values() for rank, evidence in trial.ranks.items() if evidence.steps}
-    besides = {rank: sum(gradient.nbytes for gradient in seen) for rank, seen in records.items()}
-    most = {rank: trial.plan.outside_bytes[rank] + besides.get(rank, 0) for rank in trial.ranks}
-    return replace(trial, plan=replace(trial.plan, outside_bytes=most))
+    outside_bytes = {}
+    for rank, evidence in trial.ranks.items():
+        gradients = evidence.steps[0].gradients.values() if evidence.steps else []
+        gradient_bytes = sum(gradient.nbytes for gradient in gradients)
+        outside_bytes[rank] = trial.plan.outside_bytes[rank] + gradient_bytes
+    return replace(trial, plan=replace(trial.plan, outside_bytes=outside_bytes))
 
 
 # ---- the part of the embedding alone, of a weight that the output shares
 
 
 def lacks_the_outputs_part(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
+    """Yield that the gradient of a tied weight has the embedding's part alone."""
     step = first_wrong_step(trial) if "gradients" in broken and trial.case.model.tied_embeddings else None
     if step is not None and {fqn for _, fqn in wrong_pairs(trial, step)} == {TIED}:
         from harness.reference.spellings import output_detached

@@ -31,7 +31,8 @@ from harness.core.judge.traffic import INSIDE, axis_of, observed, observed_outsi
 from harness.core.judge.trial import Trial
 from harness.core.plan.traffic.flow import OUTSIDE, Flow
 
-LABEL, LEFT = "if intended", "failing then"
+LABEL = "if intended"
+LEFT = "failing then"
 WHERE = "a key of the case, or of `defaults` in its file"
 KEYS = ("allow:", "traits:")
 WHY = "WHY"  # the reason, which only the author of the line knows
@@ -41,19 +42,19 @@ Declared = Allowance | tuple[str, Any]
 
 def lines(trial: Trial, check: str, declared: Iterable[Declared]) -> Lines:
     """Return the YAML to declare, with what the case declares already, and the check's first finding that is left with it."""
-    found = tuple(declared)
-    if not found:
+    declarations = tuple(declared)
+    if not declarations:
         return ()
-    case = with_declarations(trial.case, found)
-    left = run_check(check, all_checks()[check].check, as_declared(trial, case)).findings
-    return (*declared_lines(trial.case, found), *((LEFT, one) for one in left[:1]))
+    case = with_declarations(trial.case, declarations)
+    findings = run_check(check, all_checks()[check].check, as_declared(trial, case)).findings
+    return (*declared_lines(trial.case, declarations), *((LEFT, finding) for finding in findings[:1]))
 
 
 def declared_lines(case: Case, declared: Iterable[Declared]) -> Lines:
     """Return the YAML that declares these, with what the case declares already, and where it stands."""
-    then = with_declarations(case, declared)
-    texts = [allowance.declaration(then.allow)] if then.allow != case.allow else []
-    texts += [declared_traits.declaration(then.traits)] if then.traits != case.traits else []
+    declaring = with_declarations(case, declared)
+    texts = [allowance.declaration(declaring.allow)] if declaring.allow != case.allow else []
+    texts += [declared_traits.declaration(declaring.traits)] if declaring.traits != case.traits else []
     return (*((LABEL, text) for text in texts), ("", WHERE))
 
 
@@ -63,26 +64,30 @@ def declared_once(case: Case, evidence: Lines) -> Lines:
     if len({str(text).split(":")[0] for _, text in rows}) == len(rows):
         return evidence
     declared: list[Declared] = []
-    for key, value in (pair for _, text in rows for pair in yaml.safe_load(str(text)).items()):
-        entries = (Allowance(**entry) for entry in value) if key == "allow" else value.items()
-        declared += [one for one in entries if one not in declared and one not in (*case.allow, *case.traits)]
+    for _, text in rows:
+        for key, value in yaml.safe_load(str(text)).items():
+            entries = (Allowance(**entry) for entry in value) if key == "allow" else value.items()
+            declared += [
+                entry for entry in entries if entry not in declared and entry not in (*case.allow, *case.traits)
+            ]
     first = evidence.index(rows[0])
-    others = [
-        row
-        for before, row in itertools.pairwise([("", ""), *evidence])
-        if row not in rows and not (row == ("", WHERE) and before in rows)
-    ]
+    others = []
+    for before, row in itertools.pairwise([("", ""), *evidence]):
+        is_where_of_a_row = row == ("", WHERE) and before in rows
+        if row not in rows and not is_where_of_a_row:
+            others.append(row)
     return (*others[:first], *declared_lines(case, declared), *others[first:])
 
 
 def with_declarations(case: Case, declared: Iterable[Declared]) -> Case:
     """Return the case that declares these in addition. Raise ValueError for traits that exclude each other."""
-    allow, traits = list(case.allow), dict(case.traits)
-    for one in declared:
-        if isinstance(one, Allowance):
-            allow.append(one)
+    allow = list(case.allow)
+    traits = dict(case.traits)
+    for declaration in declared:
+        if isinstance(declaration, Allowance):
+            allow.append(declaration)
         else:
-            traits[one[0]] = one[1]
+            traits[declaration[0]] = declaration[1]
     return replace(case, allow=tuple(allow), traits=declared_traits.checked(traits))
 
 
@@ -96,17 +101,19 @@ def as_declared(trial: Trial, case: Case) -> Trial:
 
 def feature_lines(case: Case) -> Lines:
     """Return the YAML of all features that the case requests, and where it stands."""
-    usual = vars(Features())
-    requested = (f"{name}: {json.dumps(value)}" for name, value in vars(case.features).items() if value != usual[name])
+    defaults = vars(Features())
+    requested = []
+    for name, value in vars(case.features).items():
+        if value != defaults[name]:
+            requested.append(f"{name}: {json.dumps(value)}")
     return ((LABEL, f"features: {{{', '.join(requested)}}}"), ("", WHERE))
 
 
 def graphs(trial: Trial) -> Iterator[Allowance]:
     """Yield the most graphs that a rank compiled, where the case does not request compiled blocks."""
     if not trial.case.features.compile:
-        yield Allowance(
-            "compiled", graphs=max(one.compiler.get("graphs", 0) for one in trial.ranks.values()), reason=WHY
-        )
+        most_graphs = max(evidence.compiler.get("graphs", 0) for evidence in trial.ranks.values())
+        yield Allowance("compiled", graphs=most_graphs, reason=WHY)
 
 
 def attention(trial: Trial) -> Iterator[Declared]:
@@ -129,8 +136,8 @@ def projections(trial: Trial) -> Iterator[Declared]:
     total = features.matmuls(trial.ranks[rank].steps[0], "forward").total()
     blocks = trial.case.passes * len(features.layers_of(trial, rank))
     for each in MATMULS_OF_A_BLOCK:
-        chunks, rest = divmod(total - each * blocks, trial.case.passes)
-        if 1 < chunks <= MOST_CHUNKS and not rest:
+        chunks, remainder = divmod(total - each * blocks, trial.case.passes)
+        if 1 < chunks <= MOST_CHUNKS and not remainder:
             yield "loss_chunks", chunks
             yield "loss_in_forward", True
             return
@@ -143,8 +150,8 @@ def output_calls(trial: Trial) -> Iterator[Declared]:
         return
     calls = trial.ranks[rank].steps[0].activity.calls
     forward, again = (calls.get(Call(phase, output_layer.OUTPUT), 0) for phase in ("forward", "backward"))
-    chunks, rest = divmod(forward, trial.case.passes)
-    if chunks > 1 and not rest and chunks != trial.traits.loss_chunks:
+    chunks, remainder = divmod(forward, trial.case.passes)
+    if chunks > 1 and not remainder and chunks != trial.traits.loss_chunks:
         yield "loss_chunks", chunks
         yield "loss_in_forward", True
     if again and not trial.traits.recomputes_output:
@@ -152,37 +159,44 @@ def output_calls(trial: Trial) -> Iterator[Declared]:
 
 
 def hooks(trial: Trial) -> Iterator[Allowance]:
-    names = {name for _, step in trial.own_steps() for name in saved_hooks.foreign_hooks(trial, step)}
+    """Yield the hooks on saved tensors that neither the case nor the trainer allows, each once, by name."""
+    names = set[str]()
+    for _, step in trial.own_steps():
+        names.update(saved_hooks.foreign_hooks(trial, step))
     yield from (Allowance("hooks", name=name, reason=WHY) for name in sorted(names))
 
 
 def matmuls(trial: Trial) -> Iterator[Allowance]:
     """Yield the most that a rank computed in a step outside of training passes."""
-    most = max(features.computed_beside(step) for _, step in trial.own_steps())
-    yield Allowance("computed", matmuls=most, reason=WHY)
+    most_matmuls = max(features.computed_beside(step) for _, step in trial.own_steps())
+    yield Allowance("computed", matmuls=most_matmuls, reason=WHY)
 
 
 def gathered(trial: Trial) -> Iterator[Allowance]:
     """Yield the most that a rank has of parameters beside its slices as the optimizer steps."""
-    more = (
+    surplus = (
         step.memory.get("parameters", 0) - memory.planned(trial, rank)["parameters"][1]
         for rank, step in trial.own_steps()
     )
-    if (most := max(more)) > 0:
-        yield Allowance("gathered", most, WHY)
+    most_bytes = max(surplus)
+    if most_bytes > 0:
+        yield Allowance("gathered", most_bytes, WHY)
 
 
 def held(trial: Trial, kind: str, ranks: Collection[int]) -> Iterator[Allowance]:
     """Yield the most that one of these ranks keeps ("retained") or copies ("copied") in addition to the plan."""
     if kind == "retained":
-        kept = (sum(one.bytes for one in memory.copies_kept(trial, r)) - memory.spare(trial, r) for r in ranks)
-        yield Allowance("kept", max(kept), WHY)
+        retained = []
+        for rank in ranks:
+            bytes_of_copies = sum(copy.bytes for copy in memory.copies_kept(trial, rank))
+            retained.append(bytes_of_copies - memory.spare(trial, rank))
+        yield Allowance("kept", max(retained), WHY)
     if kind == "copied":
-        copied = (
-            size - memory.most_copied(trial, rank, phase, step) + memory.allowed_bytes(trial, rank, "copied")
-            for rank in ranks
-            for size, step, phase in memory.copied_too_much(trial, rank)
-        )
+        copied = []
+        for rank in ranks:
+            for size, step, phase in memory.copied_too_much(trial, rank):
+                planned = memory.most_copied(trial, rank, phase, step)
+                copied.append(size - planned + memory.allowed_bytes(trial, rank, "copied"))
         yield Allowance("copied", max(copied), WHY)
 
 
@@ -191,14 +205,17 @@ def moved(trial: Trial, finding: Finding) -> Iterator[Allowance]:
     is left out where there is any other."""
     if finding.quantity != traffic.MOVED or not isinstance(finding.expected, Limit):
         return
-    most, world = dict[tuple[str, str], int](), trial.plan.dims.world_size
+    most_bytes = dict[tuple[str, str], int]()
+    world_size = trial.plan.dims.world_size
     for rank, step in trial.own_steps():
         for (ranks, op, _), size in observed_outside(trial.ranks[rank], step.step).items():
-            axis = axis_of(trial, ranks) or "world" * (len(ranks) == world)
+            axis = axis_of(trial, ranks)
+            if not axis and len(ranks) == world_size:
+                axis = "world"
             if axis and size:  # a barrier moves nothing
-                most[op, axis] = max(most.get((op, axis), 0), size)
-    planned = int(finding.expected.most or 0) if len(most) == 1 else 0  # which is of the same kind
-    unusual = {key: size for key, size in most.items() if key[0] != "all_reduce"} or most
+                most_bytes[op, axis] = max(most_bytes.get((op, axis), 0), size)
+    planned = int(finding.expected.most or 0) if len(most_bytes) == 1 else 0  # which is of the same kind
+    unusual = {key: size for key, size in most_bytes.items() if key[0] != "all_reduce"} or most_bytes
     for (op, axis), size in sorted(unusual.items()):
         yield Allowance("moved", size - planned, WHY, op=op, phase=ELSEWHERE, axis=axis)
 
@@ -208,23 +225,25 @@ def moved_inside(trial: Trial, broken: Broken) -> Lines:
     if {*broken} != {"traffic"}:
         return ()
     findings = broken["traffic"].findings
-    most = dict[tuple[str, str, str], int]()
+    most_bytes = dict[tuple[str, str, str], int]()
     for finding in findings:
-        more = _surplus(finding)
-        if more <= 0 or not finding.axis or finding.phase not in INSIDE:
+        surplus = _surplus(finding)
+        if surplus <= 0 or not finding.axis or finding.phase not in INSIDE:
             return ()
         key = (finding.name, finding.phase, finding.axis)
-        most[key] = max(most.get(key, 0), more)
-    allowances = [
-        Allowance("moved", more, WHY, op=op, phase=phase, axis=axis) for (op, phase, axis), more in sorted(most.items())
-    ]
+        most_bytes[key] = max(most_bytes.get(key, 0), surplus)
+    allowances = []
+    for (op, phase, axis), surplus in sorted(most_bytes.items()):
+        allowances.append(Allowance("moved", surplus, WHY, op=op, phase=phase, axis=axis))
     return lines(trial, "traffic", allowances)
 
 
 def _surplus(finding: Finding) -> int:
     """Return the bytes that were moved more than planned; 0 for any other finding."""
-    known = isinstance(finding.expected, int) and isinstance(finding.observed, int) and finding.unit == "bytes"
-    return finding.observed - finding.expected if known else 0  # type: ignore[operator, return-value]
+    is_number_of_bytes = (
+        isinstance(finding.expected, int) and isinstance(finding.observed, int) and finding.unit == "bytes"
+    )
+    return finding.observed - finding.expected if is_number_of_bytes else 0  # type: ignore[operator, return-value]
 
 
 # ---- gradients that a trainer reduces itself, without a wrapper
@@ -238,13 +257,14 @@ IN_BACKWARD = (
 
 
 def lines_to_write(trial: Trial, broken: Broken) -> Lines:
-    """None of a trainer whose wrapper reduces them."""
+    """Return what to add to an adapter or script that reduces gradients itself. Empty if a wrapper reduces them."""
     if not {"features", "traffic"} & {*broken}:
         return ()
     return tuple(("adapter", text) for text in _remedies(trial))
 
 
 def _remedies(trial: Trial) -> Iterator[str]:
+    """Yield sentences on what to add to the adapter or the script, where gradients are reduced without a wrapper."""
     behind = all(_are_reduced(trial, rank, outside=True) for rank in trial.ranks)
     inside = all(_are_reduced(trial, rank, outside=False) for rank in trial.ranks)
     if behind and not inside:
@@ -258,12 +278,14 @@ def _remedies(trial: Trial) -> Iterator[str]:
 
 
 def _are_reduced(trial: Trial, rank: int, *, outside: bool) -> bool:
-    """In the first step, over the groups and by the collectives of the plan."""
-    evidence, step = trial.ranks[rank], trial.first_step
-    seen = observed_outside(evidence, step) if outside else observed(trial, evidence, step)
+    """Return whether gradients are reduced in the first step, over the groups and by the collectives of the plan."""
+    evidence = trial.ranks[rank]
+    step = trial.first_step
+    observed_bytes = observed_outside(evidence, step) if outside else observed(trial, evidence, step)
     flows = [flow for flow in trial.plan.flows_of(rank, step) if flow.role == "gradients" and flow.phase in INSIDE]
-    return bool(flows) and all(seen.get(_key(trial, rank, flow, outside), 0) >= flow.bytes for flow in flows)
+    return bool(flows) and all(observed_bytes.get(_key(trial, rank, flow, outside), 0) >= flow.bytes for flow in flows)
 
 
 def _key(trial: Trial, rank: int, flow: Flow, outside: bool) -> tuple[tuple[int, ...], str, str]:
+    """Return the key of a flow among observed bytes: ranks of its group, collective, phase."""
     return trial.plan.group_of(rank, flow.axis), flow.op, OUTSIDE if outside else flow.phase

@@ -20,7 +20,7 @@ ByStep = Callable[[int], float]
 
 
 def times_text(factor: float) -> str:
-    """0.25 times."""
+    """Return "0.25 times"."""
     return f"{number_text(factor)} times"
 
 
@@ -31,24 +31,38 @@ def factor_text(trial: Trial, factor: float, everywhere: bool = True) -> str:
     """
     if math.isclose(factor, -1.0):
         return ": the sign is wrong"
-    ways = (factor, "not divided by {} ({})"), (1 / (factor or math.nan), "divided an extra time by {} ({})")
-    named = [(how, value, _degrees(trial, value, everywhere)) for value, how in ways]
-    texts = [how.format(" or ".join(names[:MOST_NAMES]), round(value)) for how, value, names in named if names]
+    templates = (
+        (factor, "not divided by {} ({})"),
+        (1 / (factor or math.nan), "divided an extra time by {} ({})"),
+    )
+    texts = []
+    for value, template in templates:
+        names = _degrees(trial, value, everywhere)
+        if names:
+            texts.append(template.format(" or ".join(names[:MOST_NAMES]), round(value)))
     if everywhere and factor != 1:
-        texts += [text for text, by in _of_tokens(trial, trial.first_step, factor) if _constant(trial, by)]
+        for text, by_step in _of_tokens(trial, trial.first_step, factor):
+            if _constant(trial, by_step):
+                texts.append(text)
     return f": as if {', or '.join(texts)}" if texts else ""
 
 
 def _degrees(trial: Trial, value: float, everywhere: bool) -> list[str]:
     """Return degrees, or else products of as few as possible, that are `value`."""
-    known = {axis: getattr(trial.case.dims, axis) for axis in AXES} | {"accumulation": trial.case.features.accumulation}
-    known["the number of a pipeline's microbatches"] = trial.case.microbatches
-    sizes = {name: number for name, number in known.items() if number > 1}
-    samples = ["the number of samples"] * (everywhere and _near(value, trial.case.training.global_batch))
+    numbers = {axis: getattr(trial.case.dims, axis) for axis in AXES}
+    numbers["accumulation"] = trial.case.features.accumulation
+    numbers["the number of a pipeline's microbatches"] = trial.case.microbatches
+    sizes = {name: number for name, number in numbers.items() if number > 1}
+    samples = []
+    if everywhere and _near(value, trial.case.training.global_batch):
+        samples.append("the number of samples")
     for count in range(1, len(sizes) + 1):
-        chosen = itertools.combinations(sizes, count)
-        if names := [" x ".join(some) for some in chosen if _near(value, math.prod(sizes[name] for name in some))]:
-            return names + samples
+        products = []
+        for names in itertools.combinations(sizes, count):
+            if _near(value, math.prod(sizes[name] for name in names)):
+                products.append(" x ".join(names))
+        if products:
+            return products + samples
     return samples
 
 
@@ -58,7 +72,8 @@ def token_factors(trial: Trial, step: int, factor: float) -> Iterator[tuple[str,
     One step is no proof: what would be wrong before, and what shows in no other step, is a coincidence.
     """
     for text, by_step in _of_tokens(trial, step, factor):
-        before, after = ([n for n in trial.case.steps if n < step], [n for n in trial.case.steps if n > step])
+        before = [number for number in trial.case.steps if number < step]
+        after = [number for number in trial.case.steps if number > step]
         shown = any(not _near(by_step(number), 1) for number in after)
         if not _constant(trial, by_step) and shown and all(_near(by_step(number), 1) for number in before):
             yield f": {text}", by_step
@@ -66,50 +81,68 @@ def token_factors(trial: Trial, step: int, factor: float) -> Iterator[tuple[str,
 
 def _of_tokens(trial: Trial, step: int, factor: float) -> Iterator[tuple[str, ByStep]]:
     """Yield what gradients are divided by in place of the number of valid tokens, where that gives the factor in a step."""
-    valid, own = {one.step: one.valid_tokens for one in trial.reference.steps}, "the number of valid tokens"
-    size = {number: trial.case.training.global_batch * trial.case.seq_len(number) for number in valid}
-    instead: dict[str, Mapping[int, float]] = {
-        f"not divided by {own}": dict.fromkeys(valid, 1),
-        f"divided an extra time by {own}": {number: count**2 for number, count in valid.items()},
-        "divided by the number of all tokens, not of the valid ones": size,
-        f"divided by {own} of the step before": {number: valid.get(number - 1, valid[number]) for number in valid},
+    valid = {reference_step.step: reference_step.valid_tokens for reference_step in trial.reference.steps}
+    valid_text = "the number of valid tokens"
+    sizes = {number: trial.case.training.global_batch * trial.case.seq_len(number) for number in valid}
+    divisors: dict[str, Mapping[int, float]] = {
+        f"not divided by {valid_text}": dict.fromkeys(valid, 1),
+        f"divided an extra time by {valid_text}": {number: count**2 for number, count in valid.items()},
+        "divided by the number of all tokens, not of the valid ones": sizes,
+        f"divided by {valid_text} of the step before": {
+            number: valid.get(number - 1, valid[number]) for number in valid
+        },
     }
-    instead |= {f"divided by {own} of step {other}": dict.fromkeys(valid, count) for other, count in valid.items()}
+    for number, count in valid.items():
+        divisors[f"divided by {valid_text} of step {number}"] = dict.fromkeys(valid, count)
     for number, counts in _of_microbatches(trial).items():
-        instead[f"divided by the valid tokens of microbatch {number} alone"] = counts
-        several = {at: trial.case.passes * count for at, count in counts.items()}
-        instead[f"divided by {trial.case.passes} times the valid tokens of microbatch {number}"] = several
-    for text, other in instead.items():
-        if _near(valid[step] / (other.get(step) or math.nan), factor):
-            yield text, lambda at, other=other: valid[at] / (other.get(at) or 1)  # type: ignore[misc]
+        divisors[f"divided by the valid tokens of microbatch {number} alone"] = counts
+        times_passes = {counted_step: trial.case.passes * count for counted_step, count in counts.items()}
+        divisors[f"divided by {trial.case.passes} times the valid tokens of microbatch {number}"] = times_passes
+    for text, divisor in divisors.items():
+        if _near(valid[step] / (divisor.get(step) or math.nan), factor):
+            yield text, lambda step, divisor=divisor: valid[step] / (divisor.get(step) or 1)  # type: ignore[misc]
 
 
 def _of_microbatches(trial: Trial) -> dict[int, dict[int, int]]:
     """Return valid tokens of all ranks, by number of microbatch, from 1, and step; empty if there is only one."""
-    ranks, passes = [r for r in trial.ranks if coordinate(trial.case.dims, r)["tp"] == 0], trial.case.passes
-    steps = {step: [seen for rank in ranks if (seen := losses(trial, rank, step))] for step in trial.case.steps}
-    if passes == 1 or not all(of and all(len(seen) == passes for seen in of) for of in steps.values()):
+    passes = trial.case.passes
+    ranks = [rank for rank in trial.ranks if coordinate(trial.case.dims, rank)["tp"] == 0]
+    losses_of_ranks: dict[int, list[list[tuple[float, int]]]] = {}
+    for step in trial.case.steps:
+        losses_of_ranks[step] = [of_rank for rank in ranks if (of_rank := losses(trial, rank, step))]
+    if passes == 1:
         return {}
-    return {n + 1: {step: sum(seen[n][1] for seen in of) for step, of in steps.items()} for n in range(passes)}
+    for of_ranks in losses_of_ranks.values():
+        if not of_ranks or any(len(of_rank) != passes for of_rank in of_ranks):
+            return {}
+    counts: dict[int, dict[int, int]] = {}
+    for index in range(passes):
+        counts[index + 1] = {}
+        for step, of_ranks in losses_of_ranks.items():
+            counts[index + 1][step] = sum(of_rank[index][1] for of_rank in of_ranks)
+    return counts
 
 
 def _constant(trial: Trial, by_step: ByStep) -> bool:
+    """Return whether the factor is the same in every step."""
     numbers = [by_step(step.step) for step in trial.reference.steps]
     return all(_near(number, numbers[0]) for number in numbers)
 
 
-def _near(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-6)
+def _near(first: float, second: float) -> bool:
+    """Return whether two numbers are equal, but for rounding."""
+    return math.isclose(first, second, rel_tol=1e-6)
 
 
-def how_far(trial: Trial, step: int, of: int) -> str:
-    """Say what distance lies between a step and the one whose samples it receives; empty if it is no known one."""
-    training, saved = trial.case.training, trial.case.steps.start - 1
+def how_far(trial: Trial, step: int, source_step: int) -> str:
+    """Return, in words, the distance between a step and the one whose samples it receives; empty if it is no known one."""
+    training = trial.case.training
+    saved = trial.case.steps.start - 1
     epoch = -(-training.made_samples // training.global_batch) if training.data is None else 0
-    if trial.case.model_of is not None and of - step == trial.case.model_of:
+    if trial.case.model_of is not None and source_step - step == trial.case.model_of:
         return "as if more than the weights were taken from the checkpoint"
-    if epoch and step > epoch and step - of == epoch:
+    if epoch and step > epoch and step - source_step == epoch:
         return "as if the epoch had the order of the one before"
-    if trial.saved and saved and step - of == saved:
+    if trial.saved and saved and step - source_step == saved:
         return "as if the data began anew"
-    return "as if those of one step were passed over" if of == step + 1 else ""
+    return "as if those of one step were passed over" if source_step == step + 1 else ""

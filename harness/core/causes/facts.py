@@ -61,10 +61,12 @@ EVERYTHING = ("*",)
 
 
 def _any(trial: Trial, finding: Finding) -> bool:
+    """Return True: every finding is meant."""
     return True
 
 
 def _nothing(trial: Trial, finding: Finding) -> Lines:
+    """Return no lines: nothing else is reported."""
     return ()
 
 
@@ -88,10 +90,12 @@ class Row:
     symptom: bool = False
     """Whether it is a cause only where there is no other."""
     more: More = _nothing
-    """What is also said."""
+    """The lines of evidence beside the finding."""
 
 
 def _held(kind: str) -> More:
+    """Return a function that returns the line that declares bytes which ranks keep or copy beyond the plan."""
+
     def lines(trial: Trial, finding: Finding) -> Lines:
         too_much = {"retained": memory.kept_beside, "copied": memory.copied_too_much}[kind]
         ranks = [rank for rank in trial.ranks if too_much(trial, rank)]
@@ -101,35 +105,41 @@ def _held(kind: str) -> More:
 
 
 def _moved(trial: Trial, finding: Finding) -> Lines:
+    """Return the flows that did not happen as planned, and the line that declares bytes moved outside of passes."""
     return (*traffic_lines(trial), *declarable.lines(trial, "traffic", declarable.moved(trial, finding)))
 
 
 def _declared_setting(trial: Trial, finding: Finding) -> Lines:
     """Return the line of an adapter that declares a switch, if it has the same value in all steps of all ranks."""
-    seen = {step.settings.get(finding.name) for _, step in trial.own_steps()}
-    values = seen.pop() if len(seen) == 1 else None
+    observed_values = {step.settings.get(finding.name) for _, step in trial.own_steps()}
+    values = observed_values.pop() if len(observed_values) == 1 else None
     if values is None or len(values) != 1:
         return ()
     return (declarable.LABEL, f'settings = {{"{finding.name}": "{values[0]}"}}'), ("", "an attribute of the adapter")
 
 
 def _of_numbers(trial: Trial, finding: Finding) -> bool:
-    """Whether it is a switch that changes numbers, which is said first."""
+    """Return whether it is a switch that changes numbers. Such a switch is reported first."""
     return finding.name in (*settings.FLOAT32, "default dtype")
 
 
 def _more_steps(trial: Trial, finding: Finding) -> bool:
     """Return whether there were more steps than requested. A launch that read an older checkpoint has more, too: it says so."""
-    more = isinstance(finding.observed, tuple) and len(finding.observed) > len(trial.case.steps)
-    return more and not trial.case.resume
+    is_longer = isinstance(finding.observed, tuple) and len(finding.observed) > len(trial.case.steps)
+    return is_longer and not trial.case.resume
 
 
 ROWS = (
     Row("completed", "incomplete", "launch", follows=EVERYTHING),
     Row("completed", "incomplete", "its own place", follows=EVERYTHING),
-    Row("completed", "incomplete", test=lambda trial, one: one.expected == "an evidence file", follows=EVERYTHING),
+    Row(
+        "completed",
+        "incomplete",
+        test=lambda trial, finding: finding.expected == "an evidence file",
+        follows=EVERYTHING,
+    ),
     Row("completed", "incomplete", "optimizer steps", test=_more_steps, follows=OF_COUNTED_STEPS),
-    Row("completed", "incomplete", test=lambda trial, one: one.quantity != "", follows=OF_STEPS),
+    Row("completed", "incomplete", test=lambda trial, finding: finding.quantity != "", follows=OF_STEPS),
     Row("checkpoint", "checkpoint"),
     Row("settings", "another setting", test=_of_numbers, more=_declared_setting),
     Row("settings", "another setting", more=_declared_setting),
@@ -149,16 +159,24 @@ ROWS = (
 
 
 def observed(trial: Trial, broken: Broken, rows: tuple[Row, ...] = ROWS) -> Iterator[Fact]:
-    """The facts of the table, in its order. A golden that fails alone says that the reference moved."""
+    """Yield the facts of the table, in its order. A golden that fails alone says that the reference moved."""
     for row in rows:
         findings = broken[row.check].findings if row.check in broken else ()
-        found = [one for one in findings if one.quantity.startswith(row.quantity) and row.test(trial, one)]
-        if not found or (row.alone and NUMBERS & {*broken}) or (row.whole and len(found) < len(findings)):
+        matching = []
+        for finding in findings:
+            if finding.quantity.startswith(row.quantity) and row.test(trial, finding):
+                matching.append(finding)
+        if not matching or (row.alone and NUMBERS & {*broken}) or (row.whole and len(matching) < len(findings)):
             continue
         follows = tuple(broken) if row.follows == EVERYTHING else (row.check, *row.follows)
-        finding = first_finding(found)
-        cause = Cause(row.kind, "", hint=elsewhere(found), finding=finding, details=(("count", len(found)),))
-        yield Fact(cause, follows, row.more(trial, found[0]), symptom=row.symptom)
+        cause = Cause(
+            row.kind,
+            "",
+            hint=elsewhere(matching),
+            finding=first_finding(matching),
+            details=(("count", len(matching)),),
+        )
+        yield Fact(cause, follows, row.more(trial, matching[0]), symptom=row.symptom)
     if {*broken} == {"golden"}:
         text = (
             "the reference moved, not the trainer: model, data, recipe or torch changed since the golden was accepted"
@@ -177,30 +195,41 @@ def process_failed(trial: Trial, broken: Broken) -> Iterator[Fact]:
     blamed = [exit for exit in trial.run.exits if exit.blamed]
     others = [exit for exit in trial.run.exits if exit.how != "ok" and not exit.blamed]
     if not blamed:
-        yield from _nobody_to_blame(trial, others) if others else ()
+        if others:
+            yield from _nobody_to_blame(trial, others)
         return
-    alike: dict[str, list[int]] = defaultdict(list)
+    ranks_by_text: dict[str, list[int]] = defaultdict(list)
     ring = next((exit.reason for exit in blamed if exit.reason.startswith(IN_A_RING)), "")
     for exit in blamed:
-        alike[_how_it_ended(trial, replace(exit, reason="") if ring == exit.reason else exit)].append(exit.rank)
-    texts = [
-        f"{rank_words(ranks)} {how.replace('for it in', 'for them in') if len(ranks) > 1 else how}"
-        for how, ranks in alike.items()
-    ]
+        exit_without_ring = replace(exit, reason="") if ring == exit.reason else exit
+        ranks_by_text[_how_it_ended(trial, exit_without_ring)].append(exit.rank)
+    texts = []
+    for how, ranks in ranks_by_text.items():
+        text = how.replace("for it in", "for them in") if len(ranks) > 1 else how
+        texts.append(f"{rank_words(ranks)} {text}")
     if ring:  # it is said once, first
         texts[0] = f"{ring}, then {texts[0]}"
-    last = ((f"rank {exit.rank}", exit.last_collective) for exit in blamed[:2])
+    lines: list[Line] = []
     reason = why(blamed[0].error)
-    lines: list[Line] = [("why", reason)] * bool(reason)
-    lines += [*((who, f"last collective {call}") for who, call in last if call), *_stacks(blamed)]
-    lines += _who_waited(trial, blamed, others) if others else ()
+    if reason:
+        lines.append(("why", reason))
+    for exit in blamed[:2]:
+        if exit.last_collective:
+            lines.append((f"rank {exit.rank}", f"last collective {exit.last_collective}"))
+    lines += _stacks(blamed)
+    if others:
+        lines += _who_waited(trial, blamed, others)
     details = (("ranks", tuple(exit.rank for exit in blamed)), ("how", blamed[0].how))
     yield Fact(Cause("a process failed", "; ".join(texts[:3]), details=details), ("completed",), tuple(lines))
 
 
 def _who_waited(trial: Trial, blamed: list[Exit], others: list[Exit]) -> Lines:
-    """Of ranks that ended, and had done all, nobody knows whether a collective was left out or is one too many."""
-    waited, gone = (rank_words([exit.rank for exit in exits]) for exits in (others, blamed))
+    """Return the lines on ranks that only waited.
+
+    Where the blamed ranks ended after their last step, no record shows whether a collective was left out or is one too many.
+    """
+    waited = rank_words([exit.rank for exit in others])
+    gone = rank_words([exit.rank for exit in blamed])
     line = ("not to blame", f"{waited} only waited")
     if any(exit.how != "ok" for exit in blamed):
         return (line,)
@@ -210,6 +239,7 @@ def _who_waited(trial: Trial, blamed: list[Exit], others: list[Exit]) -> Lines:
 
 
 def _how_it_ended(trial: Trial, exit: Exit) -> str:
+    """Return how a rank ended, in words: a signal, an exception, or where it left."""
     ended = f"died by {exit.signal}" if exit.how == "signal" else ENDED.get(exit.how, exit.how)
     ended = left_words(trial, exit.rank) if exit.how == "ok" else ended
     text = exit.error.removeprefix(ended).lstrip(",; ").rstrip(".")
@@ -224,15 +254,21 @@ def _stacks(blamed: list[Exit]) -> Lines:
     pair = blamed if len(blamed) == 2 and all(exit.stack for exit in blamed) else []
     if len({exit.stack for exit in pair}) < 2:
         return _stack(blamed[0])
-    return tuple(line for exit in pair for line in _stack(exit, f"rank {exit.rank} in"))
+    lines: list[Line] = []
+    for exit in pair:
+        lines += _stack(exit, f"rank {exit.rank} in")
+    return tuple(lines)
 
 
 def _stack(exit: Exit, label: str = "stack") -> Lines:
+    """Return the first four lines of a rank's stack, the first of them with the label."""
     return tuple(("" if i else label, line.strip()) for i, line in enumerate(exit.stack.splitlines()[:4]))
 
 
 def _nobody_to_blame(trial: Trial, failed: list[Exit]) -> Iterator[Fact]:
-    first, ranks = failed[0], rank_words([exit.rank for exit in failed])
+    """Yield that ranks did not finish, where no rank is the cause: the job was too slow, or nothing shows which it is."""
+    first = failed[0]
+    ranks = rank_words([exit.rank for exit in failed])
     if AT_WORK in first.error:
         yield Fact(Cause("too slow", f"too slow: {ranks} {first.error}"), ("completed",))
         return
@@ -247,74 +283,101 @@ def _nobody_to_blame(trial: Trial, failed: list[Exit]) -> Iterator[Fact]:
 
 
 def of_other_stages(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """Ranks of a pipeline hold what the plan gives to others, or lack what it gives to them."""
+    """Yield that ranks of a pipeline hold what the plan gives to others, or lack what it gives to them."""
     findings = broken["completed"].findings if "completed" in broken and trial.case.dims.pp > 1 else ()
-    names: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for one in findings:
-        if one.quantity == HELD and one.name in trial.plan.shapes:
-            names["lack" if one.observed is None else "hold", one.ranks[0]].append(one.name)
-    alike: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
-    for (verb, rank), fqns in names.items():
-        alike[verb, tuple(in_order(trial, fqns))].append(rank)
-    texts = [_held_text(trial, verb, fqns, ranks) for (verb, fqns), ranks in sorted(alike.items())]
+    fqns_by_rank: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for finding in findings:
+        if finding.quantity == HELD and finding.name in trial.plan.shapes:
+            verb = "lack" if finding.observed is None else "hold"
+            fqns_by_rank[verb, finding.ranks[0]].append(finding.name)
+    ranks_by_fqns: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
+    for (verb, rank), names in fqns_by_rank.items():
+        ranks_by_fqns[verb, tuple(in_order(trial, names))].append(rank)
+    texts = []
+    details: list[tuple[str, object]] = []
+    for (verb, fqns), ranks in sorted(ranks_by_fqns.items()):
+        texts.append(_held_text(trial, verb, fqns, ranks))
+        details.append((verb, (*ranks, *fqns)))
     if texts:
         numbers = NOT_TESTED if NUMBERS & {*broken} else ()
-        details = tuple((verb, (*ranks, *fqns)) for (verb, fqns), ranks in sorted(alike.items()))
-        cause = Cause("incomplete", "; ".join(texts[:3]), details=details)
+        cause = Cause("incomplete", "; ".join(texts[:3]), details=tuple(details))
         yield Fact(cause, tuple(broken), (finding_line(broken["completed"]), *numbers))
 
 
 def _held_text(trial: Trial, verb: str, fqns: tuple[str, ...], ranks: list[int]) -> str:
-    owners = [rank for rank, held in trial.plan.slices.items() if fqns[0] in held]
-    text = f"{rank_words(ranks)} {verb}{'s' * (len(ranks) == 1)} {some(modules(trial, fqns))}"
+    """Return the sentence that these ranks hold or lack these parameters, and which ranks the plan gives them to."""
+    owners = [rank for rank, slices in trial.plan.slices.items() if fqns[0] in slices]
+    ending = "s" if len(ranks) == 1 else ""
+    text = f"{rank_words(ranks)} {verb}{ending} {some(modules(trial, fqns))}"
     if verb == "lack":
         return text
-    still = any(one.fqn == fqns[0] for rank in owners if rank in trial.ranks for one in trial.ranks[rank].parameters)
-    return f"{text}{' as well' * still}, which the plan gives to {rank_words(owners)}{' alone' * still}"
+    owners_hold_it = False
+    for rank in owners:
+        if rank in trial.ranks and any(tensor.fqn == fqns[0] for tensor in trial.ranks[rank].parameters):
+            owners_hold_it = True
+    if owners_hold_it:
+        return f"{text} as well, which the plan gives to {rank_words(owners)} alone"
+    return f"{text}, which the plan gives to {rank_words(owners)}"
 
 
 # ---- parameters that are not trained
 
 
 def not_trained(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Parameters without a gradient, or out of the optimizer's reach: they stay, and without a gradient they are in no norm."""
-    steps = [step for evidence in trial.ranks.values() for step in evidence.steps]
-    held = {tensor.fqn for evidence in trial.ranks.values() for tensor in evidence.parameters}
-    held = {fqn for fqn in held if trains(trial.case.training, fqn)}
-    without = {fqn for fqn in held if not any(fqn in step.gradients for step in steps)}
-    left = {fqn for fqn in held if not any(fqn in step.parameters for step in steps)} | without
-    if "completed" not in broken or not steps or not left or held - set(trial.plan.shapes):
+    """Yield that parameters have no gradient, or that the optimizer does not have them.
+
+    They stay as they were. Parameters without a gradient are in no norm.
+    """
+    steps = [step for _, step in trial.own_steps()]
+    held_fqns = set[str]()
+    for evidence in trial.ranks.values():
+        held_fqns.update(tensor.fqn for tensor in evidence.parameters)
+    trained = {fqn for fqn in held_fqns if trains(trial.case.training, fqn)}
+    in_gradients = set[str]()
+    in_updates = set[str]()
+    for step in steps:
+        in_gradients.update(step.gradients)
+        in_updates.update(step.parameters)
+    without_gradient = trained - in_gradients
+    untrained = (trained - in_updates) | without_gradient
+    if "completed" not in broken or not steps or not untrained or trained - set(trial.plan.shapes):
         return
 
     def assume(trial: Trial, gradients: Callable[[int, Arrays], Arrays]) -> Trial:
-        as_they_were = {fqn: trial.reference.weights[fqn] for fqn in left}
-        return another_reference(trial, gradients=gradients, left=lambda step, seen: seen | as_they_were)
+        as_they_were = {fqn: trial.reference.weights[fqn] for fqn in untrained}
+        return another_reference(trial, gradients=gradients, left=lambda step, parameters: parameters | as_they_were)
 
-    def none(step: int, seen: Arrays) -> Arrays:
-        return seen | {fqn: np.zeros_like(seen[fqn]) for fqn in without}
+    def zero_gradients(step: int, gradients: Arrays) -> Arrays:
+        return gradients | {fqn: np.zeros_like(gradients[fqn]) for fqn in without_gradient}
 
-    names = tuple(in_order(trial, left))
-    text = some(names) + (" without a gradient in every step" if without else " without an update in every step")
-    details = (("parameters", names), ("gradient", not without))
-    yield Hypothesis(Cause("incomplete", text, details=details), partial(assume, gradients=none))
-    if not without:
+    names = tuple(in_order(trial, untrained))
+    text = some(names) + (
+        " without a gradient in every step" if without_gradient else " without an update in every step"
+    )
+    details = (("parameters", names), ("gradient", not without_gradient))
+    yield Hypothesis(Cause("incomplete", text, details=details), partial(assume, gradients=zero_gradients))
+    if not without_gradient:
         text += "; nothing sets the gradients to zero either, so no optimizer has them"
-        added = adding([*trial.case.steps][1:], sorted(left), trial.case.training.max_norm)
-        yield Hypothesis(Cause("incomplete", text, details=details), partial(assume, gradients=added))
+        accumulated = adding([*trial.case.steps][1:], sorted(untrained), trial.case.training.max_norm)
+        yield Hypothesis(Cause("incomplete", text, details=details), partial(assume, gradients=accumulated))
 
 
 def layers_lost(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """The last layers are on no rank: a shallower model trains without complaint."""
-    held = {".".join(tensor.fqn.split(".")[:2]) for evidence in trial.ranks.values() for tensor in evidence.parameters}
+    """Yield that the last layers are on no rank: a shallower model trains without complaint."""
+    held_modules = set()
+    for evidence in trial.ranks.values():
+        for tensor in evidence.parameters:
+            held_modules.add(".".join(tensor.fqn.split(".")[:2]))
     layers = [f"layers.{layer}" for layer in range(trial.case.model.n_layers)]
-    gone = [layer for layer in layers if layer not in held]
+    gone = [layer for layer in layers if layer not in held_modules]
     count = len(layers) - len(gone)
     if "completed" not in broken or not gone or not count or gone != layers[count:]:
         return
 
     def assume(trial: Trial) -> Trial:
-        case, lost = replace(trial.case, model=replace(trial.case.model, n_layers=count)), tuple(f"{x}." for x in gone)
-        weights = {fqn: value for fqn, value in trial.reference.weights.items() if not fqn.startswith(lost)}
+        case = replace(trial.case, model=replace(trial.case.model, n_layers=count))
+        prefixes = tuple(f"{layer}." for layer in gone)
+        weights = {fqn: value for fqn, value in trial.reference.weights.items() if not fqn.startswith(prefixes)}
         reference = replace(trial.reference, weights=weights)
         return another_reference(replace(another_case(trial, case), reference=reference))
 
@@ -326,23 +389,30 @@ def layers_lost(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """What is NaN or infinite first: the loss, gradients, or what the optimizer left. All numbers after that follow."""
+    """Yield what is NaN or infinite first: the loss, gradients, or what the optimizer left. All numbers after that follow."""
     for step in trial.case.steps:
-        records = [record for _, record in trial.own_steps() if record.step == step]
-        losses = [part.loss_sum for record in records for part in record.microbatches if part.loss_sum is not None]
+        losses = []
+        for _, record in trial.own_steps():
+            for microbatch in record.microbatches:
+                if record.step == step and microbatch.loss_sum is not None:
+                    losses.append(microbatch.loss_sum)
         stages = {
             "the loss": [] if all(map(math.isfinite, losses)) else [(-1, "")],
             "gradients": _not_finite(trial, step, "gradients"),
             "parameters": _not_finite(trial, step, "parameters"),
         }
-        if (first := next((name for name, places in stages.items() if places), None)) is None:
+        first = next((name for name, pairs in stages.items() if pairs), None)
+        if first is None:
             continue
         text = f"{first} of step {step} {'is' if first == 'the loss' else 'are'} NaN or infinite"
         text += "" if first == "the loss" else f" {where_text(trial, stages[first])}"
-        before = [name for name, places in stages.items() if not places]
-        text += f", {' and '.join(before)} of it finite" * bool(before)
+        finite = [name for name, pairs in stages.items() if not pairs]
+        if finite:
+            text += f", {' and '.join(finite)} of it finite"
         checks = {"the loss": (*NUMBERS,), "gradients": (*NUMBERS - {"loss"},), "parameters": ("update", "finite")}
-        later = ("finite", "reported_loss", "replica_agreement") + (*NUMBERS,) * (step < trial.case.steps[-1])
+        later: tuple[str, ...] = ("finite", "reported_loss", "replica_agreement")
+        if step < trial.case.steps[-1]:
+            later += (*NUMBERS,)
         follows = tuple(check for check in broken if check in {*checks[first], *later})
         if follows:
             cause = Cause("not finite", text, details=(("first", first), ("step", step)))
@@ -351,34 +421,48 @@ def not_finite(trial: Trial, broken: Broken) -> Iterator[Fact]:
 
 
 def _not_finite(trial: Trial, step: int, kind: str) -> list[tuple[int, str]]:
-    """Ranks and parameters whose gradients, or which, hold a number that is not finite."""
-    records = ((rank, record) for rank, record in trial.own_steps() if record.step == step)
-    tensors = ((rank, fqn, value) for rank, record in records for fqn, value in getattr(record, kind).items())
-    return [(rank, fqn) for rank, fqn, value in tensors if not np.isfinite(value).all()]
+    """Return (rank, fqn) of the gradients or parameters of a step that hold a number that is not finite."""
+    pairs = []
+    for rank, record in trial.own_steps():
+        if record.step == step:
+            for fqn, value in getattr(record, kind).items():
+                if not np.isfinite(value).all():
+                    pairs.append((rank, fqn))
+    return pairs
 
 
 # ---- frozen parameters that are trained, and adapters that count more or less than they should
 
 
 def not_frozen(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Frozen parameters with a gradient: they are trained as all others are."""
-    training, seen = trial.case.training, {fqn for _, step in trial.own_steps() for fqn in step.gradients}
-    names = tuple(in_order(trial, {fqn for fqn in seen & set(trial.plan.shapes) if not trains(training, fqn)}))
+    """Yield that frozen parameters have a gradient: they are trained as all others are."""
+    training = trial.case.training
+    in_gradients = set[str]()
+    for _, step in trial.own_steps():
+        in_gradients.update(step.gradients)
+    planned = in_gradients & set(trial.plan.shapes)
+    names = tuple(in_order(trial, {fqn for fqn in planned if not trains(training, fqn)}))
     if "completed" in broken and names:
         text = f"{some(names)} {'has a gradient' if len(names) == 1 else 'have gradients'}, though frozen"
-        other = replace(training, trainable=(*training.trainable, *names))
+        thawed = replace(training, trainable=(*training.trainable, *names))
         cause = Cause("not frozen", text, details=(("parameters", names),))
-        yield Hypothesis(cause, partial(another_recipe, training=other))
+        yield Hypothesis(cause, partial(another_recipe, training=thawed))
 
 
 def adapters_scaled(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """While B is zero, its gradient is proportional to what the adapter is multiplied by, and nothing else depends on that."""
-    lora, step = trial.case.model.lora, trial.first_step
+    """Yield that adapters are multiplied by another number.
+
+    While B is zero, its gradient is proportional to that number, and nothing else depends on it.
+    """
+    lora = trial.case.model.lora
+    step = trial.first_step
     if lora is None or step > 1 or "gradients" not in broken:
         return
     factors = []
     for rank, record in trial.own_steps():
-        for fqn, gradient in record.gradients.items() if record.step == step else ():
+        if record.step != step:
+            continue
+        for fqn, gradient in record.gradients.items():
             expected = expected_gradient(trial, rank, fqn, step) if ".lora_b." in fqn else None
             if expected is not None and expected.shape == gradient.shape and expected.any():
                 factors.append(best_fit(gradient, expected))
@@ -396,6 +480,7 @@ def adapters_scaled(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
 
 
 def _scaled(scale: float, model: Any, step: int) -> None:
+    """Set the number by which every adapter of a model is multiplied."""
     for module in model.modules():
         if hasattr(module, "lora_b"):
             module.scale = scale

@@ -25,7 +25,7 @@ from harness.core.plan.kinds import PerRank
 from harness.core.plan.make_plan import make_plan
 from harness.core.plan.memory import parameter_bytes
 from harness.core.plan.plan import Kept, Plan
-from harness.core.plan.slices import BYTES, Slice, chunk, numel, slice_text, tp_dim
+from harness.core.plan.slices import BYTES, Interval, Slice, chunk, numel, slice_text, tp_dim
 
 BY_RANK = (
     *("stages", "slices", "flows", "even_flows", "parameter_bytes", "spare_bytes", "units", "gradient_spare"),
@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def known(self) -> ParallelDims:
-        """The degrees that the wrappers know of."""
+        """Return the degrees that the wrappers know of."""
         if not self.without:
             return self.dims
         inner = "cp" if self.dims.cp > 1 else "dp_shard"
@@ -59,120 +59,146 @@ class Layout:
         return replace(self.dims, **{self.without: 1}, **folded)
 
     def place(self, rank: int) -> int:
-        """Return which rank of the usual order stands there."""
-        at = np.unravel_index(rank, [getattr(self.dims, axis) for axis in self.order])
-        return int(np.ravel_multi_index([at[self.order.index(axis)] for axis in AXES], self.dims.degrees))
+        """Return which rank of the usual order stands at this rank's place."""
+        degrees = [getattr(self.dims, axis) for axis in self.order]
+        indices = np.unravel_index(rank, degrees)
+        usual_indices = [indices[self.order.index(axis)] for axis in AXES]
+        return int(np.ravel_multi_index(usual_indices, self.dims.degrees))
 
     def _known_place(self, rank: int) -> int:
         """Return which rank holds the same where only the known axes are."""
         if self.folded or not self.without:
             return rank
-        at = {**coordinate(self.dims, rank), self.without: 0}
-        return int(np.ravel_multi_index([at[axis] for axis in AXES], self.known.degrees))
+        index_by_axis = {**coordinate(self.dims, rank), self.without: 0}
+        return int(np.ravel_multi_index([index_by_axis[axis] for axis in AXES], self.known.degrees))
 
     def assume(self, trial: Trial) -> Trial:
+        """Return the trial as if this layout had been requested."""
         if self.order != AXES:
             trial = renamed(trial, {rank: self.place(rank) for rank in range(self.dims.world_size)})
         return self.planned(trial)
 
     def planned(self, trial: Trial) -> Trial:
-        """Return the trial with the plan of it, by the numbers that ranks have in the usual order."""
+        """Return the trial with the plan of this layout, by the numbers that ranks have in the usual order."""
         if self.dims != trial.case.dims:
             trial = another_case(trial, replace(trial.case, dims=self.dims))
         return replace(trial, plan=self._plan(trial)) if self.without else trial
 
     def _plan(self, trial: Trial) -> Plan:
-        """Return that of the known axes, once for each place along the other one. Along cp keys and values go as ever."""
-        own, small = trial.plan, make_plan(replace(trial.case, dims=self.known), trial.traits)
+        """Return the plan of the known axes, once for each index along the other axis. The K/V exchange over cp stays as it
+        was."""
+        own = trial.plan
+        small = make_plan(replace(trial.case, dims=self.known), trial.traits)
         ranks = range(self.dims.world_size)
         along = {rank: coordinate(self.dims, rank)[self.without] * (not self.folded) for rank in ranks}
-        place = {rank: self._known_place(rank) for rank in ranks}
-        there = {(place[rank], along[rank]): rank for rank in ranks}
+        known_rank = {rank: self._known_place(rank) for rank in ranks}
+        rank_at = {(known_rank[rank], along[rank]): rank for rank in ranks}
         groups = {self.without: own.groups[self.without]}
         for axis, lines in small.groups.items():
-            copies = itertools.product(sorted({*along.values()}), lines)
-            groups[axis] = tuple(tuple(sorted(there[p, a] for p in line)) for a, line in copies)
+            copies = []
+            for index, line in itertools.product(sorted({*along.values()}), lines):
+                copies.append(tuple(sorted(rank_at[known, index] for known in line)))
+            groups[axis] = tuple(copies)
 
         def each(key: str) -> PerRank[Any]:
-            of_known, of_all = getattr(small, key), getattr(own, key)
-            between = self.without == "cp" and key in ("flows", "even_flows", "last_flows")
+            of_known = getattr(small, key)
+            of_all = getattr(own, key)
+            keeps_exchange = self.without == "cp" and key in ("flows", "even_flows", "last_flows")
 
-            def made(rank: int) -> Any:
-                kept = (flow for flow in of_all[rank] if "keys and values" in flow.role) if between else ()
-                return (*of_known[place[rank]], *kept) if between else of_known[place[rank]]
+            def value_of(rank: int) -> Any:
+                if not keeps_exchange:
+                    return of_known[known_rank[rank]]
+                exchange = (flow for flow in of_all[rank] if "keys and values" in flow.role)
+                return (*of_known[known_rank[rank]], *exchange)
 
-            return PerRank({rank: rank for rank in ranks}, made)
+            return PerRank({rank: rank for rank in ranks}, value_of)
 
         by_rank: dict[str, Any] = {key: each(key) for key in BY_RANK}
         return replace(small, dims=own.dims, groups=groups, outside_bytes=own.outside_bytes, **by_rank)
 
 
 def other_layouts(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    """Yield those whose slices are the ones that ranks hold; else what only some parameters lack. Where slices are not derived,
-    other degrees, by what wrappers claim."""
+    """Yield the layouts whose slices are the ones that ranks hold; else what only some parameters lack.
+
+    Where slices are not derived, yield other degrees, by what wrappers claim.
+    """
     if lacks_slices(trial) and ("placements" in broken or ("exchange" in broken and not trial.holds_told)):
-        yield from (_whole(trial, Layout(other), 1) for other in _degrees(trial.case.dims))
+        yield from (_whole(trial, Layout(dims), 1) for dims in _degrees(trial.case.dims))
         return
-    looked = {"shard_contents", "placements"} & set(broken)
-    wrong = in_order(trial, (fqn for _, fqn, _ in wrong_parts(trial))) if looked else []
+    is_judged = {"shard_contents", "placements"} & set(broken)
+    wrong = in_order(trial, (fqn for _, fqn, _ in wrong_parts(trial))) if is_judged else []
     if not wrong:
         return
-    found = [(count, layout) for count, layout in layouts(trial.case.dims) if _holds(layout, trial, wrong)]
-    whole = [(count, layout) for count, layout in found if _holds(layout, trial, trial.plan.shapes)]
-    yield from (_whole(trial, layout, count) for count, layout in whole)
-    if not whole:
+    candidates = [(count, layout) for count, layout in layouts(trial.case.dims) if _holds(layout, trial, wrong)]
+    explaining_all = [(count, layout) for count, layout in candidates if _holds(layout, trial, trial.plan.shapes)]
+    yield from (_whole(trial, layout, count) for count, layout in explaining_all)
+    if not explaining_all:
         yield from _strided(trial, wrong)
-        yield from (_partial(layout, trial, wrong) for _, layout in found[:1])
+        yield from (_partial(layout, trial, wrong) for _, layout in candidates[:1])
 
 
 def layouts(dims: ParallelDims) -> Iterator[tuple[int, Layout]]:
     """Yield other degrees, another order, or an axis left out, with how many choices each is made of; then two of them."""
-    orders = [tuple(_ordered(order)) for order in itertools.permutations(a for a in MOVED if getattr(dims, a) > 1)][1:]
-    without: list[dict[str, Any]] = [{"without": axis} for axis in ("tp", "cp") if getattr(dims, axis) > 1]
-    without += [{"without": "tp", "folded": True}] if dims.tp > 1 else []
-    choices = without + [{"order": order} for order in orders]
+    movable = (axis for axis in MOVED if getattr(dims, axis) > 1)
+    orders = [tuple(_ordered(order)) for order in itertools.permutations(movable)][1:]
+    choices: list[dict[str, Any]] = [{"without": axis} for axis in ("tp", "cp") if getattr(dims, axis) > 1]
+    if dims.tp > 1:
+        choices.append({"without": "tp", "folded": True})
+    choices += [{"order": order} for order in orders]
     degrees = _degrees(dims)
     yield from ((1, Layout(other)) for other in degrees)
     yield from ((1, Layout(dims, **choice)) for choice in choices)
-    yield from ((2, Layout(other, **choice)) for choice in choices for other in degrees)
+    for choice in choices:
+        for other in degrees:
+            yield 2, Layout(other, **choice)
 
 
 def _degrees(dims: ParallelDims) -> list[ParallelDims]:
+    """Return the other degrees of dp_replicate and dp_shard whose product is the same."""
     degrees = [replace(dims, dp_replicate=dims.dp // n, dp_shard=n) for n in range(1, dims.dp + 1) if dims.dp % n == 0]
     return [other for other in degrees if other != dims]
 
 
 def _ordered(order: Sequence[str]) -> Iterator[str]:
     """Yield all axes: those of degree 1 and those that are not exchanged keep their places."""
-    there = iter(order)
-    yield from (next(there) if axis in order else axis for axis in AXES)
+    moved_axes = iter(order)
+    yield from (next(moved_axes) if axis in order else axis for axis in AXES)
 
 
 def _holds(layout: Layout, trial: Trial, fqns: Iterable[str]) -> bool:
     """Return whether every rank holds of these parameters what the layout gives it."""
-    slices = layout.planned(trial).plan.slices
-    held = ((rank, fqn, trial.holdings[rank]) for rank in sorted(trial.holdings) for fqn in fqns)
-    return all(_same(of[fqn], slices[layout.place(rank)][fqn]) for rank, fqn, of in held if fqn in of)
+    planned_slices = layout.planned(trial).plan.slices
+    for rank in sorted(trial.holdings):
+        local_shards = trial.holdings[rank]
+        for fqn in fqns:
+            if fqn in local_shards and not _same(local_shards[fqn], planned_slices[layout.place(rank)][fqn]):
+                return False
+    return True
 
 
-def _same(one: Slice | None, other: Slice) -> bool:
-    return one is not None and (one == other or numel(one) == 0 == numel(other))
+def _same(held_slice: Slice | None, planned_slice: Slice) -> bool:
+    """Return whether a rank holds the planned slice. All slices without elements are equal."""
+    if held_slice is None:
+        return False
+    return held_slice == planned_slice or numel(held_slice) == 0 == numel(planned_slice)
 
 
 def wrong_parts(trial: Trial) -> list[tuple[int, str, Slice | None]]:
     """Return (rank, fqn, what it holds of it) where that is not what the plan says."""
-    return [
-        (rank, fqn, part)
-        for rank, held in sorted(trial.holdings.items())
-        for fqn, part in held.items()
-        if fqn in trial.plan.slices[rank] and not _same(part, trial.plan.slices[rank][fqn])
-    ]
+    wrong = []
+    for rank, local_shards in sorted(trial.holdings.items()):
+        for fqn, part in local_shards.items():
+            planned_slices = trial.plan.slices[rank]
+            if fqn in planned_slices and not _same(part, planned_slices[fqn]):
+                wrong.append((rank, fqn, part))
+    return wrong
 
 
 # ---- words
 
 
 def _whole(trial: Trial, layout: Layout, count: int) -> Hypothesis:
+    """Return the hypothesis that all parameters lie as this layout has them. count: how many choices it is made of."""
     observed, expected = _words(layout, trial.case.dims)
     details: list[tuple[str, object]] = list(vars(layout.dims).items()) if layout.dims != trial.case.dims else []
     details += [("order", layout.order)] if layout.order != AXES else []
@@ -184,127 +210,195 @@ def _whole(trial: Trial, layout: Layout, count: int) -> Hypothesis:
 
 def _words(layout: Layout, dims: ParallelDims) -> tuple[str, str]:
     """Return what is observed, and what was requested."""
-    of_all, cut = _shards(dims), _shards(layout.known)
-    times = dims.dp * dims.cp * (dims.tp if layout.folded else 1) // cut
-    along = " x ".join(axis for axis in ("dp_shard", "cp") if getattr(layout.known, axis) > 1)
-    held = (
-        f"parameters are sharded over {cut} ranks{f' along {along}' if dims.cp > 1 else ''}"
-        + f", replicated {times} times" * (times > 1)
-    )
-    wanted = f"{of_all}" + f", replicated {dims.dp_replicate} times" * (dims.dp_replicate > 1)
-    wanted = f"whole parameters on each of {dims.dp_replicate} ranks" if of_all == 1 else wanted
+    requested_shards = _shards(dims)
+    shards = _shards(layout.known)
+    replicas = dims.dp * dims.cp * (dims.tp if layout.folded else 1) // shards
+    shard_axes = " x ".join(axis for axis in ("dp_shard", "cp") if getattr(layout.known, axis) > 1)
+    sharded = f"parameters are sharded over {shards} ranks"
+    if dims.cp > 1:
+        sharded += f" along {shard_axes}"
+    if replicas > 1:
+        sharded += f", replicated {replicas} times"
+    requested_text = f"{requested_shards}"
+    if dims.dp_replicate > 1:
+        requested_text += f", replicated {dims.dp_replicate} times"
+    if requested_shards == 1:
+        requested_text = f"whole parameters on each of {dims.dp_replicate} ranks"
     if layout.folded:
-        return f"FSDP over tp in place of TP: {held}", f"{wanted} and tp {dims.tp}"
-    texts = [("TP not applied: every rank of a tp group holds whole weights", f"tp {dims.tp}")] * (
-        layout.without == "tp"
-    )
+        return f"FSDP over tp in place of TP: {sharded}", f"{requested_text} and tp {dims.tp}"
+    texts = []
+    if layout.without == "tp":
+        texts.append(("TP not applied: every rank of a tp group holds whole weights", f"tp {dims.tp}"))
     if layout.order != AXES:
-        shown, usual = ([a for a in order if getattr(dims, a) > 1] for order in (layout.order, AXES))
-        lie = f"axes in the wrong order: parameters lie as on a mesh ({', '.join(shown)})"
-        texts.append((lie, f"({', '.join(usual)})"))
-    if cut != of_all or layout.dims != dims:
-        asked, ran = ("DDP" if n == 1 else "FSDP" if n == dims.dp * dims.cp else "HSDP" for n in (of_all, cut))
-        kind = "dp" if dims.cp == 1 else "cp" if dims.dp == 1 else "dp and cp"
-        held = f"every {kind} rank holds whole parameters" if cut == 1 else held
-        name = f"{asked} ran as {ran}" if asked != ran else f"{ran} ran with other degrees"
-        texts.append((f"{name}: {held}", wanted))
-    seen, requested = zip(*texts, strict=True)
-    return "; ".join(seen), "; ".join(requested)
+        observed_axes = [axis for axis in layout.order if getattr(dims, axis) > 1]
+        usual_axes = [axis for axis in AXES if getattr(dims, axis) > 1]
+        observed_order = f"axes in the wrong order: parameters lie as on a mesh ({', '.join(observed_axes)})"
+        texts.append((observed_order, f"({', '.join(usual_axes)})"))
+    if shards != requested_shards or layout.dims != dims:
+        requested_wrapper = _wrapper_name(requested_shards, dims)
+        observed_wrapper = _wrapper_name(shards, dims)
+        if shards == 1:
+            sharded = f"every {_data_axes_text(dims)} rank holds whole parameters"
+        name = f"{requested_wrapper} ran as {observed_wrapper}"
+        if requested_wrapper == observed_wrapper:
+            name = f"{observed_wrapper} ran with other degrees"
+        texts.append((f"{name}: {sharded}", requested_text))
+    observed, requested = zip(*texts, strict=True)
+    return "; ".join(observed), "; ".join(requested)
+
+
+def _wrapper_name(shards: int, dims: ParallelDims) -> str:
+    """Return what the field calls it if parameters are cut over so many of the data-parallel and cp ranks."""
+    if shards == 1:
+        return "DDP"
+    return "FSDP" if shards == dims.dp * dims.cp else "HSDP"
 
 
 def _shards(dims: ParallelDims) -> int:
+    """Return the number of ranks over which FSDP cuts a parameter, cp ranks included."""
     return dims.dp_shard * dims.cp
 
 
 def _group_lines(trial: Trial, layout: Layout) -> Iterator[tuple[str, str]]:
     """Yield the groups planned, and those of the layout over which floats moved in forward and backward."""
     used = trial.run.groups_on_all(
-        lambda e: (c.ranks for c in e.collectives if c.phase in ("forward", "backward") and "float" in c.dtype)
+        lambda evidence: (
+            call.ranks
+            for call in evidence.collectives
+            if call.phase in ("forward", "backward") and "float" in call.dtype
+        )
     )
-    there = trial.run.groups_on_all(lambda e: (group.ranks for group in e.groups))
-    ran, rank_at = layout.assume(trial).plan, {layout.place(rank): rank for rank in range(layout.dims.world_size)}
-    for axis, other in ((trial.plan.shard_axis, ran.shard_axis), ("dp_replicate", "dp_replicate")):
-        wanted = trial.plan.groups.get(axis, ())
-        lines = (tuple(sorted(rank_at[rank] for rank in line)) for line in ran.groups.get(other, ()))
-        idle = {*wanted} <= there and not {*wanted} & used
-        none = "none in use" + " (the groups exist, no collective ran over them)" * idle
-        seen = groups_text(sorted(line for line in lines if line in used)) or none
-        if wanted:
-            label = "shard groups" if axis == trial.plan.shard_axis else "replicate groups"
-            yield label, f"expected {groups_text(wanted)}   observed {seen}"
+    existing = trial.run.groups_on_all(lambda evidence: (group.ranks for group in evidence.groups))
+    ran = layout.assume(trial).plan
+    rank_at = {layout.place(rank): rank for rank in range(layout.dims.world_size)}
+    for axis, axis_that_ran in ((trial.plan.shard_axis, ran.shard_axis), ("dp_replicate", "dp_replicate")):
+        planned = trial.plan.groups.get(axis, ())
+        used_groups = []
+        for line in ran.groups.get(axis_that_ran, ()):
+            group = tuple(sorted(rank_at[rank] for rank in line))
+            if group in used:
+                used_groups.append(group)
+        if not planned:
+            continue
+        observed = groups_text(sorted(used_groups))
+        if not observed:
+            observed = "none in use"
+            if {*planned} <= existing and not {*planned} & used:
+                observed += " (the groups exist, no collective ran over them)"
+        label = "shard groups" if axis == trial.plan.shard_axis else "replicate groups"
+        yield label, f"expected {groups_text(planned)}   observed {observed}"
 
 
 def contents_line(trial: Trial) -> Lines:
     """Return how many parameters are not held as planned, and the first of them."""
-    wrong = sorted(wrong_parts(trial), key=lambda found: found[2] is not None and not numel(found[2]))
+
+    def is_held_empty(wrong_part: tuple[int, str, Slice | None]) -> bool:
+        return wrong_part[2] is not None and not numel(wrong_part[2])
+
+    wrong = sorted(wrong_parts(trial), key=is_held_empty)
     if not wrong:
         return ()
     rank, fqn, part = wrong[0]
-    shape, flat = trial.plan.shapes[fqn], bool(trial.plan.flat)
-    seen = slice_text(part, shape, flat=flat) if part is not None else "bytes that are nowhere in it"
-    wanted = slice_text(trial.plan.slices[rank][fqn], shape, flat=flat)
+    shape = trial.plan.shapes[fqn]
+    flat = bool(trial.plan.flat)
+    observed = slice_text(part, shape, flat=flat) if part is not None else "bytes that are nowhere in it"
+    expected = slice_text(trial.plan.slices[rank][fqn], shape, flat=flat)
     count = f"{len({fqn for _, fqn, _ in wrong})} of {len(trial.plan.shapes)} parameters"
-    return (("contents", f"{count}; {fqn} on rank {rank}: expected {wanted}, observed {seen}"),)
+    return (("contents", f"{count}; {fqn} on rank {rank}: expected {expected}, observed {observed}"),)
 
 
 # ---- some parameters only
 
 
+def _data_axes_text(dims: ParallelDims) -> str:
+    """Return the axes over which FSDP shards, in words: dp, cp, or both."""
+    if dims.cp == 1:
+        return "dp"
+    return "cp" if dims.dp == 1 else "dp and cp"
+
+
 def _partial(layout: Layout, trial: Trial, wrong: list[str]) -> Hypothesis:
-    """Return a module that was left out of what was applied to all others."""
-    left_out = "TP" if layout.without == "tp" else "FSDP" if _shards(layout.known) == 1 else ""
+    """Return the hypothesis that a module was left out of what was applied to all others."""
+    left_out = ""
+    if layout.without == "tp":
+        left_out = "TP"
+    elif _shards(layout.known) == 1:
+        left_out = "FSDP"
     observed = f"{left_out} is not applied" if left_out else f"for some parameters {_words(layout, trial.case.dims)[0]}"
 
     def assume(trial: Trial) -> Trial:
-        other, own = layout.planned(trial).plan.slices, trial.plan.slices
-        trial = _in_no_unit(trial, {*wrong}) if left_out == "FSDP" and trial.case.wrapper == "fsdp2" else trial
-        return _with_slices(trial, {r: {f: other[r][f] for f in wrong if f in held} for r, held in own.items()})
+        layout_slices = layout.planned(trial).plan.slices
+        planned_slices = trial.plan.slices
+        if left_out == "FSDP" and trial.case.wrapper == "fsdp2":
+            trial = _in_no_unit(trial, {*wrong})
+        changed = {}
+        for rank, slices in planned_slices.items():
+            changed[rank] = {fqn: layout_slices[rank][fqn] for fqn in wrong if fqn in slices}
+        return _with_slices(trial, changed)
 
     details = (("left_out", left_out), ("parameters", tuple(wrong)))
     cause = Cause("left out of a wrapper", observed, in_parameters(trial, wrong), details=details)
     return Hypothesis(cause, assume, 2, contents_line(trial))
 
 
-def _with_slices(trial: Trial, other: Mapping[int, Mapping[str, Slice]]) -> Trial:
-    """Return the trial as if the plan had ranks hold these."""
+def _with_slices(trial: Trial, changed: Mapping[int, Mapping[str, Slice]]) -> Trial:
+    """Return the trial as if the plan had ranks hold these slices, by rank and fqn."""
     plan = trial.plan
-    slices = {rank: {**held, **other[rank]} for rank, held in plan.slices.items()}
-    size = {rank: parameter_bytes(trial.case, trial.traits, rank, held, plan.flat) for rank, held in slices.items()}
-    shards, after = trial.case.shards, {}
+    shards = trial.case.shards
+    slices = {rank: {**planned, **changed[rank]} for rank, planned in plan.slices.items()}
+    sizes = {}
+    for rank, local_shards in slices.items():
+        sizes[rank] = parameter_bytes(trial.case, trial.traits, rank, local_shards, plan.flat)
+    after_forward = {}
     for rank, kept in plan.after_forward.items():
-        freed = (fqn for fqn in other[rank] if fqn not in kept or kept[fqn].degree == shards)
-        after[rank] = kept | {f: Kept(shards, numel(slices[rank][f]) * BYTES[trial.case.training.dtype]) for f in freed}
-    return replace(trial, plan=replace(plan, slices=slices, parameter_bytes=size, after_forward=after))
+        freed = (fqn for fqn in changed[rank] if fqn not in kept or kept[fqn].degree == shards)
+        kept_of_freed = {}
+        for fqn in freed:
+            kept_of_freed[fqn] = Kept(shards, numel(slices[rank][fqn]) * BYTES[trial.case.training.dtype])
+        after_forward[rank] = kept | kept_of_freed
+    return replace(trial, plan=replace(plan, slices=slices, parameter_bytes=sizes, after_forward=after_forward))
 
 
 def _in_no_unit(trial: Trial, fqns: set[str]) -> Trial:
     """Return the trial as if FSDP2 had been configured to ignore them: no unit gathers them."""
-    plan, units = trial.plan, {}
-    for rank, of_rank in plan.units.items():
-        left = [tuple(fqn for fqn in unit if fqn not in fqns) for unit in of_rank]
-        units[rank] = tuple(Unit(unit, plan.after_forward[rank][unit[0]].degree) for unit in left if unit)
-    alone = make_plan(trial.case, trial.traits.with_units(units))
-    return replace(trial, plan=replace(alone, traits=plan.traits))
+    plan = trial.plan
+    units = {}
+    for rank, planned_units in plan.units.items():
+        units_of_rank = []
+        for planned_unit in planned_units:
+            parameters = tuple(fqn for fqn in planned_unit if fqn not in fqns)
+            if parameters:
+                units_of_rank.append(Unit(parameters, plan.after_forward[rank][parameters[0]].degree))
+        units[rank] = tuple(units_of_rank)
+    plan_of_units = make_plan(trial.case, trial.traits.with_units(units))
+    return replace(trial, plan=replace(plan_of_units, traits=plan.traits))
 
 
 def _strided(trial: Trial, wrong: list[str]) -> Iterator[Hypothesis]:
-    """Yield rows dealt out over dp_shard first and tp inside: what a tp rank gathers are not its rows in a row."""
-    dims, plan, rows = trial.case.dims, trial.plan, {}
+    """Yield that rows are dealt out over dp_shard first and over tp inside: a tp rank does not gather consecutive rows."""
+    dims = trial.case.dims
+    plan = trial.plan
     if plan.flat or any(tp_dim(fqn) != 0 for fqn in wrong):
         return
-    for rank in plan.slices:
-        (shards, index), tp = shard_place(dims, rank), coordinate(dims, rank)["tp"]
-        held = [fqn for fqn in wrong if fqn in plan.slices[rank]]
-        rows[rank] = {f: chunk(chunk((0, plan.shapes[f][0]), shards, index), dims.tp, tp) for f in held}
-    firsts = {r: {f: part[0] for f, part in held.items() if f in wrong and part} for r, held in trial.holdings.items()}
-    if any(first != rows[rank] for rank, first in firsts.items()):
-        return
+    rows: dict[int, dict[str, Interval]] = {}
+    for rank, slices in plan.slices.items():
+        shards, index = shard_place(dims, rank)
+        tp_index = coordinate(dims, rank)["tp"]
+        rows[rank] = {}
+        for fqn in wrong:
+            if fqn in slices:
+                rows_of_shard = chunk((0, plan.shapes[fqn][0]), shards, index)
+                rows[rank][fqn] = chunk(rows_of_shard, dims.tp, tp_index)
+    for rank, local_shards in trial.holdings.items():
+        held_rows = {fqn: part[0] for fqn, part in local_shards.items() if fqn in wrong and part}
+        if held_rows != rows[rank]:
+            return
 
     def assume(trial: Trial) -> Trial:
         weights = {fqn: np.array(value) for fqn, value in trial.reference.weights.items()}
-        for rank, held in trial.plan.slices.items():
+        for rank, planned_slices in trial.plan.slices.items():
             for fqn, (first, last) in rows[rank].items():
-                start, stop = held[fqn][0]
+                start, stop = planned_slices[fqn][0]
                 weights[fqn][start:stop] = trial.reference.weights[fqn][first:last]
         return another_reference(trial, weights=weights)
 
@@ -324,27 +418,33 @@ def renamed(trial: Trial, names: Mapping[int, int]) -> Trial:
 
 
 def _run(run: Run, names: Mapping[int, int]) -> Run:
+    """Return a run whose ranks have other numbers. names: old rank -> new rank."""
     ranks = {names[rank]: _evidence(evidence, names) for rank, evidence in run.ranks.items()}
     exits = tuple(sorted((replace(exit, rank=names[exit.rank]) for exit in run.exits), key=lambda exit: exit.rank))
     return replace(run, ranks=dict(sorted(ranks.items())), exits=exits)
 
 
 def _evidence(evidence: RankEvidence, names: Mapping[int, int]) -> RankEvidence:
+    """Return a rank's evidence with other numbers for all ranks in it. names: old rank -> new rank."""
+
     def line(ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(sorted(names[rank] for rank in ranks))
 
-    def mesh(of: Any) -> Any:
-        return None if of is None else np.vectorize(names.get)(np.array(of)).tolist()
+    def mesh(ranks: Any) -> Any:
+        return None if ranks is None else np.vectorize(names.get)(np.array(ranks)).tolist()
 
-    def wrapper(of: Wrapper) -> Wrapper:
-        return replace(of, shard_ranks=line(of.shard_ranks), replicate_ranks=line(of.replicate_ranks))
+    def wrapper(claim: Wrapper) -> Wrapper:
+        return replace(claim, shard_ranks=line(claim.shard_ranks), replicate_ranks=line(claim.replicate_ranks))
 
-    calls = (replace(c, ranks=line(c.ranks), peer=names.get(c.peer, c.peer)) for c in evidence.collectives)  # type: ignore[arg-type]
+    calls = []
+    for call in evidence.collectives:
+        peer = names.get(call.peer, call.peer)  # type: ignore[arg-type]
+        calls.append(replace(call, ranks=line(call.ranks), peer=peer))
     return replace(
         evidence,
         rank=names[evidence.rank],
         groups=tuple(replace(group, ranks=line(group.ranks)) for group in evidence.groups),
         collectives=tuple(calls),
         parameters=tuple(replace(tensor, mesh=mesh(tensor.mesh)) for tensor in evidence.parameters),
-        structure={module: wrapper(of) for module, of in evidence.structure.items()},
+        structure={module: wrapper(claim) for module, claim in evidence.structure.items()},
     )

@@ -41,11 +41,15 @@ class Pieces:
     """The pieces of a trial, which tokens of a step each is, and its gradient."""
 
     def __init__(self, trial: Trial, chunks: int = 1) -> None:
-        self.trial, self.chunks, self._masks = trial, chunks, dict[tuple[int, int], np.ndarray]()
+        self.trial = trial
+        self.chunks = chunks
+        self._masks = dict[tuple[int, int], np.ndarray]()
         self._shares = {step: shares_of_samples(trial, step) for step in trial.case.steps}
-        shares, parts = self._shares[trial.first_step], [*np.ndindex(trial.case.dims.cp, chunks)]
-        rows = [(rank, row) for rank, ids in shares.items() for row in range(len(ids))]
-        self.all = tuple((*row, *part) for row in rows for part in parts)
+        pieces: list[tuple[int, int, int, int]] = []
+        for rank, sample_ids in self._shares[trial.first_step].items():
+            for row in range(len(sample_ids)):
+                pieces += [(rank, row, cp_rank, chunk) for cp_rank, chunk in np.ndindex(trial.case.dims.cp, chunks)]
+        self.all = tuple(pieces)
         """(the rank that stands for the share, the sample's number in it, the cp rank that receives it, the chunk)"""
         self.row = np.array([row for _, row, _, _ in self.all])
         self.chunk = np.array([chunk for _, _, _, chunk in self.all])
@@ -53,64 +57,86 @@ class Pieces:
 
     @functools.cached_property
     def known(self) -> bool:
-        """Whether every rank received its samples, each one once, in every step."""
+        """Return whether every rank received its samples, each one once, in every step."""
         steps = self._shares.values()
-        received = [sorted(id_ for ids in shares.values() for id_ in ids if id_ is not None) for shares in steps]
-        wanted = [sorted(self.trial.reference.samples[step - 1]) for step in self.trial.case.steps]
-        return received == wanted and len({tuple(map(len, shares.values())) for shares in steps}) == 1
+        received = []
+        for shares in steps:
+            sample_ids = itertools.chain.from_iterable(shares.values())
+            received.append(sorted(sample_id for sample_id in sample_ids if sample_id is not None))
+        expected = [sorted(self.trial.reference.samples[step - 1]) for step in self.trial.case.steps]
+        sizes_of_shares = {tuple(map(len, shares.values())) for shares in steps}
+        return received == expected and len(sizes_of_shares) == 1
 
     def places(self, axes: Sequence[str]) -> np.ndarray:
-        """Return where each piece is received, along these axes. int [pieces, axes]"""
-        at = [{**coordinate(self.trial.case.dims, rank), "cp": place} for rank, _, place, _ in self.all]
-        return np.array([[place[axis] for axis in axes] for place in at], dtype=int).reshape(len(at), len(axes))
+        """Return the mesh coordinate at which each piece is received, along these axes. int [pieces, axes]"""
+        coordinates = []
+        for rank, _, cp_rank, _ in self.all:
+            mesh_coordinate = {**coordinate(self.trial.case.dims, rank), "cp": cp_rank}
+            coordinates.append([mesh_coordinate[axis] for axis in axes])
+        return np.array(coordinates, dtype=int).reshape(len(coordinates), len(axes))
 
     def mask(self, number: int, step: int) -> np.ndarray:
         """Return 1 for each token of a piece. float64 [global_batch, seq_len of the step]"""
         if (number, step) not in self._masks:
-            trial, length, (rank, row, place, chunk) = self.trial, self.trial.case.seq_len(step), self.all[number]
+            trial = self.trial
+            length = self.trial.case.seq_len(step)
+            rank, row, cp_rank, chunk = self.all[number]
             batch = trial.reference.samples[step - 1]
-            of_step = self._shares.get(step)  # nothing of an earlier launch, where all count alike
-            at = batch.index(of_step[rank][row]) if of_step else number // (trial.case.dims.cp * self.chunks)
-            counts = self._masks[number, step] = np.zeros((len(batch), length))
-            of_rank = positions(trial.case, place * trial.case.dims.tp, length)
-            width = -(-len(of_rank) // self.chunks)
-            counts[at, of_rank[chunk * width : (chunk + 1) * width]] = 1.0
+            shares = self._shares.get(step)  # nothing of an earlier launch, where all count alike
+            batch_row = batch.index(shares[rank][row]) if shares else number // (trial.case.dims.cp * self.chunks)
+            counts = np.zeros((len(batch), length))
+            self._masks[number, step] = counts
+            positions_of_rank = positions(trial.case, cp_rank * trial.case.dims.tp, length)
+            width = -(-len(positions_of_rank) // self.chunks)
+            counts[batch_row, positions_of_rank[chunk * width : (chunk + 1) * width]] = 1.0
         return self._masks[number, step]
 
     def tokens(self, step: int) -> np.ndarray:
-        """Return the number of valid tokens of each piece."""
-        rows = [self.trial.reference.sample_ids.index(id_) for id_ in self.trial.reference.samples[step - 1]]
+        """Return the number of valid tokens of each piece. float64 [pieces]"""
+        sample_ids = self.trial.reference.samples[step - 1]
+        rows = [self.trial.reference.sample_ids.index(sample_id) for sample_id in sample_ids]
         valid = self.trial.reference.labels[rows, : self.trial.case.seq_len(step)] >= 0
         return np.array([float((self.mask(number, step) * valid).sum()) for number in range(len(self.all))])
 
     def gradients(self, step: int) -> list[Arrays]:
         """Compute each piece's own gradient in a step."""
-        seen: list[Arrays] = []
+        gradients_of_pieces: list[Arrays] = []
 
         def shares(number: int, batch: Batch) -> list[np.ndarray]:
             if number == step:
                 return [self.mask(piece, number) for piece in range(len(self.all))]
-            return [np.ones(batch.labels.shape), *[np.zeros(batch.labels.shape)] * (len(self.all) - 1)]
+            zeros = [np.zeros(batch.labels.shape)] * (len(self.all) - 1)
+            return [np.ones(batch.labels.shape), *zeros]
 
         def reduce(number: int, gradients: list[Arrays]) -> list[Arrays]:
             if number == step:
-                seen.extend(gradients)
-            return [{fqn: np.asarray(sum(own[fqn] for own in gradients)) for fqn in gradients[0]}]
+                gradients_of_pieces.extend(gradients)
+            total = {}
+            for fqn in gradients[0]:
+                total[fqn] = np.asarray(sum(of_piece[fqn] for of_piece in gradients))
+            return [total]
 
         until = replace(self.trial.reference, samples=self.trial.reference.samples[:step])
         until = replace(until, steps=until.steps[:step])
-        first, owners = replace(self.trial, reference=until), (0,) * len(self.all)
-        assume.apart(first, {}, [{}], owners=owners, shares=shares, reduce=reduce)
-        return seen
+        trial_until = replace(self.trial, reference=until)
+        owners = (0,) * len(self.all)
+        assume.apart(trial_until, {}, [{}], owners=owners, shares=shares, reduce=reduce)
+        return gradients_of_pieces
 
 
 def chunks_of_the_loss(trial: Trial, step: int) -> int:
     """Return into how many chunks of positions the losses of a step were cut, 1 where they were not or others than positions.
-    Chunks in which no label counts may have been left out."""
-    seen = [part for rank in last_stage_ranks(trial) for part in parts_of(trial, rank, step) if part.chunks]
-    widths = {-(-size // trial.case.local_batch) for part in seen for size in part.chunks}
+
+    Chunks in which no label counts may have been left out.
+    """
+    sizes: list[int] = []
+    for rank in last_stage_ranks(trial):
+        for part in parts_of(trial, rank, step):
+            if part.chunks:
+                sizes += part.chunks
+    widths = {-(-size // trial.case.local_batch) for size in sizes}
     length = len(positions(trial.case, 0, trial.case.seq_len(step)))
-    even = all(size % trial.case.local_batch == 0 for part in seen for size in part.chunks)
+    even = all(size % trial.case.local_batch == 0 for size in sizes)
     return -(-length // max(widths)) if widths and even else 1
 
 
@@ -131,30 +157,39 @@ class Fit:
     close: float
     """Weights that differ by no more are the same."""
 
-    def same(self, one: np.ndarray | float, other: np.ndarray | float) -> bool:
-        return bool(np.allclose(one, other, rtol=self.close, atol=self.close))
+    def same(self, first: np.ndarray | float, second: np.ndarray | float) -> bool:
+        """Return whether two weights are equal within what the fit leaves."""
+        return bool(np.allclose(first, second, rtol=self.close, atol=self.close))
 
     @functools.cached_property
     def counted(self) -> np.ndarray:
-        """Return which pieces have a valid token."""
+        """Return which pieces have a valid token. bool [pieces]"""
         return self.pieces.tokens(self.step) > 0
 
     @functools.cached_property
     def alike(self) -> np.ndarray | None:
-        """The weights on all ranks; None where ranks have others."""
+        """Return the weights on all ranks. float64 [pieces]; None where ranks have others."""
         first, *others = self.weights.values()
-        return np.asarray(np.mean([first, *others], axis=0)) if all(self.same(own, first) for own in others) else None
+        if not all(self.same(weights, first) for weights in others):
+            return None
+        return np.asarray(np.mean([first, *others], axis=0))
 
     def factor(self, fixed: Weights, free: Weights, known: Sequence[float]) -> float | None:
         """Return how often `free` counts beside `fixed`; None if weights are not so. known: numbers that it may be."""
-        at = self.counted
-        pairs = [(w[at], fixed(self.step, rank)[at], free(self.step, rank)[at]) for rank, w in self.weights.items()]
-        ratios = np.concatenate([(w - own)[times != 0] / times[times != 0] for w, own, times in pairs])
+        counted = self.counted
+        triples = []
+        for rank, weights in self.weights.items():
+            triples.append((weights[counted], fixed(self.step, rank)[counted], free(self.step, rank)[counted]))
+        ratios_of_ranks = []
+        for weights, base, times in triples:
+            ratios_of_ranks.append((weights - base)[times != 0] / times[times != 0])
+        ratios = np.concatenate(ratios_of_ranks)
         if not ratios.size:
             return None
         factor = float(np.median(ratios))
-        factor = float(next((one for one in (*known, round(factor)) if self.same(factor, one)), factor))
-        return factor if factor and all(self.same(w, own + factor * times) for w, own, times in pairs) else None
+        factor = float(next((number for number in (*known, round(factor)) if self.same(factor, number)), factor))
+        explains_all = all(self.same(weights, base + factor * times) for weights, base, times in triples)
+        return factor if factor and explains_all else None
 
 
 def fit_of(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int) -> Fit | None:
@@ -163,91 +198,127 @@ def fit_of(trial: Trial, pieces: Pieces, gradients: list[Arrays], step: int) -> 
     In recipes with noise all parameters are fitted, for some that are wrong stay within it.
     """
     wrong = (fqn for _, fqn in wrong_pairs(trial, step)) if trial.case.exact else trial.plan.shapes
-    fqns, tolerated = tuple(in_order(trial, wrong)), EXPLAINED if trial.case.exact else trial.bounds.gradient[step]
-    fits = [(rank, _fitted(trial, rank, step, fqns, gradients)) for rank in sorted(trial.ranks)]
-    found = {rank: fit for rank, fit in fits if fit is not None}
-    worst = max((rest for _, rest in found.values()), default=np.inf)
+    fqns = tuple(in_order(trial, wrong))
+    tolerated = EXPLAINED if trial.case.exact else trial.bounds.gradient[step]
+    weights_of_ranks = {}
+    residuals = []
+    for rank in sorted(trial.ranks):
+        fit = _fitted(trial, rank, step, fqns, gradients)
+        if fit is not None:
+            weights, residual = fit
+            weights_of_ranks[rank] = weights
+            residuals.append(residual)
+    worst = max(residuals, default=np.inf)
     if not worst <= tolerated:
         return None
-    return Fit(trial, pieces, step, fqns, {rank: own for rank, (own, _) in found.items()}, max(EXPLAINED, worst))
+    return Fit(trial, pieces, step, fqns, weights_of_ranks, max(EXPLAINED, worst))
 
 
 def _fitted(
     trial: Trial, rank: int, step: int, fqns: Sequence[str], gradients: list[Arrays]
 ) -> tuple[np.ndarray, float] | None:
-    """Return the weights of pieces in a rank's gradient, and what they leave unexplained. A piece without a valid token has
-    weight 1. None if the rank has nothing of it."""
-    rows, targets = [], []
-    for fqn, seen in seen_gradients(trial, rank, step).items():
+    """Return the weights of pieces in a rank's gradient, and what they leave unexplained, relative to its norm.
+
+    A piece without a valid token has weight 1. None if the rank has nothing of it.
+    """
+    rows = []
+    targets = []
+    for fqn, observed in seen_gradients(trial, rank, step).items():
         part = trial.gradient_slice_of(rank, fqn) if fqn in fqns else None
-        if part is not None and seen.size and seen.shape == take(gradients[0][fqn], part).shape:
-            at = np.linspace(0, seen.size - 1, min(seen.size, ENTRIES)).astype(int)
+        if part is not None and observed.size and observed.shape == take(gradients[0][fqn], part).shape:
+            entries = np.linspace(0, observed.size - 1, min(observed.size, ENTRIES)).astype(int)
             scale = float(np.max(np.abs(trial.reference_step(step).gradients[fqn]))) or 1.0
-            rows.append(np.stack([take(own[fqn], part).reshape(-1)[at] for own in gradients], axis=1) / scale)
-            targets.append(seen.reshape(-1)[at] / scale)
+            columns = [take(of_piece[fqn], part).reshape(-1)[entries] for of_piece in gradients]
+            rows.append(np.stack(columns, axis=1) / scale)
+            targets.append(observed.reshape(-1)[entries] / scale)
     if not rows:
         return None
-    matrix, target = np.concatenate(rows).astype(np.float64), np.concatenate(targets).astype(np.float64)
-    weights, counted = np.ones(len(gradients)), np.any(matrix != 0, axis=0)
+    matrix = np.concatenate(rows).astype(np.float64)  # [entries, pieces]
+    target = np.concatenate(targets).astype(np.float64)  # [entries]
+    weights = np.ones(len(gradients))
+    counted = np.any(matrix != 0, axis=0)
     if len(target) <= counted.sum() or not np.isfinite(target).all():  # as many numbers as unknowns always fit
         return weights, np.inf
     weights[counted] = np.linalg.lstsq(matrix[:, counted], target, rcond=None)[0]
-    rest = float(np.linalg.norm(matrix @ weights - target))
-    return weights, rest / (float(np.linalg.norm(target)) or 1.0)
+    residual = float(np.linalg.norm(matrix @ weights - target))
+    return weights, residual / (float(np.linalg.norm(target)) or 1.0)
 
 
 # ---- what is assumed
 
 
 def assuming(trial: Trial, pieces: Pieces, fqns: Sequence[str], weights: Weights, steps: Sequence[int]) -> Trial:
-    """Assume that in these steps each rank's gradient of these parameters holds each piece so often. Replicas that differ train
-    separately, and clip by norms of their own; slices of one copy may hold other pieces."""
-    ranks, once = sorted(trial.ranks), np.stack([np.ones(len(pieces.all)), np.zeros(len(pieces.all))])
-    table = {(step, rank): once.copy() for step in trial.case.steps for rank in ranks}
+    """Assume that in these steps each rank's gradient of these parameters holds each piece so often.
+
+    Replicas that differ train separately, and clip by norms of their own; slices of one copy may hold other pieces.
+    """
+    ranks = sorted(trial.ranks)
+    once = np.stack([np.ones(len(pieces.all)), np.zeros(len(pieces.all))])
+    table = {}
+    for step in trial.case.steps:
+        for rank in ranks:
+            table[step, rank] = once.copy()
     for (step, rank), counts in table.items():
-        own = np.atleast_2d(weights(step, rank)) if step in steps else once
-        counts[: len(own)] = own
-    alike = all(np.array_equal(own, table[step, ranks[0]]) for (step, _), own in table.items())
+        of_rank = np.atleast_2d(weights(step, rank)) if step in steps else once
+        counts[: len(of_rank)] = of_rank
+    ranks_agree = all(np.array_equal(counts, table[step, ranks[0]]) for (step, _), counts in table.items())
     replica = {rank: coordinate(trial.case.dims, rank)["dp_replicate"] for rank in ranks}
-    copies = dict.fromkeys(ranks, 0) if alike else replica
-    columns, found = np.concatenate([*table.values()]), dict[tuple[int, bytes], list[int]]()
+    copies = dict.fromkeys(ranks, 0) if ranks_agree else replica
+    columns = np.concatenate([*table.values()])
+    numbers_by_column = dict[tuple[int, bytes], list[int]]()
     for number, (rank, *_) in enumerate(pieces.all):  # pieces that count alike everywhere are computed together
-        found.setdefault((copies[rank], columns[:, number].tobytes()), []).append(number)
-    firsts, before = [numbers[0] for numbers in found.values()], dict[int, list[Arrays]]()
+        numbers_by_column.setdefault((copies[rank], columns[:, number].tobytes()), []).append(number)
+    firsts = [numbers[0] for numbers in numbers_by_column.values()]
+    gradients_by_step = dict[int, list[Arrays]]()
 
     def shares(step: int, batch: Batch) -> list[np.ndarray]:
-        return [np.asarray(sum(pieces.mask(number, step) for number in numbers)) for numbers in found.values()]
+        masks = []
+        for numbers in numbers_by_column.values():
+            masks.append(np.asarray(sum(pieces.mask(number, step) for number in numbers)))
+        return masks
 
     def reduce(step: int, gradients: list[Arrays]) -> list[Arrays]:
-        before[step] = gradients
-        both = gradients + before.get(step - 1, [])
-        counts = {rank: table.get((step, rank), once)[:, firsts].ravel()[: len(both)] for rank in ranks}
-        of_copies = [{r: counts[r] for r in ranks if copies[r] == copy} for copy in sorted({*copies.values()})]
-        return [_of_copy(trial, fqns, of_copy, both, len(gradients)) for of_copy in of_copies]
+        gradients_by_step[step] = gradients
+        of_both_steps = gradients + gradients_by_step.get(step - 1, [])
+        counts = {}
+        for rank in ranks:
+            counts[rank] = table.get((step, rank), once)[:, firsts].ravel()[: len(of_both_steps)]
+        of_copies = []
+        for copy in sorted({*copies.values()}):
+            counts_of_copy = {rank: counts[rank] for rank in ranks if copies[rank] == copy}
+            of_copies.append(_of_copy(trial, fqns, counts_of_copy, of_both_steps, len(gradients)))
+        return of_copies
 
-    owners, count = tuple(owner for owner, _ in found), len({*copies.values()})
-    other = assume.apart(trial, copies, [{}] * count, owners=owners, shares=shares, reduce=reduce)
-    return clipping_apart(other) if count > 1 else other
+    owners = tuple(owner for owner, _ in numbers_by_column)
+    count = len({*copies.values()})
+    assumed = assume.apart(trial, copies, [{}] * count, owners=owners, shares=shares, reduce=reduce)
+    return clipping_apart(assumed) if count > 1 else assumed
 
 
 def _of_copy(
     trial: Trial, fqns: Sequence[str], counts: Mapping[int, np.ndarray], gradients: list[Arrays], once: int
 ) -> Arrays:
     """Return each rank's slice of the sum that it has; of other parameters the sum of the first `once`."""
-    sums = {own.tobytes(): {fqn: _sum(gradients, fqn, own) for fqn in fqns} for own in counts.values()}
-    others = {fqn: _sum(gradients, fqn, np.arange(len(gradients)) < once) for fqn in gradients[0] if fqn not in fqns}
-    whole = {**others, **next(iter(sums.values()))}
+    sums = {}
+    for weights in counts.values():
+        sums[weights.tobytes()] = {fqn: _sum(gradients, fqn, weights) for fqn in fqns}
+    whole = {}
+    for fqn in gradients[0]:
+        if fqn not in fqns:
+            whole[fqn] = _sum(gradients, fqn, np.arange(len(gradients)) < once)
+    whole |= next(iter(sums.values()))
 
-    def own(rank: int, fqn: str) -> np.ndarray:
+    def summed_slice(rank: int, fqn: str) -> np.ndarray:
         part = trial.gradient_slice_of(rank, fqn)
         assert part is not None
         return take(sums[counts[rank].tobytes()][fqn], part)
 
-    return with_slices(trial, whole, fqns, counts, own) if len(sums) > 1 else whole
+    return with_slices(trial, whole, fqns, counts, summed_slice) if len(sums) > 1 else whole
 
 
 def _sum(gradients: list[Arrays], fqn: str, weights: np.ndarray) -> np.ndarray:
-    total = sum(weight * own[fqn] for weight, own in zip(weights, gradients, strict=True))
+    """Return the sum of a parameter's gradients, each times its weight, in their dtype."""
+    total = sum(weight * summand[fqn] for weight, summand in zip(weights, gradients, strict=True))
     return np.asarray(total).astype(gradients[0][fqn].dtype)
 
 
@@ -256,11 +327,14 @@ def with_slices(
     gradients: Arrays,
     fqns: Sequence[str],
     ranks: Sequence[int] | Mapping[int, object],
-    of: Callable[[int, str], np.ndarray],
+    slice_of: Callable[[int, str], np.ndarray],
 ) -> Arrays:
-    """Return the gradients, with each of these ranks' slices of these parameters replaced."""
+    """Return the gradients, with each of these ranks' slices of these parameters replaced.
+
+    slice_of: the new slice, by rank and fqn.
+    """
     whole = {**gradients, **{fqn: gradients[fqn].copy() for fqn in fqns}}
     for rank, fqn in itertools.product(ranks, fqns):
         if fqn in trial.holdings[rank] and (part := trial.gradient_slice_of(rank, fqn)) is not None:
-            take(whole[fqn], part)[...] = of(rank, fqn)
+            take(whole[fqn], part)[...] = slice_of(rank, fqn)
     return whole

@@ -54,94 +54,140 @@ KEPT = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)  # of a running mean
 
 @dataclass(frozen=True)
 class Reported:
-    """What ranks report of one kind, by (rank, step), and what was seen of it."""
+    """Reports of one kind of number, and the numbers that were seen."""
 
     check: str
+    """The check that judges these reports."""
     shown: dict[tuple[int, int], float]
+    """(rank, step) -> the reported number."""
     right: dict[tuple[int, int], float]
-    odd: tuple[tuple[int, int], ...]  # where these differ
+    """(rank, step) -> the number that was seen."""
+    odd: tuple[tuple[int, int], ...]
+    """The (rank, step) where these differ."""
 
     def is_all(self, number: Number) -> bool:
         """Return whether that number equals every wrong report, wherever there is one."""
-        known = [(self.shown[at], other) for at in self.odd if (other := number(*at)) is not None]
-        return bool(known) and all(math.isclose(shown, other, rel_tol=EXACT) for shown, other in known)
+        pairs = []
+        for rank, step in self.odd:
+            expected = number(rank, step)
+            if expected is not None:
+                pairs.append((self.shown[rank, step], expected))
+        return bool(pairs) and all(math.isclose(shown, expected, rel_tol=EXACT) for shown, expected in pairs)
 
-    def ratio(self, at: tuple[int, int]) -> float:
-        return self.shown[at] / (self.right[at] or math.nan)
+    def ratio(self, rank_and_step: tuple[int, int]) -> float:
+        """Return the reported number divided by the right one; NaN where that is zero."""
+        return self.shown[rank_and_step] / (self.right[rank_and_step] or math.nan)
 
 
 def wrong_reports(trial: Trial, broken: Broken) -> Iterator[Hypothesis]:
-    for check, what in SHOWN.items():
+    """Yield that what ranks report is another number on record."""
+    for check, noun in SHOWN.items():
         if check not in broken or silences(trial, "", READ[check]) or not (reported := reported_of(trial, check)):
             continue
         steps = sorted({step for _, step in reported.odd})
-        when = f" in step {', '.join(map(str, steps))}" * ({*steps} != {step for _, step in reported.shown})
-        where = (on_ranks(trial, {rank for rank, _ in reported.odd}) + when).strip()
+        where = on_ranks(trial, {rank for rank, _ in reported.odd})
+        if {*steps} != {step for _, step in reported.shown}:
+            where += f" in step {', '.join(map(str, steps))}"
         for details, number, hint in _whose(trial, reported):
-            text = f"the {what} is reported {phrase(details)}"
+            text = f"the {noun} is reported {phrase(details)}"
             cause = Cause(
-                "wrong report", text, where, hint=hint or _coarse(reported), details=(("report", what), *details)
+                "wrong report",
+                text,
+                where.strip(),
+                hint=hint or _coarse(reported),
+                details=(("report", noun), *details),
             )
             assume = partial(assuming_reports, reported=reported, number=number)
             yield Hypothesis(cause, assume, lines=(finding_line(broken[check]),))
 
 
 def _coarse(reported: Reported) -> str:
-    """Say of which coarser format all that was reported is, two different numbers at least; empty if of none."""
+    """Return of which coarser format all that was reported is, two different numbers at least; empty if of none."""
     shown = np.array([*reported.shown.values()])
-    alike = (form for form in ("bfloat16", "float16") if np.array_equal(shown, ROUNDED[form](shown)))
-    form = next(alike, "") if len({*shown.tolist()}) > 1 else ""
-    return form and f"all {len(shown)} reported ones are numbers of {form}"
+    if len({*shown.tolist()}) <= 1:
+        return ""
+    for format_name in ("bfloat16", "float16"):
+        if np.array_equal(shown, ROUNDED[format_name](shown)):
+            return f"all {len(shown)} reported ones are numbers of {format_name}"
+    return ""
 
 
 def odd_reports(trial: Trial, broken: Broken) -> Iterator[Fact]:
-    """What is silent, and what is no other number of the run; where training is wrong too, that may follow from its numbers."""
-    for check, what in ((check, what) for check, what in SHOWN.items() if check in broken):
+    """Yield reports that are silent, and those that are no other number of the run.
+
+    Where training is wrong too, the latter may follow from its numbers.
+    """
+    for check, noun in SHOWN.items():
+        if check not in broken:
+            continue
         reported = reported_of(trial, check)
         if silences(trial, "", READ[check]):
-            yield seen(broken, check, "report lacking", f"the reported {what} is lacking in some steps")
-        elif reported is None and any(one.quantity == "reported largest loss" for one in broken[check].findings):
+            yield seen(broken, check, "report lacking", f"the reported {noun} is lacking in some steps")
+        elif reported is None and any(
+            finding.quantity == "reported largest loss" for finding in broken[check].findings
+        ):
             yield seen(broken, check, "wrong report", "the reported largest loss is wrong")
-        elif reported and (not WRONG & {*broken} or all(number_text(reported.ratio(at)) == "1" for at in reported.odd)):
-            text = ": ".join(filter(None, [f"the reported {what} is wrong", _coarse(reported)]))
+        elif reported and (not WRONG & {*broken} or _rounds_to_right(reported)):
+            text = ": ".join(filter(None, [f"the reported {noun} is wrong", _coarse(reported)]))
             yield replace(seen(broken, check, "wrong report", text), symptom=True)
 
 
+def _rounds_to_right(reported: Reported) -> bool:
+    """Return whether every wrong report divided by the right number is 1, as a person reads it."""
+    return all(number_text(reported.ratio(rank_and_step)) == "1" for rank_and_step in reported.odd)
+
+
 def phrase(details: Sequence[tuple[str, object]]) -> str:
-    """Say what a number is: not reduced over dp_shard and tp."""
-    values = [(name, number_text(value) if isinstance(value, float) else value) for name, value in details]
-    texts = {name: " and ".join(v) if isinstance(v, tuple) else v for name, v in values}
-    return ", ".join(f"{v} times as large" if name == "times" else f"{name} {v}" for name, v in texts.items())
+    """Return what a number is, in words: not reduced over dp_shard and tp."""
+    texts = {}
+    for name, value in details:
+        shown = number_text(value) if isinstance(value, float) else value
+        texts[name] = " and ".join(shown) if isinstance(shown, tuple) else shown
+    phrases = []
+    for name, text in texts.items():
+        phrases.append(f"{text} times as large" if name == "times" else f"{name} {text}")
+    return ", ".join(phrases)
 
 
 def assuming_reports(trial: Trial, reported: Reported, number: Number) -> Trial:
-    def instead(rank: int, step: int) -> float:
-        known = number(rank, step) if (rank, step) in reported.odd else reported.right[rank, step]
-        return reported.shown[rank, step] if known is None else known
+    """Assume that ranks should report this number where their reports are wrong."""
 
-    return trial.assuming(reports={reported.check: instead})
+    def number_or_shown(rank: int, step: int) -> float:
+        expected = number(rank, step) if (rank, step) in reported.odd else reported.right[rank, step]
+        return reported.shown[rank, step] if expected is None else expected
+
+    return trial.assuming(reports={reported.check: number_or_shown})
 
 
 def reported_of(trial: Trial, check: str) -> Reported | None:
-    """None where the reports are what was seen, or where that is not known."""
-    shown, right = {}, {}
-    for rank, step, _ in trial.steps():
-        number, known = READ[check](step), on_record(trial, check, rank, step.step)
-        if number is not None and known is not None and math.isfinite(known):
-            shown[rank, step.step], right[rank, step.step] = number, known
+    """Return what ranks report of one kind, and what was seen of it. None where they agree, or where that is not known."""
+    shown = {}
+    right = {}
+    for rank, record, _ in trial.steps():
+        number = READ[check](record)
+        right_number = on_record(trial, check, rank, record.step)
+        if number is not None and right_number is not None and math.isfinite(right_number):
+            shown[rank, record.step] = number
+            right[rank, record.step] = right_number
     bounds = {"reported_loss": trial.bounds.loss, "grad_norm": trial.bounds.grad_norm}.get(check, {})
-    odd = [at for at in shown if not abs(shown[at] - right[at]) <= bounds.get(at[1], CLOSE) * abs(right[at])]
-    return Reported(check, shown, right, tuple(odd)) if odd else None
+    wrong = []
+    for rank, step in shown:
+        difference = abs(shown[rank, step] - right[rank, step])
+        if not difference <= bounds.get(step, CLOSE) * abs(right[rank, step]):
+            wrong.append((rank, step))
+    return Reported(check, shown, right, tuple(wrong)) if wrong else None
 
 
 def on_record(trial: Trial, check: str, rank: int, step: int) -> float | None:
-    """The loss, norm or rate that a step had. None where there is no such step; a rate's may be the schedule's."""
+    """Return the loss, norm or rate that a step had. None where there is no such step; a rate's may be the schedule's."""
     record = next((record for record in trial.ranks[rank].steps if record.step == step), None)
     if check == "reported_rate":
-        return record.lr if record else next((one.lr for one in trial.reference.steps if one.step == step), None)
+        if record:
+            return record.lr
+        return next((planned.lr for planned in trial.reference.steps if planned.step == step), None)
     if check == "reported_loss":
         return _loss(trial, {rank: [*trial.ranks]}, None, False, 1.0, rank, step) if record else None
-    if record is None or not any(one.gradients for _, one in trial.own_steps() if one.step == step):
+    if record is None or not any(own_step.gradients for _, own_step in trial.own_steps() if own_step.step == step):
         return None
     if _copies_differ(trial, step) or unplanned_gradients(trial):
         return None
@@ -149,24 +195,30 @@ def on_record(trial: Trial, check: str, rank: int, step: int) -> float | None:
 
 
 def unplanned_gradients(trial: Trial) -> bool:
-    """Return whether a gradient is of a parameter that the plan lacks: which slices of it are copies, and so the norm of all
-    gradients, is unknown then."""
-    return any(fqn not in trial.plan.shapes for _, step in trial.own_steps() for fqn in step.gradients)
+    """Return whether a gradient is of a parameter that the plan lacks.
+
+    Then it is unknown which slices of it are copies, and so is the norm of all gradients.
+    """
+    fqns = set[str]()
+    for _, step in trial.own_steps():
+        fqns.update(step.gradients)
+    return not fqns <= trial.plan.shapes.keys()
 
 
 def _copies_differ(trial: Trial, step: int) -> bool:
-    """Whether two stages have other gradients of one tied weight: then nothing says which of both counts in the norm."""
-    seen = {rank: record.gradients for rank, record in trial.own_steps() if record.step == step}
-    pairs = ((seen.get(one, {}), seen.get(other, {})) for one, *_, other in _ends(trial))
-    return any(
-        a[fqn].shape == b[fqn].shape and not np.allclose(a[fqn], b[fqn], rtol=1e-6, atol=0)
-        for a, b in pairs
-        for fqn in a.keys() & b.keys()
-    )
+    """Return whether two stages have other gradients of one tied weight: then nothing says which of both counts in the norm."""
+    gradients = {rank: record.gradients for rank, record in trial.own_steps() if record.step == step}
+    for first_rank, *_, last_rank in _ends(trial):
+        first = gradients.get(first_rank, {})
+        last = gradients.get(last_rank, {})
+        for fqn in first.keys() & last.keys():
+            if first[fqn].shape == last[fqn].shape and not np.allclose(first[fqn], last[fqn], rtol=1e-6, atol=0):
+                return True
+    return False
 
 
 def _ends(trial: Trial) -> tuple[tuple[int, ...], ...]:
-    """The ranks of first and last stage that share a weight."""
+    """Return the ranks of first and last stage that share a weight, group by group."""
     axis = tied_axis(trial.case)
     return trial.plan.groups[axis] if axis else ()
 
@@ -175,47 +227,56 @@ def _ends(trial: Trial) -> tuple[tuple[int, ...], ...]:
 
 
 def _whose(trial: Trial, reported: Reported) -> Iterator[tuple[tuple[tuple[str, object], ...], Number, str]]:
-    """The first source that gives all, or multiples by a number of the case; and in words which number that may be."""
+    """Yield the first source that gives all, or multiples by a number of the case; and in words which number that may be."""
     for details, number in _sources(trial, reported.check):
         if reported.is_all(number):
             yield details, number, ""
             return
     ratio = reported.ratio(reported.odd[0])
-    known = [*token_factors(trial, reported.odd[0][1], ratio)]
+    factors = [*token_factors(trial, reported.odd[0][1], ratio)]
     if len({step for _, step in reported.odd}) > 1 and number_text(ratio) != "1":
-        known.append((factor_text(trial, ratio), lambda step: ratio))
-    for hint, by_step in known:
-        multiple: Number = lambda rank, step, by=by_step: by(step) * reported.right[rank, step]  # type: ignore[misc]  # noqa: E731
+        factors.append((factor_text(trial, ratio), lambda step: ratio))
+    for hint, by_step in factors:
+        multiple: Number = lambda rank, step, by_step=by_step: by_step(step) * reported.right[rank, step]  # type: ignore[misc]  # noqa: E731
         if reported.is_all(multiple):
             yield (("times", ratio),), multiple, hint.removeprefix(": ")
 
 
 def _sources(trial: Trial, check: str) -> Iterator[Source]:
-    """Parts of this number, that of other steps, other numbers, and this one rounded."""
-    right, limit = partial(on_record, trial, check), trial.case.training.max_norm
+    """Yield parts of this number, that of other steps, other numbers, and this one rounded."""
+    right = partial(on_record, trial, check)
+    limit = trial.case.training.max_norm
 
-    def made(by: Callable[[float], float]) -> Number:
-        return lambda rank, step: None if (known := right(rank, step)) is None else by(known)
+    def apply_to_right(change: Callable[[float], float]) -> Number:
+        return lambda rank, step: None if (right_number := right(rank, step)) is None else change(right_number)
 
-    yield from _losses(trial) if check == "reported_loss" else norms(trial) if check == "grad_norm" else ()
+    if check == "reported_loss":
+        yield from _losses(trial)
+    elif check == "grad_norm":
+        yield from norms(trial)
     if check == "grad_norm" and limit is not None:
-        yield (("after clipping to", limit),), made(lambda norm: norm * clip_coefficient(norm, limit))
-        yield (("after clipping to", limit),), made(lambda norm: min(norm, limit))
+        yield (("after clipping to", limit),), apply_to_right(lambda norm: norm * clip_coefficient(norm, limit))
+        yield (("after clipping to", limit),), apply_to_right(lambda norm: min(norm, limit))
     for value in (0.0, trial.case.training.lr):
-        yield (("always as", value),), made(lambda _, value=value: value)  # type: ignore[misc]
+        yield (("always as", value),), apply_to_right(lambda _, value=value: value)  # type: ignore[misc]
     yield from of_other_steps(trial, right)
-    yield from (((("as the", SHOWN[one]),), partial(on_record, trial, one)) for one in SHOWN if one != check)
-    yield (("rounded to", "float32"),), made(lambda number: float(np.float32(number)))
+    for other_check, noun in SHOWN.items():
+        if other_check != check:
+            yield (("as the", noun),), partial(on_record, trial, other_check)
+    yield (("rounded to", "float32"),), apply_to_right(lambda number: float(np.float32(number)))
 
 
 def of_other_steps(trial: Trial, right: Number) -> Iterator[Source]:
-    """The same of another step, and what is kept of all steps so far."""
+    """Yield this number of another step, and what is kept of all steps so far."""
     steps = trial.case.steps
-    for one in steps:
-        yield (("of step", one),), lambda rank, step, one=one: right(rank, one)  # type: ignore[misc]
-    for by in (sign * n for sign in (-1, 1) for n in range(1, len(steps))):
-        name = f"as that of {abs(by)} step{'s' * (abs(by) > 1)}"
-        yield ((name, "before" if by < 0 else "later"),), lambda rank, step, by=by: right(rank, step + by)  # type: ignore[misc]
+    for other_step in steps:
+        yield (("of step", other_step),), lambda rank, step, other_step=other_step: right(rank, other_step)  # type: ignore[misc]
+    for sign in (-1, 1):
+        for count in range(1, len(steps)):
+            distance = sign * count
+            name = f"as that of {count} step{'s' if count > 1 else ''}"
+            side = "before" if sign < 0 else "later"
+            yield ((name, side),), lambda rank, step, distance=distance: right(rank, step + distance)  # type: ignore[misc]
     yield (("as the sum of", "all steps so far"),), partial(_so_far, trial, right, lambda n: (1, 1), False)
     yield (
         (("as the mean of", "all steps so far"),),
@@ -223,23 +284,28 @@ def of_other_steps(trial: Trial, right: Number) -> Iterator[Source]:
     )
     for share in KEPT:
         yield (("as a running mean that keeps", share),), partial(_so_far, trial, right, partial(_mixed, share), False)
-    total = "as a total of all steps so far, that of before counted times"
-    for by in range(1, len(trial.ranks) + 1):  # ranks that bring along what has been reduced over them
-        yield ((total, by),), partial(_so_far, trial, right, lambda n, by=by: (by, 1), True)  # type: ignore[misc]
+    name = "as a total of all steps so far, that of before counted times"
+    for times in range(1, len(trial.ranks) + 1):  # ranks that bring along what has been reduced over them
+        yield ((name, times),), partial(_so_far, trial, right, lambda n, times=times: (times, 1), True)  # type: ignore[misc]
 
 
 def _mixed(kept: float, n: int) -> tuple[float, float]:
+    """Return how often the mean so far and the n-th number count in a running mean that keeps this share."""
     return (kept, 1 - kept) if n else (0, 1)
 
 
 def _so_far(trial: Trial, right: Number, shares: Shares, tokens: bool, rank: int, step: int) -> float | None:
-    """tokens: as sums over them."""
-    total, weight = 0.0, 1.0
+    """Return the total of a number over all steps up to this one. None where the number of one of them is not known.
+
+    tokens: whether the numbers are summed as sums over tokens, and divided by the tokens of the last step.
+    """
+    total = 0.0
+    weight = 1.0
     for n, number in enumerate(range(trial.first_step, step + 1)):
         weight = trial.reference_step(number).valid_tokens if tokens else 1
-        if (known := right(rank, number)) is None:
+        if (number_of_step := right(rank, number)) is None:
             return None
-        total = shares(n)[0] * total + shares(n)[1] * weight * known
+        total = shares(n)[0] * total + shares(n)[1] * weight * number_of_step
     return total / weight
 
 
@@ -248,10 +314,14 @@ def sets_of_ranks(trial: Trial, axes: Sequence[str] = AXES) -> Iterator[tuple[tu
     present = [axis for axis in AXES if getattr(trial.case.dims, axis) > 1]
     for count in range(1, len(present) + 1):
         for missing in itertools.combinations([axis for axis in present if axis in axes], count):
-            along = [axis for axis in present if axis not in missing]
-            those = groups(trial.case.dims, *along) if along else [(rank,) for rank in trial.ranks]
-            yield (("not reduced over", missing),), {rank: group for group in those for rank in group}
-    yield from (((("of rank", one),), dict.fromkeys(trial.ranks, (one,))) for one in sorted(trial.ranks))
+            reduced_over = [axis for axis in present if axis not in missing]
+            sets = groups(trial.case.dims, *reduced_over) if reduced_over else [(rank,) for rank in trial.ranks]
+            set_of_rank: dict[int, tuple[int, ...]] = {}
+            for group in sets:
+                set_of_rank.update(dict.fromkeys(group, group))
+            yield (("not reduced over", missing),), set_of_rank
+    for rank in sorted(trial.ranks):
+        yield (("of rank", rank),), dict.fromkeys(trial.ranks, (rank,))
 
 
 def _losses(trial: Trial) -> Iterator[Source]:
@@ -260,24 +330,29 @@ def _losses(trial: Trial) -> Iterator[Source]:
     They may be times a number of microbatches.
     """
     passes = trial.case.passes
-    every = (), dict.fromkeys(trial.ranks, [*trial.ranks])
-    numbers: list[tuple[int, int] | None] = [None, *((one, one) for one in range(1, passes + 1) if passes > 1)]
-    numbers += [(1, last) for last in range(2, passes)] + [(first, passes) for first in range(2, passes)]
-    table = itertools.product((every, *sets_of_ranks(trial, SPLIT)), numbers, (False, True))
-    for (details, ranks), number, whole in table:
-        first, last = number or (0, 0)
-        some = ("of microbatches", f"{first}-{last}") if last > first else ("of microbatch", first)
-        more = (some, ("over the tokens of", whole and "the step"))
-        of = (*details, *(one for one in more if one[1]))
-        for factor in (
-            dict.fromkeys((1.0, passes, 1 / passes))
-            if number or (details and not (whole and details[0][0] == "of rank"))
-            else ()
-        ):
+    all_ranks = (), dict.fromkeys(trial.ranks, [*trial.ranks])
+    ranges: list[tuple[int, int] | None] = [None]
+    if passes > 1:
+        ranges += [(number, number) for number in range(1, passes + 1)]
+    ranges += [(1, last) for last in range(2, passes)] + [(first, passes) for first in range(2, passes)]
+    table = itertools.product((all_ranks, *sets_of_ranks(trial, SPLIT)), ranges, (False, True))
+    for (details, ranks), microbatches, over_step_tokens in table:
+        first, last = microbatches or (0, 0)
+        words: list[tuple[str, object]] = [*details]
+        if last > first:
+            words.append(("of microbatches", f"{first}-{last}"))
+        elif first:
+            words.append(("of microbatch", first))
+        if over_step_tokens:
+            words.append(("over the tokens of", "the step"))
+        factors: list[float] = []
+        if microbatches or (details and not (over_step_tokens and details[0][0] == "of rank")):
+            factors = [*dict.fromkeys((1.0, passes, 1 / passes))]
+        for factor in factors:
             times = (("times", factor),) if factor != 1 else ()
-            yield (*of, *times), partial(_loss, trial, ranks, number, whole, factor)
-    for of_each in ("ranks", "microbatches"):
-        yield (("as a mean of means of", of_each),), partial(_mean_of_means, trial, of_each)
+            yield (*words, *times), partial(_loss, trial, ranks, microbatches, over_step_tokens, factor)
+    for summands in ("ranks", "microbatches"):
+        yield (("as a mean of means of", summands),), partial(_mean_of_means, trial, summands)
     for ((_, axes),), _ in sets_of_ranks(trial, SPLIT):
         if isinstance(axes, tuple):
             yield (("as a mean of means along", axes),), partial(_means_along, trial, axes, False)
@@ -285,98 +360,144 @@ def _losses(trial: Trial) -> Iterator[Source]:
 
 
 def _loss(
-    trial: Trial, ranks: Ranks, number: tuple[int, int] | None, whole: bool, factor: float, rank: int, step: int
+    trial: Trial,
+    ranks: Ranks,
+    microbatches: tuple[int, int] | None,
+    over_step_tokens: bool,
+    factor: float,
+    rank: int,
+    step: int,
 ) -> float | None:
-    """number: the first and the last microbatch, from 1; None: all."""
-    chosen = slice(number[0] - 1, number[1]) if number else slice(None)
-    parts = [one for of in _parts(trial, ranks[rank], rank, step) for one in of[chosen]]
-    count = trial.reference_step(step).valid_tokens if whole else sum(count for _, count in parts)
+    """Return the mean loss of some microbatches of some ranks, times a factor. None if no such loss was seen.
+
+    microbatches: the first and the last one, from 1; None: all. over_step_tokens: divide by the tokens of the step, not by
+    theirs.
+    """
+    chosen = slice(microbatches[0] - 1, microbatches[1]) if microbatches else slice(None)
+    parts: list[tuple[float, int]] = []
+    for losses_of_rank in _parts(trial, ranks[rank], rank, step):
+        parts += losses_of_rank[chosen]
+    count = trial.reference_step(step).valid_tokens if over_step_tokens else sum(count for _, count in parts)
     return factor * math.fsum(total for total, _ in parts) / count if parts and count else None
 
 
-def _mean_of_means(trial: Trial, of: str, rank: int, step: int) -> float | None:
-    seen = [parts for parts in _parts(trial, [*trial.ranks], rank, step) if parts]
-    seen = [[one] for parts in seen for one in parts] if of == "microbatches" else seen
-    means = [math.fsum(s for s, _ in parts) / count for parts in seen if (count := sum(count for _, count in parts))]
+def _mean_of_means(trial: Trial, summands: str, rank: int, step: int) -> float | None:
+    """Return the mean of the mean losses of all ranks, or of all microbatches. None if no loss was seen."""
+    sets: list[list[tuple[float, int]]] = []
+    for losses_of_rank in _parts(trial, [*trial.ranks], rank, step):
+        if summands == "microbatches":
+            sets += [[microbatch] for microbatch in losses_of_rank]
+        elif losses_of_rank:
+            sets.append(losses_of_rank)
+    means = []
+    for losses_of_set in sets:
+        count = sum(tokens for _, tokens in losses_of_set)
+        if count:
+            means.append(math.fsum(total for total, _ in losses_of_set) / count)
     return math.fsum(means) / len(means) if means else None
 
 
 def _means_along(trial: Trial, axes: tuple[str, ...], summed: bool, rank: int, step: int) -> float | None:
-    """Each place along these axes has the mean of its own tokens; their sum or their mean."""
-    places = {one: coordinate(trial.case.dims, one) for one in trial.ranks}
+    """Return the sum or the mean of mean losses: each mesh coordinate along these axes has that of its own tokens.
+
+    None if one of them is not known.
+    """
     members: dict[tuple[int, ...], list[int]] = {}
-    for one, place in places.items():
-        members.setdefault(tuple(place[axis] for axis in axes), []).append(one)
-    means = [_loss(trial, {rank: own}, None, False, 1.0, rank, step) for own in members.values()]
-    known = [mean for mean in means if mean is not None]
-    return math.fsum(known) / (1 if summed else len(known)) if len(known) == len(means) else None
+    for member in trial.ranks:
+        mesh_coordinate = coordinate(trial.case.dims, member)
+        members.setdefault(tuple(mesh_coordinate[axis] for axis in axes), []).append(member)
+    means = [_loss(trial, {rank: ranks}, None, False, 1.0, rank, step) for ranks in members.values()]
+    known_means = [mean for mean in means if mean is not None]
+    return math.fsum(known_means) / (1 if summed else len(known_means)) if len(known_means) == len(means) else None
 
 
 def _parts(trial: Trial, ranks: Sequence[int], rank: int, step: int) -> list[list[tuple[float, int]]]:
-    """(loss, tokens) of these ranks' microbatches; of tp peers, who compute the same, of those at the place of the rank."""
-    places = {one: coordinate(trial.case.dims, one)["tp"] for one in trial.ranks}
-    return [losses(trial, one, step) for one in ranks if places.get(one) == places[rank]]
+    """Return (loss, tokens) of these ranks' microbatches, rank by rank.
+
+    Of tp peers, who compute the same, only those with the tp index of the rank count.
+    """
+    tp_index = {other: coordinate(trial.case.dims, other)["tp"] for other in trial.ranks}
+    return [losses(trial, other, step) for other in ranks if tp_index.get(other) == tp_index[rank]]
 
 
-def norms(trial: Trial, of: str = GRADIENTS) -> Iterator[Source]:
+def norms(trial: Trial, kind: str = GRADIENTS) -> Iterator[Source]:
     """Yield norms of the tensors of some ranks or parameters, or norms that are counted in another way."""
-    by = partial(norm_of, trial, of=of)
-    all_of_it = cache(by)
-    yield from ((details, partial(by, ranks=ranks)) for details, ranks in sets_of_ranks(trial))
-    yield from (((("with replicas counted along", axis),), partial(by, again=axis)) for axis in AXES)
-    shapes, every = trial.case.model.parameter_shapes(), {*trial.plan.shapes}
-    vectors = {fqn for fqn in every if len(shapes.get(fqn, ())) == 1}
-    ends = {fqn for fqn in every if not fqn.startswith("layers.")} - vectors
-    for name, some in (("norm weights", vectors), ("embedding and output", ends)):
-        yield (("of", name),), partial(by, fqns=some)
-        yield (("without", name),), partial(by, fqns=every - some)
-    yield from (((("of norm type", power),), partial(by, power=power)) for power in (1.0, math.inf))
+    norm = partial(norm_of, trial, of=kind)
+    full_norm = cache(norm)
+    for details, ranks in sets_of_ranks(trial):
+        yield details, partial(norm, ranks=ranks)
+    for axis in AXES:
+        yield (("with replicas counted along", axis),), partial(norm, again=axis)
+    shapes = trial.case.model.parameter_shapes()
+    all_fqns = {*trial.plan.shapes}
+    vectors = {fqn for fqn in all_fqns if len(shapes.get(fqn, ())) == 1}
+    ends = {fqn for fqn in all_fqns if not fqn.startswith("layers.")} - vectors
+    for name, fqns in (("norm weights", vectors), ("embedding and output", ends)):
+        yield (("of", name),), partial(norm, fqns=fqns)
+        yield (("without", name),), partial(norm, fqns=all_fqns - fqns)
+    for power in (1.0, math.inf):
+        yield (("of norm type", power),), partial(norm, power=power)
     for name, parts in groupings(trial).items():
-        each = [partial(by, fqns=fqns) for fqns in parts]
-        yield (("added up over", name),), lambda r, s, each=each: math.fsum(one(r, s) for one in each)  # type: ignore[misc]
-    yield (("to the power of", 2),), lambda rank, step: by(rank, step) ** 2
-    for name, fqns in _families(trial).items():
-        whole = cache(partial(by, fqns=fqns))
-        yield (("with", f"{name} counted twice"),), partial(_changed, all_of_it, [(1, whole)])
-        yield (("with", f"{name} left out"),), partial(_changed, all_of_it, [(-1, whole)])
-        for how, ranks in _lacking(trial, fqns):
-            part = partial(by, fqns=fqns, ranks=ranks)
-            yield (("with", f"{name} {how}"),), partial(_changed, all_of_it, [(-1, whole), (1, part)])
+        norms_of_parts = [partial(norm, fqns=part) for part in parts]
+        yield (("added up over", name),), partial(_sum_of, norms_of_parts)
+    yield (("to the power of", 2),), lambda rank, step: norm(rank, step) ** 2
+    for name, family in _families(trial).items():
+        family_norm = cache(partial(norm, fqns=family))
+        yield (("with", f"{name} counted twice"),), partial(_changed, full_norm, [(1, family_norm)])
+        yield (("with", f"{name} left out"),), partial(_changed, full_norm, [(-1, family_norm)])
+        for how, ranks in _lacking(trial, family):
+            part_norm = partial(norm, fqns=family, ranks=ranks)
+            yield (("with", f"{name} {how}"),), partial(_changed, full_norm, [(-1, family_norm), (1, part_norm)])
+
+
+def _sum_of(norms_of_parts: Sequence[Callable[[int, int], float]], rank: int, step: int) -> float:
+    """Return the sum of several norms, each as the rank sees it."""
+    return math.fsum(norm(rank, step) for norm in norms_of_parts)
 
 
 def _families(trial: Trial) -> dict[str, set[str]]:
-    """Each parameter by itself, and those of one name in all layers."""
-    found = {fqn: {fqn} for fqn in trial.plan.shapes}
+    """Return each parameter by itself, and those of one name in all layers."""
+    families = {fqn: {fqn} for fqn in trial.plan.shapes}
     for fqn in trial.plan.shapes:
-        head, *rest = fqn.split(".")
+        head, *path = fqn.split(".")
         if head == "layers":
-            found.setdefault(".".join([head, "*", *rest[1:]]), set()).add(fqn)
-    return found
+            families.setdefault(".".join([head, "*", *path[1:]]), set()).add(fqn)
+    return families
 
 
 def _lacking(trial: Trial, fqns: Collection[str]) -> Iterator[tuple[str, Ranks]]:
     """Yield the ranks whose parts a norm has, if it lacks those of others along an axis that cuts these parameters."""
-    slices = trial.plan.slices
     for axis in ("dp_shard", "tp"):
-        lines = trial.plan.groups.get(axis, ())
-        if any(slices[rank].get(fqn) != slices[line[0]].get(fqn) for line in lines for rank in line for fqn in fqns):
-            along = [one for one in AXES if one != axis]
-            own = {rank: group for group in groups(trial.case.dims, *along) for rank in group}
-            yield f"not reduced over {axis}", own
-            yield f"counted on rank 0 of {axis} alone", dict.fromkeys(own, own[0])
+        if _is_cut_along(trial, axis, fqns):
+            other_axes = [other for other in AXES if other != axis]
+            group_of_rank: dict[int, tuple[int, ...]] = {}
+            for group in groups(trial.case.dims, *other_axes):
+                group_of_rank.update(dict.fromkeys(group, group))
+            yield f"not reduced over {axis}", group_of_rank
+            yield f"counted on rank 0 of {axis} alone", dict.fromkeys(group_of_rank, group_of_rank[0])
 
 
-def _changed(by: Callable[..., float], terms: Sequence[tuple[int, Number]], rank: int, step: int) -> float:
+def _is_cut_along(trial: Trial, axis: str, fqns: Collection[str]) -> bool:
+    """Return whether ranks of one group of an axis have different slices of one of these parameters."""
+    slices = trial.plan.slices
+    for group in trial.plan.groups.get(axis, ()):
+        for rank in group:
+            if any(slices[rank].get(fqn) != slices[group[0]].get(fqn) for fqn in fqns):
+                return True
+    return False
+
+
+def _changed(norm: Callable[..., float], terms: Sequence[tuple[int, Number]], rank: int, step: int) -> float:
     """Return the norm with the squares of others added so many times."""
-    squares = [times * (one(rank, step) or 0.0) ** 2 for times, one in terms]
+    squares = [times * (other_norm(rank, step) or 0.0) ** 2 for times, other_norm in terms]
     if not all(map(math.isfinite, squares)):
         return math.nan
-    more = math.fsum(squares)
-    return math.sqrt(max(0.0, by(rank, step) ** 2 + more))
+    added = math.fsum(squares)
+    return math.sqrt(max(0.0, norm(rank, step) ** 2 + added))
 
 
 def groupings(trial: Trial) -> dict[str, list[set[str]]]:
-    """Parameters that may have a norm of their own."""
+    """Return the parameters that may have a norm of their own, by the name of the grouping."""
     shapes = trial.case.model.parameter_shapes()
     keys: dict[str, Callable[[str], str]] = {
         "parameters": lambda fqn: fqn,
@@ -384,10 +505,10 @@ def groupings(trial: Trial) -> dict[str, list[set[str]]]:
         "kinds of parameters": lambda fqn: str(len(shapes.get(fqn, ()))),
         "placements over tp": lambda fqn: str(tp_dim(fqn)),
     }
-    found = {"stages": [{*parameters_of_stage(trial.case, stage)} for stage in range(trial.case.n_stages)]}
+    sets = {"stages": [{*parameters_of_stage(trial.case, stage)} for stage in range(trial.case.n_stages)]}
     for name, key in keys.items():
-        found[name] = [{*fqns} for _, fqns in itertools.groupby(sorted(trial.plan.shapes, key=key), key)]
-    return found
+        sets[name] = [{*fqns} for _, fqns in itertools.groupby(sorted(trial.plan.shapes, key=key), key)]
+    return sets
 
 
 def norm_of(trial: Trial, rank: int, step: int, ranks: Ranks | None = None, **how: Any) -> float:

@@ -6,6 +6,7 @@ check counts, and of equally early ones the row that comes first: what follows s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,9 @@ from harness.core.judge.trial import Trial
 from harness.core.plan.slices import BYTES, Slice, local_numel, numel
 
 FOLLOWING = ("loss", "gradients", "grad_norm", "reported_loss")
-ODD, FEATURE, POLICY = "odd traces", "another feature", "another policy after forward"
+ODD = "odd traces"
+FEATURE = "another feature"
+POLICY = "another policy after forward"
 
 
 @dataclass(frozen=True)
@@ -50,43 +53,54 @@ class Row:
     test: Callable[[Broken], bool] | None = None
     """Whether it is so, by the findings of other checks; None: in any case."""
 
-    def fits(self, trial: Trial, broken: Broken, one: Finding) -> bool:
-        quantity = (
-            one.quantity.endswith(self.quantity[1:]) if self.quantity[:1] == "*" else one.quantity == self.quantity
-        )
-        alike = all(getattr(one, name) == value for name, value in self.like)
-        wrapper = not self.wrappers or trial.case.wrapper in self.wrappers
-        others = not self.beside or any(name in broken for name in self.beside)
-        tested = self.test is None or self.test(broken)
-        return quantity and alike and wrapper and others and tested and not any(name in broken for name in self.unless)
+    def fits(self, trial: Trial, broken: Broken, finding: Finding) -> bool:
+        """Return whether this finding is the cause that the row names, given what else fails."""
+        has_quantity = finding.quantity == self.quantity
+        if self.quantity[:1] == "*":
+            has_quantity = finding.quantity.endswith(self.quantity[1:])
+        has_fields = all(getattr(finding, name) == value for name, value in self.like)
+        has_wrapper = not self.wrappers or trial.case.wrapper in self.wrappers
+        fails_beside = not self.beside or any(name in broken for name in self.beside)
+        passes_test = self.test is None or self.test(broken)
+        fits = has_quantity and has_fields and has_wrapper and fails_beside and passes_test
+        return fits and not any(name in broken for name in self.unless)
 
 
 def _not_gathered_again(broken: Broken) -> bool:
-    """Whether a forward pass gathers less than planned: then it computes with weights from before the step."""
-    found = broken["traffic"].findings if "traffic" in broken else ()
-    return any((one.name, one.phase) == ("all_gather", "forward") and _less(one) for one in found)
+    """Return whether a forward pass gathers less than planned: then it computes with weights from before the step."""
+    findings = broken["traffic"].findings if "traffic" in broken else ()
+    return any((finding.name, finding.phase) == ("all_gather", "forward") and _less(finding) for finding in findings)
 
 
 def _narrower_sums(broken: Broken) -> bool:
-    """Whether nothing moves otherwise than planned but sums in backward, and of these no fewer bytes than in that dtype."""
-    found = broken["traffic"].findings if "traffic" in broken else ()
-    sums = [one for one in found if one.phase == "backward" and one.name in ("all_reduce", "reduce_scatter")]
-    odd = [one for one in broken["features"].findings if one.quantity == features.REDUCED]
-    of = [(str(one.expected), dtype) for one in odd for dtype in str(one.observed).split(" and ")]
-    least = min((BYTES.get(dtype, 1) / BYTES[wanted] for wanted, dtype in of), default=1)
-    return bool(sums) and len(sums) == len(found) and all(_less(one, least) for one in sums)
+    """Return whether nothing moves otherwise than planned but sums in backward, and of these no fewer bytes than in the dtype
+    that was observed."""
+    findings = broken["traffic"].findings if "traffic" in broken else ()
+    sums = [
+        finding
+        for finding in findings
+        if finding.phase == "backward" and finding.name in ("all_reduce", "reduce_scatter")
+    ]
+    ratios = []
+    for finding in broken["features"].findings:
+        if finding.quantity == features.REDUCED:
+            for dtype in str(finding.observed).split(" and "):
+                ratios.append(BYTES.get(dtype, 1) / BYTES[str(finding.expected)])
+    least = min(ratios, default=1)
+    return bool(sums) and len(sums) == len(findings) and all(_less(finding, least) for finding in sums)
 
 
-def _less(one: Finding, least: float = 0) -> bool:
-    """Whether less was observed, and no less than this share."""
-    known = isinstance(one.expected, int) and isinstance(one.observed, int)
-    return known and least * one.expected <= one.observed < one.expected  # type: ignore[operator]
+def _less(finding: Finding, least: float = 0) -> bool:
+    """Return whether less was observed than expected, and no less than this share of it."""
+    are_numbers = isinstance(finding.expected, int) and isinstance(finding.observed, int)
+    return are_numbers and least * finding.expected <= finding.observed < finding.expected  # type: ignore[operator]
 
 
 FORMATS = sorted({format for format, _ in features.QUANTIZED_PRODUCTS.values()})
 UNIT = (("kind", "unit"),)
 OF_UNITS = ("reshard", "traffic", "memory")
-OF_OLD_VALUES, ZERO = ("replica_agreement", *FOLLOWING), ("zero1", "zero2")
+OF_OLD_VALUES = ("replica_agreement", *FOLLOWING)
+ZERO = ("zero1", "zero2")
 TABLE = (
     Row("features", FEATURE, features.DTYPE, (*OF_UNITS, *OF_GRADIENTS)),
     Row("features", ODD, "data-parallel wrapper", ("placements", "shard_contents", "reshard", "traffic")),
@@ -140,32 +154,41 @@ TABLE = (
 def facts_of_structure(trial: Trial, broken: Broken) -> Iterator[Fact]:
     """Yield at most one fact of each failing check."""
     for check in dict.fromkeys(row.check for row in TABLE):
-        rows, findings = [row for row in TABLE if row.check == check], broken[check].findings if check in broken else ()
-        fitting = ((place, one) for one in findings for place, row in enumerate(rows) if row.fits(trial, broken, one))
-        found = [(one.step or trial.first_step, place, one) for place, one in fitting]
-        if found:
-            _, place, finding = min(found, key=lambda of: of[:2])
-            yield _fact(trial, broken, rows[place], finding)
+        rows = [row for row in TABLE if row.check == check]
+        findings = broken[check].findings if check in broken else ()
+        candidates = []
+        for finding in findings:
+            for number, row in enumerate(rows):
+                if row.fits(trial, broken, finding):
+                    candidates.append((finding.step or trial.first_step, number, finding))
+        if candidates:
+            _, number, finding = min(candidates, key=lambda candidate: candidate[:2])
+            yield _fact(trial, broken, rows[number], finding)
     yield from _shifted_gradients(trial, broken)
 
 
 def _fact(trial: Trial, broken: Broken, row: Row, finding: Finding) -> Fact:
+    """Return the fact of a row whose cause is this finding."""
     lines: Lines = tuple(traffic_lines(trial)) if {"traffic"} & {*row.follows} & {*broken} else ()
     lines += NOT_TESTED if {*row.follows} & OF_GRADIENTS & {*broken} else ()
     lines += declarable.lines(trial, row.check, row.declares(trial)) if row.declares else ()
-    what = (finding.quantity, finding.expected, finding.observed)
-    alike = [one for one in broken[row.check].findings if (one.quantity, one.expected, one.observed) == what]
-    same = [one for one in broken[row.check].findings if (one.quantity, one.step) == (finding.quantity, finding.step)]
-    hint = extent(trial, alike) or elsewhere([finding, *same])
-    return Fact(
-        Cause(row.kind, "", hint=hint, finding=first_finding([finding, *same])), (row.check, *row.follows), lines
-    )
+    values = (finding.quantity, finding.expected, finding.observed)
+    with_same_values = []
+    in_same_step = []
+    for other in broken[row.check].findings:
+        if (other.quantity, other.expected, other.observed) == values:
+            with_same_values.append(other)
+        if (other.quantity, other.step) == (finding.quantity, finding.step):
+            in_same_step.append(other)
+    hint = extent(trial, with_same_values) or elsewhere([finding, *in_same_step])
+    cause = Cause(row.kind, "", hint=hint, finding=first_finding([finding, *in_same_step]))
+    return Fact(cause, (row.check, *row.follows), lines)
 
 
 def fsdp2_switches(trial: Trial) -> Lines:
     """Return which switches of FSDP2 are not as usual: no cause by itself."""
-    seen = policies.switches(trial)
-    return (("switches", seen),) if seen else ()
+    text = policies.switches(trial)
+    return (("switches", text),) if text else ()
 
 
 # ---- ZeRO's vectors
@@ -178,40 +201,52 @@ def _shifted_gradients(trial: Trial, broken: Broken) -> Iterator[Fact]:
     if "gradients" not in broken or not trial.plan.gradient_slices:
         return
     vectors = [_vectors(trial, rank) for rank in trial.ranks]
-    for by in (sign * count for count in range(1, MOST_ELEMENTS + 1) for sign in (1, -1)):
-        if all(vector and _shifted(trial, *vector, by) for vector in vectors):
-            text = f"each rank's part of ZeRO's gradient vector begins {abs(by)} elements too {'early' if by > 0 else 'late'}"
+    offsets = itertools.chain.from_iterable((count, -count) for count in range(1, MOST_ELEMENTS + 1))
+    for offset in offsets:
+        if all(vector and _shifted(trial, *vector, offset) for vector in vectors):
+            side = "early" if offset > 0 else "late"
+            text = f"each rank's part of ZeRO's gradient vector begins {abs(offset)} elements too {side}"
             fact = stated(broken, "gradients", "gradients shifted", text, *FOLLOWING, more=NOT_TESTED)
-            yield replace(fact, cause=replace(fact.cause, details=(("elements", by),)))
+            yield replace(fact, cause=replace(fact.cause, details=(("elements", offset),)))
             return
 
 
 def _vectors(trial: Trial, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return the rank's gradients of its first step, the expected ones, and their places in ZeRO's vector. None if it has not
-    one element for each expected one."""
-    held, step = trial.plan.gradient_slices[rank], trial.first_step
-    names = [fqn for fqn in held if numel(held[fqn])]
-    seen = seen_gradients(trial, rank, step)
-    if any(fqn not in seen or seen[fqn].size != numel(held[fqn]) for fqn in names):
+    """Return the rank's gradients of its first step, the expected ones, and their places in ZeRO's vector.
+
+    None if it has not one element for each expected one.
+    """
+    slices = trial.plan.gradient_slices[rank]
+    step = trial.first_step
+    names = [fqn for fqn in slices if numel(slices[fqn])]
+    observed = seen_gradients(trial, rank, step)
+    if any(fqn not in observed or observed[fqn].size != numel(slices[fqn]) for fqn in names):
         return None
-    expected = [take(trial.reference_step(step).gradients[fqn], held[fqn]) for fqn in names]
-    places = np.concatenate([_places(trial, fqn, held[fqn]) for fqn in names])
-    return np.concatenate([seen[fqn] for fqn in names]), np.concatenate(expected), places
+    expected = [take(trial.reference_step(step).gradients[fqn], slices[fqn]) for fqn in names]
+    places = np.concatenate([_places(trial, fqn, slices[fqn]) for fqn in names])
+    return np.concatenate([observed[fqn] for fqn in names]), np.concatenate(expected), places
 
 
-def _places(trial: Trial, fqn: str, held: Slice) -> np.ndarray:
-    """Return that of each element of a slice. Vectors lie one behind the other, so distant that none is taken for another."""
-    flat, size = trial.plan.flat, local_numel(fqn, trial.plan.shapes[fqn], trial.plan.dims.tp)
-    apart = max(unit.numel for unit in flat) + MOST_ELEMENTS
-    first, starts = next((number * apart, unit.starts[fqn]) for number, unit in enumerate(flat) if fqn in unit.starts)
+def _places(trial: Trial, fqn: str, held_slice: Slice) -> np.ndarray:
+    """Return the place in ZeRO's vectors of each element of a slice. int64 [elements]
+
+    Vectors lie one behind the other, so distant that none is taken for another.
+    """
+    flat = trial.plan.flat
+    size = local_numel(fqn, trial.plan.shapes[fqn], trial.plan.dims.tp)
+    distance = max(unit.numel for unit in flat) + MOST_ELEMENTS
+    first, starts = next(
+        (number * distance, unit.starts[fqn]) for number, unit in enumerate(flat) if fqn in unit.starts
+    )
     places = np.concatenate([first + start + np.arange(size // len(starts)) for start in starts])
-    ((begin, end),) = held
+    ((begin, end),) = held_slice
     return places[begin % size :][: end - begin]
 
 
-def _shifted(trial: Trial, seen: np.ndarray, expected: np.ndarray, places: np.ndarray, by: int) -> bool:
+def _shifted(trial: Trial, observed: np.ndarray, expected: np.ndarray, places: np.ndarray, offset: int) -> bool:
     """Return whether they are equal where both places are of parameters: between two of them there may be padding."""
-    if len(seen) <= 2 * MOST_ELEMENTS:
+    if len(observed) <= 2 * MOST_ELEMENTS:
         return False
-    _, there, mine = np.intersect1d(places, places - by, return_indices=True)
-    return tolerance.relative_difference(seen[mine], expected[there]) <= trial.bounds.gradient[trial.first_step]
+    _, expected_rows, observed_rows = np.intersect1d(places, places - offset, return_indices=True)
+    difference = tolerance.relative_difference(observed[observed_rows], expected[expected_rows])
+    return difference <= trial.bounds.gradient[trial.first_step]

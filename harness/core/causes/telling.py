@@ -12,121 +12,177 @@ from harness.core.causes.hypothesis import Fact, Hypothesis
 from harness.core.causes.localise import KIND, localise
 from harness.core.causes.words import Broken
 from harness.core.checks import all_checks, run_check
-from harness.core.judge.result import Cause, Diagnosis, Lines, Result, Verdict
+from harness.core.judge.result import Cause, Diagnosis, Line, Lines, Result, Verdict
 from harness.core.judge.trial import Trial, launch_label
 
 HARMLESS = frozenset({"memory", "traffic"})
 """Checks of what is kept or moved in addition: where more is wrong, that goes first."""
 
 
-def broken_elsewhere(trial: Trial, results: Sequence[Result], told: Sequence[Result]) -> Lines:
-    """Checks that fail in a launch, and not in the one that is diagnosed, whose results come last: maybe another mistake."""
-    known = {result.check for result in told if result.verdict is Verdict.FAIL}
+def broken_elsewhere(trial: Trial, results: Sequence[Result], diagnosed: Sequence[Result]) -> Lines:
+    """Return the checks that fail in a launch, and not in the one that is diagnosed: maybe another mistake.
+
+    diagnosed: the results of the launch that is diagnosed.
+    """
+    failing_there = {result.check for result in diagnosed if result.verdict is Verdict.FAIL}
     where = launch_label(trial) or "the last launch"
-    others = [one for one in results if one.verdict is Verdict.FAIL and one.check not in known and one.findings]
-    first = [replace(result.findings[0], launch=where) for result in others]
-    return tuple(("also failing", Cause(KIND, "", finding=finding)) for finding in first)
+    lines = []
+    for result in results:
+        if result.verdict is Verdict.FAIL and result.check not in failing_there and result.findings:
+            finding = replace(result.findings[0], launch=where)
+            lines.append(("also failing", Cause(KIND, "", finding=finding)))
+    return tuple(lines)
 
 
-def told(trial: Trial, results: Sequence[Result], found: Explanation) -> Diagnosis:
-    """What is proven and what was seen; and of what neither explains, where it first goes wrong."""
-    seen = {fact.cause for fact in found.facts}
-    first = sorted(found.proofs[0].hypotheses if found.proofs else (), key=lambda one: one.cause not in seen)
-    facts, symptoms = _besides(first, found.facts)
+def told(trial: Trial, results: Sequence[Result], explanation: Explanation) -> Diagnosis:
+    """Return the diagnosis: what is proven and what was seen; and of what neither explains, where it first goes wrong."""
+    proofs = explanation.proofs
+    seen_causes = {fact.cause for fact in explanation.facts}
+    hypotheses = sorted(
+        proofs[0].hypotheses if proofs else (), key=lambda hypothesis: hypothesis.cause not in seen_causes
+    )
+    facts, symptoms = _besides(hypotheses, explanation.facts)
     unfinished = [fact for fact in facts if "completed" in fact.checks]  # what did not run explains the most
-    said = {fact.cause: fact.lines for fact in unfinished}
-    said |= {one.cause: one.lines for one in first} | {fact.cause: fact.lines for fact in facts}
-    said = {cause: of_one for cause, of_one in said.items() if not _said_before(cause, said)}
-    lines = [line for of_one in said.values() for line in of_one]
+    all_lines: dict[Cause, Lines] = {fact.cause: fact.lines for fact in unfinished}
+    all_lines |= {hypothesis.cause: hypothesis.lines for hypothesis in hypotheses}
+    all_lines |= {fact.cause: fact.lines for fact in facts}
+    lines_of_causes: dict[Cause, Lines] = {}
+    for cause, cause_lines in all_lines.items():
+        if not _said_before(cause, all_lines):
+            lines_of_causes[cause] = cause_lines
+    lines: list[Line] = []
+    for cause_lines in lines_of_causes.values():
+        lines += cause_lines
     lines += [("also seen", fact.cause) for fact in symptoms]
-    ways = [tuple(one.cause for one in proof.hypotheses) for proof in found.proofs]
-    others = [way for way in dict.fromkeys(ways[1:]) if way != ways[0]]
-    lines += [("and" if place else "or else", cause) for way in others for place, cause in enumerate(way)]
-    left = {result.check: result for result in results if result.check in found.left and result.findings}
-    if left:
-        known = bool(found.proofs) and not found.proofs[0].renumbers
-        assumed = found.proofs[0].assumed if known else trial
-        if known:
-            again = {name: run_check(name, all_checks()[name].check, assumed) for name in left}
-            left = {name: result for name, result in again.items() if result.findings} or left
-        held = frozenset(result.check for result in results if result.verdict is Verdict.PASS)
-        place, more = _located(assumed, left, found.tried, held, bool(said))
-        label = "still failing" if known else "not explained"
-        aside = HARMLESS.issuperset(check for fact in facts for check in fact.checks)
-        most = not found.proofs and aside and bool(NUMBERS & {*left})
-        lines += [(label, place), *more] if said and not most else more
-        said = {place: (), **said} if most or not said else said
-    lines += [("not tried", text) for text in found.raised]
-    lines += [("not searched further", found.ended)] * bool(found.ended)
-    lines = [line for line in dict.fromkeys(lines) if line[1] not in said]
-    explained = _explained(found)
-    causes = tuple(_with_extent(cause, explained.get(cause, found.left), results) for cause in said)
-    return Diagnosis(causes, (*_assuming(found, results), *lines))
+    lines += _other_proofs(explanation)
+    unexplained = {result.check: result for result in results if result.check in explanation.left and result.findings}
+    if unexplained:
+        is_assumed = bool(proofs) and not proofs[0].renumbers
+        assumed = proofs[0].assumed if is_assumed else trial
+        if is_assumed:
+            rerun = {name: run_check(name, all_checks()[name].check, assumed) for name in unexplained}
+            unexplained = {name: result for name, result in rerun.items() if result.findings} or unexplained
+        passing = frozenset(result.check for result in results if result.verdict is Verdict.PASS)
+        location, location_lines = _located(assumed, unexplained, explanation.tried, passing, bool(lines_of_causes))
+        label = "still failing" if is_assumed else "not explained"
+        # where only harmless facts are known and numbers are wrong, the place of the wrong numbers is the cause
+        only_harmless = all(HARMLESS.issuperset(fact.checks) for fact in facts)
+        location_first = not proofs and only_harmless and bool(NUMBERS & {*unexplained})
+        if lines_of_causes and not location_first:
+            lines += [(label, location), *location_lines]
+        else:
+            lines += location_lines
+        if location_first or not lines_of_causes:
+            lines_of_causes = {location: (), **lines_of_causes}
+    lines += [("not tried", text) for text in explanation.raised]
+    if explanation.ended:
+        lines.append(("not searched further", explanation.ended))
+    lines = [line for line in dict.fromkeys(lines) if line[1] not in lines_of_causes]
+    explained = _explained(explanation)
+    causes = []
+    for cause in lines_of_causes:
+        causes.append(_with_extent(cause, explained.get(cause, explanation.left), results))
+    return Diagnosis(tuple(causes), (*_assuming(explanation, results), *lines))
 
 
-def _said_before(cause: Cause, said: Iterable[Cause]) -> bool:
-    """Whether an earlier cause of that kind says the same, and maybe more."""
-    earlier = itertools.takewhile(lambda one: one is not cause, said)
-    return bool(cause.observed) and any((one.kind, one.observed) == (cause.kind, cause.observed) for one in earlier)
+def _other_proofs(explanation: Explanation) -> Lines:
+    """Return the causes of the proofs that explain as much as the first one, each proof once."""
+    causes_of_proofs = []
+    for proof in explanation.proofs:
+        causes_of_proofs.append(tuple(hypothesis.cause for hypothesis in proof.hypotheses))
+    lines: list[Line] = []
+    for causes in dict.fromkeys(causes_of_proofs[1:]):
+        if causes != causes_of_proofs[0]:
+            lines += [("and" if index else "or else", cause) for index, cause in enumerate(causes)]
+    return tuple(lines)
 
 
-def _explained(found: Explanation) -> dict[Cause, tuple[str, ...]]:
+def _said_before(cause: Cause, causes: Iterable[Cause]) -> bool:
+    """Return whether an earlier cause of that kind says the same, and maybe more."""
+    earlier = itertools.takewhile(lambda other: other is not cause, causes)
+    return bool(cause.observed) and any(
+        (other.kind, other.observed) == (cause.kind, cause.observed) for other in earlier
+    )
+
+
+def _explained(explanation: Explanation) -> dict[Cause, tuple[str, ...]]:
     """Return the failing checks by what explains them."""
-    explained = {fact.cause: fact.checks for fact in found.facts}
-    for one in found.proofs[0].hypotheses if found.proofs else ():
-        explained[one.cause] = found.proofs[0].explained or one.seen
+    explained = {fact.cause: fact.checks for fact in explanation.facts}
+    if explanation.proofs:
+        proof = explanation.proofs[0]
+        for hypothesis in proof.hypotheses:
+            explained[hypothesis.cause] = proof.explained or hypothesis.seen
     return explained
 
 
 def _with_extent(cause: Cause, checks: Sequence[str], results: Sequence[Result]) -> Cause:
     """Return the cause with the failing checks that it explains, and where their findings are."""
     failed = [result for result in results if result.verdict is Verdict.FAIL and result.check in checks]
-    found = [finding for result in failed for finding in result.findings]
+    findings = list(itertools.chain.from_iterable(result.findings for result in failed))
+    ranks = set[int]()
+    for finding in findings:
+        ranks.update(finding.ranks)
     return replace(
         cause,
         explains=tuple(result.check for result in failed),
-        ranks=tuple(sorted({rank for one in found for rank in one.ranks})),
-        steps=tuple(sorted({one.step for one in found if one.step is not None})),
-        parameters=tuple(dict.fromkeys(one.name for one in found if one.kind == "parameter")),
+        ranks=tuple(sorted(ranks)),
+        steps=tuple(sorted({finding.step for finding in findings if finding.step is not None})),
+        parameters=tuple(dict.fromkeys(finding.name for finding in findings if finding.kind == "parameter")),
     )
 
 
-def _besides(first: Sequence[Hypothesis], facts: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
-    """Facts that are causes in addition to what is proven, and symptoms, which are causes if there is no other. A finding alone
-    adds nothing to a proven cause of its kind."""
-    proven = {one.cause.kind for one in first}
+def _besides(hypotheses: Sequence[Hypothesis], facts: Sequence[Fact]) -> tuple[list[Fact], list[Fact]]:
+    """Return facts that are causes in addition to what is proven, and symptoms, which are causes if there is no other.
+
+    A finding alone adds nothing to a proven cause of its kind.
+    """
+    proven = {hypothesis.cause.kind for hypothesis in hypotheses}
     new = [fact for fact in facts if fact.cause.observed or fact.cause.kind not in proven]
-    named, symptoms = [fact for fact in new if not fact.symptom], [fact for fact in new if fact.symptom]
-    return (named, symptoms) if first or named else (symptoms, [])
+    named = [fact for fact in new if not fact.symptom]
+    symptoms = [fact for fact in new if fact.symptom]
+    return (named, symptoms) if hypotheses or named else (symptoms, [])
 
 
-def _located(trial: Trial, left: Broken, tried: int, held: frozenset[str], rest: bool) -> tuple[Cause, Lines]:
-    """The first finding as it is, where even that raises."""
+def _located(
+    trial: Trial, unexplained: Broken, tried: int, passing: frozenset[str], others_explained: bool
+) -> tuple[Cause, Lines]:
+    """Return the place where checks that nothing explains first go wrong. Where that raises, return their first finding."""
     try:
-        return localise(trial, left, tried, held, rest=rest)
+        return localise(trial, unexplained, tried, passing, others_explained=others_explained)
     except Exception as error:
-        return Cause(KIND, "", finding=next(iter(left.values())).findings[0]), (
-            ("not located", f"{type(error).__name__}: {error}"),
-        )
+        cause = Cause(KIND, "", finding=next(iter(unexplained.values())).findings[0])
+        return cause, (("not located", f"{type(error).__name__}: {error}"),)
 
 
-def _assuming(found: Explanation, results: Sequence[Result]) -> Lines:
-    if not found.proofs:
+def _assuming(explanation: Explanation, results: Sequence[Result]) -> Lines:
+    """Return how many failing checks pass under what is proven; empty if nothing is."""
+    if not explanation.proofs:
         return ()
+    proof = explanation.proofs[0]
     failed = {result.check for result in results if result.verdict is Verdict.FAIL}
-    given = {check for one in found.proofs[0].hypotheses for check in one.given} & failed
-    broken, proven = len(failed - given), [check for check in found.proofs[0].explained if check not in given]
+    given = set[str]()
+    for hypothesis in proof.hypotheses:
+        given.update(hypothesis.given)
+    given &= failed
+    broken = len(failed - given)
+    proven = [check for check in proof.explained if check not in given]
     failed -= {*proven, *given}
-    seen = dict.fromkeys(check for fact in found.facts for check in fact.checks if check in failed)
-    aside = found.proofs[0].aside
-    rest = f"; taken as given: {', '.join(sorted(given))}" * bool(given)
-    rest += f"; seen, not proven: {', '.join(seen)}" * bool(seen)
-    fails = "no passing check fails" + " but {}, which is left aside".format(", ".join(aside)) * bool(aside)
-    return (("assuming this", f"{len(proven)} of {broken} failing checks pass, and {fails}{rest}"),)
+    seen_checks: dict[str, None] = {}
+    for fact in explanation.facts:
+        seen_checks |= dict.fromkeys(check for check in fact.checks if check in failed)
+    ending = ""
+    if given:
+        ending += f"; taken as given: {', '.join(sorted(given))}"
+    if seen_checks:
+        ending += f"; seen, not proven: {', '.join(seen_checks)}"
+    fails = "no passing check fails"
+    if proof.aside:
+        fails += f" but {', '.join(proof.aside)}, which is left aside"
+    return (("assuming this", f"{len(proven)} of {broken} failing checks pass, and {fails}{ending}"),)
 
 
 def what_weaker_tests_say(results: Sequence[Result]) -> Lines:
-    """The checks that pass although the trainer is wrong: what weaker tests would have said."""
+    """Return the checks that pass although the trainer is wrong: what weaker tests would have said."""
     passing = {result.check: result for result in results if result.verdict is Verdict.PASS}
     broken = {result.check for result in results if result.verdict is Verdict.FAIL}
     lines = []

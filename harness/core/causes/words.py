@@ -21,97 +21,128 @@ Pair = tuple[int, str]  # rank, fqn
 Arrays = dict[str, np.ndarray]  # by fqn
 
 
-def some(names: Sequence[str], most: int = 2) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def some(names: Sequence[str], most_names: int = 2) -> str:
+    """Return the first names, and how many more there are: "a, b and 3 more"."""
+    ending = f" and {len(names) - most_names} more" if len(names) > most_names else ""
+    return ", ".join(names[:most_names]) + ending
 
 
 def rank_words(ranks: Sequence[int]) -> str:
-    """rank 3, ranks [0,1]."""
+    """Return "rank 3" or "ranks [0,1]"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks_text(list(ranks))}"
 
 
 def steps_words(steps: Sequence[int]) -> str:
-    """step 3, steps 1, 2, 3."""
-    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+    """Return "step 3" or "steps 1, 2, 3"."""
+    noun = "steps" if len(steps) > 1 else "step"
+    return f"{noun} {', '.join(map(str, steps))}"
 
 
 def first_finding(findings: Sequence[Finding]) -> Finding:
     """Return the first finding, of all ranks of which the same is found."""
     first = findings[0]
-    alike = [one for one in findings if replace(one, ranks=first.ranks) == first]
-    return replace(first, ranks=tuple(sorted({rank for one in alike for rank in one.ranks})))
+    ranks = set[int]()
+    for finding in findings:
+        if replace(finding, ranks=first.ranks) == first:
+            ranks.update(finding.ranks)
+    return replace(first, ranks=tuple(sorted(ranks)))
 
 
 def elsewhere(findings: Sequence[Finding]) -> str:
-    """Name the ranks and steps that have a finding of the first one's quantity, beside it; empty if there are none."""
-    first, ranks = findings[0], {*first_finding(findings).ranks}
-    what = (first.kind, first.name, first.quantity)
-    others = [one for one in findings if (one.kind, one.name, one.quantity) == what]
-    on = sorted({rank for one in others for rank in one.ranks} - ranks)
-    steps = sorted({one.step for one in others if one.step is not None} - {first.step})
-    texts = [f"on {rank_words(on)}"] * bool(on) + [f"in {steps_words(steps)}"] * bool(steps)
+    """Return the ranks and steps that have a finding of the first one's quantity, beside it; empty if there are none."""
+    first = findings[0]
+    ranks = {*first_finding(findings).ranks}
+    key = (first.kind, first.name, first.quantity)
+    other_ranks = set[int]()
+    other_steps = set[int]()
+    for finding in findings:
+        if (finding.kind, finding.name, finding.quantity) == key:
+            other_ranks.update(finding.ranks)
+            if finding.step is not None and finding.step != first.step:
+                other_steps.add(finding.step)
+    other_ranks -= ranks
+    texts = []
+    if other_ranks:
+        texts.append(f"on {rank_words(sorted(other_ranks))}")
+    if other_steps:
+        texts.append(f"in {steps_words(sorted(other_steps))}")
     return f"also {' and '.join(texts)}" if texts else ""
 
 
 def on_ranks(trial: Trial, ranks: Iterable[int]) -> str:
-    """ " on ranks [0,1]"; nothing if it is all of them."""
+    """Return " on ranks [0,1]"; nothing if it is all of them."""
     ranks = sorted(set(ranks))
     return "" if len(ranks) == len(trial.ranks) else f" on {rank_words(ranks)}"
 
 
 def in_order(trial: Trial, fqns: Iterable[str]) -> list[str]:
-    """Each once, as the model has them."""
+    """Return each parameter once, in the model's order."""
     names = set(fqns)
     return [fqn for fqn in trial.plan.shapes if fqn in names]
 
 
 def in_parameters(trial: Trial, fqns: Iterable[str]) -> str:
-    """in every parameter, in 2 of 12 parameters (a, b)."""
-    fqns, total = in_order(trial, fqns), len(trial.plan.shapes)
+    """Return "in every parameter", or "in 2 of 12 parameters (a, b)"."""
+    fqns = in_order(trial, fqns)
+    total = len(trial.plan.shapes)
     if len(fqns) == total:
         return "in every parameter"
     return f"in {len(fqns)} of {total} parameters ({some(modules(trial, fqns))})"
 
 
 def modules(trial: Trial, fqns: Sequence[str]) -> list[str]:
-    """Layers of which all parameters are among them, and the other parameters, in order."""
+    """Return layers of which all parameters are among them, and the other parameters, in order."""
     layers = {fqn: ".".join(fqn.split(".")[:2]) for fqn in fqns if fqn.startswith("layers.")}
-    whole = {
-        one for one in layers.values() if all(fqn in layers for fqn in trial.plan.shapes if fqn.startswith(f"{one}."))
-    }
-    return list(dict.fromkeys(layers[fqn] if layers.get(fqn) in whole else fqn for fqn in fqns))
+    incomplete = set[str]()
+    for layer in layers.values():
+        if not all(fqn in layers for fqn in trial.plan.shapes if fqn.startswith(f"{layer}.")):
+            incomplete.add(layer)
+    names = []
+    for fqn in fqns:
+        is_whole = fqn in layers and layers[fqn] not in incomplete
+        names.append(layers[fqn] if is_whole else fqn)
+    return list(dict.fromkeys(names))
 
 
 def where_text(trial: Trial, pairs: Iterable[Pair]) -> str:
-    """in 2 of 12 parameters (a, b) on ranks [0,1]. Says so where that is a union: where a rank holds more of them than it has
-    in `pairs`."""
+    """Return "in 2 of 12 parameters (a, b) on ranks [0,1]".
+
+    The text says so where that is a union: where a rank holds more of them than it has in `pairs`.
+    """
     pairs = set(pairs)
     return in_parameters(trial, (fqn for _, fqn in pairs)) + on_their_ranks(trial, pairs)
 
 
 def on_their_ranks(trial: Trial, pairs: Iterable[Pair]) -> str:
-    """on_ranks, and whether some of these ranks hold more of these parameters than they have in `pairs`."""
+    """Return on_ranks, and whether some of these ranks hold more of these parameters than they have in `pairs`."""
     pairs = set(pairs)
-    fqns, ranks = {fqn for _, fqn in pairs}, {rank for rank, _ in pairs}
-    held = {(rank, one.fqn) for rank in ranks for one in trial.ranks[rank].parameters if one.value.size}
-    union = not trial.plan.state_slices and any(pair not in pairs for pair in held if pair[1] in fqns)
-    return on_ranks(trial, ranks) + ", on some ranks only in a part of them" * union
+    fqns = {fqn for _, fqn in pairs}
+    ranks = {rank for rank, _ in pairs}
+    text = on_ranks(trial, ranks)
+    for rank in ranks:
+        held_fqns = {tensor.fqn for tensor in trial.ranks[rank].parameters if tensor.value.size}
+        has_more = any((rank, fqn) not in pairs for fqn in held_fqns & fqns)
+        if has_more and not trial.plan.state_slices:
+            return f"{text}, on some ranks only in a part of them"
+    return text
 
 
 def extent(trial: Trial, findings: Iterable[Finding]) -> str:
-    """In which parameters and on which ranks these are, where that is more than the first one says."""
-    pairs = {(rank, one.name) for one in findings if one.kind == "parameter" for rank in one.ranks}
-    known = {at for at in pairs if at[1] in trial.plan.shapes and at[0] in trial.ranks}
-    return where_text(trial, known) if len(known) > 1 else ""
+    """Return in which parameters and on which ranks these are, where that is more than the first one says."""
+    pairs = set[Pair]()
+    for finding in findings:
+        if finding.kind == "parameter" and finding.name in trial.plan.shapes:
+            pairs.update((rank, finding.name) for rank in finding.ranks if rank in trial.ranks)
+    return where_text(trial, pairs) if len(pairs) > 1 else ""
 
 
 def from_step(trial: Trial, step: int) -> str:
-    """From step 2 on; "in step 3" of the last, after which there is none to show it."""
+    """Return "from step 2 on"; "in step 3" of the last, after which there is none to show it."""
     return f"in step {step}" if step >= trial.case.steps[-1] else f"from step {step} on"
 
 
 def groups_text(groups: Sequence[tuple[int, ...]]) -> str:
+    """Return the groups in brackets: the first two, dots and the last one if there are more than three."""
     shown = [ranks_text(group) for group in groups]
     return " ".join(shown if len(shown) <= 3 else [*shown[:2], "..", shown[-1]])
 
@@ -122,27 +153,33 @@ def finding_line(result: Result) -> Line:
 
 
 def traffic_lines(trial: Trial) -> Iterator[tuple[str, str]]:
-    """The first rank's planned flows that did not happen as planned, in the first step; of a recorded job, that moved less."""
+    """Yield the first rank's planned flows that did not happen as planned, in the first step.
+
+    Of a recorded job, yield those that moved less.
+    """
     declared = "declared" in trial.run.provided
-    rank, least = min(trial.ranks), "" if declared else "at least "
+    rank = min(trial.ranks)
+    least = "" if declared else "at least "
     planned = (flow for flow in trial.plan.flows[rank] if declared or flow.role in OF_PARAMETERS)
-    seen = observed_traffic(trial, trial.ranks[rank], trial.first_step)
-    outside = observed_outside(trial.ranks[rank], trial.first_step)
+    bytes_inside = observed_traffic(trial, trial.ranks[rank], trial.first_step)
+    bytes_outside = observed_outside(trial.ranks[rank], trial.first_step)
     for (axis, op, phase), flows in _by_collective(planned).items():
-        key, wanted = (trial.plan.group_of(rank, axis), op, phase), sum(flow.bytes for flow in flows)
-        moved = seen.get(key, 0) if phase != OUTSIDE else min(wanted, outside.get(key, 0))
-        enough = moved == wanted or (least and moved > wanted)
+        key = (trial.plan.group_of(rank, axis), op, phase)
+        planned_bytes = sum(flow.bytes for flow in flows)
+        moved = bytes_inside.get(key, 0) if phase != OUTSIDE else min(planned_bytes, bytes_outside.get(key, 0))
+        enough = moved == planned_bytes or (least and moved > planned_bytes)
         if not enough and not all(flow.optional for flow in flows):
             over = ranks_text(key[0]) if axis.startswith("post_forward") else axis  # which nobody wrote
             when = "outside of forward and backward" if phase == OUTSIDE else f"in {phase}"
-            what = f"{' and '.join(flow.role for flow in flows)}: {op} over {over} {when}"
-            expected = f"expected {least}{bytes_text(wanted)} in step {trial.first_step}"
-            yield "traffic", f"{what}: {expected}, observed {bytes_text(moved)}"
+            collective = f"{' and '.join(flow.role for flow in flows)}: {op} over {over} {when}"
+            expected = f"expected {least}{bytes_text(planned_bytes)} in step {trial.first_step}"
+            yield "traffic", f"{collective}: {expected}, observed {bytes_text(moved)}"
 
 
 def _by_collective(flows: Iterable[Flow]) -> dict[tuple[str, str, str], list[Flow]]:
-    """Group flows that cannot be distinguished: over cp both parameters and keys are gathered."""
-    found: dict[tuple[str, str, str], list[Flow]] = {}
+    """Return flows by (axis, op, phase). Those of one key cannot be distinguished: over cp both parameters and keys are
+    gathered."""
+    flows_by_collective: dict[tuple[str, str, str], list[Flow]] = {}
     for flow in flows:
-        found.setdefault((flow.axis, flow.op, flow.phase), []).append(flow)
-    return found
+        flows_by_collective.setdefault((flow.axis, flow.op, flow.phase), []).append(flow)
+    return flows_by_collective

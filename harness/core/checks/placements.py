@@ -93,7 +93,7 @@ def _held(trial: Trial, rank: int) -> tuple[str, ...]:
 
 
 def _units_line(trial: Trial, units: frozenset[Unit]) -> str:
-    return units_text(sorted(units), trial.case.shards, most=4) or "no others"
+    return units_text(sorted(units), trial.case.shards, most_units=4) or "no others"
 
 
 def _tensor_findings(trial: Trial, rank: int, tensor: TensorEvidence) -> list[Finding]:

@@ -16,39 +16,51 @@ HALVES = (("attention_norm", "attention", ("wq", "wk", "wv"), "wo"), ("ffn_norm"
 
 
 def has_frozen(case: Case) -> bool:
+    """Return whether the recipe freezes a parameter."""
     return len(trained(case, case.model.parameter_shapes())) < len(case.model.parameter_shapes())
 
 
-def trained(case: Case, held: Mapping[str, T]) -> dict[str, T]:
-    """Return what there is of parameters that are trained."""
-    return {fqn: value for fqn, value in held.items() if trains(case.training, fqn)}
+def trained(case: Case, values: Mapping[str, T]) -> dict[str, T]:
+    """Return the values, by fqn, of parameters that are trained."""
+    return {fqn: value for fqn, value in values.items() if trains(case.training, fqn)}
 
 
 def gathered_in_backward(case: Case, units: Sequence[Unit]) -> list[Unit]:
-    """Return the units, in forward's order, that FSDP2 gathers for backward: from the first one of which the result has a
-    gradient. The one before is gathered for nothing, because each unit has its predecessor fetched ahead."""
-    first = next((n for n, unit in enumerate(units) if any(trains(case.training, f) for f in unit.parameters)), 0)
+    """Return the units, in forward's order, that FSDP2 gathers for backward.
+
+    They begin with the first one of which the result has a gradient. The one before is gathered for nothing, because each
+    unit has its predecessor fetched ahead.
+    """
+    first_trained = 0
+    for index, unit in enumerate(units):
+        if any(trains(case.training, fqn) for fqn in unit.parameters):
+            first_trained = index
+            break
     at_start = case.model.tied_embeddings and trains(case.training, "tok_embeddings.weight")
-    return [*units] if at_start else [*units[max(0, first - 1) :]]
+    return [*units] if at_start else [*units[max(0, first_trained - 1) :]]
 
 
 class Gradients(NamedTuple):
-    """What has a gradient, by module: its input, and its result."""
+    """Modules, and whether they have a gradient."""
 
     into: Mapping[str, bool]
+    """Module -> whether its input has a gradient."""
     out_of: Mapping[str, bool]
+    """Module -> whether its result has a gradient."""
 
 
 @functools.lru_cache(maxsize=64)
 def gradients_of_activations(model: ModelConfig, training: TrainingConfig) -> Gradients:
-    """A result has a gradient if something is trained in what it is made of."""
+    """Return which modules' inputs and results have a gradient: a result has one if something is trained in what it is made
+    of."""
 
     def is_trained(module: str) -> bool:
         weights = (f"{module}.weight", *(model.lora.shapes(f"{module}.weight", (0, 0)) if model.lora else ()))
         return any(trains(training, fqn) for fqn in weights)
 
     stream = is_trained("tok_embeddings")
-    into, out_of = dict[str, bool](), {"tok_embeddings": stream}
+    into = dict[str, bool]()
+    out_of = {"tok_embeddings": stream}
     for layer in range(model.n_layers):
         for norm, module, shared, last in HALVES:
             prefix = f"layers.{layer}.{module}"
@@ -68,38 +80,59 @@ def differentiated_layers(case: Case, layers: Sequence[int]) -> int:
 
 
 def products_of_block(model: ModelConfig, *, merged: bool) -> int:
-    """Return the matmuls of a block's forward, whose matrices are all apart. merged: whether an adapter's halves are multiplied
-    with each other and added to their matrix, rather than applied one after the other."""
-    matrices = sum(len(shared) + 1 for _, _, shared, _ in HALVES)
-    return matrices + (len(model.lora.targets) * (1 if merged else 2) if model.lora else 0)
+    """Return the matmuls of a block's forward, whose matrices are all apart.
+
+    merged: whether an adapter's halves are multiplied with each other and added to their matrix, rather than applied one
+    after the other.
+    """
+    matmuls = sum(len(shared) + 1 for _, _, shared, _ in HALVES)
+    if model.lora:
+        matmuls += len(model.lora.targets) * (1 if merged else 2)
+    return matmuls
 
 
 def products_left_out(case: Case, layers: Sequence[int], *, outputs: int, merged: bool = False) -> int:
-    """Return how many matmuls fewer than two for each of forward's a step's backward has: those of frozen weights' gradients,
-    and of inputs without one. outputs: how often a pass applies the output layer, such as once for each chunk of a loss.
-    merged: as in `products_of_block`; a frozen matrix then has a gradient that goes on to the adapter's halves."""
-    model, training, count = case.model, case.training, 0
+    """Return how many matmuls fewer than two for each of forward's a step's backward has.
+
+    They are those of frozen weights' gradients, and of inputs without one. outputs: how often a pass applies the output
+    layer, such as once for each chunk of a loss. merged: as in `products_of_block`; a frozen matrix then has a gradient that
+    goes on to the adapter's halves.
+    """
+    model = case.model
+    training = case.training
+    count = 0
     into = gradients_of_activations(model, training).into
-    mine = (*(f"layers.{layer}." for layer in layers), *(["output"] if outputs else []))
-    for module in (module for module in into if module.startswith(mine)):
+    prefixes = (*(f"layers.{layer}." for layer in layers), *(["output"] if outputs else []))
+    for module in into:
+        if not module.startswith(prefixes):
+            continue
         tied = module == "output" and model.tied_embeddings
         weight = "tok_embeddings.weight" if tied else f"{module}.weight"
         if merged and (halves := _halves(model, module)):
-            a, b = (trains(training, fqn) for fqn in halves)
-            left = (not into[module]) + (not (a or b or trains(training, weight))) + (not a) + (not b)
+            trains_a, trains_b = (trains(training, fqn) for fqn in halves)
+            fewer = (
+                (not into[module])
+                + (not (trains_a or trains_b or trains(training, weight)))
+                + (not trains_a)
+                + (not trains_b)
+            )
         else:
-            left = (not into[module]) + (not trains(training, weight))
-            left += _of_adapter(model, training, module, into[module])
-        count += left * (outputs if module == "output" else 1)
+            fewer = (not into[module]) + (not trains(training, weight))
+            fewer += _of_adapter(model, training, module, into[module])
+        count += fewer * (outputs if module == "output" else 1)
     return case.passes * count
 
 
 def _of_adapter(model: ModelConfig, training: TrainingConfig, module: str, into: bool) -> int:
+    """Return how many matmuls fewer than two for each of forward's the backward of a module's adapter has; 0 without one.
+
+    into: whether the module's input has a gradient.
+    """
     halves = _halves(model, module)
     if not halves:
         return 0
-    a, b = (trains(training, fqn) for fqn in halves)
-    return (not into) + (not a) + (not (into or a)) + (not b)
+    trains_a, trains_b = (trains(training, fqn) for fqn in halves)
+    return (not into) + (not trains_a) + (not (into or trains_a)) + (not trains_b)
 
 
 def _halves(model: ModelConfig, module: str) -> tuple[str, ...]:

@@ -16,39 +16,46 @@ from harness.reference.config import trains
 
 
 def rank_grid(dims: ParallelDims) -> np.ndarray:
-    """int64 [pp, dp_replicate, dp_shard, cp, tp]: the rank at each place of the mesh."""
+    """Return the rank at each place of the mesh. int64 [pp, dp_replicate, dp_shard, cp, tp]"""
     return np.arange(dims.world_size).reshape(dims.degrees)
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def coordinate(dims: ParallelDims, rank: int) -> Mapping[str, int]:
-    """The rank's index on every axis, by the axis's name, degree 1 included."""
-    place = np.unravel_index(rank, dims.degrees)
-    return {axis: int(index) for axis, index in zip(AXES, place, strict=True)}
+    """Return the rank's index on every axis, by the axis's name, degree 1 included."""
+    indices = np.unravel_index(rank, dims.degrees)
+    return {axis: int(index) for axis, index in zip(AXES, indices, strict=True)}
 
 
 def groups(dims: ParallelDims, *axes: str) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks that differ only along `axes`, each ascending; a partition of the world."""
+    """Return the groups of ranks that differ only along `axes`, each ascending; a partition of the world."""
     grid = rank_grid(dims)
-    moved = np.moveaxis(grid, [AXES.index(axis) for axis in axes], range(-len(axes), 0))
-    lines = moved.reshape(-1, math.prod(getattr(dims, axis) for axis in axes))
-    return tuple(tuple(sorted(int(rank) for rank in line)) for line in lines)
+    axes_last = np.moveaxis(grid, [AXES.index(axis) for axis in axes], range(-len(axes), 0))
+    lines = axes_last.reshape(-1, math.prod(getattr(dims, axis) for axis in axes))
+    return tuple(tuple(sorted(map(int, line))) for line in lines)
 
 
 def groups_by_axis(case: Case, units: Iterable[list[Unit]]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return the groups of each axis of degree above 1, folded ones and those of slices after forward included."""
+    """Return the groups of each axis of degree above 1, folded ones and those of slices after forward included.
+
+    units: FSDP2's, of each kind of ranks.
+    """
     dims = case.dims
-    found = {axis: groups(dims, axis) for axis in AXES if getattr(dims, axis) > 1}
+    groups_of = {axis: groups(dims, axis) for axis in AXES if getattr(dims, axis) > 1}
     if dims.dp_shard > 1 and dims.cp > 1 and case.data_dims.over_cp:
-        found["dp_shard_cp"] = groups(dims, "dp_shard", "cp")
+        groups_of["dp_shard_cp"] = groups(dims, "dp_shard", "cp")
     if case.replicate_axis == "dp_replicate_cp":
-        found["dp_replicate_cp"] = groups(dims, "dp_replicate", "cp")
+        groups_of["dp_replicate_cp"] = groups(dims, "dp_replicate", "cp")
     if tied_axis(case) == ENDS:
-        found[ENDS] = tuple((line[0], line[-1]) for line in found["pp"])
-    for degree in sorted({unit.degree for mine in units for unit in mine}):
-        if (axis := gathered_over(case, degree)) not in (shard_axis(case.data_dims), ""):
-            found[axis] = _post_forward_groups(found[shard_axis(case.data_dims)], degree)
-    return found
+        groups_of[ENDS] = tuple((line[0], line[-1]) for line in groups_of["pp"])
+    degrees = set[int]()
+    for units_of_kind in units:
+        degrees.update(unit.degree for unit in units_of_kind)
+    for degree in sorted(degrees):
+        axis = gathered_over(case, degree)
+        if axis not in (shard_axis(case.data_dims), ""):
+            groups_of[axis] = _post_forward_groups(groups_of[shard_axis(case.data_dims)], degree)
+    return groups_of
 
 
 ENDS = "pp_ends"
@@ -56,8 +63,10 @@ ENDS = "pp_ends"
 
 
 def tied_axis(case: Case) -> str:
-    """The axis over which the copies of a tied embedding lie, of which the gradients are summed; empty where a rank has both
-    stages, or nothing is summed."""
+    """Return the axis over which the copies of a tied embedding lie, of which the gradients are summed.
+
+    Empty where a rank has both stages, or nothing is summed.
+    """
     sums = case.model.tied_embeddings and trains(case.training, "tok_embeddings.weight")
     if case.dims.pp == 1 or not sums or case.features.schedule in V_SHAPED:
         return ""
@@ -65,7 +74,7 @@ def tied_axis(case: Case) -> str:
 
 
 def gathered_over(case: Case, degree: int) -> str:
-    """The axis on which backward gathers what stayed cut over `degree` ranks; empty if it stayed whole."""
+    """Return the axis on which backward gathers what stayed cut over `degree` ranks; empty if it stayed whole."""
     if case.shards == 1 or degree == 1:
         return ""
     if isinstance(case.features.reshard_after_forward, int):
@@ -74,23 +83,36 @@ def gathered_over(case: Case, degree: int) -> str:
 
 
 def _post_forward_groups(shards: tuple[tuple[int, ...], ...], degree: int) -> tuple[tuple[int, ...], ...]:
-    """Neighbours in a shard group, `degree` of them: each such group holds all parameters between forward and backward."""
-    return tuple(group[start : start + degree] for group in shards for start in range(0, len(group), degree))
+    """Return neighbours in a shard group, `degree` of them.
+
+    Each such group holds all parameters between forward and backward.
+    """
+    neighbours = []
+    for group in shards:
+        for start in range(0, len(group), degree):
+            neighbours.append(group[start : start + degree])
+    return tuple(neighbours)
 
 
 def shard_axis(dims: ParallelDims) -> str:
-    """Context parallel ranks hold equal parameters, so FSDP usually shards over them as well."""
+    """Return the axis that FSDP shards over.
+
+    Context parallel ranks hold equal parameters, so FSDP usually shards over them as well.
+    """
     if dims.cp == 1 or not dims.over_cp:
         return "dp_shard"
     return "dp_shard_cp" if dims.dp_shard > 1 else "cp"
 
 
 def shard_place(dims: ParallelDims, rank: int) -> tuple[int, int]:
-    """(degree, index) of data-parallel sharding."""
-    at = coordinate(dims, rank)
-    return dims.shards, at["dp_shard"] * dims.cp + at["cp"] if dims.over_cp else at["dp_shard"]
+    """Return (degree, index) of data-parallel sharding."""
+    index_by_axis = coordinate(dims, rank)
+    index = index_by_axis["dp_shard"]
+    if dims.over_cp:
+        index = index * dims.cp + index_by_axis["cp"]
+    return dims.shards, index
 
 
 def tp_place(dims: ParallelDims, rank: int) -> tuple[int, int]:
-    """(degree, index) of tensor parallel."""
+    """Return (degree, index) of tensor parallel."""
     return dims.tp, coordinate(dims, rank)["tp"]

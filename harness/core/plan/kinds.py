@@ -23,8 +23,9 @@ class PerRank(Mapping[int, T]):
     """A value for each rank, made when first read, once for all ranks of a kind. They share it: it must not be changed."""
 
     def __init__(self, kinds: Mapping[int, Hashable], make: Callable[[int], T]) -> None:
-        """make: of any rank of a kind what all of them have."""
-        self.kinds, self._make = kinds, make
+        """kinds: the kind of each rank. make(rank) returns the value shared by all ranks of that rank's kind."""
+        self.kinds = kinds
+        self._make = make
         self._made: dict[Hashable, T] = {}
 
     def __getitem__(self, rank: int) -> T:
@@ -43,14 +44,14 @@ class PerRank(Mapping[int, T]):
         return repr(dict(self))
 
     def firsts(self) -> list[int]:
-        """The first rank of each kind."""
-        found: dict[Hashable, int] = {}
+        """Return the first rank of each kind."""
+        first_ranks: dict[Hashable, int] = {}
         for rank, kind in self.kinds.items():
-            found.setdefault(kind, rank)
-        return list(found.values())
+            first_ranks.setdefault(kind, rank)
+        return list(first_ranks.values())
 
     def of_each_kind(self) -> Iterator[T]:
-        """What ranks have, once for each kind."""
+        """Yield the value of each kind, once, in the order of their first ranks."""
         return (self[rank] for rank in self.firsts())
 
 
@@ -58,68 +59,94 @@ class Place(NamedTuple):
     """A rank's place among those that hold different slices. Replicas have the same place."""
 
     pp: int
+    """Index along pp."""
     shard: int
+    """Index of data-parallel sharding, over dp_shard and cp folded."""
     tp: int
+    """Index along tp."""
 
 
 def places_of_ranks(dims: ParallelDims) -> dict[int, Place]:
-    """shard: over dp_shard and cp folded, as in `shard_place`."""
-    pp, _, dp_shard, cp, tp = (index.tolist() for index in np.unravel_index(np.arange(dims.world_size), dims.degrees))
-    folded = (outer * dims.cp + inner for outer, inner in zip(dp_shard, cp, strict=True)) if dims.over_cp else dp_shard
-    return dict(enumerate(map(Place, pp, folded, tp)))
+    """Return the place of each rank. Its shard is over dp_shard and cp folded, as in `shard_place`."""
+    indices = np.unravel_index(np.arange(dims.world_size), dims.degrees)
+    pp, _, dp_shard, cp, tp = (index.tolist() for index in indices)
+    shards = dp_shard
+    if dims.over_cp:
+        shards = [outer * dims.cp + inner for outer, inner in zip(dp_shard, cp, strict=True)]
+    return dict(enumerate(map(Place, pp, shards, tp)))
 
 
 def kinds_of_ranks(
     dims: ParallelDims,
     places: Mapping[int, Place],
-    held: PerRank[Shapes],
+    shapes: PerRank[Shapes],
     units: PerRank[list[Unit]],
     traits: TrainerTraits,
 ) -> dict[int, int]:
-    """Ranks are of a kind if they run the same stages, FSDP gathers the same units on them, and their slices have equal sizes.
+    """Return the kind of each rank, by number.
+
+    Ranks are of a kind if they run the same stages, FSDP gathers the same units on them, and their slices have equal sizes.
     The slices are those of stored parameters, of parameters after forward, and of all parameters as tp leaves them.
 
-    held: the shapes of the parameters of a rank's stages, by fqn; kinds are pp indices.
+    shapes: the shapes of the parameters of a rank's stages, by fqn; kinds are pp indices.
     """
     shards = dims.shards
     cuts = traits.measured.cut_dims
-    chosen: list[dict[Cut, str]] = []
-    alike = {held.kinds[rank]: _place_of(_one_of_each(held[rank], cuts), chosen) for rank in held.firsts()}
-    whole = _place_of({cut: fqn for of in chosen for cut, fqn in of.items()}, chosen)
+    known_sets: list[dict[Cut, str]] = []
+    set_of_pp = {}
+    for rank in shapes.firsts():
+        set_of_pp[shapes.kinds[rank]] = _place_of(_one_of_each(shapes[rank], cuts), known_sets)
+    all_cuts: dict[Cut, str] = {}
+    for fqn_by_cut in known_sets:
+        all_cuts |= fqn_by_cut
+    full_set_number = _place_of(all_cuts, known_sets)
 
     @functools.cache
-    def sizes(of: int, tp: int, degree: int, index: int) -> tuple[int, ...]:
-        places = (dims.tp, tp), (degree, index)
-        return tuple(numel(slice_of(fqn, shape, *places, cut_dim)) for (shape, _, cut_dim), fqn in chosen[of].items())
+    def sizes(set_number: int, tp_index: int, degree: int, index: int) -> tuple[int, ...]:
+        """Return the elements that a rank has of each parameter of a set."""
+        numels = []
+        for (shape, _, cut_dim), fqn in known_sets[set_number].items():
+            numels.append(numel(slice_of(fqn, shape, (dims.tp, tp_index), (degree, index), cut_dim)))
+        return tuple(numels)
 
     @functools.cache
-    def parts(of: int, tp: int, shard: int, degrees: tuple[int, ...]) -> Hashable:
-        """Stages in the middle of a model have parameters of the same shapes."""
-        return sizes(whole, tp, 1, 0), *(sizes(of, tp, degree, shard % degree) for degree in (shards, *degrees))
+    def parts(set_number: int, tp_index: int, shard: int, degrees: tuple[int, ...]) -> Hashable:
+        """Return the sizes of a rank's slices, and of all parameters as tp leaves them.
 
-    def kind(place: Place, degrees: tuple[int, ...]) -> Hashable:
-        return place.pp, parts(alike[place.pp], place.tp, place.shard, degrees)
+        Stages in the middle of a model have parameters of the same shapes.
+        """
+        sizes_of_slices = (sizes(set_number, tp_index, degree, shard % degree) for degree in (shards, *degrees))
+        return sizes(full_set_number, tp_index, 1, 0), *sizes_of_slices
+
+    def kind(rank_place: Place, degrees: tuple[int, ...]) -> Hashable:
+        set_number = set_of_pp[rank_place.pp]
+        return rank_place.pp, parts(set_number, rank_place.tp, rank_place.shard, degrees)
 
     degrees = PerRank(units.kinds, lambda rank: tuple(sorted({unit.degree for unit in units[rank]})))
-    return numbered({rank: (units.kinds[rank], kind(place, degrees[rank])) for rank, place in places.items()})
+    kinds = {}
+    for rank, rank_place in places.items():
+        kinds[rank] = (units.kinds[rank], kind(rank_place, degrees[rank]))
+    return numbered(kinds)
 
 
 def numbered(kinds: Mapping[int, Hashable]) -> dict[int, int]:
-    """Kinds by number, in the order of their first ranks."""
+    """Return kinds by number, in the order of their first ranks."""
     numbers: dict[Hashable, int] = {}
     return {rank: numbers.setdefault(kind, len(numbers)) for rank, kind in kinds.items()}
 
 
-def _place_of(one: dict[Cut, str], known: list[dict[Cut, str]]) -> int:
-    """Return where this stands among the known ones, which it joins if it is new. Names of layers do not count."""
-    same = (place for place, other in enumerate(known) if other.keys() == one.keys())
-    if (place := next(same, None)) is None:
-        known.append(one)
-        return len(known) - 1
-    return place
+def _place_of(fqn_by_cut: dict[Cut, str], known_sets: list[dict[Cut, str]]) -> int:
+    """Return the index of a set of cuts among the known ones, which it joins if it is new. Names of layers do not count."""
+    for index, known_set in enumerate(known_sets):
+        if known_set.keys() == fqn_by_cut.keys():
+            return index
+    known_sets.append(fqn_by_cut)
+    return len(known_sets) - 1
 
 
 def _one_of_each(shapes: Shapes, cuts: Mapping[str, int]) -> dict[Cut, str]:
-    """Return one name for each way of cutting a shape: parameters of one shape that tp and FSDP cut along the same dims have
-    equal slices."""
+    """Return one name for each way of cutting a shape.
+
+    Parameters of one shape that tp and FSDP cut along the same dims have equal slices.
+    """
     return {(shape, tp_dim(fqn), cuts.get(fqn, 0)): fqn for fqn, shape in shapes.items()}

@@ -90,28 +90,38 @@ def _flows(
     case: Case, traits: TrainerTraits, units: PerRank[list[Unit]], kinds: Mapping[int, int], step: int
 ) -> PerRank[tuple[Flow, ...]]:
     """Return the traffic of a step."""
-    of = case.at(step)
-    return PerRank(kinds, lambda rank: flows_of_rank(of, traits, rank, case.seq_len(step), units[rank]))
+    case_at_step = case.at(step)
+    return PerRank(kinds, lambda rank: flows_of_rank(case_at_step, traits, rank, case.seq_len(step), units[rank]))
 
 
 def _ranks(
     case: Case, traits: TrainerTraits, shapes: Shapes, flat: tuple[FlatUnit, ...], units: PerRank[list[Unit]]
 ) -> tuple[PerRank[tuple[int, ...]], PerRank[dict[str, Slice]], dict[int, int]]:
-    """The stages that ranks run, the slices that they hold, and of which kind they are. Flattened, each place is a kind."""
+    """Return the stages that ranks run, the slices that they hold, and of which kind they are. Flattened, each place is a
+    kind."""
     places = places_of_ranks(case.data_dims)
-    stages = PerRank({rank: place.pp for rank, place in places.items()}, lambda rank: stages_of_rank(case, rank))
-    held = PerRank(stages.kinds, lambda rank: _shapes_of_stages(case, stages[rank], shapes))
-    slices = PerRank(places, lambda rank: _slices(case, traits, rank, held[rank], flat))
+    pp_indices = {rank: rank_place.pp for rank, rank_place in places.items()}
+    stages = PerRank(pp_indices, lambda rank: stages_of_rank(case, rank))
+    shapes_of_ranks = PerRank(stages.kinds, lambda rank: _shapes_of_stages(case, stages[rank], shapes))
+    slices = PerRank(places, lambda rank: _slices(case, traits, rank, shapes_of_ranks[rank], flat))
     if flat:
-        return stages, slices, numbered({rank: (place, units.kinds[rank]) for rank, place in places.items()})
-    return stages, slices, kinds_of_ranks(case.data_dims, places, held, units, traits)
+        kinds = numbered({rank: (rank_place, units.kinds[rank]) for rank, rank_place in places.items()})
+    else:
+        kinds = kinds_of_ranks(case.data_dims, places, shapes_of_ranks, units, traits)
+    return stages, slices, kinds
 
 
 def _shapes(case: Case, traits: TrainerTraits) -> tuple[tuple[FlatUnit, ...], dict[str, tuple[int, ...]]]:
-    """The vectors that are cut in place of parameters, if any, and the shape of each parameter, which then is a vector too."""
+    """Return the vectors that are cut in place of parameters, if any, and the shape of each parameter.
+
+    A parameter that is part of a vector has one dim.
+    """
     flat: tuple[FlatUnit, ...] = flat_units(case, traits.vector_order) if case.wrapper == "fsdp1" else ()
     flat = zero_units(case, traits) if case.wrapper in ZERO else flat
-    return flat, {fqn: (math.prod(shape),) if flat else shape for fqn, shape in case.model.parameter_shapes().items()}
+    shapes = case.model.parameter_shapes()
+    if flat:
+        return flat, {fqn: (math.prod(shape),) for fqn, shape in shapes.items()}
+    return flat, {**shapes}
 
 
 def _with_frozen(case: Case, plan: Plan) -> Plan:
@@ -119,11 +129,11 @@ def _with_frozen(case: Case, plan: Plan) -> Plan:
     if not has_frozen(case):
         return plan
 
-    def kept(rank: int) -> tuple[int, int]:
+    def trained_bytes(rank: int) -> tuple[int, int]:
         return parameter_bytes(case, plan.traits, rank, trained(case, plan.slices[rank]), plan.flat)
 
     ranks = {rank: rank for rank in range(case.dims.world_size)}
-    return replace(plan, gradient_bytes=PerRank(ranks, kept), state_bytes=PerRank(ranks, kept))
+    return replace(plan, gradient_bytes=PerRank(ranks, trained_bytes), state_bytes=PerRank(ranks, trained_bytes))
 
 
 def _with_zero(case: Case, plan: Plan) -> Plan:
@@ -131,9 +141,10 @@ def _with_zero(case: Case, plan: Plan) -> Plan:
     if case.wrapper not in ZERO:
         return plan
     ranks = {rank: rank for rank in range(case.dims.world_size)}
-    held = PerRank(ranks, lambda rank: {fqn: plan.shapes[fqn] for fqn in plan.slices[rank]})
+    shapes = PerRank(ranks, lambda rank: {fqn: plan.shapes[fqn] for fqn in plan.slices[rank]})
     cut = PerRank(
-        ranks, lambda rank: flat_slices(plan.flat, held[rank], *shard_place(case.dims, rank), tp_place(case.dims, rank))
+        ranks,
+        lambda rank: flat_slices(plan.flat, shapes[rank], *shard_place(case.dims, rank), tp_place(case.dims, rank)),
     )
     kept = PerRank(ranks, lambda rank: state_bytes(case, cut[rank], plan.flat))
     gradients = {} if case.wrapper == "zero1" else kept
@@ -141,19 +152,25 @@ def _with_zero(case: Case, plan: Plan) -> Plan:
 
 
 def _claims(case: Case, observed: Observed | None) -> dict[int, int]:
-    """Kinds of ranks by what their wrappers claim: those that claim the same have the same units."""
-    seen = observed or {}
-    return numbered({rank: tuple(seen.get(rank, ())) for rank in range(case.dims.world_size)})
+    """Return kinds of ranks by what their wrappers claim: those that claim the same have the same units."""
+    claimed_units = observed or {}
+    return numbered({rank: tuple(claimed_units.get(rank, ())) for rank in range(case.dims.world_size)})
 
 
 def _shapes_of_stages(case: Case, stages: Sequence[int], shapes: Shapes) -> Shapes:
     """Return the shapes of the parameters of these stages, by fqn."""
-    return {fqn: shapes[fqn] for stage in stages for fqn in parameters_of_stage(case, stage)}
+    shapes_of_stages = {}
+    for stage in stages:
+        for fqn in parameters_of_stage(case, stage):
+            shapes_of_stages[fqn] = shapes[fqn]
+    return shapes_of_stages
 
 
-def _slices(case: Case, traits: TrainerTraits, rank: int, held: Shapes, flat: tuple[FlatUnit, ...]) -> dict[str, Slice]:
-    """What a rank holds of each parameter of its stages, by fqn."""
-    place = shard_place(case.data_dims, rank) if case.shards > 1 else (1, 0)
+def _slices(
+    case: Case, traits: TrainerTraits, rank: int, shapes: Shapes, flat: tuple[FlatUnit, ...]
+) -> dict[str, Slice]:
+    """Return what a rank holds of each parameter of its stages, by fqn. shapes: of these parameters."""
+    shard = shard_place(case.data_dims, rank) if case.shards > 1 else (1, 0)
     if flat:
-        return flat_slices(flat, held, *place, tp_place(case.dims, rank))
-    return slices_of_rank(case.data_dims, rank, held, traits)
+        return flat_slices(flat, shapes, *shard, tp_place(case.dims, rank))
+    return slices_of_rank(case.data_dims, rank, shapes, traits)

@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def torch(self) -> str:
-        """The release of torch that ran."""
+        """Return the release of torch that ran."""
         return self.traits.measured.torch
 
     @property
@@ -106,23 +106,25 @@ class Plan:
         return {fqn: self.dims.tp for fqn in self.shapes if self.flat and self.dims.tp > 1 and tp_dim(fqn) == 1}
 
     def flows_of(self, rank: int, step: int) -> tuple[Flow, ...]:
-        """Its traffic in a step: even ones may train on shorter samples, the last one on fewer."""
+        """Return a rank's traffic in a step: even ones may train on shorter samples, the last one on fewer."""
         flows = self.flows[rank] if step % 2 else self.even_flows[rank]
         flows = self.last_flows[rank] if step == self.steps[-1] else flows
         due = (flow for flow in flows if not (flow.later if step == self.steps[0] else flow.first))
         due = (flow for flow in due if not flow.last or step == self.steps[-1])
-        return tuple(f for f in due if f.role not in ("gradients", TIED) or (f.axis, step) not in self.unreduced)
+        return tuple(
+            flow for flow in due if flow.role not in ("gradients", TIED) or (flow.axis, step) not in self.unreduced
+        )
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
-        """Its ranks along that axis; the rank alone where it is in no group of it."""
+        """Return a rank's group along that axis; the rank alone where it is in no group of it."""
         return next((group for group in self.groups[axis] if rank in group), (rank,))
 
     def peers(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The same, but of a rank alone where the axis has degree 1."""
+        """Return a rank's group along that axis; the rank alone where the axis has degree 1, or it is in no group of it."""
         return self.group_of(rank, axis) if axis in self.groups else (rank,)
 
 
 def without_slices(plan: Plan) -> Plan:
-    """One that does not say what a rank holds of a parameter; of FSDP1's vectors it does not say which parameters share one."""
+    """Return the plan without what a rank holds of a parameter, and without which parameters share a vector of FSDP1."""
     units = {rank: () for rank in plan.units} if plan.flat else plan.units
     return replace(plan, flat=(), units=units, slices={rank: {} for rank in plan.slices})

@@ -40,34 +40,39 @@ BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class FlatUnit:
-    """A module's parameters one after the other in a vector, which FSDP1 or ZeRO cuts in equal parts, one a rank.
-
-    starts: by fqn, where each of a parameter's equal blocks begins: one, but for parts of a fused tensor that has several of
-    each. numel: elements of the vector, before it is padded to equal parts. multiple, whole: of which each part's elements,
-    and the vector's, are one.
-    """
+    """A module's parameters one after the other in a vector, which FSDP1 or ZeRO cuts in equal parts, one a rank."""
 
     starts: dict[str, tuple[int, ...]]
+    """Fqn -> where each of the parameter's equal blocks begins. A parameter has one block, but for parts of a fused tensor
+    that has several of each."""
     numel: int
+    """Elements of the vector, before it is padded to equal parts."""
     multiple: int = 1
+    """Number of which each part's elements are a multiple."""
     whole: int = 1
+    """Number of which the padded vector's elements are a multiple."""
 
     def part(self, degree: int) -> int:
-        """Elements of each rank's part."""
+        """Return the elements of each rank's part."""
         padded = math.lcm(degree * self.multiple, self.whole)
         return -(-self.numel // padded) * padded // degree
 
     def held(self, fqn: str, size: int, first: int, last: int) -> Interval:
-        """Return which of a parameter's `size` elements lie from `first` to `last` of the vector. They are one interval, for
-        its blocks follow each other in its own order."""
+        """Return which of a parameter's `size` elements lie from `first` to `last` of the vector.
+
+        They are one interval, for its blocks follow each other in its own order.
+        """
         starts = self.starts[fqn]
         block = size // len(starts)
-        begin, end = (sum(min(max(at - start, 0), block) for start in starts) for at in (first, last))
-        return begin, end
+
+        def elements_before(end: int) -> int:
+            return sum(min(max(end - start, 0), block) for start in starts)
+
+        return elements_before(first), elements_before(last)
 
 
 def chunk(interval: Interval, parts: int, index: int) -> Interval:
-    """The index-th of `parts` chunks of an interval, as torch.chunk cuts."""
+    """Return the index-th of `parts` chunks of an interval, as torch.chunk cuts."""
     start, stop = interval
     size = -(-(stop - start) // parts)
     return min(start + index * size, stop), min(start + (index + 1) * size, stop)
@@ -77,26 +82,35 @@ def slices_of_rank(
     dims: ParallelDims, rank: int, shapes: Mapping[str, tuple[int, ...]], traits: TrainerTraits = USUAL
 ) -> dict[str, Slice]:
     """Return the rank's part of parameters of these shapes, by fqn: tp first, then data-parallel sharding."""
-    tp, shard = (dims.tp, coordinate(dims, rank)["tp"]), shard_place(dims, rank)
+    tp = (dims.tp, coordinate(dims, rank)["tp"])
+    shard = shard_place(dims, rank)
     cuts = traits.measured.cut_dims
     return {fqn: slice_of(fqn, shape, tp, shard, cuts.get(fqn, 0)) for fqn, shape in shapes.items()}
 
 
 def flat_units(case: Case, order: Sequence[str] = ()) -> tuple[FlatUnit, ...]:
-    """FSDP1's, the root's first: it has what no block has. Each parameter begins at a multiple of 16 bytes. order: the one in
-    which a unit's parameters follow each other; what is not in it follows behind, as the reference has it."""
-    place = {fqn: at for at, fqn in enumerate(order)}
-    names = sorted(parameter_shapes(case.model), key=lambda fqn: place.get(fqn, len(place)))
-    blocks = [[fqn for fqn in names if fqn.startswith(f"layers.{n}.")] for n in range(case.model.n_layers)]
+    """Return FSDP1's vectors, the root's first: it has what no block has. Each parameter begins at a multiple of 16 bytes.
+
+    order: the one in which a unit's parameters follow each other; what is not in it follows behind, as the reference has it.
+    """
+    index_of = {fqn: index for index, fqn in enumerate(order)}
+    names = sorted(parameter_shapes(case.model), key=lambda fqn: index_of.get(fqn, len(index_of)))
     root = [fqn for fqn in names if not fqn.startswith("layers.")]
-    return tuple(_flat_unit(case, names) for names in (root, *blocks))
+    units = [_flat_unit(case, root)]
+    for layer in range(case.model.n_layers):
+        units.append(_flat_unit(case, [fqn for fqn in names if fqn.startswith(f"layers.{layer}.")]))
+    return tuple(units)
 
 
 def _flat_unit(case: Case, names: list[str]) -> FlatUnit:
-    aligned, end, starts = 16 // BYTES[case.training.dtype], 0, dict[str, tuple[int, ...]]()
+    """Return the vector of these parameters, in this order."""
+    aligned = 16 // BYTES[case.training.dtype]
+    end = 0
+    starts = dict[str, tuple[int, ...]]()
     for fqn in names:
         start = -(-end // aligned) * aligned
-        starts[fqn], end = (start,), start + math.prod(parameter_shapes(case.model)[fqn])
+        starts[fqn] = (start,)
+        end = start + math.prod(parameter_shapes(case.model)[fqn])
     return FlatUnit(starts, end)
 
 
@@ -107,32 +121,40 @@ def flat_slices(
     index: int,
     tp: tuple[int, int] = (1, 0),
 ) -> dict[str, Slice]:
-    """Return what each flattened parameter has in the index-th of `degree` equal parts of its unit. tp: this tensor-parallel
-    place (degree, index). What tp cuts is flattened rank by rank: one tp rank's elements lie behind the other's."""
-    found: dict[str, Slice] = {}
+    """Return what each flattened parameter has in the index-th of `degree` equal parts of its unit.
+
+    tp: this tensor-parallel place (degree, index). What tp cuts is flattened rank by rank: one tp rank's elements lie behind
+    the other's.
+    """
+    slices: dict[str, Slice] = {}
     for unit in units:
         first = index * unit.part(degree)
         for fqn in unit.starts.keys() & shapes.keys():
             size = local_numel(fqn, shapes[fqn], tp[0])
             before = size * tp[1] if tp_dim(fqn) is not None else 0
             begin, end = unit.held(fqn, size, first, first + unit.part(degree))
-            found[fqn] = ((before + begin, before + end),)
-    return {fqn: found[fqn] for fqn in shapes}
+            slices[fqn] = ((before + begin, before + end),)
+    return {fqn: slices[fqn] for fqn in shapes}
 
 
 def local_numel(fqn: str, shape: tuple[int, ...], degree: int) -> int:
-    """Elements that each of `degree` tensor parallel ranks has of a parameter that they divide evenly."""
+    """Return the elements that each of `degree` tensor parallel ranks has of a parameter that they divide evenly."""
     return math.prod(shape) // (degree if tp_dim(fqn) is not None else 1)
 
 
 def slice_of(fqn: str, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int], cut_dim: int = 0) -> Slice:
-    """The part of a parameter at place (degree, index) of tensor parallel and, inside it, of sharding along that dim."""
+    """Return the part of a parameter at place (degree, index) of tensor parallel and, inside it, of sharding along that
+    dim."""
     return _cut(tp_dim(fqn), shape, tp, shard, cut_dim)
 
 
 @functools.lru_cache(maxsize=2**15)
 def _cut(dim: int | None, shape: tuple[int, ...], tp: tuple[int, int], shard: tuple[int, int], cut_dim: int) -> Slice:
-    """All layers are cut alike, so that ranks by the thousand share these. A recorded parameter may have no dim to be cut."""
+    """Return the slice of a parameter whose dim tp cuts; None: tp cuts none.
+
+    Results are cached: all layers are cut alike, so that ranks by the thousand share these. A recorded parameter may have no
+    dim to be cut.
+    """
     intervals = [(0, size) for size in shape]
     if dim is not None and dim < len(shape):
         intervals[dim] = chunk(intervals[dim], *tp)
@@ -143,20 +165,22 @@ def _cut(dim: int | None, shape: tuple[int, ...], tp: tuple[int, int], shard: tu
 
 @functools.lru_cache(maxsize=2**14)
 def tp_dim(fqn: str) -> int | None:
-    """The dim that tensor parallel cuts, None for a parameter that every tp rank holds whole. An adapter has
-    one part that is cut as its matrix is: B by rows, or A by columns."""
+    """Return the dim that tensor parallel cuts. None for a parameter that every tp rank holds whole.
+
+    An adapter has one part that is cut as its matrix is: B by rows, or A by columns.
+    """
     module, _, adapter = fqn.removesuffix(".weight").partition(".lora_")
     dim = next((dim for suffix, dim in TP_DIM.items() if module == suffix or module.endswith("." + suffix)), None)
     return dim if not adapter or dim == {"a": 1, "b": 0}[adapter] else None
 
 
 def numel(part: Slice) -> int:
-    """Elements of a slice."""
+    """Return the elements of a slice."""
     return math.prod(stop - start for start, stop in part)
 
 
 def slice_text(part: Slice, shape: tuple[int, ...], *, flat: bool = False) -> str:
-    """A slice as a person reads it: "1/8 of dim 0 [0:32]", "1/8 of its elements [0:2048]" or "whole"."""
+    """Return a slice as a person reads it: "1/8 of dim 0 [0:32]", "1/8 of its elements [0:2048]" or "whole"."""
     cuts = []
     for dim, ((start, stop), size) in enumerate(zip(part, shape, strict=True)):
         if (start, stop) != (0, size):
@@ -173,7 +197,8 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def padded_numel(case: Case, traits: TrainerTraits, fqn: str, tp_index: int) -> int:
-    """Elements FSDP2 moves for a parameter: its tp part, the dim that is cut padded to a multiple of the shard degree."""
+    """Return the elements that FSDP2 moves for a parameter: its tp part, the dim that is cut padded to a multiple of the shard
+    degree."""
     shape = list(parameter_shapes(case.model)[fqn]) or [1]
     dim = tp_dim(fqn)
     if dim is not None and dim < len(shape):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -13,40 +14,48 @@ from harness.core.plan.slices import parameter_shapes
 
 
 def stages_of_rank(case: Case, rank: int) -> tuple[int, ...]:
-    """The stages of the pipeline that a rank holds, ascending; (0,) without a pipeline."""
+    """Return the stages of the pipeline that a rank holds, ascending; (0,) without a pipeline."""
     return schedule.stages_of(
         case.features.schedule, case.dims.pp, case.stages_per_rank, coordinate(case.dims, rank)["pp"]
     )
 
 
 def actions_of_rank(case: Case, rank: int) -> tuple[schedule.Action, ...]:
-    """What a rank does in one pass of the schedule, in order; nothing without a pipeline."""
+    """Return the actions of a rank in one pass of the schedule, in order; none without a pipeline."""
     if case.dims.pp == 1:
         return ()
-    numbers = case.features.schedule, case.dims.pp, case.stages_per_rank, case.microbatches
+    numbers = (case.features.schedule, case.dims.pp, case.stages_per_rank, case.microbatches)
     return schedule.actions(*numbers, coordinate(case.dims, rank)["pp"])
 
 
 def layers_of_stage(case: Case, stage: int) -> range:
-    """Consecutive layers, as equally many as can be; the first stages take what is left over. What the first and the last
-    have less counts as layers before the first one, and behind the last."""
-    layers, features = case.model.n_layers, case.features
+    """Return the layers of a stage: consecutive ones, as equally many as can be. The first stages take what is left over.
+
+    What the first and the last stage have less counts as layers before the first one, and behind the last.
+    """
+    layers = case.model.n_layers
     if case.n_stages == 1:
         return range(layers)
-    first, last = features.first_stage_less_layers, features.last_stage_less_layers
-    least, more = divmod(first + layers + last, case.n_stages)
-    start = stage * least + min(stage, more) - first
-    return range(max(start, 0), min(start + least + (stage < more), layers))
+    first_less = case.features.first_stage_less_layers
+    last_less = case.features.last_stage_less_layers
+    least, remainder = divmod(first_less + layers + last_less, case.n_stages)
+    start = stage * least + min(stage, remainder) - first_less
+    return range(max(start, 0), min(start + least + (stage < remainder), layers))
 
 
 def parameters_of_stage(case: Case, stage: int) -> list[str]:
-    """The embedding is with the first stage's layers, the final norm and the output with the last one's. A tied embedding is
-    the output as well: of it both stages have a copy."""
+    """Return the fqns of a stage's parameters, in the model's order.
+
+    The embedding is with the first stage's layers, the final norm and the output with the last one's. A tied embedding is the
+    output as well: of it both stages have a copy.
+    """
     if case.n_stages == 1:
         return list(parameter_shapes(case.model))
     prefixes = [f"layers.{layer}." for layer in layers_of_stage(case, stage)]
-    prefixes += ["tok_embeddings."] if stage == 0 else []
-    prefixes += ["norm.", "tok_embeddings." if case.model.tied_embeddings else "output."] * (stage == case.n_stages - 1)
+    if stage == 0:
+        prefixes.append("tok_embeddings.")
+    if stage == case.n_stages - 1:
+        prefixes += ["norm.", "tok_embeddings." if case.model.tied_embeddings else "output."]
     return [fqn for fqn in parameter_shapes(case.model) if fqn.startswith(tuple(prefixes))]
 
 
@@ -72,8 +81,27 @@ def positions_of_part(length: int, cp: int, index: int, *, balanced: bool) -> np
     return part
 
 
+def parameters_of_rank(case: Case, rank: int) -> list[str]:
+    """Return the fqns of the parameters of a rank's stages, stage by stage. One that two of them share is there twice."""
+    fqns = []
+    for stage in stages_of_rank(case, rank):
+        fqns += parameters_of_stage(case, stage)
+    return fqns
+
+
+def layers_of_stages(case: Case, stages: Iterable[int]) -> list[int]:
+    """Return the layers of these stages, stage by stage."""
+    layers: list[int] = []
+    for stage in stages:
+        layers += layers_of_stage(case, stage)
+    return layers
+
+
 def recomputed_layers(case: Case, rank: int) -> list[int]:
-    """The rank's layers whose activations are computed again in backward; "layer": the second, fourth, .. of the model."""
+    """Return the rank's layers whose activations are computed again in backward.
+
+    "layer" recomputes the second, fourth, .. layer of the model.
+    """
     kind = case.features.activation_checkpointing
-    layers = [layer for stage in stages_of_rank(case, rank) for layer in layers_of_stage(case, stage)]
+    layers = layers_of_stages(case, stages_of_rank(case, rank))
     return [layer for layer in layers if kind in ("full", "op") or (kind == "layer" and layer % 2 == 1)]

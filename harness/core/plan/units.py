@@ -9,9 +9,10 @@ from harness.core.plan.slices import Slice, flat_units, parameter_shapes
 
 
 def units_of_rank(case: Case, traits: TrainerTraits, rank: int) -> list[Unit]:
-    """What wrappers claim, where the case leaves units open and they claim any; else what the case requests."""
-    seen = (traits.measured.units or {}).get(rank, ())
-    units = [as_requested(case, unit) for unit in seen] or fsdp_units(case, traits)
+    """Return the units of a rank: what wrappers claim, where the case leaves units open and they claim any; else what the
+    case requests."""
+    claimed = (traits.measured.units or {}).get(rank, ())
+    units = [as_requested(case, unit) for unit in claimed] or fsdp_units(case, traits)
     if traits.holds_output and traits.loss_chunks > 1:  # torch frees all that there is at the end of a chunk's backward
         return [Unit(unit.parameters, case.shards) for unit in units]
     return units
@@ -22,11 +23,13 @@ def as_requested(case: Case, unit: Unit) -> Unit:
     policy = case.features.reshard_after_forward
     if policy == "default":
         return unit
-    return unit._replace(degree=policy if isinstance(policy, int) else case.shards if policy == "always" else 1)
+    if isinstance(policy, int):
+        return unit._replace(degree=policy)
+    return unit._replace(degree=case.shards if policy == "always" else 1)
 
 
 def output_alone(units: list[Unit]) -> Unit | None:
-    """The output's unit, where nothing else is in it."""
+    """Return the output's unit, where nothing else is in it. None if it shares one."""
     return next((unit for unit in units if unit.parameters == ("output.weight",)), None)
 
 
@@ -48,29 +51,35 @@ def fsdp_units(case: Case, traits: TrainerTraits) -> list[Unit]:
     where the next microbatch follows, it keeps every unit. A tied embedding is the output's weight and belongs to that
     unit. FSDP1 never frees the root's unit: embedding, final norm and output. ZeRO-3 gathers each parameter by itself.
     """
-    degree, policy = case.shards, case.features.reshard_after_forward
+    degree = case.shards
+    policy = case.features.reshard_after_forward
     if case.wrapper == "fsdp1":
         root, *blocks = (tuple(unit.starts) for unit in flat_units(case, traits.vector_order))
         return [Unit(root, 1), *(Unit(block, 1 if policy == "never" else degree) for block in blocks)]
     if case.wrapper == "zero3":
         return [Unit((fqn,), degree) for fqn in parameter_shapes(case.model)]
-    *most, last = fsdp2_units(case)
+    *first_units, last = fsdp2_units(case)
     if isinstance(policy, int):
-        return [*(Unit(unit, policy) for unit in most), Unit(last, policy, modules=2)]
+        return [*(Unit(unit, policy) for unit in first_units), Unit(last, policy, modules=2)]
     if traits.units_of(case) == "root":
         return _root_units(case)
     kept = policy == "never" or (policy == "default" and case.dims.pp > 1)
     freed = policy == "always" or traits.chunks_behind_forward
     end = Unit(last, degree if freed else 1, modules=2)  # norm and output
-    return [*(Unit(unit, 1 if kept else degree) for unit in most), end]
+    return [*(Unit(unit, 1 if kept else degree) for unit in first_units), end]
 
 
 def _root_units(case: Case) -> list[Unit]:
-    """torchtitan's of 2024: the last block is kept, whose backward follows soon, and what the root gathered is freed."""
-    (first, *blocks, last), policy = fsdp2_units(case), case.features.reshard_after_forward
-    most = 1 if policy == "never" or (policy == "default" and case.dims.pp > 1) else case.shards
+    """Return torchtitan's units of 2024, where the root gathers embedding, norm and output together.
+
+    The last block is kept, whose backward follows soon, and what the root gathered is freed.
+    """
+    first, *blocks, last = fsdp2_units(case)
+    policy = case.features.reshard_after_forward
+    kept = policy == "never" or (policy == "default" and case.dims.pp > 1)
+    degree = 1 if kept else case.shards
     end = Unit(blocks[-1], case.shards if policy == "always" else 1)
-    return [Unit(first + last, most), *(Unit(block, most) for block in blocks[:-1]), end]
+    return [Unit(first + last, degree), *(Unit(block, degree) for block in blocks[:-1]), end]
 
 
 def output_weight(case: Case) -> str:
@@ -79,10 +88,14 @@ def output_weight(case: Case) -> str:
 
 
 def fsdp2_units(case: Case) -> list[tuple[str, ...]]:
-    """The units "apart", each wrapped separately, in forward's order: embedding, each block, norm with output. A tied
-    embedding is in the last; in a pipeline it is by itself."""
+    """Return the units "apart", each wrapped separately, in forward's order: embedding, each block, norm with output.
+
+    A tied embedding is in the last; in a pipeline it is by itself.
+    """
     names = list(case.model.parameter_shapes())
-    blocks = [tuple(n for n in names if n.startswith(f"layers.{layer}.")) for layer in range(case.model.n_layers)]
+    blocks = []
+    for layer in range(case.model.n_layers):
+        blocks.append(tuple(name for name in names if name.startswith(f"layers.{layer}.")))
     alone = case.model.tied_embeddings and case.dims.pp > 1
     last = ("norm.weight",) if alone else ("norm.weight", output_weight(case))
     if not {*last} <= {*names}:
@@ -91,7 +104,13 @@ def fsdp2_units(case: Case) -> list[tuple[str, ...]]:
     return [unit for unit in (first, *blocks, last) if unit]
 
 
-def held_units(case: Case, held: dict[str, Slice], units: list[Unit]) -> tuple[tuple[str, ...], ...]:
-    """Return what a rank holds of FSDP's units."""
-    mine = (tuple(fqn for fqn in unit.parameters if fqn in held) for unit in units)
-    return tuple(unit for unit in mine if unit) if case.wrapper in ("fsdp1", "fsdp2") else ()
+def held_units(case: Case, slices: dict[str, Slice], units: list[Unit]) -> tuple[tuple[str, ...], ...]:
+    """Return what a rank holds of FSDP's units: the fqns of each unit. Empty with other wrappers."""
+    if case.wrapper not in ("fsdp1", "fsdp2"):
+        return ()
+    held_parameters = []
+    for unit in units:
+        fqns = tuple(fqn for fqn in unit.parameters if fqn in slices)
+        if fqns:
+            held_parameters.append(fqns)
+    return tuple(held_parameters)

@@ -16,18 +16,30 @@ from harness.core.plan.stages import parameters_of_stage
 
 
 def zero_units(case: Case, traits: TrainerTraits) -> tuple[FlatUnit, ...]:
-    """ZeRO-1 and 2 cut one vector of all parameters, of a pipeline one of each stage's; ZeRO-3 each parameter by itself."""
-    layout, names = traits.zero_layout, list(parameter_shapes(case.model))
+    """Return the vectors that ZeRO cuts.
+
+    ZeRO-1 and 2 cut one vector of all parameters, of a pipeline one of each stage's; ZeRO-3 each parameter by itself.
+    """
+    layout = traits.zero_layout
+    names = list(parameter_shapes(case.model))
     if case.wrapper == "zero3":
         return tuple(FlatUnit({fqn: (0,)}, numel_of_rank(case, fqn), layout.parts) for fqn in names)
     tensors = layout.order or tuple((fqn,) for fqn in names)
     ordered = tensors[::-1] if layout.reverse else tensors
-    held = ({*parameters_of_stage(case, stage)} for stage in range(case.n_stages))
-    return tuple(_vector(case, layout, [parts for parts in ordered if {*parts} <= mine]) for mine in held)
+    vectors = []
+    for stage in range(case.n_stages):
+        fqns = {*parameters_of_stage(case, stage)}
+        vectors.append(_vector(case, layout, [parts for parts in ordered if {*parts} <= fqns]))
+    return tuple(vectors)
 
 
 def _vector(case: Case, layout: FlatLayout, tensors: Iterable[tuple[str, ...]]) -> FlatUnit:
-    starts: dict[str, list[int]] = {fqn: [] for parts in tensors for fqn in parts}
+    """Return the vector of these tensors, in this order. tensors: the fqns that each consists of, more than one if it is
+    fused."""
+    starts: dict[str, list[int]] = {}
+    for parts in tensors:
+        for fqn in parts:
+            starts[fqn] = []
     end = 0
     for parts in tensors:
         end = _up(end, layout.starts)
@@ -48,10 +60,10 @@ def kept_dtype(case: Case) -> str:
     return computed or case.training.dtype
 
 
-def units_held(units: Iterable[FlatUnit], held: Iterable[str]) -> tuple[FlatUnit, ...]:
-    """Return the units of which a rank holds any parameter."""
-    mine = {*held}
-    return tuple(unit for unit in units if mine & unit.starts.keys())
+def units_held(units: Iterable[FlatUnit], fqns: Iterable[str]) -> tuple[FlatUnit, ...]:
+    """Return the units of which a rank holds any parameter. fqns: of the parameters that it holds."""
+    held_fqns = {*fqns}
+    return tuple(unit for unit in units if held_fqns & unit.starts.keys())
 
 
 def padded_elements(units: tuple[FlatUnit, ...], degree: int) -> int:
@@ -60,9 +72,10 @@ def padded_elements(units: tuple[FlatUnit, ...], degree: int) -> int:
 
 
 def numel_of_rank(case: Case, fqn: str) -> int:
-    """Elements that a rank has of a parameter before ZeRO cuts it."""
+    """Return the elements that a rank has of a parameter before ZeRO cuts it."""
     return local_numel(fqn, parameter_shapes(case.model)[fqn], case.dims.tp)
 
 
 def _up(number: int, multiple: int) -> int:
+    """Return the least multiple that is not below a number."""
     return -(-number // multiple) * multiple

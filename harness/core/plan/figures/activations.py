@@ -27,7 +27,7 @@ from harness.core.plan.stages import actions_of_rank, layers_of_stage, recompute
 
 
 def activation_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
-    """The most that a rank keeps at any moment of a step: of all microbatches that wait for their backward."""
+    """Return the most bytes that a rank keeps at any moment of a step: of all microbatches that wait for their backward."""
     recomputed = set(recomputed_layers(case, rank))
 
     def of_stage(stage: int) -> int:
@@ -40,28 +40,34 @@ def activation_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> in
 
 
 def most_waiting(case: Case, rank: int, of_stage: Callable[[int], int]) -> int:
-    """Return the most that forward passes leave until their backward, at one time in the schedule's order."""
+    """Return the most bytes that forward passes leave until their backward, at one time in the schedule's order.
+
+    of_stage: the bytes that one forward pass of a stage leaves.
+    """
     if case.dims.pp == 1:
         return of_stage(0)
     sizes = {stage: of_stage(stage) for stage in stages_of_rank(case, rank)}
-    there = most = 0
+    waiting_bytes = 0
+    most_bytes = 0
     for stage, kind, _ in actions_of_rank(case, rank):
-        there += {"F": 1, "B": -1, "W": -1, "I": 0}[kind] * sizes[stage]
-        most = max(most, there)
-    return most
+        waiting_bytes += {"F": 1, "B": -1, "W": -1, "I": 0}[kind] * sizes[stage]
+        most_bytes = max(most_bytes, waiting_bytes)
+    return most_bytes
 
 
 def block_bytes(case: Case) -> int:
     """Return the bytes that one block keeps of one microbatch."""
-    model, tp = case.model, case.dims.tp
+    model = case.model
+    tp = case.dims.tp
     kv = model.n_kv_heads * model.head_dim
     width = 2 * model.dim // _residual_degree(case) + 2 * model.dim + (2 * model.dim + 2 * kv + 4 * model.ffn_dim) // tp
     return tokens(case) * width * size(case)
 
 
 def recomputed_block_bytes(case: Case, traits: TrainerTraits = USUAL) -> int:
-    """Return the bytes that a block keeps that is computed again in backward."""
-    model, tp = case.model, case.dims.tp
+    """Return the bytes of one microbatch that a block keeps that is computed again in backward."""
+    model = case.model
+    tp = case.dims.tp
     width = model.dim // _residual_degree(case)
     if case.features.activation_checkpointing == "op":
         kv = model.n_kv_heads * model.head_dim
@@ -73,18 +79,20 @@ def recomputed_block_bytes(case: Case, traits: TrainerTraits = USUAL) -> int:
 
 
 def backward_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
-    """What the backward of one block has in addition to what was kept: its recomputed values and its gradients."""
-    model, tp = case.model, case.dims.tp
+    """Return the bytes of a block's backward beside those kept by forward: its recomputed values and its gradients."""
+    model = case.model
+    tp = case.dims.tp
     again = max(block_bytes(case) - recomputed_block_bytes(case, traits), 0) if recomputed_layers(case, rank) else 0
     gradients = 2 * model.dim // _residual_degree(case) + model.dim + 3 * model.ffn_dim // tp
     return again + tokens(case) * gradients * size(case)
 
 
 def loss_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
-    """Return the most bytes of a microbatch's logits, their copies and gradients, on a rank with the last stage."""
+    """Return the most bytes of a microbatch's logits, their copies and gradients. 0 on a rank without the last stage."""
     if case.n_stages - 1 not in stages_of_rank(case, rank):
         return 0
-    model, tp = case.model, case.dims.tp
+    model = case.model
+    tp = case.dims.tp
     parallel = case.features.loss_parallel and tp > 1
     columns = -(-model.vocab_size // tp) if parallel else model.vocab_size
     numbers = 4 if parallel else 3
@@ -92,10 +100,12 @@ def loss_bytes(case: Case, rank: int, traits: TrainerTraits = USUAL) -> int:
 
 
 def _loss_inputs(case: Case) -> int:
+    """Return the bytes that final norm and output keep of one microbatch: their inputs."""
     return tokens(case) * (case.model.dim // _residual_degree(case) + case.model.dim) * size(case)
 
 
 def _residual_degree(case: Case) -> int:
+    """Return the number of tp ranks over which the residual stream is cut: 1 without sequence parallel."""
     return case.dims.tp if case.features.sequence_parallel else 1
 
 

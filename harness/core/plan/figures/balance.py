@@ -14,9 +14,10 @@ from harness.core.plan.stages import layers_of_stage, positions, stages_of_rank
 
 @dataclass(frozen=True)
 class Balance:
-    """What a kind of ranks has, by place along the axis."""
+    """Work or memory of ranks along an axis."""
 
     shares: tuple[float, ...]
+    """Amount at each index of the axis."""
 
     @property
     def excess(self) -> float:
@@ -25,17 +26,21 @@ class Balance:
 
 
 def layers_by_stage(case: Case) -> tuple[int, ...]:
+    """Return the number of layers of each stage."""
     return tuple(len(layers_of_stage(case, stage)) for stage in range(case.n_stages))
 
 
 def matmuls_over_pp(case: Case) -> Balance:
     """Return the matmuls of each rank of a pipeline, all its stages together."""
-    first = [index * case.dims.world_size // case.dims.pp for index in range(case.dims.pp)]
-    return Balance(tuple(sum(matmul_operations(case, stage) for stage in stages_of_rank(case, rank)) for rank in first))
+    operations = []
+    for index in range(case.dims.pp):
+        first_rank = index * case.dims.world_size // case.dims.pp
+        operations.append(sum(matmul_operations(case, stage) for stage in stages_of_rank(case, first_rank)))
+    return Balance(tuple(operations))
 
 
 def attention_over_cp(case: Case, *, load_balance: bool | None = None) -> Balance:
-    """Pairs of a query and a key that is not masked. load_balance: None as requested."""
+    """Return the pairs of a query and a key that is not masked, by cp rank. load_balance: None as requested."""
     balanced = case.features.cp_load_balance if load_balance is None else load_balance
     other = replace(case, features=replace(case.features, cp_load_balance=balanced))
     ranks = [index * case.dims.tp for index in range(case.dims.cp)]
@@ -43,8 +48,11 @@ def attention_over_cp(case: Case, *, load_balance: bool | None = None) -> Balanc
 
 
 def rows_over_shards(case: Case, plan: Plan, fqn: str) -> Balance:
-    """Elements of a parameter on each rank of a shard group, as tp's first rank has them."""
+    """Return the elements of a parameter on each rank of a shard group, as tp's first rank has them."""
     degree, _ = shard_place(case.data_dims, 0)
-    places = ((degree, index) for index in range(degree))
-    shape, cut_dim = plan.shapes[fqn], plan.traits.measured.cut_dims.get(fqn, 0)
-    return Balance(tuple(numel(slice_of(fqn, shape, (case.dims.tp, 0), place, cut_dim)) for place in places))
+    shape = plan.shapes[fqn]
+    cut_dim = plan.traits.measured.cut_dims.get(fqn, 0)
+    elements = []
+    for index in range(degree):
+        elements.append(numel(slice_of(fqn, shape, (case.dims.tp, 0), (degree, index), cut_dim)))
+    return Balance(tuple(elements))

@@ -17,17 +17,22 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """One rank, one step. counted: bytes of whole tensors, as checks count them; sent: over a ring. nodes: on how many of them
-    the rank's group lies."""
+    """Traffic of one rank over one axis in one step."""
 
     axis: str
+    """Axis of the plan."""
     ranks: int
+    """Number of ranks in the rank's group along it."""
     nodes: int
+    """Number of nodes on which that group lies."""
     counted: int
+    """Bytes of whole tensors, as checks count them."""
     sent: int
+    """Bytes that the rank sends, over a ring."""
 
     @property
     def links(self) -> str:
+        """Return over which links the axis sends, in words."""
         if self.nodes == 1:
             return "within a node"
         each = self.ranks / self.nodes
@@ -36,21 +41,25 @@ class AxisTraffic:
 
 def traffic_by_axis(plan: Plan, rank: int, *, gpus_per_node: int = GPUS_PER_NODE) -> tuple[AxisTraffic, ...]:
     """Return the traffic of a step after the first with step 1's sequence length, the axis with most bytes sent first."""
-    flows: dict[str, list[Flow]] = defaultdict(list)
+    flows_by_axis: dict[str, list[Flow]] = defaultdict(list)
     for flow in plan.flows[rank]:
         if not flow.first:
-            flows[flow.axis].append(flow)
-    found = []
-    for axis, mine in flows.items():
+            flows_by_axis[flow.axis].append(flow)
+    traffic = []
+    for axis, flows in flows_by_axis.items():
         peers = plan.peers(rank, axis)
         nodes = len({peer // gpus_per_node for peer in peers})
-        counted, sent = sum(flow.bytes for flow in mine), sum(sent_bytes(flow, len(peers)) for flow in mine)
-        found.append(AxisTraffic(axis, len(peers), nodes, counted, sent))
-    return tuple(sorted(found, key=lambda one: -one.sent))
+        counted = sum(flow.bytes for flow in flows)
+        sent = sum(sent_bytes(flow, len(peers)) for flow in flows)
+        traffic.append(AxisTraffic(axis, len(peers), nodes, counted, sent))
+    return tuple(sorted(traffic, key=lambda axis_traffic: -axis_traffic.sent))
 
 
 def sent_bytes(flow: Flow, ranks: int) -> int:
-    """What is received only is another rank's; what is passed on is counted as it is sent."""
+    """Return the bytes that a rank sends of a flow, over a ring of its group. ranks: the group's size.
+
+    A flow that is only received counts at the rank that sends it, and one that is passed on counts as it is sent.
+    """
     share = (ranks - 1) * flow.bytes // ranks
     if flow.op in ("all_gather", "reduce_scatter"):
         return share

@@ -20,58 +20,70 @@ TIMES = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """How long one pass takes, and how long each rank of the pipeline is busy in it."""
+    """Time of one pass of a pipeline's schedule. The unit is the cost of a forward pass."""
 
     length: float
+    """Time of the whole pass."""
     busy: tuple[float, ...]
+    """Time that each rank of the pipeline computes."""
 
     @property
     def bubble(self) -> float:
-        """Return idle time as a part of the time that the busiest rank computes. For even stages under 1F1B and its interleaved
-        form it is (pp - 1) / (stages a rank x microbatches)."""
+        """Return idle time as a part of the time that the busiest rank computes.
+
+        For even stages under 1F1B and its interleaved form it is (pp - 1) / (stages a rank x microbatches).
+        """
         return self.length / max(self.busy) - 1
 
     @property
     def idle(self) -> float:
-        """The part of all ranks' time in which they wait."""
+        """Return the part of all ranks' time in which they wait."""
         return 1 - sum(self.busy) / len(self.busy) / self.length
 
 
 def pipeline_time(case: Case, cost: Callable[[int], float] = lambda stage: 1.0) -> PipelineTime:
-    """cost: of a forward pass of a stage."""
-    numbers = case.features.schedule, case.dims.pp, case.stages_per_rank, case.microbatches
+    """Return the time of one pass of the pipeline's schedule. cost: the time of a forward pass of a stage."""
+    numbers = (case.features.schedule, case.dims.pp, case.stages_per_rank, case.microbatches)
     waiting = [deque(schedule.actions(*numbers, index)) for index in range(case.dims.pp)]
-    free, busy = [0.0] * case.dims.pp, [0.0] * case.dims.pp
+    free = [0.0] * case.dims.pp
+    busy = [0.0] * case.dims.pp
     done: dict[tuple[int, str, int], float] = {}
     while any(waiting):
         before = len(done)
         for index, actions in enumerate(waiting):
             while actions and (begin := _ready(case, actions[0], done)) is not None:
-                action, takes = actions[0], TIMES[actions[0].kind] * cost(actions[0].stage)
-                actions.popleft()
-                free[index] = max(free[index], begin) + takes
-                busy[index] += takes
+                action = actions.popleft()
+                duration = TIMES[action.kind] * cost(action.stage)
+                free[index] = max(free[index], begin) + duration
+                busy[index] += duration
                 done[_result(action)] = free[index]
         assert len(done) > before, "a schedule in which no rank can go on"
     return PipelineTime(max(free), tuple(busy))
 
 
 def _result(action: schedule.Action) -> tuple[int, str, int]:
-    """Whether backward is whole or its first half, the stage before has what it waits for."""
+    """Return (stage, kind, microbatch) of what an action leaves for others.
+
+    Whether backward is whole or its first half, the stage before has what it waits for.
+    """
     return action.stage, "B" if action.kind == "I" else action.kind, action.microbatch
 
 
 def _ready(case: Case, action: schedule.Action, done: dict[tuple[int, str, int], float]) -> float | None:
-    """When all that an action needs is there; None if something is not."""
+    """Return the time at which all that an action needs is there. None if something is not."""
     stage, kind, number = action
-    if kind == "F":
-        needs = [(stage - 1, "F", number)] if stage > 0 else []
-    elif kind == "W":
-        needs = [(stage, "B", number)]
-    else:
-        needs = [(stage, "F", number), *([(stage + 1, "B", number)] if stage < case.n_stages - 1 else [])]
-    times = [done.get(need) for need in needs]
-    return None if None in times else max((time for time in times if time is not None), default=0.0)
+    needs = []
+    if kind == "F" and stage > 0:
+        needs.append((stage - 1, "F", number))
+    if kind == "W":
+        needs.append((stage, "B", number))
+    if kind in ("B", "I"):
+        needs.append((stage, "F", number))
+        if stage < case.n_stages - 1:
+            needs.append((stage + 1, "B", number))
+    if any(need not in done for need in needs):
+        return None
+    return max((done[need] for need in needs), default=0.0)
 
 
 def matmul_operations(case: Case, stage: int) -> float:
@@ -83,14 +95,15 @@ def matmul_operations(case: Case, stage: int) -> float:
 
 
 def linear_operations(case: Case, stage: int) -> float:
-    """Return those of the linear layers of its blocks."""
+    """Return the additions and multiplications of the linear layers of a stage's blocks, for a token's forward pass."""
     model = case.model
     kv = model.n_kv_heads * model.head_dim
     return len(layers_of_stage(case, stage)) * 2 * model.dim * (2 * model.dim + 2 * kv + 3 * model.ffn_dim)
 
 
 def other_schedules(case: Case) -> Iterator[tuple[str, PipelineTime]]:
-    """Even stages under each schedule that takes these microbatches, two of them a rank where it needs several."""
+    """Yield each schedule that takes these microbatches, and its time with even stages, two of them a rank where it needs
+    several."""
     for name in FEATURE_CHOICES["schedule"]:
         features = replace(case.features, schedule=str(name), stages_per_rank=None)
         other = replace(case, features=features)

@@ -58,24 +58,26 @@ class RankBytes:
 
     @property
     def stays(self) -> int:
+        """Return the bytes that stay between steps."""
         return self.parameters + self.gradients + self.optimizer + self.padding
 
     @property
     def loss(self) -> int:
-        """What is in use while the loss is differentiated. A step begins without gradients."""
+        """Return the bytes that are in use while the loss is differentiated. A step begins without gradients."""
         if not self.in_loss:
             return 0
         gradients = self.gradients + self.unreduced if self.waiting else 0
-        held = self.parameters + self.optimizer + self.padding + gradients + self.gathered_after_forward
-        return held + self.activations + self.in_loss
+        before_activations = self.parameters + self.optimizer + self.padding + gradients + self.gathered_after_forward
+        return before_activations + self.activations + self.in_loss
 
     @property
     def backward(self) -> int:
-        """What is in use while the last block is differentiated."""
+        """Return the bytes that are in use while the last block is differentiated."""
         return self.stays + self.gathered + self.unreduced + self.activations + self.in_block
 
     @property
     def most(self) -> int:
+        """Return the most bytes that are in use at one time."""
         return max(self.loss, self.backward)
 
     @property
@@ -85,13 +87,15 @@ class RankBytes:
 
     @property
     def reserved(self) -> int:
-        """What an allocator takes for it, an estimate."""
+        """Return the bytes that an allocator takes for it, an estimate."""
         return int(ALLOCATOR * self.most)
 
 
 def rank_bytes(case: Case, plan: Plan, rank: int) -> RankBytes:
+    """Return the bytes of a rank's memory, by what they are."""
     parameters, padded = plan.parameter_bytes[rank]
-    gradients, state = _gradients(case, plan, rank), plan.state_bytes[rank][0] if plan.state_bytes else parameters
+    gradients = _gradients(case, plan, rank)
+    state = plan.state_bytes[rank][0] if plan.state_bytes else parameters
     copied = plan.traits.master_weights or kept_dtype(case) != case.training.dtype
     numbers = STATES[case.training.optimizer] + (copied and case.wrapper in ZERO)
     return RankBytes(
@@ -120,49 +124,58 @@ def _gradients(case: Case, plan: Plan, rank: int) -> int:
 
 
 def _after_forward(case: Case, plan: Plan, rank: int) -> int:
+    """Return the bytes of gathered parameters that are there while the loss is computed."""
     if case.dims.pp > 1 or plan.shards == 1:
         return _gathered(case, plan, rank)
-    return sum(one.bytes for one in plan.after_forward[rank].values() if one.degree < plan.shards)
+    return sum(kept.bytes for kept in plan.after_forward[rank].values() if kept.degree < plan.shards)
 
 
 def _gathered(case: Case, plan: Plan, rank: int) -> int:
-    """What is kept whole after forward, and the two largest units that are freed: one in use, one prefetched. A pipeline's
-    stages keep what backward gathered until the pass is over."""
+    """Return the bytes of other ranks' parameters that a rank has at its most.
+
+    These are what is kept whole after forward, and the two largest units that are freed: one in use, one prefetched. A
+    pipeline's stages keep what backward gathered until the pass is over.
+    """
     if plan.shards == 1:
         return 0
     size = BYTES[case.training.compute_dtype or case.training.dtype]
     if case.dims.pp > 1:
         return _elements(case, plan, rank, plan.slices[rank]) * size
     after = plan.after_forward[rank]
-    kept = sum(one.bytes for one in after.values() if one.degree < plan.shards)
-    return kept + _two_largest(case, plan, rank, freed=True) * size
+    kept_bytes = sum(kept.bytes for kept in after.values() if kept.degree < plan.shards)
+    return kept_bytes + _two_largest(case, plan, rank, freed=True) * size
 
 
 def _unreduced(case: Case, plan: Plan, rank: int) -> int:
-    """If several backwards add up before a reduction, whole gradients are kept, in the dtype of the reduction. If not,
-    those of two units are kept, as computed. DDP's buckets are a copy of all. ZeRO-1 adds up in the gradients that it keeps."""
+    """Return the bytes of gradients that wait to be reduced.
+
+    If several backwards add up before a reduction, whole gradients are kept, in the dtype of the reduction. If not, those of
+    two units are kept, as computed. DDP's buckets are a copy of all. ZeRO-1 adds up in the gradients that it keeps.
+    """
     if case.wrapper in ("ddp", "replicate"):
         return plan.gradient_bytes.get(rank, plan.parameter_bytes[rank])[1]
     if case.wrapper == "zero1" or (plan.shards == 1 and case.wrapper is None):
         return 0
-    computed, features = case.training.compute_dtype or case.training.dtype, case.features
+    computed = case.training.compute_dtype or case.training.dtype
+    features = case.features
     if case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync is True):
         return _elements(case, plan, rank, trained(case, plan.slices[rank])) * BYTES[features.reduce_dtype or computed]
     return _two_largest(case, plan, rank, freed=False) * BYTES[computed]
 
 
 def _two_largest(case: Case, plan: Plan, rank: int, *, freed: bool) -> int:
-    """Elements of FSDP's units: those that are freed after forward, or those that are trained."""
+    """Return the elements of the two largest of FSDP's units: of what is freed after forward, or of what is trained."""
     after = plan.after_forward[rank]
-    units = [
-        [
-            fqn
-            for fqn in unit
-            if (fqn not in after or after[fqn].degree == plan.shards if freed else trains(case.training, fqn))
-        ]
-        for unit in plan.units[rank]
-    ]
-    return sum(sorted(_elements(case, plan, rank, unit) for unit in units)[-2:])
+
+    def is_counted(fqn: str) -> bool:
+        if freed:
+            return fqn not in after or after[fqn].degree == plan.shards
+        return trains(case.training, fqn)
+
+    sizes = []
+    for unit in plan.units[rank]:
+        sizes.append(_elements(case, plan, rank, filter(is_counted, unit)))
+    return sum(sorted(sizes)[-2:])
 
 
 def _elements(case: Case, plan: Plan, rank: int, names: Iterable[str]) -> int:

@@ -17,8 +17,10 @@ from harness.core.plan.figures.rank_bytes import RankBytes
 from harness.core.plan.plan import Plan
 from harness.core.plan.stages import stages_of_rank
 
-COMPUTES, SENDS = 0.6, 0.7
-"""Parts of the peak and of the links that are attained: chosen, not measured."""
+COMPUTES = 0.6
+"""Part of the peak that is attained: chosen, not measured."""
+SENDS = 0.7
+"""Part of the links' speed that is attained: chosen, not measured."""
 AGAIN = {"none": 0.0, "op": 0.5, "layer": 0.5, "full": 1.0}
 """Forward passes that checkpointing computes again."""
 WAITED = ("tp", "cp", "pp")
@@ -48,6 +50,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
+        """Return the seconds of the whole step."""
         return self.computing + self.bubble + self.waited + self.exposed
 
     @property
@@ -96,15 +99,25 @@ def bubble_of(case: Case) -> float:
 
 
 def step_time(case: Case, plan: Plan, rank: int, machine: Machine, gpus_per_node: int, bubble: float) -> StepTime:
-    """rank: one of the kind that is asked about. bubble: of the case (`bubble_of`)."""
+    """Return the time of a step of one rank, an estimate.
+
+    rank: one of the kind that is asked about. bubble: of the case (`bubble_of`).
+    """
     tokens = case.training.global_batch // case.dims.dp * case.training.seq_len
-    stages, each = stages_of_rank(case, rank), tokens / (case.dims.tp * case.dims.cp) / machine.peak
-    once = sum(matmul_operations(case, stage) for stage in stages) * each
+    stages = stages_of_rank(case, rank)
+    seconds_per_operation = tokens / (case.dims.tp * case.dims.cp) / machine.peak
+    once = sum(matmul_operations(case, stage) for stage in stages) * seconds_per_operation
     passes = (3 + AGAIN[case.features.activation_checkpointing]) / COMPUTES
-    spared = sum(linear_operations(case, stage) for stage in stages) * each * passes * (1 - 1 / machine.float8)
+    linear = sum(linear_operations(case, stage) for stage in stages)
+    spared = linear * seconds_per_operation * passes * (1 - 1 / machine.float8)
     computing = once * passes
-    took = {"waited": 0.0, "hidden": 0.0}
+    waited = 0.0
+    hidden = 0.0
     for axis in traffic_by_axis(plan, rank, gpus_per_node=gpus_per_node):
         speed = machine.within if axis.nodes == 1 else machine.across
-        took["waited" if axis.axis in WAITED else "hidden"] += axis.sent / (speed * SENDS)
-    return StepTime(computing, computing * bubble, took["waited"], took["hidden"], 3 * once, spared)
+        seconds = axis.sent / (speed * SENDS)
+        if axis.axis in WAITED:
+            waited += seconds
+        else:
+            hidden += seconds
+    return StepTime(computing, computing * bubble, waited, hidden, 3 * once, spared)

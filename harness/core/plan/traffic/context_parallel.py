@@ -12,7 +12,7 @@ from harness.core.plan.traffic.flow import Flow
 
 
 def context_parallel_flows(case: Case, traits: TrainerTraits, rank: int, length: int) -> Iterable[Flow]:
-    """In every layer each rank needs the keys and values of all cp ranks, once forward and once more backward.
+    """Yield the K/V exchange: in every layer each rank needs the keys and values of all cp ranks, forward and backward.
 
     Keys and values have `n_heads / tp` heads where the trainer exchanges them after GQA expansion, else `n_kv_heads / tp`:
     `TrainerTraits.cp_heads`. all_gather brings those of all ranks at once; alltoall passes them on to the next rank, cp - 1
@@ -24,7 +24,8 @@ def context_parallel_flows(case: Case, traits: TrainerTraits, rank: int, length:
     An example: cp 2, float64, 4 layers, batch 2, 32 tokens a sample, 8 heads of 8. A rank has 2 (keys, values) x 4 x 2 x
     32/2 x 64 = 16,384 elements. An all_gather's output, which is what counts, is cp times that: 262,144 bytes.
     """
-    dims, training = case.dims, case.training
+    dims = case.dims
+    training = case.training
     if dims.cp == 1:
         return
     again = not case.features.compile
@@ -40,14 +41,15 @@ def context_parallel_flows(case: Case, traits: TrainerTraits, rank: int, length:
         yield Flow("cp", "keys and values", "all_gather", "forward", dims.cp * passed * BYTES[dtype])
         yield Flow("cp", "keys and values", "all_gather", "backward", again * dims.cp * passed * BYTES[dtype])
     ops = ("send", "recv") if traits.cp_sends else ("all_to_all",)
-    for op in ops if case.features.cp_rotation == "alltoall" else ():
-        yield Flow("cp", "keys and values", op, "forward", (dims.cp - 1) * passed * BYTES[dtype])
-        yield Flow("cp", "keys and values", op, "backward", again * (dims.cp - 1) * passed * BYTES[dtype])
+    if case.features.cp_rotation == "alltoall":
+        for op in ops:
+            yield Flow("cp", "keys and values", op, "forward", (dims.cp - 1) * passed * BYTES[dtype])
+            yield Flow("cp", "keys and values", op, "backward", again * (dims.cp - 1) * passed * BYTES[dtype])
     summed = BYTES["float64" if dtype == "float64" else "float32"]
     for op in ops:
         yield Flow("cp", "gradients of keys and values", op, "backward", dims.cp * passed * summed)
 
 
 def cp_width(case: Case, traits: TrainerTraits) -> int:
-    """Elements of the keys exchanged for a token, and of the values."""
+    """Return the elements of the keys exchanged for a token, which are as many as those of the values."""
     return (case.model.n_heads if traits.cp_heads == "query" else case.model.n_kv_heads) * case.model.head_dim

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterable
 
 from harness.core.case import schedule
@@ -12,7 +14,7 @@ from harness.core.case.traits import TrainerTraits
 from harness.core.plan.frozen import gathered_in_backward
 from harness.core.plan.grid import coordinate, gathered_over, shard_axis
 from harness.core.plan.slices import BYTES, flat_units, padded_numel, parameter_shapes
-from harness.core.plan.stages import actions_of_rank, parameters_of_stage, stages_of_rank
+from harness.core.plan.stages import actions_of_rank, parameters_of_rank, parameters_of_stage, stages_of_rank
 from harness.core.plan.traffic.flow import OUTSIDE, Flow
 from harness.core.plan.units import output_alone, output_weight, unit_called_in_chunks
 from harness.core.plan.zero import kept_dtype, numel_of_rank, padded_elements, units_held, zero_degree, zero_units
@@ -22,48 +24,59 @@ from harness.reference.config import trains
 
 
 def zero_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
-    """ZeRO-1 reduces once a step, if the case says no other; ZeRO-2 and 3 keep no whole gradients and reduce after each
+    """Yield the traffic of ZeRO: gradients to the rank whose optimizer has them, parameters from it.
+
+    ZeRO-1 reduces once a step, if the case says no other; ZeRO-2 and 3 keep no whole gradients and reduce after each
     microbatch. ZeRO-1 and 2 gather what the optimizer made of the parameters, at once or in the next forward; ZeRO-3 each
-    parameter before forward and before backward."""
-    axis, passes, size = shard_axis(case.dims), case.features.accumulation, BYTES[kept_dtype(case)]
-    held = [fqn for stage in stages_of_rank(case, rank) for fqn in parameters_of_stage(case, stage)]
-    padded = padded_elements(units_held(zero_units(case, traits), held), zero_degree(case))
-    whole = sum(numel_of_rank(case, fqn) for fqn in held)  # an all_reduce takes them as they are
-    vectors, reduced = padded * size, padded if traits.zero_reduces_by == "reduce_scatter" else whole
+    parameter before forward and before backward.
+    """
+    axis = shard_axis(case.dims)
+    passes = case.features.accumulation
+    size = BYTES[kept_dtype(case)]
+    fqns = parameters_of_rank(case, rank)
+    padded = padded_elements(units_held(zero_units(case, traits), fqns), zero_degree(case))
+    unpadded = sum(numel_of_rank(case, fqn) for fqn in fqns)  # an all_reduce takes them as they are
+    gathered_bytes = padded * size
+    reduced = padded if traits.zero_reduces_by == "reduce_scatter" else unpadded
     reduced *= BYTES[case.features.reduce_dtype] if case.features.reduce_dtype else size
     times = 1 if case.wrapper == "zero1" and case.features.defer_sync else passes
     yield Flow(axis, "gradients", traits.zero_reduces_by, "backward", times * reduced)
     if case.wrapper == "zero3":
-        yield Flow(axis, "parameters", "all_gather", "forward", passes * vectors)
-        yield Flow(axis, "parameters", "all_gather", "backward", passes * vectors)
+        yield Flow(axis, "parameters", "all_gather", "forward", passes * gathered_bytes)
+        yield Flow(axis, "parameters", "all_gather", "backward", passes * gathered_bytes)
     elif traits.zero_gathers_late:
-        yield Flow(axis, "parameters", "all_gather", "forward", vectors, later=True)
-        yield Flow(axis, "parameters", "all_gather", OUTSIDE, vectors, last=True)
+        yield Flow(axis, "parameters", "all_gather", "forward", gathered_bytes, later=True)
+        yield Flow(axis, "parameters", "all_gather", OUTSIDE, gathered_bytes, last=True)
     else:
-        yield Flow(axis, "parameters", "all_gather", OUTSIDE, vectors)
+        yield Flow(axis, "parameters", "all_gather", OUTSIDE, gathered_bytes)
 
 
 # ---- all that data parallelism moves
 
 
 def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
-    """Bytes of a step over the data-parallel axes: parameters gathered, gradients reduced."""
+    """Yield the traffic of a step over the data-parallel axes: parameters gathered, gradients reduced."""
     if case.wrapper == "fsdp1":
         yield from _fsdp1_flows(case, traits)
         return
     if case.wrapper in ZERO:
         yield from zero_flows(case, traits, rank)
         return
-    dims, features, tp_index = case.data_dims, case.features, coordinate(case.dims, rank)["tp"]
+    dims = case.data_dims
+    features = case.features
+    tp_index = coordinate(case.dims, rank)["tp"]
     stored = case.training.dtype
     gathered = BYTES[case.training.compute_dtype or stored]
     reduced = BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
     scattered = reduced * reductions_per_step(case)
     over_replicas = reduced if features.defer_sync else scattered
-    shards, axis = dims.shards, shard_axis(dims)
-    held = [fqn for unit in units for fqn in unit.parameters] if shards > 1 else parameter_shapes(case.model)
-    everything = _padded(case, traits, held, tp_index)
-    differentiated = _padded(case, traits, [fqn for fqn in held if trains(case.training, fqn)], tp_index)
+    shards = dims.shards
+    axis = shard_axis(dims)
+    fqns = [*parameter_shapes(case.model)]
+    if shards > 1:
+        fqns = [*itertools.chain.from_iterable(unit.parameters for unit in units)]
+    everything = _padded(case, traits, fqns, tp_index)
+    differentiated = _padded(case, traits, [fqn for fqn in fqns if trains(case.training, fqn)], tp_index)
     alone = output_alone(units) if traits.loss_chunks > 1 else None
     called_twice = unit_called_in_chunks(case, traits, units)
     in_chunks = alone or called_twice
@@ -78,9 +91,11 @@ def data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: lis
         freed = _gathered_again(case, units, alone if traits.holds_output else None)
         first = gathered if traits.keeps_over_accumulation and case.wrapper == "fsdp2" else times
         yield Flow(axis, "parameters", "all_gather", "forward", first * everything)
-        for degree in sorted({unit.degree for unit in freed}):
-            named = [fqn for unit in freed if unit.degree == degree for fqn in unit.parameters]
-            again_bytes = times * _padded(case, traits, named, tp_index)
+        fqns_by_degree: dict[int, list[str]] = defaultdict(list)
+        for unit in freed:
+            fqns_by_degree[unit.degree] += unit.parameters
+        for degree in sorted(fqns_by_degree):
+            again_bytes = times * _padded(case, traits, fqns_by_degree[degree], tp_index)
             yield Flow(gathered_over(case, degree), "parameters", "all_gather", "backward", again_bytes)
         yield Flow(axis, "gradients", "reduce_scatter", "backward", differentiated * scattered + waited * reduced)
         if in_chunks and not (alone and traits.holds_output):
@@ -108,9 +123,11 @@ def _padded(case: Case, traits: TrainerTraits, fqns: Iterable[str], tp_index: in
 
 
 def _gathered_for_the_loss(case: Case, traits: TrainerTraits, axis: str, last: Unit, tp_index: int) -> Iterable[Flow]:
-    """Final norm and output are a unit. A loss in chunks calls the output when the model's forward is over. A unit that its
-    policy frees is free by then, and is gathered once more for the loss. The loss leaves the unit with that policy, so a
-    unit that its policy keeps is kept in the first pass only."""
+    """Yield what the unit of final norm and output gathers for a loss in chunks, when the model's forward is over.
+
+    A unit that its policy frees is free by then, and is gathered once more for the loss. The loss leaves the unit with that
+    policy, so a unit that its policy keeps is kept in the first pass only.
+    """
     size = BYTES[case.training.compute_dtype or case.training.dtype]
     once = _padded(case, traits, last.parameters, tp_index) * size
     yield Flow(axis, "parameters", "all_gather", "forward", (case.features.accumulation - 1) * once)
@@ -134,8 +151,12 @@ def _gathered_again_in_a_pass(
 
 
 def _gathered_for_chunks_of_a_stage(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
-    """What each chunk after a microbatch's first one gathers. A pipeline's backward frees nothing before the pass is over."""
-    output, last = output_alone(units), case.n_stages - 1
+    """Yield what each chunk after a microbatch's first one gathers.
+
+    A pipeline's backward frees nothing before the pass is over.
+    """
+    output = output_alone(units)
+    last = case.n_stages - 1
     if output is None or output.degree == 1 or last not in stages_of_rank(case, rank):
         return
     size = BYTES[case.training.compute_dtype or case.training.dtype] * case.features.accumulation
@@ -145,19 +166,24 @@ def _gathered_for_chunks_of_a_stage(case: Case, traits: TrainerTraits, rank: int
 
 
 def reductions_per_step(case: Case) -> int:
-    """How often gradients are reduced over the data ranks in a step, over replicas perhaps less often."""
+    """Return how often gradients are reduced over the data ranks in a step, over replicas perhaps less often."""
     return 1 if case.features.defer_sync is True else case.features.accumulation
 
 
 def _fsdp1_flows(case: Case, traits: TrainerTraits) -> Iterable[Flow]:
-    """Whole flat vectors, padded to equal parts. A unit that is kept after forward is kept after backward too, until one
-    reduces gradients; but not the root's, whose strategy is to free it."""
-    degree, passes, computed = case.dims.dp_shard, case.features.accumulation, case.training.compute_dtype
+    """Yield the traffic of FSDP1: whole flat vectors, padded to equal parts.
+
+    A unit that is kept after forward is kept after backward too, until one reduces gradients; but not the root's, whose
+    strategy is to free it.
+    """
+    degree = case.dims.dp_shard
+    passes = case.features.accumulation
+    computed = case.training.compute_dtype
     size = BYTES[computed or case.training.dtype]
-    again = BYTES[case.features.reduce_dtype or computed or case.training.dtype]
+    reduced_size = BYTES[case.features.reduce_dtype or computed or case.training.dtype]
     kept = case.features.reshard_after_forward == "never"
     moved = [unit.part(degree) * degree * size for unit in flat_units(case, traits.vector_order)]
-    reduced = reductions_per_step(case) * sum(moved) // size * again
+    reduced = reductions_per_step(case) * sum(moved) // size * reduced_size
     if degree > 1:
         times = reductions_per_step(case) if kept else passes
         yield Flow("dp_shard", "parameters", "all_gather", "forward", times * sum(moved))
@@ -168,28 +194,50 @@ def _fsdp1_flows(case: Case, traits: TrainerTraits) -> Iterable[Flow]:
 
 
 def pipelined_data_parallel_flows(case: Case, traits: TrainerTraits, rank: int, units: list[Unit]) -> Iterable[Flow]:
-    """Under pp torch gathers a stage when its schedule needs it, and reduces once a pass, after its last backward.
-    DDP's hooks reduce in the last microbatch's backward of each pass. ZeRO-1 does as without a pipeline."""
+    """Yield the traffic of a step over the data-parallel axes, in a pipeline.
+
+    torch gathers a stage when its schedule needs it, and reduces once a pass, after its last backward. DDP's hooks reduce in
+    the last microbatch's backward of each pass. ZeRO-1 does as without a pipeline.
+    """
     if case.wrapper in ZERO:
         yield from zero_flows(case, traits, rank)
         return
-    dims, features, stored = case.data_dims, case.features, case.training.dtype
+    dims = case.data_dims
+    features = case.features
+    stored = case.training.dtype
     tp_index = coordinate(dims, rank)["tp"]
-    held = [fqn for stage in stages_of_rank(case, rank) for fqn in parameters_of_stage(case, stage)]
-    differentiated = _padded(case, traits, [fqn for fqn in held if trains(case.training, fqn)], tp_index)
+    trained_fqns = [fqn for fqn in parameters_of_rank(case, rank) if trains(case.training, fqn)]
+    differentiated = _padded(case, traits, trained_fqns, tp_index)
     gathered = features.accumulation * BYTES[case.training.compute_dtype or stored]
     reduced = features.accumulation * BYTES[features.reduce_dtype or case.training.compute_dtype or stored]
-    shards, axis = dims.shards, shard_axis(dims)
-    order, looped = actions_of_rank(case, rank), features.schedule in LOOPED
-    freed = {fqn for unit in units if unit.degree == shards for fqn in unit.parameters}
-    for again in (False, True) if shards > 1 else ():
-        for (stage, phase), count in schedule.gathers(order, looped=looped, freed=again).items():
-            mine = [fqn for fqn in parameters_of_stage(case, stage) if (fqn in freed) == again]
-            size = _padded(case, traits, mine, tp_index)
-            yield Flow(axis, "parameters", "all_gather", phase, count * size * gathered)
+    shards = dims.shards
+    axis = shard_axis(dims)
     if shards > 1:
+        yield from _stage_gathers(case, traits, rank, units, gathered)
         yield from _gathered_for_chunks_of_a_stage(case, traits, rank, units)
         yield Flow(axis, "gradients", "reduce_scatter", "pipeline", differentiated * reduced)
     if dims.replicas > 1:
         phase = "backward" if case.wrapper == "ddp" else "pipeline"
         yield Flow(case.replicate_axis, "gradients", "all_reduce", phase, differentiated // shards * reduced)
+
+
+def _stage_gathers(
+    case: Case, traits: TrainerTraits, rank: int, units: list[Unit], element_bytes: int
+) -> Iterable[Flow]:
+    """Yield what a pipeline's schedule gathers of a rank's stages: parameters of units that are kept, then of freed ones.
+
+    element_bytes: bytes of an element, times the accumulation.
+    """
+    dims = case.data_dims
+    tp_index = coordinate(dims, rank)["tp"]
+    order = actions_of_rank(case, rank)
+    looped = case.features.schedule in LOOPED
+    freed_fqns = set[str]()
+    for unit in units:
+        if unit.degree == dims.shards:
+            freed_fqns.update(unit.parameters)
+    for freed in (False, True):
+        for (stage, phase), count in schedule.gathers(order, looped=looped, freed=freed).items():
+            fqns = [fqn for fqn in parameters_of_stage(case, stage) if (fqn in freed_fqns) == freed]
+            elements = _padded(case, traits, fqns, tp_index)
+            yield Flow(shard_axis(dims), "parameters", "all_gather", phase, count * elements * element_bytes)

@@ -8,7 +8,7 @@ from harness.core.case.case import Case
 from harness.core.case.traits import TrainerTraits
 from harness.core.plan.grid import coordinate, shard_axis
 from harness.core.plan.slices import BYTES, padded_numel, parameter_shapes, tp_dim
-from harness.core.plan.stages import parameters_of_stage, stages_of_rank
+from harness.core.plan.stages import parameters_of_rank
 from harness.core.plan.traffic.flow import OUTSIDE, Flow
 from harness.reference.config import rule_of
 
@@ -24,25 +24,26 @@ def muon_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
 
 
 def owners_bytes(case: Case, traits: TrainerTraits, rank: int) -> int:
-    """Return what ranks move at most to the owners of matrices and back, by collectives of their own choice."""
-    return 2 * sum(size for _, size in _whole(case, traits, rank)) if traits.muon_owner else 0
+    """Return the most bytes that ranks move to the owners of matrices and back, by collectives of their own choice."""
+    if not traits.muon_owner:
+        return 0
+    return 2 * sum(size for _, size in _whole(case, traits, rank))
 
 
 def _whole(case: Case, traits: TrainerTraits, rank: int) -> Iterable[tuple[str, int]]:
     """Yield axes and bytes: FSDP's cuts are undone first, of what tp left of a matrix; then those of tp."""
-    stages = stages_of_rank(case, rank)
-    held = [
-        fqn for stage in stages for fqn in parameters_of_stage(case, stage) if rule_of(case.training, fqn) == "muon"
-    ]
-    size, tp_index = BYTES[case.training.dtype], coordinate(case.dims, rank)["tp"]
+    fqns = [fqn for fqn in parameters_of_rank(case, rank) if rule_of(case.training, fqn) == "muon"]
+    size = BYTES[case.training.dtype]
+    tp_index = coordinate(case.dims, rank)["tp"]
     if case.shards > 1:
-        yield shard_axis(case.data_dims), sum(padded_numel(case, traits, fqn, tp_index) for fqn in held) * size
+        yield shard_axis(case.data_dims), sum(padded_numel(case, traits, fqn, tp_index) for fqn in fqns) * size
     if case.dims.tp > 1:
-        yield "tp", sum(_padded_over_tp(case, fqn) for fqn in held) * size
+        yield "tp", sum(_padded_over_tp(case, fqn) for fqn in fqns) * size
 
 
 def _padded_over_tp(case: Case, fqn: str) -> int:
-    """Elements of a whole matrix, the dim that tp cuts padded to equal parts."""
-    (rows, columns), tp = parameter_shapes(case.model)[fqn], case.dims.tp
+    """Return the elements of a whole matrix, the dim that tp cuts padded to equal parts."""
+    rows, columns = parameter_shapes(case.model)[fqn]
+    tp = case.dims.tp
     dim = tp_dim(fqn)
     return -(-(rows, columns)[dim or 0] // tp) * tp * (rows if dim else columns)

@@ -13,11 +13,15 @@ from harness.core.plan.traffic.flow import OUTSIDE, TIED, Flow
 
 
 def pipeline_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
-    """A microbatch's activations go to the rank of the next stage, and their gradients come back. Neighbouring stages on one
-    rank (the tip of a V) send nothing. With sequence parallel each tp rank sends its part."""
-    dims, training = case.dims, case.training
-    mine = stages_of_rank(case, rank)
-    borders = [stage for stage in (*mine, *(stage + 1 for stage in mine)) if 0 < stage < case.n_stages]
+    """Yield the activations of microbatches that go to the rank of the next stage, and their gradients that come back.
+
+    Neighbouring stages on one rank (the tip of a V) send nothing. With sequence parallel each tp rank sends its part.
+    """
+    dims = case.dims
+    training = case.training
+    stages = stages_of_rank(case, rank)
+    next_stages = [stage + 1 for stage in stages]
+    borders = [stage for stage in (*stages, *next_stages) if 0 < stage < case.n_stages]
     crossings = sum(borders.count(stage) == 1 for stage in borders)
     degree = dims.cp * (dims.tp if case.features.sequence_parallel else 1)
     size = BYTES[training.compute_dtype or training.dtype]
@@ -28,12 +32,17 @@ def pipeline_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
 
 
 def tied_flows(case: Case, traits: TrainerTraits, rank: int) -> Iterable[Flow]:
-    """Each rank's slice of the gradient, once a step. Over the data ranks it is reduced before: the sums commute."""
-    axis, fqn = tied_axis(case), "tok_embeddings.weight"
+    """Yield each rank's slice of the gradient of a tied weight, once a step.
+
+    Over the data ranks it is reduced before: the sums commute.
+    """
+    axis = tied_axis(case)
+    fqn = "tok_embeddings.weight"
     if not axis or not {0, case.n_stages - 1} & {*stages_of_rank(case, rank)}:
         return
-    place = shard_place(case.data_dims, rank) if case.shards > 1 else (1, 0)
-    held = slice_of(fqn, parameter_shapes(case.model)[fqn], tp_place(case.dims, rank), place)
-    size = numel(held) * BYTES[case.training.dtype]
-    for op in ("send", "recv") if traits.tied_reduces_by == "send" else ("all_reduce",):
+    shard = shard_place(case.data_dims, rank) if case.shards > 1 else (1, 0)
+    held_slice = slice_of(fqn, parameter_shapes(case.model)[fqn], tp_place(case.dims, rank), shard)
+    size = numel(held_slice) * BYTES[case.training.dtype]
+    ops = ("send", "recv") if traits.tied_reduces_by == "send" else ("all_reduce",)
+    for op in ops:
         yield Flow(axis, TIED, op, OUTSIDE, size)

@@ -20,11 +20,11 @@ from harness.core.plan.traffic.tensor_parallel import loss_bytes, scale_flows, t
 
 
 def flows_of_rank(case: Case, traits: TrainerTraits, rank: int, length: int, units: list[Unit]) -> tuple[Flow, ...]:
-    """All that a rank moves in a step of sequences of this length. units: FSDP2's, as they are planned for this rank."""
-    pipelined = case.dims.pp > 1
+    """Return all that a rank moves in a step of sequences of this length. units: FSDP2's, as they are planned for this
+    rank."""
+    data_flows = pipelined_data_parallel_flows if case.dims.pp > 1 else data_parallel_flows
     flows = (
-        *(pipelined_data_parallel_flows(case, traits, rank, units) if pipelined else ()),
-        *(data_parallel_flows(case, traits, rank, units) if not pipelined else ()),
+        *data_flows(case, traits, rank, units),
         *tensor_parallel_flows(case, traits, stages_of_rank(case, rank), length),
         *scale_flows(case, rank, length),
         *context_parallel_flows(case, traits, rank, length),
@@ -37,22 +37,30 @@ def flows_of_rank(case: Case, traits: TrainerTraits, rank: int, length: int, uni
 
 
 def outside_bytes(case: Case, traits: TrainerTraits, rank: int, flows: Iterable[Flow]) -> int:
-    """Each parameter has a norm on each axis, and each rank eight numbers (losses, counts). The sums over tp of a loss that is
+    """Return the most bytes that a rank moves in a step outside of forward and backward, in addition to planned flows.
+
+    Each parameter has a norm on each axis, and each rank eight numbers (losses, counts). The sums over tp of a loss that is
     computed outside of forward count, too, and those of a batch that is evaluated. So do the optional flows, and what Muon's
-    owners of matrices get and send."""
-    dims, training = case.dims, case.training
+    owners of matrices get and send.
+    """
+    dims = case.dims
     axes = sum(getattr(dims, axis) > 1 for axis in AXES)
     numbers = len(parameter_shapes(case.model)) * axes + 8 * dims.world_size
-    last = case.n_stages - 1 in stages_of_rank(case, rank)
-    apart = dims.tp > 1 and case.features.loss_parallel and last and not traits.loss_in_forward
-    losses = loss_bytes(case, training.seq_len) * (1 + bool(case.features.validate_every)) if apart else 0
-    besides = sum(flow.bytes for flow in flows if flow.optional)
-    return numbers * BYTES["float64"] + losses + besides + owners_bytes(case, traits, rank)
+    has_last_stage = case.n_stages - 1 in stages_of_rank(case, rank)
+    losses = 0
+    if dims.tp > 1 and case.features.loss_parallel and has_last_stage and not traits.loss_in_forward:
+        batches = 1 + bool(case.features.validate_every)
+        losses = loss_bytes(case, case.training.seq_len) * batches
+    optional = sum(flow.bytes for flow in flows if flow.optional)
+    return numbers * BYTES["float64"] + losses + optional + owners_bytes(case, traits, rank)
 
 
 def integer_bytes(case: Case) -> int:
-    """DDP compares the number and the shapes of all parameters, and later sends out in which bucket each of them is. ZeRO-3's
-    ranks compare in which order modules ran and parameters were needed: some of either for each parameter."""
+    """Return the most bytes of integers that a rank moves in the first two steps, inside forward and backward.
+
+    DDP compares the number and the shapes of all parameters, and later sends out in which bucket each of them is. ZeRO-3's
+    ranks compare in which order modules ran and parameters were needed: some of either for each parameter.
+    """
     if case.wrapper == "zero3":
         return 16 * len(parameter_shapes(case.model)) * 8
     if case.wrapper not in ("ddp", "replicate"):
@@ -61,8 +69,11 @@ def integer_bytes(case: Case) -> int:
 
 
 def used_bytes(case: Case) -> int:
-    """With find_unused_parameters DDP's ranks tell each other which parameters they used, whenever they reduce: an int32 each,
-    and one number. In a static graph they do so in the first step only."""
+    """Return the most bytes of integers that a rank moves in a later step.
+
+    With find_unused_parameters DDP's ranks tell each other which parameters they used, whenever they reduce: an int32 each,
+    and one number. In a static graph they do so in the first step only.
+    """
     if case.wrapper not in ("ddp", "replicate"):
         return 0
     return (4 * len(parameter_shapes(case.model)) + 8) * case.passes

@@ -10,44 +10,49 @@ from harness.core.case.case import Case
 from harness.core.case.traits import TrainerTraits
 from harness.core.plan.frozen import gradients_of_activations, trained
 from harness.core.plan.slices import BYTES, parameter_shapes, tp_dim
-from harness.core.plan.stages import layers_of_stage, stages_of_rank
+from harness.core.plan.stages import layers_of_stage, layers_of_stages, stages_of_rank
 from harness.core.plan.traffic.data_parallel import reductions_per_step
 from harness.core.plan.traffic.flow import Flow
 from harness.reference.config import trains
 
 
 def tensor_parallel_flows(case: Case, traits: TrainerTraits, stages: tuple[int, ...], length: int) -> Iterable[Flow]:
-    """Every crossing of the residual stream: into and out of attention and feed-forward, out of embedding, into output.
+    """Yield every crossing of the residual stream: into and out of attention and feed-forward, out of embedding, into output.
 
     With sequence parallel a crossing is an all_gather or a reduce_scatter, and backward mirrors forward. Without it, it
     is an all_reduce, forward of what comes out, backward of what went in. A trainer that does not keep what a column-parallel
     layer gathered, gathers it again for the weight's gradient.
     """
-    dims, model = case.dims, case.model
+    dims = case.dims
+    model = case.model
     if dims.tp == 1:
         return
     activation = activation_bytes(case, length)
-    held = [layer for stage in stages for layer in layers_of_stage(case, stage)]
-    layers, first, last = len(held), 0 in stages, case.n_stages - 1 in stages
-    back_in, back_out = _crossings_in_backward(case, held, first=first, last=last)
+    layers = layers_of_stages(case, stages)
+    count = len(layers)
+    first = 0 in stages
+    last = case.n_stages - 1 in stages
+    back_in, back_out = _crossings_in_backward(case, layers, first=first, last=last)
     phase = "pipeline" if dims.pp > 1 else "backward"
     size_of_sums = _bytes_of_norm_gradients(case, traits.measured.torch)
     if case.features.sequence_parallel:
-        yield Flow("tp", "activations", "all_gather", "forward", (2 * layers + last) * activation)
-        yield Flow("tp", "activations", "reduce_scatter", "forward", (2 * layers + first) * activation)
+        yield Flow("tp", "activations", "all_gather", "forward", (2 * count + last) * activation)
+        yield Flow("tp", "activations", "reduce_scatter", "forward", (2 * count + first) * activation)
         yield Flow("tp", "activations", "all_gather", "backward", back_out * activation)
-        whole = last and traits.loss_chunks > 1 and traits.cuts_gathered
-        yield Flow("tp", "activations", "reduce_scatter", "backward", (back_in - whole) * activation)
-        yield Flow("tp", "gradient of what chunks are cut from", "all_reduce", "backward", whole * activation)
+        reduces_input_of_chunks = last and traits.loss_chunks > 1 and traits.cuts_gathered
+        yield Flow("tp", "activations", "reduce_scatter", "backward", (back_in - reduces_input_of_chunks) * activation)
+        yield Flow(
+            "tp", "gradient of what chunks are cut from", "all_reduce", "backward", reduces_input_of_chunks * activation
+        )
         if traits.gathers_input_again:
-            yield Flow("tp", "activations again", "all_gather", "backward", (2 * layers + last) * activation)
-        norms = _trained_norms(case, held, last=last) * model.dim  # each rank's norms saw its part of the sequence
+            yield Flow("tp", "activations again", "all_gather", "backward", (2 * count + last) * activation)
+        norms = _trained_norms(case, layers, last=last) * model.dim  # each rank's norms saw its part of the sequence
         yield Flow("tp", "norm gradients", "all_reduce", phase, norms * size_of_sums, optional=True)
     else:
-        yield Flow("tp", "activations", "all_reduce", "forward", (2 * layers + first) * activation)
+        yield Flow("tp", "activations", "all_reduce", "forward", (2 * count + first) * activation)
         yield Flow("tp", "activations", "all_reduce", "backward", back_in * activation)
     if model.lora is not None:
-        sums = _whole_in_adapters(case, held)
+        sums = _whole_in_adapters(case, layers)
         yield Flow("tp", "adapter gradients", "all_reduce", phase, sums * size_of_sums, optional=True)
     if not case.features.loss_parallel and last:
         yield Flow("tp", "logits", "all_gather", "forward", logits_bytes(case, length))
@@ -58,25 +63,32 @@ def tensor_parallel_flows(case: Case, traits: TrainerTraits, stages: tuple[int, 
 def _crossings_in_backward(case: Case, layers: list[int], *, first: bool, last: bool) -> tuple[int, int]:
     """Return how often gradients come out of where activations went in, and the other way round."""
     into, out_of = gradients_of_activations(case.model, case.training)
-    halves = [f"layers.{layer}.{half}" for layer in layers for half in ("attention", "feed_forward")]
-    shared = [f"{half}.{'wq' if half.endswith('attention') else 'w1'}" for half in halves]
-    back_in = sum(into[module] for module in shared) + (last and into["output"])
-    return back_in, sum(out_of[half] for half in halves) + (first and out_of["tok_embeddings"])
+    back_in = int(last and into["output"])
+    back_out = int(first and out_of["tok_embeddings"])
+    for layer in layers:
+        back_in += into[f"layers.{layer}.attention.wq"] + into[f"layers.{layer}.feed_forward.w1"]
+        back_out += out_of[f"layers.{layer}.attention"] + out_of[f"layers.{layer}.feed_forward"]
+    return back_in, back_out
 
 
 def _trained_norms(case: Case, layers: list[int], *, last: bool) -> int:
-    names = [f"layers.{layer}.{norm}.weight" for layer in layers for norm in ("attention_norm", "ffn_norm")]
-    return sum(trains(case.training, fqn) for fqn in (*names, *(["norm.weight"] if last else [])))
+    """Return the number of norm weights that are trained: two of each layer, and the final norm's on the last stage."""
+    fqns = []
+    for layer in layers:
+        fqns += [f"layers.{layer}.attention_norm.weight", f"layers.{layer}.ffn_norm.weight"]
+    if last:
+        fqns.append("norm.weight")
+    return sum(trains(case.training, fqn) for fqn in fqns)
 
 
 def _whole_in_adapters(case: Case, layers: list[int]) -> int:
     """Return the elements of adapters that are trained and whole on every rank: A of a matrix cut by rows, B of one that
     is cut by columns. Each rank has the gradient of its part alone."""
-    return sum(
-        math.prod(shape)
-        for fqn, shape in trained(case, parameter_shapes(case.model)).items()
-        if ".lora_" in fqn and tp_dim(fqn) is None and int(fqn.split(".")[1]) in layers
-    )
+    elements = 0
+    for fqn, shape in trained(case, parameter_shapes(case.model)).items():
+        if ".lora_" in fqn and tp_dim(fqn) is None and int(fqn.split(".")[1]) in layers:
+            elements += math.prod(shape)
+    return elements
 
 
 def activation_bytes(case: Case, length: int) -> int:
@@ -92,7 +104,10 @@ def logits_bytes(case: Case, length: int) -> int:
 
 
 def loss_bytes(case: Case, length: int) -> int:
-    """With loss parallel the largest logit of a token, the sum of their exponentials, and the logit of its label go over tp."""
+    """Return the bytes that go over tp with loss parallel, of all of a rank's microbatches.
+
+    They are three numbers a token: the largest logit, the sum of the exponentials, and the logit of the label.
+    """
     return 3 * case.local_batch * case.passes * (length // case.dims.cp) * BYTES[case.training.dtype]
 
 
@@ -102,7 +117,8 @@ def _bytes_of_norm_gradients(case: Case, torch: str) -> int:
     A gradient that backward does not reduce at once is kept in the dtype of its reduction. This is always so under pp, else
     if the reduction of several microbatches is deferred. One that is reduced at once is as computed, in torch up to 2.14.
     """
-    computed, features = case.training.compute_dtype or case.training.dtype, case.features
+    computed = case.training.compute_dtype or case.training.dtype
+    features = case.features
     kept = case.dims.pp > 1 or (features.accumulation > 1 and features.defer_sync is True)
     kept = kept or (case.wrapper == "fsdp2" and releases.holds(releases.SUMS_IN_REDUCE_DTYPE, torch))
     times = features.accumulation if case.dims.pp > 1 else reductions_per_step(case)
@@ -110,19 +126,19 @@ def _bytes_of_norm_gradients(case: Case, torch: str) -> int:
 
 
 def scale_flows(case: Case, rank: int, length: int) -> Iterable[Flow]:
-    """Float8: the largest entry of what is cut over tp, for its scale; one number a tensor, or one a row.
+    """Yield, for float8, the largest entry of what is cut over tp, for its scale; one number a tensor, or one a row.
 
     All weights are cut. Forward also cuts the inputs of wo and w2. Backward also cuts the gradients of the outputs of the
     other five, and with them the columns of their weights. (Under rowwise_with_gw_hp weights have one scale in backward.)
     """
-    recipe, model = case.training.quantize, case.model
+    recipe = case.training.quantize
     if case.dims.tp == 1 or recipe not in SCALES_OVER_TP:
         return
     layers = sum(len(layers_of_stage(case, stage)) for stage in stages_of_rank(case, rank))
     tokens = case.local_batch * (length // case.dims.cp)
     size = layers * case.passes * BYTES["float64"]  # in which torchao computes scales
     for phase, (rows, columns, ones) in SCALES_OVER_TP[recipe].items():
-        yield Flow("tp", "scales", "all_reduce", phase, (rows * tokens + columns * model.dim + ones) * size)
+        yield Flow("tp", "scales", "all_reduce", phase, (rows * tokens + columns * case.model.dim + ones) * size)
 
 
 SCALES_OVER_TP = {
